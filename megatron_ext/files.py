@@ -1,0 +1,112 @@
+"""Read and write the project's JSON files: strict, bounded, and never half-written.
+
+Every file kind is a msgspec Struct (msgspec: strict decoding into typed structures,
+unknown keys are errors, fast enough for a 5 MB schedule in well under a second).
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from megatron_ext.errors import InputError
+
+T = TypeVar("T")
+
+MAX_FILE_BYTES = 256 * 2**20
+"""A larger file is refused before it is read: no file kind comes near it."""
+
+
+def load(path, kind: type[T]) -> T:
+    """Read a JSON file into ``kind``.
+
+    Raises:
+        InputError: the file is missing, too large, not JSON, or does not have the form
+            of ``kind``; the line names the file, the field and the value.
+    """
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InputError(f"larger than {MAX_FILE_BYTES} bytes", file=path)
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", file=path) from None
+    return decode(data, kind, file=path)
+
+
+def decode(data: bytes, kind: type[T], *, file) -> T:
+    """Decode JSON text into ``kind``; errors as in :func:`load`."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        message, _, where = str(error).partition(" - at `")
+        field = where.rstrip("`").removeprefix("$").lstrip(".") or None
+        value = _value_at(data, field)
+        raise InputError(message[0].lower() + message[1:], file=file, field=field, value=value) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"not valid JSON: {error}", file=file) from None
+
+
+def _value_at(data: bytes, field: str | None) -> Any:
+    """The value at a msgspec error path, or ``...`` where the path cannot be followed."""
+    try:
+        node = msgspec.json.decode(data)
+        for name, index in re.findall(r"([^.\[\]]+)|\[([^\]]*)\]", field or ""):
+            if name:
+                node = node[name]
+            elif index == "...":  # msgspec does not say which key of a mapping it was
+                return ...
+            else:
+                node = node[int(index)]
+        return node if not isinstance(node, (dict, list)) else ...
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError, msgspec.DecodeError):
+        return ...
+
+
+def encode(value: Any) -> bytes:
+    """Deterministic JSON: the same value gives the same bytes."""
+    return msgspec.json.encode(value) + b"\n"
+
+
+def save(path, value: Any, *, indent: int = 0) -> None:
+    """Write ``value`` as JSON to a temporary name beside ``path``, then rename it.
+
+    Raises:
+        InputError: the place cannot be written; nothing is left behind.
+    """
+    data = encode(value)
+    if indent:
+        data = msgspec.json.format(data, indent=indent)
+    write_atomically(path, data)
+
+
+def write_atomically(path, data: bytes) -> None:
+    """Replace ``path`` with ``data`` in one step, so that no reader sees half of it."""
+    path = Path(path)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", file=path) from None
+    finally:
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def sha256(path) -> str:
+    """Hex digest of a file's bytes; ranks compare it before the first collective."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", file=path) from None
