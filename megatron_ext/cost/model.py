@@ -1,0 +1,222 @@
+"""The cost table file: what every route costs on the machines it was measured on.
+
+Times are microseconds, sizes the bytes of the whole (gathered) group for every route, so
+that routes compare directly. A curve with no points is not offered; a missing figure is
+never 0, and there is no built-in default table.
+"""
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from megatron_ext import files
+from megatron_ext.errors import InputError
+
+SCHEMA_VERSION = 1
+ROUTES = ("gpu", "cpu", "nvme")
+
+Route = Literal["gpu", "cpu", "nvme"]
+
+
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One measured size. ``issued_us`` is the time until the call returned, where it is
+    asynchronous; ``p50_us`` the time until the bytes had arrived."""
+
+    size_bytes: int
+    p50_us: float
+    p95_us: float | None = None
+    samples: int = 1
+    issued_us: float | None = None
+
+
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Cost by size. ``algorithms`` holds one curve a name where a source compares several
+    (nccl_ring, nccl_tree, ...); ``source`` says where the figures come from."""
+
+    points: tuple[Point, ...] = ()
+    algorithms: dict[str, tuple[Point, ...]] = {}
+    source: str | None = None
+    settings: dict[str, Any] = {}
+
+
+class Routes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    gpu: Curve | None = None
+    cpu: Curve | None = None
+    nvme: Curve | None = None
+
+
+class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Write-back after the optimizer step: into the host copy (``cpu``), onto the drive
+    (``nvme``), and between nodes (``internode``, bytes that cross the network).
+    ``points`` is short for ``cpu``."""
+
+    cpu: Curve | None = None
+    nvme: Curve | None = None
+    internode: Curve | None = None
+    points: tuple[Point, ...] = ()
+
+
+class GroupOverhead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What a gather costs beyond its bytes: ``call_us`` per issued call on the calling
+    thread; ``flatten`` the copy into and out of one flat tensor, by bytes."""
+
+    call_us: float | None = None
+    flatten: Curve | None = None
+
+
+class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """``measured`` takes ``p50_us`` for ``size_bytes`` while ``busy`` works: ``slowdown``
+    times what it takes alone. Names are ``gpu``, ``cpu``, ``nvme``, ``publish``, ``compute``, ``p2p``."""
+
+    measured: str
+    busy: str
+    slowdown: float
+    size_bytes: int | None = None
+    p50_us: float | None = None
+
+
+class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Forward and backward of one micro-batch through one chunk (``pp_rank`` and
+    ``model_chunk_id``) or through one layer of a kind (``layer_kind``)."""
+
+    forward_us: float
+    backward_us: float
+    pp_rank: int | None = None
+    model_chunk_id: int | None = None
+    layer_kind: str | None = None
+    forward_p95_us: float | None = None
+    backward_p95_us: float | None = None
+    samples: int = 1
+
+
+class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What links share. ``nic_shares_pcie``: the NIC that carries all-gathers and host copies
+    use one PCIe link. ``processors_per_node``: on machines without accelerators, processors
+    that the node's ranks share (compute slows down when more ranks than these compute)."""
+
+    nic_shares_pcie: bool = False
+    processors_per_node: float | None = None
+
+
+class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """The environment the figures hold for. ``synthetic`` is true for tables not measured."""
+
+    created_at: str = ""
+    synthetic: bool = False
+    hardware: Any = None
+    software: Any = None
+    world_sizes: Any = None
+    source: Any = None
+    notes: tuple[str, ...] = ()
+
+
+class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Everything measured. ``reduce`` (gradient reduce-scatter by group bytes) and
+    ``optimizer`` (one optimizer step by bytes of whole parameters of one rank) are needed
+    only to predict a whole iteration; a prediction without them says that it leaves them out.
+    """
+
+    schema_version: int
+    kind: Literal["cost_table"]
+    metadata: Metadata = Metadata()
+    routes: Routes = Routes()
+    publish: Publish = Publish()
+    group_overhead: GroupOverhead = GroupOverhead()
+    contention: tuple[Contention, ...] = ()
+    compute: tuple[Compute, ...] = ()
+    p2p: Curve | tuple[Point, ...] = ()
+    reduce: Curve | None = None
+    optimizer: Curve | None = None
+    topology: Topology = Topology()
+
+
+def load(path) -> CostTable:
+    """Read and check a cost table. Raises InputError naming file, field and value."""
+    return check(files.load(path, CostTable), file=path)
+
+
+def save(path, table: CostTable) -> None:
+    files.save(path, table, indent=1)
+
+
+def check(table: CostTable, *, file=None) -> CostTable:
+    """Check a decoded table and return it in one form (``publish.points`` and a bare list of
+    p2p points are moved into curves; points sorted by size).
+
+    Raises:
+        InputError: naming the field and its value.
+    """
+    if table.schema_version != SCHEMA_VERSION:
+        raise InputError(f"unknown version; this release reads {SCHEMA_VERSION}", file=file, field="schema_version", value=table.schema_version)
+
+    def curve(value: Curve | None, field: str) -> Curve | None:
+        if value is None:
+            return None
+        algorithms = {name: _checked(points, f"{field}.algorithms.{name}", file) for name, points in value.algorithms.items()}
+        return msgspec.structs.replace(value, points=_checked(value.points, f"{field}.points", file), algorithms=algorithms)
+
+    routes = Routes(**{name: curve(getattr(table.routes, name), f"routes.{name}") for name in ROUTES})
+    publish = table.publish
+    if publish.points and publish.cpu is not None:
+        raise InputError("both points and cpu are given; they mean the same", file=file, field="publish")
+    publish = Publish(
+        cpu=curve(Curve(points=publish.points) if publish.points else publish.cpu, "publish.cpu"),
+        nvme=curve(publish.nvme, "publish.nvme"),
+        internode=curve(publish.internode, "publish.internode"),
+    )
+    p2p = curve(table.p2p if isinstance(table.p2p, Curve) else Curve(points=table.p2p), "p2p")
+    overhead = table.group_overhead
+    if overhead.call_us is not None:
+        _positive(overhead.call_us, "group_overhead.call_us", file, zero=True)
+    for index, row in enumerate(table.contention):
+        _positive(row.slowdown, f"contention[{index}].slowdown", file)
+        if row.p50_us is not None:
+            _positive(row.p50_us, f"contention[{index}].p50_us", file)
+    seen = set()
+    for index, row in enumerate(table.compute):
+        field = f"compute[{index}]"
+        by_place = row.pp_rank is not None and row.model_chunk_id is not None
+        if by_place == (row.layer_kind is not None) or (row.pp_rank is None) != (row.model_chunk_id is None):
+            raise InputError("give either pp_rank and model_chunk_id, or layer_kind", file=file, field=field)
+        _positive(row.forward_us, f"{field}.forward_us", file)
+        _positive(row.backward_us, f"{field}.backward_us", file)
+        place = (row.pp_rank, row.model_chunk_id, row.layer_kind)
+        if place in seen:
+            raise InputError("is there twice", file=file, field=field)
+        seen.add(place)
+    if table.topology.processors_per_node is not None:
+        _positive(table.topology.processors_per_node, "topology.processors_per_node", file)
+    return msgspec.structs.replace(
+        table,
+        routes=routes,
+        publish=publish,
+        p2p=p2p,
+        group_overhead=msgspec.structs.replace(overhead, flatten=curve(overhead.flatten, "group_overhead.flatten")),
+        reduce=curve(table.reduce, "reduce"),
+        optimizer=curve(table.optimizer, "optimizer"),
+    )
+
+
+def _checked(points: tuple[Point, ...], field: str, file) -> tuple[Point, ...]:
+    sizes = set()
+    for index, point in enumerate(points):
+        where = f"{field}[{index}]"
+        if point.size_bytes < 0:
+            raise InputError("must not be negative", file=file, field=f"{where}.size_bytes", value=point.size_bytes)
+        if point.size_bytes in sizes:
+            raise InputError("is there twice", file=file, field=f"{where}.size_bytes", value=point.size_bytes)
+        sizes.add(point.size_bytes)
+        _positive(point.p50_us, f"{where}.p50_us", file)
+        if point.p95_us is not None:
+            _positive(point.p95_us, f"{where}.p95_us", file)
+            if point.p95_us < point.p50_us:
+                raise InputError("is below p50_us", file=file, field=f"{where}.p95_us", value=point.p95_us)
+        if point.samples < 1:
+            raise InputError("must be at least 1", file=file, field=f"{where}.samples", value=point.samples)
+    return tuple(sorted(points, key=lambda point: point.size_bytes))
+
+
+def _positive(value: float, field: str, file, *, zero: bool = False) -> None:
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise InputError("must be a positive, finite number", file=file, field=field, value=value)

@@ -1,0 +1,73 @@
+"""Memory that a schedule promises: whole parameters on devices, host copies on nodes."""
+
+from megatron_ext.schedule.model import Schedule
+
+
+def device_peaks(schedule: Schedule) -> list[int]:
+    """Peak bytes of whole parameters on the device of each pipeline rank.
+
+    A group counts from the issue of its unshard to its reshard; with zero stage 1 all count.
+    """
+    peaks = []
+    for rank in schedule.ranks:
+        if schedule.zero_stage == 1:
+            peaks.append(sum(g.bytes for g in schedule.groups if g.pp_rank == rank.pp_rank))
+            continue
+        resident = peak = 0
+        resident = sum(schedule.groups[a.group].bytes for a in rank.start.unshard)
+        peak = resident
+        whole = {a.group for a in rank.start.unshard}
+        for entry in rank.steps:
+            for action in in_order(entry):
+                size = schedule.groups[action.group].bytes
+                if hasattr(action, "route"):
+                    whole.add(action.group)
+                    resident += size
+                    peak = max(peak, resident)
+                else:
+                    whole.discard(action.group)
+                    resident -= size
+        peaks.append(peak)
+    return peaks
+
+
+def in_order(entry):
+    """Unshards and reshards of one step in the order in which they happen."""
+    if all(a.at < 0 for a in entry.unshard) and all(a.at < 0 for a in entry.reshard):
+        return (*entry.unshard, *entry.reshard)
+    sign = -1 if "B" in entry.step else 1
+    begin = [a for a in entry.unshard if a.at < 0]
+    end = [a for a in entry.reshard if a.at < 0]
+    inside = [(sign * a.at, 0, a) for a in entry.unshard if a.at >= 0]
+    inside += [(sign * a.at, 1, a) for a in entry.reshard if a.at >= 0]
+    inside.sort(key=lambda item: item[:2])
+    return (*begin, *(a for _, _, a in inside), *end)
+
+
+def slot_bytes(schedule: Schedule, pp_rank: int) -> int:
+    """Bytes of one NVMe staging slot of ``pp_rank``; 0 where it stages nothing."""
+    staged = [schedule.groups[entry.group].bytes for entry in schedule.publish if "nvme" in entry.to and schedule.groups[entry.group].pp_rank == pp_rank]
+    if not staged:
+        return 0
+    return schedule.limits.nvme_slot_bytes or max(staged)
+
+
+def pinned_host_bytes(schedule: Schedule) -> list[int]:
+    """Pinned bytes of each node: one host copy of every published group of the pipeline
+    ranks on the node, plus the staging slots of its ranks."""
+    parallel = schedule.parallel
+    copies = [0] * parallel.pp
+    for entry in schedule.publish:
+        if "cpu" in entry.to:
+            group = schedule.groups[entry.group]
+            copies[group.pp_rank] += group.bytes
+    nodes = [0] * parallel.num_nodes
+    # Tensor-parallel ranks hold different parameters, hence copies of their own.
+    for pp_rank in range(parallel.pp):
+        for tp_rank in range(parallel.tensor_model_parallel_size):
+            places = [parallel.node_of(pp_rank, dp_rank, tp_rank) for dp_rank in range(parallel.dp)]
+            for node in set(places):
+                nodes[node] += copies[pp_rank]
+            for node in places:
+                nodes[node] += slot_bytes(schedule, pp_rank) * schedule.limits.nvme_slots
+    return nodes

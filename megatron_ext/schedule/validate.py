@@ -1,0 +1,244 @@
+"""Which schedules may train: every use dominated by a fresh, finished gather.
+
+[Note: Life of a group within one iteration]
+A group is SHARDED when the iteration starts: the optimizer step has just made every whole
+copy stale. ``unshard`` makes it UNSHARDING, reaching its ``need_by`` step makes it WHOLE,
+``reshard`` makes it SHARDED again. A step may compute only on groups that are WHOLE (or whose
+``need_by`` is this step: then the first layer that uses the group waits). Every layer of the
+step's chunk is used, in forward and in backward. At the end of the iteration whatever is
+still whole is dropped. Zero stage 1 gathers every group exactly once and never frees it.
+"""
+
+import math
+
+from megatron_ext.errors import InputError
+from megatron_ext.schedule.model import SCHEMA_VERSION, Schedule, decode
+from megatron_ext.workload.order import steps_of_ranks
+
+
+class InvalidSchedule(InputError):
+    """A schedule that must not train; ``pp_rank`` and ``step_index`` say where it fails."""
+
+    def __init__(self, message: str, *, pp_rank: int | None = None, step_index: int | None = None, **where):
+        super().__init__(message, **where)
+        self.pp_rank, self.step_index = pp_rank, step_index
+
+
+def load(path) -> Schedule:
+    """Read and validate a schedule file.
+
+    Raises:
+        InputError: in one line that names file, field and value.
+    """
+    return validate(decode(path), file=path)
+
+
+def validate(schedule: Schedule, *, file=None) -> Schedule:
+    """Check everything that can be checked without the workload, and return the schedule.
+
+    Raises:
+        InvalidSchedule: at the first action that could compute on parameters that are not
+            whole and fresh, exceed a limit, or differ from Megatron's order of steps.
+    """
+    if schedule.schema_version != SCHEMA_VERSION:
+        raise InvalidSchedule(f"unknown version; this release reads {SCHEMA_VERSION}", file=file, field="schema_version", value=schedule.schema_version)
+    schedule.parallel.check(file=file)
+    _check_groups(schedule, file)
+    destinations = _check_publish(schedule, file)
+    expected = steps_of_ranks(schedule.parallel)
+    if len(schedule.ranks) != len(expected):
+        raise InvalidSchedule(f"expected one entry for each of the {len(expected)} pipeline ranks", file=file, field="ranks", value=len(schedule.ranks))
+    for index, rank in enumerate(schedule.ranks):
+        if rank.pp_rank != index:
+            raise InvalidSchedule(f"expected {index}: ranks are stored in order", file=file, field=f"ranks[{index}].pp_rank", value=rank.pp_rank)
+        _check_steps(rank, expected[index], file)
+        _RankWalk(schedule, index, destinations, file).run()
+    return schedule
+
+
+def _check_groups(schedule: Schedule, file) -> None:
+    parallel = schedule.parallel
+    owner: dict[tuple[int, int, str], int] = {}
+    for index, group in enumerate(schedule.groups):
+        field = f"groups[{index}]"
+        if not 0 <= group.pp_rank < parallel.pp:
+            raise InvalidSchedule(f"must be below the pipeline size {parallel.pp}", file=file, field=f"{field}.pp_rank", value=group.pp_rank)
+        if not 0 <= group.model_chunk_id < parallel.vp:
+            raise InvalidSchedule(f"must be below the virtual pipeline size {parallel.vp}", file=file, field=f"{field}.model_chunk_id", value=group.model_chunk_id)
+        if group.bytes <= 0:
+            raise InvalidSchedule("must be positive", file=file, field=f"{field}.bytes", value=group.bytes)
+        if not group.parameters:
+            raise InvalidSchedule("a group needs at least one parameter", file=file, field=f"{field}.parameters")
+        for name in group.parameters:
+            key = (group.pp_rank, group.model_chunk_id, name)
+            if key in owner:
+                raise InvalidSchedule(f"is in two groups, {owner[key]} and {index}", file=file, field=f"{field}.parameters", value=name)
+            owner[key] = index
+
+
+def _check_publish(schedule: Schedule, file) -> dict[int, set[str]]:
+    destinations: dict[int, set[str]] = {}
+    for index, entry in enumerate(schedule.publish):
+        field = f"publish[{index}]"
+        if not 0 <= entry.group < len(schedule.groups):
+            raise InvalidSchedule(f"there are {len(schedule.groups)} groups", file=file, field=f"{field}.group", value=entry.group)
+        if entry.group in destinations:
+            raise InvalidSchedule("is published twice", file=file, field=f"{field}.group", value=entry.group)
+        if not entry.to or len(set(entry.to)) != len(entry.to):
+            raise InvalidSchedule("expected cpu, nvme or both", file=file, field=f"{field}.to", value=list(entry.to))
+        destinations[entry.group] = set(entry.to)
+    return destinations
+
+
+def _check_steps(rank, expected, file) -> None:
+    field = f"ranks[{rank.pp_rank}].steps"
+    for index, (entry, step) in enumerate(zip(rank.steps, expected)):
+        if entry.step != str(step):
+            raise InvalidSchedule(f"Megatron runs {step} here", pp_rank=rank.pp_rank, step_index=index, file=file, field=f"{field}[{index}].step", value=entry.step)
+    if len(rank.steps) != len(expected):
+        raise InvalidSchedule(f"expected {len(expected)} steps", file=file, field=field, value=len(rank.steps))
+
+
+class _RankWalk:
+    """Walks the actions of one pipeline rank through one iteration."""
+
+    def __init__(self, schedule: Schedule, pp_rank: int, destinations, file):
+        self.schedule, self.pp_rank, self.file = schedule, pp_rank, file
+        self.destinations = destinations
+        self.rank = schedule.ranks[pp_rank]
+        self.groups = schedule.groups
+        self.own = [i for i, group in enumerate(self.groups) if group.pp_rank == pp_rank]
+        self.of_chunk = [[] for _ in range(schedule.parallel.vp)]
+        for index in self.own:
+            self.of_chunk[self.groups[index].model_chunk_id].append(index)
+        self.ready_at: dict[int, float] = {}  # group -> step index from which it is whole
+        self.issued_in: dict[int, tuple[int, int]] = {}  # group -> (step index, at)
+        self.gathers = dict.fromkeys(self.own, 0)
+        self.slot_of: dict[int, int] = {}  # group -> slot it is staged in
+        self.in_slot: dict[int, int] = {}  # slot -> group
+        self.resident = 0
+        limit = schedule.limits.device_bytes
+        self.limit = math.inf if limit is None else limit
+        if schedule.zero_stage == 1:  # whole parameters never leave the device
+            self.resident = sum(self.groups[i].bytes for i in self.own)
+            if self.resident > self.limit:
+                self._fail(f"needs {self.resident} bytes of whole parameters on pipeline rank {pp_rank}, {self.resident - self.limit} more than limits.device_bytes", "limits.device_bytes", self.limit)
+
+    def _fail(self, message: str, field: str, value=..., step_index: int | None = None):
+        raise InvalidSchedule(message, pp_rank=self.pp_rank, step_index=step_index, file=self.file, field=field, value=value)
+
+    def run(self) -> None:
+        prefix = f"ranks[{self.pp_rank}]"
+        for n, action in enumerate(self.rank.start.stage_in):
+            self._stage_in(action, -1, f"{prefix}.start.stage_in[{n}]")
+        for n, action in enumerate(self.rank.start.unshard):
+            self._unshard(action, -1, f"{prefix}.start.unshard[{n}]")
+        pp = self.schedule.parallel.pp
+        for index, entry in enumerate(self.rank.steps):
+            field = f"{prefix}.steps[{index}]"
+            for n, action in enumerate(entry.stage_in):
+                self._stage_in(action, index, f"{field}.stage_in[{n}]")
+            if any(action.at >= 0 for action in entry.unshard) or any(action.at >= 0 for action in entry.reshard):
+                self._step_by_layer(index, entry, field)
+            else:
+                for n, action in enumerate(entry.unshard):
+                    self._unshard(action, index, f"{field}.unshard[{n}]")
+            chunk = int(entry.step.partition("F")[0].partition("B")[0]) // pp
+            for group in self.of_chunk[chunk]:
+                if self.ready_at.get(group, math.inf) > index and self._not_within(group, index):
+                    self._fail(f"step {entry.step} computes on group {group}, which is not whole then", field, step_index=index)
+            for n, action in enumerate(entry.reshard):
+                if action.at < 0:
+                    self._reshard(action, index, f"{field}.reshard[{n}]")
+            self._within = frozenset()
+        if self.schedule.zero_stage == 1:
+            for group, count in self.gathers.items():
+                if count != 1:
+                    self._fail(f"zero stage 1 gathers every group once an iteration; group {group} is gathered {count} times", prefix)
+
+    _within: frozenset = frozenset()
+    """Groups that were whole for their layers of the current step and freed inside it."""
+
+    def _not_within(self, group: int, index: int) -> bool:
+        return group not in self._within
+
+    def _step_by_layer(self, index: int, entry, field: str) -> None:
+        """Walk a step whose actions stand at layers, in the order in which the layers run."""
+        backward = "B" in entry.step
+        key = (lambda item: (item[1].at >= 0, -item[1].at if backward else item[1].at))
+        unshards = sorted(((n, a) for n, a in enumerate(entry.unshard)), key=key)
+        if [n for n, _ in unshards] != list(range(len(unshards))):
+            self._fail("unshards must be listed in the order in which their layers run", f"{field}.unshard", step_index=index)
+        reshards = [(n, a) for n, a in enumerate(entry.reshard) if a.at >= 0]
+        position = (lambda at: -at if backward else at)
+        pending = list(unshards)
+        freed = set()
+        for n, action in sorted(reshards, key=lambda item: position(item[1].at)):
+            while pending and (pending[0][1].at < 0 or position(pending[0][1].at) <= position(action.at)):
+                m, earlier = pending.pop(0)
+                self._unshard(earlier, index, f"{field}.unshard[{m}]")
+            self._reshard(action, index, f"{field}.reshard[{n}]", inside=True)
+            freed.add(action.group)
+        for m, action in pending:
+            self._unshard(action, index, f"{field}.unshard[{m}]")
+        self._within = frozenset(freed)
+
+    def _own_group(self, group: int, field: str, index: int) -> None:
+        if not 0 <= group < len(self.groups):
+            self._fail(f"there are {len(self.groups)} groups", field, group, index)
+        if self.groups[group].pp_rank != self.pp_rank:
+            self._fail(f"group {group} belongs to pipeline rank {self.groups[group].pp_rank}", field, group, index)
+
+    def _stage_in(self, action, index: int, field: str) -> None:
+        self._own_group(action.group, field, index)
+        if "nvme" not in self.destinations.get(action.group, ()):
+            self._fail(f"group {action.group} is staged in but never published to nvme", field, step_index=index)
+        if not 0 <= action.slot < self.schedule.limits.nvme_slots:
+            self._fail(f"limits.nvme_slots is {self.schedule.limits.nvme_slots}", f"{field}.slot", action.slot, index)
+        if action.slot in self.in_slot:
+            self._fail(f"slot {action.slot} still holds group {self.in_slot[action.slot]}", f"{field}.slot", action.slot, index)
+        if action.group in self.slot_of:
+            self._fail(f"group {action.group} is staged already", field, step_index=index)
+        size = self.schedule.limits.nvme_slot_bytes
+        if size is not None and self.groups[action.group].bytes > size:
+            self._fail(f"group {action.group} has {self.groups[action.group].bytes} bytes, a slot limits.nvme_slot_bytes = {size}", field, step_index=index)
+        self.slot_of[action.group] = action.slot
+        self.in_slot[action.slot] = action.group
+
+    def _unshard(self, action, index: int, field: str) -> None:
+        group = action.group
+        self._own_group(group, field, index)
+        if group in self.ready_at:
+            self._fail(f"group {group} is unsharded already", field, step_index=index)
+        need_by = index if action.need_by < 0 else action.need_by
+        if index < 0 and action.need_by < 0:
+            self._fail("an unshard at the start must say its need_by", f"{field}.need_by", action.need_by, index)
+        if need_by < index:
+            self._fail(f"need_by lies before its unshard at step {index}", f"{field}.need_by", action.need_by, index)
+        if need_by >= len(self.rank.steps):
+            self._fail(f"there are {len(self.rank.steps)} steps", f"{field}.need_by", action.need_by, index)
+        if action.route in ("cpu", "nvme") and action.route not in self.destinations.get(group, ()):
+            self._fail(f"group {group} goes by {action.route} but is never published there", f"{field}.route", action.route, index)
+        if action.route == "nvme":
+            if group not in self.slot_of:
+                self._fail(f"group {group} goes by nvme but was not staged in", field, step_index=index)
+            del self.in_slot[self.slot_of.pop(group)]
+        self.gathers[group] += 1
+        self.ready_at[group] = need_by
+        self.issued_in[group] = (index, action.at)
+        if self.schedule.zero_stage == 3:
+            self.resident += self.groups[group].bytes
+            if self.resident > self.limit:
+                self._fail(f"unsharding group {group} makes {self.resident} bytes whole on pipeline rank {self.pp_rank}, {self.resident - self.limit} more than limits.device_bytes", field, step_index=index)
+
+    def _reshard(self, action, index: int, field: str, inside: bool = False) -> None:
+        self._own_group(action.group, field, index)
+        if self.schedule.zero_stage == 1:
+            self._fail("zero stage 1 never frees a group", field, step_index=index)
+        ready = self.ready_at.get(action.group)
+        if ready is None:
+            self._fail(f"group {action.group} is not unsharded", field, step_index=index)
+        if ready > index:
+            self._fail(f"group {action.group} is freed before its need_by step {ready}", field, step_index=index)
+        del self.ready_at[action.group], self.issued_in[action.group]
+        self.resident -= self.groups[action.group].bytes

@@ -1,0 +1,197 @@
+"""The workload file: what is trained. Written by ``describe``, read by the planner.
+
+``chunks[].parameters`` are in execution order. ``layer`` numbers the layer inside its
+chunk that a parameter belongs to (an index into ``layer_kinds`` where those are given);
+a layer is what runs between two points at which a group can arrive or leave.
+"""
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from megatron_ext import files
+from megatron_ext.errors import InputError
+from megatron_ext.workload.layout import ITEM_BYTES, bucket_numel
+from megatron_ext.workload.parallel import Parallel
+
+SCHEMA_VERSION = 1
+
+
+class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One parameter of a chunk as one rank holds it whole. ``bytes`` is the gathered size.
+
+    ``shared_embedding`` marks Megatron's word-embedding weight that two pipeline ranks
+    share: Megatron keeps it in a bucket of its own, so it must be a group of its own.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    layer: int = 0
+    shared_embedding: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.bytes // ITEM_BYTES[self.dtype]
+
+
+class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of one model chunk of one pipeline rank; there may be none.
+
+    ``layer_kinds[i]`` is the kind (``embedding``, ``transformer``, ``output``, ...) of the
+    chunk's layer ``i`` in execution order; it is what a cost table's ``layer_kind`` refers to.
+    """
+
+    pp_rank: int
+    model_chunk_id: int
+    parameters: tuple[Parameter, ...] = ()
+    layer_kinds: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(parameter.bytes for parameter in self.parameters)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the chunk, at least 1 so that every chunk has a place to wait at."""
+        last = max((parameter.layer for parameter in self.parameters), default=0)
+        return max(last + 1, len(self.layer_kinds), 1)
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a plan may use; ``None`` is unlimited.
+
+    ``device_bytes``: whole parameters on one device at a time. ``pinned_host_bytes``: host
+    copies and staging slots of one node. ``nvme_slots`` staging slots per rank of
+    ``nvme_slot_bytes`` each (``None``: as large as the largest group on the route).
+    """
+
+    device_bytes: int | None = None
+    pinned_host_bytes: int | None = None
+    nvme_slots: int = 0
+    nvme_slot_bytes: int | None = None
+
+
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is trained: parallel sizes, parameters of every chunk, and the limits of a plan.
+
+    ``p2p_bytes`` is one activation message between two pipeline stages.
+    """
+
+    schema_version: int
+    kind: Literal["workload"]
+    parallel: Parallel
+    zero_stage: Literal[1, 3]
+    chunks: tuple[Chunk, ...]
+    p2p_bytes: int = 0
+    limits: Limits = Limits()
+
+    def chunk(self, pp_rank: int, model_chunk_id: int) -> Chunk:
+        """The chunk of a stage. Chunks are stored sorted by (model_chunk_id, pp_rank)."""
+        return self.chunks[model_chunk_id * self.parallel.pp + pp_rank]
+
+    def chunks_of_rank(self, pp_rank: int) -> tuple[Chunk, ...]:
+        return tuple(self.chunk(pp_rank, chunk) for chunk in range(self.parallel.vp))
+
+
+def group_bytes(parameters, data_parallel_size: int) -> int:
+    """Bytes of the bucket that ``parameters`` (execution order, one dtype) fill, with padding."""
+    if not parameters:
+        return 0
+    item = ITEM_BYTES[parameters[0].dtype]
+    return bucket_numel([p.bytes // item for p in parameters], data_parallel_size) * item
+
+
+def fingerprint(workload: Workload) -> str:
+    """sha256 over every parameter's place, name, shape and dtype: two models with the same
+    fingerprint can train by the same schedule."""
+    digest = hashlib.sha256()
+    for chunk in workload.chunks:
+        for parameter in chunk.parameters:
+            shape = "x".join(map(str, parameter.shape))
+            line = f"{chunk.pp_rank} {chunk.model_chunk_id} {parameter.name} {shape} {parameter.dtype}\n"
+            digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def load(path) -> Workload:
+    """Read and check a workload file. Raises InputError naming file, field and value."""
+    return check(files.load(path, Workload), file=path)
+
+
+def save(path, workload: Workload) -> None:
+    files.save(path, workload, indent=1)
+
+
+def check(workload: Workload, *, file=None) -> Workload:
+    """Check a decoded workload and return it with its chunks in stage order.
+
+    Raises:
+        InputError: naming the field and its value.
+    """
+    if workload.schema_version != SCHEMA_VERSION:
+        raise InputError(f"unknown version; this release reads {SCHEMA_VERSION}", file=file, field="schema_version", value=workload.schema_version)
+    parallel = workload.parallel
+    parallel.check(file=file)
+    if workload.p2p_bytes < 0:
+        raise InputError("must not be negative", file=file, field="p2p_bytes", value=workload.p2p_bytes)
+    for name in ("device_bytes", "pinned_host_bytes", "nvme_slots", "nvme_slot_bytes"):
+        value = getattr(workload.limits, name)
+        if value is not None and value < 0:
+            raise InputError("must not be negative", file=file, field=f"limits.{name}", value=value)
+    stages = {}
+    for index, chunk in enumerate(workload.chunks):
+        where = f"chunks[{index}]"
+        if not 0 <= chunk.pp_rank < parallel.pp:
+            raise InputError(f"must be below the pipeline size {parallel.pp}", file=file, field=f"{where}.pp_rank", value=chunk.pp_rank)
+        if not 0 <= chunk.model_chunk_id < parallel.vp:
+            raise InputError(f"must be below the virtual pipeline size {parallel.vp}", file=file, field=f"{where}.model_chunk_id", value=chunk.model_chunk_id)
+        stage = chunk.model_chunk_id * parallel.pp + chunk.pp_rank
+        if stage in stages:
+            raise InputError(f"pipeline rank {chunk.pp_rank}, chunk {chunk.model_chunk_id} is there twice", file=file, field=where)
+        _check_parameters(chunk, where, file)
+        stages[stage] = _with_dense_layers(chunk)
+    # A stage that is not listed has no parameters.
+    everything = tuple(
+        stages.get(stage) or Chunk(pp_rank=stage % parallel.pp, model_chunk_id=stage // parallel.pp)
+        for stage in range(parallel.pp * parallel.vp)
+    )
+    return msgspec.structs.replace(workload, chunks=everything)
+
+
+def _check_parameters(chunk: Chunk, where: str, file) -> None:
+    names = set()
+    previous_layer = 0
+    for index, parameter in enumerate(chunk.parameters):
+        field = f"{where}.parameters[{index}]"
+        if parameter.name in names:
+            raise InputError("is there twice", file=file, field=f"{field}.name", value=parameter.name)
+        names.add(parameter.name)
+        if parameter.dtype not in ITEM_BYTES:
+            raise InputError(f"unknown dtype; known: {', '.join(ITEM_BYTES)}", file=file, field=f"{field}.dtype", value=parameter.dtype)
+        if parameter.bytes <= 0 or parameter.bytes % ITEM_BYTES[parameter.dtype]:
+            raise InputError(f"must be a positive multiple of the size of {parameter.dtype}", file=file, field=f"{field}.bytes", value=parameter.bytes)
+        numel = 1
+        for size in parameter.shape:
+            if size < 1:
+                raise InputError("sizes must be positive", file=file, field=f"{field}.shape", value=parameter.shape)
+            numel *= size
+        if numel * ITEM_BYTES[parameter.dtype] != parameter.bytes:
+            raise InputError(f"is not shape {list(parameter.shape)} times {parameter.dtype}", file=file, field=f"{field}.bytes", value=parameter.bytes)
+        if parameter.layer < max(previous_layer, 0):
+            raise InputError("parameters must be in execution order: layers never decrease", file=file, field=f"{field}.layer", value=parameter.layer)
+        if chunk.layer_kinds and parameter.layer >= len(chunk.layer_kinds):
+            raise InputError(f"chunk has {len(chunk.layer_kinds)} layer_kinds", file=file, field=f"{field}.layer", value=parameter.layer)
+        previous_layer = parameter.layer
+
+
+def _with_dense_layers(chunk: Chunk) -> Chunk:
+    """Without ``layer_kinds``, any non-decreasing numbering of layers is accepted (for example
+    the model's own); inside the package layers of a chunk count from 0 without gaps."""
+    if chunk.layer_kinds:
+        return chunk
+    dense = {layer: index for index, layer in enumerate(sorted({p.layer for p in chunk.parameters}))}
+    parameters = tuple(msgspec.structs.replace(p, layer=dense[p.layer]) for p in chunk.parameters)
+    return msgspec.structs.replace(chunk, parameters=parameters)

@@ -1,0 +1,113 @@
+"""Parallel sizes of a run, in Megatron's words, and which combinations Megatron accepts."""
+
+from typing import Literal
+
+import msgspec
+
+from megatron_ext.errors import InputError
+
+Order = Literal["interleaved", "1f1b", "no_pipeline", "gpipe"]
+
+LARGEST = 1 << 20
+"""No size in a file may exceed this: it bounds time and memory spent on a bad file."""
+
+
+class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parallel sizes. ``order`` names the pipeline order: Megatron's interleaved 1F1B
+    (``interleaved``), 1F1B (``1f1b``), no pipelining (``no_pipeline``: forward and backward
+    alternate) or all forwards before all backwards (``gpipe``).
+    """
+
+    pipeline_model_parallel_size: int
+    data_parallel_size: int
+    num_microbatches: int
+    virtual_pipeline_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = 1
+    microbatch_group_size_per_vp_stage: int | None = None
+    gpus_per_node: int | None = None
+    order: Order = "interleaved"
+
+    @property
+    def pp(self) -> int:
+        return self.pipeline_model_parallel_size
+
+    @property
+    def vp(self) -> int:
+        return self.virtual_pipeline_model_parallel_size
+
+    @property
+    def dp(self) -> int:
+        return self.data_parallel_size
+
+    @property
+    def microbatch_group_size(self) -> int:
+        """Micro-batches a chunk runs before the next chunk takes over; Megatron's default is PP."""
+        return self.microbatch_group_size_per_vp_stage or self.pp
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.tensor_model_parallel_size
+
+    @property
+    def node_size(self) -> int:
+        """Ranks that share one node (its host memory, its host pool)."""
+        return self.gpus_per_node or self.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.world_size // self.node_size)
+
+    def global_rank(self, pp_rank: int, dp_rank: int, tp_rank: int = 0) -> int:
+        """Global rank in Megatron's default order ``tp-cp-ep-dp-pp``."""
+        tp = self.tensor_model_parallel_size
+        return (pp_rank * self.dp + dp_rank) * tp + tp_rank
+
+    def node_of(self, pp_rank: int, dp_rank: int, tp_rank: int = 0) -> int:
+        return self.global_rank(pp_rank, dp_rank, tp_rank) // self.node_size
+
+    def check(self, *, file=None, field: str = "parallel") -> None:
+        """Refuse sizes that Megatron refuses.
+
+        Raises:
+            InputError: naming the field and its value.
+        """
+
+        def refuse(name: str, message: str) -> None:
+            raise InputError(message, file=file, field=f"{field}.{name}", value=getattr(self, name))
+
+        for name in (
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "data_parallel_size",
+            "tensor_model_parallel_size",
+            "num_microbatches",
+        ):
+            if not 1 <= getattr(self, name) <= LARGEST:
+                refuse(name, f"must be between 1 and {LARGEST}")
+        for name in ("microbatch_group_size_per_vp_stage", "gpus_per_node"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= LARGEST:
+                refuse(name, f"must be between 1 and {LARGEST}")
+        if self.pp * self.vp * self.num_microbatches > 4 * LARGEST:
+            refuse("num_microbatches", f"more than {4 * LARGEST} forward steps in one iteration")
+        if self.order == "no_pipeline" and self.pp != 1:
+            refuse("pipeline_model_parallel_size", "must be 1 with order no_pipeline")
+        if self.order in ("1f1b", "no_pipeline") and self.vp != 1:
+            refuse("virtual_pipeline_model_parallel_size", f"must be 1 with order {self.order}")
+        if self.order == "interleaved":
+            if self.pp < 2:
+                refuse("pipeline_model_parallel_size", "must be at least 2 with order interleaved")
+            if self.vp < 2:
+                refuse("virtual_pipeline_model_parallel_size", "must be at least 2 with order interleaved")
+            # The same two rules as in Megatron's interleaved schedule.
+            group = self.microbatch_group_size
+            if not self.pp <= group <= self.num_microbatches:
+                name = "microbatch_group_size_per_vp_stage"
+                if self.microbatch_group_size_per_vp_stage is None:
+                    name = "num_microbatches"
+                refuse(name, f"needs pipeline size {self.pp} <= micro-batch group {group} <= {self.num_microbatches} micro-batches")
+            remainder = self.num_microbatches % group
+            if 0 < remainder < self.pp:
+                refuse("num_microbatches", f"leaves a last group of {remainder}, smaller than the pipeline size {self.pp}")
+        if self.world_size % self.node_size and self.world_size > self.node_size:
+            refuse("gpus_per_node", f"does not divide the {self.world_size} ranks")
