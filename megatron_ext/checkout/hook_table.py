@@ -1,0 +1,158 @@
+"""Every line the patches insert: its text, the file it goes to, and what it is for.
+
+A hook is one physical line that ends in :data:`MARKER`, so that a person, ``check`` and
+``revert`` all find it by its end. The text calls into ``megatron_ext.megatron.hooks`` and
+holds no policy. Imports stand on the hook line itself: an import at the top of the file
+would be one more place to merge, and the import block is what changes most between releases.
+"""
+
+from dataclasses import dataclass
+
+MARKER = "# megatron-ext"
+
+IMPORT = "from megatron_ext.megatron import hooks; "
+
+ARGUMENTS = "megatron/training/arguments.py"
+TRAINING = "megatron/training/training.py"
+PRETRAIN = "pretrain_gpt.py"
+DDP = "megatron/core/distributed/distributed_data_parallel.py"
+OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
+SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
+
+CORE_FILES = (DDP, OPTIMIZER, SCHEDULES)
+TRAINING_FILES = (ARGUMENTS, TRAINING, PRETRAIN)
+FILES = CORE_FILES + TRAINING_FILES
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One inserted line.
+
+    Attributes:
+        name: what ``check`` calls it, e.g. ``schedules.interleaved.begin``.
+        file: path below the root of the Megatron tree.
+        text: the statement, without indentation and marker. Where releases name a variable
+            differently the text holds ``{microbatch}``, filled in from the helper's signature.
+        purpose: why the line is there, for the manifest and for ``patch list``.
+        place: where it goes, in words; ``places.py`` holds the same in code.
+    """
+
+    name: str
+    file: str
+    text: str
+    purpose: str
+    place: str
+
+    def line(self, microbatch: str = "virtual_microbatch_id") -> str:
+        """The inserted line without indentation and without a line end."""
+        return f"{self.text.replace('{microbatch}', microbatch)}  {MARKER}"
+
+
+def _plain_schedule(name: str, function: str, model: str) -> tuple[Hook, Hook]:
+    """The two lines of a schedule function that runs forward_step and backward_step in order."""
+    return (
+        Hook(
+            f"schedules.{name}.begin",
+            SCHEDULES,
+            IMPORT
+            + "gather_schedule, forward_step, backward_step = "
+            + f"hooks.begin_steps(config, {model}, num_microbatches, forward_only)",
+            "one iteration begins; from here the function's own forward_step and backward_step "
+            "are the ones that follow the schedule (the originals where there is none)",
+            f"{function}, as soon as config is known",
+        ),
+        Hook(
+            f"schedules.{name}.end",
+            SCHEDULES,
+            "gather_schedule.end_iteration()",
+            "one iteration ends, in training and in evaluation",
+            f"{function}, before gradients are finalized",
+        ),
+    )
+
+
+_INTERLEAVED = "forward_backward_pipelining_with_interleaving"
+
+HOOKS = (
+    Hook(
+        "pretrain.start",
+        PRETRAIN,
+        'if __name__ == "__main__": ' + IMPORT + "hooks.on_pretrain()",
+        "where the schedule comes in: verifies that every hook is there and prepares a machine "
+        "without a GPU, before any other module of Megatron is imported",
+        "the module, before torch is imported",
+    ),
+    Hook(
+        "arguments.add",
+        ARGUMENTS,
+        IMPORT + "hooks.add_arguments(parser)",
+        "adds --user-defined-schedule and its few companions to Megatron's own options",
+        "parse_args, after extra_args_provider has been applied",
+    ),
+    Hook(
+        "training.setup",
+        TRAINING,
+        IMPORT + "hooks.on_train_setup(args, model, optimizer, config)",
+        "reads the schedule and refuses what it cannot serve, when model and optimizer are built",
+        "train, before param_sync_func is set",
+    ),
+    Hook(
+        "ddp.built",
+        DDP,
+        IMPORT + "hooks.on_ddp_built(self)",
+        "gives every group of the schedule its own bucket and storage, before the optimizer "
+        "takes its views",
+        "DistributedDataParallel.__init__, at its end",
+    ),
+    Hook(
+        "optimizer.params_updated",
+        OPTIMIZER,
+        IMPORT + "hooks.on_params_updated(self, update_successful)",
+        "the shards hold new parameters: publish them, and mark whole copies stale",
+        "DistributedOptimizer.step_with_ready_grads, after the parent's step and before the "
+        "parameters are gathered",
+    ),
+    Hook(
+        "schedules.interleaved.begin",
+        SCHEDULES,
+        IMPORT
+        + "gather_schedule = hooks.begin_iteration(config, model, num_microbatches, forward_only)",
+        "one iteration begins; the nested helpers close over gather_schedule",
+        f"{_INTERLEAVED}, before the first two chunks are synchronised",
+    ),
+    Hook(
+        "schedules.interleaved.pre_forward",
+        SCHEDULES,
+        "gather_schedule.pre_forward({microbatch}, model_chunk_id)",
+        "issues and awaits what the schedule lists for this forward step",
+        f"{_INTERLEAVED}, forward helper, before its test of param_sync_func",
+    ),
+    Hook(
+        "schedules.interleaved.pre_backward",
+        SCHEDULES,
+        "gather_schedule.pre_backward({microbatch}, model_chunk_id)",
+        "issues and awaits what the schedule lists for this backward step",
+        f"{_INTERLEAVED}, backward helper, between the pops of the input and the output tensor",
+    ),
+    Hook(
+        "schedules.interleaved.post_backward",
+        SCHEDULES,
+        "gather_schedule.post_backward({microbatch})",
+        "frees what the schedule frees after this backward step",
+        f"{_INTERLEAVED}, backward helper, before its test of grad_sync_func",
+    ),
+    Hook(
+        "schedules.interleaved.end",
+        SCHEDULES,
+        "gather_schedule.end_iteration()",
+        "one iteration ends, in training and in evaluation",
+        f"{_INTERLEAVED}, before gradients are finalized",
+    ),
+    *_plain_schedule("1f1b", "forward_backward_pipelining_without_interleaving", "[model]"),
+    *_plain_schedule("no_pipelining", "forward_backward_no_pipelining", "[model]"),
+)
+
+
+def hooks_of(file: str) -> tuple[Hook, ...]:
+    """The hooks of one file of the tree."""
+    return tuple(hook for hook in HOOKS if hook.file == file)

@@ -1,0 +1,191 @@
+"""Apply, check and revert: what ``megatron-ext patch`` does to a Megatron tree."""
+
+import difflib
+from dataclasses import dataclass, field
+
+from megatron_ext.checkout.hook_table import HOOKS, hooks_of
+from megatron_ext.checkout.merge import Placed, place_hooks
+from megatron_ext.checkout.transaction import locked, recover, replace_files
+from megatron_ext.checkout.tree import Tree
+from megatron_ext.checkout.verify import count_hooks, strip_hooks, verify_text
+from megatron_ext.errors import InputError
+
+
+@dataclass
+class FileState:
+    """One file that carries hooks.
+
+    Attributes:
+        file: path below the root.
+        state: ``clean`` (no hook, and they can be placed), ``applied``, ``drifted`` (hooks are
+            there but not all in their place) or ``conflict`` (no hook, and they cannot be placed).
+        detail: for a clean file how the hooks would be placed (``exact`` or ``merged``),
+            otherwise what is wrong.
+    """
+
+    file: str
+    state: str
+    detail: str = ""
+
+
+@dataclass
+class Report:
+    """State of a tree; ``state`` is one of clean, applied, drifted, conflict.
+
+    ``diff`` is what was done, or in a dry run what would be, as a diff without context.
+    ``repaired`` says what became of an interrupted earlier command (``finished``, ``dropped``).
+    """
+
+    path: str
+    version: str
+    state: str
+    core_only: bool
+    absent: list[str]
+    files: list[FileState] = field(default_factory=list)
+    changed: bool = False
+    repaired: str | None = None
+    diff: str = ""
+
+    def problems(self) -> list[str]:
+        """One line for every file that is neither clean nor applied."""
+        return [f"{f.file}: {f.detail}" for f in self.files if f.state in ("drifted", "conflict")]
+
+
+def check(path) -> Report:
+    """The state of the tree at ``path``; changes nothing, except to repair an interrupted command.
+
+    Raises:
+        InputError: no Megatron tree, Windows line ends, or a file that cannot be read.
+    """
+    tree = Tree(path)
+    with locked(tree.root):
+        repaired = recover(tree.root)
+        return _examine(tree, repaired)[0]
+
+
+def apply(path, *, dry_run: bool = False) -> Report:
+    """Insert the hooks; a tree that has them all stays as it is.
+
+    Args:
+        path: root of the tree.
+        dry_run: only say what would be done.
+
+    Raises:
+        InputError: as in :func:`check`, and where the hooks cannot be placed, are there in
+            part, come from another version of megatron-ext, or a file is read-only. The
+            tree is then untouched.
+    """
+    tree = Tree(path)
+    with locked(tree.root):
+        report, patched = _examine(tree, recover(tree.root))
+        if report.state == "applied":
+            return report
+        if report.state == "drifted":
+            raise InputError(
+                f"{_first(report, 'drifted')} "
+                f"({_count(tree)} of {_expected(tree)} hook lines are there); run "
+                f"`megatron-ext patch revert {path}`, then apply again",
+                file=path,
+            )
+        if report.state == "conflict":
+            raise InputError(f"nothing was changed: {_first(report, 'conflict')}", file=path)
+        report.diff = "".join(_diff(f, strip_hooks(new), new) for f, new in patched.items())
+        if dry_run:
+            return report
+        for file in patched:
+            tree.check_writable(file)
+        replace_files(tree.root, {f: new.encode() for f, new in patched.items()})
+        after, _ = _examine(tree, report.repaired)
+        assert after.state == "applied", after.problems()
+        after.changed, after.diff = True, report.diff
+        return after
+
+
+def revert(path, *, dry_run: bool = False) -> Report:
+    """Take every hook line out, of this version of megatron-ext or another.
+
+    What the owner changed in the files stays: only whole lines of ours go, so the tree is byte for
+    byte as it was.
+
+    Raises:
+        InputError: as in :func:`check`, a read-only file, or a line of ours that was edited so
+            that it no longer ends in our mark. The tree is then untouched.
+    """
+    tree = Tree(path)
+    with locked(tree.root):
+        repaired = recover(tree.root)
+        stripped, diff = {}, ""
+        for file in tree.present:
+            text = tree.read(file)
+            clean = strip_hooks(text)
+            for number, line in enumerate(clean.split("\n"), start=1):
+                if "megatron_ext" in line or "gather_schedule" in line:
+                    raise InputError(
+                        f"line {number} without our lines: a hook line was edited by hand; "
+                        "delete it, then revert again",
+                        file=tree.root / file,
+                    )
+            if clean != text:
+                stripped[file] = clean.encode()
+                diff += _diff(file, text, clean)
+        if stripped and not dry_run:
+            for file in stripped:
+                tree.check_writable(file)
+            replace_files(tree.root, stripped)
+        report, _ = _examine(tree, repaired)
+        report.changed, report.diff = bool(stripped) and not dry_run, diff
+        return report
+
+
+def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
+    """The report, and the patched text of every file that has no hook yet and can have them."""
+    report = Report(str(tree.root), tree.version, "", tree.core_only, list(tree.absent))
+    report.repaired = repaired
+    patched = {}
+    for file in tree.present:
+        text = tree.read(file)
+        if count_hooks(text):
+            problems = verify_text(file, text)
+            detail = "; ".join(f"{p.hook + ': ' if p.hook else ''}{p.message}" for p in problems)
+            report.files.append(FileState(file, "drifted" if problems else "applied", detail))
+            continue
+        placed = place_hooks(tree, file, text)
+        if isinstance(placed, Placed):
+            patched[file] = placed.text
+            report.files.append(FileState(file, "clean", placed.how))
+        else:
+            report.files.append(FileState(file, "conflict", placed.reason))
+    states = {f.state for f in report.files}
+    if states == {"applied"}:
+        report.state = "applied"
+    elif "applied" in states or "drifted" in states:
+        report.state = "drifted"
+        for entry in report.files:
+            if entry.state in ("clean", "conflict"):
+                entry.state, entry.detail = "drifted", "has no hook, while other files have"
+    else:
+        report.state = "conflict" if "conflict" in states else "clean"
+    return report, patched
+
+
+def _first(report: Report, state: str) -> str:
+    return next(f"{f.file}: {f.detail}" for f in report.files if f.state == state)
+
+
+def _count(tree: Tree) -> int:
+    return sum(count_hooks(tree.read(file)) for file in tree.present)
+
+
+def _expected(tree: Tree) -> int:
+    return sum(len(hooks_of(file)) for file in tree.present)
+
+
+def _diff(file: str, before: str, after: str) -> str:
+    """A diff without context lines, as git would print it."""
+    rows = difflib.unified_diff(
+        before.split("\n"), after.split("\n"), f"a/{file}", f"b/{file}", n=0, lineterm=""
+    )
+    return "".join(f"{row}\n" for row in rows)
+
+
+assert len({hook.name for hook in HOOKS}) == len(HOOKS)

@@ -1,0 +1,141 @@
+"""Replace several files as one: all of them or none, whatever interrupts it.
+
+[Note: the journal]
+New contents are first written in full to a hidden directory at the root of the tree. Then a
+journal is renamed into that directory: from this moment the change counts as made, before it
+none of it does. Then each file is renamed over its target, and the hidden directory goes away.
+Whoever comes next (apply, check or revert) finds either no journal, and drops what lies there,
+or a journal, and finishes the renames. A target that someone has changed in between is never
+overwritten.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from megatron_ext import files
+from megatron_ext.checkout.patchset import blob_id
+from megatron_ext.errors import InputError
+
+STAGE = ".megatron-ext-patch"
+JOURNAL = "journal.json"
+
+
+class Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """One file of a change: its path, the staged name, and blob ids before and after."""
+
+    path: str
+    staged: str
+    before: str
+    after: str
+
+
+class Journal(msgspec.Struct, forbid_unknown_fields=True):
+    """What the hidden directory holds."""
+
+    kind: str
+    files: list[Entry]
+
+
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the tree against another patch command; the lock dies with the process.
+
+    Raises:
+        InputError: another command is at work on this tree.
+    """
+    handle = os.open(root, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError("another patch command is at work here; wait for it", file=root) from None
+        except OSError:
+            pass  # some network file systems cannot lock a directory
+        yield
+    finally:
+        os.close(handle)
+
+
+def replace_files(root: Path, contents: dict[str, bytes]) -> None:
+    """Replace each of ``contents`` (path below root -> new bytes) or none; hold the lock.
+
+    File modes stay as they are. A link is followed, and what it points to is replaced.
+
+    Raises:
+        InputError: the tree cannot be written; it is then as it was.
+    """
+    stage = root / STAGE
+    entries, originals = [], {}
+    try:
+        stage.mkdir()
+        for number, (path, data) in enumerate(contents.items()):
+            target = root / path
+            originals[path] = target.read_bytes()
+            staged = stage / str(number)
+            _write(staged, data)
+            shutil.copymode(target, staged)
+            entries.append(Entry(path, staged.name, blob_id(originals[path]), blob_id(data)))
+        files.save(stage / JOURNAL, Journal("patch_journal", entries))
+    except (OSError, InputError) as error:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise InputError(f"nothing was changed: {error}", file=root) from None
+    try:
+        _finish(root, stage, entries)
+    except OSError as error:
+        for path, data in originals.items():
+            target = (root / path).resolve()
+            if target.read_bytes() != data:
+                with contextlib.suppress(OSError):
+                    _write(stage / "undo", data)
+                    shutil.copymode(target, stage / "undo")
+                    os.replace(stage / "undo", target)
+        shutil.rmtree(stage, ignore_errors=True)
+        raise InputError(f"nothing was changed: {error}", file=root) from None
+
+
+def recover(root: Path) -> str | None:
+    """Finish or drop what an interrupted command has left; say which, or None.
+
+    Raises:
+        InputError: a file was changed since; nothing is touched.
+    """
+    stage = root / STAGE
+    if not stage.is_dir():
+        return None
+    if not (stage / JOURNAL).is_file():
+        shutil.rmtree(stage)
+        return "dropped"
+    entries = files.load(stage / JOURNAL, Journal).files
+    for entry in entries:
+        found = blob_id((root / entry.path).read_bytes())
+        if found not in (entry.before, entry.after):
+            raise InputError(
+                f"was changed after a patch command was interrupted; look it through, then "
+                f"delete {stage}",
+                file=root / entry.path,
+            )
+    _finish(root, stage, entries)
+    return "finished"
+
+
+def _finish(root: Path, stage: Path, entries: list[Entry]) -> None:
+    for entry in entries:
+        staged = stage / entry.staged
+        if staged.exists():
+            os.replace(staged, (root / entry.path).resolve())
+    # The journal goes first: a stage without one is dropped, and there is nothing left to do.
+    (stage / JOURNAL).unlink()
+    shutil.rmtree(stage)
+
+
+def _write(place: Path, data: bytes) -> None:
+    with open(place, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())

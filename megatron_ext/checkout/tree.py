@@ -1,0 +1,122 @@
+"""A Megatron tree on disk: a git clone, an unpacked archive, or the core-only tree from PyPI."""
+
+import os
+import re
+import stat
+import subprocess
+from pathlib import Path
+
+from megatron_ext.checkout.hook_table import CORE_FILES, FILES
+from megatron_ext.errors import InputError
+
+_CORE_SIGN = "megatron/core/package_info.py"
+
+
+class Tree:
+    """The root of a Megatron tree and the files of it that carry hooks.
+
+    Args:
+        path: the directory that holds ``megatron/`` (and, in a full tree, ``pretrain_gpt.py``).
+
+    Attributes:
+        root: the resolved directory.
+        version: the version megatron/core says it is, e.g. ``0.16.1`` or ``0.20.0rc0``.
+        present: paths below root of the files that carry hooks.
+        absent: those the tree does not have; never a core file.
+
+    Raises:
+        InputError: the directory is no Megatron tree.
+    """
+
+    def __init__(self, path):
+        self.root = Path(path).resolve()
+        if not (self.root / _CORE_SIGN).is_file():
+            hint = "give the directory that holds megatron/core"
+            for parent in self.root.parents:
+                if (parent / _CORE_SIGN).is_file():
+                    hint = f"give {parent}"
+            raise InputError(f"not a Megatron tree; {hint}", file=path)
+        self.version = _version((self.root / _CORE_SIGN).read_text(errors="replace"))
+        self.present = tuple(f for f in FILES if (self.root / f).is_file())
+        self.absent = tuple(f for f in FILES if f not in self.present)
+        lost = [f for f in CORE_FILES if f in self.absent]
+        if lost:
+            raise InputError(
+                f"megatron-core {self.version} has no such file; this release is not supported",
+                file=self.root / lost[0],
+            )
+
+    @property
+    def core_only(self) -> bool:
+        """Whether the training scripts are absent, as in the package from PyPI."""
+        return not (self.root / "megatron" / "training").is_dir()
+
+    def read(self, file: str) -> str:
+        """Text of one file.
+
+        Raises:
+            InputError: it has Windows line ends (no patch of ours can fit it), is not UTF-8, or
+                cannot be read.
+        """
+        place = self.root / file
+        try:
+            data = place.read_bytes()
+            text = data.decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot be read: {error}", file=place) from None
+        if b"\r" in data:
+            raise InputError(
+                "has Windows line ends; check the tree out again after "
+                "`git config core.autocrlf false`, or run dos2unix on it",
+                file=place,
+            )
+        return text
+
+    def check_writable(self, file: str) -> None:
+        """Refuse a file that its owner has protected, or a directory without room for a rename.
+
+        Raises:
+            InputError: with the command that makes it writable.
+        """
+        place = self.root / file
+        # Root may write anything, yet a file without a write bit was protected on purpose.
+        if not place.stat().st_mode & stat.S_IWUSR or not os.access(place, os.W_OK):
+            raise InputError(f"is read-only; run `chmod u+w {place}` first", file=place)
+        folder = place.resolve().parent
+        if not folder.stat().st_mode & stat.S_IWUSR or not os.access(folder, os.W_OK):
+            raise InputError(f"is in a read-only directory; run `chmod u+w {folder}`", file=place)
+
+    def blob(self, blob: str) -> bytes | None:
+        """Content of a git blob from the tree's own object store, if it has one."""
+        result = _git(self.root, "cat-file", "blob", blob)
+        return result.stdout if result is not None and result.returncode == 0 else None
+
+    def has_history(self) -> bool:
+        """Whether the tree is the working directory of a git repository (not inside another's)."""
+        result = _git(self.root, "rev-parse", "--show-toplevel")
+        if result is None or result.returncode != 0:
+            return False
+        return Path(result.stdout.decode().strip()).resolve() == self.root
+
+
+def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess | None:
+    """Run git in ``root``; None where there is no git."""
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    # A hook of another repository may have set these; they would point git elsewhere.
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        environment.pop(name, None)
+    try:
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, env=environment, check=False
+        )
+    except FileNotFoundError:
+        return None
+
+
+def _version(package_info: str) -> str:
+    """The version that package_info.py spells out in MAJOR, MINOR, PATCH and PRE_RELEASE."""
+    parts = [re.search(rf"^{name} = (\d+)", package_info, re.M) for name in ("MAJOR", "MINOR", "PATCH")]
+    if not all(parts):
+        return "unknown"
+    pre = re.search(r"^PRE_RELEASE = ['\"](.*)['\"]", package_info, re.M)
+    return ".".join(p[1] for p in parts) + (pre[1] if pre else "")

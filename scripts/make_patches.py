@@ -1,0 +1,107 @@
+"""Write patches/ anew from a git clone or mirror of Megatron-LM: python scripts/make_patches.py MIRROR
+
+Every hook is placed by its structural description (megatron_ext/checkout/places.py), so a new
+release needs a line in REFS and a run of this script. Nothing of Megatron's text is
+written: patches have no context lines, and the manifest holds names, ids and line numbers.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_ext import files
+from megatron_ext.checkout.hook_table import FILES, HOOKS
+from megatron_ext.checkout.patchset import (
+    MANIFEST,
+    SCHEMA_VERSION,
+    HookEntry,
+    Manifest,
+    PatchedFile,
+    Release,
+    blob_id,
+    parse_patch,
+)
+from megatron_ext.checkout.places import find_gaps
+from megatron_ext.checkout.verify import verify_text
+
+REFS = {
+    version: f"core_v{version}"
+    for version in (
+        "0.9.0 0.10.0 0.11.0 0.12.0 0.12.1 0.12.2 0.12.3 0.13.0 0.13.1 0.14.0 "
+        "0.15.0 0.15.1 0.15.2 0.15.3 0.16.0 0.16.1 0.17.0 0.17.1 0.18.0 0.18.2 0.19.0"
+    ).split()
+} | {"main": "main"}
+"""Version -> ref. Candidates (rc) are served by a three-way merge in a clone."""
+
+MODE = "100644"
+
+
+def git(mirror: Path, *arguments: str) -> bytes:
+    """Output of one git command; its error text goes to standard error."""
+    return subprocess.run(
+        ["git", "-C", str(mirror), *arguments], check=True, stdout=subprocess.PIPE
+    ).stdout
+
+
+def patch_file(path: str, before: bytes) -> tuple[str, PatchedFile]:
+    """The patch text of one file, and its manifest entry."""
+    gaps = sorted(find_gaps(path, before.decode()), key=lambda gap: gap.chosen)
+    rows = before.decode().split("\n")
+    for gap in reversed(gaps):
+        rows.insert(gap.chosen, gap.line)
+    after = "\n".join(rows)
+    problems = verify_text(path, after)
+    assert not problems, problems
+    ids = blob_id(before), blob_id(after.encode())
+    text = [
+        f"diff --git a/{path} b/{path}",
+        f"index {ids[0]}..{ids[1]} {MODE}",
+        f"--- a/{path}",
+        f"+++ b/{path}",
+    ]
+    numbers = {}
+    for shift, gap in enumerate(gaps, start=1):
+        numbers[gap.hook.name] = gap.chosen + shift
+        text += [f"@@ -{gap.chosen},0 +{gap.chosen + shift} @@", f"+{gap.line}"]
+    return "\n".join(text) + "\n", PatchedFile(path, *ids, numbers)
+
+
+def make_release(mirror: Path, version: str, ref: str) -> tuple[Release, str]:
+    """One release's manifest entry and the text of its patch."""
+    commit = git(mirror, "rev-parse", f"{ref}^{{commit}}").decode().strip()
+    texts, entries = [], []
+    for path in FILES:
+        text, entry = patch_file(path, git(mirror, "cat-file", "blob", f"{ref}:{path}"))
+        texts.append(text)
+        entries.append(entry)
+    name = f"{ref}.patch"
+    return Release(version, ref, commit, name, entries), "".join(texts)
+
+
+def main() -> int:
+    """Write patches/; print one line a release."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("mirror", type=Path, help="git clone or mirror of Megatron-LM with its tags")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "patches")
+    options = parser.parse_args()
+    releases, written = [], {}
+    for version, ref in REFS.items():
+        release, text = make_release(options.mirror, version, ref)
+        assert len(parse_patch(text, release.patch)) == len(FILES)
+        if text in written:  # the same files as in an earlier release
+            release.patch = written[text]
+        else:
+            written[text] = release.patch
+            files.write_atomically(options.out / release.patch, text.encode())
+        releases.append(release)
+        count = sum(len(f.lines) for f in release.files)
+        print(f"{version}: {count} lines in {len(release.files)} files, {release.patch}")
+    hooks = [HookEntry(h.name, h.file, h.text, h.place, h.purpose) for h in HOOKS]
+    manifest = Manifest(SCHEMA_VERSION, "patch_manifest", hooks, releases)
+    files.save(options.out / MANIFEST, manifest, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
