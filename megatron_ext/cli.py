@@ -39,6 +39,61 @@ def cli() -> None:
     """Measure gather routes, plan a user_defined_schedule, patch and train Megatron by it."""
 
 
+@cli.group()
+def patch() -> None:
+    """Hook a Megatron-LM checkout, an unpacked release, or the core-only tree from PyPI."""
+
+
+checkout_argument = click.argument("checkout", default=".", envvar="MEGATRON_PATH")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Show the diff and change nothing.")
+
+
+@patch.command("apply")
+@checkout_argument
+@dry_run_option
+@json_option
+def patch_apply(checkout: str, dry_run: bool, as_json: bool) -> None:
+    """Insert the hook lines; a patched tree stays as it is."""
+    from megatron_ext.checkout import apply, show
+
+    report = apply(checkout, dry_run=dry_run)
+    emit(as_json, show.as_dict(report), show.as_text(report, "apply"))
+
+
+@patch.command("check")
+@checkout_argument
+@json_option
+def patch_check(checkout: str, as_json: bool) -> None:
+    """Say whether the tree is clean, applied, drifted or in conflict."""
+    from megatron_ext.checkout import check, show
+
+    report = check(checkout)
+    emit(as_json, show.as_dict(report), show.as_text(report, "check"))
+
+
+@patch.command("revert")
+@checkout_argument
+@dry_run_option
+@json_option
+def patch_revert(checkout: str, dry_run: bool, as_json: bool) -> None:
+    """Take every hook line out; the owner's changes stay."""
+    from megatron_ext.checkout import revert, show
+
+    report = revert(checkout, dry_run=dry_run)
+    emit(as_json, show.as_dict(report), show.as_text(report, "revert"))
+
+
+@patch.command("list")
+@click.argument("checkout", required=False)
+@json_option
+def patch_list(checkout: str | None, as_json: bool) -> None:
+    """List the releases that are served and the lines that are inserted."""
+    from megatron_ext.checkout import show
+
+    payload = show.releases(checkout)
+    emit(as_json, payload, show.releases_text(payload))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
