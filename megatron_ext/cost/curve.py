@@ -1,0 +1,163 @@
+"""Reading a curve between its points: piecewise linear in bytes, with an honest interval.
+
+A straight alpha-beta line is up to 32 % off on published curves, so the points themselves
+are the model. How wrong reading between them can be is taken from the curve itself: each
+inner point is predicted from its two neighbours, and what that misses by (curvature and
+noise together) is the half-width near it. Where p95 was measured, the spread of the
+samples widens it further.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_ext.cost.model import Curve, Point
+from megatron_ext.errors import InputError
+
+NEIGHBOURS = 4
+"""Inner points on each side whose leave-one-out misses set the half-width."""
+
+SAFETY = 1.8
+"""Half-width over the root mean square of those misses, times the Student-like factor of
+:func:`_half_width`. Chosen on simulated curves (tests/cost/test_interval.py): 94 % and more
+of left-out points lie inside, at noise of 1 % to 30 %."""
+
+UNKNOWN = 0.05
+"""Relative half-width where a curve has too few points to say how rough it is."""
+
+
+class Estimate(NamedTuple):
+    """A time in microseconds with the interval it is believed to lie in.
+
+    ``algorithm`` names the best one where the curve holds several; ``extrapolated`` is true
+    outside the measured range.
+    """
+
+    us: float
+    low_us: float
+    high_us: float
+    algorithm: str | None = None
+    extrapolated: bool = False
+
+    def scaled(self, factor: float, low: float | None = None, high: float | None = None) -> "Estimate":
+        """This estimate times ``factor`` (``low`` and ``high`` for the ends where they differ)."""
+        low_us = self.low_us * (factor if low is None else low)
+        high_us = self.high_us * (factor if high is None else high)
+        return self._replace(us=self.us * factor, low_us=low_us, high_us=high_us)
+
+
+def lookup(
+    curve: Curve | Sequence[Point], size_bytes: int, *, extrapolate: bool = False, what: str = "points", file=None
+) -> Estimate:
+    """Time for ``size_bytes`` on ``curve``.
+
+    Args:
+        curve: a curve, or points sorted by size (as :func:`megatron_ext.cost.model.check` leaves them).
+        size_bytes: bytes of the whole (gathered) group.
+        extrapolate: outside the measured range, go on along the nearest segment instead of failing.
+        what: the curve's field in the table, for the error.
+        file: the table's path, for the error.
+
+    Returns:
+        The estimate; of several algorithms, that of the fastest at this size.
+
+    Raises:
+        InputError: the curve has no points, or the size is outside their range.
+    """
+    candidates = curves_of(curve)
+    if not candidates:
+        raise InputError("has no points", file=file, field=what)
+    covering = {name: points for name, points in candidates.items() if covers(points, size_bytes)}
+    if not covering and not extrapolate:
+        smallest = min(points[0].size_bytes for points in candidates.values())
+        largest = max(points[-1].size_bytes for points in candidates.values())
+        raise InputError(
+            f"outside the measured range {smallest} to {largest} bytes; measure that size or ask for extrapolation",
+            file=file, field=f"{what}.size_bytes", value=size_bytes,
+        )  # fmt: skip
+    # An algorithm that was measured at this size is believed over one that was not.
+    estimates = {name: _read(tuple(points), size_bytes) for name, points in (covering or candidates).items()}
+    name = min(estimates, key=lambda key: estimates[key].us)
+    return estimates[name]._replace(algorithm=name)
+
+
+def curves_of(curve: Curve | Sequence[Point]) -> dict[str | None, tuple[Point, ...]]:
+    """The curves that are choices at every size: ``points`` under ``None``, then the named algorithms."""
+    if not isinstance(curve, Curve):
+        return {None: tuple(curve)} if curve else {}
+    named = {name: points for name, points in curve.algorithms.items() if points}
+    return ({None: curve.points} if curve.points else {}) | named
+
+
+def covers(points: Sequence[Point], size_bytes: int) -> bool:
+    return points[0].size_bytes <= size_bytes <= points[-1].size_bytes
+
+
+def between(left: Point, right: Point, size_bytes: float) -> float:
+    """Linear in bytes through two points (also outside them)."""
+    share = (size_bytes - left.size_bytes) / (right.size_bytes - left.size_bytes)
+    return left.p50_us + share * (right.p50_us - left.p50_us)
+
+
+@lru_cache(maxsize=1 << 16)
+def _read(points: tuple[Point, ...], size_bytes: int) -> Estimate:
+    if not covers(points, size_bytes):
+        return _beyond(points, size_bytes)
+    index = bisect_left(points, size_bytes, key=lambda point: point.size_bytes)
+    right = points[index]
+    left = right if right.size_bytes == size_bytes else points[index - 1]
+    us = right.p50_us if left is right else between(left, right, size_bytes)
+    spread = max(_spread(left), _spread(right))
+    # A measured size is known as well as it was measured; between two, curvature counts too.
+    half = max(spread, _half_width(points, index if left is right else index - 0.5))
+    return Estimate(us, max(us * (1 - min(half, 0.9)), 0.0), us * (1 + half))
+
+
+def _beyond(points: tuple[Point, ...], size_bytes: int) -> Estimate:
+    """Outside the range: along the nearest segment, between the plain guesses on either side of it."""
+    low_end = size_bytes < points[0].size_bytes
+    end, inner = (points[0], points[1:2]) if low_end else (points[-1], points[-2:-1])
+    proportional = end.p50_us * size_bytes / end.size_bytes if end.size_bytes else end.p50_us
+    guesses = [proportional] + ([end.p50_us] if low_end else [])
+    us = proportional
+    if inner:
+        line = between(*sorted((end, inner[0]), key=lambda point: point.size_bytes), size_bytes)
+        # A falling last segment is noise; below the range a line may cross zero.
+        us = min(max(line, proportional), end.p50_us) if low_end else (line if line > end.p50_us else proportional)
+        guesses.append(us)
+    half = max(_spread(end), _half_width(points, 0 if low_end else len(points) - 1))
+    return Estimate(us, min(guesses) * (1 - min(half, 0.9)), max(guesses) * (1 + half), extrapolated=True)
+
+
+def _spread(point: Point) -> float:
+    """Relative spread of a point's samples: how far p95 lies above the median."""
+    return (point.p95_us - point.p50_us) / point.p50_us if point.p95_us is not None else 0.0
+
+
+def residuals(points: Sequence[Point]) -> list[float | None]:
+    """Leave-one-out misses: for each inner point, (read from its neighbours - measured) / measured;
+    ``None`` at both ends."""
+    inner = [
+        between(points[i - 1], points[i + 1], points[i].size_bytes) / points[i].p50_us - 1
+        for i in range(1, len(points) - 1)
+    ]
+    return [None, *inner, None][: len(points)] if len(points) > 1 else [None] * len(points)
+
+
+@lru_cache(maxsize=4096)
+def _residuals(points: tuple[Point, ...]) -> list[float | None]:
+    return residuals(points)
+
+
+def _half_width(points: tuple[Point, ...], position: float) -> float:
+    """Relative half-width near ``position`` (an index; x.5 between two points)."""
+    known = [(abs(index - position), value) for index, value in enumerate(_residuals(points)) if value is not None]
+    nearest = [value for _, value in sorted(known)[: 2 * NEIGHBOURS]]
+    if not nearest:
+        return UNKNOWN
+    rms = (sum(value * value for value in nearest) / len(nearest)) ** 0.5
+    # Few misses say little about how large the next one is, as in Student's t.
+    return SAFETY * rms * (1 + 2 / len(nearest))
