@@ -8,6 +8,7 @@ click (https://click.palletsprojects.com) parses: nested verbs and typed options
 usage errors as exceptions that are turned into one line here.
 """
 
+import contextlib
 import sys
 
 import click
@@ -92,6 +93,72 @@ def patch_list(checkout: str | None, as_json: bool) -> None:
 
     payload = show.releases(checkout)
     emit(as_json, payload, show.releases_text(payload))
+
+
+@cli.command()
+@click.option("--cost-table", required=True, help="Cost table of the machines.")
+@click.option("--workload", "workload_path", required=True, help="What is trained.")
+@click.option("--out", required=True, help="Where the schedule is written.")
+@click.option("--policy", default="hybrid", show_default=True, help="hybrid, all-gpu, all-cpu, random:SEED or exact.")
+@click.option("--extrapolate", is_flag=True, help="Read cost curves outside their measured range.")
+@json_option
+def plan(cost_table: str, workload_path: str, out: str, policy: str, extrapolate: bool, as_json: bool) -> None:
+    """Decide by which route, when, and for how long; print what that is worth."""
+    from megatron_ext import files, planner
+    from megatron_ext.cost import model as cost
+    from megatron_ext.schedule import model as schedule
+    from megatron_ext.workload import model as workload
+
+    table, work = cost.load(cost_table), workload.load(workload_path)
+    with naming_files(cost_table, workload_path):
+        digest = files.sha256(cost_table)
+        planned = planner.plan(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
+        judged = planner.verdict(work, table, planned, extrapolate=extrapolate)
+    schedule.save(out, planned)
+    emit(as_json, {"schedule": out, "policy": policy, **judged.figures}, judged.text)
+
+
+@cli.command()
+@click.option("--cost-table", required=True, help="Cost table of the machines.")
+@click.option("--workload", "workload_path", required=True, help="What is trained.")
+@click.option("--schedule", "schedule_path", help="Without one: stock Megatron's own rule.")
+@click.option("--trace", help="Write a Chrome trace here.")
+@click.option("--extrapolate", is_flag=True, help="Read cost curves outside their measured range.")
+@json_option
+def simulate(cost_table: str, workload_path: str, schedule_path: str | None, trace: str | None, extrapolate: bool, as_json: bool) -> None:
+    """Say what one iteration takes by a schedule, or by stock Megatron's own rule."""
+    from megatron_ext import simulator
+    from megatron_ext.cost import model as cost
+    from megatron_ext.schedule import trace as traces
+    from megatron_ext.schedule import validate
+    from megatron_ext.workload import model as workload
+
+    table, work = cost.load(cost_table), workload.load(workload_path)
+    given = validate.load(schedule_path) if schedule_path else None
+    with naming_files(cost_table, workload_path, schedule_path):
+        result = simulator.simulate(work, table, given, trace=bool(trace), extrapolate=extrapolate)
+    if trace:
+        about = {"kind": "simulated", "schedule": schedule_path or "stock", "step_time_us": result.step_time_us}
+        traces.save(trace, result.events, about=about)
+    emit(as_json, result.as_json(), result.as_text())
+
+
+@contextlib.contextmanager
+def naming_files(cost_table: str, workload_path: str, schedule_path: str | None = None):
+    """Say which of the files given an error is about, where the error itself could not know."""
+    try:
+        yield
+    except InputError as error:
+        if error.file is not None:
+            raise
+        from megatron_ext.cost.model import CostTable
+
+        root = (error.field or "").partition(".")[0].partition("[")[0]
+        if root in CostTable.__struct_fields__:
+            raise InputError(str(error), file=cost_table) from None
+        if root in ("groups", "ranks", "model") or (schedule_path and root == "publish"):
+            raise InputError(str(error), file=schedule_path) from None
+        raise InputError(str(error), file=None if root == "policy" else workload_path) from None
 
 
 def main(argv: list[str] | None = None) -> int:

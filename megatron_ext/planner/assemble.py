@@ -1,0 +1,102 @@
+"""From decisions to a schedule: what every planner and baseline hands its choices to."""
+
+from typing import Any, NamedTuple
+
+from megatron_ext.schedule.model import (
+    SCHEMA_VERSION,
+    Group,
+    Metadata,
+    Model,
+    PublishGroup,
+    Rank,
+    Reshard,
+    Schedule,
+    StageIn,
+    Start,
+    StepActions,
+    Unshard,
+)
+from megatron_ext.workload.model import Workload, fingerprint, group_bytes
+from megatron_ext.workload.order import steps_of_ranks
+
+
+class Placed(NamedTuple):
+    """One unshard: of ``group`` by ``route``, issued at step index ``issue`` (-1: the start),
+    awaited by step index ``need_by``; ``slot`` and ``stage`` (a step index) for ``nvme``."""
+
+    group: int
+    route: str
+    issue: int
+    need_by: int
+    at: int = -1
+    slot: int = -1
+    stage: int = -1
+
+
+class Freed(NamedTuple):
+    """One reshard of ``group`` at step index ``step``, after layer ``at`` (-1: at its end)."""
+
+    group: int
+    step: int
+    at: int = -1
+
+
+def make_group(workload: Workload, pp_rank: int, model_chunk_id: int, parameters) -> Group:
+    """A group of ``parameters`` (execution order, one dtype) with Megatron's padding."""
+    return Group(
+        pp_rank=pp_rank, model_chunk_id=model_chunk_id,
+        parameters=tuple(p.name for p in parameters), bytes=group_bytes(parameters, workload.parallel.dp),
+    )  # fmt: skip
+
+
+def assemble(
+    workload: Workload,
+    groups,
+    placed: list[list[Placed]],
+    freed: list[list[Freed]] | None = None,
+    *,
+    planner: str,
+    options: dict[str, Any] | None = None,
+) -> Schedule:
+    """The schedule of these decisions.
+
+    Args:
+        groups: all groups; the id of one is its index.
+        placed: by pipeline rank, unshards in issue order.
+        freed: by pipeline rank, reshards.
+
+    Groups are published, in the order of their first unshard, to wherever one of their
+    unshards reads from.
+    """
+    ranks = []
+    publish: dict[int, list[str]] = {}
+    for pp_rank, steps in enumerate(steps_of_ranks(workload.parallel)):
+        unshards: dict[int, list[Unshard]] = {}
+        stages: dict[int, list[StageIn]] = {}
+        reshards: dict[int, list[Reshard]] = {}
+        for item in placed[pp_rank]:
+            need_by = -1 if item.need_by == item.issue else item.need_by
+            unshards.setdefault(item.issue, []).append(Unshard(item.group, item.route, need_by, item.at))
+            if item.route != "gpu":
+                to = publish.setdefault(item.group, [])
+                if item.route not in to:
+                    to.append(item.route)
+            if item.route == "nvme":
+                stages.setdefault(item.stage, []).append(StageIn(item.group, item.slot))
+        for item in freed[pp_rank] if freed else ():
+            reshards.setdefault(item.step, []).append(Reshard(item.group, item.at))
+        entries = tuple(
+            StepActions(
+                str(step), tuple(stages.get(index, ())), tuple(unshards.get(index, ())), tuple(reshards.get(index, ()))
+            )
+            for index, step in enumerate(steps)
+        )
+        start = Start(tuple(stages.get(-1, ())), tuple(unshards.get(-1, ())))
+        ranks.append(Rank(pp_rank=pp_rank, start=start, steps=entries))
+    return Schedule(
+        schema_version=SCHEMA_VERSION, kind="user_defined_schedule",
+        metadata=Metadata(planner=planner, options=options or {}),
+        parallel=workload.parallel, zero_stage=workload.zero_stage, model=Model(fingerprint=fingerprint(workload)),
+        limits=workload.limits, groups=tuple(groups), ranks=tuple(ranks),
+        publish=tuple(PublishGroup(group=group, to=tuple(to)) for group, to in publish.items()),
+    )  # fmt: skip

@@ -1,0 +1,59 @@
+"""Does the workload fit its limits at all? Said with rank, step and the bytes that are missing."""
+
+from megatron_ext.errors import InputError
+from megatron_ext.simulator.stock import buckets, layer_buckets
+from megatron_ext.workload.model import Workload, group_bytes
+
+
+def check_fits(workload: Workload) -> None:
+    """Refuse a workload that no schedule can train within ``limits.device_bytes``.
+
+    Zero stage 1 keeps all parameters of a rank whole; zero stage 3 needs room for the
+    largest layer.
+
+    Raises:
+        InputError: naming the pipeline rank, the step and the bytes that are missing.
+    """
+    limit = workload.limits.device_bytes
+    if limit is None:
+        return
+    parallel = workload.parallel
+    for pp_rank in range(parallel.pp):
+        if workload.zero_stage == 1:
+            need = sum(group_bytes(part, parallel.dp) for chunk in workload.chunks_of_rank(pp_rank) for part in buckets(chunk))
+            where = f"pipeline rank {pp_rank} keeps {need} bytes of whole parameters from its first step on"
+        else:
+            need, chunk, layer = max(_largest_layers(workload, pp_rank), default=(0, 0, 0))
+            where = f"pipeline rank {pp_rank}, step {chunk * parallel.pp + pp_rank}F0: layer {layer} alone has {need} bytes"
+        if need > limit:
+            raise InputError(f"cannot fit: {where}, {need - limit} bytes short", field="limits.device_bytes", value=limit)
+
+
+def _largest_layers(workload: Workload, pp_rank: int):
+    for chunk in workload.chunks_of_rank(pp_rank):
+        layers: dict[int, int] = {}
+        for part in layer_buckets(chunk):
+            layers[part[0].layer] = layers.get(part[0].layer, 0) + group_bytes(part, workload.parallel.dp)
+        for layer, size in layers.items():
+            yield size, chunk.model_chunk_id, layer
+
+
+def pinned_need(workload: Workload, groups, routed) -> list[int]:
+    """Pinned host bytes of each node: host copies of groups that go by ``cpu`` and the staging
+    slots of ranks that use ``nvme``; ``routed[i]`` is the route of ``groups[i]``."""
+    parallel = workload.parallel
+    copies, slot = [0] * parallel.pp, [0] * parallel.pp
+    for group, route in zip(groups, routed):
+        if route == "cpu":
+            copies[group.pp_rank] += group.bytes
+        elif route == "nvme":
+            slot[group.pp_rank] = max(slot[group.pp_rank], workload.limits.nvme_slot_bytes or group.bytes)
+    nodes = [0] * parallel.num_nodes
+    for pp_rank in range(parallel.pp):
+        for tp_rank in range(parallel.tensor_model_parallel_size):
+            places = [parallel.node_of(pp_rank, dp_rank, tp_rank) for dp_rank in range(parallel.dp)]
+            for node in set(places):
+                nodes[node] += copies[pp_rank]
+            for node in places:
+                nodes[node] += slot[pp_rank] * workload.limits.nvme_slots
+    return nodes

@@ -1,0 +1,88 @@
+"""Costs in, schedule out: one function for every policy."""
+
+import msgspec
+
+from megatron_ext.cost.model import ROUTES, CostTable
+from megatron_ext.errors import InputError
+from megatron_ext.planner.baselines import all_cpu, all_gpu
+from megatron_ext.planner.fit import check_fits
+from megatron_ext.planner.once import plan_once
+from megatron_ext.planner.random_plan import random_schedule
+from megatron_ext.schedule.model import Schedule
+from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.simulate import run, with_prediction
+from megatron_ext.simulator.timing import Timing, require
+from megatron_ext.workload.model import Workload
+
+POLICIES = ("hybrid", "all-gpu", "all-cpu", "random:SEED", "exact")
+
+
+def plan(
+    workload: Workload,
+    table: CostTable,
+    *,
+    policy: str = "hybrid",
+    cost_table_sha256: str | None = None,
+    megatron_core: str | None = None,
+    extrapolate: bool = False,
+) -> Schedule:
+    """A valid schedule for ``workload`` on the machines of ``table``, with its prediction.
+
+    Args:
+        policy: one of :data:`POLICIES`.
+        cost_table_sha256, megatron_core: stored in the schedule's metadata.
+        extrapolate: read cost curves outside their measured range.
+
+    Raises:
+        InputError: the workload cannot fit, the limits contradict each other, the policy is
+            unknown, or the table lacks a figure.
+    """
+    check_fits(workload)
+    timing = Timing(workload, table, extrapolate=extrapolate)
+    routes = tuple(route for route in ROUTES if timing.offers(route))
+    has_parameters = any(chunk.parameters for chunk in workload.chunks)
+    if not routes and has_parameters:
+        raise InputError("no route has points: nothing can be gathered", field="routes")
+    baselines: dict[str, float] = {}
+    if policy == "all-gpu":
+        require(timing, "gpu")
+        schedule = all_gpu(workload)
+    elif policy == "all-cpu":
+        require(timing, "cpu")
+        schedule = all_cpu(workload)
+    elif policy.startswith("random:"):
+        schedule = random_schedule(workload, routes, _seed(policy))
+    elif policy == "hybrid":
+        schedule, baselines = _hybrid(workload, timing, routes)
+    else:
+        raise InputError(f"unknown policy; known: {', '.join(POLICIES)}", field="policy", value=policy)
+    validate(schedule)
+    result = run(workload, timing, schedule)
+    metadata = msgspec.structs.replace(
+        schedule.metadata, planner=policy.partition(":")[0], cost_table_sha256=cost_table_sha256, megatron_core=megatron_core
+    )
+    return with_prediction(msgspec.structs.replace(schedule, metadata=metadata), result, baselines)
+
+
+def _seed(policy: str) -> int:
+    text = policy.partition(":")[2]
+    if not text.isdecimal() or len(text) > 18:
+        raise InputError("expected random:SEED with a whole number", field="policy", value=policy)
+    return int(text)
+
+
+def _hybrid(workload: Workload, timing: Timing, routes) -> tuple[Schedule, dict[str, float]]:
+    """The best of everything that can be planned, by simulation: never worse than a baseline."""
+    schedules = []
+    if "gpu" in routes:
+        schedules.append(("all-gpu", all_gpu(workload)))
+    if "cpu" in routes:
+        try:
+            schedules.append(("all-cpu", all_cpu(workload)))
+        except InputError:  # the host copies do not fit; then it is no candidate
+            pass
+    if workload.zero_stage == 1:
+        schedules.append(("hybrid", plan_once(workload, timing, routes)))
+    times = {name: run(workload, timing, schedule, bound_us=0.0).step_time_us for name, schedule in schedules}
+    best = min(schedules, key=lambda item: (times[item[0]], item[0] != "hybrid"))
+    return best[1], {name: us for name, us in times.items() if name != "hybrid"}

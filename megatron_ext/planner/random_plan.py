@@ -1,0 +1,177 @@
+"""Random valid schedules: the test that any schedule that validates trains like stock Megatron.
+
+Everything that is free is drawn at random: groups (contiguous or not), routes, issue steps,
+``need_by``, staging slots, and with zero stage 3 what stays whole between visits.
+"""
+
+import random
+
+from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
+from megatron_ext.planner.fit import check_fits, pinned_need
+from megatron_ext.planner.visits import visits_of_rank
+from megatron_ext.schedule.model import Schedule
+from megatron_ext.simulator.stock import layer_buckets
+from megatron_ext.workload.model import Chunk, Workload, group_bytes
+from megatron_ext.workload.order import steps_of_ranks
+
+
+def random_schedule(workload: Workload, routes: tuple[str, ...], seed: int) -> Schedule:
+    """A valid schedule drawn with ``seed``; ``routes`` are those the cost table offers.
+
+    Raises:
+        InputError: no schedule fits the limits.
+    """
+    check_fits(workload)
+    draw = random.Random(seed)
+    groups, of_stage = [], []
+    streams = [_must_stream(workload, rank) for rank in range(workload.parallel.pp)]
+    for chunk in workload.chunks:
+        parts = layer_buckets(chunk) if streams[chunk.pp_rank] else random_groups(chunk, draw)
+        of_stage.append(list(range(len(groups), len(groups) + len(parts))))
+        groups += [make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part) for part in parts]
+    routed = _affordable_routes(workload, groups, routes, draw)
+    placed, freed = [], []
+    for pp_rank in range(workload.parallel.pp):
+        own = of_stage[pp_rank :: workload.parallel.pp]
+        if workload.zero_stage == 1:
+            unshards, reshards = _zero1(workload, pp_rank, own, routed, draw), []
+        elif streams[pp_rank]:
+            unshards, reshards = _streamed(workload, pp_rank, own, routed)
+        else:
+            unshards, reshards = _zero3(workload, pp_rank, own, groups, routed, draw)
+        placed.append(_with_slots(unshards, workload, groups, draw))
+        freed.append(reshards)
+    return assemble(workload, groups, placed, freed, planner="random", options={"seed": seed})
+
+
+def _must_stream(workload: Workload, pp_rank: int) -> bool:
+    """Whether a chunk of the rank may not fit whole; padding is worst with a group a parameter."""
+    limit = workload.limits.device_bytes
+    if workload.zero_stage == 1 or limit is None:
+        return False
+    chunks = workload.chunks_of_rank(pp_rank)
+    return max(sum(group_bytes([p], workload.parallel.dp) for p in chunk.parameters) for chunk in chunks) > limit
+
+
+def random_groups(chunk: Chunk, draw: random.Random) -> list[list]:
+    """Parameters of a chunk cut into groups at random; each group has one dtype, in execution order."""
+    parts = []
+    by_dtype: dict[str, list] = {}
+    for parameter in chunk.parameters:
+        if parameter.shared_embedding:
+            parts.append([parameter])
+        else:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for members in by_dtype.values():
+        number = draw.randint(1, min(len(members), draw.choice((1, 2, 4, 8))))
+        if draw.random() < 0.5:  # contiguous
+            cuts = sorted(draw.sample(range(1, len(members)), number - 1))
+            parts += [members[a:b] for a, b in zip([0, *cuts], [*cuts, len(members)])]
+        else:
+            bins: list[list] = [[] for _ in range(number)]
+            for parameter in members:
+                draw.choice(bins).append(parameter)
+            parts += [part for part in bins if part]
+    draw.shuffle(parts)
+    return parts
+
+
+def _affordable_routes(workload: Workload, groups, routes, draw: random.Random) -> list[str]:
+    """A random route for every group, within the pinned host memory of every node."""
+    slots = workload.limits.nvme_slots
+    usable = [route for route in routes if route != "nvme" or slots]
+    size = workload.limits.nvme_slot_bytes
+    routed = [draw.choice([r for r in usable if r != "nvme" or size is None or group.bytes <= size]) for group in groups]
+    limit = workload.limits.pinned_host_bytes
+    order = list(range(len(groups)))
+    draw.shuffle(order)
+    while limit is not None and max(pinned_need(workload, groups, routed)) > limit and order:
+        routed[order.pop()] = "gpu"
+    return routed
+
+
+def _zero1(workload, pp_rank, own, routed, draw) -> list[Placed]:
+    visits = visits_of_rank(workload, pp_rank)
+    unshards = []
+    for chunk, ids in enumerate(own):
+        first = visits[chunk][0]
+        for group in ids:
+            need_by = draw.randint(max(0, first - draw.choice((0, 0, 3))), first)
+            unshards.append(Placed(group, routed[group], draw.randint(-1, need_by), need_by))
+    draw.shuffle(unshards)
+    return sorted(unshards, key=lambda item: item.issue)
+
+
+def _zero3(workload, pp_rank, own, groups, routed, draw) -> tuple[list[Placed], list[Freed]]:
+    """Walk the steps; before each, free what must go and fetch what it needs, some of it early."""
+    pp, limit = workload.parallel.pp, workload.limits.device_bytes
+    chunks = [step.stage // pp for step in steps_of_ranks(workload.parallel)[pp_rank]]
+    size = lambda ids: sum(groups[g].bytes for g in ids)  # noqa: E731
+    keep = draw.choice((0.0, 0.5, 0.9))
+    eager = draw.choice((0.0, 0.3, 0.8))
+    whole: set[int] = set()
+    due: dict[int, int] = {}  # issued early, may not be freed before this step
+    unshards, reshards = [], []
+    for index in range(-1, len(chunks)):
+        if index >= 0:
+            for group in own[chunks[index]]:
+                if group not in whole:
+                    unshards.append(Placed(group, routed[group], index, index))
+                    whole.add(group)
+            due = {g: step for g, step in due.items() if step > index}
+        for later in range(index + 1, min(index + 4, len(chunks))):
+            if chunks[later] in chunks[index + 1 : later]:
+                continue  # it is needed before that already
+            for group in own[chunks[later]]:
+                # Until it is due it stays: every step in between must still have room.
+                held = {*due, group}
+                room = limit is None or all(
+                    size(held.union(own[chunks[s]])) <= limit for s in range(max(index, 0), later + 1)
+                ) and size(whole | {group}) <= limit
+                if group not in whole and draw.random() < eager and room:
+                    unshards.append(Placed(group, routed[group], index, later))
+                    whole.add(group)
+                    due[group] = later
+        if index < 0:
+            continue
+        need = set(own[chunks[index + 1]]) if index + 1 < len(chunks) else set()
+        loose = sorted(whole - due.keys())
+        draw.shuffle(loose)
+        for group in loose:
+            forced = limit is not None and size(whole | need) > limit and group not in need
+            if forced or draw.random() > keep:
+                reshards.append(Freed(group, index))
+                whole.discard(group)
+    return unshards, reshards
+
+
+def _streamed(workload, pp_rank, own, routed) -> tuple[list[Placed], list[Freed]]:
+    """Layer by layer inside every step, for ranks where not even one chunk fits whole."""
+    pp = workload.parallel.pp
+    unshards, reshards = [], []
+    for index, step in enumerate(steps_of_ranks(workload.parallel)[pp_rank]):
+        chunk = step.stage // pp
+        members = layer_buckets(workload.chunk(pp_rank, chunk))
+        pairs = [(members[n][0].layer, group) for n, group in enumerate(own[chunk])]
+        for layer, group in sorted(pairs, reverse=step.kind == "B"):
+            unshards.append(Placed(group, routed[group], index, index, at=layer))
+            reshards.append(Freed(group, index, at=layer))
+    return unshards, reshards
+
+
+def _with_slots(unshards, workload, groups, draw) -> list[Placed]:
+    """Give ``nvme`` unshards a slot and a step to be staged in; without a free slot they go by ``gpu``."""
+    slots = workload.limits.nvme_slots
+    free_after = dict.fromkeys(range(slots), -2)  # slot -> step of the unshard that empties it
+    result = []
+    for item in unshards:
+        if item.route == "nvme":
+            usable = [slot for slot, step in free_after.items() if step < item.issue or step == -2]
+            if not usable:
+                item = item._replace(route="gpu")
+            else:
+                slot = draw.choice(usable)
+                item = item._replace(slot=slot, stage=draw.randint(max(free_after[slot] + 1, -1), item.issue))
+                free_after[slot] = item.issue
+        result.append(item)
+    return result

@@ -1,0 +1,18 @@
+"""When each chunk of a rank computes: the known future that planning rests on."""
+
+from megatron_ext.workload.model import Workload
+from megatron_ext.workload.order import steps_of_ranks
+
+
+def visits_of_rank(workload: Workload, pp_rank: int) -> list[list[int]]:
+    """By model chunk, the indices of the rank's steps that compute it, ascending."""
+    pp = workload.parallel.pp
+    visits: list[list[int]] = [[] for _ in range(workload.parallel.vp)]
+    for index, step in enumerate(steps_of_ranks(workload.parallel)[pp_rank]):
+        visits[step.stage // pp].append(index)
+    return visits
+
+
+def first_uses(workload: Workload, pp_rank: int) -> list[int]:
+    """By model chunk, the index of the rank's first step that computes it."""
+    return [steps[0] for steps in visits_of_rank(workload, pp_rank)]

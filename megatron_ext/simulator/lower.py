@@ -1,0 +1,119 @@
+"""A schedule as the engine runs it: every step a short list of operations with durations.
+
+Operations are tuples whose first item is one of RUN, WAIT, ISSUE, STAGE. A step is cut at
+the layers where a group arrives or an action stands; layers between two cuts run as one.
+"""
+
+from megatron_ext.schedule.model import Schedule
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.model import Workload
+from megatron_ext.workload.order import steps_of_ranks
+
+RUN, WAIT, ISSUE, STAGE = range(4)
+"""``(RUN, us)``; ``(WAIT, gather)``; ``(ISSUE, gather)``; ``(STAGE, group,
+slot, bytes, us)``."""
+
+
+class Gather:
+    """One unshard of one group: the engine's unit of work on a link."""
+
+    __slots__ = ("group", "route", "bytes", "us", "slot", "issued_us", "start_us", "end_us", "done")
+
+    def __init__(self, group: int, route: int, size: int, us: float, slot: int):
+        self.group, self.route, self.bytes, self.us, self.slot = group, route, size, us, slot
+        self.issued_us = self.start_us = self.end_us = -1.0
+        self.done = False
+
+
+class RankProgram:
+    """What one pipeline rank does in one iteration.
+
+    ``start`` are operations before the first step; ``steps[i]`` is ``(stage, backward,
+    microbatch, operations)``; ``gathers`` are all unshards in issue order.
+    """
+
+    __slots__ = ("pp_rank", "start", "steps", "gathers")
+
+    def __init__(self, pp_rank: int):
+        self.pp_rank = pp_rank
+        self.start: list[tuple] = []
+        self.steps: list[tuple] = []
+        self.gathers: list[Gather] = []
+
+
+def group_layers(schedule: Schedule, workload: Workload) -> list[tuple[int, int]]:
+    """First and last layer of its chunk that uses each group."""
+    layer_of = [{p.name: p.layer for p in chunk.parameters} for chunk in workload.chunks]
+    pp = workload.parallel.pp
+    spans = []
+    for group in schedule.groups:
+        layers = layer_of[group.model_chunk_id * pp + group.pp_rank]
+        used = [layers[name] for name in group.parameters]
+        spans.append((min(used), max(used)))
+    return spans
+
+
+def lower(schedule: Schedule, workload: Workload, timing: Timing) -> list[RankProgram]:
+    """Programs of all pipeline ranks. The schedule must be valid and match the workload."""
+    spans = group_layers(schedule, workload)
+    expected = steps_of_ranks(workload.parallel)
+    return [_lower_rank(schedule, workload, timing, spans, rank, expected[rank]) for rank in range(workload.parallel.pp)]
+
+
+_ROUTE_KIND = {"gpu": 1, "cpu": 2, "nvme": 3}
+
+
+def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgram:
+    program = RankProgram(pp_rank)
+    groups, gathers, pp = schedule.groups, program.gathers, workload.parallel.pp
+    waits: dict[int, list[tuple[int, int]]] = {}  # step index -> (group, gather)
+    slot_of: dict[int, int] = {}
+    costs: dict[tuple[str, int], float] = {}
+
+    def gather(action, index: int) -> tuple:
+        size = groups[action.group].bytes
+        us = costs.get((action.route, size))
+        if us is None:
+            us = costs[(action.route, size)] = timing.unshard_us(action.route, size)
+        slot = slot_of.get(action.group, -1) if action.route == "nvme" else -1
+        need_by = index if action.need_by < 0 else action.need_by
+        waits.setdefault(need_by, []).append((action.group, len(gathers)))
+        gathers.append(Gather(action.group, _ROUTE_KIND[action.route], size, us, slot))
+        return (ISSUE, len(gathers) - 1)
+
+    def stage(action) -> tuple:
+        slot_of[action.group] = action.slot
+        size = groups[action.group].bytes
+        return (STAGE, action.group, action.slot, size, timing.stage_us(size))
+
+    rank = schedule.ranks[pp_rank]
+    program.start = [stage(a) for a in rank.start.stage_in] + [gather(a, -1) for a in rank.start.unshard]
+    whole = [(((RUN, sum(times.forward)),), ((RUN, sum(times.backward)),)) for times in timing.layers[pp_rank]]
+    for index, (entry, step) in enumerate(zip(rank.steps, steps)):
+        backward = step.kind == "B"
+        chunk = step.stage // pp
+        if not entry.unshard and not entry.stage_in and index not in waits:
+            program.steps.append((step.stage, backward, step.microbatch, whole[chunk][backward]))
+            continue
+        times = timing.layers[pp_rank][chunk]
+        layers = times.backward[::-1] if backward else times.forward
+        last = len(layers) - 1
+        cuts: dict[int, list[tuple]] = {}  # position in run order -> operations before that layer
+        for action in entry.stage_in:
+            cuts.setdefault(0, []).append(stage(action))
+        for action in entry.unshard:
+            place = 0 if action.at < 0 else (last - action.at if backward else action.at)
+            cuts.setdefault(place, []).append(gather(action, index))
+        for group, number in waits.pop(index, ()):
+            first, final = spans[group]
+            cuts.setdefault(last - final if backward else first, []).append((WAIT, number))
+        operations: list[tuple] = []
+        position = 0
+        for cut in sorted(cuts):
+            if cut > position:
+                operations.append((RUN, sum(layers[position:cut])))
+                position = cut
+            operations += cuts[cut]
+        operations.append((RUN, sum(layers[position:])))
+        program.steps.append((step.stage, backward, step.microbatch, tuple(operations)))
+    return program

@@ -1,0 +1,150 @@
+"""Stock Megatron's own rule, written as a schedule: one bucket per chunk and dtype, all by ``gpu``.
+
+Sources: Megatron-LM ``megatron/core/distributed/distributed_data_parallel.py`` (one bucket a
+chunk wherever bucketing is off: pipeline ranks and chunks above 0) and
+``param_and_grad_buffer.py`` (the shared embedding has a bucket of its own);
+``megatron/core/pipeline_parallel/schedules.py`` ``forward_step_helper_preprocess``: chunks 0
+and 1 before warm-up, chunk c + 1 at the forward whose virtual micro-batch plus pipeline rank
+is the first micro-batch of chunk c. Other orders gather when a chunk first computes.
+"""
+
+from megatron_ext.schedule.model import (
+    SCHEMA_VERSION,
+    Group,
+    Metadata,
+    Model,
+    Rank,
+    Reshard,
+    Schedule,
+    Start,
+    StepActions,
+    Unshard,
+)
+from megatron_ext.workload.model import Chunk, Workload, fingerprint, group_bytes
+from megatron_ext.workload.order import schedule_table, steps_of_ranks
+
+
+def buckets(chunk: Chunk) -> list[list]:
+    """Parameters of a chunk as Megatron buckets them: by dtype, the shared embedding apart."""
+    found: dict[tuple, list] = {}
+    for parameter in chunk.parameters:
+        key = (parameter.dtype, parameter.name if parameter.shared_embedding else None)
+        found.setdefault(key, []).append(parameter)
+    return list(found.values())
+
+
+def layer_buckets(chunk: Chunk) -> list[list]:
+    """As :func:`buckets`, cut at layers too: what can come and go while a chunk computes."""
+    found: dict[tuple, list] = {}
+    for parameter in chunk.parameters:
+        key = (parameter.layer, parameter.dtype, parameter.name if parameter.shared_embedding else None)
+        found.setdefault(key, []).append(parameter)
+    return list(found.values())
+
+
+def groups_of(workload: Workload, cut=buckets) -> tuple[tuple[Group, ...], list[list[int]]]:
+    """Groups by the rule ``cut``, and the ids of each stage's groups."""
+    groups, of_stage = [], []
+    for chunk in workload.chunks:
+        ids = []
+        for members in cut(chunk):
+            ids.append(len(groups))
+            groups.append(
+                Group(
+                    pp_rank=chunk.pp_rank, model_chunk_id=chunk.model_chunk_id,
+                    parameters=tuple(p.name for p in members), bytes=group_bytes(members, workload.parallel.dp),
+                )
+            )  # fmt: skip
+        of_stage.append(ids)
+    return tuple(groups), of_stage
+
+
+def issue_index(workload: Workload, pp_rank: int, chunk: int) -> int:
+    """Index among the rank's forwards at which stock Megatron starts the gather of ``chunk``;
+    -1 is before warm-up."""
+    parallel = workload.parallel
+    if parallel.order != "interleaved":
+        raise AssertionError("only the interleaved order looks ahead")
+    if chunk < 2:
+        return -1
+    table = schedule_table(parallel.num_microbatches, parallel.vp, parallel.microbatch_group_size)
+    first = next(index for index, (microbatch, c) in enumerate(table) if c == chunk - 1 and microbatch == 0)
+    return max(first - pp_rank, 0)
+
+
+def stock_schedule(workload: Workload) -> Schedule:
+    """Stock Megatron's rule for zero stage 1; for zero stage 3 the rule of FSDP: each layer is
+    gathered when the one before it computes and freed after its own compute."""
+    if workload.zero_stage == 3:
+        return _stock_zero3(workload)
+    groups, of_stage = groups_of(workload)
+    parallel = workload.parallel
+    ranks = []
+    for pp_rank, steps in enumerate(steps_of_ranks(parallel)):
+        first_use, forwards = {}, []
+        for index, step in enumerate(steps):
+            if step.kind == "F":
+                forwards.append(index)
+                first_use.setdefault(step.stage // parallel.pp, index)
+        start, at_step = [], {}
+        for chunk in range(parallel.vp):
+            need_by = first_use[chunk]
+            issue = need_by
+            if parallel.order == "interleaved":
+                number = issue_index(workload, pp_rank, chunk)
+                issue = -1 if number < 0 else forwards[number]
+            for group in of_stage[chunk * parallel.pp + pp_rank]:
+                (start if issue < 0 else at_step.setdefault(issue, [])).append(Unshard(group, "gpu", need_by))
+        entries = tuple(
+            StepActions(str(step), unshard=tuple(at_step.get(index, ()))) for index, step in enumerate(steps)
+        )
+        ranks.append(Rank(pp_rank=pp_rank, start=Start(unshard=tuple(start)), steps=entries))
+    return _schedule(workload, groups, ranks)
+
+
+def _stock_zero3(workload: Workload) -> Schedule:
+    groups, of_stage = groups_of(workload, layer_buckets)
+    parallel = workload.parallel
+    layer_of = {}
+    for chunk in workload.chunks:
+        for group, members in zip(of_stage[chunk.model_chunk_id * parallel.pp + chunk.pp_rank], layer_buckets(chunk)):
+            layer_of[group] = members[0].layer
+    limit = workload.limits.device_bytes
+    patterns = {}
+    for stage, ids in enumerate(of_stage):
+        last = workload.chunks[stage].num_layers - 1
+        for kind in "FB":
+            patterns[stage, kind] = _stream(ids, layer_of, groups, last, kind, limit)
+    ranks = []
+    for pp_rank, steps in enumerate(steps_of_ranks(parallel)):
+        entries = tuple(StepActions(str(step), (), *patterns[step.stage, step.kind]) for step in steps)
+        ranks.append(Rank(pp_rank=pp_rank, steps=entries))
+    return _schedule(workload, groups, ranks)
+
+
+def _stream(ids, layer_of, groups, last: int, kind: str, limit):
+    """Unshards and reshards of one step: layer by layer, the next one under way if both fit."""
+    ordered = sorted(ids, key=lambda g: layer_of[g], reverse=kind == "B")
+    layers = sorted({layer_of[g] for g in ids}, reverse=kind == "B")
+    size = {layer: sum(groups[g].bytes for g in ids if layer_of[g] == layer) for layer in layers}
+    unshards = []
+    for group in ordered:
+        place = layers.index(layer_of[group])
+        at = -1
+        if place > 0:
+            before = layers[place - 1]
+            ahead = limit is None or size[before] + size[layer_of[group]] <= limit
+            at = before if ahead else layer_of[group]
+            if place == 1 and ahead and before == (last if kind == "B" else 0):
+                at = -1
+        unshards.append(Unshard(group, "gpu", -1, at))
+    reshards = tuple(Reshard(group, layer_of[group]) for group in ordered)
+    return tuple(unshards), reshards
+
+
+def _schedule(workload: Workload, groups, ranks) -> Schedule:
+    return Schedule(
+        schema_version=SCHEMA_VERSION, kind="user_defined_schedule",
+        metadata=Metadata(planner="stock"), parallel=workload.parallel, zero_stage=workload.zero_stage,
+        model=Model(fingerprint=fingerprint(workload)), limits=workload.limits, groups=groups, ranks=tuple(ranks),
+    )  # fmt: skip

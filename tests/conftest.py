@@ -1,0 +1,1 @@
+"""Being here puts this folder on the import path, so that tests share the helpers beside this file."""

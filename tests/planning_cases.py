@@ -1,0 +1,68 @@
+"""Small made-up workloads and cost tables for tests of simulator and planner."""
+
+from math import prod
+
+from megatron_ext.cost import model as cost
+from megatron_ext.workload import model as workload
+from megatron_ext.workload.parallel import Parallel
+
+
+def curve(us_of_bytes, largest: int = 1 << 36) -> cost.Curve:
+    """A curve through factor-4 sizes."""
+    sizes = [4**n for n in range(2, 40) if 4**n <= largest]
+    return cost.Curve(points=tuple(cost.Point(size_bytes=s, p50_us=us_of_bytes(s)) for s in sizes))
+
+
+def line(latency_us: float, bytes_per_us: float) -> cost.Curve:
+    return curve(lambda size: latency_us + size / bytes_per_us)
+
+
+def make_workload(
+    *, pp=2, vp=2, dp=2, microbatches=4, layers=2, hidden=64, order="interleaved", zero_stage=1,
+    p2p_bytes=4096, dtypes=("bfloat16",), gpus_per_node=None, group=None, **limits,
+) -> workload.Workload:  # fmt: skip
+    """Equal chunks of ``layers`` layers with five parameters each."""
+    parallel = Parallel(
+        pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vp, data_parallel_size=dp,
+        num_microbatches=microbatches, order=order, gpus_per_node=gpus_per_node, microbatch_group_size_per_vp_stage=group,
+    )  # fmt: skip
+    shapes = {"norm": (hidden,), "qkv": (3 * hidden, hidden), "proj": (hidden, hidden), "fc1": (4 * hidden, hidden), "fc2": (hidden, 4 * hidden)}
+    chunks = []
+    for chunk in range(vp):
+        for rank in range(pp):
+            parameters = []
+            for layer in range(layers):
+                for number, (name, shape) in enumerate(shapes.items()):
+                    dtype = dtypes[number % len(dtypes)]
+                    size = prod(shape) * workload.ITEM_BYTES[dtype]
+                    parameters.append(workload.Parameter(name=f"layers.{layer}.{name}", shape=shape, dtype=dtype, bytes=size, layer=layer))
+            chunks.append(workload.Chunk(pp_rank=rank, model_chunk_id=chunk, parameters=tuple(parameters)))
+    return workload.check(
+        workload.Workload(
+            schema_version=1, kind="workload", parallel=parallel, zero_stage=zero_stage, chunks=tuple(chunks),
+            p2p_bytes=p2p_bytes, limits=workload.Limits(**limits),
+        )
+    )  # fmt: skip
+
+
+def make_table(
+    work, *, gpu=(20.0, 1e4), cpu=(10.0, 5e3), nvme=None, publish=(5.0, 2e4), forward=100.0, backward=200.0, p2p=(5.0, 1e5),
+    contention=(), **more,
+) -> cost.CostTable:  # fmt: skip
+    """Straight lines, given as (latency in us, bytes per us); None leaves a curve out."""
+    parallel = work.parallel
+    routes = {name: line(*given) for name, given in (("gpu", gpu), ("cpu", cpu), ("nvme", nvme)) if given}
+    published = {"cpu": line(*publish)} if publish else {}
+    if publish and nvme:
+        published["nvme"] = line(*publish)
+    return cost.check(
+        cost.CostTable(
+            schema_version=1, kind="cost_table", routes=cost.Routes(**routes), publish=cost.Publish(**published),
+            contention=tuple(cost.Contention(measured=m, busy=b, slowdown=s) for m, b, s in contention),
+            compute=tuple(
+                cost.Compute(pp_rank=rank, model_chunk_id=chunk, forward_us=forward, backward_us=backward)
+                for rank in range(parallel.pp) for chunk in range(parallel.vp)
+            ),
+            p2p=line(*p2p) if p2p else (), **more,
+        )
+    )  # fmt: skip
