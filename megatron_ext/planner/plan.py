@@ -6,8 +6,8 @@ from megatron_ext.cost.model import ROUTES, CostTable
 from megatron_ext.errors import InputError
 from megatron_ext.planner.baselines import all_cpu, all_gpu
 from megatron_ext.planner.fit import check_fits
-from megatron_ext.planner.once import plan_once
 from megatron_ext.planner.random_plan import random_schedule
+from megatron_ext.planner.search import search
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulate import run, with_prediction
@@ -81,8 +81,9 @@ def _hybrid(workload: Workload, timing: Timing, routes) -> tuple[Schedule, dict[
             schedules.append(("all-cpu", all_cpu(workload)))
         except InputError:  # the host copies do not fit; then it is no candidate
             pass
-    if workload.zero_stage == 1:
-        schedules.append(("hybrid", plan_once(workload, timing, routes)))
+    found, _ = search(workload, timing, routes)
+    if found is not None:
+        schedules.append(("hybrid", found))
     times = {name: run(workload, timing, schedule, bound_us=0.0).step_time_us for name, schedule in schedules}
     best = min(schedules, key=lambda item: (times[item[0]], item[0] != "hybrid"))
     return best[1], {name: us for name, us in times.items() if name != "hybrid"}

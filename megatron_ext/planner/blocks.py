@@ -1,0 +1,118 @@
+"""What comes and goes as one while a chunk computes: contiguous layers and their groups."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from megatron_ext.planner.assemble import make_group
+from megatron_ext.schedule.model import Group
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.model import Chunk, Parameter, Workload
+from megatron_ext.workload.order import steps_of_ranks
+
+
+class Block(NamedTuple):
+    """Layers ``first`` to ``last`` of a chunk, held by ``groups`` (one a dtype, and the shared
+    embedding apart); ``bytes`` of all of them, with padding."""
+
+    pp_rank: int
+    model_chunk_id: int
+    first: int
+    last: int
+    groups: tuple[int, ...]
+    bytes: int
+
+
+Split = Callable[[list[Parameter]], list[list[Parameter]]]
+
+
+class Blocks(NamedTuple):
+    """All groups, all blocks, and the ids of each stage's blocks in layer order."""
+
+    groups: tuple[Group, ...]
+    blocks: tuple[Block, ...]
+    of_stage: tuple[tuple[int, ...], ...]
+
+
+def cut_evenly(chunk: Chunk, parts: int) -> list[int]:
+    """First layers of ``parts`` blocks with about equal bytes; fewer where there are fewer layers."""
+    sizes = [0] * chunk.num_layers
+    for parameter in chunk.parameters:
+        sizes[parameter.layer] += parameter.bytes
+    total, seen, starts = sum(sizes), 0, [0]
+    for layer, size in enumerate(sizes):
+        if layer and len(starts) < parts and seen * parts >= total * len(starts):
+            starts.append(layer)
+        seen += size
+    return starts
+
+
+def make_blocks(workload: Workload, cuts: Sequence[Sequence[int]], split: Split | None = None) -> Blocks:
+    """Blocks whose first layers are ``cuts[stage]``; stages without parameters have none.
+
+    ``split`` divides the parameters of one dtype of a block into groups that can go by
+    different links at once; by default they are one group.
+    """
+    groups: list[Group] = []
+    blocks: list[Block] = []
+    of_stage = []
+    for chunk, starts in zip(workload.chunks, cuts):
+        ids = []
+        ends = [*starts[1:], chunk.num_layers]
+        for first, end in zip(starts, ends) if chunk.parameters else ():
+            members: dict[tuple, list] = {}
+            for parameter in chunk.parameters:
+                if first <= parameter.layer < end:
+                    key = (parameter.dtype, parameter.name if parameter.shared_embedding else None)
+                    members.setdefault(key, []).append(parameter)
+            if not members and ids:  # layers without parameters belong to the block before
+                blocks[ids[-1]] = blocks[ids[-1]]._replace(last=end - 1)
+                continue
+            own = []
+            for whole in members.values():
+                for part in split(whole) if split else [whole]:
+                    own.append(len(groups))
+                    groups.append(make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part))
+            ids.append(len(blocks))
+            size = sum(groups[g].bytes for g in own)
+            blocks.append(Block(chunk.pp_rank, chunk.model_chunk_id, first if len(ids) > 1 else 0, end - 1, tuple(own), size))
+        of_stage.append(tuple(ids))
+    return Blocks(tuple(groups), tuple(blocks), tuple(of_stage))
+
+
+class Point(NamedTuple):
+    """One block's turn within one step: ``before`` and ``after`` are the layers (``at``) at which
+    actions just before and just after it stand; -1 at the step's begin and end."""
+
+    step: int
+    block: int
+    us: float
+    before: int
+    after: int
+
+
+def points_of_rank(workload: Workload, timing: Timing, blocks: Blocks, pp_rank: int) -> list[Point]:
+    """All turns of all blocks on a rank, in the order in which they compute; block -1 where a
+    chunk has no parameters."""
+    pp = workload.parallel.pp
+    patterns: dict[tuple[int, str], list[tuple[int, float, int, int]]] = {}
+    for chunk in range(workload.parallel.vp):
+        ids = blocks.of_stage[chunk * pp + pp_rank]
+        times = timing.layers[pp_rank][chunk]
+        for kind, layers in (("F", times.forward), ("B", times.backward)):
+            if not ids:
+                patterns[chunk, kind] = [(-1, sum(layers), -1, -1)]
+                continue
+            ordered = ids if kind == "F" else ids[::-1]
+            pattern = []
+            for number, block_id in enumerate(ordered):
+                block = blocks.blocks[block_id]
+                begin, end = (block.first, block.last) if kind == "F" else (block.last, block.first)
+                before = -1 if number == 0 else begin
+                after = -1 if number == len(ordered) - 1 else end
+                pattern.append((block_id, sum(layers[block.first : block.last + 1]), before, after))
+            patterns[chunk, kind] = pattern
+    return [
+        Point(index, *turn)
+        for index, step in enumerate(steps_of_ranks(workload.parallel)[pp_rank])
+        for turn in patterns[step.stage // pp, step.kind]
+    ]

@@ -1,0 +1,249 @@
+"""What to bring, when, by which link, and (zero stage 3) what to keep between visits.
+
+[Note: Knowing the future]
+Megatron's order says when every block (see :mod:`megatron_ext.planner.blocks`) computes, to
+the last visit of the iteration. So each rank walks its turns with an estimate of the time:
+
+* Room is made by freeing the block whose next turn lies farthest in the future (Belady 1966),
+  which keeps the number of gathers least; and only for a block that is needed before that
+  turn, so that looking ahead never costs a gather ("do no harm": Cao, Felten, Karlin and Li,
+  "A study of integrated prefetching and caching strategies", 1995).
+* Within a horizon of time, missing blocks are brought early, in the order of their turns.
+  Looking further ahead hides more, but frees blocks earlier; the best horizon is found by
+  simulation.
+* Each gather goes by the link on which it would arrive first, counting what is queued there,
+  what the links lose beside each other, and when the group is published.
+
+With zero stage 1 there is room for everything and nothing is freed: all groups are brought
+in the order of their first turns, which has the least lateness on each link (earliest
+deadline first, Jackson 1955).
+
+Ranks advance together, each as far as its inputs have arrived, so that waiting for gathers
+on one rank moves the estimates of the others.
+"""
+
+from math import inf
+from typing import NamedTuple
+
+from megatron_ext.planner.assemble import Freed, Placed
+from megatron_ext.planner.blocks import Blocks, points_of_rank
+from megatron_ext.simulator.timing import CPU, GPU, Timing
+from megatron_ext.workload.model import Workload
+from megatron_ext.workload.order import steps_of_ranks
+
+
+class Plan(NamedTuple):
+    """Unshards and reshards by rank, and the estimated end of the last step."""
+
+    placed: list[list[Placed]]
+    freed: list[list[Freed]]
+    end_us: float
+
+
+class Choices(NamedTuple):
+    """What a walk takes as given.
+
+    ``horizon_us``: how far ahead to look. ``routes``: links to use. ``hosted``: groups that may
+    have a host copy. ``forced``: by (rank, number of its unshard in issue order) a route.
+    """
+
+    horizon_us: float
+    routes: tuple[str, ...]
+    hosted: frozenset[int]
+    staged: frozenset[int] = frozenset()
+    forced: dict[tuple[int, int], str] = {}
+
+
+class RankWalk:
+    """One pipeline rank on its way through its turns."""
+
+    def __init__(self, workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, pp_rank: int):
+        self.workload, self.timing, self.blocks, self.choices, self.pp_rank = workload, timing, blocks, choices, pp_rank
+        self.points = points_of_rank(workload, timing, blocks, pp_rank)
+        limit = workload.limits.device_bytes if workload.zero_stage == 3 else None
+        self.free = inf if limit is None else limit
+        self.whole: dict[int, int] = {}  # block -> the turn up to which it must stay
+        self.arrives: dict[int, float] = {}  # block -> estimated time at which it is whole
+        self.turns: dict[int, list[int]] = {}  # block -> its turns to come, last first
+        for number in range(len(self.points) - 1, -1, -1):
+            self.turns.setdefault(self.points[number].block, []).append(number)
+        self.ideal = [0.0]
+        for point in self.points:
+            self.ideal.append(self.ideal[-1] + point.us)
+        self.front = 0  # every turn before this one has its block whole or on its way
+        self.link_free = dict.fromkeys(choices.routes, 0.0)
+        self.published: dict[int, float] = {}
+        self.publish_free = 0.0
+        self.staged: dict[int, list[int]] = {}  # step -> groups staged in there, by slot
+        self.placed: list[Placed] = []
+        self.freed: list[Freed] = []
+        self.number = 0
+        self.now = 0.0
+
+    def start(self) -> None:
+        """Actions before the first step."""
+        self._look_ahead(-1)
+
+    def take_turns(self, step: int, begin: float) -> float:
+        """Walk all turns of one step that may begin at ``begin``; returns its estimated end."""
+        self.now = max(self.now, begin)
+        points = self.points
+        while self.number < len(points) and points[self.number].step == step:
+            number = self.number
+            point = points[number]
+            block = point.block
+            if block >= 0:
+                if block not in self.whole:
+                    assert self.front <= number, "a turn behind the front must have its block"
+                    self._make_room(number, self.blocks.blocks[block].bytes, beyond=number)
+                    self._bring(number, block, number)
+                self.front = max(self.front, number + 1)
+                self.turns[block].pop()
+                self._look_ahead(number)
+                self.now = max(self.now, self.arrives.get(block, 0.0))
+            self.now += point.us
+            self.number += 1
+        return self.now
+
+    def _look_ahead(self, number: int) -> None:
+        """Bring blocks of turns to come, as far as horizon and room allow."""
+        points, ideal = self.points, self.ideal
+        reach = ideal[max(number, 0)] + self.choices.horizon_us
+        current = points[number].block if number >= 0 else -1
+        while self.front < len(points) and ideal[self.front] <= reach:
+            block = points[self.front].block
+            if block >= 0:
+                if block in self.whole:
+                    self.whole[block] = max(self.whole[block], self.front)
+                else:
+                    if not self._make_room(number, self.blocks.blocks[block].bytes, beyond=self.front, keep=current):
+                        return
+                    self._bring(number, block, self.front)
+            self.front += 1
+
+    def _next_turn(self, block: int) -> float:
+        turns = self.turns[block]
+        return turns[-1] if turns else inf
+
+    def _make_room(self, number: int, size: int, *, beyond: int, keep: int = -1) -> bool:
+        """Free blocks whose next turn lies beyond ``beyond``, farthest first, until ``size`` fits."""
+        if self.free >= size:
+            return True
+        usable = sorted(
+            (-self._next_turn(block), block) for block, until in self.whole.items()
+            if block != keep and until < number and self._next_turn(block) > beyond
+        )  # fmt: skip
+        chosen, gained = [], 0
+        for _, block in usable:
+            chosen.append(block)
+            gained += self.blocks.blocks[block].bytes
+            if self.free + gained >= size:
+                break
+        else:
+            return False
+        for block in chosen:
+            self._release(number, block)
+        return True
+
+    def _release(self, number: int, block: int) -> None:
+        """Free ``block`` right after the turn before ``number``."""
+        previous = self.points[number - 1]
+        del self.whole[block]
+        self.free += self.blocks.blocks[block].bytes
+        self.freed += [Freed(group, previous.step, previous.after) for group in self.blocks.blocks[block].groups]
+
+    def _bring(self, number: int, block: int, turn: int) -> None:
+        """Unshard ``block`` just before turn ``number`` (-1: at the start), to be whole for ``turn``."""
+        issue, at = (-1, -1) if number < 0 else (self.points[number].step, self.points[number].before)
+        self.whole[block] = turn
+        self.free -= self.blocks.blocks[block].bytes
+        need_by = self.points[turn].step
+        latest = 0.0
+        for group in self.blocks.blocks[block].groups:
+            size = self.blocks.groups[group].bytes
+            route, arrival = self._route(group, size, issue)
+            slot = -1
+            if route == "nvme":
+                slots = self.staged.setdefault(issue, [])
+                slot = len(slots)
+                slots.append(group)
+            self.link_free[route] = arrival
+            if route == "nvme":  # its last leg takes the PCIe link
+                self.link_free["cpu"] = max(self.link_free.get("cpu", 0.0), arrival)
+            latest = max(latest, arrival)
+            self.placed.append(Placed(group, route, issue, need_by, at, slot, issue))
+        self.arrives[block] = latest
+
+    def _route(self, group: int, size: int, issue: int) -> tuple[str, float]:
+        best = None
+        forced = self.choices.forced.get((self.pp_rank, len(self.placed)))
+        for route in self.choices.routes:
+            ready = self.now
+            if route == "cpu":
+                if group not in self.choices.hosted:
+                    continue
+                ready = max(ready, self._published_at(group, size))
+            elif route == "nvme" and not self._has_slot(group, issue):
+                continue
+            begin = max(ready, self.link_free[route])
+            arrival = begin + self.timing.gather_us(route, size) * self._slower(route, size, begin)
+            if route == forced:
+                return route, arrival
+            if best is None or arrival < best[1]:
+                best = (route, arrival)
+        assert best is not None, "every group has a route"
+        return best
+
+    def _has_slot(self, group: int, issue: int) -> bool:
+        staged = self.staged.get(issue, ())
+        return group in self.choices.staged and len(staged) < self.workload.limits.nvme_slots and group not in staged
+
+    def _published_at(self, group: int, size: int) -> float:
+        ready = self.published.get(group)
+        if ready is None:
+            ready = self.publish_free + self.timing.publish_us(self.pp_rank, ("cpu",), size)
+            self.published[group] = self.publish_free = ready
+        return ready
+
+    def _slower(self, route: str, size: int, begin: float) -> float:
+        """What ``route`` loses if the other links are still busy when it begins."""
+        kind = GPU if route == "gpu" else CPU
+        if not self.timing.disturbed[kind]:
+            return 1.0
+        excess = self.timing.excess(kind, size)
+        other = "cpu" if route == "gpu" else "gpu"
+        busy = self.link_free.get(other, 0.0) > begin
+        return 1.0 + (excess[CPU if route == "gpu" else GPU] if busy else 0.0)
+
+
+def walk(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices) -> Plan:
+    """Walk all ranks through one iteration."""
+    parallel = workload.parallel
+    pp, last = parallel.pp, parallel.pp * parallel.vp - 1
+    walks = [RankWalk(workload, timing, blocks, choices, rank) for rank in range(pp)]
+    order = steps_of_ranks(parallel)
+    position = [0] * pp
+    done: dict[tuple, float] = {}
+    waiting: dict[tuple, int] = {}
+    for one in walks:
+        one.start()
+    ready = list(range(pp - 1, -1, -1))
+    while ready:
+        rank = ready.pop()
+        steps = order[rank]
+        while position[rank] < len(steps):
+            step = steps[position[rank]]
+            stage, kind, microbatch = step
+            source = (stage - 1 if kind == "F" else stage + 1, kind, microbatch)
+            begin = 0.0
+            if 0 <= source[0] <= last:
+                arrival = done.get(source)
+                if arrival is None:
+                    waiting[source] = rank
+                    break
+                begin = arrival + (timing.p2p_us if source[0] % pp != rank else 0.0)
+            done[step] = walks[rank].take_turns(position[rank], begin)
+            position[rank] += 1
+            if step in waiting:
+                ready.append(waiting.pop(step))
+    return Plan([one.placed for one in walks], [one.freed for one in walks], max(one.now for one in walks))
