@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkout.patchset import Insertion, blob_id, insertions_by_blob, manifest
+from megatron_ext.checkout.places import PlaceError, find_gaps
 from megatron_ext.checkout.tree import Tree
 from megatron_ext.checkout.verify import strip_hooks, verify_text
 
@@ -43,6 +44,10 @@ def place_hooks(tree: Tree, file: str, text: str) -> Placed | Refused:
         problems = verify_text(file, patched)
         assert not problems, f"our own patch misplaces a hook: {problems[0]}"
         return Placed(patched, "exact")
+    try:
+        find_gaps(file, text)
+    except PlaceError as error:
+        return Refused(str(error).removeprefix(f"{file} "))
     bases = _bases(tree, file, text)
     if not bases:
         return Refused(_no_base(tree))
@@ -54,7 +59,7 @@ def place_hooks(tree: Tree, file: str, text: str) -> Placed | Refused:
         elif strip_hooks(merged) != text:
             reasons.append("merging would change more than our own lines")
         elif problems := verify_text(file, merged):
-            reasons.append(f"{problems[0].hook or 'a hook'}: {problems[0].message}")
+            reasons.append(f"{problems[0].hook or 'verification'}: {problems[0].message}")
         else:
             return Placed(merged, "merged")
     return Refused(reasons[0])

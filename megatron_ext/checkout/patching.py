@@ -19,8 +19,8 @@ class FileState:
         file: path below the root.
         state: ``clean`` (no hook, and they can be placed), ``applied``, ``drifted`` (hooks are
             there but not all in their place) or ``conflict`` (no hook, and they cannot be placed).
-        detail: for a clean file how the hooks would be placed (``exact`` or ``merged``),
-            otherwise what is wrong.
+        detail: how the hooks are or would be placed (``exact`` or ``merged``), where that is
+            known; otherwise what is wrong.
     """
 
     file: str
@@ -97,7 +97,9 @@ def apply(path, *, dry_run: bool = False) -> Report:
         replace_files(tree.root, {f: new.encode() for f, new in patched.items()})
         after, _ = _examine(tree, report.repaired)
         assert after.state == "applied", after.problems()
-        after.changed, after.diff = True, report.diff
+        after.changed, after.diff, after.files = True, report.diff, report.files
+        for entry in after.files:
+            entry.state = "applied"
         return after
 
 

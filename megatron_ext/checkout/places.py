@@ -145,6 +145,7 @@ def _first_line(statement: ast.stmt) -> int:
 
 def _gap_before(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:
     """The gap in front of ``body[index]``; our patches go above its comment, if it has one."""
+    _check_reachable(body[:index])
     statement = body[index]
     last = _first_line(statement) - 1
     chosen = last
@@ -156,6 +157,7 @@ def _gap_before(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], 
 
 def _gap_after(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:
     """The gap behind ``body[index]``; our patches go directly below it."""
+    _check_reachable(body[: index + 1])
     statement = body[index]
     first = last = statement.end_lineno
     # What follows may be blank lines and comments only, up to the next line of code.
@@ -164,9 +166,12 @@ def _gap_after(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], *
     return _gap(hook, statement, first, last, first, **names)
 
 
+def _check_reachable(before: list[ast.stmt]) -> None:
+    if any(isinstance(s, (ast.Return, ast.Raise, ast.Continue, ast.Break)) for s in before):
+        raise PlaceError("the code there is never reached")
+
+
 def _gap(hook: Hook, beside: ast.stmt, first: int, last: int, chosen: int, **names) -> Gap:
-    if beside.lineno == beside.end_lineno and beside.col_offset < 0:
-        raise PlaceError("no column")
     line = " " * beside.col_offset + hook.line(**names)
     return Gap(hook, line, first, last, chosen)
 

@@ -16,7 +16,7 @@ def as_dict(report: Report) -> dict:
 def as_text(report: Report, verb: str) -> str:
     """The report for people; the last line says what to do where something is to be done."""
     lines = []
-    if report.diff:
+    if report.diff and not report.changed:  # a dry run
         lines.append(report.diff.rstrip("\n"))
     if report.repaired:
         lines.append(f"an interrupted earlier command was {report.repaired}")
@@ -25,7 +25,7 @@ def as_text(report: Report, verb: str) -> str:
         if entry.state not in ("clean", "applied"):
             lines.append(f"  {entry.state}  {entry.file}: {entry.detail}")
         elif entry.detail == "merged":
-            lines.append(f"  {entry.state}  {entry.file}: local changes, merges")
+            lines.append(f"  {entry.state}  {entry.file}: merged with local changes")
     if report.core_only:
         lines.append("  core only: the training scripts (pretrain_gpt.py, megatron/training) are absent")
     elif report.absent:

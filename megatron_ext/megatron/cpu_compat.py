@@ -1,0 +1,267 @@
+"""Train an unmodified Megatron on a machine without a GPU: torch.cuda answers for the CPU.
+
+Megatron-LM asserts a CUDA device, makes its tensors on it and reads its state. None of that
+decides what is computed. Where there is no device, :func:`install` lets every such call speak of
+the CPU instead, and takes away the three things that cannot work here. It is for tests and for
+trying a schedule out: streams and events do nothing, so it says nothing about overlap.
+
+Options that a run needs besides: ``--distributed-backend gloo --transformer-impl local
+--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+--no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion``.
+
+An unpatched tree runs by ``torchrun ... -m megatron_ext.megatron.cpu_compat pretrain_gpt.py ...``.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import runpy
+import sys
+import types
+import typing
+import unittest.mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_installed = False
+
+
+def install() -> bool:
+    """Let torch.cuda answer for the CPU; call before any module of Megatron is imported.
+
+    Returns:
+        Whether it did anything: not on a machine with a CUDA device.
+
+    Raises:
+        RuntimeError: a module of Megatron was imported before.
+    """
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return _installed
+    if any(name.split(".")[0] == "megatron" for name in sys.modules):
+        raise RuntimeError("CPU compatibility must be installed before megatron is imported")
+    # Compiling the small functions takes longer than running them.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if not hasattr(typing, "override"):  # Python 3.11; Megatron from 0.18 on imports it
+        typing.override = lambda method: method
+    _replace_cuda_functions()
+    _replace_tensor_methods()
+    _OnCpu().__enter__()  # for as long as the process lives
+    _replace_in_megatron()
+    _installed = True
+    return True
+
+
+def has_cuda() -> bool:
+    """Whether there is a real CUDA device; ``torch.cuda.is_available`` says yes once installed."""
+    return not _installed and torch.cuda.is_available()
+
+
+# --- devices ------------------------------------------------------------------------------
+
+
+def _to_cpu(device):
+    """The CPU, if ``device`` is one of CUDA in any of the forms torch takes."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return "cpu"
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return torch.device("cpu")
+    return "cpu" if isinstance(device, str) and device.split(":")[0] == "cuda" else device
+
+
+class _OnCpu(TorchFunctionMode):
+    """Every torch function that is handed a CUDA device gets the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": _to_cpu(kwargs["device"])}
+        # Tensor.to takes the device by position; an integer there is a device as well.
+        if function is torch.Tensor.to and len(args) > 1:
+            args = (args[0], _to_cpu(args[1]), *args[2:])
+        return function(*args, **kwargs)
+
+
+class _Stream:
+    """A stream or an event of the CPU: all that was issued is done."""
+
+    cuda_stream = 0
+    device = torch.device("cpu")
+    query = staticmethod(lambda: True)
+    elapsed_time = staticmethod(lambda other: 0.0)
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def _nothing(self, *args, **kwargs):
+        return None
+
+    wait_stream = wait_event = synchronize = record = wait = __exit__ = _nothing
+
+    def record_event(self, event=None):
+        """The event, complete from the start."""
+        return event or _Stream()
+
+    def __enter__(self):
+        return self
+
+
+_MEMORY_KEYS = tuple(
+    f"{kind}.all.{when}"
+    for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "num_alloc_retries", "allocation")
+    for when in ("current", "peak", "allocated", "freed")
+)
+
+
+def _replace_cuda_functions() -> None:
+    cuda, stream = torch.cuda, _Stream()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    properties = types.SimpleNamespace(
+        name="cpu", major=8, minor=0, total_memory=memory, multi_processor_count=os.cpu_count()
+    )
+    for name in (
+        "set_device synchronize empty_cache ipc_collect set_stream _lazy_init init "
+        "reset_peak_memory_stats reset_max_memory_allocated"
+    ).split():
+        # One function each: torch.compile's tables take the same function twice for an error.
+        setattr(cuda, name, lambda *args, **kwargs: None)
+    for name in "memory_allocated max_memory_allocated memory_reserved max_memory_reserved".split():
+        setattr(cuda, name, lambda device=None: 0)
+    cuda.is_available = cuda.is_initialized = lambda: True
+    # Megatron skips its own set-up, silently, where this is 0.
+    cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda.current_device = lambda: 0
+    cuda.memory_stats = lambda device=None: dict.fromkeys(_MEMORY_KEYS, 0)
+    cuda.mem_get_info = lambda device=None: (memory, memory)
+    cuda.get_device_properties = lambda device=None: properties
+    cuda.get_device_name = lambda device=None: properties.name
+    cuda.get_device_capability = lambda device=None: (properties.major, properties.minor)
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.is_bf16_supported = lambda *args, **kwargs: True
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda device=None: stream
+    cuda.stream = cuda.device = lambda *args, **kwargs: contextlib.nullcontext()
+    cuda._lazy_call = lambda callable, **kwargs: callable()
+    cuda.nvtx.range_push = lambda message: None
+    cuda.nvtx.range_pop = lambda: None
+    cuda.default_generators = (torch.default_generator,)
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda device=None: torch.get_rng_state()
+        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+        module.manual_seed = module.manual_seed_all = torch.default_generator.manual_seed
+        module.initial_seed = torch.initial_seed
+
+
+def _replace_tensor_methods() -> None:
+    def stay(self, *args, **kwargs):
+        return self
+
+    torch.Tensor.cuda = torch.nn.Module.cuda = torch.Tensor.pin_memory = stay
+    torch.Tensor.is_cuda = property(lambda self: True)
+    name_type = torch.Tensor.type
+
+    def type_of(self, *args, **kwargs):
+        # Megatron sorts parameters by the names of the CUDA tensor types.
+        found = name_type(self, *args, **kwargs)
+        # Under a function mode torch looks the method up again by name and finds this one.
+        if isinstance(found, str) and not found.startswith("torch.cuda."):
+            found = found.replace("torch.", "torch.cuda.", 1)
+        return found
+
+    torch.Tensor.type = type_of
+
+
+# --- Megatron -----------------------------------------------------------------------------
+
+
+def _replace_in_megatron() -> None:
+    """What torch cannot answer for; each step names the releases that need it."""
+    _import_kernels_without_triton()
+    _keep_sent_tensors()
+    if _exists("megatron.legacy.fused_kernels"):  # up to 0.17: compiles with nvcc
+        from megatron.legacy import fused_kernels
+
+        fused_kernels.load = lambda args: None
+    _skip_fp8_of_absent_engine()
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _keep_sent_tensors() -> None:
+    """Up to 0.17 an activation is freed while gloo is still sending it, and losses turn NaN."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    post_init = TransformerConfig.__post_init__
+
+    def keep(self):
+        post_init(self)
+        self.deallocate_pipeline_outputs = False
+
+    TransformerConfig.__post_init__ = keep
+
+
+_KERNELS = (
+    "megatron.core",
+    "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+    "megatron.core.ssm.mamba_mixer",
+)
+"""Modules that import triton unasked, in some release, and are imported by pretrain_gpt.py."""
+
+
+def _import_kernels_without_triton() -> None:
+    """0.16 and from 0.18 on import kernels written for triton, also where none of them is used.
+
+    A CPU build of torch does not bring triton. While those modules are imported a stand-in takes
+    its place, which accepts definitions of kernels; afterwards triton is absent as before.
+    """
+    if _exists("triton"):
+        return
+    from torch.utils import _triton
+
+    _triton.has_triton_package()  # torch remembers the answer: no triton
+    triton = unittest.mock.MagicMock()
+    triton.__version__ = "0"  # too old for every module that asks before it uses triton
+    triton.jit = lambda kernel=None, **options: kernel or (lambda kernel: kernel)
+    stand_in = {"triton": triton, "triton.language": triton.language}
+    sys.modules.update(stand_in)
+    try:
+        for name in _KERNELS:
+            with contextlib.suppress(ImportError):  # absent, or an optional package is
+                importlib.import_module(name)
+    finally:
+        for name in stand_in:
+            del sys.modules[name]
+
+
+def _skip_fp8_of_absent_engine() -> None:
+    """0.12 without Transformer Engine refuses every optimizer step, also one without fp8."""
+    if _exists("transformer_engine") or not _exists("megatron.core.fp8_utils"):
+        return
+    from megatron.core import fp8_utils
+
+    if hasattr(fp8_utils, "quantize_param_shard"):
+        fp8_utils.quantize_param_shard = lambda *args: None
+
+
+def main() -> None:
+    """Run a script under CPU compatibility: ``-m megatron_ext.megatron.cpu_compat SCRIPT ...``."""
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m megatron_ext.megatron.cpu_compat SCRIPT [OPTION]...")
+    del sys.argv[0]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    # Not this module, which is __main__, but the one that everybody else imports.
+    from megatron_ext.megatron import cpu_compat
+
+    cpu_compat.install()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
