@@ -161,6 +161,114 @@ def naming_files(cost_table: str, workload_path: str, schedule_path: str | None 
         raise InputError(str(error), file=None if root == "policy" else workload_path) from None
 
 
+@cli.command(context_settings={"ignore_unknown_options": False})
+@click.option("--out", required=True, help="Where the cost table is written.")
+@click.option("--import", "imported", nargs=2, metavar="FORMAT LOG", help="Read another tool's log instead: nccl-tests, nvbandwidth, curves.")
+@click.option("--system", help="With --import curves: which of the file's systems.")
+@click.option("--placement", type=click.Choice(["in_place", "out_of_place"]), default="in_place", show_default=True, help="With --import: which column; gathers work in place.")
+@click.option("--data-parallel-size", "--dp", type=int, default=2, show_default=True)
+@click.option("--pipeline-model-parallel-size", "--pp", type=int, default=1, show_default=True)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--min-bytes", type=int, default=4096, show_default=True, help="Smallest whole group.")
+@click.option("--max-bytes", type=int, default=256 << 20, show_default=True, help="Largest whole group.")
+@click.option("--max-rank-bytes", type=int, help="Whole parameters of one rank, for the optimizer step.")
+@click.option("--seconds", type=float, default=80.0, show_default=True, help="Time for measuring; starting the ranks comes on top.")
+@click.option("--threads", type=int, default=1, show_default=True, help="Processor threads of one rank.")
+@click.option("--hidden-size", type=int, default=512, show_default=True, help="Shape of the products that stand for compute.")
+@click.option("--seq-length", type=int, default=128, show_default=True)
+@click.option("--micro-batch-size", type=int, default=1, show_default=True)
+@click.option("--links", help="Comma-separated subset of what is measured.")
+@click.option("--modules", help="package.module:function that gives the layers to measure.")
+@click.option("--evict-bytes", type=int, default=0, show_default=True, help="Bytes touched between two visits of a layer.")
+@click.option("--nvme-path", type=click.Path(), help="Directory on the drive; without it the nvme route is not offered.")
+@click.argument("module_args", nargs=-1)
+@json_option
+def measure(out: str, imported, system, placement, links, as_json: bool, **options) -> None:
+    """Measure links, contention and compute, and write a cost table.
+
+    MODULE_ARGS (after --) are handed to the function that --modules names.
+    """
+    from megatron_ext.cost import model as cost
+
+    if imported:
+        from megatron_ext.cost import imports
+
+        table = imports.read(*imported, system=system, placement=placement)
+    else:
+        from megatron_ext.measure import measure as run
+        from megatron_ext.measure.options import LINKS, Options
+        from megatron_ext.measure.progress import bar
+
+        chosen = tuple(links.split(",")) if links else LINKS
+        with bar() as progress:
+            table = run(Options(links=chosen, **options), progress)
+    cost.save(out, table)
+    emit(as_json, {"cost_table": out, "notes": list(table.metadata.notes)}, "\n".join([f"wrote {out}", *table.metadata.notes]))
+
+
+@cli.group("cost")
+def cost_group() -> None:
+    """Read, check, combine and compare cost tables."""
+
+
+@cost_group.command("predict")
+@click.argument("table_path", metavar="TABLE")
+@click.option("--route", required=True, help="gpu, cpu or nvme; or another curve: publish.cpu, p2p, reduce, optimizer.")
+@click.option("--bytes", "size_bytes", type=int, required=True, help="Bytes of the whole group.")
+@click.option("--busy", multiple=True, help="A link that works at the same time (repeatable).")
+@click.option("--groups", type=int, default=1, show_default=True, help="So many groups of that size in one coalesced call.")
+@click.option("--extrapolate", is_flag=True, help="Allow sizes outside the measured range.")
+@json_option
+def cost_predict(table_path: str, route: str, size_bytes: int, busy, groups: int, extrapolate: bool, as_json: bool) -> None:
+    """Predict one gather: {us, low_us, high_us}."""
+    from megatron_ext.cost import model, show
+
+    figures = show.predicted(model.load(table_path), route, size_bytes, busy=busy, groups=groups, extrapolate=extrapolate, file=table_path)
+    emit(as_json, figures, show.prediction_text(figures))
+
+
+@cost_group.command("show")
+@click.argument("table_path", metavar="TABLE")
+@click.option("--plot", "plot_path", type=click.Path(), help="Write a plot of every curve and its residuals (PNG).")
+@json_option
+def cost_show(table_path: str, plot_path, as_json: bool) -> None:
+    """Check a table: every curve, how rough it is, what it holds for."""
+    from megatron_ext.cost import model, show
+
+    table = model.load(table_path)
+    if plot_path:
+        from megatron_ext.cost import plot
+
+        plot.save(table, plot_path)
+    emit(as_json, show.summary(table), show.text(table))
+
+
+@cost_group.command("combine")
+@click.argument("table_paths", metavar="TABLE...", nargs=-1, required=True)
+@click.option("--out", required=True)
+@json_option
+def cost_combine(table_paths, out: str, as_json: bool) -> None:
+    """Take links from one table and compute from another; the first that has a figure gives it."""
+    from megatron_ext.cost import combine, model
+
+    table = combine.combine({path: model.load(path) for path in table_paths})
+    model.save(out, table)
+    taken = table.metadata.source["parts"]
+    emit(as_json, {"cost_table": out, "parts": taken}, "\n".join(f"{part}: {path}" for part, path in taken.items()))
+
+
+@cost_group.command("compare")
+@click.argument("first_path", metavar="TABLE")
+@click.argument("second_path", metavar="OTHER")
+@json_option
+def cost_compare(first_path: str, second_path: str, as_json: bool) -> None:
+    """Say what changed from one table to another, and by how much."""
+    from megatron_ext.cost import compare, model
+
+    changes = compare.compare(model.load(first_path), model.load(second_path))
+    emit(as_json, changes, compare.text(changes))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:

@@ -111,9 +111,17 @@ def _read(points: tuple[Point, ...], size_bytes: int) -> Estimate:
     left = right if right.size_bytes == size_bytes else points[index - 1]
     us = right.p50_us if left is right else between(left, right, size_bytes)
     spread = max(_spread(left), _spread(right))
-    # A measured size is known as well as it was measured; between two, curvature counts too.
-    half = max(spread, _half_width(points, index if left is right else index - 0.5))
-    return Estimate(us, max(us * (1 - min(half, 0.9)), 0.0), us * (1 + half))
+    half = _half_width(points, index if left is right else index - 0.5)
+    return _around(us, us, us, half, spread)
+
+
+def _around(us: float, lowest: float, highest: float, half: float, spread: float, *, extrapolated: bool = False) -> Estimate:
+    """``lowest`` to ``highest``, widened by a relative half-width and the spread of the samples.
+
+    Times spread upwards; below the median they are taken to spread by the same ratio.
+    """
+    low_us = min(lowest * (1 - min(half, 0.9)), lowest / (1 + spread))
+    return Estimate(us, low_us, highest * (1 + max(half, spread)), extrapolated=extrapolated)
 
 
 def _beyond(points: tuple[Point, ...], size_bytes: int) -> Estimate:
@@ -128,8 +136,8 @@ def _beyond(points: tuple[Point, ...], size_bytes: int) -> Estimate:
         # A falling last segment is noise; below the range a line may cross zero.
         us = min(max(line, proportional), end.p50_us) if low_end else (line if line > end.p50_us else proportional)
         guesses.append(us)
-    half = max(_spread(end), _half_width(points, 0 if low_end else len(points) - 1))
-    return Estimate(us, min(guesses) * (1 - min(half, 0.9)), max(guesses) * (1 + half), extrapolated=True)
+    half = _half_width(points, 0 if low_end else len(points) - 1)
+    return _around(us, min(guesses), max(guesses), half, _spread(end), extrapolated=True)
 
 
 def _spread(point: Point) -> float:

@@ -59,10 +59,12 @@ class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 class GroupOverhead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What a gather costs beyond its bytes: ``call_us`` per issued call on the calling
-    thread; ``flatten`` the copy into and out of one flat tensor, by bytes."""
+    thread; ``flatten`` one copy into (or out of) one flat tensor, by bytes; ``coalesced``
+    several groups in one call (``settings.groups``), by the sum of their bytes."""
 
     call_us: float | None = None
     flatten: Curve | None = None
+    coalesced: Curve | None = None
 
 
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -192,7 +194,11 @@ def check(table: CostTable, *, file=None) -> CostTable:
         routes=routes,
         publish=publish,
         p2p=p2p,
-        group_overhead=msgspec.structs.replace(overhead, flatten=curve(overhead.flatten, "group_overhead.flatten")),
+        group_overhead=msgspec.structs.replace(
+            overhead,
+            flatten=curve(overhead.flatten, "group_overhead.flatten"),
+            coalesced=curve(overhead.coalesced, "group_overhead.coalesced"),
+        ),
         reduce=curve(table.reduce, "reduce"),
         optimizer=curve(table.optimizer, "optimizer"),
     )

@@ -65,7 +65,10 @@ class Costs:
         Raises:
             InputError: as :meth:`gather_us`; or a pair was never measured.
         """
-        alone = self.gather(route, size_bytes)
+        return self.beside(route, size_bytes, busy, self.gather(route, size_bytes))
+
+    def beside(self, route: str, size_bytes: int, busy: Iterable[str], alone: Estimate) -> Estimate:
+        """``alone`` with what the links in ``busy`` add. Raises as :meth:`contended`."""
         factors = []
         for name in busy:
             if (route, name) not in self._contention:
@@ -75,6 +78,38 @@ class Costs:
             return alone
         # Links that disturb each other add their delays; at best they hide in each other.
         return alone.scaled(1 + sum(factor - 1 for factor in factors), low=max(factors), high=prod(factors))
+
+    def grouped(self, route: str, sizes: Sequence[int], *, flatten: bool = False) -> Estimate:
+        """Several groups in one coalesced call (``gpu``); by other routes, one after the other.
+
+        Args:
+            flatten: the groups' parameters do not lie in one buffer: they are copied into a
+                flat one and out of it again, by ``group_overhead.flatten``.
+        """
+        total = sum(sizes)
+        if route == "gpu" and len(sizes) > 1 and _has_points(self.table.group_overhead.coalesced):
+            estimate = self._coalesced(sizes)
+        else:
+            estimate = sum_of([self.gather(route, size) for size in sizes])
+        if flatten:
+            copy = self._estimate("group_overhead.flatten", total)
+            estimate = sum_of([estimate, copy, copy])
+        return estimate
+
+    def _coalesced(self, sizes: Sequence[int]) -> Estimate:
+        """Between the sum of single gathers (1 group) and the coalesced curve (as many groups as
+        it was measured with), by the number of groups; beyond it, what the last group added."""
+        curve = self.table.group_overhead.coalesced
+        measured = curve.settings.get("groups")
+        if not isinstance(measured, int) or measured < 2:
+            raise InputError("must say how many groups one call had", file=self.file, field="group_overhead.coalesced.settings.groups", value=measured)
+        total = sum(sizes)
+        one, many = self.gather("gpu", total), self._estimate("group_overhead.coalesced", total)
+        each = (many.us - one.us) / (measured - 1)
+        us = max(one.us + each * (len(sizes) - 1), min(one.us, many.us))
+        low = min(one.low_us / one.us, many.low_us / many.us)
+        high = max(one.high_us / one.us, many.high_us / many.us)
+        return Estimate(us, us * low, us * high, extrapolated=one.extrapolated or many.extrapolated)
 
     def slowdown(self, measured: str, busy: str, size_bytes: int | None = None) -> float:
         """How many times longer ``measured`` takes while ``busy`` works; 1.0 without a row.
@@ -180,3 +215,11 @@ class Costs:
 
 def _has_points(curve: Curve | None) -> bool:
     return curve is not None and (bool(curve.points) or any(curve.algorithms.values()))
+
+
+def sum_of(estimates: Sequence[Estimate]) -> Estimate:
+    """One after the other; the interval as if all were wrong in the same direction."""
+    us, low, high = (sum(getattr(estimate, name) for estimate in estimates) for name in ("us", "low_us", "high_us"))
+    algorithms = {estimate.algorithm for estimate in estimates}
+    algorithm = algorithms.pop() if len(algorithms) == 1 else None
+    return Estimate(us, low, high, algorithm, any(estimate.extrapolated for estimate in estimates))

@@ -1,0 +1,117 @@
+"""Forward and backward of every layer kind, measured on the modules that the caller hands over.
+
+This room does not know any model. ``--modules package.module:function`` names a factory,
+which every rank's process calls after ``torch.distributed`` is initialised with all ranks of
+the run::
+
+    def layer_runners(args: list[str]) -> dict[str, Runner]
+
+Its keys are the layer kinds in execution order (``embedding``, ``transformer``, ``output``),
+its values have ``forward()`` and ``backward()`` of one micro-batch through one such layer at
+the run's micro-batch, sequence length and precision. ``backward()`` belongs to the last
+``forward()`` and does all that training does there for every micro-batch, accumulation into
+the gradient buffers included. Both return nothing and leave no work behind: on CUDA they may
+return before the device is done, what they issued is waited for here.
+
+[Note: Alone and together]
+A table stores what a layer takes alone, with the run's number of threads. On machines where
+the node's ranks share its processors the same is measured on all ranks at once; the ratio is
+``topology.processors_per_node``, which says how many ranks' worth of compute the node does at
+once. It is below the number of processors where ranks also share caches and memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from megatron_ext.cost.model import Compute
+from megatron_ext.errors import InputError
+
+
+class Runner(Protocol):
+    """One layer of a kind."""
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+
+def load_runners(path: str, args: list[str]) -> Mapping[str, Runner]:
+    """Call the factory at ``package.module:function``.
+
+    Raises:
+        InputError: there is no such function, or what it returns has not the form above.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"cannot be imported: {error}", file="--modules", value=path) from None
+    runners = factory(args)
+    if not isinstance(runners, Mapping) or not runners:
+        raise InputError("returned no mapping of layer kinds to runners", file="--modules", value=path)
+    for kind, runner in runners.items():
+        if not callable(getattr(runner, "forward", None)) or not callable(getattr(runner, "backward", None)):
+            raise InputError(f"its runner for {kind!r} has no forward() and backward()", file="--modules", value=path)
+    return runners
+
+
+def measure_compute(runners: Mapping[str, Runner], repeats: int, *, evict_bytes: int = 0, warmup: int = 2) -> list[Compute]:
+    """Median forward and backward of each kind, over ``repeats`` walks through all of them:
+    forwards in the order given, then backwards in reverse.
+
+    Args:
+        evict_bytes: bytes touched before every call, outside the timing, as much as the rest
+            of the model touches between two visits: a layer that is run again and again would
+            be found in the caches, in training it is not.
+    """
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    evict = torch.ones(max(evict_bytes // 4, 1))
+
+    def timed(call) -> float:
+        if evict_bytes:
+            evict.add_(1.0)
+        if on_cuda:
+            torch.cuda.synchronize()
+        start = perf_counter()
+        call()
+        if on_cuda:
+            torch.cuda.synchronize()
+        return (perf_counter() - start) * 1e6
+
+    times: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in runners}
+    for walk in range(warmup + repeats):
+        forwards = {kind: timed(runner.forward) for kind, runner in runners.items()}
+        backwards = {kind: timed(runners[kind].backward) for kind in reversed(list(runners))}
+        if walk >= warmup:
+            for kind, (forward_us, backward_us) in times.items():
+                forward_us.append(forwards[kind])
+                backward_us.append(backwards[kind])
+    rows = []
+    for kind, (forward_us, backward_us) in times.items():
+        forward_us.sort()
+        backward_us.sort()
+        last = min(int(repeats * 0.95), repeats - 1)
+        rows.append(
+            Compute(
+                layer_kind=kind, samples=repeats,
+                forward_us=_median(forward_us), forward_p95_us=forward_us[last],
+                backward_us=_median(backward_us), backward_p95_us=backward_us[last],
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _median(ordered: list[float]) -> float:
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def total_us(rows: list[Compute]) -> float:
+    """Forward and backward of every kind once."""
+    return sum(row.forward_us + row.backward_us for row in rows)

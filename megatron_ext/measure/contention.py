@@ -1,0 +1,146 @@
+"""Each link alone and beside each other link and beside compute, in both directions.
+
+The measured operation runs on the calling thread, the busy one on a thread of its own and on
+process groups of its own, on every rank at once, for as long as the measuring takes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from statistics import median
+from time import monotonic
+
+import torch.distributed as dist
+
+from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.operations import OPERATIONS, MatrixProduct, Operation
+from megatron_ext.measure.options import MIB
+from megatron_ext.measure.sampling import sample
+
+LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce")
+
+SIZE_BYTES = 4 * MIB
+"""Size of measured and busy transfers: well into the range where bytes set the time."""
+
+NEVER = 1 << 62
+
+
+def pairs(fabric: Fabric) -> list[tuple[str, str]]:
+    """(measured, busy), every ordered pair of two links that this run has."""
+    present = [name for name in LINKS if (name in fabric.options.links) and (name != "p2p" or fabric.pipe is not None)]
+    return [(measured, busy) for busy in present for measured in present if measured != busy]
+
+
+def size_of(fabric: Fabric) -> int:
+    options = fabric.options
+    return options.rounded(max(min(SIZE_BYTES, options.max_bytes), options.min_bytes))
+
+
+def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: Callable) -> list[dict]:
+    """Rows ``{measured, busy, size_bytes, p50_us, slowdown}`` for ``wanted``."""
+    if not wanted:
+        return []
+    size = size_of(fabric)
+    measured = {name: OPERATIONS[name](fabric) for name in sorted({pair[0] for pair in wanted})}
+    deadline = monotonic() + seconds
+    alone: dict[str, list[float]] = {name: [] for name in measured}
+    beside: dict[tuple[str, str], list[float]] = {}
+
+    def slot(still: int) -> float:
+        return max(deadline - monotonic(), 0.0) / max(still, 1)
+
+    visits = len(wanted) + 2 * len(measured)
+    # Alone before and after: a machine that drifts must not look like contention.
+    for name, operation in measured.items():
+        alone[name] += sample(fabric, operation, size, slot(visits)).us
+        visits -= 1
+    for busy_name in dict.fromkeys(pair[1] for pair in wanted):
+        busy = Busy(fabric, OPERATIONS[busy_name](fabric, busy=True), size)
+        for pair in wanted:
+            if pair[1] == busy_name:
+                if fabric.agree(int(monotonic() > deadline)):
+                    break  # out of time: a pair without a row is not measured, and the table says so
+                if fabric.rank == 0:
+                    report(pair)
+                busy.start()
+                beside[pair] = sample(fabric, measured[pair[0]], size, slot(visits)).us
+                busy.stop()
+                visits -= 1
+        busy.operation.close()
+    for name, operation in measured.items():
+        alone[name] += sample(fabric, operation, size, slot(visits)).us
+        visits -= 1
+        operation.close()
+    everyone: list = [None] * fabric.world_size
+    dist.all_gather_object(everyone, (alone, beside))
+    rows = []
+    for pair in beside:
+        us = median(value for _, theirs in everyone for value in theirs[pair])
+        base = median(value for theirs, _ in everyone for value in theirs[pair[0]])
+        rows.append({"measured": pair[0], "busy": pair[1], "size_bytes": size, "p50_us": us, "slowdown": us / base})
+    return rows
+
+
+class Busy:
+    """Repeats an operation on a thread until told to stop, on all ranks equally often.
+
+    A collective must be called as often by every rank, so the first rank of each data-parallel
+    (or pipeline) group decides: before a round it may post that this round is the last but
+    ``slack``. No other rank can be further than ``slack`` rounds ahead of it, since a round
+    ends only with the leader's part in it.
+    """
+
+    def __init__(self, fabric: Fabric, operation: Operation, size_bytes: int):
+        self.fabric, self.operation, self.size_bytes = fabric, operation, size_bytes
+        options = fabric.options
+        alone = isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish")
+        if alone:  # nobody waits for anybody: each rank leads itself
+            self.word, self.leads = 1 + fabric.rank % 60, True
+            self._own_end = NEVER
+        elif operation.name == "p2p":
+            self.word, self.leads = 1 + fabric.dp_rank + options.data_parallel_size * (fabric.pp_rank // 2), fabric.pp_rank % 2 == 0
+        else:
+            self.word, self.leads = 1 + fabric.pp_rank, fabric.dp_rank == 0
+        self.alone = alone
+        self.slack = 2
+
+    def start(self) -> None:
+        self._stop = threading.Event()
+        self._running = threading.Event()
+        self._error: BaseException | None = None
+        if not self.alone and self.leads:
+            self.fabric.post(self.word, NEVER)
+        self.fabric.barrier()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+        self._running.wait()
+        self.fabric.barrier()
+
+    def stop(self) -> None:
+        self.fabric.barrier()
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        self.fabric.barrier()
+
+    def _loop(self) -> None:
+        try:
+            turn, end = 0, NEVER
+            while True:
+                if self.leads and end == NEVER and self._stop.is_set():
+                    end = turn + self.slack
+                    if not self.alone:
+                        self.fabric.post(self.word, end)
+                elif not self.leads:
+                    end = self.fabric.read(self.word)
+                if turn >= end:
+                    return
+                self.operation.issue(self.size_bytes, turn).wait()
+                turn += 1
+                self._running.set()
+        except BaseException as error:  # raised again by stop(), on the calling thread
+            self._error = error
+            self._running.set()
+

@@ -1,0 +1,43 @@
+"""What machine this is: hardware and software that measured costs depend on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+
+def environment(device: str = "auto", ranks_per_node: int | None = None) -> dict[str, dict[str, Any]]:
+    """``hardware`` and ``software`` of this machine, as a table's metadata stores them.
+
+    Args:
+        device: ``cpu`` leaves accelerators out even where torch sees them.
+    """
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    hardware: dict[str, Any] = {
+        "processor": _processor(),
+        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "device": torch.cuda.get_device_name(0) if use_cuda else "cpu",
+    }
+    software: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "kernel": platform.release(),
+        "backend": "nccl" if use_cuda else "gloo",
+    }
+    if use_cuda:
+        hardware["devices"] = torch.cuda.device_count()
+        software["cuda"] = torch.version.cuda
+        software["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"hardware": hardware, "software": software}
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

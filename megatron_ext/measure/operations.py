@@ -1,0 +1,230 @@
+"""The operations that are timed, each issued the way the run issues it.
+
+An operation is ``issue(size_bytes, turn) -> handle``; the bytes are there when
+``handle.wait()`` returns (on CUDA: for what the current stream does next). ``busy=True``
+gives a second instance with process groups of its own, to run beside a measured one.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from megatron_ext.measure.fabric import Fabric
+from megatron_ext.runtime.worker import Transfer, Worker
+
+
+class Done:
+    """Handle of work that was complete when it was issued."""
+
+    def wait(self) -> None:
+        pass
+
+
+DONE = Done()
+
+
+class Operation:
+    """Base: what all operations share. ``close`` ends threads."""
+
+    name = ""
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        self.fabric, self.busy = fabric, busy
+
+    def issue(self, size_bytes: int, turn: int):
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class Gather(Operation):
+    """All-gather of the data-parallel group's shards, in place, as Megatron's
+    ``_ParamAndGradBucketGroup.start_param_sync`` does it: in a coalescing manager."""
+
+    name = "gpu"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self.group = fabric.data_busy if busy else fabric.data
+        self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
+
+    def issue(self, size_bytes: int, turn: int):
+        whole = self.fabric.window(self.memory, size_bytes, turn)
+        with _coalescing_manager(self.group, async_ops=True) as manager:
+            dist.all_gather_into_tensor(whole, self.fabric.shard(whole), group=self.group)
+        return manager
+
+
+class CoalescedGather(Gather):
+    """Several groups in one coalesced call; ``size_bytes`` is their sum."""
+
+    name = "coalesced"
+    GROUPS = 4
+
+    def issue(self, size_bytes: int, turn: int):
+        part = size_bytes // self.GROUPS
+        with _coalescing_manager(self.group, async_ops=True) as manager:
+            for index in range(self.GROUPS):
+                whole = self.fabric.window(self.memory, part, turn * self.GROUPS + index)
+                dist.all_gather_into_tensor(whole, self.fabric.shard(whole), group=self.group)
+        return manager
+
+
+class Flatten(Operation):
+    """Copy into one flat tensor, or out of it, on the device: what gathering parameters that
+    do not lie in one buffer costs each way, beside the gather."""
+
+    name = "flatten"
+
+    def issue(self, size_bytes: int, turn: int):
+        places = max(self.fabric.arena.numel() * 4 // size_bytes, 1)
+        source = self.fabric.window(self.fabric.arena, size_bytes, turn)
+        if places > 1:
+            target = self.fabric.window(self.fabric.arena, size_bytes, turn + places // 2)
+        else:  # one group fills the arena: it needs a second one
+            target = self._second()[: source.numel()]
+        target.copy_(source)
+        return DONE
+
+    def _second(self) -> torch.Tensor:
+        if not hasattr(self, "_memory"):
+            self._memory = torch.ones_like(self.fabric.arena)
+        return self._memory
+
+
+class HostCopy(Operation):
+    """The whole group from the node's host copy to the device, on the worker thread and by
+    the copy stream that the run uses."""
+
+    name = "cpu"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self.worker = Worker(f"measure-{self.name}")
+        self.stream = fabric.device.copy_stream()
+        self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
+        _ = fabric.host
+
+    def issue(self, size_bytes: int, turn: int) -> Transfer:
+        source = self.fabric.window(self.fabric.host, size_bytes, turn)
+        target = self.fabric.window(self.memory, size_bytes, turn)
+        after = self.fabric.device.mark()
+
+        def copy(transfer: Transfer) -> None:
+            transfer.after = self.fabric.device.copy(target, source, self.stream, after)
+
+        return self.worker.submit(copy)
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+class Publish(HostCopy):
+    """Every rank writes its shard into the node's host copy; ``size_bytes`` is the whole group."""
+
+    name = "publish"
+
+    def issue(self, size_bytes: int, turn: int) -> Transfer:
+        source = self.fabric.shard(self.fabric.window(self.memory, size_bytes, turn))
+        target = self.fabric.shard(self.fabric.window(self.fabric.host, size_bytes, turn))
+        after = self.fabric.device.mark()
+
+        def copy(transfer: Transfer) -> None:
+            transfer.after = self.fabric.device.copy(target, source, self.stream, after)
+
+        return self.worker.submit(copy)
+
+
+class Reduce(Gather):
+    """Reduce-scatter of a group's gradients over the data-parallel group, in place."""
+
+    name = "reduce"
+
+    def issue(self, size_bytes: int, turn: int):
+        whole = self.fabric.window(self.memory, size_bytes, turn)
+        with _coalescing_manager(self.group, async_ops=True) as manager:
+            dist.reduce_scatter_tensor(self.fabric.shard(whole), whole, group=self.group)
+        return manager
+
+
+class P2P(Operation):
+    """One message from an even pipeline rank to the odd one after it, and one back: the time
+    of both is halved by the caller (``messages``). All pairs at once."""
+
+    name = "p2p"
+    messages = 2
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self.group = fabric.pipe_busy if busy else fabric.pipe
+        pp, dp = fabric.options.pipeline_model_parallel_size, fabric.options.data_parallel_size
+        other = fabric.pp_rank ^ 1
+        self.peer = other * dp + fabric.dp_rank if other < pp else None
+        self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
+
+    def issue(self, size_bytes: int, turn: int):
+        if self.peer is None:
+            return DONE
+        message = self.fabric.window(self.memory, size_bytes, turn)
+        first, second = (dist.isend, dist.irecv) if self.fabric.pp_rank % 2 == 0 else (dist.irecv, dist.isend)
+        first(message, self.peer, group=self.group).wait()
+        return second(message, self.peer, group=self.group)
+
+
+class Optimizer(Operation):
+    """One Adam step with gradient clipping on this rank's shard of ``size_bytes`` of whole parameters."""
+
+    name = "optimizer"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self._size, self._optimizer, self._gradients = None, None, []
+
+    def issue(self, size_bytes: int, turn: int):
+        if size_bytes != self._size:
+            self._build(size_bytes)
+        norm = torch.nn.utils.get_total_norm(self._gradients)
+        for gradient in self._gradients:
+            gradient.mul_(torch.clamp(1.0 / (norm + 1e-6), max=1.0))
+        self._optimizer.step()
+        return DONE
+
+    def _build(self, size_bytes: int) -> None:
+        numel = size_bytes // 4 // self.fabric.options.data_parallel_size
+        # As many tensors as a model has weights of one layer's size; one call each.
+        piece = max(min(self.fabric.options.hidden_size**2, numel), 1)
+        shards = [torch.ones(min(piece, numel - start), device=self.fabric.torch_device) for start in range(0, numel, piece)]
+        for shard in shards:
+            shard.requires_grad_().grad = torch.full_like(shard, 1e-3)
+        self._size, self._gradients = size_bytes, [shard.grad for shard in shards]
+        self._optimizer = torch.optim.AdamW(shards, lr=1e-4, foreach=False)
+
+
+class MatrixProduct(Operation):
+    """Products of the model's shapes: (sequence * micro-batch, hidden) x (hidden, 4 hidden) and
+    back, until about a millisecond has passed. ``size_bytes`` does not matter."""
+
+    name = "compute"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        options = fabric.options
+        rows, hidden = options.seq_length * options.micro_batch_size, options.hidden_size
+        self.input = torch.ones(rows, hidden, device=fabric.torch_device)
+        self.up = torch.ones(hidden, 4 * hidden, device=fabric.torch_device)
+        self.down = torch.ones(4 * hidden, hidden, device=fabric.torch_device)
+        # 5e10 FLOP/s is the order of one processor thread; an accelerator gets more products.
+        rate = 5e10 if fabric.torch_device.type == "cpu" else 2e14
+        self.products = max(int(1e-3 * rate / (16 * rows * hidden * hidden)), 1)
+
+    def issue(self, size_bytes: int, turn: int):
+        with torch.no_grad():
+            for _ in range(self.products):
+                self.input @ self.up @ self.down
+        return DONE
+
+
+OPERATIONS = {kind.name: kind for kind in (Gather, CoalescedGather, Flatten, HostCopy, Publish, Reduce, P2P, Optimizer, MatrixProduct)}

@@ -1,0 +1,81 @@
+"""What to measure, and for which run: the options that every rank of a measurement is given."""
+
+import math
+from typing import Literal
+
+import msgspec
+
+from megatron_ext.errors import InputError
+
+KIB, MIB = 1 << 10, 1 << 20
+
+LINKS = ("gpu", "cpu", "publish", "reduce", "p2p", "optimizer", "flatten", "coalesced", "nvme", "contention", "compute")
+"""What can be measured; ``--links`` picks among them."""
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of one measurement.
+
+    Attributes:
+        data_parallel_size, pipeline_model_parallel_size: ranks of the run; all of them are
+            started, so that the node is as busy as in the run.
+        device: ``auto`` takes CUDA where torch sees it.
+        min_bytes, max_bytes: limits of the factor-2 grid (bytes of the whole group).
+        max_rank_bytes: largest ``optimizer`` size: whole parameters of one rank.
+        seconds: time for measuring, not counting the start of the processes.
+        threads: processor threads of one rank's compute, as in the run.
+        hidden_size, seq_length, micro_batch_size: shapes of the matrix products that compute
+            stands for in contention.
+        modules, module_args: ``package.module:function`` that gives layer runners (see
+            :mod:`megatron_ext.measure.compute`), and the arguments it is called with.
+        evict_bytes: bytes touched between two visits of a layer, as the rest of the model would.
+        nvme_path: a directory on the drive; without it the ``nvme`` route is not measured.
+    """
+
+    data_parallel_size: int = 2
+    pipeline_model_parallel_size: int = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    min_bytes: int = 4 * KIB
+    max_bytes: int = 256 * MIB
+    max_rank_bytes: int | None = None
+    seconds: float = 80.0
+    threads: int = 1
+    hidden_size: int = 512
+    seq_length: int = 128
+    micro_batch_size: int = 1
+    links: tuple[str, ...] = LINKS
+    modules: str | None = None
+    module_args: tuple[str, ...] = ()
+    evict_bytes: int = 0
+    nvme_path: str | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel_size * self.pipeline_model_parallel_size
+
+    def rounded(self, size_bytes: int) -> int:
+        """Bytes of the bucket that ``size_bytes`` of float32 fill: Megatron pads to lcm(DP, 128) elements."""
+        step = math.lcm(self.data_parallel_size, 128) * 4
+        return -(-size_bytes // step) * step
+
+    def check(self) -> "Options":
+        """Raise InputError on a value that cannot be measured, naming the option."""
+        for name in ("data_parallel_size", "pipeline_model_parallel_size", "threads", "hidden_size", "seq_length", "micro_batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError("must be at least 1", file=_flag(name), value=getattr(self, name))
+        if self.world_size > 64:
+            raise InputError("more than 64 ranks on one node", file=_flag("data_parallel_size"), value=self.world_size)
+        if not 512 <= self.min_bytes <= self.max_bytes:
+            raise InputError(f"must be between 512 and --max-bytes {self.max_bytes}", file=_flag("min_bytes"), value=self.min_bytes)
+        if not math.isfinite(self.seconds) or self.seconds < 1:
+            raise InputError("must be at least 1", file=_flag("seconds"), value=self.seconds)
+        unknown = sorted(set(self.links) - set(LINKS))
+        if unknown or not self.links:
+            raise InputError(f"known: {', '.join(LINKS)}", file=_flag("links"), value=",".join(unknown))
+        if self.modules is not None and self.modules.count(":") != 1:
+            raise InputError("expected package.module:function", file=_flag("modules"), value=self.modules)
+        return self
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

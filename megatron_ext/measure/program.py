@@ -1,0 +1,153 @@
+"""What a rank does: every curve at every size in two passes, then contention and compute.
+
+[Note: Two passes]
+The whole grid is walked twice, minutes of drift apart as far as the time allows. Samples of
+both count together; where the medians of the two passes differ, the table says so itself.
+Sizes are refined between the passes, where neighbours disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import monotonic
+
+import torch.distributed as dist
+
+from megatron_ext.measure import contention, grid, processors
+from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.operations import OPERATIONS
+from megatron_ext.measure.options import MIB, Options
+from megatron_ext.measure.sampling import Samples, sample
+
+PASSES = 2
+CONTENTION_SHARE, COMPUTE_SHARE = 0.3, 0.15
+"""Shares of the time; the curves have the rest."""
+
+ISSUED = {"gpu", "coalesced", "cpu", "publish", "reduce"}
+"""Operations that return before they are complete."""
+
+CURVES = ("gpu", "cpu", "publish", "reduce", "p2p", "optimizer", "flatten", "coalesced")
+
+Report = Callable[[int, int, str], None]
+"""``report(done, total, what)``; called on rank 0 only."""
+
+
+def sizes_of(name: str, options: Options) -> list[int]:
+    """The grid of one curve. Sparse where the cost is known to be smooth."""
+    low, high = options.min_bytes, options.max_bytes
+    if name == "optimizer":
+        sizes = grid.factor_2(low, max(options.max_rank_bytes or high, low), factor=4)
+    elif name == "p2p":
+        sizes = grid.factor_2(low, max(min(high, 16 * MIB), low))
+    elif name == "coalesced":
+        sizes = grid.factor_2(min(low * 4, high), high, factor=4)
+    else:
+        sizes = grid.factor_2(low, high)
+    return sorted({options.rounded(size) for size in sizes})
+
+
+def run(fabric: Fabric, report: Report) -> dict | None:
+    """Measure everything that the options ask for; the result on rank 0, None elsewhere."""
+    options = fabric.options
+    names = [name for name in CURVES if name in options.links and (name != "p2p" or fabric.pipe is not None)]
+    operations = {name: OPERATIONS[name](fabric) for name in names}
+    visits = [[(name, size) for name in names for size in sizes_of(name, options)] for _ in range(PASSES)]
+    pairs = contention.pairs(fabric) if "contention" in options.links else []
+    contention_seconds = options.seconds * CONTENTION_SHARE if pairs else 0.0
+    compute_seconds = options.seconds * COMPUTE_SHARE if "compute" in options.links else 0.0
+    curves_end = monotonic() + options.seconds - contention_seconds - compute_seconds
+    total = sum(map(len, visits)) + len(pairs) + bool(compute_seconds)
+    done, merged, refined = 0, {}, set()
+    for number in range(PASSES):
+        if number:
+            visits[number] = _refined(fabric, visits[number], merged)
+            refined |= {*visits[number]} - {*visits[0]}
+            total += len(visits[number]) - len(visits[number - 1])
+        own: dict[tuple[str, int], Samples] = {}
+        for name, size in visits[number]:
+            if fabric.rank == 0:
+                report(done, total, f"{name} {_text(size)}")
+            left = curves_end - monotonic()
+            if number and fabric.agree(int(left < 0)):
+                break  # every size has been visited once; the table says so
+            still = sum(len(visits[later]) for later in range(number + 1, PASSES)) + len(visits[number]) - len(own)
+            own[name, size] = sample(fabric, operations[name], size, seconds=max(left, 0.0) / max(still, 1))
+            done += 1
+        _merge(fabric, own, merged)
+
+    def beside(pair: tuple[str, str]) -> None:
+        report(done + pairs.index(pair), total, f"{pair[0]} beside {pair[1]}")
+
+    rows = contention.run(fabric, pairs, contention_seconds, beside)
+    for operation in operations.values():
+        operation.close()
+    done += len(pairs)
+    compute = {}
+    if compute_seconds:
+        compute = processors.run(fabric, compute_seconds, lambda what: report(done, total, what) if fabric.rank == 0 else None)
+    if fabric.rank != 0:
+        return None
+    known = {(row["measured"], row["busy"]) for row in rows}
+    return {
+        "curves": _curves(merged, refined),
+        "contention": rows,
+        "unmeasured_pairs": [pair for pair in pairs if pair not in known],
+        "compute": compute,
+    }
+
+
+def _text(size: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size} B"
+
+
+def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
+    """Add a pass: ``merged[name, size]`` is a list over passes of (us of all ranks, issued of all ranks)."""
+    everyone: list = [None] * fabric.world_size
+    dist.all_gather_object(everyone, {key: (value.us, value.issued_us) for key, value in own.items()})
+    for key in own:
+        if key[0] == "p2p":  # an odd last pipeline rank has nobody to talk to
+            pp, dp = fabric.options.pipeline_model_parallel_size, fabric.options.data_parallel_size
+            ranks = [rank for rank in range(fabric.world_size) if (rank // dp) ^ 1 < pp]
+        else:
+            ranks = range(fabric.world_size)
+        us = [value for rank in ranks for value in everyone[rank][key][0]]
+        issued = [value for rank in ranks for value in everyone[rank][key][1]]
+        merged.setdefault(key, []).append((us, issued))
+
+
+def _refined(fabric: Fabric, visits: list, merged: dict) -> list:
+    """The second pass: also sizes between neighbours that disagree, gathers and copies only."""
+    medians: dict[str, dict[int, float]] = {}
+    for (name, size), passes in merged.items():
+        medians.setdefault(name, {})[size] = median(passes[0][0])
+    added = []
+    for name in ("gpu", "cpu"):
+        if name in medians:
+            added += [(name, fabric.options.rounded(size)) for size in grid.refinement(medians[name])]
+    # All ranks hold the same samples and the list is sorted: they agree without asking.
+    return sorted({*visits, *added}, key=lambda visit: (CURVES.index(visit[0]), visit[1]))
+
+
+def _curves(merged: dict, refined: set) -> dict[str, list[dict]]:
+    """Medians and 95th percentiles, by name then size; what a table is made of."""
+    curves: dict[str, list[dict]] = {}
+    for (name, size), passes in sorted(merged.items()):
+        us = sorted(value for times, _ in passes for value in times)
+        point = {
+            "size_bytes": size,
+            "p50_us": median(us),
+            "p95_us": us[min(int(len(us) * 0.95), len(us) - 1)],
+            "samples": len(us),
+            "medians_us": [median(times) for times, _ in passes],
+        }
+        if (name, size) in refined:
+            point["refined"] = True
+        if name in ISSUED:
+            point["issued_us"] = median(value for _, issued in passes for value in issued)
+        curves.setdefault(name, []).append(point)
+    return curves
+

@@ -1,0 +1,69 @@
+"""Time an operation often enough, on every rank at once."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.operations import Operation
+
+MAX_ROUNDS = 40
+
+
+class Samples:
+    """Times of one operation at one size on this rank, in microseconds."""
+
+    __slots__ = ("us", "issued_us")
+
+    def __init__(self) -> None:
+        self.us: list[float] = []
+        self.issued_us: list[float] = []
+
+
+def timed(fabric: Fabric, operation: Operation, size_bytes: int, turn: int) -> tuple[float, float]:
+    """(until complete, until issued) in microseconds. On CUDA the first is between two events
+    on the current stream, which waits for whatever stream the operation ran on."""
+    if fabric.torch_device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        start = perf_counter()
+        handle = operation.issue(size_bytes, turn)
+        issued = perf_counter()
+        handle.wait()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3, (issued - start) * 1e6
+    start = perf_counter()
+    handle = operation.issue(size_bytes, turn)
+    issued = perf_counter()
+    handle.wait()
+    return (perf_counter() - start) * 1e6, (issued - start) * 1e6
+
+
+def sample(fabric: Fabric, operation: Operation, size_bytes: int, seconds: float, min_rounds: int = 3) -> Samples:
+    """Rounds of ``operation`` for about ``seconds``, all ranks starting together.
+
+    The first rounds warm up and tell rank 0 how many more fit; every rank runs that many: at
+    least ``min_rounds``, fewer only where the time is already used up by warming up.
+    """
+    samples = Samples()
+    messages = getattr(operation, "messages", 1)
+    turn = 0
+    begin = perf_counter()
+    for warm in range(2):
+        fabric.barrier()
+        us, _ = timed(fabric, operation, size_bytes, turn)
+        turn += 1
+        if not warm and fabric.agree(int(us > seconds * 1e6 / 4)):
+            break  # so long that what the first round sets up does not show
+    left = seconds - (perf_counter() - begin)
+    rounds = fabric.agree(max(min_rounds if left > 0 else 1, min(MAX_ROUNDS, int(left * 1e6 / max(us, 1.0)))))
+    for _ in range(rounds):
+        fabric.barrier()
+        us, issued = timed(fabric, operation, size_bytes, turn)
+        turn += 1
+        samples.us.append(us / messages)
+        samples.issued_us.append(issued / messages)
+    return samples

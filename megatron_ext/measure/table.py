@@ -1,0 +1,119 @@
+"""From what the ranks measured to a cost table, which says what it holds for and where it wavers."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from statistics import median
+
+import msgspec
+
+from megatron_ext.cost.model import (
+    SCHEMA_VERSION, Compute, Contention, CostTable, Curve, GroupOverhead, Metadata, Point, Publish, Routes, Topology, check,
+)  # fmt: skip
+from megatron_ext.measure.machine import environment
+from megatron_ext.measure.operations import CoalescedGather
+from megatron_ext.measure.options import MIB, Options
+
+WAVERS = 0.10
+"""Two passes whose medians differ by more than this are noted in the table."""
+
+OTHERS = 0.1
+"""Processors that others may use before the table says so."""
+
+DISCARDED = "medians_us"
+
+
+def assemble(options: Options, raw: dict) -> CostTable:
+    """Build and check the table from :func:`megatron_ext.measure.launch.run`'s result."""
+    curves = raw["curves"]
+    here = environment(options.device)
+    world_sizes = {
+        "data_parallel_size": options.data_parallel_size,
+        "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
+        "ranks_per_node": options.world_size,
+    }
+    backend = here["software"]["backend"]
+
+    def curve(name: str, source: str, **settings) -> Curve | None:
+        if name not in curves:
+            return None
+        return Curve(points=_points(curves[name]), source=f"measured: {source}", settings=settings)
+
+    at_once = f"all {options.world_size} ranks at once"
+    compute = raw.get("compute", {})
+    table = CostTable(
+        schema_version=SCHEMA_VERSION,
+        kind="cost_table",
+        metadata=Metadata(
+            created_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            hardware=here["hardware"],
+            software=here["software"],
+            world_sizes=world_sizes,
+            source={"program": "megatron-ext measure", "options": msgspec.to_builtins(options)},
+            notes=tuple(notes(raw)),
+        ),
+        routes=Routes(
+            gpu=curve("gpu", f"{backend} all-gather in place, {at_once}"),
+            cpu=curve("cpu", f"copy of the whole group from node-shared host memory, {at_once}"),
+            nvme=_nvme(raw),
+        ),
+        publish=Publish(cpu=curve("publish", f"own shard into node-shared host memory, {at_once}"), nvme=_nvme(raw, "publish")),
+        group_overhead=GroupOverhead(
+            call_us=_call_us(curves.get("gpu", [])),
+            flatten=curve("flatten", f"one copy on the device, {at_once}"),
+            coalesced=curve("coalesced", f"{backend} all-gather of several groups in one call, {at_once}", groups=CoalescedGather.GROUPS),
+        ),
+        contention=tuple(Contention(**row) for row in raw.get("contention", [])),
+        compute=tuple(msgspec.convert(row, Compute) for row in compute.get("rows", [])),
+        p2p=curve("p2p", f"half a {backend} message there and back, {at_once}") or (),
+        reduce=curve("reduce", f"{backend} reduce-scatter of float32 in place, {at_once}"),
+        optimizer=curve("optimizer", f"AdamW with clipping on the shard, {at_once}"),
+        topology=Topology(processors_per_node=compute.get("processors_per_node")),
+    )
+    return check(table)
+
+
+def _points(rows: list[dict]) -> tuple[Point, ...]:
+    return tuple(Point(**{name: value for name, value in row.items() if name in Point.__struct_fields__}) for row in rows)
+
+
+def _nvme(raw: dict, what: str = "read") -> Curve | None:
+    found = raw.get("nvme")
+    if not found or not found.get(what):
+        return None
+    return Curve(points=_points(found[what]), source=found["source"], settings=found["settings"])
+
+
+def _call_us(rows: list[dict]) -> float | None:
+    """What issuing costs the calling thread, whatever the size: the median over the curve."""
+    return median(row["issued_us"] for row in rows) if rows else None
+
+
+def notes(raw: dict) -> list[str]:
+    """Where two passes disagree, for sizes of 1 MiB and more, what there was no time for, and
+    who else used the processors: the table says so itself."""
+    lines = []
+    others = raw.get("others_processors", 0.0)
+    if others > OTHERS:
+        lines.append(f"other programs used {others:.1f} processors meanwhile: times are longer than on an idle machine")
+    unmeasured = [f"{measured} beside {busy}" for measured, busy in raw.get("unmeasured_pairs", [])]
+    if unmeasured:
+        lines.append(f"out of time, contention not measured: {', '.join(unmeasured)}")
+    for name, rows in raw["curves"].items():
+        wavering = []
+        once = [row["size_bytes"] for row in rows if row["size_bytes"] >= MIB and len(row[DISCARDED]) == 1 and not row.get("refined")]
+        if once:
+            lines.append(f"{name}: only one pass at {', '.join(f'{size / MIB:.4g}' for size in once)} MiB (out of time): how well it repeats is not known")
+        for row in rows:
+            medians = row[DISCARDED]
+            spread = max(medians) / min(medians) - 1 if len(medians) > 1 else 0.0
+            if row["size_bytes"] >= MIB and spread > WAVERS:
+                wavering.append((row["size_bytes"], spread))
+        if wavering:
+            worst = max(wavering, key=lambda pair: pair[1])
+            sizes = ", ".join(f"{size / MIB:.4g}" for size, _ in wavering)
+            lines.append(f"{name}: two passes differ by more than {WAVERS:.0%} at {sizes} MiB, most by {worst[1]:.0%} at {worst[0] / MIB:.4g} MiB")
+    drift = raw.get("compute", {}).get("drift", 0.0)
+    if drift > WAVERS:
+        lines.append(f"compute: alone before and alone after differ by {drift:.0%}")
+    return lines + list((raw.get("nvme") or {}).get("notes", []))

@@ -1,0 +1,27 @@
+"""A model of two layer kinds, as ``--modules layers:layer_runners`` hands it over."""
+
+import torch
+
+
+class Layer:
+    def __init__(self, width: int):
+        self.module = torch.nn.Sequential(torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width))
+        self.input = torch.randn(16, width, requires_grad=True)
+        self.calls: list[str] = []
+
+    def forward(self) -> None:
+        self.calls.append("forward")
+        self.output = self.module(self.input)
+
+    def backward(self) -> None:
+        self.calls.append("backward")
+        self.output.backward(torch.ones_like(self.output))
+
+
+def layer_runners(args: list[str]) -> dict[str, Layer]:
+    width = int(args[0]) if args else 32
+    return {"narrow": Layer(width), "wide": Layer(8 * width)}
+
+
+def nothing(args: list[str]) -> dict:
+    return {}

@@ -1,0 +1,159 @@
+"""Measuring on CPU with gloo: the table's structure and sanity, never its speed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cost import model
+from megatron_ext.cost.predict import Costs
+from megatron_ext.errors import InputError
+from megatron_ext.measure import Options, launch, measure
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True, scope="module")
+def layers_can_be_imported():
+    """By the ranks' processes: the directory of layers.py is handed to them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One small measurement by the command line, with handed modules."""
+    out = tmp_path_factory.mktemp("measure") / "T.json"
+    command = [
+        sys.executable, "-m", "megatron_ext", "measure", "--out", str(out), "--json",
+        "--data-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--max-bytes", "65536", "--seconds", "8",
+        "--hidden-size", "64", "--modules", "layers:layer_runners", "--", "16",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["cost_table"] == str(out)
+    return model.load(out)
+
+
+def test_every_curve_is_there(run):
+    costs = Costs(run)
+    assert costs.routes == ("gpu", "cpu")  # without --nvme-path nothing is said of nvme
+    for us in (costs.gather_us("gpu", 50000), costs.gather_us("cpu", 50000), costs.publish_us("cpu", 50000), costs.p2p_us(50000), costs.reduce_us(50000), costs.optimizer_us(50000)):
+        assert 0 < us < 10e6
+    assert run.group_overhead.call_us > 0
+    assert run.group_overhead.flatten.points and run.group_overhead.coalesced.settings == {"groups": 4}
+
+
+def test_sizes_are_buckets_and_points_are_sane(run):
+    points = run.routes.gpu.points
+    assert points[0].size_bytes == 4096 and points[-1].size_bytes == 65536 and len(points) >= 5
+    for point in points:
+        assert point.size_bytes % (128 * 4) == 0  # Megatron pads to lcm(DP, 128) elements
+        assert 0 < point.issued_us and 0 < point.p50_us <= point.p95_us
+        assert point.samples >= 4  # every rank's
+
+
+def test_layers_and_processors(run):
+    narrow, wide = run.compute
+    assert (narrow.layer_kind, wide.layer_kind) == ("narrow", "wide")
+    # Not the speed of either, but 64 times the arithmetic must show.
+    assert wide.forward_us + wide.backward_us > narrow.forward_us + narrow.backward_us
+    assert 0 < run.topology.processors_per_node <= 4
+
+
+def test_contention_is_measured_both_ways_or_said_not_to_be(run):
+    pairs = {(row.measured, row.busy) for row in run.contention}
+    names = ("compute", "gpu", "cpu", "publish", "p2p", "reduce")
+    wanted = {(a, b) for a in names for b in names if a != b}
+    said = " ".join(run.metadata.notes)
+    assert pairs <= wanted
+    assert all(pair in pairs or f"{pair[0]} beside {pair[1]}" in said for pair in wanted)
+    assert all(row.slowdown > 0 and row.p50_us > 0 for row in run.contention)
+
+
+def test_environment_is_stored(run):
+    metadata = run.metadata
+    assert not metadata.synthetic and metadata.created_at
+    assert metadata.world_sizes == {"data_parallel_size": 2, "pipeline_model_parallel_size": 2, "ranks_per_node": 4}
+    assert metadata.software["backend"] == "gloo" and metadata.hardware["processors"] >= 1
+
+
+QUICK = dict(data_parallel_size=2, max_bytes=8192, seconds=2, links=("cpu", "compute"))
+
+
+def test_a_bad_factory_is_the_users_error():
+    with pytest.raises(InputError, match="no mapping of layer kinds"):
+        measure(Options(**QUICK, modules="layers:nothing"))
+    with pytest.raises(InputError, match="cannot be imported"):
+        measure(Options(**QUICK, modules="layers:missing"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"data_parallel_size": 0}, "--data-parallel-size: 0"),
+        ({"min_bytes": 8, "max_bytes": 4096}, "--min-bytes: 8"),
+        ({"min_bytes": 8192, "max_bytes": 4096}, "--min-bytes: 8192"),
+        ({"seconds": float("nan")}, "--seconds: nan"),
+        ({"links": ("gpu", "warp")}, "--links: 'warp'"),
+        ({"modules": "no_colon"}, "--modules: 'no_colon'"),
+    ],
+)
+def test_bad_options(options, said):
+    with pytest.raises(InputError) as error:
+        Options(**options).check()
+    assert str(error.value).startswith(said)
+
+
+def rank_processes(parent: int) -> list[int]:
+    """Processes that a launcher with process id ``parent`` has started and that still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if "megatron_ext.measure.rank" in command and f'"parent": {parent},' in command and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_an_interrupted_measurement(tmp_path, how):
+    shared = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-m", "megatron_ext", "measure", "--out", str(tmp_path / "T.json"), "--seconds", "60", "--links", "cpu"]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while len(rank_processes(launcher.pid)) < 2:
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+    launcher.send_signal(how)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == (130 if how == signal.SIGINT else -how)
+    while rank_processes(launcher.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_rank_ends_the_measurement():
+    killed = []
+
+    def kill_one(done, total, what):
+        if not killed:
+            killed.append(rank_processes(os.getpid())[-1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    with pytest.raises(launch.RankFailed, match="was killed by signal 9"):
+        measure(Options(**QUICK), kill_one)
+    assert rank_processes(os.getpid()) == []
