@@ -10,6 +10,7 @@ from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.search import search
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.bound import lower_bound
 from megatron_ext.simulator.simulate import run, with_prediction
 from megatron_ext.simulator.timing import Timing, require
 from megatron_ext.workload.model import Workload
@@ -43,6 +44,7 @@ def plan(
     has_parameters = any(chunk.parameters for chunk in workload.chunks)
     if not routes and has_parameters:
         raise InputError("no route has points: nothing can be gathered", field="routes")
+    bound_us = lower_bound(workload, timing)
     baselines: dict[str, float] = {}
     if policy == "all-gpu":
         require(timing, "gpu")
@@ -53,11 +55,11 @@ def plan(
     elif policy.startswith("random:"):
         schedule = random_schedule(workload, routes, _seed(policy))
     elif policy == "hybrid":
-        schedule, baselines = _hybrid(workload, timing, routes)
+        schedule, baselines = _hybrid(workload, timing, routes, bound_us)
     else:
         raise InputError(f"unknown policy; known: {', '.join(POLICIES)}", field="policy", value=policy)
     validate(schedule)
-    result = run(workload, timing, schedule)
+    result = run(workload, timing, schedule, bound_us=bound_us)
     metadata = msgspec.structs.replace(
         schedule.metadata, planner=policy.partition(":")[0], cost_table_sha256=cost_table_sha256, megatron_core=megatron_core
     )
@@ -71,7 +73,7 @@ def _seed(policy: str) -> int:
     return int(text)
 
 
-def _hybrid(workload: Workload, timing: Timing, routes) -> tuple[Schedule, dict[str, float]]:
+def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tuple[Schedule, dict[str, float]]:
     """The best of everything that can be planned, by simulation: never worse than a baseline."""
     schedules = []
     if "gpu" in routes:
@@ -81,7 +83,7 @@ def _hybrid(workload: Workload, timing: Timing, routes) -> tuple[Schedule, dict[
             schedules.append(("all-cpu", all_cpu(workload)))
         except InputError:  # the host copies do not fit; then it is no candidate
             pass
-    found, _ = search(workload, timing, routes)
+    found, _ = search(workload, timing, routes, bound_us)
     if found is not None:
         schedules.append(("hybrid", found))
     times = {name: run(workload, timing, schedule, bound_us=0.0).step_time_us for name, schedule in schedules}

@@ -19,8 +19,11 @@ from megatron_ext.simulator.simulate import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Workload
 
-EFFORT = 700_000
-"""Simulated steps and gathers that one search may spend, beyond its first pass."""
+EFFORT = 400_000
+"""Operations (turns of blocks, gathers) that one search may walk and simulate."""
+
+CLOSE_ENOUGH = 1e-4
+"""A plan this near to the proven bound, relatively, is not searched further."""
 
 LEAST_CANDIDATES = 6
 """However large the workload, so many candidates are tried."""
@@ -29,8 +32,8 @@ LEAST_CANDIDATES = 6
 class Search:
     """Tries choices, keeps the best schedule by simulated step time."""
 
-    def __init__(self, workload: Workload, timing: Timing, routes: tuple[str, ...]):
-        self.workload, self.timing, self.routes = workload, timing, routes
+    def __init__(self, workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us: float):
+        self.workload, self.timing, self.routes, self.bound_us = workload, timing, routes, bound_us
         parallel = workload.parallel
         self.steps = 2 * parallel.pp * parallel.vp * parallel.num_microbatches
         self.effort = EFFORT
@@ -39,7 +42,8 @@ class Search:
         self.best_made: tuple[Blocks, Choices] | None = None
 
     def spent(self) -> bool:
-        return self.effort <= 0 and self.tried >= LEAST_CANDIDATES
+        near = self.best_us <= self.bound_us * (1 + CLOSE_ENOUGH)
+        return near or (self.effort <= 0 and self.tried >= LEAST_CANDIDATES)
 
     def schedule(self, blocks: Blocks, choices: Choices) -> Schedule:
         plan = walk(self.workload, self.timing, blocks, choices)
@@ -48,7 +52,8 @@ class Search:
     def judge(self, schedule: Schedule) -> float:
         """Simulated step time; counts against the effort."""
         self.tried += 1
-        self.effort -= self.steps + sum(len(r.start.unshard) for r in schedule.ranks) + len(schedule.groups)
+        unshards = sum(len(r.start.unshard) + sum(len(e.unshard) for e in r.steps) for r in schedule.ranks)
+        self.effort -= self.steps + 4 * unshards
         return run(self.workload, self.timing, schedule, bound_us=0.0).step_time_us
 
     def consider(self, blocks: Blocks, choices: Choices) -> bool:
@@ -145,9 +150,9 @@ def route_sets(routes: tuple[str, ...]) -> list[tuple[str, ...]]:
     return sets
 
 
-def search(workload: Workload, timing: Timing, routes: tuple[str, ...]) -> tuple[Schedule | None, float]:
+def search(workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us: float = 0.0) -> tuple[Schedule | None, float]:
     """The best schedule found, and its simulated step time (None and infinity if none fits)."""
-    state = Search(workload, timing, routes)
+    state = Search(workload, timing, routes, bound_us)
     options = []
     for cut in cuttings(workload):
         for divide in (False, True) if len(routes) > 1 else (False,):

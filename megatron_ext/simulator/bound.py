@@ -1,42 +1,192 @@
-"""A proven lower bound on the step time of every schedule of a workload."""
+"""A proven lower bound on the step time of every schedule of a workload.
 
-from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.model import Workload
+[Note: Why it is a bound]
+The bound is the largest of these, and each drops constraints only:
+
+* Pipeline: the longest path through all steps and messages as if parameters were always
+  there, nothing disturbed anything, and every rank had a processor of its own.
+* Processors: where the ranks of a node share processors, all their compute by all of them.
+* Links: before a layer first computes, the least bytes that must have come by then
+  (:mod:`megatron_ext.simulator.least_loads`) have come over the rank's links; after it the rest
+  of the pipeline follows. In ``T`` microseconds a link brings at most ``T`` times the best rate
+  of any gather that is no larger than a chunk and takes no longer than ``T``; links beside
+  each other lose at least what the table says (the best mix of links is one fixed set of
+  links, because bytes and time are both linear in how long each set runs).
+* Work: the compute of a rank is slowed while its gathers run, unless they run while it waits
+  for its first input.
+
+Gradient reduction after a rank's last step, and the optimizer step, are added where the table
+knows them.
+"""
+
+from itertools import combinations
+
+from megatron_ext.cost.curve import curves_of
+from megatron_ext.cost.model import ROUTES
+from megatron_ext.simulator.critical import earliest_ends, tails
+from megatron_ext.simulator.least_loads import least_loads
+from megatron_ext.simulator.stock import buckets
+from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, KINDS, Timing
+from megatron_ext.workload.model import Workload, group_bytes
 from megatron_ext.workload.order import steps_of_ranks
 
+_KIND = {"gpu": GPU, "cpu": CPU, "nvme": CPU}
 
-def critical_path(workload: Workload, timing: Timing) -> list[list[float]]:
-    """Earliest end of every step of every rank if no gather ever held one up."""
-    parallel = workload.parallel
-    pp, last = parallel.pp, parallel.pp * parallel.vp - 1
-    ranks = steps_of_ranks(parallel)
-    times = [[(sum(t.forward), sum(t.backward)) for t in row] for row in timing.layers]
-    ends: list[list[float]] = [[] for _ in range(pp)]
-    done: dict[tuple[int, str, int], float] = {}
-    waiting: dict[tuple[int, str, int], int] = {}
-    ready = list(range(pp))
-    while ready:
-        rank = ready.pop()
-        steps = ranks[rank]
-        mine = ends[rank]
-        while len(mine) < len(steps):
-            stage, kind, microbatch = step = steps[len(mine)]
-            source = (stage - 1 if kind == "F" else stage + 1, kind, microbatch)
-            begin = mine[-1] if mine else 0.0
-            if 0 <= source[0] <= last:
-                arrival = done.get(source)
-                if arrival is None:
-                    waiting[source] = rank
-                    break
-                begin = max(begin, arrival + (timing.p2p_us if source[0] % pp != rank else 0.0))
-            end = begin + times[rank][stage // pp][kind == "B"]
-            mine.append(end)
-            done[step] = end
-            if step in waiting:
-                ready.append(waiting.pop(step))
-    return ends
+REFINED = 24
+"""Moments that are bounded with all care; the others only by the links' best rates."""
 
 
 def lower_bound(workload: Workload, timing: Timing) -> float:
-    """The compute and bubble bound: every relaxation only removes waiting."""
-    return max(ends[-1] for ends in critical_path(workload, timing))
+    """Microseconds that no valid schedule can beat; see the note above."""
+    parallel = workload.parallel
+    ends = earliest_ends(workload, timing)
+    after = _after_last_step(workload, timing)
+    optimizer = max(timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(r))) for r in range(parallel.pp))
+    bound = max(mine[-1] + after[rank] for rank, mine in enumerate(ends))
+    bound = max(bound, _processor_bound(workload, timing))
+    remaining = tails(workload, timing)
+    steps = steps_of_ranks(parallel)
+    for rank in range(parallel.pp):
+        links = Links(workload, timing, rank)
+        needs = least_loads(workload, timing, rank)
+        if not needs or not links.routes:
+            continue
+        moments = []
+        for need in needs:
+            stage, kind, _ = steps[rank][need.step]
+            whole = timing.layers[rank][stage // parallel.pp]
+            tail = remaining[rank][need.step] - sum(whole.backward if kind == "B" else whole.forward) + need.rest_us
+            moments.append((need.loaded / links.best_rate + tail, need.loaded, tail))
+        moments.sort(reverse=True)
+        for rough, loaded, tail in moments[:REFINED]:
+            bound = max(bound, rough, links.least_us(loaded) + tail)
+        compute = sum(sum(t.backward if s.kind == "B" else t.forward) for s in steps[rank] for t in (timing.layers[rank][s.stage // parallel.pp],))
+        head = ends[rank][0] - _first_us(timing, steps[rank][0], rank, parallel.pp)
+        bound = max(bound, head + links.least_work_us(compute, needs[-1].loaded, head) + after[rank])
+    return bound + optimizer
+
+
+def _first_us(timing: Timing, step, rank: int, pp: int) -> float:
+    return sum(timing.layers[rank][step.stage // pp].forward)
+
+
+def _after_last_step(workload: Workload, timing: Timing) -> list[float]:
+    """By rank: reducing the gradients of the chunk that computes last."""
+    pp = workload.parallel.pp
+    return [
+        timing.reduce_us(workload.chunk(rank, steps[-1].stage // pp).bytes)
+        for rank, steps in enumerate(steps_of_ranks(workload.parallel))
+    ]
+
+
+def _processor_bound(workload: Workload, timing: Timing) -> float:
+    if timing.processors is None:
+        return 0.0
+    parallel = workload.parallel
+    work = [0.0] * parallel.num_nodes
+    for rank in range(parallel.pp):
+        us = sum(sum(t.forward) + sum(t.backward) for t in timing.layers[rank]) * parallel.num_microbatches
+        for dp in range(parallel.dp):
+            for tp in range(parallel.tensor_model_parallel_size):
+                work[parallel.node_of(rank, dp, tp)] += us
+    return max(work) / timing.processors
+
+
+class Links:
+    """What the links of one rank can bring at best."""
+
+    def __init__(self, workload: Workload, timing: Timing, pp_rank: int):
+        dp = workload.parallel.dp
+        largest = max((group_bytes(part, dp) for c in workload.chunks_of_rank(pp_rank) for part in buckets(c)), default=0)
+        offered = [route for route in ROUTES if timing.offers(route)]
+        if not workload.limits.nvme_slots and "nvme" in offered:
+            offered.remove("nvme")
+        if workload.limits.pinned_host_bytes == 0:
+            offered = [route for route in offered if route == "gpu"]
+        self.timing = timing
+        self.curves = {route: _points(timing, route, largest) for route in offered}
+        self.routes = tuple(route for route in offered if self.curves[route])
+        self.excess = {(a, b): self._least_excess(_KIND[a], _KIND[b]) for a in self.routes for b in self.routes if _KIND[a] != _KIND[b]}
+        self.slows_compute = {route: self._least_excess(COMPUTE, _KIND[route]) for route in self.routes}
+        self.best_rates = {route: max(size / us for size, us in self.curves[route]) for route in self.routes}
+        self.best_rate = self._together(self.best_rates) if self.routes else 0.0
+
+    def _least_excess(self, measured: int, busy: int) -> float:
+        """The least that any row says of this pair; 0 where nothing was measured."""
+        timing = self.timing
+        names = (KINDS[measured], KINDS[busy])
+        rows = [row.slowdown for row in timing.table.contention if (row.measured, row.busy) == names]
+        if not rows:
+            return timing.excess(measured, 0)[busy] if timing.disturbed[measured] else 0.0
+        return max(min(rows) - 1.0, 0.0)
+
+    def _sets(self):
+        """Sets of links that can be busy at once: ``cpu`` and ``nvme`` end on the same PCIe link."""
+        for number in range(1, len(self.routes) + 1):
+            for chosen in combinations(self.routes, number):
+                if len({_KIND[route] for route in chosen}) == len(chosen):
+                    yield chosen
+
+    def _together(self, rates: dict[str, float]) -> float:
+        """Bytes per microsecond of the best set of links."""
+        return max(
+            sum(rates.get(a, 0.0) / (1.0 + sum(self.excess[a, b] for b in chosen if b != a)) for a in chosen)
+            for chosen in self._sets()
+        )
+
+    def least_us(self, size: float) -> float:
+        """No time shorter than this brings ``size`` bytes."""
+        low, high = size / self.best_rate, size / self.best_rate
+        while not self._brings(high, size):
+            low, high = high, high * 2
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._brings(middle, size) else (middle, high)
+        return low
+
+    def _brings(self, us: float, size: float) -> bool:
+        rates = {route: _best_rate_within(self.curves[route], us) for route in self.routes}
+        return us * self._together(rates) >= size
+
+    def least_work_us(self, compute_us: float, size: float, before_us: float) -> float:
+        """Least time after the first ``before_us`` in which ``compute_us`` of compute is done and,
+        counting those too, ``size`` bytes come: gathers beside compute slow it down."""
+        left = size - before_us * self.best_rate
+        if left <= 0:
+            return compute_us
+        # Each set of links slows compute by its sum; the least slowing per byte, or waiting instead.
+        best = left / self.best_rate
+        for chosen in self._sets():
+            rate = sum(self.best_rates[a] / (1.0 + sum(self.excess[a, b] for b in chosen if b != a)) for a in chosen)
+            slower = sum(self.slows_compute[a] for a in chosen)
+            # While us microseconds of gathers run, compute loses us * slower / (1 + slower).
+            best = min(best, (left / rate) * slower / (1.0 + slower))
+        return compute_us + best
+
+
+def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float]]:
+    """(bytes, us) at which a gather by ``route`` can have its best rate: the measured points up to
+    the largest group, and that group."""
+    curve = getattr(timing.table.routes, route)
+    sizes = {point.size_bytes for points in curves_of(curve).values() for point in points if 0 < point.size_bytes}
+    inside = sorted(size for size in sizes if size <= largest)
+    if sizes and largest and (timing.extrapolate or min(sizes) <= largest <= max(sizes)):
+        inside.append(largest)
+    elif sizes and largest > max(sizes):
+        pass  # larger groups cannot be planned: they were not measured
+    found = {size: timing.gather_us(route, size) for size in inside}
+    return sorted(found.items())
+
+
+def _best_rate_within(points: list[tuple[float, float]], us: float) -> float:
+    """Best rate of any gather that takes at most ``us``: at a point, or where a segment reaches ``us``."""
+    best = 0.0
+    for (size, took), following in zip(points, [*points[1:], None]):
+        if took <= us:
+            best = max(best, size / took)
+        if following is not None and (took <= us) != (following[1] <= us):
+            share = (us - took) / (following[1] - took)
+            best = max(best, (size + share * (following[0] - size)) / us)
+    if points and points[0][1] > us:  # smaller gathers than measured cannot be faster per byte than this
+        best = max(best, points[0][0] / points[0][1])
+    return best

@@ -1,0 +1,92 @@
+"""The least bytes that any schedule must bring onto a device, at every moment of an iteration."""
+
+from math import inf
+from typing import NamedTuple
+
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.model import Workload
+from megatron_ext.workload.order import steps_of_ranks
+
+
+class Need(NamedTuple):
+    """Before layer ``rest_us`` short of the end of step ``step`` computes, ``loaded`` bytes have come."""
+
+    step: int
+    rest_us: float
+    loaded: float
+
+
+def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
+    """Moments at which a rank must have brought more bytes than before.
+
+    Every byte is its own page of a cache of ``limits.device_bytes``; a layer asks for all its
+    bytes. Freeing what is needed farthest in the future brings the fewest (Belady 1966), for
+    every beginning of the sequence of requests at once. Real schedules move groups, which can
+    only bring more. Zero stage 1 brings everything once.
+    """
+    pp = workload.parallel.pp
+    limit = workload.limits.device_bytes if workload.zero_stage == 3 else None
+    sizes: list[list[int]] = []
+    for chunk in workload.chunks_of_rank(pp_rank):
+        row = [0] * chunk.num_layers
+        for parameter in chunk.parameters:
+            row[parameter.layer] += parameter.bytes
+        sizes.append(row)
+    steps = steps_of_ranks(workload.parallel)[pp_rank]
+    if limit is None or sum(map(sum, sizes)) <= limit:
+        return _once(steps, sizes, timing, pp_rank, pp)
+    requests, turns = [], {}
+    for index, step in enumerate(steps):
+        chunk = step.stage // pp
+        layers = range(len(sizes[chunk]))
+        for layer in layers if step.kind == "F" else reversed(layers):
+            if sizes[chunk][layer]:
+                turns.setdefault((chunk, layer), []).append(len(requests))
+                requests.append((index, step.kind, chunk, layer))
+    for positions in turns.values():
+        positions.reverse()
+    held: dict[tuple[int, int], int] = {}
+    free, loaded = limit, 0
+    needs = []
+    for index, kind, chunk, layer in requests:
+        page = (chunk, layer)
+        turns[page].pop()
+        missing = sizes[chunk][layer] - held.get(page, 0)
+        if not missing:
+            continue
+        held[page] = sizes[chunk][layer]
+        free -= missing
+        while free < 0:
+            victim = max((p for p in held if p != page), key=lambda p: turns[p][-1] if turns[p] else inf)
+            taken = min(held[victim], -free)
+            free += taken
+            if taken == held[victim]:
+                del held[victim]
+            else:
+                held[victim] -= taken
+        loaded += missing
+        needs.append(Need(index, _rest(timing, pp_rank, chunk, layer, kind), loaded))
+    return needs
+
+
+def _once(steps, sizes, timing, pp_rank, pp) -> list[Need]:
+    needs, seen, loaded = [], set(), 0
+    for index, step in enumerate(steps):
+        chunk = step.stage // pp
+        if chunk in seen:
+            continue
+        seen.add(chunk)
+        layers = range(len(sizes[chunk]))
+        for layer in layers if step.kind == "F" else reversed(layers):
+            if sizes[chunk][layer]:
+                loaded += sizes[chunk][layer]
+                needs.append(Need(index, _rest(timing, pp_rank, chunk, layer, step.kind), loaded))
+        if len(seen) == len(sizes):
+            break
+    return needs
+
+
+def _rest(timing: Timing, pp_rank: int, chunk: int, layer: int, kind: str) -> float:
+    """Compute left in the step when ``layer`` begins."""
+    times = timing.layers[pp_rank][chunk]
+    return sum(times.forward[layer:]) if kind == "F" else sum(times.backward[: layer + 1])
