@@ -1,0 +1,313 @@
+"""Train a GPT with megatron.core; with --user-defined-schedule, gather parameters by it.
+
+Plain Megatron but for four calls: two hand our options to the package, one tells it that
+training begins and one that it has ended. Options are named as Megatron's are.
+
+    torchrun --nproc-per-node 4 examples/pretrain_gpt_hybrid.py \
+        --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
+        --data-path runs/corpus/stdlib --train-iters 24 --user-defined-schedule schedule.json
+"""
+
+import argparse
+import functools
+import hashlib
+import logging
+import os
+import random
+import sys
+import time
+import traceback
+from datetime import timedelta
+from functools import partial
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from megatron_ext import files
+from megatron_ext.errors import InputError
+from megatron_ext.megatron import cpu_compat, gpt_arguments, hooks
+
+cpu_compat.install()  # does nothing where there is a CUDA device
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from megatron_ext.megatron import checkpoint, corpus, gpt
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    gpt_arguments.add_gpt_arguments(parser)
+    hooks.add_arguments(parser)
+    training = parser.add_argument_group("training")
+    training.add_argument("--data-path", required=True, help="Prefix of an indexed dataset (.bin and .idx).")
+    training.add_argument("--data-cache-path", default=None)
+    training.add_argument("--train-iters", type=int, default=24)
+    training.add_argument("--lr", type=float, default=1e-3)
+    training.add_argument("--clip-grad", type=float, default=1.0)
+    training.add_argument("--weight-decay", type=float, default=0.01)
+    training.add_argument("--loss-scale", type=float, default=None)
+    training.add_argument("--initial-loss-scale", type=float, default=2**16)
+    training.add_argument("--seed", type=int, default=1234)
+    training.add_argument("--no-overlap-param-gather", action="store_false", dest="overlap_param_gather")
+    training.add_argument("--eval-interval", type=int, default=None)
+    training.add_argument("--eval-iters", type=int, default=2)
+    training.add_argument("--save", default=None)
+    training.add_argument("--load", default=None)
+    training.add_argument("--save-interval", type=int, default=None)
+    training.add_argument("--log-interval", type=int, default=1)
+    training.add_argument("--metrics-path", default=None, help="Write losses, gradient norms, times and parameter hashes as JSON.")
+    return parser.parse_args()
+
+
+def initialize(args) -> None:
+    backend = args.distributed_backend or ("nccl" if cpu_compat.has_cuda() else "gloo")
+    if cpu_compat.has_cuda():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    else:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+        # Without a GPU there is one generator for both, which Megatron would warn of every time.
+        logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    dist.init_process_group(backend, timeout=timedelta(minutes=args.distributed_timeout_minutes))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
+    )
+    # Stages differ in their parameters, replicas do not.
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def build_model_and_optimizer(args):
+    config = gpt.transformer_config(args)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=args.bf16 or args.fp16,
+        overlap_grad_reduce=True,
+        overlap_param_gather=args.overlap_param_gather,
+        align_param_gather=args.overlap_param_gather and args.num_virtual_stages_per_pipeline_rank is not None,
+        use_distributed_optimizer=True,
+    )
+    chunks = gpt.build_chunks(args, config)
+    if cpu_compat.has_cuda():
+        chunks = [chunk.cuda() for chunk in chunks]
+    if args.bf16 or args.fp16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    model = [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    for chunk in model:
+        chunk.broadcast_params()
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=args.lr,
+            weight_decay=args.weight_decay,
+            clip_grad=args.clip_grad,
+            bf16=args.bf16,
+            fp16=args.fp16,
+            loss_scale=args.loss_scale,
+            initial_loss_scale=args.initial_loss_scale,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=True,
+            overlap_param_gather=args.overlap_param_gather,
+        ),
+        model,
+    )
+    config.no_sync_func = [chunk.no_sync for chunk in model]
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if ddp_config.align_param_gather:
+        config.param_sync_func = [chunk.start_param_sync for chunk in model]
+    if len(model) == 1:
+        config.no_sync_func = config.no_sync_func[0]
+        config.param_sync_func = config.param_sync_func[0] if config.param_sync_func else None
+    return model, optimizer, config
+
+
+def build_dataset(args):
+    tokenizer = corpus.tokenizer()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=([args.data_path], None),
+        split=corpus.SPLIT,
+        path_to_cache=args.data_cache_path or os.path.dirname(os.path.abspath(args.data_path)) + "/cache",
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        mid_level_dataset_surplus=0.005,
+    )
+    samples = args.train_iters * args.global_batch_size
+    sizes = [samples, args.eval_iters * args.global_batch_size if args.eval_interval else 1, 1]
+    # Rank 0 builds the cached index; the others read it.
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[:2]
+
+
+def batches(args, dataset, start_iteration: int = 0):
+    """Micro-batches of this data-parallel rank, in order; every chunk walks its own iterator."""
+    dp_rank, dp = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    micro, position = args.micro_batch_size, start_iteration * args.global_batch_size
+    device = torch.device("cuda", torch.cuda.current_device()) if cpu_compat.has_cuda() else torch.device("cpu")
+    while True:
+        first = position + dp_rank * micro
+        rows = [dataset[(first + i) % len(dataset)] for i in range(micro)]
+        yield {key: torch.stack([row[key] for row in rows]).to(device) for key in ("tokens", "labels", "loss_mask", "position_ids")}
+        position += dp * micro
+
+
+def loss_func(loss_mask, output):
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.float().view(-1) * mask) / mask.sum()
+    return loss, {"lm loss": loss.detach().clone()}
+
+
+@functools.cache
+def causal_mask(seq: int, device):
+    return torch.tril(torch.ones((1, 1, seq, seq), device=device)) < 0.5
+
+
+def forward_step(data_iterator, model):
+    batch = next(data_iterator)
+    seq = batch["tokens"].shape[1]
+    mask = causal_mask(seq, batch["tokens"].device)
+    output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def run_schedule(args, model, iterators, forward_only: bool = False) -> list[dict]:
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(model) > 1 else iterators[0],
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=args.num_microbatches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def mean_loss(losses: list[dict]) -> float:
+    """Loss of an iteration, the same on every rank: the last stage's, averaged over replicas."""
+    value = torch.zeros(1)
+    if losses:
+        value[0] = torch.stack([row["lm loss"] for row in losses]).float().mean().cpu()
+    if cpu_compat.has_cuda():
+        value = value.cuda()
+    dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+    last = torch.distributed.get_world_size() - 1
+    dist.broadcast(value, src=last)
+    return value.item() / parallel_state.get_data_parallel_world_size()
+
+
+def parameter_hash(model) -> str:
+    """sha256 over every parameter of this rank; parameters must be whole."""
+    digest = hashlib.sha256()
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def force_param_sync(model, args) -> None:
+    """All parameters whole, as Megatron does it before evaluation and checkpoints."""
+    if args.overlap_param_gather:
+        for chunk in model:
+            chunk.disable_forward_pre_hook(param_sync=True)
+        for chunk in model:
+            chunk.enable_forward_pre_hook()
+
+
+def train(args, model, optimizer, config, datasets) -> dict:
+    iteration = checkpoint.load(args.load, model, optimizer) if args.load else 0
+    hooks.on_train_setup(args, model, optimizer, config)
+    iterators = [batches(args, datasets[0], iteration) for _ in model]
+    metrics = {"loss": [], "grad_norm": [], "iteration_us": [], "eval_loss": []}
+    for chunk in model:
+        chunk.train()
+    while iteration < args.train_iters:
+        dist.barrier()
+        start = time.perf_counter_ns()
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = run_schedule(args, model, iterators)
+        updated, grad_norm, _ = optimizer.step()
+        elapsed = (time.perf_counter_ns() - start) / 1e3
+        iteration += 1
+        metrics["loss"].append(mean_loss(losses))
+        metrics["grad_norm"].append(float(grad_norm) if updated and grad_norm is not None else None)
+        metrics["iteration_us"].append(elapsed)
+        if dist.get_rank() == 0 and iteration % args.log_interval == 0:
+            norm = metrics["grad_norm"][-1]
+            print(f"iteration {iteration:5d}/{args.train_iters} | lm loss {metrics['loss'][-1]:.6f} | grad norm {'skipped' if norm is None else f'{norm:.4f}'} | {elapsed / 1e3:8.1f} ms", flush=True)
+        if args.eval_interval and iteration % args.eval_interval == 0:
+            force_param_sync(model, args)
+            metrics["eval_loss"].append(evaluate(args, model, datasets[1]))
+        if args.save and args.save_interval and iteration % args.save_interval == 0:
+            force_param_sync(model, args)
+            checkpoint.save(args.save, iteration, model, optimizer)
+    force_param_sync(model, args)
+    if args.save:
+        checkpoint.save(args.save, iteration, model, optimizer)
+    metrics["parameter_sha256"] = parameter_hash(model)
+    return metrics
+
+
+@torch.no_grad()
+def evaluate(args, model, dataset) -> float:
+    for chunk in model:
+        chunk.eval()
+    iterators = [batches(args, dataset) for _ in model]
+    losses = [mean_loss(run_schedule(args, model, iterators, forward_only=True)) for _ in range(args.eval_iters)]
+    for chunk in model:
+        chunk.train()
+    return sum(losses) / len(losses)
+
+
+def save_metrics(args, metrics: dict) -> None:
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, metrics)
+    if dist.get_rank() == 0 and args.metrics_path:
+        merged = dict(everybody[0])
+        merged["iteration_us"] = [max(times) for times in zip(*(m["iteration_us"] for m in everybody))]
+        merged["parameter_sha256"] = [m["parameter_sha256"] for m in everybody]
+        files.save(args.metrics_path, merged, indent=1)
+
+
+def main() -> int:
+    args = parse_args()
+    gpt_arguments.check(args, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    corpus.check(args.data_path, args.seq_length)
+    initialize(args)
+    hooks.configure(args.user_defined_schedule, args.user_defined_schedule_trace)
+    model, optimizer, config = build_model_and_optimizer(args)
+    metrics = train(args, model, optimizer, config, build_dataset(args))
+    save_metrics(args, metrics)
+    hooks.finish()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    # Threads of collectives may still wait for a rank that is gone: leave without them.
+    try:
+        code = main()
+    except InputError as error:
+        print(f"pretrain_gpt_hybrid: {error}", file=sys.stderr)
+        code = 2
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,129 @@
+"""The workload of a real model: its parameters, read off the modules that will train."""
+
+import argparse
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_ext.errors import InputError
+from megatron_ext.megatron import gpt_arguments
+from megatron_ext.megatron.gpt_arguments import parallel_of
+from megatron_ext.megatron.layers import layers_of
+from megatron_ext.workload.model import SCHEMA_VERSION, Chunk, Limits, Parameter, Workload, check, fingerprint
+from megatron_ext.workload.parallel import Parallel
+
+
+def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) -> Chunk:
+    """Parameters of a built model chunk (wrapped or bare) in execution order."""
+    layers = layers_of(chunk)
+    parameters = []
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.parameters:
+            parameters.append(Parameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                bytes=parameter.numel() * parameter.element_size(),
+                layer=index,
+                shared_embedding=bool(getattr(parameter, "shared_embedding", False)),
+            ))  # fmt: skip
+    return Chunk(pp_rank=pp_rank, model_chunk_id=model_chunk_id, parameters=tuple(parameters), layer_kinds=tuple(layer.kind for layer in layers))
+
+
+def p2p_bytes(parallel: Parallel, *, seq_length: int, micro_batch_size: int, hidden_size: int, itemsize: int) -> int:
+    """Bytes of one activation message between two pipeline stages."""
+    return seq_length * micro_batch_size * hidden_size * itemsize // parallel.tensor_model_parallel_size if parallel.pp > 1 else 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise InputError(message, field="describe")
+
+
+def parse(options) -> argparse.Namespace:
+    """Options of ``megatron-ext describe``: Megatron's, and what a plan may use.
+
+    Raises:
+        InputError: naming the option and its value.
+    """
+    parser = _Parser(prog="megatron-ext describe", allow_abbrev=False, add_help=False)
+    gpt_arguments.add_gpt_arguments(parser)
+    plan = parser.add_argument_group("plan")
+    plan.add_argument("--zero-stage", type=int, choices=(1, 3), default=1)
+    plan.add_argument("--limit-device-bytes", type=int, default=None)
+    plan.add_argument("--limit-pinned-host-bytes", type=int, default=None)
+    plan.add_argument("--limit-nvme-slots", type=int, default=0)
+    args = parser.parse_args(list(options))
+    gpt_arguments.check(args)
+    return args
+
+
+def summary(workload: Workload) -> dict:
+    """Figures of a workload that a person wants to see first."""
+    return {
+        "parameters": sum(p.numel for chunk in workload.chunks for p in chunk.parameters),
+        "bytes": sum(chunk.bytes for chunk in workload.chunks),
+        "chunks": len(workload.chunks),
+        "num_microbatches": workload.parallel.num_microbatches,
+        "fingerprint": fingerprint(workload),
+    }
+
+
+def text(workload: Workload, path) -> str:
+    """One line for people."""
+    figures, p = summary(workload), workload.parallel
+    return (
+        f"{path}: {figures['parameters']:,} parameters ({figures['bytes'] / 2**20:.1f} MiB) in {figures['chunks']} chunks; "
+        f"PP {p.pp} x VP {p.vp} x DP {p.dp}, {p.num_microbatches} micro-batches, {p.order}, zero stage {workload.zero_stage}"
+    )
+
+
+def describe_options(args) -> Workload:
+    """The workload of the model that checked options ask for, without training processes.
+
+    Every pipeline rank's chunks are built in turn on the ``meta`` device, in a process group
+    that only counts (torch's ``fake`` backend), so that a laptop can describe a model of any
+    size. ``limits`` and ``zero_stage`` are the options' or their defaults.
+
+    Raises:
+        InputError: Megatron refuses the combination.
+    """
+    parallel = parallel_of(args)
+    chunks = []
+    for pp_rank in range(parallel.pp):
+        chunks += _chunks_of_rank(args, parallel, pp_rank)
+    itemsize = 2 if args.bf16 or args.fp16 else 4
+    message = p2p_bytes(parallel, seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, hidden_size=args.hidden_size, itemsize=itemsize)
+    return check(Workload(
+        schema_version=SCHEMA_VERSION, kind="workload", parallel=parallel, zero_stage=args.zero_stage,
+        chunks=tuple(chunks), p2p_bytes=message,
+        limits=Limits(
+            device_bytes=args.limit_device_bytes, pinned_host_bytes=args.limit_pinned_host_bytes,
+            nvme_slots=args.limit_nvme_slots, nvme_slot_bytes=None,
+        ),
+    ))  # fmt: skip
+
+
+def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_ext.megatron import gpt
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=parallel.global_rank(pp_rank, 0), world_size=parallel.world_size)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        config = gpt.transformer_config(args, use_cpu_initialization=True, perform_initialization=False)
+        dtype = config.params_dtype
+        with torch.device("meta"):
+            built = gpt.build_chunks(args, config)
+        # Precision wrappers convert every parameter.
+        return [describe_chunk(chunk.to(dtype), pp_rank, index) for index, chunk in enumerate(built)]
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,124 @@
+"""Options of the example and of ``describe``: a subset of Megatron's own, under its names."""
+
+import argparse
+
+from megatron_ext.errors import InputError
+
+
+def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add model, parallel and precision options under Megatron's names and return ``parser``."""
+    model = parser.add_argument_group("network size")
+    model.add_argument("--num-layers", type=int, default=8)
+    model.add_argument("--hidden-size", type=int, default=256)
+    model.add_argument("--ffn-hidden-size", type=int, default=None)
+    model.add_argument("--num-attention-heads", type=int, default=4)
+    model.add_argument("--seq-length", type=int, default=128)
+    model.add_argument("--max-position-embeddings", type=int, default=None)
+    model.add_argument("--vocab-size", type=int, default=259)
+    model.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+    model.add_argument("--untie-embeddings-and-output-weights", action="store_true")
+    model.add_argument("--position-embedding-type", choices=("learned_absolute", "rope"), default="learned_absolute")
+    model.add_argument("--swiglu", action="store_true")
+    model.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
+    model.add_argument("--attention-dropout", type=float, default=0.0)
+    model.add_argument("--hidden-dropout", type=float, default=0.0)
+    model.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
+    model.add_argument("--recompute-granularity", choices=("full", "selective"), default=None)
+    model.add_argument("--recompute-method", choices=("uniform", "block"), default=None)
+    model.add_argument("--recompute-num-layers", type=int, default=None)
+    parallel = parser.add_argument_group("distributed")
+    parallel.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parallel.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
+    parallel.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parallel.add_argument("--data-parallel-size", type=int, default=None, help="Number of replicas; by default what the number of processes leaves.")
+    parallel.add_argument("--microbatch-group-size-per-virtual-pipeline-stage", type=int, default=None)
+    parallel.add_argument("--gpus-per-node", type=int, default=None, help="Ranks that share one node; by default all of them, or LOCAL_WORLD_SIZE where it is set.")
+    parallel.add_argument("--distributed-backend", choices=("nccl", "gloo"), default=None, help="Default: nccl where there is a CUDA device, else gloo.")
+    parallel.add_argument("--distributed-timeout-minutes", type=float, default=10)
+    batch = parser.add_argument_group("batch")
+    batch.add_argument("--micro-batch-size", type=int, default=1)
+    batch.add_argument("--global-batch-size", type=int, default=None)
+    precision = parser.add_argument_group("precision")
+    precision.add_argument("--bf16", action="store_true")
+    precision.add_argument("--fp16", action="store_true")
+    return parser
+
+
+def check(args, *, world_size: int | None = None) -> None:
+    """Refuse values that cannot train, and fill in what follows from others.
+
+    Args:
+        args: parsed options; ``data_parallel_size``, ``global_batch_size``,
+            ``num_microbatches`` and others are filled in.
+        world_size: number of processes, or None to take it from the parallel sizes.
+
+    Raises:
+        InputError: naming the option and its value.
+    """
+
+    def refuse(name: str, message: str):
+        raise InputError(message, field="--" + name.replace("_", "-"), value=getattr(args, name))
+
+    positive = (
+        "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "pipeline_model_parallel_size",
+        "tensor_model_parallel_size", "micro_batch_size",
+    )  # fmt: skip
+    for name in positive:
+        if getattr(args, name) < 1:
+            refuse(name, "must be at least 1")
+    for name in ("num_virtual_stages_per_pipeline_rank", "data_parallel_size", "global_batch_size", "gpus_per_node", "ffn_hidden_size"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            refuse(name, "must be at least 1")
+    if args.hidden_size % args.num_attention_heads:
+        refuse("num_attention_heads", f"does not divide --hidden-size {args.hidden_size}")
+    if args.num_attention_heads % args.tensor_model_parallel_size:
+        refuse("tensor_model_parallel_size", f"does not divide --num-attention-heads {args.num_attention_heads}")
+    if args.fp16 and args.bf16:
+        refuse("fp16", "cannot be combined with --bf16")
+    pp, vp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
+    if vp == 1:
+        vp = args.num_virtual_stages_per_pipeline_rank = None
+    if vp is not None and pp == 1:
+        refuse("num_virtual_stages_per_pipeline_rank", "needs --pipeline-model-parallel-size of at least 2")
+    if args.num_layers % (pp * (vp or 1)):
+        refuse("num_layers", f"does not divide into {pp * (vp or 1)} stages")
+    replica = pp * args.tensor_model_parallel_size
+    if world_size is not None:
+        if args.data_parallel_size is None:
+            args.data_parallel_size = max(world_size // replica, 1)
+        if world_size != replica * args.data_parallel_size:
+            raise InputError(
+                f"need {replica * args.data_parallel_size} processes: pipeline {pp} x tensor {args.tensor_model_parallel_size} x data {args.data_parallel_size}",
+                field="WORLD_SIZE", value=world_size,
+            )  # fmt: skip
+    args.data_parallel_size = args.data_parallel_size or 1
+    dp = args.data_parallel_size
+    if args.global_batch_size is None:
+        args.global_batch_size = args.micro_batch_size * dp * 2 * pp
+    if args.global_batch_size % (args.micro_batch_size * dp):
+        refuse("global_batch_size", f"is no multiple of micro-batch size {args.micro_batch_size} times data-parallel size {dp}")
+    args.num_microbatches = args.global_batch_size // (args.micro_batch_size * dp)
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    if args.max_position_embeddings < args.seq_length:
+        refuse("max_position_embeddings", f"is below --seq-length {args.seq_length}")
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    parallel_of(args).check(field="options")
+
+
+def parallel_of(args):
+    """The workload's parallel sizes for checked options."""
+    from megatron_ext.workload.parallel import Parallel
+
+    pp, vp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
+    order = "interleaved" if vp else "1f1b" if pp > 1 else "no_pipeline"
+    return Parallel(
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp or 1,
+        data_parallel_size=args.data_parallel_size,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        num_microbatches=args.num_microbatches,
+        microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage if vp else None,
+        gpus_per_node=args.gpus_per_node,
+        order=order,
+    )

@@ -1,0 +1,269 @@
+"""One training run under a user_defined_schedule: from its options to a running executor.
+
+[Note: When things happen]
+1. a DDP chunk is built: its buckets are laid out by the schedule's groups;
+2. the optimizer takes its views of those buckets (Megatron);
+3. ``finish_setup``: the real model is compared with the schedule, all ranks agree or all
+   refuse, routes are prepared, the program is compiled, host copies are published;
+4. every iteration: hooks walk the program.
+An error in 1 is kept until 3: a single rank that gave up earlier would leave the others
+waiting for it in a collective.
+"""
+
+import os
+from time import perf_counter_ns
+
+import msgspec
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext import files
+from megatron_ext.errors import InputError
+from megatron_ext.megatron import buckets
+from megatron_ext.megatron.describe import describe_chunk
+from megatron_ext.megatron.layers import LayerWaits
+from megatron_ext.runtime import faults
+from megatron_ext.runtime.device import device_of
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.group import Clock, Group
+from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.program import compile_program
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.routes import CpuRoute, GpuRoute, Publisher
+from megatron_ext.schedule import match, validate
+from megatron_ext.workload.model import Workload
+
+STOCK_GATHER = "MEGATRON_EXT_STOCK_GATHER"
+"""Set to 1: lay buckets out by the schedule but gather as Megatron does. The reference that a
+scheduled run must equal to the last bit."""
+
+
+class Session:
+    """State of a scheduled run on this rank.
+
+    Args:
+        path: the schedule file.
+        recorder: where to record what ran when, or None.
+
+    Raises:
+        InputError: the file cannot be read or is not a valid schedule.
+    """
+
+    def __init__(self, path, recorder: Recorder | None = None):
+        self.path, self.recorder = path, recorder
+        self.sha256 = files.sha256(path)
+        self.schedule = validate.load(path)
+        self.stock_gather = os.environ.get(STOCK_GATHER) == "1"
+        self.faults = faults.from_environment()
+        self.executor: Executor | None = None
+        self._ddps: list = []
+        self._bucket_groups: dict[int, object] = {}
+        self._error: str | None = None
+        self._optimizers_pending: set[int] = set()
+        self._optimizers: list = []
+
+    # While the model is built.
+
+    def on_ddp_built(self, ddp) -> None:
+        chunk = len(self._ddps)
+        self._ddps.append(ddp)
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        groups = {
+            index: group for index, group in enumerate(self.schedule.groups)
+            if (group.pp_rank, group.model_chunk_id) == (pp_rank, chunk)
+        }  # fmt: skip
+        cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else buckets.ScheduledBucketGroup
+        try:
+            _refuse_unsupported(ddp)
+            self._bucket_groups.update(buckets.lay_out(ddp, groups, file=self.path, bucket_group_class=cls))
+        except InputError as error:
+            self._error = self._error or str(error)
+            return
+        if not self.stock_gather:
+            _replace_pre_hooks(ddp, self)
+
+    # Once, before the first step.
+
+    def finish_setup(self, workload_of_run, optimizer) -> None:
+        """Agree over all ranks, then prepare everything.
+
+        Args:
+            workload_of_run: a Workload with this run's parallel sizes, zero stage and limits;
+                its chunks are replaced by what all ranks really hold.
+            optimizer: Megatron's optimizer of the run.
+
+        Raises:
+            InputError: on every rank, with the same text.
+        """
+        if not self._ddps:
+            self._error = "no model chunk passed the hook in DistributedDataParallel: is this Megatron patched?"
+        error = self._error
+        chunks = self._gather_chunks()
+        if error is None:
+            try:
+                if self.schedule.zero_stage != 1:
+                    raise InputError("this runtime trains zero stage 1", file=self.path, field="zero_stage", value=self.schedule.zero_stage)
+                self._check_routes()
+                workload = _with_chunks(workload_of_run, chunks)
+                match.match(self.schedule, workload, file=self.path)
+            except InputError as refused:
+                error = str(refused)
+        agree(error, ("schedule sha256", self.sha256), file=self.path)
+        if self.stock_gather:
+            return
+        self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        self._prepare(parallel_state.get_pipeline_model_parallel_rank())
+
+    def _check_routes(self) -> None:
+        for rank in self.schedule.ranks:
+            routes = {action.route for entry in (rank.start, *rank.steps) for action in entry.unshard}
+            if "nvme" in routes:
+                raise InputError("this runtime offers gpu and cpu", file=self.path, field=f"ranks[{rank.pp_rank}]", value="nvme")
+        if self.schedule.publish and self.schedule.parallel.num_nodes > 1:
+            raise InputError("host copies over several nodes are not offered", file=self.path, field="publish")
+
+    def _gather_chunks(self):
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        own = [describe_chunk(ddp, pp_rank, index) for index, ddp in enumerate(self._ddps)]
+        everybody = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, own)
+        return [chunk for chunks in everybody for chunk in chunks]
+
+    def _prepare(self, pp_rank: int) -> None:
+        clock, process_group = Clock(), parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dp_rank, dp_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        groups, first_layers = {}, {}
+        for index, bucket_group in sorted(self._bucket_groups.items()):
+            (bucket,) = bucket_group.buckets
+            group = Group(index, f"chunk {self.schedule.groups[index].model_chunk_id}", bucket.param_data, dp_rank, dp_size)
+            assert group.bytes == self.schedule.groups[index].bytes
+            groups[index] = group
+        for chunk_id, ddp in enumerate(self._ddps):
+            layer_of = {p.name: p.layer for p in describe_chunk(ddp, pp_rank, chunk_id).parameters}
+            for index, group in enumerate(self.schedule.groups):
+                if (group.pp_rank, group.model_chunk_id) == (pp_rank, chunk_id):
+                    first_layers[index] = min(layer_of[name] for name in group.parameters)
+
+        gpu = GpuRoute(process_group)
+        routes, pool, publisher = {"gpu": gpu}, None, None
+        published = [groups[entry.group] for entry in self.schedule.publish if entry.group in groups]
+        if published:
+            device = device_of(published[0].whole)
+            pool = HostPool(published, dp_rank, dp_size, _exchange_over(process_group))
+            routes["cpu"] = CpuRoute(pool, device, clock, self.faults, self.recorder)
+            publisher = Publisher(pool, published, device, clock, self.faults, self.recorder)
+        if self.recorder is not None:
+            routes["gpu"] = _RecordedGather(gpu, self.recorder)
+        rank = self.schedule.ranks[pp_rank]
+        waits = LayerWaits(self._ddps, groups, first_layers)
+        program = compile_program(self.schedule, rank, groups, routes, clock, waits, self.recorder, self.faults.skip_group)
+        self.executor = Executor(program, groups, clock, gpu.issue, publisher=publisher, pool=pool, recorder=self.recorder)
+        if pool is not None:
+            self.executor.on_close(pool.close)
+            self.executor.on_close(routes["cpu"].close)
+            self.executor.on_close(publisher.close)
+        for bucket_group in self._bucket_groups.values():
+            bucket_group.executor = self.executor
+        # The initial parameters are whole everywhere; publishing them lets the first
+        # iteration run like every other.
+        self.executor.params_updated()
+
+    # Every iteration.
+
+    def on_params_updated(self, optimizer) -> None:
+        """One of the run's optimizers has written new shards; publish after the last one."""
+        self._optimizers_pending.add(id(optimizer))
+        if len(self._optimizers_pending) < len(self._optimizers):
+            return
+        self._optimizers_pending.clear()
+        self.executor.params_updated()
+
+    def make_whole(self) -> None:
+        if self.executor is not None:
+            self.executor.make_whole()
+
+    def close(self) -> None:
+        if self.executor is not None:
+            self.executor.close()
+            self.executor = None
+
+
+def agree(error: str | None, fact: tuple[str, str], *, file) -> None:
+    """Collective: go on only if no rank has an error and all hold the same fact.
+
+    Raises:
+        InputError: on every rank, with the text of the lowest rank that has one.
+    """
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (error, fact[1]))
+    for rank, (message, _) in enumerate(everybody):
+        if message is not None:
+            raise InputError(message)
+    for rank, (_, value) in enumerate(everybody):
+        if value != everybody[0][1]:
+            raise InputError(f"rank {rank} and rank 0 read different files", file=file, field=fact[0], value=value[:12])
+
+
+def _with_chunks(workload: Workload, chunks) -> Workload:
+    by_stage = {(chunk.model_chunk_id, chunk.pp_rank): chunk for chunk in chunks}
+    return msgspec.structs.replace(workload, chunks=tuple(by_stage[key] for key in sorted(by_stage)))
+
+
+def _exchange_over(process_group):
+    """``exchange(object) -> list``: all-gather of small objects over ``process_group``."""
+
+    def exchange(value):
+        values = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(values, value, group=process_group)
+        return values
+
+    return exchange
+
+
+def _refuse_unsupported(ddp) -> None:
+    """Features that change what a bucket is or who gathers it."""
+    config = ddp.ddp_config
+    refused = {
+        "use_megatron_fsdp": False, "nccl_ub": False, "fp8_param_gather": False,
+        "reuse_grad_buf_for_mxfp8_param_ag": False, "num_distributed_optimizer_instances": 1,
+    }  # fmt: skip
+    for name, allowed in refused.items():
+        value = getattr(config, name, allowed)
+        if value != allowed:
+            raise InputError("cannot be combined with --user-defined-schedule", field="--" + name.replace("_", "-"), value=value)
+    if not config.use_distributed_optimizer:
+        raise InputError("--user-defined-schedule needs --use-distributed-optimizer", field="--use-distributed-optimizer", value=False)
+
+
+def _replace_pre_hooks(ddp, session: Session) -> None:
+    """Take Megatron's module pre-hooks off a chunk: the program waits for groups instead.
+
+    Callers that switch the hooks off (evaluation, checkpoints) mean "all parameters whole".
+    """
+    if ddp.use_forward_hook:
+        ddp.disable_forward_pre_hook(param_sync=False)
+
+    def enable() -> None:
+        """The program is always on."""
+
+    def disable(param_sync: bool = True) -> None:
+        if param_sync:
+            session.make_whole()
+
+    ddp.enable_forward_pre_hook, ddp.disable_forward_pre_hook = enable, disable
+
+
+class _RecordedGather:
+    """The gpu route with its link's busy time recorded."""
+
+    def __init__(self, route, recorder: Recorder):
+        self.route, self.recorder = route, recorder
+
+    def issue(self, group):
+        start = perf_counter_ns()
+        work = self.route.issue(group)
+        name = f"unshard {group.index}"
+        if group.whole.device.type == "cpu":  # on CUDA a work's future completes when it is queued
+            work.get_future().add_done_callback(lambda _: self.recorder.add("gpu", name, start, perf_counter_ns()))
+        return work
+

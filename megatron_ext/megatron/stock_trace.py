@@ -1,0 +1,72 @@
+"""Record what Megatron itself does: steps, its own gathers, its optimizer.
+
+Only used when a trace is asked for; scheduled and stock runs are recorded the same way.
+"""
+
+from time import perf_counter_ns
+
+from megatron.core.distributed import param_and_grad_buffer as upstream
+from megatron.core.pipeline_parallel import schedules
+
+from megatron_ext.runtime.recorder import Recorder
+
+
+def record_steps(recorder: Recorder) -> None:
+    """Record every forward and backward step as ``F`` and ``B`` on the compute lane."""
+    for name, label in (("forward_step", "F"), ("backward_step", "B")):
+        plain = getattr(schedules, name)
+        plain = getattr(plain, "plain", plain)
+
+        def step(*args, _plain=plain, _label=label, **kwargs):
+            start = perf_counter_ns()
+            result = _plain(*args, **kwargs)
+            recorder.add("compute", _label, start, perf_counter_ns())
+            return result
+
+        step.plain = plain
+        setattr(schedules, name, step)
+
+
+class _RecordedBucketGroup(upstream._ParamAndGradBucketGroup):
+    """Megatron's own gather, with the training thread's time in it recorded."""
+
+    recorder: Recorder
+    _issued = 0
+
+    def start_param_sync(self, *args, **kwargs):
+        start = perf_counter_ns()
+        super().start_param_sync(*args, **kwargs)
+        self._issued = start
+        self.recorder.add("issue", "unshard gpu", start, perf_counter_ns())
+
+    def finish_param_sync(self, *args, **kwargs):
+        if not self.param_gather_dispatched:
+            self.start_param_sync()
+        if self.param_gather_handle is not None:
+            start = perf_counter_ns()
+            self.param_gather_handle.wait()
+            end = perf_counter_ns()
+            self.recorder.add("wait", "wait", start, end)
+            # When it ended is not known, only that it had ended by now.
+            self.recorder.add("gpu", "unshard", self._issued, end)
+        super().finish_param_sync(*args, **kwargs)
+
+
+def record_gathers(ddp, recorder: Recorder) -> None:
+    """Record the gathers of a chunk's bucket groups."""
+    for bucket_group in ddp.bucket_groups:
+        bucket_group.__class__ = _RecordedBucketGroup
+        bucket_group.recorder = recorder
+
+
+def record_optimizer(optimizer, recorder: Recorder) -> None:
+    """Record ``optimizer.step()``."""
+    plain = optimizer.step
+
+    def step(*args, **kwargs):
+        start = perf_counter_ns()
+        result = plain(*args, **kwargs)
+        recorder.add("optimizer", "step", start, perf_counter_ns())
+        return result
+
+    optimizer.step = step

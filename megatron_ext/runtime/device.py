@@ -1,0 +1,99 @@
+"""What differs between CUDA devices and the host processor: streams, events, pinning.
+
+The CUDA half is written for PyTorch's stream semantics and has not yet been run on a GPU;
+``benchmarks/README.md`` says which command does.
+"""
+
+import torch
+
+
+class HostDevice:
+    """Parameters live in host memory; a copy is done when ``copy_`` returns."""
+
+    kind = "cpu"
+
+    def copy_stream(self):
+        return None
+
+    def mark(self):
+        """Work that a copy issued later must come after: nothing, the caller has done it."""
+        return None
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream, after):
+        """Copy and return what the reader must wait for (None: it is done)."""
+        destination.copy_(source)
+        return None
+
+    def synchronize(self, event) -> None:
+        """Block this thread until ``event``."""
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Page-lock memory for asynchronous copies: nothing to do on the host."""
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        """Undo :meth:`pin`."""
+
+
+class CudaDevice:
+    """Copies run on streams of their own and are ordered by events."""
+
+    kind = "cuda"
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def copy_stream(self):
+        # High priority: a copy is short and a step waits for it.
+        return torch.cuda.Stream(self.device, priority=-1)
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream, recorded by the thread that issues the compute."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream, after):
+        """Issue a copy on ``stream`` behind ``after``; returns the event of its end."""
+        with torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            destination.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return _StreamWait(event, self.device)
+
+    def synchronize(self, event) -> None:
+        if event is not None:
+            event.event.synchronize()
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Page-lock shared memory that torch did not allocate, so that copies are asynchronous.
+
+        Raises:
+            RuntimeError: the driver refuses (too much locked memory, for example).
+        """
+        runtime = torch.cuda.cudart()
+        size = tensor.numel() * tensor.element_size()
+        code = int(runtime.cudaHostRegister(tensor.data_ptr(), size, 0))
+        if code != 0:
+            raise RuntimeError(f"cudaHostRegister of {size} bytes failed with error {code}")
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+
+class _StreamWait:
+    """``wait()`` makes the waiting thread's current stream wait for an event."""
+
+    __slots__ = ("event", "device")
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device):
+        self.event, self.device = event, device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+def device_of(tensor: torch.Tensor):
+    """The device object for a tensor's device."""
+    return CudaDevice(tensor.device) if tensor.device.type == "cuda" else HostDevice()

@@ -1,0 +1,150 @@
+"""Runs a compiled program beside the training loop: what the hooks call."""
+
+import time
+from typing import Callable
+
+from megatron_ext.runtime.group import Clock, Group, ScheduleError, State
+from megatron_ext.runtime.program import Program
+
+
+class Executor:
+    """Walks a program; one instance a rank.
+
+    Args:
+        program: what to call at each step.
+        groups: this rank's groups by index.
+        clock: the version of the parameters.
+        gather: ``gather(group) -> handle``, an all-gather for whatever is not whole when
+            something outside a training step needs it.
+        publisher: writes host copies, or None where no group has one.
+        pool: the host pool, or None.
+        recorder: where publishing is recorded, or None.
+    """
+
+    def __init__(self, program: Program, groups: dict[int, Group], clock: Clock, gather: Callable, *, publisher=None, pool=None, recorder=None):
+        self.program, self.groups, self.clock = program, groups, clock
+        self.gather, self.publisher, self.pool, self.recorder = gather, publisher, pool, recorder
+        self._forwards, self._backwards, self._end = _by_hook(program)
+        self._count_forward = self._count_backward = 0
+        self.iterations = 0
+        self._started = False
+        self._undisturbed = True
+        self._close: list[Callable[[], None]] = []
+
+    # Called by hooks, in the order of a training iteration.
+
+    def start(self) -> None:
+        """Issue what the schedule issues as soon as fresh parameters are published."""
+        for action in self.program.start:
+            action()
+        self._started = True
+
+    def begin_iteration(self) -> None:
+        if not self._undisturbed:  # something gathered outside the program; begin anew
+            self._drop_all()
+            self._undisturbed = True
+        self._count_forward = self._count_backward = 0
+        if not self._started:
+            self.start()
+
+    def pre_forward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
+        chunk, actions = self._forwards[self._count_forward]
+        if chunk != model_chunk_id or self._count_forward != virtual_microbatch_id:
+            self._out_of_order("forward", virtual_microbatch_id, model_chunk_id)
+        self._count_forward += 1
+        for action in actions:
+            action()
+
+    def pre_backward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
+        chunk, actions, _ = self._backwards[self._count_backward]
+        if chunk != model_chunk_id or self._count_backward != virtual_microbatch_id:
+            self._out_of_order("backward", virtual_microbatch_id, model_chunk_id)
+        for action in actions:
+            action()
+
+    def post_backward(self, virtual_microbatch_id: int) -> None:
+        actions = self._backwards[self._count_backward][2]
+        self._count_backward += 1
+        for action in actions:
+            action()
+
+    def end_iteration(self) -> None:
+        """All steps are done: nothing of this iteration's whole copies is read any more."""
+        for action in self._end:
+            action()
+        if self._count_forward != len(self._forwards) or self._count_backward != len(self._backwards):
+            raise ScheduleError(f"the iteration ended after {self._count_forward} forwards and {self._count_backward} backwards; the schedule has {len(self._forwards)} and {len(self._backwards)}")
+        self._drop_all()
+        self.iterations += 1
+        if self.publisher is not None:
+            # The optimizer changes the shards next: what is still being written of them must be.
+            self.publisher.wait()
+            self.pool.set_reads_done(self.iterations)
+
+    def params_updated(self) -> None:
+        """The parameters' shards have new values: publish them and begin the next iteration."""
+        start = time.perf_counter_ns()
+        self._drop_all()
+        if self.publisher is not None:
+            self.publisher.wait()
+        self.clock.version += 1
+        if self.publisher is not None:
+            self.publisher.publish(self.iterations)
+        if self.recorder is not None:
+            self.recorder.add("issue", "publish", start, time.perf_counter_ns())
+        self.start()
+
+    # Called from outside of training steps.
+
+    def make_whole(self) -> None:
+        """Bring every group whole and fresh; for evaluation, checkpoints, hashes, exit.
+
+        Collective over the data-parallel group where anything has to be gathered: all its
+        ranks must call it.
+        """
+        for index in sorted(self.groups):
+            group = self.groups[index]
+            if group.state is State.UNSHARDING:
+                group.handle.wait()
+                group.end_unshard(self.clock)
+            elif group.state is State.SHARDED:
+                group.begin_unshard()
+                group.version = self.clock.version
+                group.handle = self.gather(group)
+                group.handle.wait()
+                group.end_unshard(self.clock)
+        self._undisturbed = False
+
+    def on_close(self, function: Callable[[], None]) -> None:
+        self._close.append(function)
+
+    def close(self) -> None:
+        """End threads and unmap host memory."""
+        while self._close:
+            self._close.pop()()
+
+    def _drop_all(self) -> None:
+        """No whole copy counts any more; wait for those still arriving."""
+        for group in self.groups.values():
+            if group.handle is not None:
+                group.handle.wait()
+                group.handle = None
+            group.state = State.SHARDED
+        self._started = False
+
+    def _out_of_order(self, kind: str, virtual_microbatch_id: int, model_chunk_id: int):
+        raise ScheduleError(f"Megatron runs {kind} {virtual_microbatch_id} of chunk {model_chunk_id}, which the schedule does not expect after {self._count_forward} forwards and {self._count_backward} backwards")
+
+
+def _by_hook(program: Program):
+    """Actions by the hook that runs them. There is no hook after a forward: what a schedule
+    does after one happens at the next step's hook, before anything of that step."""
+    forwards, backwards, carried = [], [], ()
+    for entry in program.steps:
+        if entry.step.kind == "F":
+            forwards.append([entry.chunk, carried + entry.before])
+            carried = entry.after
+        else:
+            backwards.append([entry.chunk, carried + entry.before, entry.after])
+            carried = ()
+    return [tuple(x) for x in forwards], [tuple(x) for x in backwards], carried

@@ -1,0 +1,52 @@
+"""Faults put in on purpose: delays that move work around, and negative controls.
+
+A parity test that passes without any synchronisation one run in three proves nothing, so the
+tests delay publishing, copying and gathering at random, and switch single safeguards off to
+see that training then differs. Nothing here runs unless the environment asks for it:
+``MEGATRON_EXT_FAULTS="publish_delay_ms=20,copy_delay_ms=5,seed=3"``.
+"""
+
+import os
+import random
+import time
+from typing import NamedTuple
+
+from megatron_ext.errors import InputError
+
+VARIABLE = "MEGATRON_EXT_FAULTS"
+
+
+class Faults(NamedTuple):
+    """Delays are upper bounds of uniform draws, in milliseconds; the rest are negative
+    controls: ``no_wait`` copies without waiting for the other ranks' shards, ``stale_group``
+    is a group id whose host copy is published only once, ``skip_group`` is never gathered."""
+
+    publish_delay_ms: float = 0.0
+    copy_delay_ms: float = 0.0
+    read_delay_ms: float = 0.0
+    no_wait: int = 0
+    stale_group: int = -1
+    skip_group: int = -1
+    seed: int = 0
+
+    def delayer(self, milliseconds: float, salt: int):
+        """A function that sleeps up to ``milliseconds``, or None where there is nothing to do."""
+        if milliseconds <= 0:
+            return None
+        draw = random.Random(self.seed * 1000003 + salt)
+        return lambda: time.sleep(draw.random() * milliseconds / 1e3)
+
+
+def from_environment() -> Faults:
+    """Faults that the environment asks for. Raises InputError on an unknown one."""
+    text = os.environ.get(VARIABLE, "")
+    values = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in Faults._fields:
+            raise InputError(f"known: {', '.join(Faults._fields)}", file=VARIABLE, field=name)
+        try:
+            values[name] = type(Faults._field_defaults[name])(value)
+        except ValueError:
+            raise InputError("expected a number", file=VARIABLE, field=name, value=value) from None
+    return Faults(**values)

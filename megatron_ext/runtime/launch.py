@@ -1,0 +1,117 @@
+"""Start the processes of a run on this machine and let none of them outlive it.
+
+    python -m megatron_ext.runtime.launch --nproc-per-node 4 SCRIPT [ARGUMENTS]
+
+sets the environment that torchrun sets. It differs from torchrun in what the main job needs:
+a rank's own exit code is passed on (2 means bad input), a killed launcher takes its ranks with
+it (PR_SET_PDEATHSIG), and the rank that ended first is named. On clusters use torchrun or srun.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+GRACE_SECONDS = 10
+"""How long ranks may take to end after they were asked to."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent(parent: int) -> None:
+    """In the child: be killed when the launcher ends, however it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(command: list[str], num_processes: int, *, environment: dict[str, str] | None = None, stdout=None) -> int:
+    """Run ``command`` once a rank and return the exit code of the rank that failed first, or 0.
+
+    Args:
+        command: program and arguments, the same for every rank.
+        num_processes: ranks to start.
+        environment: variables besides those of this process.
+        stdout: file for the ranks' standard output; None inherits.
+    """
+    shared = {
+        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **(environment or {}),
+    }  # fmt: skip
+    parent, ranks = os.getpid(), []
+    interrupted: list[int] = []
+    previous = {number: signal.signal(number, lambda received, frame: interrupted.append(received)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for rank in range(num_processes):
+            ranks.append(subprocess.Popen(
+                command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=stdout,
+                preexec_fn=lambda: _die_with_parent(parent), start_new_session=True,
+            ))  # fmt: skip
+        return _watch(ranks, interrupted)
+    finally:
+        _end(ranks)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _watch(ranks: list[subprocess.Popen], interrupted: list[int]) -> int:
+    """Wait until all ranks have ended well or one has not; returns the exit code."""
+    while True:
+        if interrupted:
+            print(f"launch: {signal.Signals(interrupted[0]).name} received; ending all ranks", file=sys.stderr, flush=True)
+            return 128 + interrupted[0]
+        codes = [rank.poll() for rank in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        if failed:
+            return _report(ranks, failed[0], codes[failed[0]])
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.05)
+
+
+def _report(ranks: list[subprocess.Popen], first: int, code: int) -> int:
+    if code == 2:  # the rank has said what is wrong; the others say or hide the same
+        return 2
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    print(f"launch: rank {first} (process {ranks[first].pid}) {how}; ending the other ranks", file=sys.stderr, flush=True)
+    return 1
+
+
+def _end(ranks: list[subprocess.Popen]) -> None:
+    """End every rank that still runs: first asked, then killed."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for rank in ranks:
+        try:
+            rank.wait(timeout=max(deadline - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="megatron_ext.runtime.launch", description=__doc__.splitlines()[0])
+    parser.add_argument("--nproc-per-node", type=int, required=True)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    if args.nproc_per_node < 1 or not args.command:
+        parser.error("need at least one process and a script")
+    return launch([sys.executable, *args.command], args.nproc_per_node)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

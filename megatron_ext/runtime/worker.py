@@ -1,0 +1,65 @@
+"""A thread that runs transfers of one link in issue order.
+
+On CPU the copy itself happens here (torch releases the interpreter while it copies), so that
+copies overlap compute as they do on a device's copy engine. On CUDA the thread only waits
+until a copy may be issued, then issues it on its stream.
+"""
+
+import queue
+import threading
+
+
+class Transfer:
+    """Handle of one transfer; ``wait`` returns when it is done and raises what it raised."""
+
+    __slots__ = ("_done", "error", "after")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+        self.after = None  # CUDA: event that the compute stream must wait for
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+        if self.after is not None:
+            self.after.wait()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self._done.set()
+
+
+class Worker:
+    """FIFO of ``(function, transfer)``; after a failure every later transfer fails too."""
+
+    def __init__(self, name: str):
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"megatron_ext-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, function) -> Transfer:
+        """Run ``function(transfer)`` on the thread, after everything submitted before."""
+        transfer = Transfer()
+        self._queue.put((function, transfer))
+        return transfer
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            function, transfer = item
+            if failure is None:
+                try:
+                    function(transfer)
+                except BaseException as error:  # handed to whoever waits
+                    failure = error
+            transfer.finish(failure)
+
+    def close(self) -> None:
+        """End the thread after what is queued; waits at most a few seconds."""
+        self._queue.put(None)
+        self._thread.join(timeout=5)
