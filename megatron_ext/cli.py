@@ -95,6 +95,23 @@ def patch_list(checkout: str | None, as_json: bool) -> None:
     emit(as_json, payload, show.releases_text(payload))
 
 
+@cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+@click.option("--out", required=True, help="Where the workload is written.")
+@click.argument("megatron_options", nargs=-1, type=click.UNPROCESSED)
+@json_option
+def describe(out: str, megatron_options, as_json: bool) -> None:
+    """Write the workload of a real model, from Megatron's own options."""
+    from megatron_ext.megatron import cpu_compat
+
+    cpu_compat.install()
+    from megatron_ext.megatron import describe as description
+    from megatron_ext.workload import model as workload
+
+    described = description.describe_options(description.parse(megatron_options))
+    workload.save(out, described)
+    emit(as_json, {"workload": out, **description.summary(described)}, description.text(described, out))
+
+
 @cli.command()
 @click.option("--cost-table", required=True, help="Cost table of the machines.")
 @click.option("--workload", "workload_path", required=True, help="What is trained.")
@@ -161,11 +178,13 @@ def naming_files(cost_table: str, workload_path: str, schedule_path: str | None 
         raise InputError(str(error), file=None if root == "policy" else workload_path) from None
 
 
-@cli.command(context_settings={"ignore_unknown_options": False})
+@cli.command()
 @click.option("--out", required=True, help="Where the cost table is written.")
 @click.option("--import", "imported", nargs=2, metavar="FORMAT LOG", help="Read another tool's log instead: nccl-tests, nvbandwidth, curves.")
 @click.option("--system", help="With --import curves: which of the file's systems.")
 @click.option("--placement", type=click.Choice(["in_place", "out_of_place"]), default="in_place", show_default=True, help="With --import: which column; gathers work in place.")
+@click.option("--collective", help="With --import nccl-tests: what was measured, where the log does not say.")
+@click.option("--algorithm", help="With --import nccl-tests: name of the curve, to combine several.")
 @click.option("--data-parallel-size", "--dp", type=int, default=2, show_default=True)
 @click.option("--pipeline-model-parallel-size", "--pp", type=int, default=1, show_default=True)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
@@ -183,7 +202,7 @@ def naming_files(cost_table: str, workload_path: str, schedule_path: str | None 
 @click.option("--nvme-path", type=click.Path(), help="Directory on the drive; without it the nvme route is not offered.")
 @click.argument("module_args", nargs=-1)
 @json_option
-def measure(out: str, imported, system, placement, links, as_json: bool, **options) -> None:
+def measure(out: str, imported, system, placement, collective, algorithm, links, as_json: bool, **options) -> None:
     """Measure links, contention and compute, and write a cost table.
 
     MODULE_ARGS (after --) are handed to the function that --modules names.
@@ -193,7 +212,7 @@ def measure(out: str, imported, system, placement, links, as_json: bool, **optio
     if imported:
         from megatron_ext.cost import imports
 
-        table = imports.read(*imported, system=system, placement=placement)
+        table = imports.read(*imported, system=system, placement=placement, collective=collective, algorithm=algorithm)
     else:
         from megatron_ext.measure import measure as run
         from megatron_ext.measure.options import LINKS, Options
@@ -244,14 +263,18 @@ def cost_show(table_path: str, plot_path, as_json: bool) -> None:
 
 
 @cost_group.command("combine")
-@click.argument("table_paths", metavar="TABLE...", nargs=-1, required=True)
+@click.argument("tables", metavar="[PART=]TABLE...", nargs=-1, required=True)
 @click.option("--out", required=True)
 @json_option
-def cost_combine(table_paths, out: str, as_json: bool) -> None:
-    """Take links from one table and compute from another; the first that has a figure gives it."""
+def cost_combine(tables, out: str, as_json: bool) -> None:
+    """One table out of several; the first that has a part gives it, unless PART= says which.
+
+    PART is links, compute or a field: links=cluster.json compute=one_gpu.json
+    """
     from megatron_ext.cost import combine, model
 
-    table = combine.combine({path: model.load(path) for path in table_paths})
+    named = [entry.rpartition("=")[::2] for entry in tables]
+    table = combine.combine({path: model.load(path) for _, path in named}, {part: path for part, path in named if part})
     model.save(out, table)
     taken = table.metadata.source["parts"]
     emit(as_json, {"cost_table": out, "parts": taken}, "\n".join(f"{part}: {path}" for part, path in taken.items()))

@@ -117,6 +117,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Everything measured. ``reduce`` (gradient reduce-scatter by group bytes) and
     ``optimizer`` (one optimizer step by bytes of whole parameters of one rank) are needed
     only to predict a whole iteration; a prediction without them says that it leaves them out.
+    ``all_reduce`` is no route: it is imported to compare algorithms by size.
     """
 
     schema_version: int
@@ -130,6 +131,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     p2p: Curve | tuple[Point, ...] = ()
     reduce: Curve | None = None
     optimizer: Curve | None = None
+    all_reduce: Curve | None = None
     topology: Topology = Topology()
 
 
@@ -201,6 +203,7 @@ def check(table: CostTable, *, file=None) -> CostTable:
         ),
         reduce=curve(table.reduce, "reduce"),
         optimizer=curve(table.optimizer, "optimizer"),
+        all_reduce=curve(table.all_reduce, "all_reduce"),
     )
 
 

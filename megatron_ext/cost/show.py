@@ -9,7 +9,7 @@ from megatron_ext.cost.model import ROUTES, CostTable, Curve, Point
 from megatron_ext.cost.predict import Costs
 from megatron_ext.errors import InputError
 
-OTHERS = ("publish.cpu", "publish.nvme", "publish.internode", "p2p", "reduce", "optimizer",
+OTHERS = ("publish.cpu", "publish.nvme", "publish.internode", "p2p", "reduce", "optimizer", "all_reduce",
           "group_overhead.flatten", "group_overhead.coalesced")  # fmt: skip
 
 

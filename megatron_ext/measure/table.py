@@ -99,11 +99,11 @@ def notes(raw: dict) -> list[str]:
     unmeasured = [f"{measured} beside {busy}" for measured, busy in raw.get("unmeasured_pairs", [])]
     if unmeasured:
         lines.append(f"out of time, contention not measured: {', '.join(unmeasured)}")
+    once: list[str] = []
     for name, rows in raw["curves"].items():
         wavering = []
-        once = [row["size_bytes"] for row in rows if row["size_bytes"] >= MIB and len(row[DISCARDED]) == 1 and not row.get("refined")]
-        if once:
-            lines.append(f"{name}: only one pass at {', '.join(f'{size / MIB:.4g}' for size in once)} MiB (out of time): how well it repeats is not known")
+        if any(row["size_bytes"] >= MIB and len(row[DISCARDED]) == 1 and not row.get("refined") for row in rows):
+            once.append(name)
         for row in rows:
             medians = row[DISCARDED]
             spread = max(medians) / min(medians) - 1 if len(medians) > 1 else 0.0
@@ -113,6 +113,8 @@ def notes(raw: dict) -> list[str]:
             worst = max(wavering, key=lambda pair: pair[1])
             sizes = ", ".join(f"{size / MIB:.4g}" for size, _ in wavering)
             lines.append(f"{name}: two passes differ by more than {WAVERS:.0%} at {sizes} MiB, most by {worst[1]:.0%} at {worst[0] / MIB:.4g} MiB")
+    if once:
+        lines.append(f"out of time, only one pass over some sizes, so how well they repeat is not known: {', '.join(once)}")
     drift = raw.get("compute", {}).get("drift", 0.0)
     if drift > WAVERS:
         lines.append(f"compute: alone before and alone after differ by {drift:.0%}")

@@ -1,0 +1,100 @@
+"""JSON files of published curves: one collective, several systems or several algorithms."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from megatron_ext import files
+from megatron_ext.cost.imports import COLLECTIVES, table_of
+from megatron_ext.cost.model import CostTable, Curve, Point
+from megatron_ext.errors import InputError
+
+
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+    size_bytes: int
+    us: float | None = None
+    in_place_us: float | None = None
+    out_of_place_us: float | None = None
+
+
+class _Curve(msgspec.Struct, forbid_unknown_fields=True):
+    points: list[_Row]
+    system: str | None = None
+    algorithm: str | None = None
+    world_size: int | None = None
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    source: str
+    collective: str
+    curves: list[_Curve]
+    world_size: int | None = None
+
+
+def read(path, *, system: str | None = None, placement: str = "in_place") -> CostTable:
+    """Curves named by ``algorithm`` become one curve that chooses by size; of several systems
+    one has to be named.
+
+    Raises:
+        InputError: naming the field: an unknown collective, several systems and none named,
+            no points, a size twice, a time that is not positive.
+    """
+    content = files.load(path, _File)
+    if content.collective not in COLLECTIVES:
+        raise InputError(f"known: {', '.join(COLLECTIVES)}", file=path, field="collective", value=content.collective)
+    systems = [curve.system for curve in content.curves if curve.system is not None]
+    if system is not None:
+        chosen = [index for index, curve in enumerate(content.curves) if curve.system == system]
+        if not chosen:
+            raise InputError(f"the file has: {'; '.join(systems) or 'no names'}", file="--system", value=system)
+    elif len(systems) > 1:
+        raise InputError(f"several systems; choose by --system: {'; '.join(systems)}", file=path, field="curves")
+    else:
+        chosen = list(range(len(content.curves)))
+    if not chosen:
+        raise InputError("is empty", file=path, field="curves")
+    points, algorithms, notes = (), {}, []
+    for index in chosen:
+        curve, field = content.curves[index], f"curves[{index}]"
+        read_points = _points(path, curve, field, placement)
+        falls = [after.size_bytes for before, after in zip(read_points, read_points[1:]) if after.p50_us < before.p50_us]
+        if falls:
+            notes.append(f"{curve.algorithm or curve.system or content.collective}: times fall with size at {', '.join(map(str, falls))} bytes")
+        if curve.algorithm is not None:
+            if curve.algorithm in algorithms:
+                raise InputError("is there twice", file=path, field=f"{field}.algorithm", value=curve.algorithm)
+            algorithms[curve.algorithm] = read_points
+        elif len(chosen) > 1:
+            raise InputError("one of several curves needs a name", file=path, field=f"{field}.algorithm")
+        else:
+            points = read_points
+    world_size = content.curves[chosen[0]].world_size or content.world_size
+    placed = any(row.us is None for index in chosen for row in content.curves[index].points)
+    source = content.source + (f"; {placement.replace('_', ' ')}" if placed else "")
+    return table_of(
+        content.collective,
+        Curve(points=points, algorithms=algorithms, source=source),
+        source={"format": "curves", "source": content.source, "system": content.curves[chosen[0]].system},
+        hardware={"device": content.curves[chosen[0]].system} if content.curves[chosen[0]].system else None,
+        world_sizes={"data_parallel_size": world_size} if world_size else None,
+        notes=tuple(notes),
+    )
+
+
+def _points(path, curve: _Curve, field: str, placement: str) -> tuple[Point, ...]:
+    if not curve.points:
+        raise InputError("is empty", file=path, field=f"{field}.points")
+    points = []
+    for index, row in enumerate(curve.points):
+        us = row.us if row.us is not None else getattr(row, f"{placement}_us")
+        where = f"{field}.points[{index}]"
+        if us is None:
+            raise InputError(f"has neither us nor {placement}_us", file=path, field=where)
+        if not math.isfinite(us) or us <= 0:
+            raise InputError("must be a positive, finite number", file=path, field=f"{where}.us", value=us)
+        if points and row.size_bytes <= points[-1].size_bytes:
+            raise InputError(f"does not grow from {points[-1].size_bytes}", file=path, field=f"{where}.size_bytes", value=row.size_bytes)
+        points.append(Point(size_bytes=row.size_bytes, p50_us=us))
+    return tuple(points)

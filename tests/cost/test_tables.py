@@ -1,0 +1,157 @@
+"""Combining, comparing, showing and checking the environment of cost tables."""
+
+import json
+
+import pytest
+
+from megatron_ext import cli
+from megatron_ext.cost import model, show
+from megatron_ext.cost.combine import combine
+from megatron_ext.cost.compare import compare, text
+from megatron_ext.cost.environment import differences, require_match, world_sizes
+from megatron_ext.cost.model import Compute, Contention, CostTable, Curve, GroupOverhead, Metadata, Point, Routes, check
+from megatron_ext.cost.predict import Costs
+from megatron_ext.errors import InputError
+from megatron_ext.workload.parallel import Parallel
+
+
+def curve(rate=1.0, **algorithms):
+    points = tuple(Point(size_bytes=1 << power, p50_us=(10 + (1 << power) / 1e4) * rate) for power in range(12, 24))
+    return Curve(points=points if not algorithms else (), algorithms={name: tuple(p.__class__(size_bytes=p.size_bytes, p50_us=p.p50_us * factor) for p in points) for name, factor in algorithms.items()})
+
+
+def table(**fields):
+    return check(CostTable(schema_version=1, kind="cost_table", **fields))
+
+
+CLUSTER = table(routes=Routes(gpu=curve()), metadata=Metadata(hardware={"device": "H200"}, notes=("a note",)))
+ONE_GPU = table(
+    routes=Routes(gpu=curve(2.0), cpu=curve(3.0)),
+    compute=(Compute(layer_kind="transformer", forward_us=1, backward_us=2),),
+    contention=(Contention(measured="gpu", busy="cpu", slowdown=1.1, size_bytes=4096),),
+    metadata=Metadata(hardware={"device": "A100"}, synthetic=True),
+)
+
+
+def test_combine_takes_each_part_from_the_first_that_has_it():
+    both = combine({"cluster": CLUSTER, "gpu": ONE_GPU})
+    assert both.routes.gpu == CLUSTER.routes.gpu and both.routes.cpu == ONE_GPU.routes.cpu
+    assert both.compute == ONE_GPU.compute and both.contention == ONE_GPU.contention
+    parts = both.metadata.source["parts"]
+    assert parts["routes.gpu"] == "cluster" and parts["compute"] == "gpu"
+    assert both.metadata.hardware == {"device": "H200"} and both.metadata.synthetic
+    assert "cluster: a note" in both.metadata.notes and any("A100" in note for note in both.metadata.notes)
+
+
+def test_combine_as_chosen():
+    both = combine({"cluster": CLUSTER, "gpu": ONE_GPU}, {"links": "gpu"})
+    assert both.routes.gpu == ONE_GPU.routes.gpu
+    both = combine({"gpu": ONE_GPU, "cluster": CLUSTER}, {"routes.gpu": "cluster"})
+    assert both.routes.gpu == CLUSTER.routes.gpu
+    with pytest.raises(InputError, match="cluster: compute: has none"):
+        combine({"cluster": CLUSTER, "gpu": ONE_GPU}, {"compute": "cluster"})
+    with pytest.raises(InputError, match="known parts"):
+        combine({"cluster": CLUSTER}, {"routes.warp": "cluster"})
+
+
+def test_combine_joins_algorithms():
+    ring, tree = table(all_reduce=curve(ring=1.0)), table(all_reduce=curve(tree=0.5, ring=9.0))
+    algorithms = combine({"a": ring, "b": tree}).all_reduce.algorithms
+    assert set(algorithms) == {"ring", "tree"} and algorithms["ring"] == ring.all_reduce.algorithms["ring"]
+
+
+def test_compare_says_what_changed_and_by_how_much():
+    changes = compare(CLUSTER, ONE_GPU)
+    gpu = changes["curves"]["routes.gpu"]
+    assert gpu["median"] == pytest.approx(1.0) and gpu["largest"] == pytest.approx(1.0) and gpu["sizes"] == 12
+    assert len(gpu["beyond"]) == 12  # no interval explains a factor of two on a smooth curve
+    assert changes["only"]["second"] == ["routes.cpu", "contention", "compute"]
+    assert changes["environment"] == ["hardware.device: H200 -> A100"]
+    assert "+100.0% median" in text(changes)
+    same = compare(ONE_GPU, ONE_GPU)
+    assert same["curves"]["routes.gpu"]["largest"] == 0 and not same["curves"]["routes.gpu"]["beyond"]
+    assert same["compute"] == {"transformer": 0} and same["contention"] == {"gpu beside cpu": 0}
+
+
+def test_environment():
+    parallel = Parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, data_parallel_size=2, num_microbatches=4)
+    here = {"hardware": {"device": "H200"}, "software": {"torch": "2.6.0"}, "world_sizes": world_sizes(parallel)}
+    measured = Metadata(**here)
+    assert differences(measured, here) == [] == require_match(measured, here)
+    other = Metadata(hardware={"device": "A100"}, software={"torch": "2.6.0"}, world_sizes={"data_parallel_size": 4, "pipeline_model_parallel_size": 2, "ranks_per_node": 4})
+    assert differences(other, here) == ["hardware.device: table A100, here H200", "world_sizes.data_parallel_size: table 4, here 2"]
+    assert differences(Metadata(), here)[0] == "hardware.device: the table does not say, here H200"
+    assert differences(Metadata(synthetic=True, **here), here) == ["synthetic: the table was not measured"]
+    with pytest.raises(InputError, match="T.json: metadata: was measured in another environment .hardware.device: table A100, here H200"):
+        require_match(other, here, file="T.json")
+    assert require_match(other, here, allow=True) == differences(other, here)
+
+
+@pytest.fixture
+def path(tmp_path):
+    model.save(tmp_path / "T.json", ONE_GPU)
+    return str(tmp_path / "T.json")
+
+
+def test_predict_verb(path, capsys):
+    assert cli.main(["cost", "predict", path, "--route", "gpu", "--bytes", "10000", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert set(figures) == {"us", "low_us", "high_us"}
+    assert figures["us"] == pytest.approx(2 * (10 + 1)) and figures["low_us"] <= figures["us"] <= figures["high_us"]
+    assert cli.main(["cost", "predict", path, "--route", "gpu", "--bytes", "10000", "--busy", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["us"] == pytest.approx(1.1 * figures["us"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--route", "gpu", "--bytes", "1"],
+        ["--route", "gpu", "--bytes", "-5", "--extrapolate"],
+        ["--route", "nvme", "--bytes", "10000"],
+        ["--route", "warp", "--bytes", "10000"],
+        ["--route", "gpu", "--bytes", "10000", "--busy", "nvme"],
+        ["--route", "gpu", "--bytes", "10000", "--groups", "0"],
+        ["--route", "p2p", "--bytes", "10000"],
+    ],
+)
+def test_predict_verb_refuses(path, arguments, capsys):
+    assert cli.main(["cost", "predict", path, *arguments]) == 2
+    assert len(capsys.readouterr().err.strip().split("\n")) == 1
+
+
+def test_grouped_gathers_count_call_and_flattening():
+    coalesced = Curve(points=curve(1.3).points, settings={"groups": 4})
+    costs = Costs(table(routes=Routes(gpu=curve(), cpu=curve()), group_overhead=GroupOverhead(coalesced=coalesced, flatten=curve(0.1))))
+    one = costs.gather_us("gpu", 40000)
+    assert costs.grouped("gpu", [10000] * 4).us == pytest.approx(1.3 * one)
+    assert one < costs.grouped("gpu", [20000] * 2).us < 1.3 * one
+    assert costs.grouped("gpu", [10000] * 4, flatten=True).us == pytest.approx(1.5 * one)
+    assert costs.grouped("cpu", [10000] * 4).us == pytest.approx(4 * costs.gather_us("cpu", 10000))
+
+
+def test_show_verb_with_plot(path, tmp_path, capsys):
+    plot = tmp_path / "curves.png"
+    assert cli.main(["cost", "show", path, "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "SYNTHETIC" in shown and "routes.cpu" in shown and "gpu      beside cpu        1.10" in shown
+    assert cli.main(["cost", "show", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["curves"]["routes.gpu"]["points"] == 12
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["T.json", "curves.png"]
+
+
+def test_combine_and_compare_verbs(path, tmp_path, capsys):
+    model.save(tmp_path / "cluster.json", CLUSTER)
+    out = tmp_path / "both.json"
+    assert cli.main(["cost", "combine", f"links={tmp_path / 'cluster.json'}", f"compute={path}", "--out", str(out)]) == 0
+    both = model.load(out)
+    assert both.routes.gpu == CLUSTER.routes.gpu and both.compute == ONE_GPU.compute
+    capsys.readouterr()
+    assert cli.main(["cost", "compare", path, str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["curves"]["routes.gpu"]["median"] == pytest.approx(-0.5)
+
+
+def test_roughness_names_the_largest_miss():
+    points = (Point(size_bytes=1, p50_us=1), Point(size_bytes=2, p50_us=4), Point(size_bytes=3, p50_us=3))
+    assert show.roughness(points) == pytest.approx(0.5)
+    assert show.roughness(points[:2]) is None
