@@ -164,14 +164,19 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
         report.state = "drifted"
         for entry in report.files:
             if entry.state in ("clean", "conflict"):
-                entry.state, entry.detail = "drifted", "has no hook, while other files have"
+                entry.state, entry.detail = "drifted", _NO_HOOK
     else:
         report.state = "conflict" if "conflict" in states else "clean"
     return report, patched
 
 
+_NO_HOOK = "has no hook, while other files have"
+
+
 def _first(report: Report, state: str) -> str:
-    return next(f"{f.file}: {f.detail}" for f in report.files if f.state == state)
+    """The first problem; a hook in a wrong place says more than a file without hooks."""
+    found = sorted((f for f in report.files if f.state == state), key=lambda f: f.detail == _NO_HOOK)
+    return f"{found[0].file}: {found[0].detail}"
 
 
 def _count(tree: Tree) -> int:

@@ -1,0 +1,60 @@
+"""A toy Megatron release, known to the patches for the length of a test."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import toy_megatron
+from toy_megatron import git
+
+from megatron_ext.checkout import merge
+from megatron_ext.checkout.hook_table import FILES
+from megatron_ext.checkout.patchset import parse_patch
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def load_script(name: str):
+    """A module of scripts/."""
+    place = REPOSITORY / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def toy_insertions():
+    """(path, blob) -> insertion, for the files of the toy."""
+    make_patches = load_script("make_patches")
+    found = {}
+    for path in FILES:
+        text, entry = make_patches.patch_file(path, toy_megatron.TEXTS[path].encode())
+        (insertion,) = parse_patch(text, path)
+        found[path, entry.preimage] = insertion
+    return found
+
+
+@pytest.fixture
+def toy_release(monkeypatch, toy_insertions):
+    """The toy is a release that the patches serve."""
+    monkeypatch.setattr(merge, "insertions_by_blob", lambda: toy_insertions)
+
+
+@pytest.fixture
+def archive(tmp_path, toy_release):
+    """An unpacked release without history."""
+    root = tmp_path / "archive"
+    toy_megatron.write(root)
+    return root
+
+
+@pytest.fixture
+def clone(tmp_path, toy_release):
+    """A git clone whose history holds the release."""
+    root = tmp_path / "clone"
+    toy_megatron.write(root)
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", "toy")
+    return root
