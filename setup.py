@@ -16,7 +16,10 @@ setup(
     version=version,
     description="Plan and run parameter gathers of Megatron-LM by several routes at once",
     python_requires=">=3.10",
-    packages=find_packages(include=["megatron_ext", "megatron_ext.*"]),
+    packages=[*find_packages(include=["megatron_ext", "megatron_ext.*"]), "megatron_ext.patches"],
+    # The patch files lie at the top of the repository, where people look for them.
+    package_dir={"megatron_ext.patches": "patches"},
+    package_data={"megatron_ext.patches": ["*.patch", "*.json"]},
     # The planner runs on a laptop: torch and megatron-core are needed only to measure and train.
     install_requires=[
         "numpy",
