@@ -14,11 +14,14 @@ from time import monotonic
 import torch.distributed as dist
 
 from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.nvme import NvmeRead
 from megatron_ext.measure.operations import OPERATIONS, MatrixProduct, Operation
 from megatron_ext.measure.options import MIB
 from megatron_ext.measure.sampling import sample
 
-LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce")
+LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "nvme")
+
+KINDS = OPERATIONS | {NvmeRead.name: NvmeRead}
 
 SIZE_BYTES = 4 * MIB
 """Size of measured and busy transfers: well into the range where bytes set the time."""
@@ -28,7 +31,9 @@ NEVER = 1 << 62
 
 def pairs(fabric: Fabric) -> list[tuple[str, str]]:
     """(measured, busy), every ordered pair of two links that this run has."""
-    present = [name for name in LINKS if (name in fabric.options.links) and (name != "p2p" or fabric.pipe is not None)]
+    options = fabric.options
+    missing = {"p2p": fabric.pipe is None, "nvme": options.nvme_path is None}
+    present = [name for name in LINKS if name in options.links and not missing.get(name)]
     return [(measured, busy) for busy in present for measured in present if measured != busy]
 
 
@@ -42,7 +47,7 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
     if not wanted:
         return []
     size = size_of(fabric)
-    measured = {name: OPERATIONS[name](fabric) for name in sorted({pair[0] for pair in wanted})}
+    measured = {name: KINDS[name](fabric) for name in sorted({pair[0] for pair in wanted})}
     deadline = monotonic() + seconds
     alone: dict[str, list[float]] = {name: [] for name in measured}
     beside: dict[tuple[str, str], list[float]] = {}
@@ -56,7 +61,7 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
         alone[name] += sample(fabric, operation, size, slot(visits)).us
         visits -= 1
     for busy_name in dict.fromkeys(pair[1] for pair in wanted):
-        busy = Busy(fabric, OPERATIONS[busy_name](fabric, busy=True), size)
+        busy = Busy(fabric, KINDS[busy_name](fabric, busy=True), size)
         for pair in wanted:
             if pair[1] == busy_name:
                 if fabric.agree(int(monotonic() > deadline)):
@@ -94,7 +99,7 @@ class Busy:
     def __init__(self, fabric: Fabric, operation: Operation, size_bytes: int):
         self.fabric, self.operation, self.size_bytes = fabric, operation, size_bytes
         options = fabric.options
-        alone = isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish")
+        alone = isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish", "nvme")
         if alone:  # nobody waits for anybody: each rank leads itself
             self.word, self.leads = 1 + fabric.rank % 60, True
             self._own_end = NEVER

@@ -14,20 +14,20 @@ from time import monotonic
 
 import torch.distributed as dist
 
-from megatron_ext.measure import contention, grid, processors
+from megatron_ext.measure import contention, grid, nvme, processors
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operations import OPERATIONS
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import Samples, sample
 
 PASSES = 2
-CONTENTION_SHARE, COMPUTE_SHARE = 0.3, 0.15
+CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.3, 0.15, 0.1
 """Shares of the time; the curves have the rest."""
 
-ISSUED = {"gpu", "coalesced", "cpu", "publish", "reduce"}
+ISSUED = {"gpu", "coalesced", "cpu", "publish", "reduce", "nvme", "publish_nvme"}
 """Operations that return before they are complete."""
 
-CURVES = ("gpu", "cpu", "publish", "reduce", "p2p", "optimizer", "flatten", "coalesced")
+CURVES = ("gpu", "cpu", "publish", "reduce", "p2p", "optimizer", "flatten", "coalesced", "nvme", "publish_nvme")
 
 Report = Callable[[int, int, str], None]
 """``report(done, total, what)``; called on rank 0 only."""
@@ -49,14 +49,22 @@ def sizes_of(name: str, options: Options) -> list[int]:
 
 def run(fabric: Fabric, report: Report) -> dict | None:
     """Measure everything that the options ask for; the result on rank 0, None elsewhere."""
-    options = fabric.options
-    names = [name for name in CURVES if name in options.links and (name != "p2p" or fabric.pipe is not None)]
+    options, start = fabric.options, monotonic()
+    names = [name for name in CURVES if name in OPERATIONS and name in options.links and (name != "p2p" or fabric.pipe is not None)]
     operations = {name: OPERATIONS[name](fabric) for name in names}
+    drive = None
+    if options.nvme_path is not None and "nvme" in options.links:
+        if fabric.rank == 0:
+            report(0, 1, "nvme: block size, queue depth")
+        operations["nvme"] = nvme.NvmeRead(fabric)
+        operations["publish_nvme"] = nvme.NvmeWrite(operations["nvme"])
+        names += ["nvme", "publish_nvme"]
+        drive = nvme.sweep(fabric, operations["nvme"], options.seconds * SWEEP_SHARE)
     visits = [[(name, size) for name in names for size in sizes_of(name, options)] for _ in range(PASSES)]
     pairs = contention.pairs(fabric) if "contention" in options.links else []
     contention_seconds = options.seconds * CONTENTION_SHARE if pairs else 0.0
     compute_seconds = options.seconds * COMPUTE_SHARE if "compute" in options.links else 0.0
-    curves_end = monotonic() + options.seconds - contention_seconds - compute_seconds
+    curves_end = start + options.seconds - contention_seconds - compute_seconds
     total = sum(map(len, visits)) + len(pairs) + bool(compute_seconds)
     done, merged, refined = 0, {}, set()
     for number in range(PASSES):
@@ -94,6 +102,7 @@ def run(fabric: Fabric, report: Report) -> dict | None:
         "contention": rows,
         "unmeasured_pairs": [pair for pair in pairs if pair not in known],
         "compute": compute,
+        "nvme": drive,
     }
 
 

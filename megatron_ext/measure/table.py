@@ -55,9 +55,9 @@ def assemble(options: Options, raw: dict) -> CostTable:
         routes=Routes(
             gpu=curve("gpu", f"{backend} all-gather in place, {at_once}"),
             cpu=curve("cpu", f"copy of the whole group from node-shared host memory, {at_once}"),
-            nvme=_nvme(raw),
+            nvme=_nvme(raw, "nvme", f"drive to pinned slot to device, {at_once}, each from a file of its own"),
         ),
-        publish=Publish(cpu=curve("publish", f"own shard into node-shared host memory, {at_once}"), nvme=_nvme(raw, "publish")),
+        publish=Publish(cpu=curve("publish", f"own shard into node-shared host memory, {at_once}"), nvme=_nvme(raw, "publish_nvme", f"own shard onto the drive, {at_once}")),
         group_overhead=GroupOverhead(
             call_us=_call_us(curves.get("gpu", [])),
             flatten=curve("flatten", f"one copy on the device, {at_once}"),
@@ -77,11 +77,10 @@ def _points(rows: list[dict]) -> tuple[Point, ...]:
     return tuple(Point(**{name: value for name, value in row.items() if name in Point.__struct_fields__}) for row in rows)
 
 
-def _nvme(raw: dict, what: str = "read") -> Curve | None:
-    found = raw.get("nvme")
-    if not found or not found.get(what):
+def _nvme(raw: dict, name: str, source: str) -> Curve | None:
+    if name not in raw["curves"]:
         return None
-    return Curve(points=_points(found[what]), source=found["source"], settings=found["settings"])
+    return Curve(points=_points(raw["curves"][name]), source=f"measured: {source}", settings=raw["nvme"]["settings"])
 
 
 def _call_us(rows: list[dict]) -> float | None:

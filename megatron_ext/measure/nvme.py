@@ -1,0 +1,117 @@
+"""The nvme route: from the drive into a pinned slot, and from there to the device.
+
+Block size and queue depth are swept once; the best are used for the whole curve and stored in
+its ``settings`` as ``block_bytes`` and ``queue_depth``, the names that are read at run time.
+"""
+
+from __future__ import annotations
+
+import mmap
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.measure.drive import MEMORY_FILESYSTEMS, SECTOR, Drive, filesystem, padded
+from megatron_ext.measure.fabric import Fabric, arena_bytes
+from megatron_ext.measure.operations import Operation
+from megatron_ext.measure.options import KIB, MIB
+from megatron_ext.measure.sampling import sample
+from megatron_ext.runtime.worker import Transfer, Worker
+
+BLOCK_BYTES = (256 * KIB, MIB, 4 * MIB)
+QUEUE_DEPTHS = (1, 4, 16)
+
+SWEEP_BYTES = 32 * MIB
+"""Size that the sweep reads: large enough for every combination to fill its queue."""
+
+
+class NvmeRead(Operation):
+    """The whole way of one group: drive, pinned slot, device. Every rank reads at once, each its own file."""
+
+    name = "nvme"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self.block_bytes = MIB
+        self.drive = Drive(fabric.options.nvme_path, arena_bytes(fabric.options))
+        self._slot = mmap.mmap(-1, padded(arena_bytes(fabric.options)))
+        self.slot = memoryview(self._slot)
+        self.staged = torch.frombuffer(self._slot, dtype=torch.float32)
+        fabric.device.pin(self.staged)
+        self.worker = Worker("measure-nvme")
+        self.stream = fabric.device.copy_stream()
+        self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
+
+    def offset(self, size_bytes: int, turn: int) -> int:
+        """Another place in the file every turn: drives have caches too."""
+        places = self.drive.size_bytes // padded(size_bytes)
+        return turn % places * padded(size_bytes)
+
+    def issue(self, size_bytes: int, turn: int) -> Transfer:
+        offset = self.offset(size_bytes, turn)
+        target = self.fabric.window(self.memory, size_bytes, turn)
+        after = self.fabric.device.mark()
+
+        def read(transfer: Transfer) -> None:
+            self.drive.read(self.slot, offset, size_bytes, self.block_bytes)
+            transfer.after = self.fabric.device.copy(target, self.staged[: size_bytes // 4], self.stream, after)
+
+        return self.worker.submit(read)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.drive.close()
+        self.fabric.device.unpin(self.staged)
+
+
+class NvmeWrite(Operation):
+    """Every rank writes its shard of the group to the drive; shares the file of a read."""
+
+    name = "publish_nvme"
+
+    def __init__(self, read: NvmeRead):
+        super().__init__(read.fabric)
+        self.read = read
+
+    def issue(self, size_bytes: int, turn: int) -> Transfer:
+        shard = max(size_bytes // self.fabric.options.data_parallel_size, SECTOR)
+        offset = self.read.offset(shard, turn)
+        return self.read.worker.submit(lambda transfer: self.read.drive.write(self.read.slot, offset, shard, self.read.block_bytes))
+
+
+def sweep(fabric: Fabric, operation: NvmeRead, seconds: float) -> dict:
+    """Set the best block size and queue depth on ``operation``; returns what is stored.
+
+    All ranks take part and take the same: the one with the least median over all of them.
+    """
+    size = fabric.options.rounded(min(SWEEP_BYTES, fabric.options.max_bytes))
+    combinations = [(block, depth) for depth in QUEUE_DEPTHS for block in BLOCK_BYTES if block <= size or block == BLOCK_BYTES[0]]
+    own = []
+    for block, depth in combinations:
+        operation.block_bytes = block
+        operation.drive.set_queue_depth(depth)
+        own.append(sample(fabric, operation, size, seconds / len(combinations), min_rounds=2).us)
+    everyone: list = [None] * fabric.world_size
+    dist.all_gather_object(everyone, own)
+    medians = [median(us for theirs in everyone for us in theirs[index]) for index in range(len(combinations))]
+    best = min(range(len(combinations)), key=medians.__getitem__)
+    operation.block_bytes, depth = combinations[best]
+    operation.drive.set_queue_depth(depth)
+    kind = filesystem(fabric.options.nvme_path)
+    return {
+        "settings": {
+            "block_bytes": operation.block_bytes, "queue_depth": depth, "direct": operation.drive.direct, "filesystem": kind,
+            "sweep_bytes": size,
+            "sweep_us": {f"block_bytes {block}, queue_depth {depth}": us for (block, depth), us in zip(combinations, medians)},
+        },
+        "notes": _notes(kind, operation.drive.direct),
+    }  # fmt: skip
+
+
+def _notes(kind: str, direct: bool) -> list[str]:
+    if kind in MEMORY_FILESYSTEMS:
+        return [f"nvme: the path is on {kind}: memory was measured, not a drive"]
+    if not direct:
+        return [f"nvme: {kind} does not take O_DIRECT: the page cache was dropped between reads, not passed by"]
+    return []

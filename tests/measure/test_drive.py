@@ -1,0 +1,93 @@
+"""The drive's file: what is written is read, nothing is left, a bad place is refused."""
+
+import errno
+import mmap
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ext.cost import model
+from megatron_ext.errors import InputError
+from megatron_ext.measure.drive import SECTOR, Drive, filesystem, padded
+
+
+@pytest.mark.parametrize("size", [SECTOR, 300_000, 1 << 20])
+@pytest.mark.parametrize("queue_depth", [1, 4])
+def test_what_is_written_is_read(tmp_path, size, queue_depth):
+    drive = Drive(str(tmp_path), 4 << 20, queue_depth)
+    try:
+        slot, back = (memoryview(mmap.mmap(-1, padded(size))) for _ in range(2))
+        slot[:] = os.urandom(len(slot))
+        drive.write(slot, padded(size), size, block_bytes=1 << 16)
+        drive.read(back, padded(size), size, block_bytes=1 << 17)
+        assert back == slot
+        drive.read(back, 0, size, block_bytes=1 << 17)
+        assert back != slot
+        assert list(tmp_path.iterdir()) == []  # the file has no name
+    finally:
+        drive.close()
+
+
+def test_reading_beyond_the_file_is_an_error(tmp_path):
+    drive = Drive(str(tmp_path), SECTOR)
+    with pytest.raises(OSError):
+        drive.read(memoryview(mmap.mmap(-1, 2 * SECTOR)), 0, 2 * SECTOR, block_bytes=2 * SECTOR)
+    drive.close()
+
+
+def test_bad_places(tmp_path):
+    with pytest.raises(InputError, match="--nvme-path: .*missing.*: is no directory"):
+        Drive(str(tmp_path / "missing"), SECTOR)
+    with pytest.raises(InputError, match="--nvme-path: '/proc': is not writable"):
+        Drive("/proc", SECTOR)
+    with pytest.raises(InputError, match=f"the drive is full: needs {1 << 60} bytes"):
+        Drive(str(tmp_path), 1 << 60)
+
+
+def test_a_drive_that_fills_while_writing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(InputError, match="the drive is full"):
+        Drive(str(tmp_path), SECTOR)
+
+
+def test_filesystem_is_named():
+    assert filesystem("/dev/shm") == "tmpfs"
+    assert filesystem("/proc/self") == "proc"
+
+
+def measure(tmp_path, where):
+    out = tmp_path / "T.json"
+    command = [sys.executable, "-m", "megatron_ext", "measure", "--out", str(out), "--links", "nvme,cpu", "--max-bytes", "32768", "--seconds", "3", "--nvme-path", str(where)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done, out
+
+
+def test_a_measured_nvme_route(tmp_path):
+    where = tmp_path / "drive"
+    where.mkdir()
+    done, out = measure(tmp_path, where)
+    assert done.returncode == 0, done.stderr
+    table = model.load(out)
+    settings = table.routes.nvme.settings
+    assert settings["block_bytes"] % SECTOR == 0 and settings["queue_depth"] >= 1  # the names the run reads
+    assert len(settings["sweep_us"]) >= 3
+    assert table.routes.nvme.points[-1].size_bytes == 32768 == table.publish.nvme.points[-1].size_bytes
+    assert list(where.iterdir()) == []
+
+
+def test_tmpfs_is_measured_and_said(tmp_path):
+    done, out = measure(tmp_path, "/dev/shm")
+    assert done.returncode == 0, done.stderr
+    assert "tmpfs: memory was measured, not a drive" in done.stdout
+    assert any("tmpfs" in note for note in model.load(out).metadata.notes)
+
+
+def test_a_bad_place_ends_with_one_line(tmp_path):
+    done, out = measure(tmp_path, tmp_path / "missing")
+    assert done.returncode == 2 and not out.exists()
+    assert done.stderr.strip().split("\n")[-1].startswith("megatron-ext: --nvme-path: ")

@@ -1,0 +1,52 @@
+"""Sizes to measure, where they are refined, and what the notes of a table say."""
+
+import pytest
+
+from megatron_ext.measure import grid, table
+from megatron_ext.measure.compute import measure_compute, total_us
+from megatron_ext.measure.options import Options
+from megatron_ext.measure.program import sizes_of
+
+from layers import Layer
+
+
+def test_factor_2_grid_has_both_ends():
+    assert grid.factor_2(4096, 65536) == [4096, 8192, 16384, 32768, 65536]
+    assert grid.factor_2(5000, 20000) == [5000, 8192, 16384, 20000]
+    assert grid.factor_2(4096, 4096) == [4096]
+    assert sizes_of("gpu", Options())[0] == 4096 and sizes_of("gpu", Options())[-1] == 256 << 20 and len(sizes_of("gpu", Options())) == 17
+
+
+def test_refined_where_neighbours_disagree_only():
+    straight = {1 << power: float(1 << power) for power in range(12, 20)}
+    assert grid.refinement(straight) == []
+    step = dict(straight) | {1 << 15: 2.0 * (1 << 15)}
+    added = grid.refinement(step)
+    assert 3 << 14 in added or 3 << 13 in added
+    assert all((1 << 13) < size < (1 << 17) for size in added) and len(added) <= 4
+
+
+def raw(first, second, **more):
+    return {"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [first, second]}]}, **more}
+
+
+@pytest.mark.parametrize(("first", "second", "said"), [(100.0, 109.0, False), (100.0, 112.0, True), (112.0, 100.0, True)])
+def test_a_table_says_where_two_passes_disagree(first, second, said):
+    assert bool(table.notes(raw(first, second))) == said
+
+
+def test_a_table_says_who_else_was_busy_and_what_there_was_no_time_for():
+    notes = table.notes(raw(1.0, 1.0, others_processors=1.5, unmeasured_pairs=[("gpu", "cpu")]))
+    assert "other programs used 1.5 processors" in notes[0] and "gpu beside cpu" in notes[1]
+    once = {"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [1.0]}]}}
+    assert "only one pass" in table.notes(once)[0]
+    assert table.notes({"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [1.0], "refined": True}]}}) == []
+
+
+def test_every_layer_runs_forward_then_backward():
+    runners = {"a": Layer(8), "b": Layer(64)}
+    rows = measure_compute(runners, repeats=5, evict_bytes=1 << 16, warmup=2)
+    assert [row.layer_kind for row in rows] == ["a", "b"]
+    assert all(0 < row.forward_us <= row.forward_p95_us and 0 < row.backward_us <= row.backward_p95_us and row.samples == 5 for row in rows)
+    assert runners["a"].calls == ["forward", "backward"] * 7
+    assert total_us(rows) == pytest.approx(sum(row.forward_us + row.backward_us for row in rows))
