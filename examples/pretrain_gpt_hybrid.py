@@ -38,11 +38,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from megatron_ext.megatron import checkpoint, corpus, gpt
+from megatron_ext.megatron import checkpoint, corpus, gpt, progress
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = gpt_arguments.OneLineParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     gpt_arguments.add_gpt_arguments(parser)
     hooks.add_arguments(parser)
     training = parser.add_argument_group("training")
@@ -62,6 +62,7 @@ def parse_args():
     training.add_argument("--load", default=None)
     training.add_argument("--save-interval", type=int, default=None)
     training.add_argument("--log-interval", type=int, default=1)
+    training.add_argument("--progress-bar", default=None, metavar="TITLE", help="Show a progress bar in place of one line an iteration.")
     training.add_argument("--metrics-path", default=None, help="Write losses, gradient norms, times and parameter hashes as JSON.")
     return parser.parse_args()
 
@@ -234,6 +235,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
     metrics = {"loss": [], "grad_norm": [], "iteration_us": [], "eval_loss": []}
     for chunk in model:
         chunk.train()
+    log = progress.iteration_log(args.train_iters, start=iteration, every=args.log_interval, title=args.progress_bar, silent=dist.get_rank() > 0)
     while iteration < args.train_iters:
         dist.barrier()
         start = time.perf_counter_ns()
@@ -247,15 +249,14 @@ def train(args, model, optimizer, config, datasets) -> dict:
         metrics["loss"].append(mean_loss(losses))
         metrics["grad_norm"].append(float(grad_norm) if updated and grad_norm is not None else None)
         metrics["iteration_us"].append(elapsed)
-        if dist.get_rank() == 0 and iteration % args.log_interval == 0:
-            norm = metrics["grad_norm"][-1]
-            print(f"iteration {iteration:5d}/{args.train_iters} | lm loss {metrics['loss'][-1]:.6f} | grad norm {'skipped' if norm is None else f'{norm:.4f}'} | {elapsed / 1e3:8.1f} ms", flush=True)
+        log.iteration(iteration, metrics["loss"][-1], metrics["grad_norm"][-1], elapsed)
         if args.eval_interval and iteration % args.eval_interval == 0:
             force_param_sync(model, args)
             metrics["eval_loss"].append(evaluate(args, model, datasets[1]))
         if args.save and args.save_interval and iteration % args.save_interval == 0:
             force_param_sync(model, args)
             checkpoint.save(args.save, iteration, model, optimizer)
+    log.close()
     force_param_sync(model, args)
     if args.save:
         checkpoint.save(args.save, iteration, model, optimizer)
@@ -288,8 +289,8 @@ def main() -> int:
     args = parse_args()
     gpt_arguments.check(args, world_size=int(os.environ.get("WORLD_SIZE", 1)))
     corpus.check(args.data_path, args.seq_length)
+    hooks.configure(args.user_defined_schedule, args.user_defined_schedule_trace, parallel=gpt_arguments.parallel_of(args))
     initialize(args)
-    hooks.configure(args.user_defined_schedule, args.user_defined_schedule_trace)
     model, optimizer, config = build_model_and_optimizer(args)
     metrics = train(args, model, optimizer, config, build_dataset(args))
     save_metrics(args, metrics)
@@ -303,6 +304,8 @@ if __name__ == "__main__":
     try:
         code = main()
     except InputError as error:
+        if int(os.environ.get("RANK", 0)) > 0:
+            time.sleep(2)  # rank 0 mostly says the same, and the launcher then ends this rank
         print(f"pretrain_gpt_hybrid: {error}", file=sys.stderr)
         code = 2
     except Exception:

@@ -1,1 +1,36 @@
-"""Being here puts this folder on the import path, so that tests share the helpers beside this file."""
+"""What all tests share: the patched Megatron tree, and a corpus to train on."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MEGATRON = ROOT / ".megatron"
+
+sys.path.insert(0, str(ROOT / "tests"))
+if MEGATRON.is_dir():
+    sys.path.insert(0, str(MEGATRON))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(MEGATRON), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.fixture(scope="session")
+def megatron_tree() -> Path:
+    """The patched megatron-core tree that scripts/setup.sh makes; made here where it is not."""
+    from megatron_ext.checkout import private
+
+    release = next(line.partition("==")[2].strip() for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("megatron-core=="))
+    private.prepare(release, MEGATRON)
+    return MEGATRON
+
+
+@pytest.fixture(scope="session")
+def corpus_prefix(megatron_tree, tmp_path_factory) -> Path:
+    """An indexed dataset of the standard library's source."""
+    from training import run
+
+    prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
+    result = run([sys.executable, "-m", "megatron_ext.megatron.corpus", str(prefix)])
+    assert result.returncode == 0, result.stderr
+    return prefix

@@ -4,6 +4,7 @@ Bytes are tokens 0 to 255; special ids lie above them, so that no byte can be mi
 """
 
 import os
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -79,3 +80,26 @@ def check(prefix, seq_length: int) -> None:
     for part, found in (("training", lengths[:train_documents]), ("validation", lengths[train_documents:])):
         if int(found.sum()) < seq_length + 1:
             raise InputError(f"the corpus is too short: {int(found.sum())} tokens for {part}, one sample of --seq-length {seq_length} needs {seq_length + 1}", file=f"{prefix}.idx", field="tokens", value=tokens)
+
+
+def main() -> int:
+    """``python -m megatron_ext.megatron.corpus PREFIX``: build the corpus."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megatron_ext.megatron import cpu_compat
+
+    if len(sys.argv) != 2:
+        print("usage: python -m megatron_ext.megatron.corpus PREFIX", file=sys.stderr)
+        return 2
+    cpu_compat.install()
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("corpus", total=len(sources()))
+        tokens = build(sys.argv[1], progress=lambda name: bar.advance(task))
+    print(f"{sys.argv[1]}: {tokens:,} tokens from {len(sources())} files", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

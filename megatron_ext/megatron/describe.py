@@ -5,7 +5,6 @@ import argparse
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_ext.errors import InputError
 from megatron_ext.megatron import gpt_arguments
 from megatron_ext.megatron.gpt_arguments import parallel_of
 from megatron_ext.megatron.layers import layers_of
@@ -35,18 +34,13 @@ def p2p_bytes(parallel: Parallel, *, seq_length: int, micro_batch_size: int, hid
     return seq_length * micro_batch_size * hidden_size * itemsize // parallel.tensor_model_parallel_size if parallel.pp > 1 else 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise InputError(message, field="describe")
-
-
 def parse(options) -> argparse.Namespace:
     """Options of ``megatron-ext describe``: Megatron's, and what a plan may use.
 
     Raises:
         InputError: naming the option and its value.
     """
-    parser = _Parser(prog="megatron-ext describe", allow_abbrev=False, add_help=False)
+    parser = gpt_arguments.OneLineParser(prog="megatron-ext describe", allow_abbrev=False, add_help=False)
     gpt_arguments.add_gpt_arguments(parser)
     plan = parser.add_argument_group("plan")
     plan.add_argument("--zero-stage", type=int, choices=(1, 3), default=1)

@@ -5,6 +5,13 @@ import argparse
 from megatron_ext.errors import InputError
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """An argparse parser whose errors are InputErrors: one line, exit code 2."""
+
+    def error(self, message: str):
+        raise InputError(message, file=self.prog)
+
+
 def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add model, parallel and precision options under Megatron's names and return ``parser``."""
     model = parser.add_argument_group("network size")
@@ -85,7 +92,9 @@ def check(args, *, world_size: int | None = None) -> None:
     replica = pp * args.tensor_model_parallel_size
     if world_size is not None:
         if args.data_parallel_size is None:
-            args.data_parallel_size = max(world_size // replica, 1)
+            if world_size % replica:
+                raise InputError(f"is no multiple of pipeline {pp} x tensor {args.tensor_model_parallel_size}", field="WORLD_SIZE", value=world_size)
+            args.data_parallel_size = world_size // replica
         if world_size != replica * args.data_parallel_size:
             raise InputError(
                 f"need {replica * args.data_parallel_size} processes: pipeline {pp} x tensor {args.tensor_model_parallel_size} x data {args.data_parallel_size}",

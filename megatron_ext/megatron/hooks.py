@@ -32,13 +32,16 @@ class _Idle:
 IDLE = _Idle()
 
 
-def configure(schedule=None, trace=None):
+def configure(schedule=None, trace=None, *, parallel=None):
     """Make a run active: gather by ``schedule`` (a path), write a trace to ``trace`` (a path).
+
+    ``parallel`` (a :class:`megatron_ext.workload.parallel.Parallel`) lets a schedule for other
+    sizes be refused at once, before processes have found each other.
 
     Call before models are built. With neither, Megatron stays plain. Returns the run or None.
 
     Raises:
-        InputError: the schedule cannot be read or is not valid.
+        InputError: the schedule cannot be read, is not valid, or is for other parallel sizes.
     """
     global _run, _looked
     _looked = True
@@ -46,7 +49,7 @@ def configure(schedule=None, trace=None):
         return None
     from megatron_ext.megatron.run import Run
 
-    _run = Run(schedule, trace)
+    _run = Run(schedule, trace, parallel)
     return _run
 
 

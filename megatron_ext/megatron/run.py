@@ -1,21 +1,27 @@
 """A run that is scheduled, traced, or both: what the hooks talk to."""
 
+import os
+
 import torch.distributed as dist
 
 from megatron_ext.megatron import stock_trace
 from megatron_ext.megatron.hooks import IDLE
 from megatron_ext.megatron.session import Session
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule import match
 from megatron_ext.schedule import trace as trace_file
 
 
 class Run:
     """Owns the session (if a schedule is given) and the recorder (if a trace is wanted)."""
 
-    def __init__(self, schedule, trace):
+    def __init__(self, schedule, trace, parallel=None):
         self.trace_path = trace
-        self.recorder = Recorder(dist.get_rank() if dist.is_initialized() else 0) if trace is not None else None
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+        self.recorder = Recorder(rank) if trace is not None else None
         self.session = Session(schedule, self.recorder) if schedule is not None else None
+        if self.session is not None and parallel is not None:
+            match.match_parallel(self.session.schedule, parallel, file=schedule)
         if self.recorder is not None:
             stock_trace.record_steps(self.recorder)
 

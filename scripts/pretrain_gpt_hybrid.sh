@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# The main job: measure, plan, train a real GPT by the schedule beside stock Megatron, compare.
+#
+# Settings (environment): ITERS PP VP DP MICRO_BATCHES LAYERS HIDDEN HEADS SEQ MICRO_BATCH_SIZE
+#   POLICY (hybrid, all-gpu, all-cpu, random:SEED)  NAME (directory under runs/)
+#   MEGATRON_PATH (a Megatron-LM checkout to patch and use)  EXTRA (further options of the example)
+# An interrupted run goes on where it was; a complete one is done again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+ITERS=${ITERS:-24} PP=${PP:-2} VP=${VP:-2} DP=${DP:-2}
+LAYERS=${LAYERS:-8} HIDDEN=${HIDDEN:-256} HEADS=${HEADS:-4} SEQ=${SEQ:-128} MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-2}
+MICRO_BATCHES=${MICRO_BATCHES:-$((2 * PP))} POLICY=${POLICY:-hybrid}
+NAME=${NAME:-pp$PP-vp$VP-dp$DP-l$LAYERS-h$HIDDEN-s$SEQ-$POLICY}
+
+say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }
+refuse() { printf 'pretrain_gpt_hybrid: %s\n' "$*" >&2; exit 2; }
+
+# A wrong value is refused before anything is started.
+for name in ITERS PP VP DP LAYERS HIDDEN HEADS SEQ MICRO_BATCH_SIZE MICRO_BATCHES; do
+    [[ ${!name} =~ ^[1-9][0-9]{0,6}$ ]] || refuse "$name = '${!name}': expected a whole number of at least 1"
+done
+[[ $POLICY =~ ^(hybrid|all-gpu|all-cpu|exact|random:[0-9]+)$ ]] || refuse "POLICY = '$POLICY': expected hybrid, all-gpu, all-cpu, exact or random:SEED"
+[[ $NAME =~ ^[A-Za-z0-9._:-]+$ && $NAME != . && $NAME != .. ]] || refuse "NAME = '$NAME': expected letters, digits, '.', '_', ':' and '-'"
+[ "$ITERS" -ge 4 ] || refuse "ITERS = '$ITERS': at least 4 are needed: two warm up"
+[ $((PP * DP)) -le 64 ] || refuse "PP x DP = $((PP * DP)): more than 64 processes on one machine"
+
+scripts/setup.sh
+export PATH="$PWD/.venv/bin:$PATH" PYTHONPATH="${MEGATRON_PATH:-$PWD/.megatron}${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONWARNINGS=ignore OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+run=runs/$NAME
+world=$((PP * DP))
+model=(--num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" --seq-length "$SEQ"
+    --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size $((MICRO_BATCH_SIZE * DP * MICRO_BATCHES))
+    --pipeline-model-parallel-size "$PP" --data-parallel-size "$DP" --untie-embeddings-and-output-weights)
+[ "$VP" -gt 1 ] && model+=(--num-virtual-stages-per-pipeline-rank "$VP")
+
+devices=$(python -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
+if [ "$devices" -gt 0 ] && [ "$devices" -lt "$world" ]; then
+    say "$devices CUDA devices are fewer than $world ranks: this run uses the processor"
+    export CUDA_VISIBLE_DEVICES=""
+fi
+
+mkdir -p "$run"
+printf '%s\n' "${model[@]}" "$ITERS" "$POLICY" "${EXTRA:-}" "${MEGATRON_PATH:-}" > "$run/.settings.new"
+if [ -e "$run/report.md" ] || ! cmp -s "$run/.settings.new" "$run/.settings"; then
+    rm -f "$run"/*.json "$run"/*.md "$run"/*.png "$run"/*.log
+fi
+mv "$run/.settings.new" "$run/.settings"
+
+if [ ! -e "$run/workload.json" ]; then
+    say "describing the workload"
+    megatron-ext describe --out "$run/workload.json" "${model[@]}"
+fi
+
+corpus=runs/corpus/stdlib
+if [ ! -e $corpus.idx ]; then
+    say "building a corpus from the Python standard library's source"
+    python -m megatron_ext.megatron.corpus $corpus
+fi
+
+if [ ! -e "$run/cost_table.json" ]; then
+    say "measuring what gathers, copies and compute cost on $world ranks"
+    read -r largest whole < <(python -m megatron_ext.workload.sizes "$run/workload.json")
+    megatron-ext measure --out "$run/cost_table.json" --dp "$DP" --pp "$PP" --hidden-size "$HIDDEN" --seq-length "$SEQ" \
+        --micro-batch-size "$MICRO_BATCH_SIZE" --min-bytes 512 --max-bytes "$largest" --max-rank-bytes "$whole" \
+        --evict-bytes "$whole" --seconds "${MEASURE_SECONDS:-40}" --threads "$OMP_NUM_THREADS" \
+        --modules megatron_ext.megatron.layer_runners:layer_runners -- "${model[@]}"
+fi
+
+if [ ! -e "$run/schedule.json" ]; then
+    say "planning ($POLICY)"
+    megatron-ext plan --cost-table "$run/cost_table.json" --workload "$run/workload.json" --policy "$POLICY" --out "$run/schedule.json"
+fi
+
+train() { # train KIND WHAT OPTIONS...: one training run, kept if it was complete
+    local kind=$1 what=$2
+    shift 2
+    [ -e "$run/$kind.metrics.json" ] && return
+    say "training $ITERS iterations: $what"
+    # shellcheck disable=SC2086
+    python -m megatron_ext.runtime.launch --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
+        --data-path $corpus --train-iters "$ITERS" --metrics-path "$run/$kind.metrics.json" --progress-bar "$kind" "$@" ${EXTRA:-}
+}
+train stock "Megatron as shipped" --user-defined-schedule-trace "$run/stock.trace.json"
+train scheduled "by the schedule" --user-defined-schedule "$run/schedule.json" --user-defined-schedule-trace "$run/scheduled.trace.json"
+MEGATRON_EXT_STOCK_GATHER=1 train reference "Megatron's own gather at the schedule's bucket layout, for equality" --user-defined-schedule "$run/schedule.json"
+
+say "reporting"
+megatron-ext report "$run"

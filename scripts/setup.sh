@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Set up .venv from pinned versions and a patched Megatron; does only what is not done yet.
+#
+#   PYTHON=python3.11         interpreter to use, 3.10 or newer
+#   MEGATRON_PATH=DIR         patch this checkout instead of the megatron-core release
+#   MEGATRON_CORE=0.16.1      release to unpack into .megatron (site-packages is never edited)
+#
+# On a machine whose PyTorch already sees a CUDA device, that PyTorch is used.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }
+die() { printf 'setup: %s\n' "$*" >&2; exit 2; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-} python3.11 python3.12 python3 python3.10 python3.13; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.10 or newer found${PYTHON:+ (PYTHON = $PYTHON)}"
+}
+
+release=${MEGATRON_CORE:-$(sed -n 's/^megatron-core==//p' constraints.txt)}
+python=$(find_python)
+
+stamp=$(cat setup.py constraints.txt | sha256sum | cut -d' ' -f1)
+if [ "$(cat .venv/.megatron_ext_stamp 2>/dev/null)" != "$stamp" ]; then
+    extras="train,test"
+    venv_options=()
+    if "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+        say "using the installed PyTorch, which sees a CUDA device"
+        venv_options+=(--system-site-packages)
+        extras="test"
+    fi
+    if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then
+        say "making .venv with $("$python" --version)"
+        "$python" -m venv "${venv_options[@]}" .venv
+    fi
+    say "installing pinned versions (constraints.txt)"
+    PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --quiet --progress-bar on -c constraints.txt -e ".[$extras]"
+    printf '%s\n' "$stamp" > .venv/.megatron_ext_stamp
+fi
+
+if [ -n "${MEGATRON_PATH:-}" ]; then
+    [ -d "$MEGATRON_PATH" ] || die "MEGATRON_PATH = '$MEGATRON_PATH': no such directory"
+    .venv/bin/megatron-ext patch apply "$MEGATRON_PATH" >&2
+else
+    .venv/bin/python -m megatron_ext.checkout.private "$release" .megatron >&2
+fi

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Patch, train and revert releases of Megatron-LM; prints one table.
+#
+#   scripts/test_checkouts.sh MIRROR [TAG...]   from a git clone or mirror with its tags
+#   scripts/test_checkouts.sh pypi [VERSION...] the core of releases from the package index:
+#                                               patched, verified and reverted, not trained
+#
+# --no-train leaves the training out. PYTHON names the interpreter that has torch.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$here/.venv/bin/python}
+[ -x "$python" ] || python=python3
+exec "$python" "$here/scripts/test_checkouts.py" "$@"
