@@ -4,12 +4,13 @@
 Megatron's order says when every block (see :mod:`megatron_ext.planner.blocks`) computes, to
 the last visit of the iteration. So each rank walks its turns with an estimate of the time:
 
-* Room is made by freeing the block whose next turn lies farthest in the future (Belady 1966),
-  which keeps the number of gathers least; and only for a block that is needed before that
+* Room is made by freeing the group whose next turn lies farthest in the future (Belady 1966),
+  which keeps the bytes to gather least; and only for a group that is needed before that
   turn, so that looking ahead never costs a gather ("do no harm": Cao, Felten, Karlin and Li,
-  "A study of integrated prefetching and caching strategies", 1995).
-* Within a horizon of time, missing blocks are brought early, in the order of their turns.
-  Looking further ahead hides more, but frees blocks earlier; the best horizon is found by
+  "A study of integrated prefetching and caching strategies", 1995). A block's groups come and
+  go singly, so that a part of a block can stay.
+* Within a horizon of time, missing groups are brought early, in the order of their turns.
+  Looking further ahead hides more, but frees groups earlier; the best horizon is found by
   simulation.
 * Each gather goes by the link on which it would arrive first, counting what is queued there,
   what the links lose beside each other, and when the group is published.
@@ -62,8 +63,9 @@ class RankWalk:
         self.points = points_of_rank(workload, timing, blocks, pp_rank)
         limit = workload.limits.device_bytes if workload.zero_stage == 3 else None
         self.free = inf if limit is None else limit
-        self.whole: dict[int, int] = {}  # block -> the turn up to which it must stay
-        self.arrives: dict[int, float] = {}  # block -> estimated time at which it is whole
+        self.whole: dict[int, int] = {}  # group -> the turn up to which it must stay
+        self.arrives: dict[int, float] = {}  # group -> estimated time at which it is whole
+        self.block_of = {g: b for b, block in enumerate(blocks.blocks) if block.pp_rank == pp_rank for g in block.groups}
         self.turns: dict[int, list[int]] = {}  # block -> its turns to come, last first
         for number in range(len(self.points) - 1, -1, -1):
             self.turns.setdefault(self.points[number].block, []).append(number)
@@ -93,14 +95,14 @@ class RankWalk:
             point = points[number]
             block = point.block
             if block >= 0:
-                if block not in self.whole:
-                    assert self.front <= number, "a turn behind the front must have its block"
-                    self._make_room(number, self.blocks.blocks[block].bytes, beyond=number)
-                    self._bring(number, block, number)
-                self.front = max(self.front, number + 1)
+                groups = self.blocks.blocks[block].groups
                 self.turns[block].pop()
+                if self.front <= number:
+                    for group in groups:
+                        self.whole[group] = number if group in self.whole else self._bring(number, group, number)
+                    self.front = number + 1
                 self._look_ahead(number)
-                self.now = max(self.now, self.arrives.get(block, 0.0))
+                self.now = max(self.now, *(self.arrives[group] for group in groups))
             self.now += point.us
             self.number += 1
         return self.now
@@ -112,67 +114,70 @@ class RankWalk:
         current = points[number].block if number >= 0 else -1
         while self.front < len(points) and ideal[self.front] <= reach:
             block = points[self.front].block
-            if block >= 0:
-                if block in self.whole:
-                    self.whole[block] = max(self.whole[block], self.front)
+            for group in self.blocks.blocks[block].groups if block >= 0 else ():
+                if group in self.whole:
+                    self.whole[group] = max(self.whole[group], self.front)
+                elif self._make_room(number, group, beyond=self.front, keep=current):
+                    self._bring(number, group, self.front)
                 else:
-                    if not self._make_room(number, self.blocks.blocks[block].bytes, beyond=self.front, keep=current):
-                        return
-                    self._bring(number, block, self.front)
+                    return
             self.front += 1
 
-    def _next_turn(self, block: int) -> float:
-        turns = self.turns[block]
+    def _next_turn(self, group: int) -> float:
+        turns = self.turns[self.block_of[group]]
         return turns[-1] if turns else inf
 
-    def _make_room(self, number: int, size: int, *, beyond: int, keep: int = -1) -> bool:
-        """Free blocks whose next turn lies beyond ``beyond``, farthest first, until ``size`` fits."""
-        if self.free >= size:
+    def _make_room(self, number: int, group: int, *, beyond: int, keep: int = -1) -> bool:
+        """Free groups whose next turn lies beyond ``beyond``, farthest first, until ``group`` fits."""
+        groups = self.blocks.groups
+        short = groups[group].bytes - self.free
+        if short <= 0:
             return True
         usable = sorted(
-            (-self._next_turn(block), block) for block, until in self.whole.items()
-            if block != keep and until < number and self._next_turn(block) > beyond
+            (-turn, other) for other, until in self.whole.items()
+            if until < number and self.block_of[other] != keep and (turn := self._next_turn(other)) > beyond
         )  # fmt: skip
-        chosen, gained = [], 0
-        for _, block in usable:
-            chosen.append(block)
-            gained += self.blocks.blocks[block].bytes
-            if self.free + gained >= size:
+        chosen = []
+        for _, other in usable:
+            chosen.append(other)
+            short -= groups[other].bytes
+            if short <= 0:
                 break
         else:
             return False
-        for block in chosen:
-            self._release(number, block)
+        for other in chosen:
+            self._release(number, other)
         return True
 
-    def _release(self, number: int, block: int) -> None:
-        """Free ``block`` right after the turn before ``number``."""
+    def _release(self, number: int, group: int) -> None:
+        """Free ``group`` right after the turn before ``number``."""
         previous = self.points[number - 1]
-        del self.whole[block]
-        self.free += self.blocks.blocks[block].bytes
-        self.freed += [Freed(group, previous.step, previous.after) for group in self.blocks.blocks[block].groups]
+        del self.whole[group]
+        self.free += self.blocks.groups[group].bytes
+        self.freed.append(Freed(group, previous.step, previous.after))
 
-    def _bring(self, number: int, block: int, turn: int) -> None:
-        """Unshard ``block`` just before turn ``number`` (-1: at the start), to be whole for ``turn``."""
+    def _bring(self, number: int, group: int, turn: int) -> int:
+        """Unshard ``group`` just before turn ``number`` (-1: at the start), to be whole for ``turn``;
+        returns ``turn``."""
+        if turn == number:
+            roomy = self._make_room(number, group, beyond=number)
+            assert roomy, "the largest block fits, and nothing else must stay"
         issue, at = (-1, -1) if number < 0 else (self.points[number].step, self.points[number].before)
-        self.whole[block] = turn
-        self.free -= self.blocks.blocks[block].bytes
-        need_by = self.points[turn].step
-        latest = 0.0
-        for group in self.blocks.blocks[block].groups:
-            size = self.blocks.groups[group].bytes
-            route, arrival = self._route(group, size, issue)
-            slot = -1
-            if route == "nvme":
-                slots = self.staged.setdefault(issue, [])
-                slot = len(slots)
-                slots.append(group)
-            self.link_free[route] = arrival
-            if route == "nvme":  # its last leg takes the PCIe link
-                self.link_free["cpu"] = max(self.link_free.get("cpu", 0.0), arrival)
-            latest = max(latest, arrival)
-            self.placed.append(Placed(group, route, issue, need_by, at, slot, issue))
-        self.arrives[block] = latest
+        self.whole[group] = turn
+        size = self.blocks.groups[group].bytes
+        self.free -= size
+        route, arrival = self._route(group, size, issue)
+        slot = -1
+        if route == "nvme":
+            slots = self.staged.setdefault(issue, [])
+            slot = len(slots)
+            slots.append(group)
+            # Its last leg takes the PCIe link.
+            self.link_free["cpu"] = max(self.link_free.get("cpu", 0.0), arrival)
+        self.link_free[route] = arrival
+        self.arrives[group] = arrival
+        self.placed.append(Placed(group, route, issue, self.points[turn].step, at, slot, issue))
+        return turn
 
     def _route(self, group: int, size: int, issue: int) -> tuple[str, float]:
         best = None

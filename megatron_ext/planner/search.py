@@ -4,8 +4,9 @@ Nothing here looks at a clock: the effort is a number of simulated steps, so the
 give the same plan on every machine.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,15 +18,15 @@ from megatron_ext.planner.split import splitter
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.simulator.simulate import run
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.model import Workload
+from megatron_ext.workload.model import Parameter, Workload
 
-EFFORT = 400_000
-"""Operations (turns of blocks, gathers) that one search may walk and simulate."""
+EFFORT = {1: 600_000, 3: 2_400_000}
+"""By zero stage: steps, turns of blocks and gathers that one search may walk and simulate."""
 
 CLOSE_ENOUGH = 1e-4
 """A plan this near to the proven bound, relatively, is not searched further."""
 
-LEAST_CANDIDATES = 6
+LEAST_CANDIDATES = 4
 """However large the workload, so many candidates are tried."""
 
 
@@ -36,7 +37,7 @@ class Search:
         self.workload, self.timing, self.routes, self.bound_us = workload, timing, routes, bound_us
         parallel = workload.parallel
         self.steps = 2 * parallel.pp * parallel.vp * parallel.num_microbatches
-        self.effort = EFFORT
+        self.effort = EFFORT[workload.zero_stage]
         self.tried = 0
         self.best_us, self.best = inf, None
         self.best_made: tuple[Blocks, Choices] | None = None
@@ -150,75 +151,127 @@ def route_sets(routes: tuple[str, ...]) -> list[tuple[str, ...]]:
     return sets
 
 
+class Settings(NamedTuple):
+    """One point of the grid that is searched: indices into the ways to cut, to divide blocks
+    between links, horizons, and sets of routes."""
+
+    cut: int
+    divide: int
+    horizon: int
+    routes: int
+
+
+class Grid:
+    """All settings of a workload; walks are estimated once and remembered."""
+
+    def __init__(self, state: Search):
+        workload, timing, routes = state.workload, state.timing, state.routes
+        self.state = state
+        self.cuts = list(cuttings(workload))
+        self.divides = [None]
+        if len(routes) > 1:
+            self.divides.append(splitter(timing, routes))
+        if workload.zero_stage == 3 and workload.limits.device_bytes is not None:
+            self.divides.append(by_parameter)
+        self.horizons = _horizons(workload, timing)
+        self.sets = route_sets(routes)
+        self.sizes = tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets)))
+        self._blocks: dict[tuple[int, int], Blocks] = {}
+        self.estimates: dict[Settings, float] = {}
+
+    def made(self, settings: Settings) -> tuple[Blocks, Choices] | None:
+        """Blocks and choices of these settings; None where they cannot work."""
+        workload = self.state.workload
+        key = (settings.cut, settings.divide)
+        if key not in self._blocks:
+            self._blocks[key] = make_blocks(workload, self.cuts[settings.cut], self.divides[settings.divide])
+        blocks, allowed = self._blocks[key], self.sets[settings.routes]
+        hosted = hosted_groups(workload, blocks) if "cpu" in allowed else frozenset()
+        staged = staged_groups(workload, blocks, hosted) if "nvme" in allowed else frozenset()
+        if not fits(workload, blocks) or ("gpu" not in allowed and len(hosted) < len(blocks.groups)):
+            return None
+        return blocks, Choices(self.horizons[settings.horizon], allowed, hosted, staged)
+
+    def estimate(self, settings: Settings) -> float:
+        """Estimated end of the last step, by a walk."""
+        workload = self.state.workload
+        if settings not in self.estimates:
+            made = self.made(settings)
+            if made is None:
+                self.estimates[settings] = inf
+            else:
+                self.state.effort -= self.state.steps + 2 * sum(map(len, made[0].of_stage)) * workload.parallel.num_microbatches
+                self.estimates[settings] = walk(workload, self.state.timing, *made).end_us
+        return self.estimates[settings]
+
+    def descend(self) -> None:
+        """From every way to cut with every division, best first: better settings one axis at a
+        time, until nothing changes or the effort is spent."""
+        middle = min(6, self.sizes[2] - 1)  # looks about eight layers ahead
+        starts = [Settings(c, d, middle, 0) for c in range(self.sizes[0]) for d in range(self.sizes[1])]
+        for start in starts:
+            self.estimate(start)
+        for start in sorted(starts, key=lambda s: (self.estimates[s], s)):
+            best, changed = start, True
+            while changed:
+                changed = False
+                for axis in (2, 3, 0, 1):
+                    for value in self._values(axis, best):
+                        if self.state.effort <= 0:
+                            return
+                        other = best._replace(**{Settings._fields[axis]: value})
+                        if self.estimate(other) < self.estimates[best] * (1 - 1e-9):
+                            best, changed = other, True
+
+    def _values(self, axis: int, settings: Settings) -> Sequence[int]:
+        """What to try along one axis: all, but of the many horizons only nearby ones and the last."""
+        size = self.sizes[axis]
+        if axis != 2:
+            return range(size)
+        near = [settings.horizon + d for d in (1, -1, 2, -2, 4, -4)]
+        return [value for value in (*near, size - 1) if 0 <= value < size]
+
+
+def _horizons(workload: Workload, timing: Timing) -> list[float]:
+    """Times to look ahead, by factors of about 1.4 from one layer's compute to everything."""
+    if workload.zero_stage == 1 and not workload.limits.nvme_slots:
+        return [inf]
+    layers = [us for row in timing.layers for times in row for us in times.forward]
+    found = [sum(layers) / len(layers)]
+    total = sum(layers) * 3 * workload.parallel.num_microbatches / workload.parallel.pp
+    while found[-1] < total:
+        found.append(found[-1] * 2**0.5)
+    return [0.0, *found, inf]
+
+
+def by_parameter(parameters: list[Parameter]) -> list[list[Parameter]]:
+    """Every parameter that is not small beside the others a group of its own, so that a part of a
+    layer can stay; the small ones together."""
+    threshold = sum(p.bytes for p in parameters) / 16
+    large = [[p] for p in parameters if p.bytes >= threshold]
+    small = [p for p in parameters if p.bytes < threshold]
+    return large + ([small] if small else [])
+
+
+SIMULATED = 4
+"""Best settings by estimate that the simulator judges."""
+
+
 def search(workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us: float = 0.0) -> tuple[Schedule | None, float]:
     """The best schedule found, and its simulated step time (None and infinity if none fits)."""
     state = Search(workload, timing, routes, bound_us)
-    options = []
-    for cut in cuttings(workload):
-        for divide in (False, True) if len(routes) > 1 else (False,):
-            options.append((cut, divide))
-    horizon = inf if workload.zero_stage == 1 else _first_horizon(workload, timing, routes)
-    made = {}
-
-    def blocks_of(number: int) -> Blocks:
-        if number not in made:
-            cut, divide = options[number]
-            made[number] = make_blocks(workload, cut, splitter(timing, routes) if divide else None)
-        return made[number]
-
-    def choices_of(blocks: Blocks, horizon_us: float, allowed: tuple[str, ...]) -> Choices | None:
-        hosted = hosted_groups(workload, blocks) if "cpu" in allowed else frozenset()
-        staged = staged_groups(workload, blocks, hosted) if "nvme" in allowed else frozenset()
-        if "gpu" not in allowed and len(hosted) < len(blocks.groups):
-            return None
-        return Choices(horizon_us, allowed, hosted, staged)
-
-    best_number = 0
-    for number in range(len(options)):
-        blocks = blocks_of(number)
-        choices = choices_of(blocks, horizon, route_sets(routes)[0])
-        if choices is not None and state.consider(blocks, choices):
-            best_number = number
-        if state.spent():
+    grid = Grid(state)
+    grid.descend()
+    ranked = sorted((us, settings) for settings, us in grid.estimates.items() if us < inf)
+    state.effort = max(state.effort, EFFORT[workload.zero_stage] // 4)
+    for _, settings in ranked[:SIMULATED]:
+        if state.best is not None and state.spent():
             break
-    blocks = blocks_of(best_number)
-    for allowed in route_sets(routes)[1:]:
-        if state.spent():
-            break
-        choices = choices_of(blocks, horizon, allowed)
-        if choices is not None:
-            state.consider(blocks, choices)
+        state.consider(*grid.made(settings))
     if state.best_made is None:
         return None, inf
-    _tune_horizon(state, horizon)
     _flip_routes(state)
     return state.best, state.best_us
-
-
-def _first_horizon(workload: Workload, timing: Timing, routes) -> float:
-    """Time to gather two average chunks: what is under way while one computes, and one to spare."""
-    sizes = [chunk.bytes for chunk in workload.chunks if chunk.parameters]
-    if not sizes:
-        return inf
-    size = sum(sizes) // len(sizes)
-    return 2.0 * min(timing.costs.estimate(f"routes.{route}", size).us for route in routes)
-
-
-def _tune_horizon(state: Search, horizon: float) -> None:
-    """Farther and nearer by factors of two, as long as that helps."""
-    for factor in (2.0, 0.5):
-        misses = 0
-        value = horizon
-        while misses < 2 and not state.spent() and state.best_made is not None and 0 < value < inf:
-            value *= factor
-            blocks, choices = state.best_made
-            misses = 0 if state.consider(blocks, choices._replace(horizon_us=value)) else misses + 1
-            if value > 1e12 or value < 1e-3:
-                break
-    if not state.spent():
-        blocks, choices = state.best_made
-        if choices.horizon_us != inf:
-            state.consider(blocks, choices._replace(horizon_us=inf))
 
 
 def _flip_routes(state: Search) -> None:

@@ -5,6 +5,8 @@ The bound is the largest of these, and each drops constraints only:
 
 * Pipeline: the longest path through all steps and messages as if parameters were always
   there, nothing disturbed anything, and every rank had a processor of its own.
+* Room: with zero stage 3, whatever does not fit beside a layer cannot come before that layer
+  has computed; so much must come between it and the next layer, with compute idle.
 * Processors: where the ranks of a node share processors, all their compute by all of them.
 * Links: before a layer first computes, the least bytes that must have come by then
   (:mod:`megatron_ext.simulator.least_loads`) have come over the rank's links; after it the rest
@@ -23,8 +25,8 @@ from itertools import combinations
 
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.cost.model import ROUTES
-from megatron_ext.simulator.critical import earliest_ends, tails
-from megatron_ext.simulator.least_loads import least_loads
+from megatron_ext.simulator.critical import Durations, alone, earliest_ends, tails
+from megatron_ext.simulator.least_loads import layer_bytes, least_loads
 from megatron_ext.simulator.stock import buckets
 from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, KINDS, Timing
 from megatron_ext.workload.model import Workload, group_bytes
@@ -39,35 +41,70 @@ REFINED = 24
 def lower_bound(workload: Workload, timing: Timing) -> float:
     """Microseconds that no valid schedule can beat; see the note above."""
     parallel = workload.parallel
-    ends = earliest_ends(workload, timing)
+    links_of = [Links(workload, timing, rank) for rank in range(parallel.pp)]
+    alone_us = alone(workload, timing).steps
+    least = with_gaps(workload, timing, links_of)
+    ends = earliest_ends(workload, timing, least)
     after = _after_last_step(workload, timing)
     optimizer = max(timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(r))) for r in range(parallel.pp))
     bound = max(mine[-1] + after[rank] for rank, mine in enumerate(ends))
     bound = max(bound, _processor_bound(workload, timing))
-    remaining = tails(workload, timing)
+    remaining = tails(workload, timing, least)
     steps = steps_of_ranks(parallel)
     for rank in range(parallel.pp):
-        links = Links(workload, timing, rank)
+        links = links_of[rank]
         needs = least_loads(workload, timing, rank)
         if not needs or not links.routes:
             continue
         moments = []
         for need in needs:
             stage, kind, _ = steps[rank][need.step]
-            whole = timing.layers[rank][stage // parallel.pp]
-            tail = remaining[rank][need.step] - sum(whole.backward if kind == "B" else whole.forward) + need.rest_us
+            tail = remaining[rank][need.step] - least.steps[rank][stage // parallel.pp][kind == "B"] + need.rest_us
             moments.append((need.loaded / links.best_rate + tail, need.loaded, tail))
         moments.sort(reverse=True)
         for rough, loaded, tail in moments[:REFINED]:
             bound = max(bound, rough, links.least_us(loaded) + tail)
-        compute = sum(sum(t.backward if s.kind == "B" else t.forward) for s in steps[rank] for t in (timing.layers[rank][s.stage // parallel.pp],))
-        head = ends[rank][0] - _first_us(timing, steps[rank][0], rank, parallel.pp)
+        compute = sum(alone_us[rank][step.stage // parallel.pp][step.kind == "B"] for step in steps[rank])
+        head = ends[rank][0] - least.steps[rank][steps[rank][0].stage // parallel.pp][0]
         bound = max(bound, head + links.least_work_us(compute, needs[-1].loaded, head) + after[rank])
     return bound + optimizer
 
 
-def _first_us(timing: Timing, step, rank: int, pp: int) -> float:
-    return sum(timing.layers[rank][step.stage // pp].forward)
+def with_gaps(workload: Workload, timing: Timing, links_of: list["Links"]) -> Durations:
+    """Compute, and between adjacent layers the time in which what cannot fit beside both must come."""
+    least = alone(workload, timing)
+    limit = workload.limits.device_bytes
+    if workload.zero_stage == 1 or limit is None:
+        return least
+    pp = workload.parallel.pp
+    steps, gaps = [], []
+    for rank, order in enumerate(steps_of_ranks(workload.parallel)):
+        sizes = [layer_bytes(chunk) for chunk in workload.chunks_of_rank(rank)]
+        gap = _gap_rule(links_of[rank], limit)
+        inside = [sum(gap(a, b) for a, b in zip(row, row[1:])) for row in sizes]
+        steps.append([(f + extra, b + extra) for (f, b), extra in zip(least.steps[rank], inside)])
+        mine = [0.0]
+        for one, two in zip(order, order[1:]):
+            first, second = sizes[one.stage // pp], sizes[two.stage // pp]
+            left = (one.stage, len(first) - 1 if one.kind == "F" else 0)
+            right = (two.stage, 0 if two.kind == "F" else len(second) - 1)
+            mine.append(0.0 if left == right else gap(first[left[1]], second[right[1]]))
+        gaps.append(mine)
+    return Durations(steps, gaps)
+
+
+def _gap_rule(links: "Links", limit: int):
+    known: dict[int, float] = {}
+
+    def gap(before: int, after: int) -> float:
+        size = before + after - limit
+        if not before or not after or size <= 0 or not links.routes:
+            return 0.0
+        if size not in known:
+            known[size] = links.least_us(size)
+        return known[size]
+
+    return gap
 
 
 def _after_last_step(workload: Workload, timing: Timing) -> list[float]:

@@ -1,15 +1,30 @@
 """The pipeline without gathers: earliest ends, and what must still follow a step."""
 
+from typing import NamedTuple
+
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Workload
 from megatron_ext.workload.order import steps_of_ranks
 
 
-def _sweep(workload: Workload, timing: Timing, orders, source_of) -> list[list[float]]:
+class Durations(NamedTuple):
+    """``steps[rank][chunk]``: (forward, backward) at least; ``gaps[rank][i]``: what must pass
+    between steps ``i - 1`` and ``i`` of a rank."""
+
+    steps: list[list[tuple[float, float]]]
+    gaps: list[list[float]]
+
+
+def alone(workload: Workload, timing: Timing) -> Durations:
+    """Compute only, with nothing between steps."""
+    steps = [[(sum(t.forward), sum(t.backward)) for t in row] for row in timing.layers]
+    return Durations(steps, [[0.0] * len(order) for order in steps_of_ranks(workload.parallel)])
+
+
+def _sweep(workload: Workload, timing: Timing, times, gaps, orders, source_of) -> list[list[float]]:
     """Longest path to the end of every step, each rank's steps taken in the order of ``orders``."""
     pp = workload.parallel.pp
     last = pp * workload.parallel.vp - 1
-    times = [[(sum(t.forward), sum(t.backward)) for t in row] for row in timing.layers]
     ends: list[list[float]] = [[] for _ in range(pp)]
     done: dict[tuple, float] = {}
     waiting: dict[tuple, int] = {}
@@ -21,7 +36,7 @@ def _sweep(workload: Workload, timing: Timing, orders, source_of) -> list[list[f
             step = steps[len(mine)]
             stage, kind, microbatch = step
             source = source_of(stage, kind)
-            begin = mine[-1] if mine else 0.0
+            begin = mine[-1] + gaps[rank][len(mine)] if mine else 0.0
             if 0 <= source <= last:
                 other = (source, kind, microbatch)
                 arrival = done.get(other)
@@ -38,14 +53,16 @@ def _sweep(workload: Workload, timing: Timing, orders, source_of) -> list[list[f
     return ends
 
 
-def earliest_ends(workload: Workload, timing: Timing) -> list[list[float]]:
-    """By rank and step index: the earliest end if no gather ever held a step up."""
+def earliest_ends(workload: Workload, timing: Timing, least: Durations) -> list[list[float]]:
+    """By rank and step index: the earliest end if no gather held a step up but as ``least`` says."""
     orders = steps_of_ranks(workload.parallel)
-    return _sweep(workload, timing, orders, lambda stage, kind: stage - 1 if kind == "F" else stage + 1)
+    forward = lambda stage, kind: stage - 1 if kind == "F" else stage + 1  # noqa: E731
+    return _sweep(workload, timing, least.steps, least.gaps, orders, forward)
 
 
-def tails(workload: Workload, timing: Timing) -> list[list[float]]:
+def tails(workload: Workload, timing: Timing, least: Durations) -> list[list[float]]:
     """By rank and step index: the least time from the begin of a step to the end of all steps."""
     orders = [steps[::-1] for steps in steps_of_ranks(workload.parallel)]
-    swept = _sweep(workload, timing, orders, lambda stage, kind: stage + 1 if kind == "F" else stage - 1)
-    return [mine[::-1] for mine in swept]
+    gaps = [[0.0, *mine[:0:-1]] for mine in least.gaps]
+    backward = lambda stage, kind: stage + 1 if kind == "F" else stage - 1  # noqa: E731
+    return [mine[::-1] for mine in _sweep(workload, timing, least.steps, gaps, orders, backward)]

@@ -4,7 +4,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.model import Workload
+from megatron_ext.workload.model import Chunk, Workload
 from megatron_ext.workload.order import steps_of_ranks
 
 
@@ -14,6 +14,14 @@ class Need(NamedTuple):
     step: int
     rest_us: float
     loaded: float
+
+
+def layer_bytes(chunk: Chunk) -> list[int]:
+    """Bytes of each layer of a chunk, without padding."""
+    sizes = [0] * chunk.num_layers
+    for parameter in chunk.parameters:
+        sizes[parameter.layer] += parameter.bytes
+    return sizes
 
 
 def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
@@ -26,12 +34,7 @@ def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
     """
     pp = workload.parallel.pp
     limit = workload.limits.device_bytes if workload.zero_stage == 3 else None
-    sizes: list[list[int]] = []
-    for chunk in workload.chunks_of_rank(pp_rank):
-        row = [0] * chunk.num_layers
-        for parameter in chunk.parameters:
-            row[parameter.layer] += parameter.bytes
-        sizes.append(row)
+    sizes = [layer_bytes(chunk) for chunk in workload.chunks_of_rank(pp_rank)]
     steps = steps_of_ranks(workload.parallel)[pp_rank]
     if limit is None or sum(map(sum, sizes)) <= limit:
         return _once(steps, sizes, timing, pp_rank, pp)
