@@ -50,9 +50,8 @@ class Failed(Exception):
 
 
 def environment(tree: Path, **more: str) -> dict[str, str]:
-    """Environment of a program that uses the tree; ``python3`` must be this interpreter, for make."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    own = {"PATH": path, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    """Environment of a program that uses the tree."""
+    own = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     return os.environ | own | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | more
 
 
@@ -195,7 +194,8 @@ def write_cost_table(place: Path) -> None:
 
     def line(latency_us: float, bytes_per_us: float) -> cost.Curve:
         sizes = [4**n for n in range(2, 16)]
-        return cost.Curve(tuple(cost.Point(size_bytes=s, p50_us=latency_us + s / bytes_per_us) for s in sizes))
+        points = (cost.Point(size_bytes=s, p50_us=latency_us + s / bytes_per_us) for s in sizes)
+        return cost.Curve(points=tuple(points))
 
     compute = [
         cost.Compute(pp_rank=rank, model_chunk_id=chunk, forward_us=500.0, backward_us=1000.0)

@@ -18,6 +18,7 @@ import importlib.util
 import os
 import runpy
 import sys
+import sysconfig
 import types
 import typing
 import unittest.mock
@@ -44,6 +45,7 @@ def install() -> bool:
         raise RuntimeError("CPU compatibility must be installed before megatron is imported")
     # Compiling the small functions takes longer than running them.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    _build_helpers_for_this_python()
     if not hasattr(typing, "override"):  # Python 3.11; Megatron from 0.18 on imports it
         typing.override = lambda method: method
     _replace_cuda_functions()
@@ -171,6 +173,19 @@ def _replace_tensor_methods() -> None:
         return found
 
     torch.Tensor.type = type_of
+
+
+def _build_helpers_for_this_python() -> None:
+    """Megatron compiles its dataset helper by ``make``, for whichever python3 comes first.
+
+    A virtual environment that is not activated is not on the path, and none of them has the
+    ``python3-config`` that is asked for the suffix of the file.
+    """
+    folder = os.path.dirname(sys.executable)
+    if folder not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    os.environ["MAKEFLAGS"] = f"{os.environ.get('MAKEFLAGS', '')} LIBEXT={suffix}".lstrip()
 
 
 # --- Megatron -----------------------------------------------------------------------------
