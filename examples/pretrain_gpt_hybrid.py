@@ -55,6 +55,7 @@ def parse_args():
     training.add_argument("--loss-scale", type=float, default=None)
     training.add_argument("--initial-loss-scale", type=float, default=2**16)
     training.add_argument("--seed", type=int, default=1234)
+    training.add_argument("--init-by-name", action="store_true", help="Initial values that do not depend on the parallel sizes.")
     training.add_argument("--no-overlap-param-gather", action="store_false", dest="overlap_param_gather")
     training.add_argument("--eval-interval", type=int, default=None)
     training.add_argument("--eval-iters", type=int, default=2)
@@ -99,6 +100,8 @@ def build_model_and_optimizer(args):
         use_distributed_optimizer=True,
     )
     chunks = gpt.build_chunks(args, config)
+    if args.init_by_name:
+        gpt.initialize_by_name(chunks, args.seed)
     if cpu_compat.has_cuda():
         chunks = [chunk.cuda() for chunk in chunks]
     if args.bf16 or args.fp16:

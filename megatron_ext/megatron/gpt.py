@@ -1,5 +1,7 @@
 """Build the example's GPT on megatron.core from Megatron's options."""
 
+import hashlib
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -81,3 +83,25 @@ def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
             **stage,
         ))  # fmt: skip
     return chunks
+
+
+def initialize_by_name(chunks: list[GPTModel], seed: int) -> None:
+    """Give matrices initial values that depend only on ``seed`` and the parameter's global name.
+
+    Runs with other parallel sizes then start from the same model, which Megatron's own
+    initialisation (one random stream a pipeline rank) does not do. Tensor parallelism is not
+    covered: its ranks hold slices.
+    """
+    for chunk in chunks:
+        offset = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
+        for name, parameter in chunk.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(int(parts[2]) + offset)
+            digest = hashlib.sha256(f"{seed} {'.'.join(parts)}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            values = torch.randn(parameter.shape, generator=generator) * chunk.config.init_method_std
+            with torch.no_grad():
+                parameter.copy_(values)
