@@ -51,7 +51,8 @@ class Failed(Exception):
 
 def environment(tree: Path, **more: str) -> dict[str, str]:
     """Environment of a program that uses the tree."""
-    own = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    path = f"{tree}{os.pathsep}{Path(checkout.__file__).parents[2]}"
+    own = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     return os.environ | own | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | more
 
 

@@ -10,4 +10,5 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$here/.venv/bin/python}
 [ -x "$python" ] || python=python3
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" "$here/scripts/test_checkouts.py" "$@"

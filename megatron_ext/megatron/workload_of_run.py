@@ -1,9 +1,42 @@
 """The workload of a run as far as its options say it: sizes and limits, not yet parameters."""
 
+import os
+
+from megatron_ext.errors import InputError
 from megatron_ext.megatron.gpt_arguments import parallel_of
 from megatron_ext.workload.model import SCHEMA_VERSION, Workload
+from megatron_ext.workload.parallel import Parallel
 
 
 def workload_of_run(args) -> Workload:
-    """A workload without chunks for Megatron's (or the example's) options."""
-    return Workload(schema_version=SCHEMA_VERSION, kind="workload", parallel=parallel_of(args), zero_stage=1, chunks=())
+    """A workload without chunks for Megatron's (or the example's) options.
+
+    Raises:
+        InputError: the number of micro-batches changes during the run.
+    """
+    parallel = parallel_of(args) if hasattr(args, "num_microbatches") else parallel_of_megatron(args)
+    return Workload(schema_version=SCHEMA_VERSION, kind="workload", parallel=parallel, zero_stage=1, chunks=())
+
+
+def parallel_of_megatron(args) -> Parallel:
+    """Parallel sizes from Megatron's own validated arguments.
+
+    Raises:
+        InputError: the number of micro-batches changes during the run.
+    """
+    for name in ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"):
+        if getattr(args, name, None):
+            field = "--" + name.replace("_", "-")
+            raise InputError("a schedule holds for one number of micro-batches", field=field, value=getattr(args, name))
+    pp, vp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    return Parallel(
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp or 1,
+        data_parallel_size=args.data_parallel_size,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        num_microbatches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+        microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage if vp else None,
+        gpus_per_node=int(local) if local else None,
+        order="interleaved" if vp else "1f1b" if pp > 1 else "no_pipeline",
+    )
