@@ -15,16 +15,21 @@ return before the device is done, what they issued is waited for here.
 
 [Note: Alone and together]
 A table stores what a layer takes alone, with the run's number of threads. On machines where
-the node's ranks share its processors the same is measured on all ranks at once; the ratio is
-``topology.processors_per_node``, which says how many ranks' worth of compute the node does at
-once. It is below the number of processors where ranks also share caches and memory.
+the node's ranks share its processors the same is measured on all ranks at once, and
+``topology.processors_per_node`` says how many ranks' worth of compute the node does at once:
+fewer than it has processors where ranks also share caches and memory.
+
+[Note: Processor time]
+Where one thread computes on a processor, its processor time is taken, not the clock's: a rank
+that another program pushes off its processor would otherwise seem to compute more slowly, by
+chance. What is stored then holds for an otherwise idle machine, and the table says when it was not.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from time import perf_counter
+from collections.abc import Callable, Mapping
+from time import perf_counter, thread_time
 from typing import Protocol
 
 import torch
@@ -61,6 +66,12 @@ def load_runners(path: str, args: list[str]) -> Mapping[str, Runner]:
     return runners
 
 
+def clock() -> Callable[[], float]:
+    """Seconds of what compute is timed by, see [Note: Processor time]."""
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return thread_time if not on_cuda and torch.get_num_threads() == 1 else perf_counter
+
+
 def measure_compute(runners: Mapping[str, Runner], repeats: int, *, evict_bytes: int = 0, warmup: int = 2) -> list[Compute]:
     """Median forward and backward of each kind, over ``repeats`` walks through all of them:
     forwards in the order given, then backwards in reverse.
@@ -71,6 +82,7 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, evict_bytes:
             be found in the caches, in training it is not.
     """
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    now = clock()
     evict = torch.ones(max(evict_bytes // 4, 1))
 
     def timed(call) -> float:
@@ -78,11 +90,11 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, evict_bytes:
             evict.add_(1.0)
         if on_cuda:
             torch.cuda.synchronize()
-        start = perf_counter()
+        start = now()
         call()
         if on_cuda:
             torch.cuda.synchronize()
-        return (perf_counter() - start) * 1e6
+        return (now() - start) * 1e6
 
     times: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in runners}
     for walk in range(warmup + repeats):

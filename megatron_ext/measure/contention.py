@@ -23,7 +23,7 @@ LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "nvme")
 
 KINDS = OPERATIONS | {NvmeRead.name: NvmeRead}
 
-SIZE_BYTES = 4 * MIB
+SIZE_BYTES = 2 * MIB
 """Size of measured and busy transfers: well into the range where bytes set the time."""
 
 NEVER = 1 << 62
@@ -58,7 +58,7 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
     visits = len(wanted) + 2 * len(measured)
     # Alone before and after: a machine that drifts must not look like contention.
     for name, operation in measured.items():
-        alone[name] += sample(fabric, operation, size, slot(visits)).us
+        alone[name] += sample(fabric, operation, size, slot(visits), warmups=1).us
         visits -= 1
     for busy_name in dict.fromkeys(pair[1] for pair in wanted):
         busy = Busy(fabric, KINDS[busy_name](fabric, busy=True), size)
@@ -69,12 +69,12 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
                 if fabric.rank == 0:
                     report(pair)
                 busy.start()
-                beside[pair] = sample(fabric, measured[pair[0]], size, slot(visits)).us
+                beside[pair] = sample(fabric, measured[pair[0]], size, slot(visits), warmups=1).us
                 busy.stop()
                 visits -= 1
         busy.operation.close()
     for name, operation in measured.items():
-        alone[name] += sample(fabric, operation, size, slot(visits)).us
+        alone[name] += sample(fabric, operation, size, slot(visits), warmups=1).us
         visits -= 1
         operation.close()
     everyone: list = [None] * fabric.world_size

@@ -3,17 +3,21 @@ that they share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from statistics import median
+from time import perf_counter
 
 import msgspec
 import torch.distributed as dist
 
-from megatron_ext.measure.compute import load_runners, measure_compute, total_us
+from megatron_ext.cost.model import Compute
+from megatron_ext.measure.compute import clock, load_runners, measure_compute, total_us
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operations import MatrixProduct
 
 MAX_REPEATS = 40
+TURNS = 4
 
 
 class ProductRunner:
@@ -40,27 +44,31 @@ def run(fabric: Fabric, seconds: float, report: Callable[[str], None]) -> dict:
         runners = {"product": ProductRunner(fabric)}
     report("compute, once")
     once = total_us(measure_compute(runners, 1, evict_bytes=options.evict_bytes, warmup=1))
-    # A third of the time alone, two thirds for all at once: they take longer there.
-    repeats = fabric.agree(max(5, min(MAX_REPEATS, int(seconds * 1e6 / 3 / max(once, 1.0)))))
-    report("compute, one rank alone")
-    before = _alone(fabric, runners, -(-repeats // 2))
-    fabric.barrier()
-    report("compute, all ranks at once")
-    together = measure_compute(runners, repeats, evict_bytes=options.evict_bytes, warmup=1)
-    report("compute, one rank alone")
-    after = _alone(fabric, runners, -(-repeats // 2))
-    totals: list = [None] * fabric.world_size
-    dist.all_gather_object(totals, total_us(together))
+    # Alone and together in turns: what else the machine does must not look like either.
+    repeats = fabric.agree(max(3, min(MAX_REPEATS, int(seconds * 1e6 / 3 / TURNS / max(once, 1.0)))))
+    alone, together = [], []
+    for turn in range(TURNS):
+        report(f"compute, one rank alone ({turn + 1}/{TURNS})")
+        alone.append(_alone(fabric, runners, repeats))
+        report(f"compute, all ranks at once ({turn + 1}/{TURNS})")
+        together.append(measure_compute(runners, repeats, evict_bytes=options.evict_bytes, warmup=1))
+    everyone: list = [None] * fabric.world_size
+    dist.all_gather_object(everyone, [total_us(rows) for rows in together])
     if fabric.rank != 0:
         return {}
-    rows = [_mean(first, second) for first, second in zip(before, after)]
-    processors = None
+    rows = [_middle(turns) for turns in zip(*alone)]
+    at_once = None
     if fabric.torch_device.type == "cpu":
-        processors = min(fabric.world_size * total_us(rows) / median(totals), float(fabric.world_size))
+        # Each turn together against the turn alone just before it.
+        slowdown = median(median(totals[turn] for totals in everyone) / total_us(alone[turn]) for turn in range(TURNS))
+        # By the clock, waiting for a processor is in the slowdown; by processor time it is not.
+        limit = fabric.world_size if clock() is perf_counter else min(fabric.world_size, len(os.sched_getaffinity(0)))
+        at_once = limit / max(slowdown, 1.0)
+    totals = [total_us(rows) for rows in alone]
     return {
         "rows": msgspec.to_builtins(rows) if options.modules is not None else [],
-        "processors_per_node": processors,
-        "drift": abs(total_us(before) / total_us(after) - 1),
+        "processors_per_node": at_once,
+        "drift": max(totals) / min(totals) - 1,
     }
 
 
@@ -72,8 +80,8 @@ def _alone(fabric: Fabric, runners, repeats: int) -> list:
     return rows
 
 
-def _mean(first, second):
-    """Two measurements of one kind, taken before and after: as many samples of each."""
+def _middle(turns: Sequence[Compute]) -> Compute:
+    """One kind measured in several turns: the median of each figure, samples of all."""
     fields = ("forward_us", "backward_us", "forward_p95_us", "backward_p95_us")
-    means = {name: (getattr(first, name) + getattr(second, name)) / 2 for name in fields}
-    return msgspec.structs.replace(first, **means, samples=first.samples + second.samples)
+    medians = {name: median(getattr(row, name) for row in turns) for name in fields}
+    return msgspec.structs.replace(turns[0], **medians, samples=sum(row.samples for row in turns))

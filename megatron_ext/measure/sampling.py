@@ -42,7 +42,7 @@ def timed(fabric: Fabric, operation: Operation, size_bytes: int, turn: int) -> t
     return (perf_counter() - start) * 1e6, (issued - start) * 1e6
 
 
-def sample(fabric: Fabric, operation: Operation, size_bytes: int, seconds: float, min_rounds: int = 3) -> Samples:
+def sample(fabric: Fabric, operation: Operation, size_bytes: int, seconds: float, *, min_rounds: int = 3, warmups: int = 2) -> Samples:
     """Rounds of ``operation`` for about ``seconds``, all ranks starting together.
 
     The first rounds warm up and tell rank 0 how many more fit; every rank runs that many: at
@@ -52,11 +52,11 @@ def sample(fabric: Fabric, operation: Operation, size_bytes: int, seconds: float
     messages = getattr(operation, "messages", 1)
     turn = 0
     begin = perf_counter()
-    for warm in range(2):
+    for warm in range(warmups):
         fabric.barrier()
         us, _ = timed(fabric, operation, size_bytes, turn)
         turn += 1
-        if not warm and fabric.agree(int(us > seconds * 1e6 / 4)):
+        if warm + 1 < warmups and fabric.agree(int(us > seconds * 1e6 / 4)):
             break  # so long that what the first round sets up does not show
     left = seconds - (perf_counter() - begin)
     rounds = fabric.agree(max(min_rounds if left > 0 else 1, min(MAX_ROUNDS, int(left * 1e6 / max(us, 1.0)))))

@@ -116,5 +116,5 @@ def notes(raw: dict) -> list[str]:
         lines.append(f"out of time, only one pass over some sizes, so how well they repeat is not known: {', '.join(once)}")
     drift = raw.get("compute", {}).get("drift", 0.0)
     if drift > WAVERS:
-        lines.append(f"compute: alone before and alone after differ by {drift:.0%}")
+        lines.append(f"compute: turns of one rank alone differ by {drift:.0%}")
     return lines + list((raw.get("nvme") or {}).get("notes", []))
