@@ -1,0 +1,109 @@
+"""Whatever ends a run, nothing of it is left: no process, nothing in /dev/shm, no half file."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from plans import describe, make_schedule
+from training import PP2_VP2_DP2, ROOT, SMALL, environment, work_left
+
+OPTIONS = [*SMALL, *PP2_VP2_DP2]
+
+
+@pytest.fixture(scope="module")
+def schedule_path(megatron_tree, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("planned")
+    return make_schedule(folder / "schedule.json", describe(folder / "workload.json", OPTIONS), "all-cpu")
+
+
+@pytest.fixture
+def training(schedule_path, corpus_prefix, tmp_path):
+    """A scheduled run that would take minutes, caught in the middle of training."""
+    before = set(os.listdir("/dev/shm"))
+    # The metrics path marks the run's processes.
+    command = [
+        sys.executable, "-m", "megatron_ext.runtime.launch", "--nproc-per-node", "4", "examples/pretrain_gpt_hybrid.py", *OPTIONS,
+        "--data-path", str(corpus_prefix), "--train-iters", "100000", "--user-defined-schedule", str(schedule_path),
+        "--metrics-path", str(tmp_path / "metrics.json"), "--user-defined-schedule-trace", str(tmp_path / "trace.json"),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("iteration") and int(line.split()[1].partition("/")[0]) >= 3:
+            break
+    else:
+        pytest.fail(process.stderr.read())
+    yield process, tmp_path
+    process.kill()
+    process.communicate()
+    assert set(os.listdir("/dev/shm")) <= before
+    assert list(tmp_path.iterdir()) == [], "no half-written file"
+
+
+def ranks_of(process) -> list[int]:
+    with open(f"/proc/{process.pid}/task/{process.pid}/children") as children:
+        return [int(pid) for pid in children.read().split()]
+
+
+def nothing_left(marker, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not work_left(marker):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(training):
+    process, marker = training
+    victim = ranks_of(process)[2]
+    start = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - start < 30
+    assert process.returncode == 1
+    assert any(f"process {victim}" in line for line in errors.splitlines()), errors
+    assert nothing_left(marker, 5)
+
+
+def test_interrupt_ends_all_ranks(training):
+    process, marker = training
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "SIGINT" in errors
+    assert nothing_left(marker, 5)
+
+
+def test_a_killed_launcher_takes_its_ranks_along(training):
+    process, marker = training
+    assert len(ranks_of(process)) == 4
+    process.kill()
+    process.wait()
+    assert nothing_left(marker, 30)
+
+
+def test_survivors_without_a_launcher_end_by_themselves(training):
+    process, marker = training
+    ranks = ranks_of(process)
+    process.send_signal(signal.SIGSTOP)  # the launcher can end nobody now
+    os.kill(ranks[1], signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    alive = ranks
+    while alive and time.monotonic() < deadline:
+        time.sleep(0.2)
+        alive = [pid for pid in ranks if _runs(pid)]
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate(timeout=30)
+    assert not alive, errors
+    assert "Error" in errors, "the survivors say why they ended"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
