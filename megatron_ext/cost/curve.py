@@ -4,7 +4,7 @@ A straight alpha-beta line is up to 32 % off on published curves, so the points 
 are the model. How wrong reading between them can be is taken from the curve itself: each
 inner point is predicted from its two neighbours, and what that misses by (curvature and
 noise together) is the half-width near it. Where p95 was measured, the spread of the
-samples widens it further.
+samples widens it further, the less the more samples there are.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ SAFETY = 1.8
 :func:`_half_width`. Chosen on simulated curves (tests/cost/test_interval.py): 94 % and more
 of left-out points lie inside, at noise of 1 % to 30 %."""
 
+INDEPENDENT = 25
+"""Samples of one point count as at most so many independent ones."""
+
 UNKNOWN = 0.05
 """Relative half-width where a curve has too few points to say how rough it is."""
 
 
 class Estimate(NamedTuple):
-    """A time in microseconds with the interval it is believed to lie in.
+    """The median time in microseconds, with the interval it is believed to lie in. Single
+    gathers spread further: that is what a point's p95 says.
 
     ``algorithm`` names the best one where the curve holds several; ``extrapolated`` is true
     outside the measured range.
@@ -141,8 +145,12 @@ def _beyond(points: tuple[Point, ...], size_bytes: int) -> Estimate:
 
 
 def _spread(point: Point) -> float:
-    """Relative spread of a point's samples: how far p95 lies above the median."""
-    return (point.p95_us - point.p50_us) / point.p50_us if point.p95_us is not None else 0.0
+    """How far off the median of a point's samples may be, relative: as far as p95 lies above
+    it for one sample, less with more of them, but not much less, since samples taken in one
+    go do not know how the machine changes."""
+    if point.p95_us is None:
+        return 0.0
+    return (point.p95_us - point.p50_us) / point.p50_us / min(point.samples, INDEPENDENT) ** 0.5
 
 
 def residuals(points: Sequence[Point]) -> list[float | None]:

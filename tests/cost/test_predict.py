@@ -29,7 +29,9 @@ def test_linear_in_bytes_between_points():
 def test_interval_holds_the_middle_and_the_spread_of_samples():
     estimate = lookup(points((1000, 10.0), (2000, 20.0), (4000, 40.0), p95=1.5), 2000)
     assert estimate.low_us <= estimate.us <= estimate.high_us
-    assert estimate.high_us == pytest.approx(30)  # p95 was half above the median
+    assert estimate.high_us == pytest.approx(30)  # p95 was half above the median, of one sample
+    many = tuple(Point(size_bytes=size, p50_us=us, p95_us=2 * us, samples=100) for size, us in ((1000, 10.0), (2000, 20.0), (4000, 40.0)))
+    assert lookup(many, 2000).high_us == pytest.approx(20 * 1.2)
 
 
 @pytest.mark.parametrize("size", [0, 999, 4001, 1 << 40])
