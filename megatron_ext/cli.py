@@ -292,6 +292,21 @@ def cost_compare(first_path: str, second_path: str, as_json: bool) -> None:
     emit(as_json, changes, compare.text(changes))
 
 
+@cli.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+@click.option("--extrapolate", is_flag=True, help="Read cost curves outside their measured range.")
+@json_option
+def report(run_dir: str, extrapolate: bool, as_json: bool) -> None:
+    """Compare a scheduled run with stock Megatron and with its prediction; draw a timeline."""
+    from megatron_ext import report as reports
+
+    run = reports.load(run_dir)
+    with naming_files(*(str(run.file(name)) for name in ("cost_table", "workload", "schedule"))):
+        built = reports.build(run, extrapolate=extrapolate)
+    reports.write(built)
+    emit(as_json, reports.show.as_json(built), reports.show.as_text(built))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:

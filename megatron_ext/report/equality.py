@@ -1,0 +1,76 @@
+"""Whether a scheduled run equals its reference to the last bit, and if not, where not.
+
+[Note: The reference]
+Time is compared with Megatron as shipped. Equality cannot be: another bucket layout adds the
+same gradients up in another order, so last bits differ without any fault. The reference is
+therefore Megatron's own gather at the schedule's bucket layout.
+"""
+
+from typing import NamedTuple
+
+from megatron_ext.report.metrics import Metrics
+
+
+class Equality(NamedTuple):
+    """``bitwise``: True, False, or None where there was no reference to compare with.
+
+    ``differences``: one line for each thing that differs, each naming its first iteration
+    (counted from 1) or its first rank. ``largest_loss_difference``: relative, over iterations
+    where both losses are numbers; None without a reference.
+    """
+
+    bitwise: bool | None
+    differences: tuple[str, ...]
+    largest_loss_difference: float | None
+
+    @property
+    def text(self) -> str:
+        if self.bitwise is None:
+            return "equality not checked: there is no reference run"
+        if self.bitwise:
+            return "bitwise equal to the reference: losses, gradient norms and parameters"
+        return "NOT equal to the reference: " + "; ".join(self.differences)
+
+
+def compare(reference: Metrics | None, scheduled: Metrics) -> Equality:
+    """Compare losses, gradient norms, evaluation losses and parameter hashes bit by bit."""
+    if reference is None:
+        return Equality(None, (), None)
+    differences = []
+    for name, what, where in (("loss", "loss", "iteration"), ("grad_norm", "gradient norm", "iteration"), ("eval_loss", "evaluation loss", "evaluation")):
+        differences += _first_difference(what, where, getattr(reference, name), getattr(scheduled, name), numbers_only="loss" in name)
+    differences += _different_hashes(reference.parameter_sha256, scheduled.parameter_sha256)
+    relative = [
+        abs(ours - theirs) / (abs(theirs) or 1.0)
+        for theirs, ours in zip(reference.loss, scheduled.loss)
+        if theirs is not None and ours is not None
+    ]
+    return Equality(not differences, tuple(differences), max(relative, default=None))
+
+
+def _first_difference(what: str, where: str, theirs, ours, *, numbers_only: bool) -> list[str]:
+    """A line on the first entry that differs; with ``numbers_only`` None equals nothing, since
+    two values that are not numbers need not have the same bits."""
+    if len(theirs) != len(ours):
+        return [f"{what}: {len(ours)} entries, the reference has {len(theirs)}"]
+    differing = [index for index, (a, b) in enumerate(zip(theirs, ours)) if _bits(a) != _bits(b) or (numbers_only and a is None)]
+    if not differing:
+        return []
+    index = differing[0]
+    more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+    return [f"{what} at {where} {index + 1} is {_said(ours[index])}, the reference has {_said(theirs[index])}{more}"]
+
+
+def _bits(value: float | None) -> str | None:
+    return None if value is None else value.hex()
+
+
+def _said(value: float | None) -> str:
+    return "not a number" if value is None else repr(value)
+
+
+def _different_hashes(theirs, ours) -> list[str]:
+    if len(theirs) != len(ours):
+        return [f"parameters: {len(ours)} ranks, the reference has {len(theirs)}"]
+    ranks = [str(rank) for rank, (a, b) in enumerate(zip(theirs, ours)) if a != b]
+    return [f"parameters after the last iteration on rank {', '.join(ranks)}"] if ranks else []

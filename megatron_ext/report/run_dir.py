@@ -1,0 +1,87 @@
+"""The files of one main job, read together and checked against each other."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_ext import files
+from megatron_ext.cost import model as cost
+from megatron_ext.errors import InputError
+from megatron_ext.report import metrics as metrics_file
+from megatron_ext.report.measured import MeasuredTrace
+from megatron_ext.report.metrics import Metrics
+from megatron_ext.schedule import match, validate
+from megatron_ext.schedule.model import Schedule
+from megatron_ext.workload import model as workload_file
+from megatron_ext.workload.model import Workload
+
+READ = {
+    "cost_table": "cost_table.json",
+    "workload": "workload.json",
+    "schedule": "schedule.json",
+    "stock_trace": "stock.trace.json",
+    "scheduled_trace": "scheduled.trace.json",
+    "stock_metrics": "stock.metrics.json",
+    "scheduled_metrics": "scheduled.metrics.json",
+    "reference_metrics": "reference.metrics.json",
+}
+"""What a run directory holds; only the reference may be missing."""
+
+WRITTEN = {"report": "report.md", "timeline": "timeline.png", "overlay": "overlay.trace.json"}
+"""What ``report`` adds to it."""
+
+
+class RunDir(NamedTuple):
+    """Everything a report is made of; ``reference`` is None where no reference was trained."""
+
+    path: Path
+    table: cost.CostTable
+    workload: Workload
+    schedule: Schedule
+    stock: Metrics
+    scheduled: Metrics
+    reference: Metrics | None
+    stock_trace: MeasuredTrace
+    scheduled_trace: MeasuredTrace
+
+    @property
+    def iterations(self) -> int:
+        return self.scheduled.iterations
+
+    def file(self, name: str) -> Path:
+        """Path of a file by its key in ``READ`` or ``WRITTEN``."""
+        return self.path / {**READ, **WRITTEN}[name]
+
+
+def load(directory) -> RunDir:
+    """Read a run directory.
+
+    Raises:
+        InputError: a file is missing or damaged, or two of them are not of the same run.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise InputError("not a directory", file=path)
+    at = {key: path / name for key, name in READ.items()}
+    table = cost.load(at["cost_table"])
+    workload = workload_file.load(at["workload"])
+    schedule = validate.load(at["schedule"])
+    match.match(schedule, workload, file=at["schedule"])
+    planned_by = schedule.metadata.cost_table_sha256
+    if planned_by is not None and planned_by != files.sha256(at["cost_table"]):
+        raise InputError("planned by another cost table than the one beside it", file=at["schedule"], field="metadata.cost_table_sha256", value=planned_by[:12])
+    scheduled = metrics_file.load(at["scheduled_metrics"])
+    stock = _same_length(at["stock_metrics"], scheduled)
+    reference = _same_length(at["reference_metrics"], scheduled) if at["reference_metrics"].exists() else None
+    world = workload.parallel.world_size
+    for key, metrics in (("scheduled_metrics", scheduled), ("stock_metrics", stock), ("reference_metrics", reference)):
+        if metrics is not None and len(metrics.parameter_sha256) != world:
+            raise InputError(f"has {len(metrics.parameter_sha256)} entries for {world} ranks", file=at[key], field="parameter_sha256")
+    traces = [MeasuredTrace(at[key], workload.parallel, scheduled.iterations) for key in ("stock_trace", "scheduled_trace")]
+    return RunDir(path, table, workload, schedule, stock, scheduled, reference, *traces)
+
+
+def _same_length(path: Path, scheduled: Metrics) -> Metrics:
+    metrics = metrics_file.load(path)
+    if metrics.iterations != scheduled.iterations:
+        raise InputError(f"has {metrics.iterations} iterations, the scheduled run {scheduled.iterations}", file=path, field="loss")
+    return metrics

@@ -1,0 +1,131 @@
+"""A report as one table for the terminal, as one object, and as a page."""
+
+import io
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ext.report.build import Pair, Report
+from megatron_ext.report.run_dir import READ, WRITTEN
+
+MEASURED = {
+    "gather_us": "gather time in training",
+    "exposed_us": "exposed time",
+    "step_time_us": "step time",
+}
+"""Measured figures in the order they are shown."""
+
+EXPLAINED = {
+    "gather time in training": "the training thread's time in issuing gathers, publishing and waiting, per iteration the largest over ranks",
+    "ratio": "scheduled over stock, of the medians",
+    "exposed time": "the part of it that a step waited for a group",
+    "step time": "from a barrier to the end of the optimizer step, the slowest rank",
+    "predicted": "by the simulator from the cost table; the error is relative to the measured median",
+}
+
+
+def as_json(report: Report) -> dict:
+    """What ``report --json`` prints: medians, and beside them the spread they come from."""
+    return {
+        "iterations": report.run.iterations,
+        "bitwise_equal": report.equality.bitwise,
+        **{name: {which: spread.median_us for which, spread in _both(getattr(report, name))} for name in MEASURED},
+        "predicted_step_time_us": report.predicted_step_time_us._asdict(),
+        "predicted_relative_error": {which: report.relative_error(which) for which in Pair._fields},
+        "spread": {name: {which: spread.as_json() for which, spread in _both(getattr(report, name))} for name in MEASURED},
+        "differences": list(report.equality.differences),
+    }
+
+
+def _both(pair: Pair):
+    return pair._asdict().items()
+
+
+def rows(report: Report) -> list[tuple[str, str, str, str]]:
+    """``(what, stock, scheduled, scheduled / stock)`` of every line of the table."""
+    run = report.run
+    lines = [
+        ("iterations", f"{run.iterations}", f"{run.iterations}", ""),
+        ("loss, first", _loss(run.stock.loss[0]), _loss(run.scheduled.loss[0]), ""),
+        ("loss, last", _loss(run.stock.loss[-1]), _loss(run.scheduled.loss[-1]), ""),
+        ("equal to the reference", "", {None: "not checked", True: "bitwise", False: "NO"}[report.equality.bitwise], ""),
+    ]
+    for name, title in MEASURED.items():
+        stock, ours = getattr(report, name)
+        lines.append((f"{title}, ms, median", _ms(stock.median_us), _ms(ours.median_us), _ratio(ours.median_us, stock.median_us)))
+        lines.append(("  p10 - p90", *(f"{_ms(s.p10_us)} - {_ms(s.p90_us)}" for s in (stock, ours)), ""))
+    stock, ours = report.predicted_step_time_us
+    lines.append(("step time, ms, predicted", _ms(stock), _ms(ours), _ratio(ours, stock)))
+    lines.append(("  error of the prediction", *(f"{100 * report.relative_error(which):+.1f} %" for which in Pair._fields), ""))
+    return lines
+
+
+def _loss(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.7f}"
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.3f}"
+
+
+def _ratio(ours: float, stock: float) -> str:
+    return f"{ours / stock:.3f}" if stock else ""
+
+
+def _title(report: Report) -> str:
+    p = report.run.workload.parallel
+    samples = report.step_time_us.scheduled.samples
+    return (
+        f"PP {p.pp} x VP {p.vp} x DP {p.dp}, {p.num_microbatches} micro-batches, zero stage {report.run.workload.zero_stage}; "
+        f"medians over {samples} iterations, the first {report.warm_up} left out"
+    )
+
+
+def as_text(report: Report, width: int | None = None) -> str:
+    """The table for people, with the plan's verdict and where the files are."""
+    # rich draws tables that line up and fit the terminal.
+    table = Table(title=_title(report), title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for name in ("stock", "scheduled", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows(report):
+        table.add_row(*row)
+    detail = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    detail.add_column(no_wrap=True)
+    detail.add_column(overflow="fold")
+    detail.add_row("equality", report.equality.text)
+    detail.add_row("plan", report.verdict)
+    for name in WRITTEN:
+        detail.add_row(name, str(report.run.file(name)))
+    detail.add_row("all files", str(report.run.path))
+    console = Console(file=io.StringIO(), width=width or max(Console().width, 96))
+    console.print(table)
+    console.print(detail)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def as_markdown(report: Report) -> str:
+    """The page that lies beside the run's files."""
+    run = report.run
+    lines = ["# Stock Megatron beside the planned schedule", "", _title(report) + ".", ""]
+    lines += ["| | stock | scheduled | ratio |", "|---|---:|---:|---:|"]
+    lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows(report)]
+    lines += ["", *(f"- **{word}**: {meaning}." for word, meaning in EXPLAINED.items())]
+    lines += ["", "## Equality", "", f"{report.equality.text}."]
+    lines += ["", *(f"- {difference}" for difference in report.equality.differences)] if report.equality.differences else []
+    lines += [
+        "",
+        "The reference is Megatron's own gather at the schedule's bucket layout. Stock Megatron has a layout of its own, "
+        "which adds gradients up in another order: its last bits may differ.",
+    ]
+    lines += ["", "## The plan", "", *(f"- {line}" for line in report.verdict.splitlines())]
+    lines += ["", "## One iteration", "", f"![timeline]({WRITTEN['timeline']})", ""]
+    lines += [f"`{WRITTEN['overlay']}` holds the same iterations, measured and simulated, for Perfetto (ui.perfetto.dev)."]
+    lines += ["", "## Losses", "", "| iteration | stock | scheduled | reference |", "|---:|---:|---:|---:|"]
+    reference = run.reference.loss if run.reference is not None else None
+    for index, (stock, ours) in enumerate(zip(run.stock.loss, run.scheduled.loss)):
+        theirs = _loss(reference[index]) if reference is not None else "-"
+        lines.append(f"| {index + 1} | {_loss(stock)} | {_loss(ours)} | {theirs} |")
+    lines += ["", "## Files", "", *(f"- `{name}`" for name in READ.values() if (run.path / name).exists()), ""]
+    return "\n".join(lines)
