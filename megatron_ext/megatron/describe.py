@@ -16,6 +16,10 @@ def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) ->
     """Parameters of a built model chunk (wrapped or bare) in execution order."""
     layers = layers_of(chunk)
     parameters = []
+    borrowers: dict[str, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for name in layer.borrowed:
+            borrowers.setdefault(name, []).append(index)
     for index, layer in enumerate(layers):
         for name, parameter in layer.parameters:
             parameters.append(Parameter(
@@ -25,6 +29,7 @@ def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) ->
                 bytes=parameter.numel() * parameter.element_size(),
                 layer=index,
                 shared_embedding=bool(getattr(parameter, "shared_embedding", False)),
+                borrowed_by=tuple(borrowers.get(name, ())),
             ))  # fmt: skip
     return Chunk(pp_rank=pp_rank, model_chunk_id=model_chunk_id, parameters=tuple(parameters), layer_kinds=tuple(layer.kind for layer in layers))
 

@@ -1,4 +1,4 @@
-"""Layers of a GPT chunk: which parameters they own and where one can wait before them."""
+"""Layers of a GPT chunk: which parameters they use and where one can act between them."""
 
 import re
 from typing import NamedTuple
@@ -9,12 +9,13 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 class Layer(NamedTuple):
-    """One layer of a chunk: its kind, the module whose forward begins it, and its parameters
-    by name in registration order."""
+    """One layer of a chunk: its kind, the module whose forward begins it, its parameters by
+    name in registration order, and names of parameters that it uses but another layer owns."""
 
     kind: str
     module: torch.nn.Module
     parameters: tuple[tuple[str, torch.nn.Parameter], ...]
+    borrowed: tuple[str, ...] = ()
 
 
 def bare(module: torch.nn.Module) -> torch.nn.Module:
@@ -27,8 +28,9 @@ def bare(module: torch.nn.Module) -> torch.nn.Module:
 def layers_of(chunk: torch.nn.Module) -> list[Layer]:
     """Layers of a chunk in execution order: embedding, transformer layers, output.
 
-    The final norm belongs to the output layer, whose first module it is. A chunk may have no
-    layer with parameters; it then has no layers.
+    The final norm belongs to the output layer, whose first module it is. An output layer that is
+    tied to an embedding in the same chunk borrows its weight. A chunk may have no layer with
+    parameters; it then has no layers.
     """
     model = bare(chunk)
     modules = dict(model.named_modules())
@@ -49,13 +51,16 @@ def layers_of(chunk: torch.nn.Module) -> list[Layer]:
             found[(2, 0)] = []
     layers = []
     for (part, index), parameters in sorted(found.items()):
+        borrowed = ()
         if part == 0:
             kind, module = "embedding", modules["embedding"]
         elif part == 1:
             kind, module = "transformer", modules[f"decoder.layers.{index}"]
         else:
             kind, module = "output", _first_output_module(modules)
-        layers.append(Layer(kind, module, tuple(parameters)))
+            if "output_layer" in modules and getattr(model, "share_embeddings_and_output_weights", False):
+                borrowed = tuple(name for name, _ in found.get((0, 0), ()) if name == "embedding.word_embeddings.weight")
+        layers.append(Layer(kind, module, tuple(parameters), borrowed))
     return layers
 
 
@@ -66,31 +71,50 @@ def _first_output_module(modules) -> torch.nn.Module:
     raise AssertionError("a chunk has parameters behind its layers but no final norm and no output layer")
 
 
-class LayerWaits:
-    """Lets actions run just before a layer computes, once, at no cost to other steps.
+class Boundaries:
+    """Lets actions run between two layers, once, at no cost to other steps.
 
-    A forward pre-hook is put on the layer's module when the step begins and takes itself off
-    when it runs: a permanent hook would cost 1.5 us a module in every step.
+    [Note: Hooks that take themselves off]
+    A forward pre-hook is put on the layer behind the boundary when the step begins and takes
+    itself off when it runs: a permanent hook would cost 1.5 us a module in every step, and would
+    have to tell a forward from the recompute inside a backward. The backward's actions hang on
+    the activation that crosses the boundary: its gradient is complete when the layer behind has
+    run backward and the layer before has not begun. (A full backward hook on the module would
+    make outputs views, which ``deallocate_output_tensor`` refuses.)
+
+    Args:
+        chunks: this rank's model chunks, wrapped or bare.
+        uses: by group, the first and the last layer of its chunk that use it.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module], groups, first_layers: dict[int, int]):
+    def __init__(self, chunks: list[torch.nn.Module], uses: dict[int, tuple[int, int]]):
         self._layers = [layers_of(chunk) for chunk in chunks]
-        self._groups, self._first_layers = groups, first_layers
+        self._uses = uses
 
-    def first_layer(self, group_index: int) -> int:
-        """The first layer of the group's chunk that uses a parameter of the group."""
-        return self._first_layers[group_index]
+    def uses(self, group_index: int) -> tuple[int, int]:
+        return self._uses[group_index]
 
-    def arm(self, model_chunk_id: int, layer: int, actions):
-        """A function that makes ``actions`` run just before ``layer`` computes next."""
-        module = self._layers[model_chunk_id][layer].module
+    def num_layers(self, model_chunk_id: int) -> int:
+        return len(self._layers[model_chunk_id])
+
+    def arm(self, model_chunk_id: int, boundary: int, forward, backward):
+        """A function that makes ``forward`` run just before layer ``boundary`` computes next, and
+        ``backward`` when the gradient of that layer's input is complete."""
+        module = self._layers[model_chunk_id][boundary].module
+
+        def on_gradient(gradient) -> None:
+            for action in backward:
+                action()
 
         def arm() -> None:
-            def before_layer(*unused) -> None:
+            def before_layer(module, args, kwargs) -> None:
                 handle.remove()
-                for action in actions:
+                if backward:
+                    activation = args[0] if args else kwargs["hidden_states"]
+                    activation.register_hook(on_gradient)
+                for action in forward:
                     action()
 
-            handle = module.register_forward_pre_hook(before_layer)
+            handle = module.register_forward_pre_hook(before_layer, with_kwargs=True)
 
         return arm

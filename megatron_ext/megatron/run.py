@@ -58,7 +58,7 @@ class Run:
 
     def params_changed(self) -> None:
         if self.session is not None and self.session.executor is not None:
-            self.session.executor.params_updated()
+            self.session.executor.params_changed()
 
     def make_whole(self) -> None:
         if self.session is not None:

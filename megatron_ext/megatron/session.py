@@ -11,7 +11,6 @@ waiting for it in a collective.
 """
 
 import os
-from time import perf_counter_ns
 
 import msgspec
 import torch.distributed as dist
@@ -21,15 +20,10 @@ from megatron_ext import files
 from megatron_ext.errors import InputError
 from megatron_ext.megatron import buckets
 from megatron_ext.megatron.describe import describe_chunk
-from megatron_ext.megatron.layers import LayerWaits
+from megatron_ext.megatron.prepare import prepare
 from megatron_ext.runtime import faults
-from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.group import Clock, Group
-from megatron_ext.runtime.host_pool import HostPool
-from megatron_ext.runtime.program import compile_program
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.routes import CpuRoute, GpuRoute, Publisher
 from megatron_ext.schedule import match, validate
 from megatron_ext.workload.model import Workload
 
@@ -88,8 +82,8 @@ class Session:
         """Agree over all ranks, then prepare everything.
 
         Args:
-            workload_of_run: a Workload with this run's parallel sizes, zero stage and limits;
-                its chunks are replaced by what all ranks really hold.
+            workload_of_run: a Workload with this run's parallel sizes; its chunks are replaced by
+                what all ranks really hold, its zero stage by the schedule's.
             optimizer: Megatron's optimizer of the run.
 
         Raises:
@@ -101,10 +95,8 @@ class Session:
         chunks = self._gather_chunks()
         if error is None:
             try:
-                if self.schedule.zero_stage != 1:
-                    raise InputError("this runtime trains zero stage 1", file=self.path, field="zero_stage", value=self.schedule.zero_stage)
                 self._check_routes()
-                workload = _with_chunks(workload_of_run, chunks)
+                workload = msgspec.structs.replace(_with_chunks(workload_of_run, chunks), zero_stage=self.schedule.zero_stage)
                 match.match(self.schedule, workload, file=self.path)
             except InputError as refused:
                 error = str(refused)
@@ -112,7 +104,12 @@ class Session:
         if self.stock_gather:
             return
         self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        self._prepare(parallel_state.get_pipeline_model_parallel_rank())
+        self.executor = prepare(self.schedule, self._ddps, self._bucket_groups, self._optimizers, self.faults, self.recorder)
+        for bucket_group in self._bucket_groups.values():
+            bucket_group.executor = self.executor
+        # The initial parameters are whole everywhere; publishing them lets the first
+        # iteration run like every other.
+        self.executor.params_updated()
 
     def _check_routes(self) -> None:
         for rank in self.schedule.ranks:
@@ -128,45 +125,6 @@ class Session:
         everybody = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, own)
         return [chunk for chunks in everybody for chunk in chunks]
-
-    def _prepare(self, pp_rank: int) -> None:
-        clock, process_group = Clock(), parallel_state.get_data_parallel_group(with_context_parallel=True)
-        dp_rank, dp_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        groups, first_layers = {}, {}
-        for index, bucket_group in sorted(self._bucket_groups.items()):
-            (bucket,) = bucket_group.buckets
-            group = Group(index, f"chunk {self.schedule.groups[index].model_chunk_id}", bucket.param_data, dp_rank, dp_size)
-            assert group.bytes == self.schedule.groups[index].bytes
-            groups[index] = group
-        for chunk_id, ddp in enumerate(self._ddps):
-            layer_of = {p.name: p.layer for p in describe_chunk(ddp, pp_rank, chunk_id).parameters}
-            for index, group in enumerate(self.schedule.groups):
-                if (group.pp_rank, group.model_chunk_id) == (pp_rank, chunk_id):
-                    first_layers[index] = min(layer_of[name] for name in group.parameters)
-
-        gpu = GpuRoute(process_group)
-        routes, pool, publisher = {"gpu": gpu}, None, None
-        published = [groups[entry.group] for entry in self.schedule.publish if entry.group in groups]
-        if published:
-            device = device_of(published[0].whole)
-            pool = HostPool(published, dp_rank, dp_size, _exchange_over(process_group))
-            routes["cpu"] = CpuRoute(pool, device, clock, self.faults, self.recorder)
-            publisher = Publisher(pool, published, device, clock, self.faults, self.recorder)
-        if self.recorder is not None:
-            routes["gpu"] = _RecordedGather(gpu, self.recorder)
-        rank = self.schedule.ranks[pp_rank]
-        waits = LayerWaits(self._ddps, groups, first_layers)
-        program = compile_program(self.schedule, rank, groups, routes, clock, waits, self.recorder, self.faults.skip_group)
-        self.executor = Executor(program, groups, clock, gpu.issue, publisher=publisher, pool=pool, recorder=self.recorder)
-        if pool is not None:
-            self.executor.on_close(pool.close)
-            self.executor.on_close(routes["cpu"].close)
-            self.executor.on_close(publisher.close)
-        for bucket_group in self._bucket_groups.values():
-            bucket_group.executor = self.executor
-        # The initial parameters are whole everywhere; publishing them lets the first
-        # iteration run like every other.
-        self.executor.params_updated()
 
     # Every iteration.
 
@@ -209,17 +167,6 @@ def _with_chunks(workload: Workload, chunks) -> Workload:
     return msgspec.structs.replace(workload, chunks=tuple(by_stage[key] for key in sorted(by_stage)))
 
 
-def _exchange_over(process_group):
-    """``exchange(object) -> list``: all-gather of small objects over ``process_group``."""
-
-    def exchange(value):
-        values = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(values, value, group=process_group)
-        return values
-
-    return exchange
-
-
 def _refuse_unsupported(ddp) -> None:
     """Features that change what a bucket is or who gathers it."""
     config = ddp.ddp_config
@@ -251,19 +198,3 @@ def _replace_pre_hooks(ddp, session: Session) -> None:
             session.make_whole()
 
     ddp.enable_forward_pre_hook, ddp.disable_forward_pre_hook = enable, disable
-
-
-class _RecordedGather:
-    """The gpu route with its link's busy time recorded."""
-
-    def __init__(self, route, recorder: Recorder):
-        self.route, self.recorder = route, recorder
-
-    def issue(self, group):
-        start = perf_counter_ns()
-        work = self.route.issue(group)
-        name = f"unshard {group.index}"
-        if group.whole.device.type == "cpu":  # on CUDA a work's future completes when it is queued
-            work.get_future().add_done_callback(lambda _: self.recorder.add("gpu", name, start, perf_counter_ns()))
-        return work
-

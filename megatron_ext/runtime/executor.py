@@ -3,7 +3,7 @@
 import time
 from typing import Callable
 
-from megatron_ext.runtime.group import Clock, Group, ScheduleError, State
+from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, State
 from megatron_ext.runtime.program import Program
 
 
@@ -14,6 +14,7 @@ class Executor:
         program: what to call at each step.
         groups: this rank's groups by index.
         clock: the version of the parameters.
+        residency: counts the bytes of whole parameters on the device.
         gather: ``gather(group) -> handle``, an all-gather for whatever is not whole when
             something outside a training step needs it.
         publisher: writes host copies, or None where no group has one.
@@ -21,12 +22,13 @@ class Executor:
         recorder: where publishing is recorded, or None.
     """
 
-    def __init__(self, program: Program, groups: dict[int, Group], clock: Clock, gather: Callable, *, publisher=None, pool=None, recorder=None):
-        self.program, self.groups, self.clock = program, groups, clock
+    def __init__(self, program: Program, groups: dict[int, Group], clock: Clock, residency: Residency, gather: Callable, *, publisher=None, pool=None, recorder=None):
+        self.program, self.groups, self.clock, self.residency = program, groups, clock, residency
         self.gather, self.publisher, self.pool, self.recorder = gather, publisher, pool, recorder
         self._forwards, self._backwards, self._end = _by_hook(program)
         self._count_forward = self._count_backward = 0
         self.iterations = 0
+        self.peak_bytes = 0  # of whole parameters in the iteration that ended last
         self._started = False
         self._undisturbed = True
         self._close: list[Callable[[], None]] = []
@@ -74,6 +76,7 @@ class Executor:
             action()
         if self._count_forward != len(self._forwards) or self._count_backward != len(self._backwards):
             raise ScheduleError(f"the iteration ended after {self._count_forward} forwards and {self._count_backward} backwards; the schedule has {len(self._forwards)} and {len(self._backwards)}")
+        self.peak_bytes = self.residency.peak
         self._drop_all()
         self.iterations += 1
         if self.publisher is not None:
@@ -94,6 +97,13 @@ class Executor:
             self.recorder.add("issue", "publish", start, time.perf_counter_ns())
         self.start()
 
+    def params_changed(self) -> None:
+        """Whole parameters have new values that the optimizer did not write: take the shards
+        from them, and go on as after an optimizer step."""
+        for group in self.groups.values():
+            group.adopt()
+        self.params_updated()
+
     # Called from outside of training steps.
 
     def make_whole(self) -> None:
@@ -102,6 +112,7 @@ class Executor:
         Collective over the data-parallel group where anything has to be gathered: all its
         ranks must call it.
         """
+        self._undisturbed = False
         for index in sorted(self.groups):
             group = self.groups[index]
             if group.state is State.UNSHARDING:
@@ -113,7 +124,6 @@ class Executor:
                 group.handle = self.gather(group)
                 group.handle.wait()
                 group.end_unshard(self.clock)
-        self._undisturbed = False
 
     def on_close(self, function: Callable[[], None]) -> None:
         self._close.append(function)
@@ -126,11 +136,9 @@ class Executor:
     def _drop_all(self) -> None:
         """No whole copy counts any more; wait for those still arriving."""
         for group in self.groups.values():
-            if group.handle is not None:
-                group.handle.wait()
-                group.handle = None
-            group.state = State.SHARDED
+            group.drop()
         self._started = False
+        self.residency.restart()
 
     def _out_of_order(self, kind: str, virtual_microbatch_id: int, model_chunk_id: int):
         raise ScheduleError(f"Megatron runs {kind} {virtual_microbatch_id} of chunk {model_chunk_id}, which the schedule does not expect after {self._count_forward} forwards and {self._count_backward} backwards")

@@ -5,6 +5,16 @@
 checkpoint). A whole copy carries the version of the shards it was gathered from; it may be
 computed on only while the two are equal. Order alone proves nothing: a group that is never
 gathered again would be whole, in order, and one optimizer step old.
+
+[Note: Freed storage]
+With zero stage 3 the bytes of a whole copy come and go while every tensor object stays: the
+storage behind the bucket is resized to 0 and back, so that the parameters, and the views that
+autograd saved in forward, are whole again when the bucket is. Bytes are restored through the
+bucket tensor, which leaves the version counters of the parameters alone. On CUDA blocks are
+taken and given back on the compute stream, and copies are issued behind an event of that
+stream recorded after the block was taken, so that a block is never written while work queued
+earlier still reads what was there before.
+Source: torch FSDP2, ``_fsdp_param.py`` (``alloc_storage``, ``free_storage``).
 """
 
 from enum import Enum
@@ -34,24 +44,43 @@ class Clock:
         self.version = 1
 
 
+class Residency:
+    """Bytes of whole parameters on this rank's device: now, and the most since :meth:`restart`."""
+
+    __slots__ = ("bytes", "peak")
+
+    def __init__(self) -> None:
+        self.bytes = self.peak = 0
+
+    def add(self, size: int) -> None:
+        self.bytes += size
+        if self.bytes > self.peak:
+            self.peak = self.bytes
+
+    def restart(self) -> None:
+        self.peak = self.bytes
+
+
 class Group:
-    """Storage and state of one group on one rank.
+    """Storage and state of one group on one rank; the whole copy always has its bytes.
 
     Attributes:
         index: the group's id in the schedule.
         whole: 1D tensor, the whole bucket with Megatron's padding.
         shard: 1D view of ``whole``, this data-parallel rank's share.
+        shard_start: element of ``whole`` at which the shard begins.
         version: the version that ``whole`` was gathered at.
         handle: what the gather in flight is waited by; None unless UNSHARDING.
     """
 
-    __slots__ = ("index", "name", "whole", "shard", "state", "version", "handle")
+    __slots__ = ("index", "name", "whole", "shard", "shard_start", "state", "version", "handle")
 
     def __init__(self, index: int, name: str, whole: torch.Tensor, dp_rank: int, dp_size: int):
         assert whole.dim() == 1 and whole.numel() % dp_size == 0
         self.index, self.name, self.whole = index, name, whole
         numel = whole.numel() // dp_size
-        self.shard = whole.narrow(0, dp_rank * numel, numel)
+        self.shard_start = dp_rank * numel
+        self.shard = whole.narrow(0, self.shard_start, numel)
         self.state, self.version, self.handle = State.SHARDED, 0, None
 
     def __str__(self) -> str:
@@ -73,9 +102,57 @@ class Group:
         self.handle = None
         self.state = State.WHOLE
 
+    def drop(self) -> None:
+        """The whole copy does not count any more; waits for a gather that is still in flight."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+        self.state = State.SHARDED
+
+    def reshard(self) -> None:
+        """Drop a whole copy that the schedule frees."""
+        if self.state is not State.WHOLE:
+            raise ScheduleError(f"{self} is freed while it is {self.state.value}")
+        self.drop()
+
+    def adopt(self) -> None:
+        """Whoever changed parameters changed the whole copy: take the shard from there."""
+
     def check_usable(self, clock: Clock) -> None:
         """Raise unless the group is whole and fresh; the debug mode calls it at every use."""
         if self.state is not State.WHOLE or self.version != clock.version:
             raise ScheduleError(
                 f"a step computes on {self} while it is {self.state.value} at version {self.version}; parameters are at {clock.version}"
             )
+
+
+class FreedGroup(Group):
+    """A group whose whole copy has bytes only from its unshard to its reshard; the shard has
+    storage of its own. Starts out whole. See [Note: Freed storage]."""
+
+    __slots__ = ("residency", "_storage", "_bytes")
+
+    def __init__(self, index: int, name: str, whole: torch.Tensor, dp_rank: int, dp_size: int, residency: Residency):
+        super().__init__(index, name, whole, dp_rank, dp_size)
+        assert whole.storage_offset() == 0 and whole.untyped_storage().nbytes() == self.bytes
+        with torch.no_grad():
+            self.shard = self.shard.clone()
+        self._storage, self._bytes, self.residency = whole.untyped_storage(), self.bytes, residency
+        self.state = State.WHOLE
+        residency.add(self._bytes)
+
+    def begin_unshard(self) -> None:
+        super().begin_unshard()
+        self._storage.resize_(self._bytes)
+        self.residency.add(self._bytes)
+
+    def drop(self) -> None:
+        if self.state is not State.SHARDED:
+            super().drop()
+            self._storage.resize_(0)
+            self.residency.bytes -= self._bytes
+
+    def adopt(self) -> None:
+        if self.state is State.WHOLE:
+            with torch.no_grad():
+                self.shard.copy_(self.whole.narrow(0, self.shard_start, self.shard.numel()))

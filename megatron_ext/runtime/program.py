@@ -4,12 +4,20 @@
 Everything that a schedule can say is turned into closures before the first step: what is left
 to do at a step is to call a (mostly empty) tuple of functions. Dictionary look-ups and tests
 per parameter cost about 1.5 us each in Python; an empty tuple costs nothing that can be seen.
+
+[Note: Places inside a step]
+A chunk with n layers has n - 1 boundaries, numbered by the layer behind them. In a forward step
+boundary b lies between the end of layer b - 1 and the begin of layer b; in a backward step,
+where layers run in descending order, between the end of layer b and the begin of layer b - 1.
+Whatever stands at a layer is done at the boundary before or behind it, or, at the ends of the
+chunk, when the step begins or ends. Nothing is hooked into a layer where nothing happens.
 """
 
 from typing import Callable, NamedTuple
 
 from megatron_ext.runtime.group import Clock, Group, ScheduleError
-from megatron_ext.schedule.model import Rank, Schedule
+from megatron_ext.schedule.footprint import in_order
+from megatron_ext.schedule.model import Rank, Reshard, Schedule
 from megatron_ext.workload.step import Step
 
 Action = Callable[[], None]
@@ -31,7 +39,15 @@ class Program(NamedTuple):
     steps: tuple[StepProgram, ...]
 
 
-def compile_program(schedule: Schedule, rank: Rank, groups: dict[int, Group], routes: dict[str, object], clock: Clock, layers, recorder=None, skip_group: int = -1) -> Program:
+class _Placed(NamedTuple):
+    """Actions of one step by place."""
+
+    begin: list[Action]
+    at: dict[int, list[Action]]
+    end: list[Action]
+
+
+def compile_program(schedule: Schedule, rank: Rank, groups: dict[int, Group], routes: dict[str, object], clock: Clock, layers, recorder=None, skip_group: int = -1, check_uses: bool = False) -> Program:
     """Turn a validated schedule into calls.
 
     Args:
@@ -39,38 +55,37 @@ def compile_program(schedule: Schedule, rank: Rank, groups: dict[int, Group], ro
         groups: this rank's groups by their index in the schedule.
         routes: route objects by name; see :mod:`megatron_ext.runtime.routes`.
         clock: the version that every gather must bring.
-        layers: ``layers.arm(model_chunk_id, layer, actions) -> Action`` gives a function that
-            makes ``actions`` run once, just before that layer computes next; and
-            ``layers.first_layer(group_index) -> int`` the first layer that uses a group.
+        layers: ``layers.uses(group_index) -> (first, last)``, the layers of its chunk that use
+            a group; ``layers.num_layers(model_chunk_id)``; and
+            ``layers.arm(model_chunk_id, boundary, forward, backward) -> Action``, a function
+            that, called as a forward step begins, makes ``forward`` run at that boundary of
+            this step and ``backward`` at the same boundary of its micro-batch's backward.
         recorder: where issues and waits are recorded, or None.
-        skip_group: negative control; this group's unshard and wait are left out.
+        skip_group: negative control; whatever the schedule says of this group is left out.
+        check_uses: check state and version of every group at every layer that uses it.
     """
-    compiler = _Compiler(schedule, groups, routes, clock, recorder, skip_group)
+    compiler = _Compiler(schedule, groups, routes, clock, layers, recorder, skip_group)
     waits = compiler.waits_by_step(rank)
-    start = tuple(compiler.unshard(action) for action in rank.start.unshard if action.group != skip_group)
-    steps = []
-    for index, entry in enumerate(rank.steps):
-        step = Step.parse(entry.step)
+    start = [compiler.stage_in(action) for action in rank.start.stage_in if action.group != skip_group]
+    start += [compiler.unshard(action) for action in rank.start.unshard if action.group != skip_group]
+    steps = [Step.parse(entry.step) for entry in rank.steps]
+    placed = [compiler.place(step, entry, waits.get(index, ()), check_uses) for index, (step, entry) in enumerate(zip(steps, rank.steps))]
+    backward_of = {(step.stage, step.microbatch): place.at for step, place in zip(steps, placed) if step.kind == "B"}
+    compiled = []
+    for step, place in zip(steps, placed):
         chunk = step.model_chunk_id(schedule.parallel.pp)
-        before = [compiler.unshard(action) for action in entry.unshard if action.group != skip_group]
-        by_layer: dict[int, list[Action]] = {}
-        for group_index in waits.get(index, ()):
-            wait = compiler.wait(group_index)
-            if step.kind == "F" and schedule.groups[group_index].model_chunk_id == chunk:
-                # The layer that uses the group first waits for it, not the whole step.
-                by_layer.setdefault(layers.first_layer(group_index), []).append(wait)
-            else:
-                before.append(wait)
-        for layer, actions in sorted(by_layer.items()):
-            before.append(layers.arm(chunk, layer, tuple(actions)))
-        after = [compiler.reshard(action) for action in entry.reshard]
-        steps.append(StepProgram(step, chunk, tuple(before), tuple(after)))
-    return Program(start, tuple(steps))
+        before = list(place.begin)
+        if step.kind == "F":
+            backward = backward_of[step.stage, step.microbatch]
+            for boundary in sorted({*place.at, *backward}):
+                before.append(layers.arm(chunk, boundary, tuple(place.at.get(boundary, ())), tuple(backward.get(boundary, ()))))
+        compiled.append(StepProgram(step, chunk, tuple(before), tuple(place.end)))
+    return Program(tuple(start), tuple(compiled))
 
 
 class _Compiler:
-    def __init__(self, schedule: Schedule, groups, routes, clock: Clock, recorder, skip_group: int):
-        self.schedule, self.groups, self.routes = schedule, groups, routes
+    def __init__(self, schedule: Schedule, groups, routes, clock: Clock, layers, recorder, skip_group: int):
+        self.schedule, self.groups, self.routes, self.layers = schedule, groups, routes, layers
         self.clock, self.recorder, self.skip_group = clock, recorder, skip_group
 
     def waits_by_step(self, rank: Rank) -> dict[int, list[int]]:
@@ -82,6 +97,52 @@ class _Compiler:
             for action in entry.unshard:
                 waits.setdefault(index if action.need_by < 0 else action.need_by, []).append(action.group)
         return {index: [g for g in found if g != self.skip_group] for index, found in waits.items()}
+
+    def place(self, step: Step, entry, waits, check_uses: bool) -> _Placed:
+        """Actions of one step, each where it happens: frees, then issues, then waits."""
+        chunk = step.model_chunk_id(self.schedule.parallel.pp)
+        place = _Placed([self.stage_in(action) for action in entry.stage_in if action.group != self.skip_group], {}, [])
+        for action in in_order(entry):
+            if action.group == self.skip_group:
+                continue
+            if isinstance(action, Reshard):
+                self._behind(place, step, chunk, action.at).append(self.reshard(action))
+            else:
+                self._before(place, step, chunk, action.at).append(self.unshard(action))
+        for index in waits:
+            # The layer that uses the group first waits for it, not the whole step.
+            first, last = self.layers.uses(index)
+            own = self.schedule.groups[index].model_chunk_id == chunk
+            layer = -1 if not own else first if step.kind == "F" else last
+            self._before(place, step, chunk, layer).append(self.wait(index))
+        if check_uses:
+            for index, group in self.groups.items():
+                if self.schedule.groups[index].model_chunk_id == chunk and index != self.skip_group:
+                    for layer in range(self.layers.uses(index)[0], self.layers.uses(index)[1] + 1):
+                        self._before(place, step, chunk, layer).append(lambda group=group: group.check_usable(self.clock))
+        return place
+
+    def _before(self, place: _Placed, step: Step, chunk: int, layer: int) -> list[Action]:
+        """Where something happens just before ``layer`` computes (-1: as the step begins)."""
+        if step.kind == "F":
+            return place.begin if layer <= 0 else place.at.setdefault(layer, [])
+        top = self.layers.num_layers(chunk) - 1
+        return place.begin if layer < 0 or layer >= top else place.at.setdefault(layer + 1, [])
+
+    def _behind(self, place: _Placed, step: Step, chunk: int, layer: int) -> list[Action]:
+        """Where something happens just after ``layer`` has computed (-1: as the step ends)."""
+        if step.kind == "B":
+            return place.end if layer <= 0 else place.at.setdefault(layer, [])
+        top = self.layers.num_layers(chunk) - 1
+        return place.end if layer < 0 or layer >= top else place.at.setdefault(layer + 1, [])
+
+    def stage_in(self, action) -> Action:
+        group, stage_in, slot = self.groups[action.group], self.routes["nvme"].stage_in, action.slot
+
+        def stage() -> None:
+            stage_in(group, slot)
+
+        return self._recorded("issue", f"stage_in {group.index} {slot}", stage)
 
     def unshard(self, action) -> Action:
         group, clock = self.groups[action.group], self.clock
@@ -107,12 +168,7 @@ class _Compiler:
         return self._recorded("wait", f"wait {index}", wait)
 
     def reshard(self, action) -> Action:
-        group = self.groups[action.group]
-
-        def reshard() -> None:
-            raise ScheduleError(f"{group} cannot be freed: zero stage 1 keeps every group")
-
-        return reshard
+        return self._recorded("issue", f"reshard {action.group}", self.groups[action.group].reshard)
 
     def _recorded(self, lane: str, name: str, function: Action) -> Action:
         return function if self.recorder is None else self.recorder.timed(lane, name, function)

@@ -23,6 +23,8 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     ``shared_embedding`` marks Megatron's word-embedding weight that two pipeline ranks
     share: Megatron keeps it in a bucket of its own, so it must be a group of its own.
+    ``borrowed_by`` are further layers of the chunk that compute with it: an output layer that
+    is tied to the embedding of the same chunk.
     """
 
     name: str
@@ -31,6 +33,12 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     bytes: int
     layer: int = 0
     shared_embedding: bool = False
+    borrowed_by: tuple[int, ...] = ()
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """Layers of the chunk that compute with the parameter, ascending."""
+        return (self.layer, *self.borrowed_by)
 
     @property
     def numel(self) -> int:
@@ -185,6 +193,11 @@ def _check_parameters(chunk: Chunk, where: str, file) -> None:
         if chunk.layer_kinds and parameter.layer >= len(chunk.layer_kinds):
             raise InputError(f"chunk has {len(chunk.layer_kinds)} layer_kinds", file=file, field=f"{field}.layer", value=parameter.layer)
         previous_layer = parameter.layer
+        if parameter.borrowed_by:
+            largest = len(chunk.layer_kinds) or 1 + max(p.layer for p in chunk.parameters)
+            ascending = all(a < b for a, b in zip(parameter.uses, parameter.borrowed_by))
+            if not ascending or parameter.borrowed_by[-1] >= largest:
+                raise InputError(f"expected ascending layers of the chunk behind layer {parameter.layer}", file=file, field=f"{field}.borrowed_by", value=list(parameter.borrowed_by))
 
 
 def _with_dense_layers(chunk: Chunk) -> Chunk:
@@ -193,5 +206,8 @@ def _with_dense_layers(chunk: Chunk) -> Chunk:
     if chunk.layer_kinds:
         return chunk
     dense = {layer: index for index, layer in enumerate(sorted({p.layer for p in chunk.parameters}))}
-    parameters = tuple(msgspec.structs.replace(p, layer=dense[p.layer]) for p in chunk.parameters)
+    parameters = tuple(
+        msgspec.structs.replace(p, layer=dense[p.layer], borrowed_by=tuple(dense[layer] for layer in p.borrowed_by if layer in dense))
+        for p in chunk.parameters
+    )
     return msgspec.structs.replace(chunk, parameters=parameters)

@@ -1,0 +1,115 @@
+"""From a schedule that fits the run to an executor: groups, routes and the compiled program."""
+
+from time import perf_counter_ns
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.megatron.describe import describe_chunk
+from megatron_ext.megatron.layers import Boundaries, bare
+from megatron_ext.megatron.shards import hold_shards, refuse_state_of_freed
+from megatron_ext.runtime.device import device_of
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
+from megatron_ext.runtime.heap import keep_freed_blocks
+from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.program import compile_program
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.routes import CpuRoute, GpuRoute, Publisher
+from megatron_ext.schedule.model import Schedule
+
+
+def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], optimizers: list, faults: Faults, recorder: Recorder | None) -> Executor:
+    """Make everything that training by ``schedule`` needs on this rank; collective.
+
+    Args:
+        schedule: a schedule that matches the run.
+        ddps: this rank's model chunks, laid out by :func:`buckets.lay_out`.
+        bucket_groups: their bucket groups by group index.
+        optimizers: Megatron's DistributedOptimizer objects.
+        faults: delays and negative controls.
+        recorder: where to record what ran when, or None.
+    """
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    clock, residency = Clock(), Residency()
+    groups = make_groups(schedule, bucket_groups, process_group, residency)
+    if schedule.zero_stage == 3:
+        keep_freed_blocks()
+        hold_shards(optimizers, [(bucket_groups[index].buckets[0], group) for index, group in groups.items()])
+        for chunk_id, ddp in enumerate(ddps):
+            refuse_state_of_freed(bare(ddp), [group for index, group in groups.items() if schedule.groups[index].model_chunk_id == chunk_id])
+
+    gpu = GpuRoute(process_group)
+    routes, pool, publisher = {"gpu": gpu}, None, None
+    published = [groups[entry.group] for entry in schedule.publish if entry.group in groups]
+    if published:
+        device = device_of(published[0].whole)
+        pool = HostPool(published, dist.get_rank(process_group), dist.get_world_size(process_group), exchange_over(process_group))
+        routes["cpu"] = CpuRoute(pool, device, clock, faults, recorder)
+        publisher = Publisher(pool, published, device, clock, faults, recorder)
+    if recorder is not None:
+        routes["gpu"] = _RecordedGather(gpu, recorder)
+    boundaries = Boundaries(ddps, uses_of_groups(schedule, ddps, pp_rank))
+    program = compile_program(schedule, schedule.ranks[pp_rank], groups, routes, clock, boundaries, recorder, faults.skip_group)
+    executor = Executor(program, groups, clock, residency, gpu.issue, publisher=publisher, pool=pool, recorder=recorder)
+    if pool is not None:
+        executor.on_close(pool.close)
+        executor.on_close(routes["cpu"].close)
+        executor.on_close(publisher.close)
+    return executor
+
+
+def make_groups(schedule: Schedule, bucket_groups: dict[int, object], process_group, residency: Residency) -> dict[int, Group]:
+    """This rank's groups by index, over the storage of their buckets."""
+    dp_rank, dp_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    groups = {}
+    for index, bucket_group in sorted(bucket_groups.items()):
+        (bucket,) = bucket_group.buckets
+        name = f"chunk {schedule.groups[index].model_chunk_id}"
+        if schedule.zero_stage == 3:
+            groups[index] = FreedGroup(index, name, bucket.param_data, dp_rank, dp_size, residency)
+        else:
+            groups[index] = Group(index, name, bucket.param_data, dp_rank, dp_size)
+            residency.add(groups[index].bytes)
+        assert groups[index].bytes == schedule.groups[index].bytes
+    return groups
+
+
+def uses_of_groups(schedule: Schedule, ddps: list, pp_rank: int) -> dict[int, tuple[int, int]]:
+    """First and last layer of its chunk that use each of this rank's groups."""
+    found = {}
+    for chunk_id, ddp in enumerate(ddps):
+        uses = {p.name: p.uses for p in describe_chunk(ddp, pp_rank, chunk_id).parameters}
+        for index, group in enumerate(schedule.groups):
+            if (group.pp_rank, group.model_chunk_id) == (pp_rank, chunk_id):
+                layers = [layer for name in group.parameters for layer in uses[name]]
+                found[index] = (min(layers), max(layers))
+    return found
+
+
+def exchange_over(process_group):
+    """``exchange(object) -> list``: all-gather of small objects over ``process_group``."""
+
+    def exchange(value):
+        values = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(values, value, group=process_group)
+        return values
+
+    return exchange
+
+
+class _RecordedGather:
+    """The gpu route with its link's busy time recorded."""
+
+    def __init__(self, route, recorder: Recorder):
+        self.route, self.recorder = route, recorder
+
+    def issue(self, group):
+        start = perf_counter_ns()
+        work = self.route.issue(group)
+        name = f"unshard {group.index}"
+        if group.whole.device.type == "cpu":  # on CUDA a work's future completes when it is queued
+            work.get_future().add_done_callback(lambda _: self.recorder.add("gpu", name, start, perf_counter_ns()))
+        return work

@@ -1,0 +1,78 @@
+"""Zero stage 3: the optimizer works on shards that outlive the whole copies.
+
+[Note: Who holds views of a bucket]
+Megatron's distributed optimizer takes views of its part of every bucket: fp32 parameters are
+updated through them, and the fp32 copies of 16-bit parameters are written back through
+``bucket.param_data``. Both are pointed at the group's shard, which has storage of its own, so
+that a bucket can be freed at any time. Tensor objects stay the same: other parts of the
+optimizer know them by identity.
+"""
+
+import torch
+
+from megatron_ext.runtime.group import FreedGroup, Group, ScheduleError, State
+
+
+class ShardOfBucket:
+    """Stands in for ``bucket.param_data``: takes the indices of the whole bucket, has only the
+    shard's elements. Indexing outside of the shard is an error."""
+
+    def __init__(self, group: Group):
+        self._shard, self._start, self._numel = group.shard, group.shard_start, group.whole.numel()
+
+    def numel(self) -> int:
+        return self._numel
+
+    def view(self, *shape) -> "ShardOfBucket":
+        assert shape == (-1,), "the distributed optimizer views buckets flat"
+        return self
+
+    def __getitem__(self, index: slice) -> torch.Tensor:
+        start, stop = index.start - self._start, index.stop - self._start
+        assert 0 <= start <= stop <= self._shard.numel(), "indexed outside of the own shard"
+        return self._shard[start:stop]
+
+
+def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]]) -> None:
+    """Point the optimizers' views of buckets at the shards of their groups.
+
+    Args:
+        optimizers: Megatron's DistributedOptimizer objects of this rank.
+        groups: (bucket, group) of every group of this rank.
+    """
+    groups_of_buckets = {id(bucket): group for bucket, group in groups}
+    for optimizer in optimizers:
+        if getattr(optimizer, "is_stub_optimizer", False):
+            continue
+        for models, shards in (
+            (optimizer.model_float16_groups, optimizer.shard_float16_groups),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        ):
+            for model_group, shard_group in zip(models, shards, strict=True):
+                for parameter, shard in zip(model_group, shard_group, strict=True):
+                    buffer, _, bucket = optimizer.model_param_gbuf_map[parameter]
+                    group = groups_of_buckets[id(optimizer.buffers[buffer].buckets[bucket])]
+                    place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+                    shard.data = group.shard[place.start - group.shard_start : place.end - group.shard_start]
+    for bucket, group in groups:
+        bucket.param_data = ShardOfBucket(group)
+
+
+def refuse_state_of_freed(module: torch.nn.Module, groups: list[Group]) -> None:
+    """Make ``state_dict`` of a chunk fail while one of its groups is freed: the file could be
+    written but never be loaded."""
+    def check(module, prefix, keep_vars) -> None:
+        for group in groups:
+            if group.state is not State.WHOLE:
+                raise ScheduleError(f"{group} is {group.state.value}: call megatron_ext.megatron.hooks.make_whole() on all ranks before parameters are saved")
+
+    module.register_state_dict_pre_hook(check)
+
+    plain = getattr(module, "sharded_state_dict", None)
+    if plain is not None:
+
+        def sharded_state_dict(*args, **kwargs):
+            check(module, "", False)
+            return plain(*args, **kwargs)
+
+        module.sharded_state_dict = sharded_state_dict
