@@ -84,10 +84,16 @@ def edit_parameter_in_two_groups(schedule):
 
 
 def edit_need_by_before_unshard(schedule):
-    for rank in schedule["ranks"]:
-        rank["steps"][1]["unshard"] = [[action[0], action[1], 0] for action in rank.get("start", {}).get("unshard", [])]
-        rank.get("start", {}).pop("unshard", None)
-    return "need_by", "before its unshard"
+    # A group of the second chunk: nothing but its need_by is wrong at the second step.
+    (index, *_) = [i for i, group in enumerate(schedule["groups"]) if (group["pp_rank"], group["model_chunk_id"]) == (0, 1)]
+    rank = schedule["ranks"][0]
+    for entry in (rank.get("start", {}), *rank["steps"]):
+        for action in entry.get("unshard", []):
+            if action[0] == index:
+                entry["unshard"] = [other for other in entry["unshard"] if other[0] != index]
+                rank["steps"][1].setdefault("unshard", []).append([index, action[1], 0])
+                return "ranks[0].steps[1].unshard", "need_by = 0", "before its unshard"
+    raise AssertionError("group is never unsharded")
 
 
 def edit_version(schedule):
