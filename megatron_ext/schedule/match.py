@@ -2,8 +2,10 @@
 
 from megatron_ext.errors import InputError
 from megatron_ext.schedule.footprint import pinned_host_bytes
+from megatron_ext.schedule.layer_use import check_layers
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.workload.model import Workload, fingerprint, group_bytes
+from megatron_ext.workload.parallel import Parallel
 
 
 def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
@@ -12,21 +14,31 @@ def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
     Raises:
         InputError: naming the first field of the schedule that differs, and both values.
     """
-    ours, theirs = schedule.parallel, workload.parallel
-    for name in ("pp", "vp", "dp", "tensor_model_parallel_size", "num_microbatches", "order", "microbatch_group_size", "node_size"):
-        have, run = getattr(ours, name), getattr(theirs, name)
-        if have != run:
-            field = {"pp": "pipeline_model_parallel_size", "vp": "virtual_pipeline_model_parallel_size", "dp": "data_parallel_size", "microbatch_group_size": "microbatch_group_size_per_vp_stage", "node_size": "gpus_per_node"}.get(name, name)
-            raise InputError(f"the run has {run!r}", file=file, field=f"parallel.{field}", value=have)
+    match_parallel(schedule, workload.parallel, file=file)
     if schedule.zero_stage != workload.zero_stage:
         raise InputError(f"the run has {workload.zero_stage}", file=file, field="zero_stage", value=schedule.zero_stage)
     _match_groups(schedule, workload, file)
     if schedule.model.fingerprint != fingerprint(workload):
         raise InputError(f"made for another model; the run's is {fingerprint(workload)[:12]}", file=file, field="model.fingerprint", value=schedule.model.fingerprint[:12])
+    check_layers(schedule, workload, file=file)
     limit = schedule.limits.pinned_host_bytes
     for node, need in enumerate(pinned_host_bytes(schedule)):
         if limit is not None and need > limit:
             raise InputError(f"node {node} needs {need} bytes of pinned host memory, {need - limit} more than allowed", file=file, field="limits.pinned_host_bytes", value=limit)
+
+
+def match_parallel(schedule: Schedule, parallel: Parallel, *, file=None) -> None:
+    """Refuse a schedule for other parallel sizes; needs no model, so it can run first of all.
+
+    Raises:
+        InputError: naming the field, its value, and the run's.
+    """
+    ours, theirs = schedule.parallel, parallel
+    for name in ("pp", "vp", "dp", "tensor_model_parallel_size", "num_microbatches", "order", "microbatch_group_size", "node_size"):
+        have, run = getattr(ours, name), getattr(theirs, name)
+        if have != run:
+            field = {"pp": "pipeline_model_parallel_size", "vp": "virtual_pipeline_model_parallel_size", "dp": "data_parallel_size", "microbatch_group_size": "microbatch_group_size_per_vp_stage", "node_size": "gpus_per_node"}.get(name, name)
+            raise InputError(f"the run has {run!r}", file=file, field=f"parallel.{field}", value=have)
 
 
 def _match_groups(schedule: Schedule, workload: Workload, file) -> None:

@@ -132,10 +132,13 @@ class _RankWalk:
         for n, action in enumerate(self.rank.start.stage_in):
             self._stage_in(action, -1, f"{prefix}.start.stage_in[{n}]")
         for n, action in enumerate(self.rank.start.unshard):
+            if action.at >= 0:
+                self._fail("no layer computes before the first step", f"{prefix}.start.unshard[{n}].at", action.at)
             self._unshard(action, -1, f"{prefix}.start.unshard[{n}]")
         pp = self.schedule.parallel.pp
         for index, entry in enumerate(self.rank.steps):
             field = f"{prefix}.steps[{index}]"
+            chunk = self._chunk = int(entry.step.partition("F")[0].partition("B")[0]) // pp
             for n, action in enumerate(entry.stage_in):
                 self._stage_in(action, index, f"{field}.stage_in[{n}]")
             if any(action.at >= 0 for action in entry.unshard) or any(action.at >= 0 for action in entry.reshard):
@@ -143,7 +146,6 @@ class _RankWalk:
             else:
                 for n, action in enumerate(entry.unshard):
                     self._unshard(action, index, f"{field}.unshard[{n}]")
-            chunk = int(entry.step.partition("F")[0].partition("B")[0]) // pp
             for group in self.of_chunk[chunk]:
                 if self.ready_at.get(group, math.inf) > index and self._not_within(group, index):
                     self._fail(f"step {entry.step} computes on group {group}, which is not whole then", field, step_index=index)
@@ -155,6 +157,9 @@ class _RankWalk:
             for group, count in self.gathers.items():
                 if count != 1:
                     self._fail(f"zero stage 1 gathers every group once an iteration; group {group} is gathered {count} times", prefix)
+
+    _chunk = -1
+    """Model chunk of the current step."""
 
     _within: frozenset = frozenset()
     """Groups that were whole for their layers of the current step and freed inside it."""
@@ -217,6 +222,8 @@ class _RankWalk:
             self._fail(f"need_by lies before its unshard at step {index}", f"{field}.need_by", action.need_by, index)
         if need_by >= len(self.rank.steps):
             self._fail(f"there are {len(self.rank.steps)} steps", f"{field}.need_by", action.need_by, index)
+        if action.at >= 0 and need_by == index and self.groups[group].model_chunk_id != self._chunk:
+            self._fail(f"group {group} of chunk {self.groups[group].model_chunk_id} is needed when the step begins, not at a layer of chunk {self._chunk}", f"{field}.at", action.at, index)
         if action.route in ("cpu", "nvme") and action.route not in self.destinations.get(group, ()):
             self._fail(f"group {group} goes by {action.route} but is never published there", f"{field}.route", action.route, index)
         if action.route == "nvme":

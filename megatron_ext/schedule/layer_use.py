@@ -1,0 +1,65 @@
+"""Actions that stand at layers against the layers that use their groups.
+
+The schedule alone does not know which layers of a chunk a group's parameters belong to; the
+workload does. Within a step, a group must be unsharded no later than before its first layer in
+the direction of the step, and freed no earlier than behind its last.
+"""
+
+from megatron_ext.schedule.model import Schedule
+from megatron_ext.schedule.validate import InvalidSchedule
+from megatron_ext.workload.model import Workload
+
+
+def uses_of_groups(schedule: Schedule, workload: Workload) -> list[tuple[int, int]]:
+    """First and last layer of its chunk that use each group."""
+    layers: dict[tuple[int, int, str], tuple[int, ...]] = {}
+    for chunk in workload.chunks:
+        for parameter in chunk.parameters:
+            layers[chunk.pp_rank, chunk.model_chunk_id, parameter.name] = parameter.uses
+    found = []
+    for group in schedule.groups:
+        uses = [layer for name in group.parameters for layer in layers[group.pp_rank, group.model_chunk_id, name]]
+        found.append((min(uses), max(uses)))
+    return found
+
+
+def check_layers(schedule: Schedule, workload: Workload, *, file=None) -> None:
+    """Refuse actions at layers that do not exist, come too late or free too early.
+
+    Args:
+        schedule: valid, with the workload's groups.
+        workload: what it is for.
+
+    Raises:
+        InvalidSchedule: naming the action.
+    """
+    uses = uses_of_groups(schedule, workload)
+    pp = schedule.parallel.pp
+    for rank in schedule.ranks:
+        for index, entry in enumerate(rank.steps):
+            if all(action.at < 0 for action in (*entry.unshard, *entry.reshard)):
+                continue
+            backward = "B" in entry.step
+            chunk = int(entry.step.partition("B" if backward else "F")[0]) // pp
+            num_layers = workload.chunk(rank.pp_rank, chunk).num_layers
+            where = f"ranks[{rank.pp_rank}].steps[{index}]"
+
+            def fail(message: str, field: str, at: int):
+                raise InvalidSchedule(f"step {entry.step}: {message}", pp_rank=rank.pp_rank, step_index=index, file=file, field=f"{where}.{field}.at", value=at)
+
+            for kind in ("unshard", "reshard"):
+                for n, action in enumerate(getattr(entry, kind)):
+                    if action.at < 0:
+                        continue
+                    field = f"{kind}[{n}]"
+                    if action.at >= num_layers:
+                        fail(f"the chunk has {num_layers} layers", field, action.at)
+                    if schedule.groups[action.group].model_chunk_id != chunk:
+                        continue
+                    first, last = uses[action.group]
+                    if kind == "unshard" and action.need_by in (-1, index):
+                        if action.at < last if backward else action.at > first:
+                            fail(f"layer {last if backward else first} computes on group {action.group} before that", field, action.at)
+                    elif kind == "reshard":
+                        if action.at > first if backward else action.at < last:
+                            fail(f"layer {first if backward else last} still computes on group {action.group} after that", field, action.at)
