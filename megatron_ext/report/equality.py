@@ -11,41 +11,43 @@ from typing import NamedTuple
 from megatron_ext.report.metrics import Metrics
 
 
+REFERENCE = "Megatron's own gather at the schedule's bucket layout"
+
+
 class Equality(NamedTuple):
     """``bitwise``: True, False, or None where there was no reference to compare with.
 
     ``differences``: one line for each thing that differs, each naming its first iteration
-    (counted from 1) or its first rank. ``largest_loss_difference``: relative, over iterations
-    where both losses are numbers; None without a reference.
+    (counted from 1) or the ranks.
     """
 
     bitwise: bool | None
     differences: tuple[str, ...]
-    largest_loss_difference: float | None
 
     @property
     def text(self) -> str:
         if self.bitwise is None:
             return "equality not checked: there is no reference run"
         if self.bitwise:
-            return "bitwise equal to the reference: losses, gradient norms and parameters"
-        return "NOT equal to the reference: " + "; ".join(self.differences)
+            return f"losses, gradient norms and parameters are bitwise those of the reference, {REFERENCE}"
+        return f"NOT equal to the reference, {REFERENCE}: " + "; ".join(self.differences)
 
 
 def compare(reference: Metrics | None, scheduled: Metrics) -> Equality:
     """Compare losses, gradient norms, evaluation losses and parameter hashes bit by bit."""
     if reference is None:
-        return Equality(None, (), None)
+        return Equality(None, ())
     differences = []
     for name, what, where in (("loss", "loss", "iteration"), ("grad_norm", "gradient norm", "iteration"), ("eval_loss", "evaluation loss", "evaluation")):
         differences += _first_difference(what, where, getattr(reference, name), getattr(scheduled, name), numbers_only="loss" in name)
     differences += _different_hashes(reference.parameter_sha256, scheduled.parameter_sha256)
-    relative = [
-        abs(ours - theirs) / (abs(theirs) or 1.0)
-        for theirs, ours in zip(reference.loss, scheduled.loss)
-        if theirs is not None and ours is not None
-    ]
-    return Equality(not differences, tuple(differences), max(relative, default=None))
+    return Equality(not differences, tuple(differences))
+
+
+def largest_loss_difference(stock: Metrics, scheduled: Metrics) -> float | None:
+    """Relative, over iterations where both losses are numbers; None where there is none."""
+    both = [(a, b) for a, b in zip(stock.loss, scheduled.loss) if a is not None and b is not None]
+    return max((abs(b - a) / (abs(a) or 1.0) for a, b in both), default=None)
 
 
 def _first_difference(what: str, where: str, theirs, ours, *, numbers_only: bool) -> list[str]:

@@ -24,14 +24,12 @@ THREAD_LANES = ("compute", "wait", "issue", "optimizer")
 class Window(NamedTuple):
     """One iteration of all ranks, from fresh parameters to the end of the optimizer step.
 
-    Times of ``events`` are microseconds after the first rank had fresh parameters;
-    ``step_us`` is when the iteration itself begins (before it, ranks log and meet) and
-    ``end_us`` when the last optimizer step ends. Compute events are named as steps.
+    Times of ``events`` are microseconds after the first rank had fresh parameters; ``end_us``
+    is when the last optimizer step ends. Compute events are named as steps.
     """
 
     iteration: int
     events: list[Event]
-    step_us: float
     end_us: float
 
 
@@ -69,6 +67,12 @@ class MeasuredTrace:
             for i in range(1, self.iterations + 1)
         ]
 
+    def periods_us(self) -> dict[int, float]:
+        """By iteration: microseconds since the end of the one before, that is the pause, in
+        which ranks log and meet, and the step. Iterations after an evaluation are left out."""
+        ends = {i: max(trace.end_us(i) for trace in self._ranks.values()) for i in range(1, self.iterations + 1)}
+        return {i: ends[i] - ends[i - 1] for i in range(2, self.iterations + 1) if not self.evaluated_before(i)}
+
     def evaluated_before(self, iteration: int) -> bool:
         """Whether steps that are no training ran between ``iteration`` and the one before."""
         return any(trace.outside[iteration - 1] for trace in self._ranks.values())
@@ -80,10 +84,8 @@ class MeasuredTrace:
         events = []
         for rank, (start, end) in spans.items():
             events += [event._replace(start_us=event.start_us - zero) for event in self._ranks[rank].between(iteration, start, end)]
-        mine = [trace.thread[iteration] for trace in self._ranks.values()]
-        begin = min(min(e.start_us for e in thread if e.lane == "compute") for thread in mine)
-        end = max(e.start_us + e.duration_us for thread in mine for e in thread if e.lane == "optimizer")
-        return Window(iteration, sorted(events, key=lambda e: (e.rank, e.start_us)), begin - zero, end - zero)
+        end = max(trace.end_us(iteration) for trace in self._ranks.values())
+        return Window(iteration, sorted(events, key=lambda e: (e.rank, e.start_us)), end - zero)
 
 
 class _RankTrace:
@@ -133,13 +135,17 @@ class _RankTrace:
             for index, step in zip(places, steps):
                 thread[index] = thread[index]._replace(name=str(step))
 
+    def end_us(self, iteration: int) -> float:
+        """When this rank's optimizer step ends."""
+        step = self.optimizer[iteration]
+        return step.start_us + step.duration_us
+
     def fresh_us(self, iteration: int) -> float:
         """When this rank had the parameters that ``iteration`` made: its first issue within the
         optimizer step, or the end of that step; for 0 the beginning of the trace."""
         if iteration in self.issued:
             return self.issued[iteration]
-        step = self.optimizer.get(iteration)
-        return self.first_us if step is None else step.start_us + step.duration_us
+        return self.end_us(iteration) if iteration in self.optimizer else self.first_us
 
     def between(self, iteration: int, start: float, end: float) -> list[Event]:
         """Events of the window of ``iteration`` on this rank, steps outside of training left out."""

@@ -21,6 +21,7 @@ EXPLAINED = {
     "ratio": "scheduled over stock, of the medians",
     "exposed time": "the part of it that a step waited for a group",
     "step time": "from a barrier to the end of the optimizer step, the slowest rank",
+    "the pause before it": "between two iterations ranks average the loss, log and meet; gathers and publishing may run there",
     "predicted": "by the simulator from the cost table; the error is relative to the measured median",
 }
 
@@ -49,12 +50,16 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
         ("iterations", f"{run.iterations}", f"{run.iterations}", ""),
         ("loss, first", _loss(run.stock.loss[0]), _loss(run.scheduled.loss[0]), ""),
         ("loss, last", _loss(run.stock.loss[-1]), _loss(run.scheduled.loss[-1]), ""),
+        ("  largest relative difference", "", _difference(report.loss_difference), ""),
         ("equal to the reference", "", {None: "not checked", True: "bitwise", False: "NO"}[report.equality.bitwise], ""),
     ]
     for name, title in MEASURED.items():
         stock, ours = getattr(report, name)
         lines.append((f"{title}, ms, median", _ms(stock.median_us), _ms(ours.median_us), _ratio(ours.median_us, stock.median_us)))
         lines.append(("  p10 - p90", *(f"{_ms(s.p10_us)} - {_ms(s.p90_us)}" for s in (stock, ours)), ""))
+    stock, ours = report.period_us
+    if stock is not None and ours is not None:
+        lines.append(("step time and the pause before it, ms", _ms(stock.median_us), _ms(ours.median_us), _ratio(ours.median_us, stock.median_us)))
     stock, ours = report.predicted_step_time_us
     lines.append(("step time, ms, predicted", _ms(stock), _ms(ours), _ratio(ours, stock)))
     lines.append(("  error of the prediction", *(f"{100 * report.relative_error(which):+.1f} %" for which in Pair._fields), ""))
@@ -63,6 +68,10 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
 
 def _loss(value: float | None) -> str:
     return "not a number" if value is None else f"{value:.7f}"
+
+
+def _difference(relative: float | None) -> str:
+    return "-" if relative is None else f"{relative:.1e}"
 
 
 def _ms(us: float) -> str:
@@ -82,10 +91,14 @@ def _title(report: Report) -> str:
     )
 
 
+def _routes(report: Report) -> str:
+    return ", ".join(f"{number} group{'s' if number > 1 else ''} by {route}" for route, number in report.routes.items()) or "no group is gathered"
+
+
 def as_text(report: Report, width: int | None = None) -> str:
     """The table for people, with the plan's verdict and where the files are."""
     # rich draws tables that line up and fit the terminal.
-    table = Table(title=_title(report), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for name in ("stock", "scheduled", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -95,11 +108,13 @@ def as_text(report: Report, width: int | None = None) -> str:
     detail.add_column(no_wrap=True)
     detail.add_column(overflow="fold")
     detail.add_row("equality", report.equality.text)
+    detail.add_row("routes", _routes(report))
     detail.add_row("plan", report.verdict)
     for name in WRITTEN:
         detail.add_row(name, str(report.run.file(name)))
     detail.add_row("all files", str(report.run.path))
     console = Console(file=io.StringIO(), width=width or max(Console().width, 96))
+    console.print(_title(report), soft_wrap=True)
     console.print(table)
     console.print(detail)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
@@ -112,14 +127,10 @@ def as_markdown(report: Report) -> str:
     lines += ["| | stock | scheduled | ratio |", "|---|---:|---:|---:|"]
     lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows(report)]
     lines += ["", *(f"- **{word}**: {meaning}." for word, meaning in EXPLAINED.items())]
-    lines += ["", "## Equality", "", f"{report.equality.text}."]
+    lines += ["", "## Equality", "", f"{report.equality.text[0].upper()}{report.equality.text[1:]}."]
     lines += ["", *(f"- {difference}" for difference in report.equality.differences)] if report.equality.differences else []
-    lines += [
-        "",
-        "The reference is Megatron's own gather at the schedule's bucket layout. Stock Megatron has a layout of its own, "
-        "which adds gradients up in another order: its last bits may differ.",
-    ]
-    lines += ["", "## The plan", "", *(f"- {line}" for line in report.verdict.splitlines())]
+    lines += ["", "Stock Megatron's own bucket layout adds gradients up in another order, so its last bits differ without any fault."]
+    lines += ["", "## The plan", "", f"- {_routes(report)}", *(f"- {line}" for line in report.verdict.splitlines())]
     lines += ["", "## One iteration", "", f"![timeline]({WRITTEN['timeline']})", ""]
     lines += [f"`{WRITTEN['overlay']}` holds the same iterations, measured and simulated, for Perfetto (ui.perfetto.dev)."]
     lines += ["", "## Losses", "", "| iteration | stock | scheduled | reference |", "|---:|---:|---:|---:|"]

@@ -26,11 +26,15 @@ def warm_up(iterations: int) -> int:
     return min(WARM_UP, iterations - 1)
 
 
+def summarize(values_us: Sequence[float]) -> Spread:
+    """Median and spread of at least one figure."""
+    p10, median, p90 = (float(value) for value in numpy.percentile(values_us, (10, 50, 90)))
+    return Spread(median, p10, p90, len(values_us))
+
+
 def spread(per_iteration_us: Sequence[float]) -> Spread:
     """Summarize one figure, one entry an iteration, warm-up left out."""
-    warm = per_iteration_us[warm_up(len(per_iteration_us)) :]
-    p10, median, p90 = (float(value) for value in numpy.percentile(warm, (10, 50, 90)))
-    return Spread(median, p10, p90, len(warm))
+    return summarize(per_iteration_us[warm_up(len(per_iteration_us)) :])
 
 
 def median_iteration(per_iteration_us: Sequence[float], usable: Sequence[bool]) -> int:

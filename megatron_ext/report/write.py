@@ -3,6 +3,7 @@
 from megatron_ext import files
 from megatron_ext.report import overlay, show, timeline
 from megatron_ext.report.build import Report
+from megatron_ext.report.panels import iterations_by_name
 
 
 def write(report: Report) -> None:
@@ -12,5 +13,5 @@ def write(report: Report) -> None:
         InputError: the directory cannot be written.
     """
     timeline.save(report, report.run.file("timeline"))
-    overlay.save(report.run.file("overlay"), timeline.events_of(report))
+    overlay.save(report.run.file("overlay"), iterations_by_name(report))
     files.write_atomically(report.run.file("report"), show.as_markdown(report).encode())

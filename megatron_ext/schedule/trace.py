@@ -31,6 +31,10 @@ class Event(NamedTuple):
     iteration: int = 0
 
 
+class _Args(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    iteration: int = 0
+
+
 class _ChromeEvent(msgspec.Struct, forbid_unknown_fields=False):
     name: str
     ph: str
@@ -38,7 +42,7 @@ class _ChromeEvent(msgspec.Struct, forbid_unknown_fields=False):
     tid: int = 0
     ts: float = 0.0
     dur: float = 0.0
-    args: dict = {}
+    args: _Args = _Args()
 
 
 class _ChromeTrace(msgspec.Struct, forbid_unknown_fields=False):
@@ -75,5 +79,7 @@ def load(path) -> tuple[list[Event], dict]:
             continue
         if not 0 <= row.tid < len(LANES):
             raise InputError(f"there are {len(LANES)} lanes", file=path, field=f"traceEvents[{index}].tid", value=row.tid)
-        events.append(Event(row.pid, LANES[row.tid], row.name, row.ts, row.dur, int(row.args.get("iteration", 0))))
+        if row.dur < 0:
+            raise InputError("an interval cannot end before it begins", file=path, field=f"traceEvents[{index}].dur", value=row.dur)
+        events.append(Event(row.pid, LANES[row.tid], row.name, row.ts, row.dur, row.args.iteration))
     return events, trace.otherData
