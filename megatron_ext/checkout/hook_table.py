@@ -97,6 +97,14 @@ HOOKS = (
         "train, before param_sync_func is set",
     ),
     Hook(
+        "training.end",
+        TRAINING,
+        IMPORT + "hooks.on_train_end()",
+        "all parameters whole again for whoever reads them next; writes the trace and lets go of "
+        "threads and host memory",
+        "train, after its loop, before it may leave the process",
+    ),
+    Hook(
         "ddp.built",
         DDP,
         IMPORT + "hooks.on_ddp_built(self)",

@@ -246,6 +246,24 @@ def _training_setup(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     return gap
 
 
+def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+    function = _function(tree.body, "train")
+    body = function.body
+    loops = [i for i, s in enumerate(body) if isinstance(s, ast.While)]
+    if not loops or not isinstance(body[-1], ast.Return):
+        raise PlaceError("train does not end with a loop and a return")
+
+    def exits(statement: ast.stmt) -> bool:
+        called = [n.func for n in ast.walk(statement) if isinstance(n, ast.Call)]
+        return any(isinstance(f, ast.Attribute) and f.attr == "exit" for f in called)
+
+    # A training that a limit or a signal has ended leaves the process in front of the return.
+    leaving = [i for i in range(loops[-1] + 1, len(body)) if exits(body[i])]
+    gap = _gap_before(hook, body, leaving[0] if leaving else len(body) - 1, lines)
+    _check_names([function], gap.chosen, set(), set())
+    return gap
+
+
 def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     function = _method(tree, "DistributedDataParallel", "__init__")
 
@@ -422,6 +440,7 @@ _FINDERS: dict[str, Callable[[Hook, ast.Module, list[str]], Gap]] = {
     "pretrain.start": _pretrain_start,
     "arguments.add": _arguments_add,
     "training.setup": _training_setup,
+    "training.end": _training_end,
     "ddp.built": _ddp_built,
     "optimizer.params_updated": _optimizer_params_updated,
     "schedules.interleaved.begin": _interleaved_begin,

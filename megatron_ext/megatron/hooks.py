@@ -65,8 +65,19 @@ def active():
         if args is None:
             _looked = False
         else:
-            configure(getattr(args, "user_defined_schedule", None), getattr(args, "user_defined_schedule_trace", None))
+            _configure_from(args)
     return _run
+
+
+def _configure_from(args) -> None:
+    schedule, parallel = getattr(args, "user_defined_schedule", None), None
+    if schedule is not None:
+        from megatron_ext.megatron import start
+        from megatron_ext.megatron.workload_of_run import parallel_of_megatron
+
+        start.check_start(args)
+        parallel = parallel_of_megatron(args)
+    configure(schedule, getattr(args, "user_defined_schedule_trace", None), parallel=parallel)
 
 
 def on_pretrain() -> None:
@@ -88,6 +99,13 @@ def on_train_setup(args, model, optimizer, config) -> None:
     run = active()
     if run is not None:
         run.on_train_setup(args, model, optimizer, config)
+
+
+def on_train_end() -> None:
+    """Training is over; evaluation and saving may follow, and find whole parameters."""
+    if _run is not None:
+        _run.make_whole()
+        finish()
 
 
 def on_params_updated(optimizer, update_successful: bool) -> None:

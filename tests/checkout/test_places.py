@@ -36,12 +36,13 @@ def test_every_hook_has_one_place():
 def test_the_patched_toy_calls_every_hook_at_its_moment(patched, monkeypatch):
     plain = toy_megatron.run(TEXTS, monkeypatch)
     log = toy_megatron.run(patched, monkeypatch)
-    hooks = "add_arguments on_train_setup on_ddp_built on_params_updated begin_iteration begin_steps "
+    hooks = "add_arguments on_train_setup on_train_end on_ddp_built on_params_updated begin_iteration begin_steps "
     hooks += "pre_forward pre_backward post_backward end_iteration"
     assert [e for e in log if not (isinstance(e, tuple) and e[0] in hooks.split())] == plain
 
     assert log.index(("add_arguments",)) == 0
     assert log[log.index(("on_train_setup",)) - 1] == "no sync"
+    assert log[log.index(("on_train_end",)) - 1] == "close"
     assert log[log.index(("on_ddp_built",)) - 1] == ("bucket", "b")
     updated = log.index(("on_params_updated", True))
     assert log[updated - 1 : updated + 2] == ["update", ("on_params_updated", True), "timers"]
@@ -114,6 +115,8 @@ SPOILED = [
     (ARGUMENTS, "def parse_args", "def read_args"),
     (TRAINING, "args.align_param_gather and ", ""),
     (TRAINING, "def train(args, model, optimizer,", "def train(args, model, opt,"),
+    (TRAINING, "    return log", "    log.append(1)"),
+    (TRAINING, "    while step < 2:", "    if step < 2:"),
     (DDP, "gather_with_optimizer_step = None", "gather_with_optimizer_step = None\n        self.x = 1"),
     (OPTIMIZER, "update_successful = (super()", "done = (super()"),
     (OPTIMIZER, "step_with_ready_grads())\n", "step_with_ready_grads())\n        hooks = []\n"),

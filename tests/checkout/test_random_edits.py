@@ -13,7 +13,7 @@ import toy_megatron
 from toy_megatron import TEXTS, snapshot
 
 from megatron_ext.checkout import apply, revert, verify_hooks
-from megatron_ext.checkout.hook_table import FILES
+from megatron_ext.checkout.hook_table import FILES, HOOKS
 from megatron_ext.checkout.verify import is_hook_line, strip_hooks
 from megatron_ext.errors import InputError
 
@@ -91,7 +91,7 @@ def behaviour(texts, monkeypatch):
 
 def test_random_edits(clone, toy_insertions, monkeypatch):
     outcomes = {"exact": 0, "merged": 0, "refused": 0, "ran": 0}
-    ours = {"add_arguments", "on_train_setup", "on_ddp_built", "on_params_updated", "begin_iteration"}
+    ours = {"add_arguments", "on_train_setup", "on_train_end", "on_ddp_built", "on_params_updated", "begin_iteration"}
     ours |= {"begin_steps", "pre_forward", "pre_backward", "post_backward", "end_iteration"}
     for seed in range(EDITS):
         texts = edit_tree(random.Random(seed), toy_insertions)
@@ -107,7 +107,7 @@ def test_random_edits(clone, toy_insertions, monkeypatch):
         assert report.state == "applied" and verify_hooks(clone) == [], f"seed {seed}"
         patched = {p: (clone / p).read_bytes().decode() for p in FILES}
         assert all(strip_hooks(patched[p]) == texts[p] for p in FILES), f"seed {seed}"
-        assert sum(is_hook_line(r) for t in patched.values() for r in t.split("\n")) == 14
+        assert sum(is_hook_line(r) for t in patched.values() for r in t.split("\n")) == len(HOOKS)
         plain, hooked = behaviour(texts, monkeypatch), behaviour(patched, monkeypatch)
         if plain is not None:
             assert hooked is not None, f"seed {seed}"

@@ -66,8 +66,14 @@ def train(args, model, optimizer, config, log):
     if args.align_param_gather and args.overlap_param_gather:
         config.param_sync_func = list(model)
     log.append("loop")
-    for step in range(2):
+    step = 0
+    while step < 2:
         log.append(("step", step))
+        step += 1
+    log.append("close")
+    # Perhaps it was told to stop.
+    if args.stop:
+        sys.exit(0)
     return log
 ''',
     DDP: '''"""Toy data parallelism."""
@@ -286,7 +292,7 @@ def run(texts: dict[str, str], monkeypatch) -> list:
     models = [types.SimpleNamespace(config=config, log=log, chunk=c) for c in range(2)]
     load(ARGUMENTS)["parse_args"](lambda parser: parser, [])
     args = types.SimpleNamespace(
-        overlap_grad_reduce=True, align_param_gather=True, overlap_param_gather=True
+        overlap_grad_reduce=True, align_param_gather=True, overlap_param_gather=True, stop=False
     )
     load(TRAINING)["train"](args, models, None, types.SimpleNamespace(), log)
     load(DDP)["DistributedDataParallel"](None, log).start()

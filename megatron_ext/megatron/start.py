@@ -1,0 +1,83 @@
+"""Before a scheduled run of a patched Megatron begins: is every hook there, is nothing in the way?"""
+
+from pathlib import Path
+
+from megatron_ext import checkout
+from megatron_ext.errors import InputError
+
+# Options that change who owns a parameter's storage, who gathers it, or the order of steps, with the
+# value at which they do not. Releases name some of them differently; absent ones are skipped.
+_NEUTRAL = {
+    "use_megatron_fsdp": False,
+    "use_custom_fsdp": False,  # as 0.12 calls it
+    "use_torch_fsdp2": False,
+    "nccl_ub": False,
+    "fp8_param_gather": False,
+    "fp4_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "use_layer_wise_distributed_optimizer": False,
+    "num_distributed_optimizer_instances": 1,
+    "overlap_param_gather_with_optimizer_step": False,
+    "optimizer_cpu_offload": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "context_parallel_size": 1,
+    "hybrid_context_parallel": False,
+    "tensor_parallel_num_weight_shards": 1,
+}
+
+_LAYER_WISE_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
+
+
+def check_start(args) -> None:
+    """Refuse a scheduled run that cannot keep its promise.
+
+    Args:
+        args: Megatron's validated arguments.
+
+    Raises:
+        InputError: an option that a schedule cannot be combined with, by its name and value; or
+            a hook that is missing or in a wrong place, with the command that says more.
+    """
+    refuse_unsupported(args)
+    require_hooks(megatron_root())
+
+
+def refuse_unsupported(args) -> None:
+    """Refuse options under which a schedule would not be what gathers the parameters.
+
+    Raises:
+        InputError: naming the first such option and its value.
+    """
+
+    def refuse(name: str, why: str = "cannot be combined with --user-defined-schedule"):
+        raise InputError(why, field="--" + name.replace("_", "-"), value=getattr(args, name, None))
+
+    for name, neutral in _NEUTRAL.items():
+        # None is how Megatron spells "not given".
+        if getattr(args, name, neutral) not in (neutral, None):
+            refuse(name)
+    if not getattr(args, "use_distributed_optimizer", False):
+        refuse("use_distributed_optimizer", "--user-defined-schedule needs it")
+    if getattr(args, "optimizer", None) in _LAYER_WISE_OPTIMIZERS:
+        refuse("optimizer")
+    # A replayed graph does not call back into Python: the hooks would fire at capture only.
+    if "full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower():
+        refuse("cuda_graph_scope")
+
+
+def require_hooks(root: Path) -> None:
+    """Refuse a tree in which a hook is not in its place.
+
+    Raises:
+        InputError: naming the file and the hook.
+    """
+    problems = checkout.verify_hooks(root)
+    if problems:
+        raise InputError(f"{problems[0]}; run `megatron-ext patch check {root}`", file=root)
+
+
+def megatron_root() -> Path:
+    """The root of the Megatron tree that this process has imported."""
+    import megatron.core
+
+    return Path(megatron.core.__file__).resolve().parents[2]

@@ -1,0 +1,126 @@
+"""Program of one rank: trains case after case in one process group.
+
+Rank 0 reads cases (one JSON line each) from the Unix socket named in the first argument and
+answers each with what the reference and the scheduled run computed. The other arguments are the
+options of the layout. See ``parity_service.py``.
+"""
+
+import gc
+import importlib.util
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.megatron import session
+from megatron_ext.runtime import debug, faults
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt_hybrid.py"
+ITERATIONS = 3
+
+
+def load_example():
+    spec = importlib.util.spec_from_file_location("pretrain_gpt_hybrid", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Rows:
+    """Random tokens, the same on every rank."""
+
+    def __init__(self, args, count: int = 64):
+        generator = torch.Generator().manual_seed(7)
+        self._tokens = torch.randint(0, args.vocab_size, (count, args.seq_length + 1), generator=generator)
+        self._positions = torch.arange(args.seq_length)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict:
+        row = self._tokens[index]
+        return {"tokens": row[:-1], "labels": row[1:], "loss_mask": torch.ones(len(row) - 1), "position_ids": self._positions}
+
+
+def train(example, options: list[str], schedule: str | None, environment: dict[str, str]) -> dict:
+    """Train a new model; returns this rank's metrics."""
+    for name in (session.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    sys.argv = ["parity", "--data-path", "none", "--train-iters", str(ITERATIONS), *options]
+    args = example.parse_args()
+    example.gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
+    if not dist.is_initialized():
+        example.initialize(args)
+    example.set_seeds(args)
+    example.hooks.configure(schedule)
+    model, optimizer, config = example.build_model_and_optimizer(args)
+    rows = Rows(args)
+    metrics = example.train(args, model, optimizer, config, (rows, rows))
+    example.hooks.finish()
+    del model, optimizer, config
+    gc.collect()
+    return metrics
+
+
+def run_case(example, layout: list[str], case: dict) -> dict:
+    options = [*layout, *case["options"]]
+    found = {}
+    if case.get("reference", True):
+        found["reference"] = train(example, options, case["schedule"], {session.STOCK_GATHER: "1"})
+    found["scheduled"] = train(example, options, case["schedule"], case.get("environment", {}))
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, found)
+    return {
+        name: {
+            "loss": everybody[0][name]["loss"],
+            "eval_loss": everybody[0][name]["eval_loss"],
+            "grad_norm": [rank[name]["grad_norm"] for rank in everybody],
+            "parameter_sha256": [rank[name]["parameter_sha256"] for rank in everybody],
+            "peak_bytes": [rank[name]["peak_bytes"] for rank in everybody],
+        }
+        for name in found
+    }
+
+
+def main() -> int:
+    example = load_example()
+    layout = sys.argv[2:]
+    stream = None
+    if int(os.environ["RANK"]) == 0:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(sys.argv[1])
+        stream = connection.makefile("rw")
+    path_of_socket, sys.argv = sys.argv[1], sys.argv[:1]
+    first = True
+    while True:
+        box = [stream.readline() if stream is not None else None]
+        if first:  # the process group is made by the first case's options
+            if stream is not None:
+                Path(path_of_socket + ".case").write_text(box[0])
+            first = False
+            box = [_first_case(path_of_socket, stream is not None, box[0])]
+        else:
+            dist.broadcast_object_list(box, src=0)
+        if not box[0]:
+            return 0
+        answer = run_case(example, layout, json.loads(box[0]))
+        if stream is not None:
+            stream.write(json.dumps(answer) + "\n")
+            stream.flush()
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,80 @@
+"""What a scheduled run refuses before it begins. Needs no Megatron."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ext.errors import InputError
+from megatron_ext.megatron.start import refuse_unsupported, require_hooks
+from megatron_ext.megatron.workload_of_run import workload_of_run
+
+
+def options(**more):
+    """Megatron's arguments as a release without the newer options has them."""
+    plain = {
+        "use_distributed_optimizer": True, "optimizer": "adam", "context_parallel_size": 1,
+        "num_distributed_optimizer_instances": 1, "use_torch_fsdp2": False, "fp8_param_gather": None,
+        "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 1, "data_parallel_size": 2, "global_batch_size": 16,
+        "micro_batch_size": 2, "microbatch_group_size_per_vp_stage": None, "rampup_batch_size": None,
+    }  # fmt: skip
+    return SimpleNamespace(**plain | more)
+
+
+def test_a_usual_run_is_accepted():
+    refuse_unsupported(options())
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("use_megatron_fsdp", True),
+        ("use_custom_fsdp", True),
+        ("use_torch_fsdp2", True),
+        ("nccl_ub", True),
+        ("fp8_param_gather", True),
+        ("num_distributed_optimizer_instances", 2),
+        ("overlap_param_gather_with_optimizer_step", True),
+        ("overlap_moe_expert_parallel_comm", True),
+        ("use_layer_wise_distributed_optimizer", True),
+        ("optimizer", "dist_muon"),
+        ("cuda_graph_scope", ["full_iteration"]),
+        ("cuda_graph_scope", "CudaGraphScope.full_iteration"),
+        ("use_distributed_optimizer", False),
+        ("context_parallel_size", 2),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_by_name(name, value):
+    with pytest.raises(InputError) as refused:
+        refuse_unsupported(options(**{name: value}))
+    assert str(refused.value).startswith("--" + name.replace("_", "-") + " = ")
+    assert "--user-defined-schedule" in str(refused.value)
+
+
+def test_graphs_of_single_layers_are_accepted():
+    refuse_unsupported(options(cuda_graph_scope=["attn", "mlp"]))
+
+
+def test_an_unpatched_tree_is_refused(tmp_path):
+    place = tmp_path / "megatron/core/distributed/distributed_data_parallel.py"
+    place.parent.mkdir(parents=True)
+    place.write_text("class DistributedDataParallel:\n    def __init__(self):\n        pass\n")
+    with pytest.raises(InputError, match="ddp.built.*run `megatron-ext patch check"):
+        require_hooks(tmp_path)
+
+
+def test_parallel_sizes_of_megatrons_own_arguments(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    parallel = workload_of_run(options()).parallel
+    assert (parallel.pp, parallel.vp, parallel.dp, parallel.num_microbatches) == (2, 2, 2, 4)
+    assert (parallel.order, parallel.node_size) == ("interleaved", 4)
+    plain = workload_of_run(options(virtual_pipeline_model_parallel_size=None)).parallel
+    assert (plain.order, plain.vp) == ("1f1b", 1)
+    single = options(pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None)
+    assert workload_of_run(single).parallel.order == "no_pipeline"
+
+
+@pytest.mark.parametrize("name", ["rampup_batch_size", "decrease_batch_size_if_needed"])
+def test_a_growing_batch_is_refused(name):
+    with pytest.raises(InputError, match="one number of micro-batches"):
+        workload_of_run(options(**{name: ["8", "8", "100"]}))
