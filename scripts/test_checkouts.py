@@ -3,7 +3,8 @@
 For every release: take its tree, train it unpatched, patch it, verify every hook, train it without
 our options (must equal the unpatched run to the last bit), train it by a schedule (must equal
 Megatron's own gather at the same bucket layout to the last bit), revert, compare all bytes.
-Losses, gradient norms, parameters and optimizer states are compared, the latter two from checkpoints.
+Losses (of evaluation as well), gradient norms, parameters and optimizer states are compared, the latter
+two from checkpoints.
 """
 
 import argparse
@@ -35,7 +36,8 @@ BUILT_BY_MEGATRON = re.compile(r"helpers_cpp.*\.so$")
 
 MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64
     --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --vocab-size 258
-    --attention-dropout 0.1 --hidden-dropout 0.1 --pipeline-model-parallel-size 2""".split()
+    --attention-dropout 0.1 --hidden-dropout 0.1 --pipeline-model-parallel-size 2
+    --untie-embeddings-and-output-weights""".split()
 TRAIN = """--num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --clip-grad 1.0 --seed 1234
     --tokenizer-type NullTokenizer --split 98,2,0 --num-workers 0 --no-create-attention-mask-in-dataloader
@@ -133,7 +135,10 @@ class Checkout:
         schedule = self.plan()
         script = [self.tree / "pretrain_gpt.py", "--user-defined-schedule", schedule]
         self.train("reference", script, MEGATRON_EXT_STOCK_GATHER="1")
-        self.train("scheduled", script)
+        trace = self.work / "trace.json"
+        self.train("scheduled", [*script, "--user-defined-schedule-trace", trace])
+        if not trace.is_file():
+            raise Failed("the scheduled run has written no trace")
         return self.compare("reference", "scheduled")
 
     def revert(self) -> str:
@@ -164,7 +169,10 @@ class Checkout:
             raise Failed(f"logged iterations {[n for n, _, _ in found]}; see {name}.log")
         if any(value in ("nan", "inf") for row in found for value in row):
             raise Failed(f"a loss is not finite; see {name}.log")
-        self.losses[name] = found
+        # Evaluation after training reads parameters that the schedule was the last to gather.
+        self.losses[name] = found + re.findall(r"validation loss at .*? lm loss value: (\S+)", out)
+        if len(self.losses[name]) <= len(found):
+            raise Failed(f"no evaluation; see {name}.log")
         return f"{time.perf_counter() - begin:.0f} s"
 
     def compare(self, one: str, two: str) -> str:
