@@ -7,7 +7,7 @@ from megatron_ext.errors import InputError
 from megatron_ext.planner.baselines import all_cpu, all_gpu
 from megatron_ext.planner.fit import check_fits
 from megatron_ext.planner.random_plan import random_schedule
-from megatron_ext.planner.search import search
+from megatron_ext.planner.search import CLOSE_ENOUGH, is_tiny, search
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.bound import lower_bound
@@ -54,6 +54,10 @@ def plan(
         schedule = all_cpu(workload)
     elif policy.startswith("random:"):
         schedule = random_schedule(workload, routes, _seed(policy))
+    elif policy == "exact":
+        from megatron_ext.planner.exact import exact_schedule  # ortools takes a while to import
+
+        schedule = exact_schedule(workload, timing, routes, bound_us)
     elif policy == "hybrid":
         schedule, baselines = _hybrid(workload, timing, routes, bound_us)
     else:
@@ -83,8 +87,12 @@ def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tupl
             schedules.append(("all-cpu", all_cpu(workload)))
         except InputError:  # the host copies do not fit; then it is no candidate
             pass
-    found, _ = search(workload, timing, routes, bound_us)
+    found, found_us = search(workload, timing, routes, bound_us)
     if found is not None:
+        if found_us > bound_us * (1 + CLOSE_ENOUGH) and is_tiny(workload):
+            from megatron_ext.planner.exact import SMALL, solve  # ortools takes a while to import
+
+            found = solve(workload, timing, routes, found, found_us, SMALL)[0]
         schedules.append(("hybrid", found))
     times = {name: run(workload, timing, schedule, bound_us=0.0).step_time_us for name, schedule in schedules}
     best = min(schedules, key=lambda item: (times[item[0]], item[0] != "hybrid"))

@@ -45,7 +45,9 @@ class Choices(NamedTuple):
     """What a walk takes as given.
 
     ``horizon_us``: how far ahead to look. ``routes``: links to use. ``hosted``: groups that may
-    have a host copy. ``forced``: by (rank, number of its unshard in issue order) a route.
+    have a host copy; ``staged``: groups that may go by ``nvme``. ``forced``: by (rank, number of
+    its unshard in issue order) a route. ``held``: (rank, turn) beyond which the rank does not look
+    before that turn has come.
     """
 
     horizon_us: float
@@ -53,6 +55,7 @@ class Choices(NamedTuple):
     hosted: frozenset[int]
     staged: frozenset[int] = frozenset()
     forced: dict[tuple[int, int], str] = {}
+    held: frozenset[tuple[int, int]] = frozenset()
 
 
 class RankWalk:
@@ -114,6 +117,8 @@ class RankWalk:
         current = points[number].block if number >= 0 else -1
         while self.front < len(points) and ideal[self.front] <= reach:
             block = points[self.front].block
+            if self.choices.held and (self.pp_rank, self.front) in self.choices.held:
+                return
             for group in self.blocks.blocks[block].groups if block >= 0 else ():
                 if group in self.whole:
                     self.whole[group] = max(self.whole[group], self.front)

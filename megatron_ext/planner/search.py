@@ -5,13 +5,14 @@ give the same plan on every machine.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
 import msgspec
 
 from megatron_ext.planner.assemble import assemble
-from megatron_ext.planner.blocks import Blocks, cut_evenly, make_blocks
+from megatron_ext.planner.blocks import Blocks, cut_evenly, make_blocks, points_of_rank
 from megatron_ext.planner.fit import pinned_need
 from megatron_ext.planner.residency import Choices, walk
 from megatron_ext.planner.split import splitter
@@ -40,7 +41,6 @@ class Search:
         self.effort = EFFORT[workload.zero_stage]
         self.tried = 0
         self.best_us, self.best = inf, None
-        self.best_made: tuple[Blocks, Choices] | None = None
 
     def spent(self) -> bool:
         near = self.best_us <= self.bound_us * (1 + CLOSE_ENOUGH)
@@ -57,16 +57,13 @@ class Search:
         self.effort -= self.steps + 4 * unshards
         return run(self.workload, self.timing, schedule, bound_us=0.0).step_time_us
 
-    def consider(self, blocks: Blocks, choices: Choices) -> bool:
-        """Walk with these choices; true where that is the best so far."""
-        if not fits(self.workload, blocks):
-            return False
+    def time_of(self, blocks: Blocks, choices: Choices) -> float:
+        """Simulated step time with these choices; the best schedule so far is kept."""
         schedule = self.schedule(blocks, choices)
         us = self.judge(schedule)
         if us < self.best_us * (1 - 1e-9):
-            self.best_us, self.best, self.best_made = us, schedule, (blocks, choices)
-            return True
-        return False
+            self.best_us, self.best = us, schedule
+        return us
 
 
 def fits(workload: Workload, blocks: Blocks) -> bool:
@@ -82,20 +79,40 @@ def fits(workload: Workload, blocks: Blocks) -> bool:
     return max(totals) <= limit
 
 
-def hosted_groups(workload: Workload, blocks: Blocks) -> frozenset[int]:
-    """Groups that may have a host copy: all, or those of the earliest turns that fit the pinned memory."""
+def is_tiny(workload: Workload) -> bool:
+    """Few enough steps that a solver may look at all of them."""
+    parallel = workload.parallel
+    return 2 * parallel.pp * parallel.vp * parallel.num_microbatches <= 48
+
+
+def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozenset[int]:
+    """Groups that may have a host copy: all, or as many as fit the pinned memory.
+
+    ``order`` says who comes first: 0 the first groups of every rank, 1 the first ranks, 2 the
+    last ranks, 3 the largest groups.
+    """
     limit = workload.limits.pinned_host_bytes
-    routed = ["cpu"] * len(blocks.groups)
-    if limit is None or max(pinned_need(workload, blocks.groups, routed), default=0) <= limit:
-        return frozenset(range(len(blocks.groups)))
-    routed = ["gpu"] * len(blocks.groups)
+    groups = blocks.groups
+    routed = ["cpu"] * len(groups)
+    if limit is None or max(pinned_need(workload, groups, routed), default=0) <= limit:
+        return frozenset(range(len(groups)))
+    place, seen = {}, {}
+    for g, group in enumerate(groups):
+        stage = (group.model_chunk_id, group.pp_rank)
+        place[g] = seen[stage] = seen.get(stage, -1) + 1
+    keys = (
+        lambda g: (groups[g].model_chunk_id, place[g], groups[g].pp_rank, g),
+        lambda g: (groups[g].pp_rank, groups[g].model_chunk_id, place[g], g),
+        lambda g: (-groups[g].pp_rank, groups[g].model_chunk_id, place[g], g),
+        lambda g: (-groups[g].bytes, groups[g].model_chunk_id, place[g], groups[g].pp_rank, g),
+    )
+    routed = ["gpu"] * len(groups)
     chosen = set()
     # Staging slots are pinned too: leave room for them where they may be used.
     reserve = workload.limits.nvme_slots * (workload.limits.nvme_slot_bytes or 0) * workload.parallel.node_size
-    by_turn = sorted(range(len(blocks.groups)), key=lambda g: (blocks.groups[g].model_chunk_id, blocks.groups[g].pp_rank, g))
-    for group in by_turn:
+    for group in sorted(range(len(groups)), key=keys[order]):
         routed[group] = "cpu"
-        if max(pinned_need(workload, blocks.groups, routed)) + reserve > limit:
+        if max(pinned_need(workload, groups, routed)) + reserve > limit:
             routed[group] = "gpu"
         else:
             chosen.add(group)
@@ -153,12 +170,13 @@ def route_sets(routes: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 class Settings(NamedTuple):
     """One point of the grid that is searched: indices into the ways to cut, to divide blocks
-    between links, horizons, and sets of routes."""
+    between links, horizons, sets of routes, and orders of giving host copies."""
 
     cut: int
     divide: int
     horizon: int
     routes: int
+    hosts: int = 0
 
 
 class Grid:
@@ -175,7 +193,8 @@ class Grid:
             self.divides.append(by_parameter)
         self.horizons = _horizons(workload, timing)
         self.sets = route_sets(routes)
-        self.sizes = tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets)))
+        hosts = range(4 if workload.limits.pinned_host_bytes is not None and "cpu" in routes else 1)
+        self.sizes = tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets, hosts)))
         self._blocks: dict[tuple[int, int], Blocks] = {}
         self.estimates: dict[Settings, float] = {}
 
@@ -186,7 +205,7 @@ class Grid:
         if key not in self._blocks:
             self._blocks[key] = make_blocks(workload, self.cuts[settings.cut], self.divides[settings.divide])
         blocks, allowed = self._blocks[key], self.sets[settings.routes]
-        hosted = hosted_groups(workload, blocks) if "cpu" in allowed else frozenset()
+        hosted = hosted_groups(workload, blocks, settings.hosts) if "cpu" in allowed else frozenset()
         staged = staged_groups(workload, blocks, hosted) if "nvme" in allowed else frozenset()
         if not fits(workload, blocks) or ("gpu" not in allowed and len(hosted) < len(blocks.groups)):
             return None
@@ -215,7 +234,7 @@ class Grid:
             best, changed = start, True
             while changed:
                 changed = False
-                for axis in (2, 3, 0, 1):
+                for axis in (2, 3, 4, 0, 1):
                     for value in self._values(axis, best):
                         if self.state.effort <= 0:
                             return
@@ -253,8 +272,12 @@ def by_parameter(parameters: list[Parameter]) -> list[list[Parameter]]:
     return large + ([small] if small else [])
 
 
-SIMULATED = 4
+SIMULATED = 8
 """Best settings by estimate that the simulator judges."""
+
+
+POLISHED = 4
+"""Best of those that are then changed decision by decision."""
 
 
 def search(workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us: float = 0.0) -> tuple[Schedule | None, float]:
@@ -264,38 +287,54 @@ def search(workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us
     grid.descend()
     ranked = sorted((us, settings) for settings, us in grid.estimates.items() if us < inf)
     state.effort = max(state.effort, EFFORT[workload.zero_stage] // 4)
+    judged = []
     for _, settings in ranked[:SIMULATED]:
-        if state.best is not None and state.spent():
+        if judged and state.spent():
             break
-        state.consider(*grid.made(settings))
-    if state.best_made is None:
-        return None, inf
-    _flip_routes(state)
+        made = grid.made(settings)
+        judged.append((state.time_of(*made), len(judged), made))
+    for us, _, made in sorted(judged)[:POLISHED]:
+        _polish(state, *made, us)
     return state.best, state.best_us
 
 
-def _flip_routes(state: Search) -> None:
-    """Send single gathers by another link while that helps."""
-    blocks, choices = state.best_made
-    if len(choices.routes) < 2:
-        return
+def _polish(state: Search, blocks: Blocks, choices: Choices, us: float) -> None:
+    """Change one decision at a time while the simulated step time falls.
+
+    A change sends one gather by another link, holds back looking ahead at one turn, or gives or
+    takes a host copy.
+    """
     improved = True
     while improved and not state.spent():
         improved = False
-        blocks, choices = state.best_made
-        unshards = [
-            (rank.pp_rank, number, action.route)
-            for rank in state.best.ranks
-            for number, action in enumerate(a for actions in (rank.start, *rank.steps) for a in actions.unshard)
-        ]
-        for pp_rank, number, route in unshards:
-            for other in choices.routes:
-                if other == route or state.spent():
-                    continue
-                forced = {**state.best_made[1].forced, (pp_rank, number): other}
-                if state.consider(blocks, choices._replace(forced=forced)):
-                    improved = True
-                    break
+        for other in _changes(state, blocks, choices):
+            if state.spent():
+                return
+            found = state.time_of(blocks, other)
+            if found < us * (1 - 1e-9):
+                choices, us, improved = other, found, True
+
+
+def _changes(state: Search, blocks: Blocks, choices: Choices) -> Iterator[Choices]:
+    """Neighbours of ``choices``, one decision apart."""
+    workload = state.workload
+    placed = walk(workload, state.timing, blocks, choices).placed
+    for pp_rank, mine in enumerate(placed):
+        for number, item in enumerate(mine):
+            for route in choices.routes:
+                if route != item.route:
+                    yield choices._replace(forced={**choices.forced, (pp_rank, number): route})
+    limit = workload.limits.pinned_host_bytes
+    if limit is not None and "cpu" in choices.routes:
+        for swap in product(range(len(blocks.groups)), repeat=2):
+            hosted = choices.hosted ^ frozenset(swap)
+            routed = ["cpu" if g in hosted else "gpu" for g in range(len(blocks.groups))]
+            if ("gpu" in choices.routes or len(hosted) == len(routed)) and max(pinned_need(workload, blocks.groups, routed)) <= limit:
+                yield choices._replace(hosted=hosted, staged=choices.staged - hosted)
+    if workload.zero_stage == 3:
+        for pp_rank, mine in enumerate(placed):
+            for turn in range(1, len(points_of_rank(workload, state.timing, blocks, pp_rank))):
+                yield choices._replace(held=choices.held ^ {(pp_rank, turn)})
 
 
 def named(schedule: Schedule, planner: str) -> Schedule:

@@ -1,0 +1,304 @@
+"""The exact policy: small cases solved to proven optimality by CP-SAT.
+
+For each way to cut and divide the blocks that the hybrid policy knows, one model decides
+route, issue turn, order on every link, publishing and what stays whole between turns.
+CP-SAT (Google OR-tools; Perron and Didier) proves the optimum.
+
+[Note: What is proven]
+The model leaves out only what makes a schedule slower (and the ``nvme`` route): links and compute disturbing each
+other, and messages queueing on one edge. So its optimum bounds every schedule with those
+groups from below. The schedule is read off the model, timed by the simulator like any other, and
+compared with that bound: without contention the two agree, and ``options.proven_gap`` says
+how far apart they are otherwise.
+"""
+
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+from ortools.sat.python import cp_model
+
+from megatron_ext.errors import InputError
+from megatron_ext.planner.assemble import Freed, Placed, assemble
+from megatron_ext.planner.blocks import Blocks, points_of_rank
+from megatron_ext.planner.fit import pinned_need
+from megatron_ext.planner.residency import Choices
+from megatron_ext.planner.search import Grid, Search, Settings, search
+from megatron_ext.schedule.model import Schedule
+from megatron_ext.simulator.simulate import run
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.model import Workload
+from megatron_ext.workload.order import steps_of_ranks
+
+UNITS = 2_000_000
+"""Time is counted in whole units, so many of them in the longest schedule considered."""
+
+
+class Gap(NamedTuple):
+    """The wait of a group for its turn ``use``, since its turn ``after`` (-1: since the start)."""
+
+    rank: int
+    group: int
+    after: int
+    use: int
+
+
+class Effort(NamedTuple):
+    """How much to spend: ``choices`` of issue turns in one model at most, ``work`` on one model
+    (CP-SAT's own measure: deterministic, unlike seconds), and on all ``models`` at most."""
+
+    choices: int
+    work: float
+    models: int
+
+
+EXACT = Effort(choices=20_000, work=8.0, models=12)
+"""For the exact policy."""
+
+SMALL = Effort(choices=600, work=0.3, models=4)
+"""For the hybrid policy, which asks for small cases what the exact policy would do."""
+
+
+def exact_schedule(workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us: float) -> Schedule:
+    """The best schedule, with ``options.proven_gap``: how far above the proven bound of its groups it is.
+
+    Raises:
+        InputError: the case is too large, or nothing fits.
+    """
+    known, known_us = search(workload, timing, routes, bound_us)
+    if known is None:
+        raise InputError("cannot fit: no schedule keeps within the limits", field="limits.device_bytes", value=workload.limits.device_bytes)
+    best, best_us, lowest = solve(workload, timing, routes, known, known_us, EXACT)
+    if lowest is None:
+        raise InputError(f"more than {EXACT.choices} choices of when to gather; use hybrid", field="policy", value="exact")
+    options = {"proven_gap": round(max(best_us / max(lowest, bound_us) - 1, 0.0), 6)} if best_us else {}
+    return msgspec.structs.replace(best, metadata=msgspec.structs.replace(best.metadata, planner="exact", options=options))
+
+
+def solve(
+    workload: Workload, timing: Timing, routes: tuple[str, ...], known: Schedule, known_us: float, effort: Effort
+) -> tuple[Schedule, float, float | None]:
+    """The best of ``known`` and the optima of all groupings that are small enough.
+
+    Returns:
+        The schedule, its simulated step time, and the least proven bound of the groupings that
+        were solved; None where every grouping was too large.
+    """
+    grid = Grid(Search(workload, timing, routes, 0.0))
+    best, best_us, lowest, models = known, known_us, None, 0
+    for divide, cut in product(range(grid.sizes[1]), range(grid.sizes[0])):
+        made = grid.made(Settings(cut, divide, grid.sizes[2] - 1, 0))
+        if made is None or models == effort.models or not _small(workload, timing, made[0], effort.choices):
+            continue
+        models += 1
+        schedule, bound = _solve(workload, timing, *made, known_us, effort.work)
+        lowest = bound if lowest is None else min(lowest, bound)
+        if schedule is not None:
+            us = run(workload, timing, schedule, bound_us=0.0).step_time_us
+            if us < best_us * (1 - 1e-9):
+                best, best_us = schedule, us
+    return best, best_us, lowest
+
+
+def _small(workload: Workload, timing: Timing, blocks: Blocks, choices: int) -> bool:
+    """Whether a model of these blocks has at most so many choices of issue turns."""
+    total = 0
+    for rank in range(workload.parallel.pp):
+        points = points_of_rank(workload, timing, blocks, rank)
+        per_turn = sum(len(blocks.blocks[b].groups) for c in range(workload.parallel.vp) for b in blocks.of_stage[c * workload.parallel.pp + rank])
+        total += len(points) * per_turn
+        if total > choices:
+            return False
+    return True
+
+
+def _solve(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, known_us: float, work: float) -> tuple[Schedule | None, float]:
+    """Optimum for these groups: a schedule (None where the known one is no worse) and a lower bound."""
+    model = _Model(workload, timing, blocks, choices, known_us)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = work
+    status = solver.solve(model.model)
+    if status == cp_model.INFEASIBLE:  # nothing below the known time
+        return None, known_us
+    bound = solver.best_objective_bound * model.unit
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None, bound
+    return model.schedule(solver), bound
+
+
+class _Model:
+    """Variables of one CP-SAT model; times are whole units of ``unit`` microseconds."""
+
+    def __init__(self, workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, known_us: float):
+        self.workload, self.timing, self.blocks, self.choices = workload, timing, blocks, choices
+        self.unit = known_us / UNITS
+        self.horizon = UNITS + 1000  # no schedule slower than the known one is asked for
+        self.model = cp_model.CpModel()
+        parallel = workload.parallel
+        self.points = [points_of_rank(workload, timing, blocks, rank) for rank in range(parallel.pp)]
+        self.reach = [[self._time(f"r{rank}.{n}") for n in range(len(points) + 1)] for rank, points in enumerate(self.points)]
+        self.begin = [[self._time(f"b{rank}.{n}") for n in range(len(points))] for rank, points in enumerate(self.points)]
+        self.gaps = self._gaps()
+        self.issue: dict[Gap, dict[int, cp_model.IntVar]] = {}
+        self.keep: dict[Gap, cp_model.IntVar | None] = {}
+        self.by: dict[Gap, dict[str, cp_model.IntVar]] = {}
+        self.starts: dict[Gap, cp_model.IntVar] = {}
+        self._pipeline()
+        self._gathers()
+        self._room()
+        ends = [self.reach[rank][-1] + self._units(after) for rank, after in enumerate(self._after())]
+        makespan = self._time("makespan")
+        for end in ends:
+            self.model.add(makespan >= end)
+        self.model.minimize(makespan + self._units(self._optimizer()))
+
+    def _time(self, name: str):
+        return self.model.new_int_var(0, self.horizon, name)
+
+    def _units(self, us: float) -> int:
+        """Whole units, rounded down so that the optimum stays a bound."""
+        return int(us / self.unit)
+
+    def _after(self) -> list[float]:
+        pp = self.workload.parallel.pp
+        orders = steps_of_ranks(self.workload.parallel)
+        return [self.timing.reduce_us(self.workload.chunk(rank, steps[-1].stage // pp).bytes) for rank, steps in enumerate(orders)]
+
+    def _optimizer(self) -> float:
+        workload = self.workload
+        return max(
+            self.timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(rank))) for rank in range(workload.parallel.pp)
+        )
+
+    def _gaps(self) -> list[Gap]:
+        gaps = []
+        for rank, points in enumerate(self.points):
+            last: dict[int, int] = {}
+            for number, point in enumerate(points):
+                for group in self.blocks.blocks[point.block].groups if point.block >= 0 else ():
+                    if self.workload.zero_stage == 3 or group not in last:
+                        gaps.append(Gap(rank, group, last.get(group, -1), number))
+                    last[group] = number
+        return gaps
+
+    def _pipeline(self) -> None:
+        """Turns in order, inputs before steps."""
+        model, parallel = self.model, self.workload.parallel
+        ends = {}
+        for rank, steps in enumerate(steps_of_ranks(parallel)):
+            for number, point in enumerate(self.points[rank]):
+                model.add(self.begin[rank][number] >= self.reach[rank][number])
+                end = self.begin[rank][number] + self._units(point.us)
+                model.add(self.reach[rank][number + 1] >= end)
+                ends[rank, steps[point.step]] = end
+        final = parallel.pp * parallel.vp - 1
+        for rank, steps in enumerate(steps_of_ranks(parallel)):
+            for number, point in enumerate(self.points[rank]):
+                if number and self.points[rank][number - 1].step == point.step:
+                    continue
+                step = steps[point.step]
+                source = step.stage - 1 if step.kind == "F" else step.stage + 1
+                if 0 <= source <= final:
+                    sender = source % parallel.pp
+                    hop = self._units(self.timing.p2p_us) if sender != rank else 0
+                    model.add(self.reach[rank][number] >= ends[sender, step._replace(stage=source)] + hop)
+
+    def _gathers(self) -> None:
+        model, groups = self.model, self.blocks.groups
+        lanes: dict[tuple[int, str], list] = {}
+        published: dict[int, cp_model.IntVar] = {}
+        for gap in self.gaps:
+            name = f"{gap.rank}.{gap.group}.{gap.use}"
+            issue = {turn: model.new_bool_var(f"i{name}.{turn}") for turn in range(gap.after + (gap.after >= 0), gap.use + 1)}
+            if gap.after < 0:
+                issue.setdefault(-1, model.new_bool_var(f"i{name}.start"))
+            kept = model.new_bool_var(f"k{name}") if gap.after >= 0 else None
+            model.add_exactly_one([*issue.values(), *([kept] if kept is not None else [])])
+            start = self._time(f"s{name}")
+            for turn, chosen in issue.items():
+                if turn >= 0:
+                    model.add(start >= self.reach[gap.rank][turn]).only_enforce_if(chosen)
+            by = {}
+            for route in self.choices.routes:
+                if route == "nvme":
+                    continue
+                us = self._units(self.timing.gather_us(route, groups[gap.group].bytes))
+                chosen = by[route] = model.new_bool_var(f"{route}{name}")
+                lanes.setdefault((gap.rank, route), []).append(model.new_optional_fixed_size_interval_var(start, us, chosen, f"l{route}{name}"))
+                model.add(self.begin[gap.rank][gap.use] >= start + us).only_enforce_if(chosen)
+                if route == "cpu":
+                    model.add(start >= self._published(gap, published, lanes, chosen)).only_enforce_if(chosen)
+            model.add(sum(by.values()) == (1 if kept is None else 1 - kept))
+            self.issue[gap], self.keep[gap], self.by[gap], self.starts[gap] = issue, kept, by, start
+        for intervals in lanes.values():
+            model.add_no_overlap(intervals)
+        self._host_memory({group: there for group, (_, there) in published.items()})
+
+    def _host_memory(self, hosted: dict[int, cp_model.IntVar]) -> None:
+        """Host copies of every node within its pinned memory."""
+        limit = self.workload.limits.pinned_host_bytes
+        if limit is None:
+            return
+        groups = self.blocks.groups
+        needs = {g: pinned_need(self.workload, [groups[g]], ["cpu"]) for g in hosted}
+        for node in range(self.workload.parallel.num_nodes):
+            self.model.add(sum(needs[g][node] * there for g, there in hosted.items()) <= limit)
+
+    def _published(self, gap: Gap, published, lanes, chosen):
+        """End of the group's publishing, which takes its time on the publish link if it is needed."""
+        if gap.group not in published:
+            us = self._units(self.timing.publish_us(gap.rank, ("cpu",), self.blocks.groups[gap.group].bytes))
+            start = self._time(f"p{gap.group}")
+            there = self.model.new_bool_var(f"P{gap.group}")
+            lanes.setdefault((gap.rank, "publish"), []).append(self.model.new_optional_fixed_size_interval_var(start, us, there, f"lp{gap.group}"))
+            published[gap.group] = (start + us, there)
+        end, there = published[gap.group]
+        self.model.add_implication(chosen, there)
+        return end
+
+    def _room(self) -> None:
+        limit = self.workload.limits.device_bytes
+        if self.workload.zero_stage == 1 or limit is None:
+            return
+        groups = self.blocks.groups
+        for rank, points in enumerate(self.points):
+            use: list[list] = [[] for _ in range(len(points) + 1)]  # index 0 is the start
+            for gap in self.gaps:
+                if gap.rank != rank:
+                    continue
+                size = groups[gap.group].bytes
+                for turn in range(gap.after + (gap.after >= 0), gap.use + 1):
+                    whole = [chosen for issue, chosen in self.issue[gap].items() if issue <= turn]
+                    if self.keep[gap] is not None:
+                        whole.append(self.keep[gap])
+                    use[turn + 1].append(size * sum(whole))
+            for terms in use:
+                if terms:
+                    self.model.add(sum(terms) <= limit)
+
+    def schedule(self, solver) -> Schedule:
+        """The schedule of the solution, every gather issued at the last turn reached before it starts."""
+        placed: list[list[tuple]] = [[] for _ in self.points]
+        freed: list[list[Freed]] = [[] for _ in self.points]
+        for gap in self.gaps:
+            if self.keep[gap] is not None and solver.value(self.keep[gap]):
+                continue
+            start = solver.value(self.starts[gap])
+            issue = next(turn for turn, chosen in self.issue[gap].items() if solver.value(chosen))
+            while issue < gap.use and solver.value(self.reach[gap.rank][issue + 1]) <= start:
+                issue += 1
+            route = next(route for route, chosen in self.by[gap].items() if solver.value(chosen))
+            points = self.points[gap.rank]
+            step, at = (-1, -1) if issue < 0 else (points[issue].step, points[issue].before)
+            placed[gap.rank].append((issue, start, Placed(gap.group, route, step, points[gap.use].step, at)))
+            if gap.after >= 0:
+                freed[gap.rank].append(Freed(gap.group, points[gap.after].step, points[gap.after].after))
+        if self.workload.zero_stage == 3:
+            final = {gap.group: gap for gap in self.gaps}  # gaps are in order of use
+            for gap in final.values():
+                point = self.points[gap.rank][gap.use]
+                freed[gap.rank].append(Freed(gap.group, point.step, point.after))
+        ordered = [[item for _, _, item in sorted(row)] for row in placed]
+        return assemble(self.workload, self.blocks.groups, ordered, freed, planner="exact")
