@@ -48,6 +48,7 @@ if [ -e "$run/report.md" ] || ! cmp -s "$run/.settings.new" "$run/.settings"; th
     rm -f "$run"/*.json "$run"/*.md "$run"/*.png "$run"/*.log
 fi
 mv "$run/.settings.new" "$run/.settings"
+printf '%s\n' "${model[@]}" > "$run/model_options.txt"
 
 if [ ! -e "$run/workload.json" ]; then
     say "describing the workload"

@@ -1,0 +1,136 @@
+"""The main job, measured: scheduled beside stock, rounds in turns, and equality of policies.
+
+    bash scripts/pretrain_gpt_hybrid.sh
+    .venv/bin/python benchmarks/main_job.py runs/NAME [--rounds 3] [--iters 24] [--parity-iters 50]
+
+Stock Megatron (as shipped) and the scheduled run are launched in turns, so that a machine that
+changes its pace changes it for both. Equality compares each policy, with delays put into
+publishing and copying, with Megatron's own gather at the policy's bucket layout.
+Writes benchmarks/results/main_job.json.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from machine import about_this_machine
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from megatron_ext import files, planner, simulator
+from megatron_ext.cost import model as cost
+from megatron_ext.report.measured import MeasuredTrace
+from megatron_ext.report.spread import summarize, warm_up
+from megatron_ext.runtime.launch import launch
+from megatron_ext.schedule import model as schedule_file
+from megatron_ext.schedule import validate
+from megatron_ext.workload import model as workload_file
+
+ROOT = Path(__file__).parents[1]
+POLICIES = ("hybrid", "all-gpu", "all-cpu", "random:0", "random:1", "random:2", "random:3", "random:4")
+DELAYS = "publish_delay_ms=10,copy_delay_ms=5,seed=7"
+
+
+def train(options: list[str], folder: Path, name: str, iterations: int, world: int, *more: str, env=None) -> dict:
+    """One training run; returns its metrics. Raises RuntimeError if it fails."""
+    metrics = folder / f"{name}.metrics.json"
+    command = [sys.executable, "examples/pretrain_gpt_hybrid.py", *options, "--data-path", "runs/corpus/stdlib", "--train-iters", str(iterations), "--metrics-path", str(metrics), *more]
+    with open(folder / f"{name}.log", "w") as log:
+        code = launch(command, world, environment={"PYTHONPATH": str(ROOT / ".megatron"), **(env or {})}, stdout=log)
+    if code != 0:
+        raise RuntimeError(f"{name} ended with exit code {code}; see {folder / name}.log")
+    return json.loads(metrics.read_text())
+
+
+def timing(options, folder: Path, run_dir: Path, rounds: int, iterations: int, world: int, parallel, bar) -> dict:
+    """Gather, exposed and step time of stock and scheduled runs, launched in turns."""
+    pooled = {kind: {"gather_us": [], "exposed_us": [], "step_time_us": []} for kind in ("stock", "scheduled")}
+    task = bar.add_task("stock and scheduled in turns", total=2 * rounds)
+    for number in range(rounds):
+        for kind in ("stock", "scheduled") if number % 2 == 0 else ("scheduled", "stock"):
+            path = folder / f"{kind}.trace.json"
+            more = ["--user-defined-schedule", str(run_dir / "schedule.json")] if kind == "scheduled" else []
+            metrics = train(options, folder, kind, iterations, world, "--user-defined-schedule-trace", str(path), *more)
+            measured = MeasuredTrace(path, parallel, iterations)
+            skip = warm_up(iterations)
+            pooled[kind]["gather_us"] += measured.thread_us(("issue", "wait"))[skip:]
+            pooled[kind]["exposed_us"] += measured.thread_us(("wait",))[skip:]
+            pooled[kind]["step_time_us"] += metrics["iteration_us"][skip:]
+            bar.advance(task)
+    return {kind: {name: summarize(values).as_json() for name, values in figures.items()} for kind, figures in pooled.items()}
+
+
+def parity(options, folder: Path, run_dir: Path, iterations: int, world: int, bar) -> list[dict]:
+    """Every policy against Megatron's own gather at its layout: bitwise or not."""
+    workload, table = workload_file.load(run_dir / "workload.json"), cost.load(run_dir / "cost_table.json")
+    task = bar.add_task(f"equality over {iterations} iterations", total=2 * len(POLICIES))
+    rows = []
+    for policy in POLICIES:
+        path = folder / f"{policy.replace(':', '-')}.json"
+        schedule_file.save(path, planner.plan(workload, table, policy=policy))
+        results = []
+        for env in ({"MEGATRON_EXT_STOCK_GATHER": "1"}, {"MEGATRON_EXT_FAULTS": DELAYS}):
+            results.append(train(options, folder, path.stem, iterations, world, "--user-defined-schedule", str(path), env=env))
+            bar.advance(task)
+        reference, scheduled = results
+        rows.append({"policy": policy, "iterations": iterations, "groups": len(schedule_file.decode(path).groups)} | {
+            name: reference[name] == scheduled[name] for name in ("loss", "grad_norm", "parameter_sha256")
+        })  # fmt: skip
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--iters", type=int, default=24)
+    parser.add_argument("--parity-iters", type=int, default=50)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "main_job.json")
+    args = parser.parse_args()
+    os.chdir(ROOT)
+    run_dir = args.run_dir
+    options = (run_dir / "model_options.txt").read_text().splitlines()
+    workload, table = workload_file.load(run_dir / "workload.json"), cost.load(run_dir / "cost_table.json")
+    parallel = workload.parallel
+    before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as temporary, Progress(console=Console(stderr=True)) as bar:
+        folder = Path(temporary)
+        times = timing(options, folder, run_dir, args.rounds, args.iters, parallel.world_size, parallel, bar)
+        equal = parity(options, folder, run_dir, args.parity_iters, parallel.world_size, bar)
+    predicted = {
+        "stock": simulator.simulate(workload, table).step_time_us,
+        "scheduled": validate.load(run_dir / "schedule.json").predicted.step_time_us,
+    }
+    ratios = {name: times["scheduled"][name]["median_us"] / times["stock"][name]["median_us"] for name in ("gather_us", "exposed_us", "step_time_us")}
+    result = {
+        "about": about_this_machine(load_before=before), "options": options, "times": times, "ratio_scheduled_to_stock": ratios,
+        "predicted_step_time_us": predicted,
+        "prediction_error": {kind: predicted[kind] / times[kind]["step_time_us"]["median_us"] - 1 for kind in predicted},
+        "equality": equal, "delays": DELAYS,
+    }  # fmt: skip
+    files.save(args.out, result, indent=1)
+    show(result)
+    return 0 if all(row["loss"] and row["grad_norm"] and row["parameter_sha256"] for row in equal) else 1
+
+
+def show(result: dict) -> None:
+    console = Console()
+    table = Table("figure", "stock, ms", "scheduled, ms", "ratio", title="medians (p10 - p90)")
+    for name, ratio in result["ratio_scheduled_to_stock"].items():
+        cells = [f"{t['median_us'] / 1e3:.2f} ({t['p10_us'] / 1e3:.2f} - {t['p90_us'] / 1e3:.2f})" for t in (result["times"][kind][name] for kind in ("stock", "scheduled"))]
+        table.add_row(name, *cells, f"{ratio:.3f}")
+    predicted = result["predicted_step_time_us"]
+    table.add_row("predicted step time", *(f"{predicted[kind] / 1e3:.2f} ({result['prediction_error'][kind]:+.1%})" for kind in ("stock", "scheduled")), "")
+    console.print(table)
+    table = Table("policy", "groups", "iterations", "losses", "gradient norms", "parameters", title="bitwise equal to Megatron's own gather at the same layout")
+    for row in result["equality"]:
+        table.add_row(row["policy"], str(row["groups"]), str(row["iterations"]), *("equal" if row[name] else "DIFFERENT" for name in ("loss", "grad_norm", "parameter_sha256")))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
