@@ -160,6 +160,31 @@ def simulate(cost_table: str, workload_path: str, schedule_path: str | None, tra
     emit(as_json, result.as_json(), result.as_text())
 
 
+@cli.command()
+@click.argument("schedule_path", metavar="SCHEDULE")
+@click.option("--all", "every_row", is_flag=True, help="Every row, however many.")
+@json_option
+def show(schedule_path: str, every_row: bool, as_json: bool) -> None:
+    """Print the steps with what is unsharded where; an arrow marks where an invalid schedule fails."""
+    from megatron_ext.schedule import model, validate
+    from megatron_ext.schedule import show as showing
+
+    schedule = model.decode(schedule_path)
+    failure = None
+    try:
+        validate.validate(schedule, file=schedule_path)
+    except validate.InvalidSchedule as error:
+        failure = error
+    text = showing.grid(schedule, failure, every_row=every_row)
+    payload = {
+        "valid": failure is None, "error": None if failure is None else str(failure),
+        "pp_rank": getattr(failure, "pp_rank", None), "step_index": getattr(failure, "step_index", None), "grid": text,
+    }  # fmt: skip
+    emit(as_json, payload, f"{showing.summary(schedule)}\n{text}")
+    if failure is not None:
+        raise failure
+
+
 @contextlib.contextmanager
 def naming_files(cost_table: str, workload_path: str, schedule_path: str | None = None):
     """Say which of the files given an error is about, where the error itself could not know."""
@@ -190,8 +215,9 @@ def naming_files(cost_table: str, workload_path: str, schedule_path: str | None 
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--min-bytes", type=int, default=4096, show_default=True, help="Smallest whole group.")
 @click.option("--max-bytes", type=int, default=256 << 20, show_default=True, help="Largest whole group.")
+@click.option("--sizes", help="Comma-separated sizes in bytes, in place of the grid.")
 @click.option("--max-rank-bytes", type=int, help="Whole parameters of one rank, for the optimizer step.")
-@click.option("--seconds", type=float, default=80.0, show_default=True, help="Time for measuring; starting the ranks comes on top.")
+@click.option("--seconds", type=float, default=70.0, show_default=True, help="Time for measuring; starting the ranks comes on top.")
 @click.option("--threads", type=int, default=1, show_default=True, help="Processor threads of one rank.")
 @click.option("--hidden-size", type=int, default=512, show_default=True, help="Shape of the products that stand for compute.")
 @click.option("--seq-length", type=int, default=128, show_default=True)
@@ -202,7 +228,7 @@ def naming_files(cost_table: str, workload_path: str, schedule_path: str | None 
 @click.option("--nvme-path", type=click.Path(), help="Directory on the drive; without it the nvme route is not offered.")
 @click.argument("module_args", nargs=-1)
 @json_option
-def measure(out: str, imported, system, placement, collective, algorithm, links, as_json: bool, **options) -> None:
+def measure(out: str, imported, system, placement, collective, algorithm, links, sizes, as_json: bool, **options) -> None:
     """Measure links, contention and compute, and write a cost table.
 
     MODULE_ARGS (after --) are handed to the function that --modules names.
@@ -218,6 +244,8 @@ def measure(out: str, imported, system, placement, collective, algorithm, links,
         from megatron_ext.measure.options import LINKS, Options
         from megatron_ext.measure.progress import bar
 
+        if sizes:
+            options["sizes"] = Options.parse_sizes(sizes)
         chosen = tuple(links.split(",")) if links else LINKS
         with bar() as progress:
             table = run(Options(links=chosen, **options), progress)
@@ -260,6 +288,31 @@ def cost_show(table_path: str, plot_path, as_json: bool) -> None:
 
         plot.save(table, plot_path)
     emit(as_json, show.summary(table), show.text(table))
+
+
+@cost_group.command("check")
+@click.argument("table_path", metavar="TABLE")
+@click.option("--workload", "workload_path", help="A run whose parallel sizes the table should hold for.")
+@click.option("--this-machine", is_flag=True, help="Compare hardware and software with this machine's.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--allow-differences", is_flag=True, help="Only report what differs.")
+@json_option
+def cost_check(table_path: str, workload_path, this_machine: bool, device: str, allow_differences: bool, as_json: bool) -> None:
+    """Refuse a table that was measured on other hardware, software or world sizes."""
+    from megatron_ext.cost import environment, model
+    from megatron_ext.workload import model as workload
+
+    table, here = model.load(table_path), {}
+    if workload_path:
+        here["world_sizes"] = environment.world_sizes(workload.load(workload_path).parallel)
+    if this_machine:
+        from megatron_ext.measure.machine import environment as this_environment
+
+        here |= this_environment(device)
+    if not here:
+        raise InputError("nothing to compare with: give --workload or --this-machine", file=table_path)
+    found = environment.require_match(table.metadata, here, allow=allow_differences, file=table_path)
+    emit(as_json, {"differences": found}, "\n".join(found) or "the table holds for this environment")
 
 
 @cost_group.command("combine")

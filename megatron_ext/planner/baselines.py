@@ -55,3 +55,10 @@ def rerouted(schedule: Schedule, routed: list[str]) -> Schedule:
 
 def _named(schedule: Schedule, name: str) -> Schedule:
     return msgspec.structs.replace(schedule, metadata=Metadata(planner=name))
+
+
+BASELINES = {
+    "all-gpu": ({"gpu"}, lambda workload, timing: all_gpu(workload)),
+    "all-cpu": ({"cpu"}, lambda workload, timing: all_cpu(workload)),
+}
+"""By name: the routes it needs, and the rule (workload, timing) -> schedule."""

@@ -66,8 +66,6 @@ def exact_schedule(workload: Workload, timing: Timing, routes: tuple[str, ...], 
         InputError: the case is too large, or nothing fits.
     """
     known, known_us = search(workload, timing, routes, bound_us)
-    if known is None:
-        raise InputError("cannot fit: no schedule keeps within the limits", field="limits.device_bytes", value=workload.limits.device_bytes)
     best, best_us, lowest = solve(workload, timing, routes, known, known_us, EXACT)
     if lowest is None:
         raise InputError(f"more than {EXACT.choices} choices of when to gather; use hybrid", field="policy", value="exact")
@@ -90,8 +88,11 @@ def solve(
         made = grid.made(Settings(cut, divide, grid.sizes[2] - 1, 0))
         if made is None or models == effort.models or not _small(workload, timing, made[0], effort.choices):
             continue
+        try:
+            schedule, bound = _solve(workload, timing, *made, known_us, effort.work)
+        except InputError:  # a group of a size that was not measured
+            continue
         models += 1
-        schedule, bound = _solve(workload, timing, *made, known_us, effort.work)
         lowest = bound if lowest is None else min(lowest, bound)
         if schedule is not None:
             us = run(workload, timing, schedule, bound_us=0.0).step_time_us

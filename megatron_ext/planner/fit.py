@@ -12,8 +12,10 @@ def check_fits(workload: Workload) -> None:
     largest layer.
 
     Raises:
-        InputError: naming the pipeline rank, the step and the bytes that are missing.
+        InputError: naming the pipeline rank, the step and the bytes that are missing; or the
+            limit that contradicts another.
     """
+    check_limits(workload)
     limit = workload.limits.device_bytes
     if limit is None:
         return
@@ -27,6 +29,22 @@ def check_fits(workload: Workload) -> None:
             where = f"pipeline rank {pp_rank}, step {chunk * parallel.pp + pp_rank}F0: layer {layer} alone has {need} bytes"
         if need > limit:
             raise InputError(f"cannot fit: {where}, {need - limit} bytes short", field="limits.device_bytes", value=limit)
+
+
+def check_limits(workload: Workload) -> None:
+    """Refuse limits that contradict each other. Raises InputError naming the field."""
+    limits = workload.limits
+    if limits.nvme_slot_bytes is not None and not limits.nvme_slots:
+        raise InputError("there are no nvme_slots of this size", field="limits.nvme_slot_bytes", value=limits.nvme_slot_bytes)
+    if limits.nvme_slots and limits.nvme_slot_bytes == 0:
+        raise InputError("slots of 0 bytes hold nothing", field="limits.nvme_slot_bytes", value=0)
+    ranks = min(workload.parallel.node_size, workload.parallel.world_size)
+    staging = limits.nvme_slots * (limits.nvme_slot_bytes or 0) * ranks
+    if limits.pinned_host_bytes is not None and staging > limits.pinned_host_bytes:
+        raise InputError(
+            f"the staging slots of a node's {ranks} ranks alone need {staging} bytes",
+            field="limits.pinned_host_bytes", value=limits.pinned_host_bytes,
+        )  # fmt: skip
 
 
 def _largest_layers(workload: Workload, pp_rank: int):

@@ -4,7 +4,7 @@ import msgspec
 
 from megatron_ext.cost.model import ROUTES, CostTable
 from megatron_ext.errors import InputError
-from megatron_ext.planner.baselines import all_cpu, all_gpu
+from megatron_ext.planner.baselines import BASELINES, all_cpu, all_gpu
 from megatron_ext.planner.fit import check_fits
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.search import CLOSE_ENOUGH, is_tiny, search
@@ -78,22 +78,35 @@ def _seed(policy: str) -> int:
 
 
 def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tuple[Schedule, dict[str, float]]:
-    """The best of everything that can be planned, by simulation: never worse than a baseline."""
-    schedules = []
-    if "gpu" in routes:
-        schedules.append(("all-gpu", all_gpu(workload)))
-    if "cpu" in routes:
-        try:
-            schedules.append(("all-cpu", all_cpu(workload)))
-        except InputError:  # the host copies do not fit; then it is no candidate
-            pass
-    found, found_us = search(workload, timing, routes, bound_us)
-    if found is not None:
-        if found_us > bound_us * (1 + CLOSE_ENOUGH) and is_tiny(workload):
-            from megatron_ext.planner.exact import SMALL, solve  # ortools takes a while to import
+    """The best of everything that can be planned, by simulation: never worse than a baseline.
 
-            found = solve(workload, timing, routes, found, found_us, SMALL)[0]
-        schedules.append(("hybrid", found))
-    times = {name: run(workload, timing, schedule, bound_us=0.0).step_time_us for name, schedule in schedules}
-    best = min(schedules, key=lambda item: (times[item[0]], item[0] != "hybrid"))
-    return best[1], {name: us for name, us in times.items() if name != "hybrid"}
+    What cannot be simulated (a group larger than any that was measured, host copies that do
+    not fit) is no candidate; only if nothing is left does the first reason count.
+    """
+    schedules, times, reasons = {}, {}, []
+
+    def consider(name: str, make) -> None:
+        try:
+            schedule = make()
+            times[name] = run(workload, timing, schedule, bound_us=0.0).step_time_us
+            schedules[name] = schedule
+        except InputError as error:
+            reasons.append(error)
+
+    for name, (needs, make) in BASELINES.items():
+        if needs <= set(routes):
+            consider(name, lambda make=make: make(workload, timing))
+    consider("hybrid", lambda: _searched(workload, timing, routes, bound_us))
+    if not schedules:
+        raise reasons[0]
+    best = min(schedules, key=lambda name: (times[name], name != "hybrid"))
+    return schedules[best], {name: us for name, us in times.items() if name != "hybrid"}
+
+
+def _searched(workload: Workload, timing: Timing, routes, bound_us: float) -> Schedule:
+    found, found_us = search(workload, timing, routes, bound_us)
+    if found_us > bound_us * (1 + CLOSE_ENOUGH) and is_tiny(workload):
+        from megatron_ext.planner.exact import SMALL, solve  # ortools takes a while to import
+
+        found = solve(workload, timing, routes, found, found_us, SMALL)[0]
+    return found

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from megatron_ext.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.blocks import Blocks, cut_evenly, make_blocks, points_of_rank
 from megatron_ext.planner.fit import pinned_need
@@ -197,6 +198,7 @@ class Grid:
         self.sizes = tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets, hosts)))
         self._blocks: dict[tuple[int, int], Blocks] = {}
         self.estimates: dict[Settings, float] = {}
+        self.refused: InputError | None = None
 
     def made(self, settings: Settings) -> tuple[Blocks, Choices] | None:
         """Blocks and choices of these settings; None where they cannot work."""
@@ -220,7 +222,11 @@ class Grid:
                 self.estimates[settings] = inf
             else:
                 self.state.effort -= self.state.steps + 2 * sum(map(len, made[0].of_stage)) * workload.parallel.num_microbatches
-                self.estimates[settings] = walk(workload, self.state.timing, *made).end_us
+                try:
+                    self.estimates[settings] = walk(workload, self.state.timing, *made).end_us
+                except InputError as error:  # a group of a size that was not measured
+                    self.estimates[settings] = inf
+                    self.refused = self.refused or error
         return self.estimates[settings]
 
     def descend(self) -> None:
@@ -280,11 +286,17 @@ POLISHED = 4
 """Best of those that are then changed decision by decision."""
 
 
-def search(workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us: float = 0.0) -> tuple[Schedule | None, float]:
-    """The best schedule found, and its simulated step time (None and infinity if none fits)."""
+def search(workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us: float = 0.0) -> tuple[Schedule, float]:
+    """The best schedule found, and its simulated step time.
+
+    Raises:
+        InputError: no groups can be gathered within the limits and the measured sizes.
+    """
     state = Search(workload, timing, routes, bound_us)
     grid = Grid(state)
     grid.descend()
+    if all(us == inf for us in grid.estimates.values()):
+        raise grid.refused or InputError("cannot fit: no route can bring every group within the limits", field="limits")
     ranked = sorted((us, settings) for settings, us in grid.estimates.items() if us < inf)
     state.effort = max(state.effort, EFFORT[workload.zero_stage] // 4)
     judged = []

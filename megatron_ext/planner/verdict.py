@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from megatron_ext.cost.model import CostTable
+from megatron_ext.errors import InputError
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.simulator.simulate import run
 from megatron_ext.simulator.stock import stock_schedule
@@ -36,9 +37,8 @@ def verdict(workload: Workload, table: CostTable, schedule: Schedule, *, extrapo
         "limit": limiting_resource(predicted), "left_out": list(predicted.left_out),
     }  # fmt: skip
     lines = [f"predicted step time {ours / 1e3:.3f} ms"]
-    if timing.offers("gpu"):
-        stock = stock_schedule(workload)
-        all_gpu = run(workload, timing, stock, bound_us=0.0).step_time_us
+    stock, all_gpu = _stock_us(workload, timing)
+    if all_gpu is not None:
         gain_us = all_gpu - ours
         uncertainty = max(gain_us - pessimistic_gain_us(workload, timing, stock, schedule), 0.0)
         helps = gain_us > max(uncertainty, 1e-9 * all_gpu)
@@ -52,6 +52,15 @@ def verdict(workload: Workload, table: CostTable, schedule: Schedule, *, extrapo
     if figures["helps"] is False:
         lines.append("this will not help you: the gain is under what the measured costs can tell apart")
     return Verdict("\n".join(lines), figures)
+
+
+def _stock_us(workload: Workload, timing: Timing) -> tuple[Schedule, float | None]:
+    """Stock Megatron's rule and its step time; None where its gathers were not measured."""
+    stock = stock_schedule(workload)
+    try:
+        return stock, run(workload, timing, stock, bound_us=0.0).step_time_us
+    except InputError:
+        return stock, None
 
 
 def limiting_resource(predicted) -> str:

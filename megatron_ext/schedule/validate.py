@@ -45,9 +45,14 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
     schedule.parallel.check(file=file)
     _check_groups(schedule, file)
     destinations = _check_publish(schedule, file)
-    expected = steps_of_ranks(schedule.parallel)
-    if len(schedule.ranks) != len(expected):
-        raise InvalidSchedule(f"expected one entry for each of the {len(expected)} pipeline ranks", file=file, field="ranks", value=len(schedule.ranks))
+    parallel = schedule.parallel
+    if len(schedule.ranks) != parallel.pp:
+        raise InvalidSchedule(f"expected one entry for each of the {parallel.pp} pipeline ranks", file=file, field="ranks", value=len(schedule.ranks))
+    number = 2 * parallel.vp * parallel.num_microbatches
+    for index, rank in enumerate(schedule.ranks):  # before the order is worked out: a small file must stay cheap to refuse
+        if len(rank.steps) < number:
+            raise InvalidSchedule(f"expected {number} steps", file=file, field=f"ranks[{index}].steps", value=len(rank.steps))
+    expected = steps_of_ranks(parallel)
     for index, rank in enumerate(schedule.ranks):
         if rank.pp_rank != index:
             raise InvalidSchedule(f"expected {index}: ranks are stored in order", file=file, field=f"ranks[{index}].pp_rank", value=rank.pp_rank)

@@ -88,8 +88,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             value = getattr(self, name)
             if value is not None and not 1 <= value <= LARGEST:
                 refuse(name, f"must be between 1 and {LARGEST}")
-        if self.pp * self.vp * self.num_microbatches > 4 * LARGEST:
-            refuse("num_microbatches", f"more than {4 * LARGEST} forward steps in one iteration")
+        if self.pp * self.vp * self.num_microbatches > LARGEST:
+            refuse("num_microbatches", f"more than {LARGEST} forward steps in one iteration")
         if self.order == "no_pipeline" and self.pp != 1:
             refuse("pipeline_model_parallel_size", "must be 1 with order no_pipeline")
         if self.order in ("1f1b", "no_pipeline") and self.vp != 1:
