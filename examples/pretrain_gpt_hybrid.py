@@ -82,6 +82,10 @@ def initialize(args) -> None:
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
     )
+    set_seeds(args)
+
+
+def set_seeds(args) -> None:
     # Stages differ in their parameters, replicas do not.
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
@@ -235,7 +239,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
     iteration = checkpoint.load(args.load, model, optimizer) if args.load else 0
     hooks.on_train_setup(args, model, optimizer, config)
     iterators = [batches(args, datasets[0], iteration) for _ in model]
-    metrics = {"loss": [], "grad_norm": [], "iteration_us": [], "eval_loss": []}
+    metrics = {"loss": [], "grad_norm": [], "iteration_us": [], "eval_loss": [], "peak_bytes": 0}
     for chunk in model:
         chunk.train()
     log = progress.iteration_log(args.train_iters, start=iteration, every=args.log_interval, title=args.progress_bar, silent=dist.get_rank() > 0)
@@ -252,6 +256,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
         metrics["loss"].append(mean_loss(losses))
         metrics["grad_norm"].append(float(grad_norm) if updated and grad_norm is not None else None)
         metrics["iteration_us"].append(elapsed)
+        metrics["peak_bytes"] = max(metrics["peak_bytes"], hooks.peak_bytes())
         log.iteration(iteration, metrics["loss"][-1], metrics["grad_norm"][-1], elapsed)
         if args.eval_interval and iteration % args.eval_interval == 0:
             force_param_sync(model, args)
@@ -284,6 +289,7 @@ def save_metrics(args, metrics: dict) -> None:
     if dist.get_rank() == 0 and args.metrics_path:
         merged = dict(everybody[0])
         merged["iteration_us"] = [max(times) for times in zip(*(m["iteration_us"] for m in everybody))]
+        merged["peak_bytes"] = [m["peak_bytes"] for m in everybody] if args.user_defined_schedule else []
         merged["parameter_sha256"] = [m["parameter_sha256"] for m in everybody]
         files.save(args.metrics_path, merged, indent=1)
 

@@ -159,6 +159,12 @@ def make_whole() -> None:
         _run.make_whole()
 
 
+def peak_bytes() -> int:
+    """Most bytes of whole parameters on this rank's device in the last training iteration;
+    0 without a schedule."""
+    return _run.peak_bytes() if _run is not None else 0
+
+
 def finish() -> None:
     """End of training: collective; writes the trace and frees threads and host memory."""
     global _run

@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 from megatron_ext.megatron.describe import describe_chunk
 from megatron_ext.megatron.layers import Boundaries, bare
 from megatron_ext.megatron.shards import hold_shards, refuse_state_of_freed
+from megatron_ext.runtime import debug
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
@@ -17,6 +18,7 @@ from megatron_ext.runtime.host_pool import HostPool
 from megatron_ext.runtime.program import compile_program
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.routes import CpuRoute, GpuRoute, Publisher
+from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.schedule.model import Schedule
 
 
@@ -42,18 +44,21 @@ def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], op
             refuse_state_of_freed(bare(ddp), [group for index, group in groups.items() if schedule.groups[index].model_chunk_id == chunk_id])
 
     gpu = GpuRoute(process_group)
-    routes, pool, publisher = {"gpu": gpu}, None, None
+    routes, pool, publisher = {}, None, None
     published = [groups[entry.group] for entry in schedule.publish if entry.group in groups]
     if published:
         device = device_of(published[0].whole)
         pool = HostPool(published, dist.get_rank(process_group), dist.get_world_size(process_group), exchange_over(process_group))
         routes["cpu"] = CpuRoute(pool, device, clock, faults, recorder)
         publisher = Publisher(pool, published, device, clock, faults, recorder)
-    if recorder is not None:
-        routes["gpu"] = _RecordedGather(gpu, recorder)
+    checks = None
+    if debug.wanted():
+        gpu = debug.OrderedRoute(gpu)
+        checks = debug.Checks(device_peaks(schedule)[pp_rank], gpu, exchange_over(process_group))
+    routes["gpu"] = gpu if recorder is None else _RecordedGather(gpu, recorder)
     boundaries = Boundaries(ddps, uses_of_groups(schedule, ddps, pp_rank))
-    program = compile_program(schedule, schedule.ranks[pp_rank], groups, routes, clock, boundaries, recorder, faults.skip_group)
-    executor = Executor(program, groups, clock, residency, gpu.issue, publisher=publisher, pool=pool, recorder=recorder)
+    program = compile_program(schedule, schedule.ranks[pp_rank], groups, routes, clock, boundaries, recorder, faults.skip_group, checks is not None)
+    executor = Executor(program, groups, clock, residency, gpu.issue, publisher=publisher, pool=pool, recorder=recorder, checks=checks)
     if pool is not None:
         executor.on_close(pool.close)
         executor.on_close(routes["cpu"].close)

@@ -60,6 +60,12 @@ class Run:
         if self.session is not None and self.session.executor is not None:
             self.session.executor.params_changed()
 
+    def peak_bytes(self) -> int:
+        """Most bytes of whole parameters on this rank's device in the last iteration; 0 where
+        nothing is scheduled."""
+        executor = self.session.executor if self.session is not None else None
+        return executor.peak_bytes if executor is not None else 0
+
     def make_whole(self) -> None:
         if self.session is not None:
             self.session.make_whole()

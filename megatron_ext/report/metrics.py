@@ -11,13 +11,15 @@ class Metrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     ``loss`` is None where it was not a number. ``grad_norm`` is None where the optimizer
     skipped the step. ``iteration_us`` is the largest over ranks, from a barrier to the end of
-    the optimizer step. ``eval_loss`` has one entry an evaluation.
+    the optimizer step. ``eval_loss`` has one entry an evaluation. ``peak_bytes`` is the most
+    bytes of whole parameters of each global rank; empty where nothing was scheduled.
     """
 
     loss: tuple[float | None, ...]
     grad_norm: tuple[float | None, ...]
     iteration_us: tuple[float, ...]
     eval_loss: tuple[float | None, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
     parameter_sha256: tuple[str, ...]
 
     @property

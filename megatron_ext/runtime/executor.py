@@ -20,11 +20,12 @@ class Executor:
         publisher: writes host copies, or None where no group has one.
         pool: the host pool, or None.
         recorder: where publishing is recorded, or None.
+        checks: of the debug mode, or None.
     """
 
-    def __init__(self, program: Program, groups: dict[int, Group], clock: Clock, residency: Residency, gather: Callable, *, publisher=None, pool=None, recorder=None):
+    def __init__(self, program: Program, groups: dict[int, Group], clock: Clock, residency: Residency, gather: Callable, *, publisher=None, pool=None, recorder=None, checks=None):
         self.program, self.groups, self.clock, self.residency = program, groups, clock, residency
-        self.gather, self.publisher, self.pool, self.recorder = gather, publisher, pool, recorder
+        self.gather, self.publisher, self.pool, self.recorder, self.checks = gather, publisher, pool, recorder, checks
         self._forwards, self._backwards, self._end = _by_hook(program)
         self._count_forward = self._count_backward = 0
         self.iterations = 0
@@ -79,6 +80,8 @@ class Executor:
         self.peak_bytes = self.residency.peak
         self._drop_all()
         self.iterations += 1
+        if self.checks is not None:
+            self.checks.end_iteration(self.iterations, self.peak_bytes)
         if self.publisher is not None:
             # The optimizer changes the shards next: what is still being written of them must be.
             self.publisher.wait()

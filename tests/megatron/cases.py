@@ -20,5 +20,4 @@ MODELS = {
     # The first steps overflow on purpose: they are skipped, and the next ones are not.
     "fp16": [*_SIZE, *_UNTIED, "--fp16", "--initial-loss-scale", str(2**24), "--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1"],
 }
-"""Options by name; the middle of two layers with the others' embedding and head makes three or
-more layers a chunk where the layout has two stages."""
+"""Options by name."""

@@ -17,6 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_ext.megatron import cpu_compat
+
+cpu_compat.install()
+
 from megatron_ext.megatron import session
 from megatron_ext.runtime import debug, faults
 
@@ -55,8 +59,6 @@ def train(example, options: list[str], schedule: str | None, environment: dict[s
     sys.argv = ["parity", "--data-path", "none", "--train-iters", str(ITERATIONS), *options]
     args = example.parse_args()
     example.gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
-    if not dist.is_initialized():
-        example.initialize(args)
     example.set_seeds(args)
     example.hooks.configure(schedule)
     model, optimizer, config = example.build_model_and_optimizer(args)
@@ -89,27 +91,23 @@ def run_case(example, layout: list[str], case: dict) -> dict:
 
 
 def main() -> int:
+    address, *layout = sys.argv[1:]
     example = load_example()
-    layout = sys.argv[2:]
+    sys.argv = ["parity", "--data-path", "none", *layout]
+    args = example.parse_args()
+    example.gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
+    example.initialize(args)
     stream = None
-    if int(os.environ["RANK"]) == 0:
+    if dist.get_rank() == 0:
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(sys.argv[1])
+        connection.connect(address)
         stream = connection.makefile("rw")
-    path_of_socket, sys.argv = sys.argv[1], sys.argv[:1]
-    first = True
     while True:
-        box = [stream.readline() if stream is not None else None]
-        if first:  # the process group is made by the first case's options
-            if stream is not None:
-                Path(path_of_socket + ".case").write_text(box[0])
-            first = False
-            box = [_first_case(path_of_socket, stream is not None, box[0])]
-        else:
-            dist.broadcast_object_list(box, src=0)
-        if not box[0]:
+        case = [stream.readline() if stream is not None else None]
+        dist.broadcast_object_list(case, src=0)
+        if not case[0]:
             return 0
-        answer = run_case(example, layout, json.loads(box[0]))
+        answer = run_case(example, layout, json.loads(case[0]))
         if stream is not None:
             stream.write(json.dumps(answer) + "\n")
             stream.flush()

@@ -1,0 +1,58 @@
+"""``MEGATRON_EXT_DEBUG=1``: check at run time what validation has proved.
+
+Every use of every group is checked for state and version (see :func:`compile_program`), the
+order of collectives is compared between the data-parallel ranks after each iteration, and the
+peak of whole parameters with what the schedule promises, to the byte.
+"""
+
+import hashlib
+import os
+
+from megatron_ext.runtime.group import Group, ScheduleError
+
+VARIABLE = "MEGATRON_EXT_DEBUG"
+
+
+def wanted() -> bool:
+    """Whether the environment asks for the checks."""
+    return os.environ.get(VARIABLE) == "1"
+
+
+class OrderedRoute:
+    """A route whose collectives are counted into a hash, in issue order."""
+
+    def __init__(self, route):
+        self.route = route
+        self._digest = hashlib.sha256()
+        self._count = 0
+
+    def issue(self, group: Group):
+        self._digest.update(f"{group.index} {group.version}\n".encode())
+        self._count += 1
+        return self.route.issue(group)
+
+    def so_far(self) -> tuple[int, str]:
+        """Collectives issued and the hash of their order."""
+        return self._count, self._digest.hexdigest()
+
+
+class Checks:
+    """What is compared when an iteration ends.
+
+    Args:
+        promised_bytes: peak of whole parameters that the schedule promises for this rank.
+        order: the gpu route.
+        exchange: collective ``exchange(object) -> list`` over the data-parallel ranks.
+    """
+
+    def __init__(self, promised_bytes: int, order: OrderedRoute, exchange):
+        self.promised_bytes, self.order, self.exchange = promised_bytes, order, exchange
+
+    def end_iteration(self, iteration: int, peak_bytes: int) -> None:
+        """Raises ScheduleError where run and schedule, or two ranks, differ."""
+        everybody = self.exchange((peak_bytes, *self.order.so_far()))
+        for rank, (peak, count, digest) in enumerate(everybody):
+            if peak != self.promised_bytes:
+                raise ScheduleError(f"iteration {iteration}: data-parallel rank {rank} held {peak} bytes of whole parameters, the schedule promises {self.promised_bytes}")
+            if (count, digest) != everybody[0][1:]:
+                raise ScheduleError(f"iteration {iteration}: data-parallel ranks 0 and {rank} issued their {everybody[0][1]} and {count} gathers in different orders")

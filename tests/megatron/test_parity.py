@@ -1,0 +1,133 @@
+"""Any schedule that validates trains bitwise like Megatron at the same bucket layout.
+
+Hypothesis draws the schedule, the model and the faults; four ranks train each case with
+Megatron's own gathers and by the schedule, in debug mode. Evaluation in between is drawn, too.
+"""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import LAYOUTS, MODELS
+from draw_schedule import draw_schedule
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from parity_service import Died, ParityService, differences
+from training import environment
+
+from megatron_ext.schedule import footprint, match, model, validate
+from megatron_ext.workload import model as workload_file
+
+CASES = 12  # for each of three layouts
+
+
+class Workloads(dict):
+    """By layout and model; without the page of text that a failing test would print."""
+
+    def __repr__(self) -> str:
+        return f"{len(self)} workloads"
+
+
+@pytest.fixture(scope="module")
+def workloads(megatron_tree, tmp_path_factory) -> Workloads:
+    """Workloads of every model on every layout."""
+    folder = tmp_path_factory.mktemp("workloads")
+    program = Path(__file__).with_name("describe_cases.py")
+    result = subprocess.run([sys.executable, str(program), str(folder)], env=environment(), capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    return Workloads({(layout, name): workload_file.load(folder / f"{layout}.{name}.json") for layout in LAYOUTS for name in MODELS})
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def service(request, megatron_tree):
+    service = ParityService(request.param)
+    yield service
+    service.close()
+
+
+def prepared(draw, workload, zero_stage: int, path: Path):
+    """A drawn schedule with its own peak as the limit, written to ``path``."""
+    schedule = draw_schedule(draw, replace(workload, zero_stage=zero_stage, limits=workload_file.Limits(nvme_slots=2)))
+    peak = max(footprint.device_peaks(schedule))
+    schedule = replace(schedule, limits=replace(schedule.limits, device_bytes=peak))
+    validate.validate(schedule)
+    match.match(schedule, replace(workload, zero_stage=zero_stage))
+    model.save(path, schedule)
+    return schedule
+
+
+@settings(max_examples=CASES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    zero_stage=st.sampled_from((3, 3, 1)),
+    draw=st.randoms(use_true_random=False),
+    delays=st.sampled_from(("", "publish_delay_ms=8,copy_delay_ms=4,read_delay_ms=4", "publish_delay_ms=20", "copy_delay_ms=8")),
+    evaluate=st.booleans(),
+)
+def test_a_valid_schedule_trains_bitwise_like_megatron(service, workloads, tmp_path_factory, name, zero_stage, draw, delays, evaluate):
+    path = tmp_path_factory.mktemp("case") / "schedule.json"
+    schedule = prepared(draw, workloads[service.layout, name], zero_stage, path)
+    options = [*MODELS[name], *(["--eval-interval", "2", "--eval-iters", "1"] if evaluate else [])]
+    answer = service.run(options=options, schedule=path, environment={"MEGATRON_EXT_FAULTS": delays, "MEGATRON_EXT_DEBUG": "1"})
+    assert differences(answer) == []
+    peaks = footprint.device_peaks(schedule)
+    ranks_of_stage = len(answer["scheduled"]["peak_bytes"]) // len(peaks)
+    assert answer["scheduled"]["peak_bytes"] == [peak for peak in peaks for _ in range(ranks_of_stage)]
+    if name == "fp16":
+        assert None in answer["scheduled"]["grad_norm"][0], "no step was skipped"
+
+
+def hosted(workload, zero_stage: int, path: Path):
+    """A schedule in which every group has a host copy, for negative controls."""
+    for seed in range(100):
+        schedule = draw_schedule(random.Random(seed), replace(workload, zero_stage=zero_stage), routes=("cpu",))
+        if len(schedule.publish) == len(schedule.groups):
+            model.save(path, schedule)
+            return schedule
+    raise AssertionError("no schedule was drawn")
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("attempt", range(2))
+def test_without_waiting_for_shards_training_differs(workloads, interleaved, tmp_path, zero_stage, attempt):
+    hosted(workloads["interleaved", "fp32"], zero_stage, tmp_path / "s.json")
+    answer = interleaved.run(options=MODELS["fp32"], schedule=tmp_path / "s.json", environment={"MEGATRON_EXT_FAULTS": f"publish_delay_ms=60,no_wait=1,seed={attempt}"})
+    assert differences(answer)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_stale_host_copy_is_seen(workloads, interleaved, tmp_path, zero_stage):
+    schedule = hosted(workloads["interleaved", "fp32"], zero_stage, tmp_path / "s.json")
+    largest = max(range(len(schedule.groups)), key=lambda index: schedule.groups[index].bytes)
+    answer = interleaved.run(options=MODELS["fp32"], schedule=tmp_path / "s.json", environment={"MEGATRON_EXT_FAULTS": f"stale_group={largest}"})
+    assert differences(answer)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_group_that_is_never_gathered_is_seen(workloads, interleaved, tmp_path, zero_stage):
+    """By another result with zero stage 1, where the stale copy is still there; with zero stage 3
+    there is nothing to compute on."""
+    hosted(workloads["interleaved", "fp32"], zero_stage, tmp_path / "s.json")
+    case = dict(options=MODELS["fp32"], schedule=tmp_path / "s.json", environment={"MEGATRON_EXT_FAULTS": "skip_group=0"})
+    if zero_stage == 1:
+        assert differences(interleaved.run(**case))
+    else:
+        with pytest.raises(Died):
+            interleaved.run(**case)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_the_debug_mode_names_a_group_that_is_not_fresh(workloads, interleaved, tmp_path, zero_stage):
+    hosted(workloads["interleaved", "fp32"], zero_stage, tmp_path / "s.json")
+    with pytest.raises(Died, match="computes on group 0 .* while it is sharded"):
+        interleaved.run(options=MODELS["fp32"], schedule=tmp_path / "s.json", environment={"MEGATRON_EXT_FAULTS": "skip_group=0", "MEGATRON_EXT_DEBUG": "1"})
+
+
+@pytest.fixture(scope="module")
+def interleaved(megatron_tree):
+    service = ParityService("interleaved")
+    yield service
+    service.close()
