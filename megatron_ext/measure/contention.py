@@ -39,7 +39,7 @@ def pairs(fabric: Fabric) -> list[tuple[str, str]]:
 
 def size_of(fabric: Fabric) -> int:
     options = fabric.options
-    return options.rounded(max(min(SIZE_BYTES, options.max_bytes), options.min_bytes))
+    return options.rounded(min(SIZE_BYTES, options.largest))
 
 
 def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: Callable) -> list[dict]:

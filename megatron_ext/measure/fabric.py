@@ -35,7 +35,7 @@ def shared_bytes(options: Options) -> int:
 
 
 def arena_bytes(options: Options) -> int:
-    size = options.rounded(max(options.max_bytes, ARENA_BYTES))
+    size = options.rounded(max(options.largest, ARENA_BYTES))
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

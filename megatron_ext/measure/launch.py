@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -22,6 +21,7 @@ import msgspec
 from megatron_ext.errors import InputError
 from megatron_ext.measure.fabric import shared_bytes
 from megatron_ext.measure.options import Options
+from megatron_ext.measure.others import OtherPrograms
 
 
 class RankFailed(RuntimeError):
@@ -37,36 +37,13 @@ def run(options: Options, progress: Callable[[int, int, str], None] = lambda don
     """
     options.check()
     ranks = _Ranks(options)
-    others = _Others()
+    others = OtherPrograms()
     try:
         result = ranks.collect(progress)
     finally:
         ranks.close()
     result["others_processors"] = others.processors()
     return result
-
-
-class _Others:
-    """How many processors other programs keep busy meanwhile (Linux; 0 elsewhere)."""
-
-    def __init__(self) -> None:
-        self._start = self._now()
-
-    def processors(self) -> float:
-        elapsed, busy, own = (now - then for now, then in zip(self._now(), self._start))
-        return max((busy - own) / elapsed, 0.0)
-
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        """(seconds, busy seconds of all processors, seconds of this program and its ended children)."""
-        times = os.times()
-        own = times.user + times.system + times.children_user + times.children_system
-        try:
-            with open("/proc/stat") as stat:
-                user, nice, system, _, _, irq, softirq, steal, *_ = map(int, stat.readline().split()[1:])
-        except (OSError, ValueError):
-            return time.monotonic(), own, own
-        return time.monotonic(), (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK"), own
 
 
 class _Ranks:

@@ -85,7 +85,7 @@ def sweep(fabric: Fabric, operation: NvmeRead, seconds: float) -> dict:
 
     All ranks take part and take the same: the one with the least median over all of them.
     """
-    size = fabric.options.rounded(min(SWEEP_BYTES, fabric.options.max_bytes))
+    size = fabric.options.rounded(min(SWEEP_BYTES, fabric.options.largest))
     combinations = [(block, depth) for depth in QUEUE_DEPTHS for block in BLOCK_BYTES if block <= size or block == BLOCK_BYTES[0]]
     own = []
     for block, depth in combinations:

@@ -21,6 +21,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             started, so that the node is as busy as in the run.
         device: ``auto`` takes CUDA where torch sees it.
         min_bytes, max_bytes: limits of the factor-2 grid (bytes of the whole group).
+        sizes: exactly these sizes in place of the grid (the groups of a schedule, for example).
         max_rank_bytes: largest ``optimizer`` size: whole parameters of one rank.
         seconds: time for measuring, not counting the start of the processes.
         threads: processor threads of one rank's compute, as in the run.
@@ -37,8 +38,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     device: Literal["auto", "cpu", "cuda"] = "auto"
     min_bytes: int = 4 * KIB
     max_bytes: int = 256 * MIB
+    sizes: tuple[int, ...] = ()
     max_rank_bytes: int | None = None
-    seconds: float = 80.0
+    seconds: float = 70.0
     threads: int = 1
     hidden_size: int = 512
     seq_length: int = 128
@@ -50,6 +52,11 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     nvme_path: str | None = None
 
     @property
+    def largest(self) -> int:
+        """Bytes of the largest group that is measured."""
+        return self.rounded(max(self.sizes, default=self.max_bytes))
+
+    @property
     def world_size(self) -> int:
         return self.data_parallel_size * self.pipeline_model_parallel_size
 
@@ -57,6 +64,14 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Bytes of the bucket that ``size_bytes`` of float32 fill: Megatron pads to lcm(DP, 128) elements."""
         step = math.lcm(self.data_parallel_size, 128) * 4
         return -(-size_bytes // step) * step
+
+    @staticmethod
+    def parse_sizes(text: str) -> tuple[int, ...]:
+        """``--sizes`` as numbers. Raises InputError on anything else."""
+        try:
+            return tuple(int(part) for part in text.split(","))
+        except ValueError:
+            raise InputError("expected whole numbers of bytes, separated by commas", file="--sizes", value=text) from None
 
     def check(self) -> "Options":
         """Raise InputError on a value that cannot be measured, naming the option."""
@@ -67,6 +82,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise InputError("more than 64 ranks on one node", file=_flag("data_parallel_size"), value=self.world_size)
         if not 512 <= self.min_bytes <= self.max_bytes:
             raise InputError(f"must be between 512 and --max-bytes {self.max_bytes}", file=_flag("min_bytes"), value=self.min_bytes)
+        if any(size < 512 for size in self.sizes):
+            raise InputError("must be at least 512", file=_flag("sizes"), value=min(self.sizes))
         if not math.isfinite(self.seconds) or self.seconds < 1:
             raise InputError("must be at least 1", file=_flag("seconds"), value=self.seconds)
         unknown = sorted(set(self.links) - set(LINKS))

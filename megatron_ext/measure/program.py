@@ -36,6 +36,8 @@ Report = Callable[[int, int, str], None]
 def sizes_of(name: str, options: Options) -> list[int]:
     """The grid of one curve. Sparse where the cost is known to be smooth."""
     low, high = options.min_bytes, options.max_bytes
+    if options.sizes and name != "optimizer":
+        return sorted({options.rounded(size) for size in options.sizes})
     if name == "optimizer":
         sizes = grid.factor_2(low, max(options.max_rank_bytes or high, low), factor=4)
     elif name == "p2p":
@@ -69,7 +71,7 @@ def run(fabric: Fabric, report: Report) -> dict | None:
     done, merged, refined = 0, {}, set()
     for number in range(PASSES):
         if number:
-            visits[number] = _refined(fabric, visits[number], merged)
+            visits[number] = _refined(fabric, visits[number], merged) if not options.sizes else visits[number]
             refined |= {*visits[number]} - {*visits[0]}
             total += len(visits[number]) - len(visits[number - 1])
         own: dict[tuple[str, int], Samples] = {}

@@ -87,6 +87,23 @@ def test_environment():
     assert require_match(other, here, allow=True) == differences(other, here)
 
 
+def test_check_verb(tmp_path, capsys):
+    from megatron_ext.measure.machine import environment
+    from megatron_ext.workload import model as workload
+
+    parallel = Parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, data_parallel_size=2, num_microbatches=4)
+    workload.save(tmp_path / "W.json", workload.Workload(schema_version=1, kind="workload", parallel=parallel, zero_stage=1, chunks=()))
+    model.save(tmp_path / "T.json", table(metadata=Metadata(**environment(), world_sizes=world_sizes(parallel))))
+    arguments = ["cost", "check", str(tmp_path / "T.json"), "--workload", str(tmp_path / "W.json"), "--this-machine", "--json"]
+    assert cli.main(arguments) == 0 and json.loads(capsys.readouterr().out) == {"differences": []}
+    model.save(tmp_path / "T.json", table(metadata=Metadata(**environment(), world_sizes=world_sizes(parallel) | {"data_parallel_size": 8})))
+    assert cli.main(arguments) == 2
+    assert "world_sizes.data_parallel_size: table 8, here 2" in capsys.readouterr().err
+    assert cli.main([*arguments, "--allow-differences"]) == 0
+    assert json.loads(capsys.readouterr().out)["differences"] == ["world_sizes.data_parallel_size: table 8, here 2"]
+    assert cli.main(["cost", "check", str(tmp_path / "T.json")]) == 2
+
+
 @pytest.fixture
 def path(tmp_path):
     model.save(tmp_path / "T.json", ONE_GPU)

@@ -87,6 +87,12 @@ def test_environment_is_stored(run):
 QUICK = dict(data_parallel_size=2, max_bytes=8192, seconds=2, links=("cpu", "compute"))
 
 
+def test_exactly_the_sizes_asked_for():
+    table = measure(Options(data_parallel_size=2, seconds=2, links=("cpu", "gpu"), sizes=(5000, 70000)))
+    assert [point.size_bytes for point in table.routes.cpu.points] == [5120, 70144]  # rounded up to whole buckets
+    assert [point.size_bytes for point in table.routes.gpu.points] == [5120, 70144]
+
+
 def test_a_bad_factory_is_the_users_error():
     with pytest.raises(InputError, match="no mapping of layer kinds"):
         measure(Options(**QUICK, modules="layers:nothing"))
@@ -101,6 +107,7 @@ def test_a_bad_factory_is_the_users_error():
         ({"min_bytes": 8, "max_bytes": 4096}, "--min-bytes: 8"),
         ({"min_bytes": 8192, "max_bytes": 4096}, "--min-bytes: 8192"),
         ({"seconds": float("nan")}, "--seconds: nan"),
+        ({"sizes": (4096, 8)}, "--sizes: 8"),
         ({"links": ("gpu", "warp")}, "--links: 'warp'"),
         ({"modules": "no_colon"}, "--modules: 'no_colon'"),
     ],
