@@ -1,6 +1,7 @@
 """The workload of a real model: its parameters, read off the modules that will train."""
 
 import argparse
+import contextlib
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -110,12 +111,12 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=parallel.global_rank(pp_rank, 0), world_size=parallel.world_size)
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pp,
-            virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
-            create_gloo_process_groups=False,
-        )
+        with _only_fake_groups():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=args.tensor_model_parallel_size,
+                pipeline_model_parallel_size=parallel.pp,
+                virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
+            )
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         config = gpt.transformer_config(args, use_cpu_initialization=True, perform_initialization=False)
         dtype = config.params_dtype
@@ -126,3 +127,18 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _only_fake_groups():
+    """Megatron makes a gloo group beside each group; in a process of its own it would wait for others."""
+    new_group = torch.distributed.new_group
+
+    def fake_group(*args, backend=None, **kwargs):
+        return new_group(*args, **kwargs)
+
+    torch.distributed.new_group = fake_group
+    try:
+        yield
+    finally:
+        torch.distributed.new_group = new_group

@@ -1,6 +1,7 @@
 """Build the example's GPT on megatron.core from Megatron's options."""
 
 import hashlib
+import inspect
 
 import torch
 from megatron.core import parallel_state
@@ -60,7 +61,9 @@ def layer_spec(args, config: TransformerConfig):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         return get_gpt_layer_with_transformer_engine_spec()
-    return get_gpt_layer_local_spec(normalization=args.normalization)
+    # Up to 0.11 there is one local layer, with a LayerNorm.
+    chosen = {} if args.normalization == "LayerNorm" else {"normalization": args.normalization}
+    return get_gpt_layer_local_spec(**chosen)
 
 
 def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
@@ -69,6 +72,10 @@ def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
     chunks = []
     for chunk in range(vp or 1):
         stage = dict(vp_stage=chunk) if vp else {}
+        if vp and "vp_stage" not in inspect.signature(GPTModel).parameters:
+            # Up to 0.12 the chunk that is being built is a global of Megatron's.
+            parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+            stage = {}
         pre = parallel_state.is_pipeline_first_stage(ignore_virtual=vp is None, **stage)
         post = parallel_state.is_pipeline_last_stage(ignore_virtual=vp is None, **stage)
         chunks.append(GPTModel(
