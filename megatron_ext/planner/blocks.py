@@ -57,6 +57,9 @@ def make_blocks(workload: Workload, cuts: Sequence[Sequence[int]], split: Split 
     of_stage = []
     for chunk, starts in zip(workload.chunks, cuts):
         ids = []
+        borrowed = [(p.layer, p.borrowed_by[-1]) for p in chunk.parameters if p.borrowed_by]
+        # What further layers compute with stays until then: no cut in between.
+        starts = [start for start in starts if not any(low < start <= high for low, high in borrowed)]
         ends = [*starts[1:], chunk.num_layers]
         for first, end in zip(starts, ends) if chunk.parameters else ():
             members: dict[tuple, list] = {}

@@ -7,7 +7,7 @@ from megatron_ext.errors import InputError
 from megatron_ext.planner.baselines import BASELINES, all_cpu, all_gpu
 from megatron_ext.planner.fit import check_fits
 from megatron_ext.planner.random_plan import random_schedule
-from megatron_ext.planner.search import CLOSE_ENOUGH, is_tiny, search
+from megatron_ext.planner.search import is_tiny, search
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.bound import lower_bound
@@ -105,7 +105,7 @@ def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tupl
 
 def _searched(workload: Workload, timing: Timing, routes, bound_us: float) -> Schedule:
     found, found_us = search(workload, timing, routes, bound_us)
-    if found_us > bound_us * (1 + CLOSE_ENOUGH) and is_tiny(workload):
+    if found_us > bound_us * (1 + 1e-9) and is_tiny(workload):
         from megatron_ext.planner.exact import SMALL, solve  # ortools takes a while to import
 
         found = solve(workload, timing, routes, found, found_us, SMALL)[0]

@@ -10,7 +10,7 @@ from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
 from megatron_ext.planner.fit import check_fits, pinned_need
 from megatron_ext.planner.visits import visits_of_rank
 from megatron_ext.schedule.model import Schedule
-from megatron_ext.simulator.stock import layer_buckets
+from megatron_ext.simulator.stock import layer_buckets, stream
 from megatron_ext.workload.model import Chunk, Workload, group_bytes
 from megatron_ext.workload.order import steps_of_ranks
 
@@ -150,12 +150,12 @@ def _streamed(workload, pp_rank, own, routed) -> tuple[list[Placed], list[Freed]
     pp = workload.parallel.pp
     unshards, reshards = [], []
     for index, step in enumerate(steps_of_ranks(workload.parallel)[pp_rank]):
-        chunk = step.stage // pp
-        members = layer_buckets(workload.chunk(pp_rank, chunk))
-        pairs = [(members[n][0].layer, group) for n, group in enumerate(own[chunk])]
-        for layer, group in sorted(pairs, reverse=step.kind == "B"):
-            unshards.append(Placed(group, routed[group], index, index, at=layer))
-            reshards.append(Freed(group, index, at=layer))
+        chunk = workload.chunk(pp_rank, step.stage // pp)
+        parts = list(zip(own[chunk.model_chunk_id], layer_buckets(chunk)))
+        spans = {group: (part[0].layer, max(part[0].uses)) for group, part in parts}
+        brought, freed = stream(spans, dict.fromkeys(spans, 1), chunk.num_layers, step.kind, 0)  # one layer at a time
+        unshards += [Placed(a.group, routed[a.group], index, index, at=a.at) for a in brought]
+        reshards += [Freed(a.group, index, at=a.at) for a in freed]
     return unshards, reshards
 
 

@@ -22,11 +22,11 @@ from megatron_ext.simulator.simulate import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Parameter, Workload
 
-EFFORT = {1: 600_000, 3: 2_400_000}
+EFFORT = {1: 400_000, 3: 1_200_000}
 """By zero stage: steps, turns of blocks and gathers that one search may walk and simulate."""
 
-CLOSE_ENOUGH = 1e-4
-"""A plan this near to the proven bound, relatively, is not searched further."""
+CLOSE_ENOUGH = 5e-4
+"""A plan this near to the proven bound, relatively, is not searched further (small cases: proven)."""
 
 LEAST_CANDIDATES = 4
 """However large the workload, so many candidates are tried."""
@@ -44,7 +44,7 @@ class Search:
         self.best_us, self.best = inf, None
 
     def spent(self) -> bool:
-        near = self.best_us <= self.bound_us * (1 + CLOSE_ENOUGH)
+        near = self.best_us <= self.bound_us * (1 + (1e-9 if is_tiny(self.workload) else CLOSE_ENOUGH))
         return near or (self.effort <= 0 and self.tried >= LEAST_CANDIDATES)
 
     def schedule(self, blocks: Blocks, choices: Choices) -> Schedule:
@@ -60,6 +60,7 @@ class Search:
 
     def time_of(self, blocks: Blocks, choices: Choices) -> float:
         """Simulated step time with these choices; the best schedule so far is kept."""
+        self.effort -= self.steps  # the walk
         schedule = self.schedule(blocks, choices)
         us = self.judge(schedule)
         if us < self.best_us * (1 - 1e-9):

@@ -4,6 +4,7 @@ Operations are tuples whose first item is one of RUN, WAIT, ISSUE, STAGE. A step
 the layers where a group arrives or an action stands; layers between two cuts run as one.
 """
 
+from megatron_ext.schedule.layer_use import uses_of_groups
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Workload
@@ -41,21 +42,9 @@ class RankProgram:
         self.gathers: list[Gather] = []
 
 
-def group_layers(schedule: Schedule, workload: Workload) -> list[tuple[int, int]]:
-    """First and last layer of its chunk that uses each group."""
-    layer_of = [{p.name: p.layer for p in chunk.parameters} for chunk in workload.chunks]
-    pp = workload.parallel.pp
-    spans = []
-    for group in schedule.groups:
-        layers = layer_of[group.model_chunk_id * pp + group.pp_rank]
-        used = [layers[name] for name in group.parameters]
-        spans.append((min(used), max(used)))
-    return spans
-
-
 def lower(schedule: Schedule, workload: Workload, timing: Timing) -> list[RankProgram]:
     """Programs of all pipeline ranks. The schedule must be valid and match the workload."""
-    spans = group_layers(schedule, workload)
+    spans = uses_of_groups(schedule, workload)
     expected = steps_of_ranks(workload.parallel)
     return [_lower_rank(schedule, workload, timing, spans, rank, expected[rank]) for rank in range(workload.parallel.pp)]
 

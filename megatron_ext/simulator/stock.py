@@ -37,7 +37,8 @@ def layer_buckets(chunk: Chunk) -> list[list]:
     """As :func:`buckets`, cut at layers too: what can come and go while a chunk computes."""
     found: dict[tuple, list] = {}
     for parameter in chunk.parameters:
-        key = (parameter.layer, parameter.dtype, parameter.name if parameter.shared_embedding else None)
+        alone = parameter.shared_embedding or parameter.borrowed_by
+        key = (parameter.layer, parameter.dtype, parameter.name if alone else None)
         found.setdefault(key, []).append(parameter)
     return list(found.values())
 
@@ -105,16 +106,13 @@ def stock_schedule(workload: Workload) -> Schedule:
 def _stock_zero3(workload: Workload) -> Schedule:
     groups, of_stage = groups_of(workload, layer_buckets)
     parallel = workload.parallel
-    layer_of = {}
-    for chunk in workload.chunks:
-        for group, members in zip(of_stage[chunk.model_chunk_id * parallel.pp + chunk.pp_rank], layer_buckets(chunk)):
-            layer_of[group] = members[0].layer
-    limit = workload.limits.device_bytes
     patterns = {}
-    for stage, ids in enumerate(of_stage):
-        last = workload.chunks[stage].num_layers - 1
+    for chunk, ids in zip(workload.chunks, of_stage):
+        spans = {g: (part[0].layer, max(part[0].uses)) for g, part in zip(ids, layer_buckets(chunk))}
+        sizes = {g: groups[g].bytes for g in ids}
         for kind in "FB":
-            patterns[stage, kind] = _stream(ids, layer_of, groups, last, kind, limit)
+            stage = chunk.model_chunk_id * parallel.pp + chunk.pp_rank
+            patterns[stage, kind] = stream(spans, sizes, chunk.num_layers, kind, workload.limits.device_bytes)
     ranks = []
     for pp_rank, steps in enumerate(steps_of_ranks(parallel)):
         entries = tuple(StepActions(str(step), (), *patterns[step.stage, step.kind]) for step in steps)
@@ -122,24 +120,28 @@ def _stock_zero3(workload: Workload) -> Schedule:
     return _schedule(workload, groups, ranks)
 
 
-def _stream(ids, layer_of, groups, last: int, kind: str, limit):
-    """Unshards and reshards of one step: layer by layer, the next one under way if both fit."""
-    ordered = sorted(ids, key=lambda g: layer_of[g], reverse=kind == "B")
-    layers = sorted({layer_of[g] for g in ids}, reverse=kind == "B")
-    size = {layer: sum(groups[g].bytes for g in ids if layer_of[g] == layer) for layer in layers}
+def stream(spans, sizes, num_layers: int, kind: str, limit: int | None) -> tuple[tuple[Unshard, ...], tuple[Reshard, ...]]:
+    """Unshards and reshards of one step: layer by layer, the next layer's under way if there is room.
+
+    Args:
+        spans: by group, first and last layer that uses it; sizes: bytes by group.
+        kind: ``F`` or ``B``: layers run in descending order in a backward.
+        limit: bytes that may be whole at once; None is unlimited.
+    """
+    turn = (lambda layer: num_layers - 1 - layer) if kind == "B" else (lambda layer: layer)
+    begins = {g: min(map(turn, span)) for g, span in spans.items()}
+    ends = {g: max(map(turn, span)) for g, span in spans.items()}
     unshards = []
-    for group in ordered:
-        place = layers.index(layer_of[group])
-        at = -1
-        if place > 0:
-            before = layers[place - 1]
-            ahead = limit is None or size[before] + size[layer_of[group]] <= limit
-            at = before if ahead else layer_of[group]
-            if place == 1 and ahead and before == (last if kind == "B" else 0):
-                at = -1
-        unshards.append(Unshard(group, "gpu", -1, at))
-    reshards = tuple(Reshard(group, layer_of[group]) for group in ordered)
-    return tuple(unshards), reshards
+    for group in sorted(spans, key=lambda g: (begins[g], g)):
+        place = begins[group]
+        before = max((begins[g] for g in spans if begins[g] < place), default=None)
+        if before is not None:
+            # While the layer before computes: what it uses, and everything this layer starts with.
+            beside = sum(sizes[g] for g in spans if begins[g] <= before <= ends[g] or begins[g] == place)
+            place = before if limit is None or beside <= limit else place
+        unshards.append((place, Unshard(group, "gpu", -1, turn(place) if place else -1)))
+    unshards.sort(key=lambda item: item[0])
+    return tuple(action for _, action in unshards), tuple(Reshard(g, turn(ends[g])) for g in sorted(spans, key=lambda g: (ends[g], g)))
 
 
 def _schedule(workload: Workload, groups, ranks) -> Schedule:
