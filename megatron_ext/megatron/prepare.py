@@ -15,14 +15,17 @@ from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
 from megatron_ext.runtime.heap import keep_freed_blocks
 from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.node_exchange import make_process_groups
+from megatron_ext.runtime.nvme_pool import NvmePool, ReadSettings
 from megatron_ext.runtime.program import compile_program
+from megatron_ext.runtime.publisher import Publisher, Target
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.routes import CpuRoute, GpuRoute, Publisher
-from megatron_ext.schedule.footprint import device_peaks
+from megatron_ext.runtime.routes import CpuRoute, GpuRoute, NvmeRoute
+from megatron_ext.schedule.footprint import device_peaks, slot_bytes
 from megatron_ext.schedule.model import Schedule
 
 
-def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], optimizers: list, faults: Faults, recorder: Recorder | None) -> Executor:
+def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], optimizers: list, faults: Faults, recorder: Recorder | None, nvme_path=None) -> Executor:
     """Make everything that training by ``schedule`` needs on this rank; collective.
 
     Args:
@@ -32,6 +35,10 @@ def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], op
         optimizers: Megatron's DistributedOptimizer objects.
         faults: delays and negative controls.
         recorder: where to record what ran when, or None.
+        nvme_path: directory for NVMe copies; used by schedules with the nvme route.
+
+    Raises:
+        InputError: copies cannot be made; not on every rank of the run.
     """
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -43,27 +50,60 @@ def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], op
         for chunk_id, ddp in enumerate(ddps):
             refuse_state_of_freed(bare(ddp), [group for index, group in groups.items() if schedule.groups[index].model_chunk_id == chunk_id])
 
-    gpu = GpuRoute(process_group)
-    routes, pool, publisher = {}, None, None
-    published = [groups[entry.group] for entry in schedule.publish if entry.group in groups]
-    if published:
-        device = device_of(published[0].whole)
-        pool = HostPool(published, dist.get_rank(process_group), dist.get_world_size(process_group), exchange_over(process_group))
-        routes["cpu"] = CpuRoute(pool, device, clock, faults, recorder)
-        publisher = Publisher(pool, published, device, clock, faults, recorder)
+    gpu, routes = GpuRoute(process_group), {}
     checks = None
     if debug.wanted():
         gpu = debug.OrderedRoute(gpu)
         checks = debug.Checks(device_peaks(schedule)[pp_rank], gpu, exchange_over(process_group))
     routes["gpu"] = gpu if recorder is None else _RecordedGather(gpu, recorder)
+    copies = _Copies(schedule, groups, process_group, clock, faults, recorder, nvme_path) if schedule.publish else None
+    if copies is not None:
+        routes.update(copies.routes)
     boundaries = Boundaries(ddps, uses_of_groups(schedule, ddps, pp_rank))
     program = compile_program(schedule, schedule.ranks[pp_rank], groups, routes, clock, boundaries, recorder, faults.skip_group, checks is not None)
-    executor = Executor(program, groups, clock, residency, gpu.issue, publisher=publisher, pool=pool, recorder=recorder, checks=checks)
-    if pool is not None:
-        executor.on_close(pool.close)
-        executor.on_close(routes["cpu"].close)
-        executor.on_close(publisher.close)
+    executor = Executor(
+        program, groups, clock, residency, gpu.issue, recorder=recorder, checks=checks,
+        publisher=copies and copies.publisher, pool=copies and copies.pool, drop_staged=copies and copies.drop_staged,
+    )  # fmt: skip
+    for close in copies.closing if copies is not None else ():
+        executor.on_close(close)
     return executor
+
+
+class _Copies:
+    """Host and NVMe copies of a rank's published groups: what writes them and what reads them.
+
+    Made on every rank as soon as any rank publishes: process groups are made by all together.
+    """
+
+    def __init__(self, schedule: Schedule, groups, process_group, clock: Clock, faults: Faults, recorder, nvme_path):
+        self.routes, self.publisher, self.pool, self.drop_staged, self.closing = {}, None, None, None, []
+        local, nodes = make_process_groups(schedule.parallel)
+        targets = [Target(groups[entry.group], "cpu" in entry.to, "nvme" in entry.to) for entry in schedule.publish if entry.group in groups]
+        if not targets:
+            return
+        local = local or process_group
+        rank, size = dist.get_rank(local), dist.get_world_size(local)
+        exchange = exchange_over(local)
+        device = device_of(targets[0].group.whole)
+        hosted = {target.group.index for target in targets if target.host}
+        pool = self.pool = HostPool([target.group for target in targets], hosted, rank, size, exchange)
+        self.closing.append(pool.close)
+        if hosted:
+            self.routes["cpu"] = CpuRoute(pool, device, clock, faults, recorder)
+            self.closing.append(self.routes["cpu"].close)
+        nvme = None
+        staged = [target.group for target in targets if target.nvme]
+        if staged:
+            settings = ReadSettings.of(schedule.metadata.options.get("nvme", {}))
+            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+            slots, slot_size = schedule.limits.nvme_slots, slot_bytes(schedule, pp_rank)
+            nvme = NvmePool(nvme_path, staged, rank, exchange, slots=slots, slot_bytes=slot_size, settings=settings, device=device)
+            route = self.routes["nvme"] = NvmeRoute(nvme, pool, device, clock, faults, slots, recorder)
+            self.drop_staged = route.drop
+            self.closing += [nvme.close, route.close]
+        self.publisher = Publisher(targets, pool, nvme, nodes, dist.get_rank(process_group), device, clock, faults, recorder)
+        self.closing.append(self.publisher.close)
 
 
 def make_groups(schedule: Schedule, bucket_groups: dict[int, object], process_group, residency: Residency) -> dict[int, Group]:

@@ -35,7 +35,7 @@ class Run:
         if self.session is not None:
             from megatron_ext.megatron.workload_of_run import workload_of_run
 
-            self.session.finish_setup(workload_of_run(args), optimizer)
+            self.session.finish_setup(workload_of_run(args), optimizer, getattr(args, "user_defined_schedule_nvme_path", None))
         if self.recorder is not None:
             stock_trace.record_optimizer(optimizer, self.recorder)
 

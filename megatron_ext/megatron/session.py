@@ -23,6 +23,8 @@ from megatron_ext.megatron.describe import describe_chunk
 from megatron_ext.megatron.prepare import prepare
 from megatron_ext.runtime import faults
 from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.node_exchange import nodes_of_replicas
+from megatron_ext.runtime.nvme_pool import ReadSettings
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule import match, validate
 from megatron_ext.workload.model import Workload
@@ -78,13 +80,14 @@ class Session:
 
     # Once, before the first step.
 
-    def finish_setup(self, workload_of_run, optimizer) -> None:
+    def finish_setup(self, workload_of_run, optimizer, nvme_path=None) -> None:
         """Agree over all ranks, then prepare everything.
 
         Args:
             workload_of_run: a Workload with this run's parallel sizes; its chunks are replaced by
                 what all ranks really hold, its zero stage by the schedule's.
             optimizer: Megatron's optimizer of the run.
+            nvme_path: directory for NVMe copies, or None.
 
         Raises:
             InputError: on every rank, with the same text.
@@ -95,7 +98,7 @@ class Session:
         chunks = self._gather_chunks()
         if error is None:
             try:
-                self._check_routes()
+                self._check_copies(nvme_path)
                 workload = msgspec.structs.replace(_with_chunks(workload_of_run, chunks), zero_stage=self.schedule.zero_stage)
                 match.match(self.schedule, workload, file=self.path)
             except InputError as refused:
@@ -104,20 +107,27 @@ class Session:
         if self.stock_gather:
             return
         self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        self.executor = prepare(self.schedule, self._ddps, self._bucket_groups, self._optimizers, self.faults, self.recorder)
+        error = None
+        try:
+            self.executor = prepare(self.schedule, self._ddps, self._bucket_groups, self._optimizers, self.faults, self.recorder, nvme_path)
+        except InputError as refused:
+            error = str(refused)
+        agree(error, ("schedule sha256", self.sha256), file=self.path)
         for bucket_group in self._bucket_groups.values():
             bucket_group.executor = self.executor
         # The initial parameters are whole everywhere; publishing them lets the first
         # iteration run like every other.
         self.executor.params_updated()
 
-    def _check_routes(self) -> None:
-        for rank in self.schedule.ranks:
-            routes = {action.route for entry in (rank.start, *rank.steps) for action in entry.unshard}
-            if "nvme" in routes:
-                raise InputError("this runtime offers gpu and cpu", file=self.path, field=f"ranks[{rank.pp_rank}]", value="nvme")
-        if self.schedule.publish and self.schedule.parallel.num_nodes > 1:
-            raise InputError("host copies over several nodes are not offered", file=self.path, field="publish")
+    def _check_copies(self, nvme_path) -> None:
+        """Refuse copies that this run has no place for."""
+        schedule = self.schedule
+        if any("nvme" in entry.to for entry in schedule.publish) and nvme_path is None:
+            raise InputError("the schedule publishes to nvme; say where", file=self.path, field="--user-defined-schedule-nvme-path", value=None)
+        if schedule.publish:
+            for pp_rank in range(schedule.parallel.pp):
+                nodes_of_replicas(schedule.parallel, pp_rank)
+            ReadSettings.of(schedule.metadata.options.get("nvme", {}), file=self.path)
 
     def _gather_chunks(self):
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()

@@ -21,14 +21,15 @@ class Executor:
         pool: the host pool, or None.
         recorder: where publishing is recorded, or None.
         checks: of the debug mode, or None.
+        drop_staged: empties the staging slots, or None.
     """
 
-    def __init__(self, program: Program, groups: dict[int, Group], clock: Clock, residency: Residency, gather: Callable, *, publisher=None, pool=None, recorder=None, checks=None):
+    def __init__(self, program: Program, groups: dict[int, Group], clock: Clock, residency: Residency, gather: Callable, *, publisher=None, pool=None, recorder=None, checks=None, drop_staged=None):
         self.program, self.groups, self.clock, self.residency = program, groups, clock, residency
         self.gather, self.publisher, self.pool, self.recorder, self.checks = gather, publisher, pool, recorder, checks
         self._forwards, self._backwards, self._end = _by_hook(program)
         self._count_forward = self._count_backward = 0
-        self.iterations = 0
+        self.iterations, self._drop_staged = 0, drop_staged
         self.peak_bytes = 0  # of whole parameters in the iteration that ended last
         self._started = False
         self._undisturbed = True
@@ -140,6 +141,8 @@ class Executor:
         """No whole copy counts any more; wait for those still arriving."""
         for group in self.groups.values():
             group.drop()
+        if self._drop_staged is not None:
+            self._drop_staged()
         self._started = False
         self.residency.restart()
 

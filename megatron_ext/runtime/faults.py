@@ -19,7 +19,8 @@ VARIABLE = "MEGATRON_EXT_FAULTS"
 class Faults(NamedTuple):
     """Delays are upper bounds of uniform draws, in milliseconds; the rest are negative
     controls: ``no_wait`` copies without waiting for the other ranks' shards, ``stale_group``
-    is a group id whose host copy is published only once, ``skip_group`` is never gathered."""
+    is a group id whose copies are published only once, ``skip_group`` is never gathered.
+    ``short_read`` is a group id whose NVMe copy is cut off in the middle of training."""
 
     publish_delay_ms: float = 0.0
     copy_delay_ms: float = 0.0
@@ -27,6 +28,7 @@ class Faults(NamedTuple):
     no_wait: int = 0
     stale_group: int = -1
     skip_group: int = -1
+    short_read: int = -1
     seed: int = 0
 
     def delayer(self, milliseconds: float, salt: int):

@@ -7,7 +7,8 @@ ends. Ranks hand it to each other as /proc/<pid>/fd/<fd>, which only the same us
 Containers limit the size of /dev/shm; they do not limit this.
 
 [Note: Versions in shared memory]
-A rank publishes its shard by copying it and then storing the parameters' version into a flag
+A rank publishes its shard (and, where there are several nodes, those it has received from its
+counterparts on the others) by copying it and then storing the parameters' version into a flag
 of its own (one cache line each). A reader polls the flags of all shards before it copies.
 Before a rank overwrites what iteration n read, it waits until every rank of the node has stored
 n into its ``reads_done`` flag, so nobody reads a mixture. (Iterations are counted, not versions:
@@ -44,10 +45,11 @@ def refuse_weak_memory_order() -> None:
 
 
 class HostPool:
-    """Host copies of ``groups`` and their flags, mapped into this rank.
+    """Host copies and flags of published groups, mapped into this rank.
 
     Args:
-        groups: groups with a host copy, the same list on every rank of the pool.
+        groups: published groups, the same list on every rank of the pool.
+        copied: indices of those that have a host copy; the others have only flags.
         rank: this rank's index in the pool (among the data-parallel ranks on the node).
         size: number of ranks in the pool.
         exchange: collective ``exchange(object) -> list`` over exactly the pool's ranks.
@@ -56,14 +58,15 @@ class HostPool:
         InputError: another rank's block cannot be opened.
     """
 
-    def __init__(self, groups: list[Group], rank: int, size: int, exchange):
+    def __init__(self, groups: list[Group], copied: set[int], rank: int, size: int, exchange):
         refuse_weak_memory_order()
         self.rank, self.size = rank, size
         self._line_of = {group.index: n for n, group in enumerate(groups)}
         flags_bytes = LINE * size * (len(groups) + 1)
         offset = -(-flags_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         offsets = {}
-        for group in groups:
+        hosted = [group for group in groups if group.index in copied]
+        for group in hosted:
             offsets[group.index] = offset
             offset += -(-group.bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.bytes = offset
@@ -73,14 +76,14 @@ class HostPool:
         lines = lines.reshape(len(groups) + 1, size, LINE // 8)[:, :, 0]
         self._published, self._reads_done = lines[:-1], lines[-1]
         self.copies: dict[int, torch.Tensor] = {}
-        for group in groups:
+        for group in hosted:
             data = torch.frombuffer(self._map, dtype=group.whole.dtype, count=group.whole.numel(), offset=offsets[group.index])
             self.copies[group.index] = data
 
-    def slice_of(self, group: Group, rank: int) -> torch.Tensor:
-        """Part of the host copy that holds the shard of the pool's rank ``rank``."""
+    def slice_of(self, group: Group, dp_rank: int) -> torch.Tensor:
+        """Part of the host copy that holds the shard of data-parallel rank ``dp_rank``."""
         numel = group.shard.numel()
-        return self.copies[group.index].narrow(0, rank * numel, numel)
+        return self.copies[group.index].narrow(0, dp_rank * numel, numel)
 
     def set_published(self, group: Group, version: int) -> None:
         """Tell the other ranks that this rank's shard of ``group`` is there at ``version``."""

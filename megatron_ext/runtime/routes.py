@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.worker import Transfer, Worker
 
 
@@ -67,48 +68,63 @@ class CpuRoute:
             self.device.unpin(copy)
 
 
-class Publisher:
-    """Writes fresh shards into the node's host copy, in the schedule's order, on a thread of
-    its own: the direction from the device is not the direction of the cpu route."""
+class NvmeRoute:
+    """From the node's NVMe copy through a staging slot onto the device.
 
-    def __init__(self, pool: HostPool, groups: list[Group], device, clock: Clock, faults: Faults, recorder=None):
-        self.pool, self.groups, self.device, self.clock, self.recorder = pool, groups, device, clock, recorder
-        self.faults = faults
-        self.worker = Worker("publisher")
+    ``stage_in`` begins the read into a slot, ``issue`` the copy out of it. A slot is filled
+    anew only when the copy out of it has ended.
+    """
+
+    name = "nvme"
+
+    def __init__(self, pool: NvmePool, flags: HostPool, device, clock: Clock, faults: Faults, slots: int, recorder=None):
+        self.pool, self.flags, self.device, self.clock, self.faults, self.recorder = pool, flags, device, clock, faults, recorder
+        self.reader, self.copier = Worker("nvme-read"), Worker("nvme-copy")
         self.stream = device.copy_stream()
-        self._delay = faults.delayer(faults.publish_delay_ms, salt=31 + pool.rank)
-        self._last: Transfer | None = None
+        self._delay = faults.delayer(faults.read_delay_ms, salt=43 + flags.rank)
+        self._copied_out: list[Transfer | None] = [None] * slots
+        self._staged: dict[int, tuple[int, Transfer]] = {}
 
-    def publish(self, iterations: int) -> None:
-        """Issue the write of every group's shard at the clock's version; returns at once.
+    def stage_in(self, group: Group, slot: int) -> None:
+        """Begin to read ``group`` into ``slot`` at the clock's version; returns at once."""
+        version, previous = self.clock.version, self._copied_out[slot]
 
-        ``iterations``: training iterations that have ended on this rank. What they read is
-        overwritten only when every rank of the node has ended as many.
-        """
-        version, after = self.clock.version, self.device.mark()
+        def read(transfer: Transfer) -> None:
+            if previous is not None:
+                previous.finished(self.device)
+            if not self.faults.no_wait:
+                self.flags.wait_published(group, version)
+            if self._delay is not None:
+                self._delay()
+            if group.index == self.faults.short_read and version > 2:
+                self.pool.cut_short(group)
+            start = perf_counter_ns() if self.recorder is not None else 0
+            self.pool.read(group, slot)
+            if self.recorder is not None:
+                self.recorder.add("nvme", f"stage_in {group.index}", start, perf_counter_ns())
 
-        def write(transfer: Transfer) -> None:
-            self.pool.wait_reads_done(iterations)
-            for group in self.groups:
-                start = perf_counter_ns() if self.recorder is not None else 0
-                if self._delay is not None:
-                    self._delay()
-                if group.index != self.faults.stale_group or version <= 2:
-                    with torch.no_grad():
-                        own = self.pool.slice_of(group, self.pool.rank)
-                        event = self.device.copy(own, group.shard, self.stream, after)
-                    self.device.synchronize(event)
-                self.pool.set_published(group, version)
-                if self.recorder is not None:
-                    self.recorder.add("publish", f"publish {group.index}", start, perf_counter_ns())
+        self._staged[group.index] = (slot, self.reader.submit(read))
 
-        self._last = self.worker.submit(write)
+    def issue(self, group: Group) -> Transfer:
+        slot, staged = self._staged.pop(group.index)
+        after = self.device.mark()
 
-    def wait(self) -> None:
-        """Block until everything issued has been written; the shards may change after that."""
-        if self._last is not None:
-            self._last.wait()
-            self._last = None
+        def copy(transfer: Transfer) -> None:
+            staged.wait()
+            start = perf_counter_ns() if self.recorder is not None else 0
+            with torch.no_grad():
+                transfer.after = self.device.copy(group.whole, self.pool.staged(group, slot), self.stream, after)
+            if self.recorder is not None:
+                self.recorder.add("cpu", f"unshard {group.index}", start, perf_counter_ns())
+
+        transfer = self._copied_out[slot] = self.copier.submit(copy)
+        return transfer
+
+    def drop(self) -> None:
+        """Empty the slots; waits for reads that nobody has taken."""
+        while self._staged:
+            self._staged.popitem()[1][1].wait()
 
     def close(self) -> None:
-        self.worker.close()
+        self.reader.close()
+        self.copier.close()

@@ -26,6 +26,13 @@ class Transfer:
         if self.after is not None:
             self.after.wait()
 
+    def finished(self, device) -> None:
+        """Block the calling thread until the bytes have moved, on the device as well."""
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+        device.synchronize(self.after)
+
     def finish(self, error: BaseException | None = None) -> None:
         self.error = error
         self._done.set()

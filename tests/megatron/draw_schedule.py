@@ -110,14 +110,16 @@ def _zero3(draw, workload: Workload, pp_rank: int, own, groups, uses):
 def _with_slots(draw, unshards: list[Placed], slots: int) -> list[Placed]:
     """Stage every ``nvme`` unshard in, into a slot that is empty; where there is none, go by ``gpu``."""
     emptied = dict.fromkeys(range(slots), -2)  # slot -> step of the unshard that empties it
+    taken: dict[int, int] = {}  # group -> step of its latest unshard by nvme
     result = []
     for item in unshards:
         if item.route == "nvme":
-            usable = [slot for slot, step in emptied.items() if step < item.issue]
+            before = taken.get(item.group, -2)
+            usable = [slot for slot, step in emptied.items() if max(step, before) < item.issue]
             if usable:
                 slot = draw.choice(usable)
-                item = item._replace(slot=slot, stage=draw.randint(max(emptied[slot] + 1, -1), item.issue))
-                emptied[slot] = item.issue
+                item = item._replace(slot=slot, stage=draw.randint(max(emptied[slot], before, -2) + 1, item.issue))
+                emptied[slot] = taken[item.group] = item.issue
             else:
                 item = item._replace(route="gpu")
         result.append(item)

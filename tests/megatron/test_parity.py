@@ -48,13 +48,13 @@ def service(request, megatron_tree):
     service.close()
 
 
-def prepared(draw, workload, zero_stage: int, path: Path):
+def prepared(draw, workload, path: Path, routes=("gpu", "cpu", "nvme")):
     """A drawn schedule with its own peak as the limit, written to ``path``."""
-    schedule = draw_schedule(draw, replace(workload, zero_stage=zero_stage, limits=workload_file.Limits(nvme_slots=2)))
+    schedule = draw_schedule(draw, workload, routes)
     peak = max(footprint.device_peaks(schedule))
     schedule = replace(schedule, limits=replace(schedule.limits, device_bytes=peak))
     validate.validate(schedule)
-    match.match(schedule, replace(workload, zero_stage=zero_stage))
+    match.match(schedule, workload)
     model.save(path, schedule)
     return schedule
 
@@ -65,14 +65,23 @@ def prepared(draw, workload, zero_stage: int, path: Path):
     zero_stage=st.sampled_from((3, 3, 1)),
     draw=st.randoms(use_true_random=False),
     delays=st.sampled_from(("", "publish_delay_ms=8,copy_delay_ms=4,read_delay_ms=4", "publish_delay_ms=20", "copy_delay_ms=8")),
+    routes=st.sampled_from((("gpu", "cpu", "nvme"), ("gpu", "cpu"), ("nvme",))),
+    gpus_per_node=st.sampled_from((4, 2, 1)),
     evaluate=st.booleans(),
 )
-def test_a_valid_schedule_trains_bitwise_like_megatron(service, workloads, tmp_path_factory, name, zero_stage, draw, delays, evaluate):
-    path = tmp_path_factory.mktemp("case") / "schedule.json"
-    schedule = prepared(draw, workloads[service.layout, name], zero_stage, path)
+def test_a_valid_schedule_trains_bitwise_like_megatron(service, workloads, tmp_path_factory, name, zero_stage, draw, delays, routes, gpus_per_node, evaluate):
+    folder = tmp_path_factory.mktemp("case")
+    path, workload = folder / "schedule.json", workloads[service.layout, name]
+    workload = replace(
+        workload, zero_stage=zero_stage, limits=workload_file.Limits(nvme_slots=2),
+        parallel=replace(workload.parallel, gpus_per_node=gpus_per_node),
+    )  # fmt: skip
+    schedule = prepared(draw, workload, path, routes)
     options = [*MODELS[name], *(["--eval-interval", "2", "--eval-iters", "1"] if evaluate else [])]
+    options += ["--gpus-per-node", str(gpus_per_node), "--user-defined-schedule-nvme-path", str(folder)]
     answer = service.run(options=options, schedule=path, environment={"MEGATRON_EXT_FAULTS": delays, "MEGATRON_EXT_DEBUG": "1"})
     assert differences(answer) == []
+    assert [entry.name for entry in folder.iterdir()] == ["schedule.json"]
     peaks = footprint.device_peaks(schedule)
     ranks_of_stage = len(answer["scheduled"]["peak_bytes"]) // len(peaks)
     assert answer["scheduled"]["peak_bytes"] == [peak for peak in peaks for _ in range(ranks_of_stage)]

@@ -1,0 +1,160 @@
+"""A file without a name on a drive, read past the page cache.
+
+[Note: Direct reads, buffered writes]
+Reads use ``O_DIRECT``: they take what the drive gives and leave the page cache to others; memory,
+offsets and lengths are multiples of :data:`BLOCK`. Writes go through the page cache, because
+shards end anywhere, and are flushed to the drive before they count as published. The kernel
+keeps the two coherent on one machine (open(2), "O_DIRECT").
+
+The file has no name (``O_TMPFILE``): its blocks are free again when the last process that holds
+it has ended, however that is. Other processes open it as /proc/<pid>/fd/<fd>.
+"""
+
+import errno
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+
+from megatron_ext.errors import InputError
+
+BLOCK = 4096
+"""Alignment that every drive takes for direct reads."""
+
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+
+
+class DriveError(RuntimeError):
+    """A read or write of a group's file failed in the middle of training."""
+
+
+def aligned(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK) * BLOCK
+
+
+def filesystem(directory) -> str:
+    """Kind of the file system that ``directory`` is on, as the kernel names it."""
+    where, found = os.path.realpath(directory), ("", "unknown")
+    with open("/proc/mounts") as mounts:
+        for line in mounts:
+            _, mount, kind, *_ = line.split()
+            mount = mount.replace("\\040", " ")
+            if (where == mount or where.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(found[0]):
+                found = (mount, kind)
+    return found[1]
+
+
+def create(directory, size_bytes: int) -> int:
+    """Descriptor of a new nameless file of ``size_bytes``, whose blocks are reserved.
+
+    Raises:
+        InputError: no directory, not a drive, not writable, or not enough room.
+    """
+    where = dict(field="--user-defined-schedule-nvme-path", value=str(directory))
+    if not os.path.isdir(directory):
+        raise InputError("is no directory", **where)
+    kind = filesystem(directory)
+    if kind in MEMORY_FILESYSTEMS:
+        raise InputError(f"is on {kind}: that is memory, not a drive", **where)
+    descriptor = None
+    try:
+        descriptor = _unnamed(directory)
+        os.fchmod(descriptor, 0o600)
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise InputError(f"the drive is full: {size_bytes} bytes are needed", **where) from None
+        raise InputError(f"cannot be written: {error.strerror}", **where) from None
+    return descriptor
+
+
+def _unnamed(directory) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
+            raise
+    descriptor, path = tempfile.mkstemp(prefix=".megatron_ext.", dir=directory)
+    os.unlink(path)
+    return descriptor
+
+
+class DriveFile:
+    """One process's access to a nameless file.
+
+    Args:
+        path: by which the file can be opened, for example /proc/<pid>/fd/<fd>.
+        label: what errors call it.
+        block_bytes: size of one read request; a multiple of :data:`BLOCK`.
+        queue_depth: requests in flight.
+
+    Raises:
+        InputError: the file cannot be opened past the page cache.
+    """
+
+    def __init__(self, path: str, label: str, *, block_bytes: int, queue_depth: int):
+        self.label, self.block_bytes = label, block_bytes
+        self._buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            os.close(self._buffered)
+            raise InputError(f"cannot be read past the page cache: {error.strerror}", field="--user-defined-schedule-nvme-path", value=label) from None
+        self._readers = ThreadPoolExecutor(queue_depth, thread_name_prefix="megatron_ext-drive")
+
+    def read(self, memory: memoryview, offset: int, what: str) -> None:
+        """Fill ``memory`` (aligned, a multiple of BLOCK) from ``offset``; blocks until it is there.
+
+        Raises:
+            DriveError: naming ``what`` and the file.
+        """
+
+        def one(start: int) -> None:
+            end = min(start + self.block_bytes, len(memory))
+            while start < end:
+                try:
+                    count = os.preadv(self._direct, [memory[start:end]], offset + start)
+                except OSError as error:
+                    raise DriveError(f"{what}: {self.label} cannot be read at byte {offset + start}: {error.strerror}") from None
+                if count == 0:
+                    raise DriveError(f"{what}: {self.label} ends at byte {offset + start}, {len(memory) - start} bytes too early")
+                start += count
+
+        starts = range(0, len(memory), self.block_bytes)
+        if len(starts) == 1:
+            one(0)
+        else:
+            for _ in self._readers.map(one, starts):
+                pass
+
+    def write(self, memory, offset: int, what: str) -> None:
+        """Write ``memory`` at ``offset``, on its way to the drive when this returns.
+
+        Raises:
+            DriveError: naming ``what`` and the file.
+        """
+        memory, done = memoryview(memory).cast("B"), 0
+        try:
+            while done < len(memory):
+                done += os.pwrite(self._buffered, memory[done:], offset + done)
+        except OSError as error:
+            why = "the drive is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+            raise DriveError(f"{what}: {self.label} cannot be written at byte {offset + done}: {why}") from None
+
+    def flush(self, offset: int, size_bytes: int, what: str) -> None:
+        """Let the drive take what was written, and the page cache forget it."""
+        try:
+            os.fdatasync(self._buffered)
+            os.posix_fadvise(self._buffered, offset, size_bytes, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise DriveError(f"{what}: {self.label} cannot be flushed: {error.strerror}") from None
+
+    def truncate(self, size_bytes: int) -> None:
+        """Cut the file off: a fault for tests."""
+        os.ftruncate(self._buffered, size_bytes)
+
+    def close(self) -> None:
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        os.close(self._direct)
+        os.close(self._buffered)

@@ -1,0 +1,119 @@
+"""The node's NVMe copy: one nameless file that the data-parallel ranks of a node share."""
+
+import mmap
+import os
+from typing import NamedTuple
+
+import torch
+
+from megatron_ext.errors import InputError
+from megatron_ext.runtime import drive
+from megatron_ext.runtime.group import Group
+
+
+class ReadSettings(NamedTuple):
+    """How the drive is read: the names under which a measured nvme route stores its best."""
+
+    block_bytes: int = 1 << 20
+    queue_depth: int = 4
+
+    @classmethod
+    def of(cls, values: dict, *, file=None) -> "ReadSettings":
+        """From a mapping that may hold more. Raises InputError where a value cannot be used."""
+        settings = cls(**{name: values[name] for name in cls._fields if name in values})
+        for name, value in settings._asdict().items():
+            if not isinstance(value, int) or value < 1:
+                raise InputError("expected a positive whole number", file=file, field=f"metadata.options.nvme.{name}", value=value)
+        if settings.block_bytes % drive.BLOCK:
+            raise InputError(f"expected a multiple of {drive.BLOCK}", file=file, field="metadata.options.nvme.block_bytes", value=settings.block_bytes)
+        return settings
+
+
+class NvmePool:
+    """NVMe copies of ``groups`` and this rank's staging slots.
+
+    Args:
+        directory: on the drive.
+        groups: groups with an NVMe copy, the same list on every rank of the pool.
+        rank: this rank's index among the data-parallel ranks of the node.
+        exchange: collective ``exchange(object) -> list`` over these.
+        slots, slot_bytes: staging slots of this rank and the size of each.
+        settings: how to read.
+        device: pins the slots.
+
+    Raises:
+        InputError: on every rank of the pool, where the drive cannot hold the copies.
+    """
+
+    def __init__(self, directory, groups: list[Group], rank: int, exchange, *, slots: int, slot_bytes: int, settings: ReadSettings, device):
+        self._offset_of, size = {}, 0
+        for group in groups:
+            self._offset_of[group.index] = size
+            size += drive.aligned(group.bytes)
+        self.bytes = size
+        self.file = _open_shared(directory, size, rank, exchange, settings)
+        self.slot_bytes = drive.aligned(slot_bytes)
+        self._map = mmap.mmap(-1, slots * self.slot_bytes)
+        self._memory = memoryview(self._map)
+        self._slots = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._device = device
+        device.pin(self._slots)
+
+    def write(self, group: Group, dp_rank: int, shard: torch.Tensor) -> None:
+        """Write one data-parallel rank's shard (host memory). Raises DriveError."""
+        size = shard.numel() * shard.element_size()
+        self.file.write(shard.detach().view(torch.uint8).numpy(), self._offset_of[group.index] + dp_rank * size, str(group))
+
+    def flush(self, group: Group) -> None:
+        """What was written of ``group`` is on the drive when this returns. Raises DriveError."""
+        self.file.flush(self._offset_of[group.index], drive.aligned(group.bytes), str(group))
+
+    def read(self, group: Group, slot: int) -> None:
+        """Read the whole group into ``slot``. Raises DriveError."""
+        start = slot * self.slot_bytes
+        self.file.read(self._memory[start : start + drive.aligned(group.bytes)], self._offset_of[group.index], str(group))
+
+    def staged(self, group: Group, slot: int) -> torch.Tensor:
+        """``slot`` as the flat tensor that it holds of ``group``."""
+        start = slot * self.slot_bytes
+        return self._slots[start : start + group.bytes].view(group.whole.dtype)
+
+    def cut_short(self, group: Group) -> None:
+        """Fault for tests: the file ends in the middle of ``group`` from now on."""
+        self.file.truncate(self._offset_of[group.index] + group.bytes // 2)
+
+    def close(self) -> None:
+        """Close the file, which is gone with its last rank, and unmap the slots."""
+        self.file.close()
+        self._device.unpin(self._slots)
+        self._memory.release()
+        self._slots = None
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # a view still lives; the mapping ends with the process
+
+
+def _open_shared(directory, size: int, rank: int, exchange, settings: ReadSettings) -> drive.DriveFile:
+    """The pool's first rank makes the file, all open it, all fail alike."""
+    own = error = None
+    if rank == 0:
+        try:
+            own = drive.create(directory, size)
+        except InputError as refused:
+            error = str(refused)
+    pid, handle, error = exchange((os.getpid(), own, error))[0]
+    if error is not None:
+        raise InputError(error)
+    label = f"the file of process {pid} in {directory}"
+    opened = failed = None
+    try:
+        opened = drive.DriveFile(f"/proc/{pid}/fd/{handle}", label, block_bytes=settings.block_bytes, queue_depth=settings.queue_depth)
+    except (InputError, OSError) as refused:
+        failed = str(refused)
+    failures = [text for text in exchange(failed) if text is not None]
+    if own is not None:
+        os.close(own)  # everybody has opened it
+    if failures:
+        raise InputError(failures[0])
+    return opened

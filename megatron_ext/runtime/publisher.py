@@ -1,0 +1,98 @@
+"""Write fresh shards to the node's copies after the optimizer step, beside the next forwards."""
+
+from time import perf_counter_ns
+from typing import NamedTuple
+
+import torch
+
+from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.group import Clock, Group
+from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.node_exchange import NodeExchange
+from megatron_ext.runtime.nvme_pool import NvmePool
+from megatron_ext.runtime.worker import Transfer, Worker
+
+
+class Target(NamedTuple):
+    """A group and where its shards go."""
+
+    group: Group
+    host: bool
+    nvme: bool
+
+
+class Publisher:
+    """Writes shards in the schedule's order, on a thread of its own: the direction from the
+    device is not the direction of the cpu route.
+
+    Args:
+        targets: published groups of this rank, in the order in which they are written.
+        pool: the node's host copies and everybody's flags.
+        nvme: the node's NVMe copy, or None.
+        nodes: the exchange with the other nodes.
+        dp_rank: this rank's index among all data-parallel ranks.
+    """
+
+    def __init__(self, targets: list[Target], pool: HostPool, nvme: NvmePool | None, nodes: NodeExchange, dp_rank: int, device, clock: Clock, faults: Faults, recorder=None):
+        self.targets, self.pool, self.nvme, self.nodes, self.dp_rank = targets, pool, nvme, nodes, dp_rank
+        self.device, self.clock, self.faults, self.recorder = device, clock, faults, recorder
+        self.worker = Worker("publisher")
+        self.stream = device.copy_stream()
+        self._delay = faults.delayer(faults.publish_delay_ms, salt=31 + dp_rank)
+        self._last: Transfer | None = None
+
+    def publish(self, iterations: int) -> None:
+        """Issue the write of every group's shard at the clock's version; returns at once.
+
+        ``iterations``: training iterations that have ended on this rank. What they read is
+        overwritten only when every rank of the node has ended as many.
+        """
+        version, after = self.clock.version, self.device.mark()
+
+        def write(transfer: Transfer) -> None:
+            self.pool.wait_reads_done(iterations)
+            for target in self.targets:
+                start = perf_counter_ns() if self.recorder is not None else 0
+                if self._delay is not None:
+                    self._delay()
+                if target.group.index != self.faults.stale_group or version <= 2:
+                    with torch.no_grad():
+                        self._write(target, after)
+                self.pool.set_published(target.group, version)
+                if self.recorder is not None:
+                    self.recorder.add("publish", f"publish {target.group.index}", start, perf_counter_ns())
+
+        self._last = self.worker.submit(write)
+
+    def _write(self, target: Target, after) -> None:
+        """Write the own shard, and those that the counterparts on other nodes have sent."""
+        group = target.group
+        own = self._on_host(target, after)
+        for dp_rank, shard in self.nodes.shards(own, self.dp_rank):
+            if target.host and dp_rank != self.dp_rank:
+                self.pool.slice_of(group, dp_rank).copy_(shard)
+            if target.nvme:
+                self.nvme.write(group, dp_rank, shard)
+        if target.nvme:
+            self.nvme.flush(group)
+
+    def _on_host(self, target: Target, after) -> torch.Tensor:
+        """The own shard in host memory: in the host copy where there is one."""
+        group = target.group
+        if target.host:
+            own = self.pool.slice_of(group, self.dp_rank)
+        elif group.shard.device.type == "cpu":
+            return group.shard
+        else:
+            own = torch.empty_like(group.shard, device="cpu")
+        self.device.synchronize(self.device.copy(own, group.shard, self.stream, after))
+        return own
+
+    def wait(self) -> None:
+        """Block until everything issued has been written; the shards may change after that."""
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
+
+    def close(self) -> None:
+        self.worker.close()
