@@ -52,6 +52,7 @@ def parse_args():
     training.add_argument("--lr", type=float, default=1e-3)
     training.add_argument("--clip-grad", type=float, default=1.0)
     training.add_argument("--weight-decay", type=float, default=0.01)
+    training.add_argument("--optimizer-cpu-offload", action="store_true", help="Keep the optimizer's state on the host and step there.")
     training.add_argument("--loss-scale", type=float, default=None)
     training.add_argument("--initial-loss-scale", type=float, default=2**16)
     training.add_argument("--seed", type=int, default=1234)
@@ -126,6 +127,7 @@ def build_model_and_optimizer(args):
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
             overlap_param_gather=args.overlap_param_gather,
+            **(gpt.optimizer_offload_options() if args.optimizer_cpu_offload else {}),
         ),
         model,
     )
@@ -302,8 +304,8 @@ def main() -> int:
     initialize(args)
     model, optimizer, config = build_model_and_optimizer(args)
     metrics = train(args, model, optimizer, config, build_dataset(args))
-    save_metrics(args, metrics)
     hooks.finish()
+    save_metrics(args, metrics)  # last: where the metrics are, the run is complete
     dist.destroy_process_group()
     return 0
 

@@ -85,8 +85,11 @@ class Executor:
             self.checks.end_iteration(self.iterations, self.peak_bytes)
         if self.publisher is not None:
             # The optimizer changes the shards next: what is still being written of them must be.
+            start = time.perf_counter_ns()
             self.publisher.wait()
             self.pool.set_reads_done(self.iterations)
+            if self.recorder is not None:
+                self.recorder.add("issue", "end of publishing", start, time.perf_counter_ns())
 
     def params_updated(self) -> None:
         """The parameters' shards have new values: publish them and begin the next iteration."""
