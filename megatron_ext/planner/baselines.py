@@ -1,12 +1,36 @@
-"""Rules that people use today, as schedules, for honest comparison by the same engine."""
+"""Rules that people use today, as schedules, for honest comparison by the same engine.
+
+========================= ==================================================================
+all-gpu                   stock Megatron: one bucket a chunk, its chunk look-ahead (zero stage
+                          3: each layer while the one before it computes, as FSDP does)
+all-cpu                   the same, every group from the host copy
+window-1, window-2        all-gather, chunks of the next k steps (torch pipelining's window)
+share-25, -50, -75        a fixed share of every bucket from the host (Twin-Flow, DeepSpeed
+                          ``ratio``), timed as stock Megatron
+urgency                   all-gather by layer in the order of first use (TicTac, arXiv 1803.03288)
+pipeswitch                all-gather in groups sized by dynamic programming (PipeSwitch, OSDI 2020)
+========================= ==================================================================
+
+BlueConnect's hierarchical all-gather is a curve of its own: where ``routes.gpu.algorithms`` holds
+several, every look-up takes the fastest at that size.
+"""
+
+from math import inf
 
 import msgspec
 
 from megatron_ext.errors import InputError
+from megatron_ext.planner.assemble import Freed, Placed, assemble
+from megatron_ext.planner.blocks import cut_evenly, make_blocks
 from megatron_ext.planner.fit import pinned_need
+from megatron_ext.planner.pipelined_groups import pipelined_cut
+from megatron_ext.planner.residency import Choices, walk
+from megatron_ext.planner.split import part_of
 from megatron_ext.schedule.model import Metadata, PublishGroup, Schedule
-from megatron_ext.simulator.stock import stock_schedule
+from megatron_ext.simulator.stock import buckets, groups_of, layer_buckets, stock_schedule
+from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Workload
+from megatron_ext.workload.order import steps_of_ranks
 
 
 def all_gpu(workload: Workload) -> Schedule:
@@ -23,6 +47,80 @@ def all_cpu(workload: Workload) -> Schedule:
     schedule = stock_schedule(workload)
     check_pinned(workload, schedule.groups, ["cpu"] * len(schedule.groups))
     return _named(rerouted(schedule, ["cpu"] * len(schedule.groups)), "all-cpu")
+
+
+def fixed_share(workload: Workload, percent: int) -> Schedule:
+    """About ``percent`` of the bytes of every bucket from the host, the rest by all-gather.
+
+    Raises:
+        InputError: the host copies do not fit the pinned memory of a node.
+    """
+    hosted: list[bool] = []
+    rule = layer_buckets if workload.zero_stage == 3 else buckets
+
+    def cut(chunk):
+        parts = []
+        for bucket in rule(chunk):
+            part, rest = part_of(bucket, sum(p.bytes for p in bucket) * percent // 100)
+            parts += [(members, host) for members, host in ((rest, False), (part, True)) if members]
+        return parts
+
+    for chunk in workload.chunks:
+        hosted += [host for _, host in cut(chunk)]
+    schedule = stock_schedule(workload, lambda chunk: [members for members, _ in cut(chunk)])
+    routed = ["cpu" if host else "gpu" for host in hosted]
+    check_pinned(workload, schedule.groups, routed)
+    return _named(rerouted(schedule, routed), f"share-{percent}")
+
+
+def window(workload: Workload, ahead: int) -> Schedule:
+    """Chunks of the current and the next ``ahead`` steps are whole, by all-gather.
+
+    Raises:
+        InputError: they do not fit the device.
+    """
+    groups, of_stage = groups_of(workload)
+    pp, limit = workload.parallel.pp, workload.limits.device_bytes
+    placed, freed = [], []
+    for rank, steps in enumerate(steps_of_ranks(workload.parallel)):
+        stages = [step.stage for step in steps]
+        whole: set[int] = set()
+        mine, gone = [], []
+        for index in range(len(stages)):
+            near = stages[index : index + ahead + 1]
+            if workload.zero_stage == 3:
+                gone += [Freed(g, index - 1) for stage in sorted(whole - set(near)) for g in of_stage[stage]]
+                whole &= set(near)
+            for distance, stage in enumerate(near):
+                if stage not in whole:
+                    mine += [Placed(g, "gpu", index, index + distance) for g in of_stage[stage]]
+                    whole.add(stage)
+            need = sum(groups[g].bytes for stage in whole for g in of_stage[stage])
+            if workload.zero_stage == 3 and limit is not None and need > limit:
+                raise InputError(f"a window of {ahead} needs {need} bytes on pipeline rank {rank}", field="limits.device_bytes", value=limit)
+        assert all(stage % pp == rank for stage in stages)
+        placed.append(mine)
+        freed.append(gone)
+    return assemble(workload, groups, placed, freed, planner=f"window-{ahead}")
+
+
+def urgency(workload: Workload, timing: Timing) -> Schedule:
+    """Every layer by all-gather, as early as there is room, in the order of first use."""
+    return _walked(workload, timing, [cut_evenly(chunk, chunk.num_layers) for chunk in workload.chunks], "urgency")
+
+
+def pipeswitch(workload: Workload, timing: Timing) -> Schedule:
+    """As :func:`urgency`, in groups that trade calls against waiting."""
+    return _walked(workload, timing, [pipelined_cut(timing, chunk, "gpu") for chunk in workload.chunks], "pipeswitch")
+
+
+def _walked(workload: Workload, timing: Timing, cuts, name: str) -> Schedule:
+    blocks = make_blocks(workload, cuts)
+    limit = workload.limits.device_bytes
+    if workload.zero_stage == 3 and limit is not None and any(block.bytes > limit for block in blocks.blocks):
+        raise InputError(f"a group of {name} does not fit", field="limits.device_bytes", value=limit)
+    plan = walk(workload, timing, blocks, Choices(inf, ("gpu",), frozenset()))
+    return assemble(workload, blocks.groups, plan.placed, plan.freed, planner=name)
 
 
 def check_pinned(workload: Workload, groups, routed) -> None:
@@ -60,5 +158,12 @@ def _named(schedule: Schedule, name: str) -> Schedule:
 BASELINES = {
     "all-gpu": ({"gpu"}, lambda workload, timing: all_gpu(workload)),
     "all-cpu": ({"cpu"}, lambda workload, timing: all_cpu(workload)),
+    "window-1": ({"gpu"}, lambda workload, timing: window(workload, 1)),
+    "window-2": ({"gpu"}, lambda workload, timing: window(workload, 2)),
+    "share-25": ({"gpu", "cpu"}, lambda workload, timing: fixed_share(workload, 25)),
+    "share-50": ({"gpu", "cpu"}, lambda workload, timing: fixed_share(workload, 50)),
+    "share-75": ({"gpu", "cpu"}, lambda workload, timing: fixed_share(workload, 75)),
+    "urgency": ({"gpu"}, urgency),
+    "pipeswitch": ({"gpu"}, pipeswitch),
 }
 """By name: the routes it needs, and the rule (workload, timing) -> schedule."""

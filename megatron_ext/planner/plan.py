@@ -18,6 +18,11 @@ from megatron_ext.workload.model import Workload
 POLICIES = ("hybrid", "all-gpu", "all-cpu", "random:SEED", "exact")
 
 
+MANY_STEPS = 8192
+"""Beyond these, only all-gpu and all-cpu are simulated as candidates beside the search: the
+others cost seconds each, and the search contains their rules as special cases."""
+
+
 def plan(
     workload: Workload,
     table: CostTable,
@@ -93,8 +98,10 @@ def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tupl
         except InputError as error:
             reasons.append(error)
 
+    parallel = workload.parallel
+    large = 2 * parallel.pp * parallel.vp * parallel.num_microbatches > MANY_STEPS
     for name, (needs, make) in BASELINES.items():
-        if needs <= set(routes):
+        if needs <= set(routes) and not (large and name not in ("all-gpu", "all-cpu")):
             consider(name, lambda make=make: make(workload, timing))
     consider("hybrid", lambda: _searched(workload, timing, routes, bound_us))
     if not schedules:

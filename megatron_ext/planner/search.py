@@ -15,6 +15,7 @@ from megatron_ext.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.blocks import Blocks, cut_evenly, make_blocks, points_of_rank
 from megatron_ext.planner.fit import pinned_need
+from megatron_ext.planner.pipelined_groups import pipelined_cut
 from megatron_ext.planner.residency import Choices, walk
 from megatron_ext.planner.split import splitter
 from megatron_ext.schedule.model import Schedule
@@ -136,9 +137,10 @@ def staged_groups(workload: Workload, blocks: Blocks, hosted: frozenset[int]) ->
     return frozenset(usable)
 
 
-def cuttings(workload: Workload) -> Iterator[list[list[int]]]:
-    """Ways to cut all chunks into blocks: whole, in 2, 4, ... parts, by layer, and (the first
-    chunk by layer, the others whole), which starts the first compute early at few calls."""
+def cuttings(workload: Workload, timing: Timing, routes: tuple[str, ...]) -> Iterator[list[list[int]]]:
+    """Ways to cut all chunks into blocks: whole, in 2, 4, ... parts, by layer; and the first
+    chunk finer than the others (by layer, and by dynamic programming), which starts the first
+    compute early at few calls."""
     deepest = max(chunk.num_layers for chunk in workload.chunks)
     seen = []
     parts = 1
@@ -154,8 +156,21 @@ def cuttings(workload: Workload) -> Iterator[list[list[int]]]:
             yield cut
     if deepest > 1:
         mixed = [cut_evenly(chunk, deepest if chunk.model_chunk_id == 0 else 1) for chunk in workload.chunks]
-        if mixed not in seen:
-            yield mixed
+        for cut in (mixed, _pipelined(workload, timing, routes)):
+            if cut is not None and cut not in seen:
+                seen.append(cut)
+                yield cut
+
+
+def _pipelined(workload: Workload, timing: Timing, routes: tuple[str, ...]) -> list[list[int]] | None:
+    """Groups that let the first chunk's gather and forward overlap best; None where not measured."""
+    try:
+        return [
+            pipelined_cut(timing, chunk, "gpu" if "gpu" in routes else routes[0]) if chunk.model_chunk_id == 0 else [0]
+            for chunk in workload.chunks
+        ]
+    except InputError:
+        return None
 
 
 def route_sets(routes: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -187,7 +202,7 @@ class Grid:
     def __init__(self, state: Search):
         workload, timing, routes = state.workload, state.timing, state.routes
         self.state = state
-        self.cuts = list(cuttings(workload))
+        self.cuts = list(cuttings(workload, timing, routes))
         self.divides = [None]
         if len(routes) > 1:
             self.divides.append(splitter(timing, routes))

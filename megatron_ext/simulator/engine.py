@@ -5,14 +5,14 @@
   the step's gathers (each costs ``call_us`` of the thread), computes, and waits inside the
   step, before the first layer that uses a group, until the group has arrived.
 * Links ``gpu``, ``cpu``, ``nvme``, ``publish`` and ``reduce`` are queues in issue order, one
-  each a rank. A ``cpu`` gather also waits until its group is published, a ``nvme`` gather
+  each a rank; publishing goes in the order of the schedule from time 0, beside everything else
+  (the runtime's publisher has a thread or a stream of its own). A ``cpu`` gather also waits until its group is published, a ``nvme`` gather
   until it is staged in, a stage-in until its slot is empty.
 * Messages between stages are a queue for each pair of ranks; two stages on one rank need none.
 * Activities that overlap slow each other down by the measured slowdowns. Work is fluid: at
   every event the rates of the touched rank are set anew, so a short overlap costs little.
 * On machines without accelerators the ranks of a node share its processors: with more ranks
-  computing than processors each gets an even share. There publishing takes the training
-  thread, since nobody else can copy.
+  computing than processors each gets an even share.
 * Data-parallel ranks of one pipeline rank behave alike; one of them is simulated, and all
   of them are counted where a node is shared.
 * The optimizer step starts when every rank has reduced its gradients (the gradient norm is
@@ -150,15 +150,6 @@ class Engine:
 
     def _begin(self, rank: RankState) -> None:
         entries = self.publish[rank.pp_rank]
-        if self.processors is not None and entries:
-            # The thread copies: everything else starts when it is done.
-            us = sum(entry[2] for entry in entries)
-            rank.published.update(entry[0] for entry in entries)
-            rank.busy[PUBLISH] += us
-            self._record(rank, "publish", "publish", 0.0, us)
-            rank.operations = rank.program.start
-            self._push(us, _THREAD, rank)
-            return
         for group, size, us in entries:
             rank.queues[PUBLISH].append((group, size, us))
         self._serve(rank, PUBLISH)

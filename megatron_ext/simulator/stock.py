@@ -73,12 +73,15 @@ def issue_index(workload: Workload, pp_rank: int, chunk: int) -> int:
     return max(first - pp_rank, 0)
 
 
-def stock_schedule(workload: Workload) -> Schedule:
+def stock_schedule(workload: Workload, cut=None) -> Schedule:
     """Stock Megatron's rule for zero stage 1; for zero stage 3 the rule of FSDP: each layer is
-    gathered when the one before it computes and freed after its own compute."""
+    gathered when the one before it computes and freed after its own compute.
+
+    ``cut`` makes the groups of a chunk (default: :func:`buckets`, or :func:`layer_buckets`).
+    """
     if workload.zero_stage == 3:
-        return _stock_zero3(workload)
-    groups, of_stage = groups_of(workload)
+        return _stock_zero3(workload, cut or layer_buckets)
+    groups, of_stage = groups_of(workload, cut or buckets)
     parallel = workload.parallel
     ranks = []
     for pp_rank, steps in enumerate(steps_of_ranks(parallel)):
@@ -103,12 +106,12 @@ def stock_schedule(workload: Workload) -> Schedule:
     return _schedule(workload, groups, ranks)
 
 
-def _stock_zero3(workload: Workload) -> Schedule:
-    groups, of_stage = groups_of(workload, layer_buckets)
+def _stock_zero3(workload: Workload, cut) -> Schedule:
+    groups, of_stage = groups_of(workload, cut)
     parallel = workload.parallel
     patterns = {}
     for chunk, ids in zip(workload.chunks, of_stage):
-        spans = {g: (part[0].layer, max(part[0].uses)) for g, part in zip(ids, layer_buckets(chunk))}
+        spans = {g: (part[0].layer, max(part[0].uses)) for g, part in zip(ids, cut(chunk))}
         sizes = {g: groups[g].bytes for g in ids}
         for kind in "FB":
             stage = chunk.model_chunk_id * parallel.pp + chunk.pp_rank

@@ -1,0 +1,41 @@
+"""Group sizes for gathering a chunk while it computes: few calls, but no long wait for the first.
+
+Source: PipeSwitch (Bai, Zhang, Zhu and Jin, OSDI 2020), which finds the grouping of layers that
+lets transfer and compute overlap best. Here by dynamic programming over prefixes of layers;
+of each prefix the groupings are kept that no other beats in both end of transfer and end of
+compute.
+"""
+
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.model import Chunk
+
+MOST_KEPT = 16
+"""Groupings kept of one prefix: the front is short in practice."""
+
+
+def pipelined_cut(timing: Timing, chunk: Chunk, route: str) -> list[int]:
+    """First layers of the groups for the earliest end of the chunk's forward, all gathered by ``route``."""
+    sizes = [0] * chunk.num_layers
+    for parameter in chunk.parameters:
+        sizes[parameter.layer] += parameter.bytes
+    compute = timing.layers[chunk.pp_rank][chunk.model_chunk_id].forward
+    # By number of layers: (end of compute, end of transfer, first layers of the groups).
+    fronts: list[list[tuple[float, float, tuple[int, ...]]]] = [[(0.0, 0.0, ())]]
+    for end in range(1, len(sizes) + 1):
+        found = []
+        for begin in range(end):
+            size = sum(sizes[begin:end])
+            gather = timing.gather_us(route, size) if size else 0.0
+            work = sum(compute[begin:end])
+            found += [
+                (max(computed, moved + gather) + work, moved + gather, (*starts, begin))
+                for computed, moved, starts in fronts[begin]
+            ]
+        found.sort()
+        front, least = [], float("inf")
+        for item in found:
+            if item[1] < least:
+                front.append(item)
+                least = item[1]
+        fronts.append(front[:MOST_KEPT])
+    return list(min(fronts[-1])[2]) or [0]
