@@ -9,6 +9,7 @@ usage errors as exceptions that are turned into one line here.
 """
 
 import contextlib
+import os
 import sys
 
 import click
@@ -247,8 +248,10 @@ def measure(out: str, imported, system, placement, collective, algorithm, links,
         if sizes:
             options["sizes"] = Options.parse_sizes(sizes)
         chosen = tuple(links.split(",")) if links else LINKS
-        with bar() as progress:
+        with bar(os.environ.get("RANK", "0") == "0") as progress:
             table = run(Options(links=chosen, **options), progress)
+        if table is None:  # under a launcher, and not rank 0
+            return
     cost.save(out, table)
     emit(as_json, {"cost_table": out, "notes": list(table.metadata.notes)}, "\n".join([f"wrote {out}", *table.metadata.notes]))
 

@@ -12,10 +12,17 @@ __all__ = ["Options", "measure"]
 def measure(options: Options, progress=lambda done, total, what: None):
     """Measure on all ranks; ``progress(done, total, what)`` is called as it goes.
 
+    Under a launcher that has started the ranks (torchrun, srun) this process is one of them:
+    rank 0 returns the table, the others None.
+
     Raises:
         InputError: an option that cannot be measured.
         RankFailed: a rank's process ended early.
     """
-    from megatron_ext.measure import launch, table
+    from megatron_ext.measure import cluster, launch, table
 
+    if cluster.is_launched():
+        options = cluster.with_nodes(options)
+        raw = cluster.run(options, progress)
+        return table.assemble(options, raw) if raw is not None else None
     return table.assemble(options, launch.run(options, progress))

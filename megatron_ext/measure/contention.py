@@ -115,7 +115,7 @@ class Busy:
         self._running = threading.Event()
         self._error: BaseException | None = None
         if not self.alone and self.leads:
-            self.fabric.post(self.word, NEVER)
+            self.fabric.board.post(self.word, NEVER)
         self.fabric.barrier()
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
@@ -137,9 +137,9 @@ class Busy:
                 if self.leads and end == NEVER and self._stop.is_set():
                     end = turn + self.slack
                     if not self.alone:
-                        self.fabric.post(self.word, end)
+                        self.fabric.board.post(self.word, end)
                 elif not self.leads:
-                    end = self.fabric.read(self.word)
+                    end = self.fabric.board.read(self.word)
                 if turn >= end:
                     return
                 self.operation.issue(self.size_bytes, turn).wait()

@@ -1,27 +1,20 @@
-"""What one rank of a measurement holds: its place, its process groups, memory shared with
-the node's other ranks, and a barrier that is cheaper than what is measured.
+"""What one rank of a measurement holds: its place, its process groups, the board where ranks
+meet, and memory shared with the node's other ranks.
 
-A gloo barrier takes 100 to 4000 us on oversubscribed processors; polling one flag a rank
-in shared memory takes a few. Ranks of one node only.
+The CUDA half (nccl groups, pinned host memory, copy streams) has not yet been run on a GPU.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import time
 
 import torch
 import torch.distributed as dist
 
+from megatron_ext.measure.board import Board, SharedBoard
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.runtime.device import device_of
-
-LINE = 8
-"""int64 words between two flags: one cache line each."""
-
-WORDS = 64
-"""Control words that rank 0 (or the leader of a group) writes and the others read."""
 
 ARENA_BYTES = 64 * MIB
 """Successive rounds walk through at least this much memory: in a run one group follows the
@@ -40,29 +33,32 @@ def arena_bytes(options: Options) -> int:
 
 
 def _control_bytes(options: Options) -> int:
-    size = 8 * LINE * (options.world_size + WORDS)
+    size = SharedBoard.size_bytes(options.world_size)
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Fabric:
-    """One rank. ``block`` is the descriptor of the shared memory."""
+    """One rank.
 
-    def __init__(self, options: Options, rank: int, block: int):
+    Args:
+        block: descriptor of the memory that the node's ranks share.
+        board: where all ranks meet; by default in that block, for ranks of one node.
+    """
+
+    def __init__(self, options: Options, rank: int, block: int, board: Board | None = None):
         self.options, self.rank, self.world_size = options, rank, options.world_size
         dp, pp = options.data_parallel_size, options.pipeline_model_parallel_size
         # Megatron's default order tp-cp-ep-dp-pp: data-parallel ranks are neighbours.
         self.pp_rank, self.dp_rank = divmod(rank, dp)
-        use_cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
-        self.torch_device = torch.device("cuda", rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
+        self.node, self.local_rank = divmod(rank, options.node_size)
+        use_cuda = options.uses_cuda()
+        self.torch_device = torch.device("cuda", self.local_rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
         if use_cuda:
             torch.cuda.set_device(self.torch_device)
         self.device = device_of(torch.empty(0, device=self.torch_device))
         self._map = mmap.mmap(block, shared_bytes(options))
         os.close(block)
-        words = memoryview(self._map).cast("q")
-        self._flags = words[: LINE * self.world_size]
-        self._words = words[LINE * self.world_size : LINE * (self.world_size + WORDS)]
-        self._barriers = 0
+        self.board = board or SharedBoard(memoryview(self._map)[: _control_bytes(options)], rank, self.world_size)
         self._host: torch.Tensor | None = None
         self._arena: torch.Tensor | None = None
         backend = "nccl" if use_cuda else "gloo"
@@ -79,35 +75,20 @@ class Fabric:
         groups = [dist.new_group(ranks, backend=backend) for ranks in lists]
         return next(group for group, ranks in zip(groups, lists) if self.rank in ranks)
 
-    # -- agreement --------------------------------------------------------------------------
-
     def barrier(self) -> None:
-        """Return when every rank has called it. A rank that dies is the launcher's to notice."""
-        self._barriers += 1
-        self._flags[self.rank * LINE] = self._barriers
-        polls = 0
-        while any(self._flags[rank * LINE] < self._barriers for rank in range(self.world_size)):
-            polls += 1
-            if polls <= 200:
-                os.sched_yield()
-            else:  # whoever waits long must not take processor time from those who measure
-                time.sleep(20e-6 if polls < 250 else 1e-3)
+        """Return when every rank has called it."""
+        self.board.barrier()
 
     def agree(self, value: int) -> int:
         """Rank 0's ``value``, on every rank."""
-        if self.rank == 0:
-            self.post(0, value)
-        self.barrier()
-        agreed = self.read(0)
-        self.barrier()
-        return agreed
+        return self.board.agree(value)
 
-    def post(self, word: int, value: int) -> None:
-        assert 0 <= word < WORDS
-        self._words[word * LINE] = value
-
-    def read(self, word: int) -> int:
-        return self._words[word * LINE]
+    @property
+    def ranks_per_processor(self) -> float:
+        """Ranks of this node that share one processor; 1 where each has its own, or a device."""
+        if self.torch_device.type != "cpu":
+            return 1.0
+        return max(self.options.node_size * self.options.threads / len(os.sched_getaffinity(0)), 1.0)
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -118,8 +99,8 @@ class Fabric:
             size = arena_bytes(self.options)
             offset = _control_bytes(self.options) + self.pp_rank * size
             self._host = torch.frombuffer(self._map, dtype=torch.float32, count=size // 4, offset=offset)
-            share = self._host.numel() // self.options.data_parallel_size
-            self._host[self.dp_rank * share :][:share].fill_(1.0)  # touch the pages once, before timing
+            if self.local_rank == 0 or self.dp_rank == 0 or self.local_rank % self.options.data_parallel_size == 0:
+                self._host.fill_(1.0)  # the first rank of a pipeline rank on its node touches the pages, before timing
             self.barrier()
             self.device.pin(self._host)
         return self._host

@@ -26,9 +26,15 @@ DONE = Done()
 
 
 class Operation:
-    """Base: what all operations share. ``close`` ends threads."""
+    """Base: what all operations share. ``close`` ends threads.
+
+    ``messages``: what is issued counts so many times. ``computes``: it is done by the calling
+    thread alone, so that processor time can stand for it, see sampling.py.
+    """
 
     name = ""
+    messages = 1
+    computes = False
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         self.fabric, self.busy = fabric, busy
@@ -178,6 +184,7 @@ class Optimizer(Operation):
     """One Adam step with gradient clipping on this rank's shard of ``size_bytes`` of whole parameters."""
 
     name = "optimizer"
+    computes = True
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
@@ -208,6 +215,7 @@ class MatrixProduct(Operation):
     back, until about a millisecond has passed. ``size_bytes`` does not matter."""
 
     name = "compute"
+    computes = False  # in contention the wait for a processor is what is measured
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)

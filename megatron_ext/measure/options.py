@@ -31,6 +31,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             :mod:`megatron_ext.measure.compute`), and the arguments it is called with.
         evict_bytes: bytes touched between two visits of a layer, as the rest of the model would.
         nvme_path: a directory on the drive; without it the ``nvme`` route is not measured.
+        ranks_per_node: ranks that share a node; None is all of them. A launcher says it.
     """
 
     data_parallel_size: int = 2
@@ -50,6 +51,19 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     module_args: tuple[str, ...] = ()
     evict_bytes: int = 0
     nvme_path: str | None = None
+    ranks_per_node: int | None = None
+
+    @property
+    def node_size(self) -> int:
+        return self.ranks_per_node or self.world_size
+
+    def uses_cuda(self) -> bool:
+        """Whether the ranks' devices are CUDA's. Raises InputError where they should be and are not."""
+        import torch
+
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise InputError("torch sees no CUDA device here", file="--device", value="cuda")
+        return self.device != "cpu" and torch.cuda.is_available()
 
     @property
     def largest(self) -> int:
@@ -78,7 +92,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         for name in ("data_parallel_size", "pipeline_model_parallel_size", "threads", "hidden_size", "seq_length", "micro_batch_size"):
             if getattr(self, name) < 1:
                 raise InputError("must be at least 1", file=_flag(name), value=getattr(self, name))
-        if self.world_size > 64:
+        if self.node_size > 64:
             raise InputError("more than 64 ranks on one node", file=_flag("data_parallel_size"), value=self.world_size)
         if not 512 <= self.min_bytes <= self.max_bytes:
             raise InputError(f"must be between 512 and --max-bytes {self.max_bytes}", file=_flag("min_bytes"), value=self.min_bytes)

@@ -62,7 +62,7 @@ def run(fabric: Fabric, seconds: float, report: Callable[[str], None]) -> dict:
         # Each turn together against the turn alone just before it.
         slowdown = median(median(totals[turn] for totals in everyone) / total_us(alone[turn]) for turn in range(TURNS))
         # By the clock, waiting for a processor is in the slowdown; by processor time it is not.
-        limit = fabric.world_size if clock() is perf_counter else min(fabric.world_size, len(os.sched_getaffinity(0)))
+        limit = options.node_size if clock() is perf_counter else min(options.node_size, len(os.sched_getaffinity(0)))
         at_once = limit / max(slowdown, 1.0)
     totals = [total_us(rows) for rows in alone]
     return {

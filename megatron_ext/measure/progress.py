@@ -10,10 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def bar() -> Iterator[Callable[[int, int, str], None]]:
-    """Yields ``progress(done, total, what)``."""
+def bar(shown: bool = True) -> Iterator[Callable[[int, int, str], None]]:
+    """Yields ``progress(done, total, what)``; with ``shown`` false nothing is drawn."""
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         task = progress.add_task("starting the ranks", total=None)
 
         def update(done: int, total: int, what: str) -> None:

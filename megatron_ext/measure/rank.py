@@ -61,13 +61,8 @@ def _measure(setup: dict, report):
         "127.0.0.1", setup["port"], world_size, is_master=rank == 0,
         wait_for_workers=False, master_listen_fd=setup.get("listener"),
     )  # fmt: skip
-    use_cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
-    if options.device == "cuda" and not torch.cuda.is_available():
-        from megatron_ext.errors import InputError
-
-        raise InputError("torch sees no CUDA device here", file="--device", value="cuda")
     # Objects travel by gloo, bytes by nccl where there are devices.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options.uses_cuda() else "gloo", store=store, rank=rank, world_size=world_size)
     fabric = Fabric(options, rank, setup["block"])
     result = program.run(fabric, report)
     fabric.barrier()  # nobody ends while another still talks to it

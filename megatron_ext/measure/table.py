@@ -30,7 +30,7 @@ def assemble(options: Options, raw: dict) -> CostTable:
     world_sizes = {
         "data_parallel_size": options.data_parallel_size,
         "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
-        "ranks_per_node": options.world_size,
+        "ranks_per_node": options.node_size,
     }
     backend = here["software"]["backend"]
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -116,6 +117,35 @@ def test_bad_options(options, said):
     with pytest.raises(InputError) as error:
         Options(**options).check()
     assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_under_a_launcher(tmp_path, ranks_per_node):
+    """Two ranks that torchrun would have started, on two nodes or on one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out = tmp_path / "T.json"
+    command = [sys.executable, "-m", "megatron_ext", "measure", "--out", str(out), "--json", "--max-bytes", "8192", "--seconds", "4", "--links", "gpu,cpu,contention"]
+    ranks = []
+    for rank in range(2):
+        environment = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(ranks_per_node), "LOCAL_RANK": str(rank % ranks_per_node),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    first, second = (rank.communicate(timeout=120) for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], first[1] + second[1]
+    assert json.loads(first[0])["cost_table"] == str(out) and second[0] == ""
+    table = model.load(out)
+    assert table.metadata.world_sizes["ranks_per_node"] == ranks_per_node
+    assert Costs(table).routes == ("gpu", "cpu")
+
+
+def test_a_launcher_with_another_number_of_ranks_is_refused(tmp_path):
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run([sys.executable, "-m", "megatron_ext", "measure", "--out", str(tmp_path / "T.json")], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "WORLD_SIZE = 3: 2 ranks are asked for" in done.stderr
 
 
 def rank_processes(parent: int) -> list[int]:

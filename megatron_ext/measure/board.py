@@ -1,0 +1,96 @@
+"""Where ranks meet and leave each other numbers while they measure.
+
+On one node this is memory: a gloo barrier takes 100 to 4000 us on oversubscribed processors,
+polling one flag a rank takes a few. Between nodes it is torch's store and a barrier by gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch.distributed as dist
+
+LINE = 8
+"""int64 words between two flags: one cache line each."""
+
+WORDS = 128
+"""Control words; word 0 is rank 0's, the others belong to leaders of groups."""
+
+
+class Board:
+    """What both kinds share."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        raise NotImplementedError
+
+    def post(self, word: int, value: int) -> None:
+        raise NotImplementedError
+
+    def read(self, word: int) -> int:
+        raise NotImplementedError
+
+    def agree(self, value: int) -> int:
+        """Rank 0's ``value``, on every rank."""
+        if self.rank == 0:
+            self.post(0, value)
+        self.barrier()
+        agreed = self.read(0)
+        self.barrier()
+        return agreed
+
+
+class SharedBoard(Board):
+    """In memory that all ranks map. A rank that dies is the launcher's to notice."""
+
+    def __init__(self, memory: memoryview, rank: int, world_size: int):
+        super().__init__(rank)
+        words = memory.cast("q")
+        self.world_size = world_size
+        self._flags = words[: LINE * world_size]
+        self._words = words[LINE * world_size : LINE * (world_size + WORDS)]
+        self._barriers = 0
+
+    @staticmethod
+    def size_bytes(world_size: int) -> int:
+        return 8 * LINE * (world_size + WORDS)
+
+    def barrier(self) -> None:
+        self._barriers += 1
+        self._flags[self.rank * LINE] = self._barriers
+        polls = 0
+        while any(self._flags[rank * LINE] < self._barriers for rank in range(self.world_size)):
+            polls += 1
+            if polls <= 200:
+                os.sched_yield()
+            else:  # whoever waits long must not take processor time from those who measure
+                time.sleep(20e-6 if polls < 250 else 1e-3)
+
+    def post(self, word: int, value: int) -> None:
+        assert 0 <= word < WORDS
+        self._words[word * LINE] = value
+
+    def read(self, word: int) -> int:
+        return self._words[word * LINE]
+
+
+class StoreBoard(Board):
+    """In torch's store, for ranks on several nodes; ``group`` is a gloo group of all ranks."""
+
+    def __init__(self, store, rank: int, group):
+        super().__init__(rank)
+        self._store = dist.PrefixStore("megatron_ext_measure", store)
+        self._group = group
+
+    def barrier(self) -> None:
+        dist.barrier(self._group)
+
+    def post(self, word: int, value: int) -> None:
+        self._store.set(str(word), str(value))
+
+    def read(self, word: int) -> int:
+        return int(self._store.get(str(word)))
