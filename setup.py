@@ -30,7 +30,9 @@ setup(
         "ortools",  # CP-SAT: the exact policy and its proven bounds
     ],
     extras_require={
-        "train": ["torch>=2.6", "einops"],
+        "train": ["torch>=2.6", "einops", "pybind11"],
+        # What megatron/training of a checkout imports besides.
+        "checkout": ["pyyaml", "regex", "six", "psutil", "pydantic"],
         "megatron": ["megatron-core>=0.12"],
         "test": ["pytest", "hypothesis"],
     },

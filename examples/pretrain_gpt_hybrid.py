@@ -143,6 +143,7 @@ def build_model_and_optimizer(args):
 
 
 def build_dataset(args):
+    corpus.compile_helpers()
     tokenizer = corpus.tokenizer()
     config = GPTDatasetConfig(
         random_seed=args.seed,

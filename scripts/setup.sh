@@ -26,14 +26,16 @@ find_python() {
 release=${MEGATRON_CORE:-$(sed -n 's/^megatron-core==//p' constraints.txt)}
 python=$(find_python)
 
-stamp=$(cat setup.py constraints.txt | sha256sum | cut -d' ' -f1)
-if [ "$(cat .venv/.megatron_ext_stamp 2>/dev/null)" != "$stamp" ]; then
-    extras="train,test"
+checkout=${MEGATRON_PATH:+,checkout}
+stamp="$(cat setup.py constraints.txt | sha256sum | cut -d' ' -f1)$checkout"
+done=$(cat .venv/.megatron_ext_stamp 2>/dev/null || true)
+if [ "$done" != "$stamp" ] && [ "$done" != "$stamp,checkout" ]; then
+    extras="train,test$checkout"
     venv_options=()
     if "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
         say "using the installed PyTorch, which sees a CUDA device"
         venv_options+=(--system-site-packages)
-        extras="test"
+        extras="test$checkout"
     fi
     if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then
         say "making .venv with $("$python" --version)"

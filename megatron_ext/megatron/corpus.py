@@ -61,6 +61,30 @@ def build(prefix, *, progress=None) -> int:
     return total
 
 
+def compile_helpers() -> None:
+    """Compile Megatron's dataset helpers where the tree has none, as Megatron does at start.
+
+    Released packages contain them; a checkout builds them in place with g++ and pybind11.
+    Collective: one rank of each node compiles while the others wait.
+
+    Raises:
+        InputError: they cannot be compiled; the compiler's output has been printed.
+    """
+    import importlib.util
+
+    import torch.distributed as dist
+
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        from megatron.core.datasets import utils
+
+        try:
+            utils.compile_helpers()
+        except SystemExit:  # what Megatron does when make fails
+            raise InputError("the dataset helpers cannot be compiled; they need make, g++ and pybind11", file=os.path.dirname(utils.__file__)) from None
+    dist.barrier()
+    importlib.invalidate_caches()
+
+
 def check(prefix, seq_length: int) -> None:
     """Refuse a corpus that is missing or has no whole sample.
 
