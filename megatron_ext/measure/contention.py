@@ -6,11 +6,14 @@ process groups of its own, on every rank at once, for as long as the measuring t
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
 from statistics import median
 from time import monotonic
 
+import torch
 import torch.distributed as dist
 
 from megatron_ext.measure.fabric import Fabric
@@ -132,20 +135,38 @@ class Busy:
 
     def _loop(self) -> None:
         try:
-            turn, end = 0, NEVER
-            while True:
-                if self.leads and end == NEVER and self._stop.is_set():
-                    end = turn + self.slack
-                    if not self.alone:
-                        self.fabric.board.post(self.word, end)
-                elif not self.leads:
-                    end = self.fabric.board.read(self.word)
-                if turn >= end:
-                    return
-                self.operation.issue(self.size_bytes, turn).wait()
-                turn += 1
-                self._running.set()
+            with self._own_stream():
+                self._rounds()
         except BaseException as error:  # raised again by stop(), on the calling thread
             self._error = error
             self._running.set()
 
+    def _rounds(self) -> None:
+        turn, end = 0, NEVER
+        in_flight: deque = deque()
+        while True:
+            if self.leads and end == NEVER and self._stop.is_set():
+                end = turn + self.slack
+                if not self.alone:
+                    self.fabric.board.post(self.word, end)
+            elif not self.leads:
+                end = self.fabric.board.read(self.word)
+            if turn >= end:
+                break
+            self.operation.issue(self.size_bytes, turn).wait()
+            if self.fabric.torch_device.type == "cuda":
+                in_flight.append(torch.cuda.current_stream().record_event())
+                if len(in_flight) > 2:  # busy without a gap, yet never far ahead of the device
+                    in_flight.popleft().synchronize()
+            turn += 1
+            self._running.set()
+        for event in in_flight:
+            event.synchronize()
+
+    def _own_stream(self):
+        """On CUDA: a stream of its own, or the busy work would stand in the measured one's queue.
+        (The device is set per thread.)"""
+        if self.fabric.torch_device.type != "cuda":
+            return contextlib.nullcontext()
+        torch.cuda.set_device(self.fabric.torch_device)
+        return torch.cuda.stream(torch.cuda.Stream(self.fabric.torch_device))

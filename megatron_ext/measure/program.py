@@ -2,7 +2,8 @@
 
 [Note: Two passes]
 The whole grid is walked twice, minutes of drift apart as far as the time allows. Samples of
-both count together; where the medians of the two passes differ, the table says so itself.
+both count together; where the medians of the halves of the two passes differ, the table says so
+itself.
 Sizes are refined between the passes, where neighbours disagree.
 """
 
@@ -116,7 +117,8 @@ def _text(size: int) -> str:
 
 
 def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
-    """Add a pass: ``merged[name, size]`` is a list over passes of (us of all ranks, issued of all ranks)."""
+    """Add a pass: ``merged[name, size]`` is a list over passes of (us of all ranks, issued of all
+    ranks, medians of the first and second half of its rounds)."""
     everyone: list = [None] * fabric.world_size
     dist.all_gather_object(everyone, {key: (value.us, value.issued_us) for key, value in own.items()})
     for key in own:
@@ -127,7 +129,10 @@ def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
             ranks = range(fabric.world_size)
         us = [value for rank in ranks for value in everyone[rank][key][0]]
         issued = [value for rank in ranks for value in everyone[rank][key][1]]
-        merged.setdefault(key, []).append((us, issued))
+        rounds = len(own[key].us)
+        halves = [slice(0, -(-rounds // 2)), slice(rounds // 2, rounds)] if rounds > 1 else [slice(0, 1)]
+        medians = [median(value for rank in ranks for value in everyone[rank][key][0][half]) for half in halves]
+        merged.setdefault(key, []).append((us, issued, medians))
 
 
 def _refined(fabric: Fabric, visits: list, merged: dict) -> list:
@@ -147,18 +152,19 @@ def _curves(merged: dict, refined: set) -> dict[str, list[dict]]:
     """Medians and 95th percentiles, by name then size; what a table is made of."""
     curves: dict[str, list[dict]] = {}
     for (name, size), passes in sorted(merged.items()):
-        us = sorted(value for times, _ in passes for value in times)
+        us = sorted(value for times, _, _ in passes for value in times)
         point = {
             "size_bytes": size,
             "p50_us": median(us),
             "p95_us": us[min(int(len(us) * 0.95), len(us) - 1)],
             "samples": len(us),
-            "medians_us": [median(times) for times, _ in passes],
+            "medians_us": [value for _, _, medians in passes for value in medians],
+            "passes": len(passes),
         }
         if (name, size) in refined:
             point["refined"] = True
         if name in ISSUED:
-            point["issued_us"] = median(value for _, issued in passes for value in issued)
+            point["issued_us"] = median(value for _, issued, _ in passes for value in issued)
         curves.setdefault(name, []).append(point)
     return curves
 

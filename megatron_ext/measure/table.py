@@ -15,7 +15,9 @@ from megatron_ext.measure.operations import CoalescedGather
 from megatron_ext.measure.options import MIB, Options
 
 WAVERS = 0.10
-"""Two passes whose medians differ by more than this are noted in the table."""
+"""A point is noted in the table where the medians of its halves (two in each pass) lie further
+apart than this. The median of all then lies within it of another measurement's, with a chance
+of about 1 in 300 to be wrong if the halves are independent."""
 
 OTHERS = 0.1
 """Processors that others may use before the table says so."""
@@ -89,7 +91,7 @@ def _call_us(rows: list[dict]) -> float | None:
 
 
 def notes(raw: dict) -> list[str]:
-    """Where two passes disagree, for sizes of 1 MiB and more, what there was no time for, and
+    """Where medians waver, for sizes of 1 MiB and more, what there was no time for, and
     who else used the processors: the table says so itself."""
     lines = []
     others = raw.get("others_processors", 0.0)
@@ -101,7 +103,7 @@ def notes(raw: dict) -> list[str]:
     once: list[str] = []
     for name, rows in raw["curves"].items():
         wavering = []
-        if any(row["size_bytes"] >= MIB and len(row[DISCARDED]) == 1 and not row.get("refined") for row in rows):
+        if any(row["size_bytes"] >= MIB and row["passes"] == 1 and not row.get("refined") for row in rows):
             once.append(name)
         for row in rows:
             medians = row[DISCARDED]
@@ -111,7 +113,7 @@ def notes(raw: dict) -> list[str]:
         if wavering:
             worst = max(wavering, key=lambda pair: pair[1])
             sizes = ", ".join(f"{size / MIB:.4g}" for size, _ in wavering)
-            lines.append(f"{name}: two passes differ by more than {WAVERS:.0%} at {sizes} MiB, most by {worst[1]:.0%} at {worst[0] / MIB:.4g} MiB")
+            lines.append(f"{name}: medians waver by more than {WAVERS:.0%} at {sizes} MiB, most by {worst[1]:.0%} at {worst[0] / MIB:.4g} MiB")
     if once:
         lines.append(f"out of time, only one pass over some sizes, so how well they repeat is not known: {', '.join(once)}")
     drift = raw.get("compute", {}).get("drift", 0.0)

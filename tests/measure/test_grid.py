@@ -27,7 +27,7 @@ def test_refined_where_neighbours_disagree_only():
 
 
 def raw(first, second, **more):
-    return {"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [first, second]}]}, **more}
+    return {"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [first, second], "passes": 2}]}, **more}
 
 
 @pytest.mark.parametrize(("first", "second", "said"), [(100.0, 109.0, False), (100.0, 112.0, True), (112.0, 100.0, True)])
@@ -38,9 +38,9 @@ def test_a_table_says_where_two_passes_disagree(first, second, said):
 def test_a_table_says_who_else_was_busy_and_what_there_was_no_time_for():
     notes = table.notes(raw(1.0, 1.0, others_processors=1.5, unmeasured_pairs=[("gpu", "cpu")]))
     assert "other programs used 1.5 processors" in notes[0] and "gpu beside cpu" in notes[1]
-    once = {"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [1.0]}]}}
+    once = {"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [1.0], "passes": 1}]}}
     assert "only one pass" in table.notes(once)[0]
-    assert table.notes({"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [1.0], "refined": True}]}}) == []
+    assert table.notes({"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [1.0], "passes": 1, "refined": True}]}}) == []
 
 
 def test_every_layer_runs_forward_then_backward():

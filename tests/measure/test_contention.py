@@ -1,0 +1,85 @@
+"""A busy link on another thread: every rank repeats it equally often, and it does disturb."""
+
+import multiprocessing
+import os
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.measure.contention import KINDS, Busy
+from megatron_ext.measure.fabric import Fabric, shared_bytes
+from megatron_ext.measure.options import Options
+from megatron_ext.measure.sampling import sample
+
+OPTIONS = Options(data_parallel_size=2, pipeline_model_parallel_size=2, max_bytes=1 << 16)
+
+
+def rank_program(rank: int, block: int, port: int, queue) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, OPTIONS.world_size, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=OPTIONS.world_size)
+    fabric = Fabric(OPTIONS, rank, os.dup(block))
+    counts = {}
+    for name in ("gpu", "reduce", "p2p", "cpu"):
+        operation = KINDS[name](fabric, busy=True)
+        plain, issued = operation.issue, []
+
+        def issue(size_bytes, turn, plain=plain, issued=issued):
+            issued.append(turn)
+            return plain(size_bytes, turn)
+
+        operation.issue = issue
+        busy = Busy(fabric, operation, 1 << 16)
+        for _ in range(2):  # started again, it is a new count
+            busy.start()
+            measured = KINDS["publish"](fabric)
+            sample(fabric, measured, 1 << 16, seconds=0.05)
+            time.sleep(0.01 * rank)  # ranks stop at different times
+            busy.stop()
+            measured.close()
+        operation.close()
+        counts[name] = len(issued)
+    fabric.barrier()
+    queue.put((rank, counts))
+    queue.close()
+    queue.join_thread()
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def counts():
+    context = multiprocessing.get_context("fork")
+    block = os.memfd_create("test")
+    os.ftruncate(block, shared_bytes(OPTIONS))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    queue = context.Queue()
+    ranks = [context.Process(target=rank_program, args=(rank, block, port, queue)) for rank in range(OPTIONS.world_size)]
+    for rank in ranks:
+        rank.start()
+    try:
+        yield dict(queue.get(timeout=120) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+        os.close(block)
+
+
+@pytest.mark.parametrize("name", ["gpu", "reduce"])
+def test_collectives_are_called_equally_often_by_a_group(counts, name):
+    assert counts[0][name] == counts[1][name] > 2
+    assert counts[2][name] == counts[3][name] > 2
+
+
+def test_messages_are_sent_as_often_as_received(counts):
+    assert counts[0]["p2p"] == counts[2]["p2p"] > 2
+    assert counts[1]["p2p"] == counts[3]["p2p"] > 2
+
+
+def test_copies_need_nobody(counts):
+    assert all(counts[rank]["cpu"] > 2 for rank in range(4))
