@@ -1,0 +1,148 @@
+"""The engine against cases that can be worked out by hand."""
+
+import msgspec
+import pytest
+
+from megatron_ext.cost import model as cost
+from megatron_ext.errors import InputError
+from megatron_ext.planner.assemble import Freed, Placed, assemble
+from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator import simulate
+from megatron_ext.simulator.stock import groups_of, layer_buckets, stock_schedule
+from planning_cases import make_table, make_workload
+
+
+def flat(us: float) -> cost.Curve:
+    """The same time at every size."""
+    return cost.Curve(points=(cost.Point(size_bytes=1, p50_us=us), cost.Point(size_bytes=1 << 40, p50_us=us)))
+
+
+def one_rank(zero_stage=1, microbatches=1, layers=2, **more):
+    return make_workload(pp=1, vp=1, dp=2, microbatches=microbatches, layers=layers, order="no_pipeline", zero_stage=zero_stage, **more)
+
+
+def table_of(work, *, gpu=100.0, cpu=None, publish=10.0, nvme=None, forward=100.0, backward=200.0, **more):
+    routes = {name: flat(us) for name, us in (("gpu", gpu), ("cpu", cpu), ("nvme", nvme)) if us}
+    return cost.check(
+        cost.CostTable(
+            schema_version=1, kind="cost_table", routes=cost.Routes(**routes),
+            publish=cost.Publish(cpu=flat(publish), nvme=flat(publish)),
+            compute=tuple(
+                cost.Compute(pp_rank=r, model_chunk_id=c, forward_us=forward, backward_us=backward)
+                for r in range(work.parallel.pp) for c in range(work.parallel.vp)
+            ), **more,
+        )
+    )  # fmt: skip
+
+
+def by_layer(work, placed, freed=None):
+    """A schedule of layer groups: group n is layer n of the one chunk."""
+    groups, _ = groups_of(work, layer_buckets)
+    return validate(assemble(work, groups, [placed], [freed or []], planner="test"))
+
+
+def test_second_layer_arrives_while_the_first_computes():
+    """Gathers of 100 each in one queue; 50 us of forward a layer: waits 100, then 50."""
+    work = one_rank()
+    result = simulate(work, table_of(work), by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0)]))
+    assert result.step_time_us == pytest.approx(100 + 50 + 50 + 50 + 200)
+    assert result.exposed_us == pytest.approx((150,)) and result.busy_us["gpu"] == pytest.approx(200)
+    assert result.group_exposed_us == pytest.approx({0: 100, 1: 50})
+
+
+def test_two_links_run_at_once_and_cpu_waits_for_its_publishing():
+    work = one_rank()
+    schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "cpu", -1, 0)])
+    result = simulate(work, table_of(work, cpu=130.0, publish=30.0), schedule)
+    # Layer 0 computes 100-150; layer 1 is published at 30 and arrives at 160.
+    assert result.step_time_us == pytest.approx(160 + 50 + 200)
+    assert result.busy_us["publish"] == pytest.approx(30)
+
+
+def test_overlap_slows_by_the_measured_rows_only_while_it_lasts():
+    work = one_rank()
+    schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "cpu", -1, 0)])
+    rows = (cost.Contention(measured="gpu", busy="cpu", slowdown=1.5), cost.Contention(measured="cpu", busy="gpu", slowdown=2.0))
+    result = simulate(work, table_of(work, cpu=100.0, publish=1e-6, contention=rows), schedule, trace=True)
+    ends = {event.lane: event.start_us + event.duration_us for event in result.events if event.lane in ("gpu", "cpu")}
+    # gpu needs 150 beside cpu; cpu has done 75 of 100 by then and goes on alone.
+    assert ends == pytest.approx({"gpu": 150, "cpu": 175}, rel=1e-6)
+
+
+def test_a_nic_on_the_pcie_link_shares_it():
+    work = one_rank()
+    schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "cpu", -1, 0)])
+    shared = table_of(work, cpu=100.0, publish=1e-6, topology=cost.Topology(nic_shares_pcie=True))
+    result = simulate(work, shared, schedule, trace=True)
+    assert max(e.start_us + e.duration_us for e in result.events if e.lane in ("gpu", "cpu")) == pytest.approx(200)
+
+
+def test_ranks_share_the_processors_of_their_node():
+    work = make_workload(pp=1, vp=1, dp=4, microbatches=1, order="no_pipeline")
+    alone = simulate(work, table_of(work)).step_time_us
+    shared = simulate(work, table_of(work, topology=cost.Topology(processors_per_node=2.0))).step_time_us
+    assert alone == pytest.approx(400) and shared == pytest.approx(100 + 2 * 300)
+
+
+def test_whole_iteration_has_reduction_and_optimizer_where_they_are_known():
+    work = one_rank()
+    bare = simulate(work, table_of(work))
+    whole = simulate(work, table_of(work, reduce=flat(70.0), optimizer=flat(40.0)))
+    assert whole.step_time_us == pytest.approx(bare.step_time_us + 110)
+    assert bare.left_out == ("reduce", "optimizer") and whole.left_out == ()
+
+
+def test_a_staging_slot_is_reused_only_when_it_is_empty():
+    """nvme takes 300 of which the last 100 are the copy from the slot: with one slot the second
+    read waits for the first copy, with two it does not."""
+    ends = {}
+    for slots in (1, 2):
+        work = one_rank(zero_stage=1, microbatches=2, nvme_slots=slots)
+        second = Placed(1, "nvme", 0, 0, slot=slots - 1, stage=-1 if slots == 2 else 0)
+        schedule = by_layer(work, [Placed(0, "nvme", -1, 0, slot=0, stage=-1), second])
+        result = simulate(work, table_of(work, cpu=100.0, nvme=300.0, publish=1e-6), schedule, trace=True)
+        ends[slots] = max(e.start_us + e.duration_us for e in result.events if e.lane == "cpu")
+    assert ends == pytest.approx({1: 600, 2: 500}, rel=1e-6)
+
+
+def test_zero_stage_3_brings_and_frees():
+    work = one_rank(zero_stage=3, layers=1)
+    group = groups_of(work, layer_buckets)[0][0].bytes
+    twice = by_layer(work, [Placed(0, "gpu", 0, 0), Placed(0, "gpu", 1, 1)], [Freed(0, 0), Freed(0, 1)])
+    once = by_layer(work, [Placed(0, "gpu", 0, 0)])
+    assert simulate(work, table_of(work), twice).step_time_us == pytest.approx(500)
+    assert simulate(work, table_of(work), once).step_time_us == pytest.approx(400)
+    assert simulate(work, table_of(work), once).peak_bytes["device"] == (group,)
+
+
+def test_stock_rule_looks_ahead_by_chunks():
+    """Chunks 0 and 1 before warm-up; chunk 2 at the first micro-batch of chunk 1."""
+    work = make_workload(pp=2, vp=3, microbatches=4)
+    schedule = validate(stock_schedule(work))
+    rank = schedule.ranks[0]
+    assert [schedule.groups[a.group].model_chunk_id for a in rank.start.unshard] == [0, 1]
+    later = [(entry.step, schedule.groups[a.group].model_chunk_id) for entry in rank.steps for a in entry.unshard]
+    assert later == [("2F0", 2)]
+
+
+def test_stock_rule_without_interleaving_gathers_on_demand():
+    work = make_workload(pp=2, vp=1, order="1f1b")
+    schedule = validate(stock_schedule(work))
+    assert all(not rank.start.unshard and len(rank.steps[0].unshard) == 1 for rank in schedule.ranks)
+
+
+def test_messages_between_stages_take_their_time_and_queue():
+    work = make_workload(pp=2, vp=1, microbatches=1, order="gpipe")
+    table = make_table(work, gpu=(1.0, 1e9), p2p=(50.0, 1e9))
+    result = simulate(work, table)
+    assert result.step_time_us == pytest.approx(600 + 2 * 50, abs=5)
+
+
+def test_a_missing_figure_is_an_error():
+    work = make_workload()
+    with pytest.raises(InputError, match="p2p"):
+        simulate(work, make_table(work, p2p=None))
+    with pytest.raises(InputError, match="compute"):
+        simulate(work, msgspec.structs.replace(make_table(work), compute=()))
+    with pytest.raises(InputError, match="routes.gpu"):
+        simulate(work, make_table(work, gpu=None))
