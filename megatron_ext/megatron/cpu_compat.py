@@ -12,6 +12,7 @@ Options that a run needs besides: ``--distributed-backend gloo --transformer-imp
 An unpatched tree runs by ``torchrun ... -m megatron_ext.megatron.cpu_compat pretrain_gpt.py ...``.
 """
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -52,6 +53,7 @@ def install() -> bool:
     _replace_tensor_methods()
     _OnCpu().__enter__()  # for as long as the process lives
     _replace_in_megatron()
+    atexit.register(_leave_process_groups)
     _installed = True
     return True
 
@@ -173,6 +175,13 @@ def _replace_tensor_methods() -> None:
         return found
 
     torch.Tensor.type = type_of
+
+
+def _leave_process_groups() -> None:
+    """gloo's threads that are still there when the process ends abort it now and then, after
+    training is done; Megatron does not always take its groups down."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _build_helpers_for_this_python() -> None:

@@ -10,6 +10,7 @@ An error in 1 is kept until 3: a single rank that gave up earlier would leave th
 waiting for it in a collective.
 """
 
+import inspect
 import os
 
 import msgspec
@@ -198,7 +199,9 @@ def _replace_pre_hooks(ddp, session: Session) -> None:
     Callers that switch the hooks off (evaluation, checkpoints) mean "all parameters whole".
     """
     if ddp.use_forward_hook:
-        ddp.disable_forward_pre_hook(param_sync=False)
+        # 0.10 has no param_sync and always synchronises, which our bucket groups ignore so far.
+        accepted = inspect.signature(ddp.disable_forward_pre_hook).parameters
+        ddp.disable_forward_pre_hook(**({"param_sync": False} if "param_sync" in accepted else {}))
 
     def enable() -> None:
         """The program is always on."""

@@ -5,69 +5,17 @@ owner's file. Behaviour: where the edited toy still runs, the merged one logs th
 forward and backward step announced just before it happens.
 """
 
-import ast
 import random
 
 import pytest
 import toy_megatron
+from random_edits import EDITS, edit_files
 from toy_megatron import TEXTS, snapshot
 
 from megatron_ext.checkout import apply, revert, verify_hooks
 from megatron_ext.checkout.hook_table import FILES, HOOKS
 from megatron_ext.checkout.verify import is_hook_line, strip_hooks
 from megatron_ext.errors import InputError
-
-EDITS = 200
-NAMES = "model_chunk_id update_successful parser config virtual_microbatch_id output_tensor args".split()
-
-
-def edit(rng: random.Random, text: str, near: list[int]) -> str:
-    """One to three edits within six lines of a hook's place."""
-    rows = text.split("\n")
-    for _ in range(rng.randint(1, 3)):
-        at = min(max(0, rng.choice(near) + rng.randint(-6, 6)), len(rows) - 2)
-        pad = rows[at][: len(rows[at]) - len(rows[at].lstrip())]
-        kind = rng.choice("delete double add word swap indent comment blank rename move".split())
-        if kind == "delete":
-            del rows[at : at + rng.randint(1, 3)]
-        elif kind == "double":
-            rows.insert(at, rows[at])
-        elif kind == "add":
-            rows.insert(at, f"{pad}probe = {rng.randint(0, 9)}")
-        elif kind == "word":
-            rows[at] += "  # mine"
-        elif kind == "swap":
-            rows[at], rows[at + 1] = rows[at + 1], rows[at]
-        elif kind == "indent":
-            rows[at] = "    " + rows[at]
-        elif kind == "comment":
-            rows.insert(at, f"{pad}# a note")
-        elif kind == "blank":
-            rows.insert(at, "")
-        elif kind == "rename":
-            name = rng.choice(NAMES)
-            rows = [row.replace(name, f"{name}_of_mine") for row in rows]
-        elif kind == "move":
-            rows.insert(min(len(rows), at + rng.randint(1, 6)), rows.pop(at))
-    return "\n".join(rows)
-
-
-def edit_tree(rng: random.Random, insertions) -> dict[str, str]:
-    """The toy with one or two files edited; most of the time it still parses."""
-    texts = dict(TEXTS)
-    for path in rng.sample(FILES, rng.randint(1, 2)):
-        near = [after for i in insertions.values() if i.path == path for after, _ in i.lines]
-        for _ in range(20):
-            texts[path] = edit(rng, TEXTS[path], near)
-            try:
-                ast.parse(texts[path])
-            except SyntaxError:
-                if rng.random() < 0.05:
-                    break
-                continue
-            break
-    return texts
-
 
 def is_announced(log: list) -> bool:
     """Every step of a schedule comes right after its own hook (one other event may stand between)."""
@@ -94,7 +42,7 @@ def test_random_edits(clone, toy_insertions, monkeypatch):
     ours = {"add_arguments", "on_train_setup", "on_train_end", "on_ddp_built", "on_params_updated", "begin_iteration"}
     ours |= {"begin_steps", "pre_forward", "pre_backward", "post_backward", "end_iteration"}
     for seed in range(EDITS):
-        texts = edit_tree(random.Random(seed), toy_insertions)
+        texts = edit_files(random.Random(seed), TEXTS, toy_insertions.values())
         for path in FILES:
             (clone / path).write_bytes(texts[path].encode())
         before = snapshot(clone)
