@@ -101,8 +101,13 @@ class RankWalk:
                 groups = self.blocks.blocks[block].groups
                 self.turns[block].pop()
                 if self.front <= number:
+                    # What is still whole stays, before room is made for what is not.
                     for group in groups:
-                        self.whole[group] = number if group in self.whole else self._bring(number, group, number)
+                        if group in self.whole:
+                            self.whole[group] = number
+                    for group in groups:
+                        if group not in self.whole:
+                            self._bring(number, group, number)
                     self.front = number + 1
                 self._look_ahead(number)
                 self.now = max(self.now, *(self.arrives[group] for group in groups))
