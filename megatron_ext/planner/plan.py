@@ -8,6 +8,7 @@ from megatron_ext.planner.baselines import BASELINES, all_cpu, all_gpu
 from megatron_ext.planner.fit import check_fits
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.search import is_tiny, search
+from megatron_ext.schedule.match import match
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.bound import lower_bound
@@ -67,12 +68,20 @@ def plan(
         schedule, baselines = _hybrid(workload, timing, routes, bound_us)
     else:
         raise InputError(f"unknown policy; known: {', '.join(POLICIES)}", field="policy", value=policy)
-    validate(schedule)
+    _check_own_work(schedule, workload)
     result = run(workload, timing, schedule, bound_us=bound_us)
     metadata = msgspec.structs.replace(
         schedule.metadata, planner=policy.partition(":")[0], cost_table_sha256=cost_table_sha256, megatron_core=megatron_core
     )
     return with_prediction(msgspec.structs.replace(schedule, metadata=metadata), result, baselines)
+
+
+def _check_own_work(schedule: Schedule, workload: Workload) -> None:
+    """What a run would refuse is not written: it would be our mistake, not the user's."""
+    try:
+        match(validate(schedule), workload)
+    except InputError as error:
+        raise AssertionError(f"the planner made a schedule that would be refused: {error}") from error
 
 
 def _seed(policy: str) -> int:
