@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from megatron_ext.cost.model import SCHEMA_VERSION, CostTable, Curve, Metadata, Point, Routes, check
@@ -57,7 +58,8 @@ def lines_of(path) -> list[str]:
         raise InputError(f"is not text: {error.reason} at byte {error.start}", file=path) from None
     if not text.strip():
         raise InputError("is empty", file=path)
-    return text.split("\n")
+    # What mpirun --tag-output and srun --label put before every line.
+    return [re.sub(r"^(\[\d+,\d+\]<std(out|err)>:|\s*\d+: )", "", line) for line in text.split("\n")]
 
 
 def line_error(path, number: int, line: str, message: str) -> InputError:

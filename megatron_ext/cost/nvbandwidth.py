@@ -29,6 +29,9 @@ PAIRS = (
 """(measured, busy, test in both directions, the same test alone)."""
 
 
+READ = {*TO_DEVICE, *TO_HOST, *(name for pair in PAIRS for name in pair[2:])}
+
+
 def read(path) -> CostTable:
     """Read one log. Raises InputError naming the line that is wrong."""
     lines = lines_of(path)
@@ -77,7 +80,9 @@ def _tests(path, lines: list[str]) -> dict[str, list[float]]:
         if match := re.match(r"Running (\w+?)\.?\s*$", line):
             if name is not None:
                 raise line_error(path, start, lines[start - 1], "this test ends without its SUM line: cut off")
-            name, start, rates, unit_seen = match[1], number, [], False
+            # Other tests print other things (several matrices, latencies): they are passed over.
+            name = match[1] if match[1] in READ else None
+            start, rates, unit_seen = number, [], False
         elif name is None:
             continue
         elif "WAIVED" in line or line.startswith(f"Waived: {name}"):
@@ -93,7 +98,7 @@ def _tests(path, lines: list[str]) -> dict[str, list[float]]:
             if match[1] == "SUM" and abs(total - sum(rates)) > 0.01 * total + 0.01 * len(rates):
                 raise line_error(path, number, line, f"the rates above it add up to {sum(rates):.2f}: a part is missing")
             tests[name], name = rates, None
-        elif unit_seen and re.match(r"\s*\d+\s+\S*\d\.\d", line):  # a row: its index, then rates
+        elif unit_seen and re.match(r"\s*\d+\s+(N/A|-?\d+\.\d|nan|inf)", line):  # a row: its index, then rates
             rates += [_rate(path, number, line, text) for text in line.split()[1:] if text != "N/A"]
     if name is not None:
         raise line_error(path, start, lines[start - 1], "this test ends without its SUM line: cut off")

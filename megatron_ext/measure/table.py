@@ -16,13 +16,13 @@ from megatron_ext.measure.options import MIB, Options
 
 WAVERS = 0.10
 """A point is noted in the table where the medians of its halves (two in each pass) lie further
-apart than this. The median of all then lies within it of another measurement's, with a chance
-of about 1 in 300 to be wrong if the halves are independent."""
+apart than this. The median of all is known about twice as well as that of a half, so another
+measurement then rarely differs by more."""
 
 OTHERS = 0.1
 """Processors that others may use before the table says so."""
 
-DISCARDED = "medians_us"
+HALVES = "medians_us"
 
 
 def assemble(options: Options, raw: dict) -> CostTable:
@@ -106,7 +106,7 @@ def notes(raw: dict) -> list[str]:
         if any(row["size_bytes"] >= MIB and row["passes"] == 1 and not row.get("refined") for row in rows):
             once.append(name)
         for row in rows:
-            medians = row[DISCARDED]
+            medians = row[HALVES]
             spread = max(medians) / min(medians) - 1 if len(medians) > 1 else 0.0
             if row["size_bytes"] >= MIB and spread > WAVERS:
                 wavering.append((row["size_bytes"], spread))

@@ -121,12 +121,38 @@ def test_nvbandwidth(tmp_path):
     assert half.us == pytest.approx(cpu.p50_us / 2) and half.extrapolated
 
 
+def test_nvbandwidth_passes_over_tests_that_print_otherwise(tmp_path):
+    other = """Running device_to_device_memcpy_read_ce.
+memcpy CE GPU(row) -> GPU(column) bandwidth (GB/s)
+           0         1
+ 0       N/A    276.07
+ 1    276.36       N/A
+
+SUM device_to_device_memcpy_read_ce_total 552.43
+
+Running host_device_latency_sm.
+memory latency SM CPU(row) <-> GPU(column) (ns)
+ 0    772.58    772.62
+
+"""
+    table = imports.read("nvbandwidth", write(tmp_path, logs.nvbandwidth() + other))
+    assert table.routes.cpu.points == imports.read("nvbandwidth", write(tmp_path, logs.nvbandwidth())).routes.cpu.points
+
+
+@pytest.mark.parametrize("label", ["[1,0]<stdout>:", " 0: "])
+def test_lines_that_a_launcher_has_labelled(tmp_path, label):
+    text = "".join(label + line + "\n" for line in logs.nccl_tests().rstrip("\n").split("\n"))
+    assert len(imports.read("nccl-tests", write(tmp_path, text)).routes.gpu.points) == len(logs.ROWS)
+
+
 NV = logs.nvbandwidth()
 BROKEN_NV = {
     "cut off": (NV[: NV.index("SUM device_to_host")], "cut off"),
     "cut off in a row": (NV[: NV.index("55.00")], "cut off"),
     "another unit": (logs.nvbandwidth(unit="MB/s"), r"not in \(GB/s\)"),
     "zero rate": (NV.replace("55.20", " 0.00"), "must be a positive number"),
+    "negative rate": (NV.replace("55.20", "-5.20"), "must be a positive number"),
+    "not a number": (NV.replace("55.40", "  nan"), "must be a positive number"),
     "a part missing": (logs.nvbandwidth(total=443.2), "a part is missing"),
     "empty": ("", "is empty"),
     "another tool's": ("hello\n", "no nvbandwidth results"),
