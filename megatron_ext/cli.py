@@ -147,13 +147,15 @@ def simulate(cost_table: str, workload_path: str, schedule_path: str | None, tra
     """Say what one iteration takes by a schedule, or by stock Megatron's own rule."""
     from megatron_ext import simulator
     from megatron_ext.cost import model as cost
+    from megatron_ext.schedule import match, validate
     from megatron_ext.schedule import trace as traces
-    from megatron_ext.schedule import validate
     from megatron_ext.workload import model as workload
 
     table, work = cost.load(cost_table), workload.load(workload_path)
     given = validate.load(schedule_path) if schedule_path else None
-    with naming_files(cost_table, workload_path, schedule_path):
+    if given is not None:
+        match.match(given, work, file=schedule_path)
+    with naming_files(cost_table, workload_path):
         result = simulator.simulate(work, table, given, trace=bool(trace), extrapolate=extrapolate)
     if trace:
         about = {"kind": "simulated", "schedule": schedule_path or "stock", "step_time_us": result.step_time_us}
@@ -187,7 +189,7 @@ def show(schedule_path: str, every_row: bool, as_json: bool) -> None:
 
 
 @contextlib.contextmanager
-def naming_files(cost_table: str, workload_path: str, schedule_path: str | None = None):
+def naming_files(cost_table: str, workload_path: str):
     """Say which of the files given an error is about, where the error itself could not know."""
     try:
         yield
@@ -199,8 +201,6 @@ def naming_files(cost_table: str, workload_path: str, schedule_path: str | None 
         root = (error.field or "").partition(".")[0].partition("[")[0]
         if root in CostTable.__struct_fields__:
             raise InputError(str(error), file=cost_table) from None
-        if root in ("groups", "ranks", "model") or (schedule_path and root == "publish"):
-            raise InputError(str(error), file=schedule_path) from None
         raise InputError(str(error), file=None if root == "policy" else workload_path) from None
 
 
@@ -361,6 +361,18 @@ def report(run_dir: str, extrapolate: bool, as_json: bool) -> None:
         built = reports.build(run, extrapolate=extrapolate)
     reports.write(built)
     emit(as_json, reports.show.as_json(built), reports.show.as_text(built))
+
+
+@cli.command()
+@click.argument("kind", type=click.Choice(["cost_table", "workload", "user_defined_schedule"]))
+def schema(kind: str) -> None:
+    """Print the JSON schema of a file kind, for whoever writes one by hand or by program."""
+    from megatron_ext.cost.model import CostTable
+    from megatron_ext.schedule.model import Schedule
+    from megatron_ext.workload.model import Workload
+
+    struct = {"cost_table": CostTable, "workload": Workload, "user_defined_schedule": Schedule}[kind]
+    click.echo(msgspec.json.format(msgspec.json.encode(msgspec.json.schema(struct))).decode())
 
 
 def main(argv: list[str] | None = None) -> int:

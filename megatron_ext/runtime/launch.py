@@ -52,7 +52,7 @@ def launch(command: list[str], num_processes: int, *, environment: dict[str, str
     }  # fmt: skip
     parent, ranks = os.getpid(), []
     interrupted: list[int] = []
-    previous = {number: signal.signal(number, lambda received, frame: interrupted.append(received)) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, lambda received, frame: interrupted.append(received)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         for rank in range(num_processes):
             ranks.append(subprocess.Popen(
