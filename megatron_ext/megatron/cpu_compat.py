@@ -179,8 +179,11 @@ def _replace_tensor_methods() -> None:
 
 def _leave_process_groups() -> None:
     """gloo's threads that are still there when the process ends abort it now and then, after
-    training is done; Megatron does not always take its groups down."""
-    if torch.distributed.is_initialized():
+    training is done; Megatron does not always take its groups down.
+
+    Not after an error: gloo would wait for ranks that never come, and hold up the launcher."""
+    failed = getattr(sys, "last_value", None) is not None
+    if torch.distributed.is_initialized() and not failed:
         torch.distributed.destroy_process_group()
 
 
