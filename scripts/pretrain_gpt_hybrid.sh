@@ -23,6 +23,11 @@ done
 [[ $POLICY =~ ^(hybrid|all-gpu|all-cpu|exact|random:[0-9]+)$ ]] || refuse "POLICY = '$POLICY': expected hybrid, all-gpu, all-cpu, exact or random:SEED"
 [[ $NAME =~ ^[A-Za-z0-9._:-]+$ && $NAME != . && $NAME != .. ]] || refuse "NAME = '$NAME': expected letters, digits, '.', '_', ':' and '-'"
 [ "$ITERS" -ge 4 ] || refuse "ITERS = '$ITERS': at least 4 are needed: two warm up"
+[ "$VP" -eq 1 ] || [ "$PP" -gt 1 ] || refuse "VP = '$VP': interleaving needs PP of at least 2"
+[ $((LAYERS % (PP * VP))) -eq 0 ] || refuse "LAYERS = '$LAYERS': does not divide into PP x VP = $((PP * VP)) stages"
+[ $((HIDDEN % HEADS)) -eq 0 ] || refuse "HEADS = '$HEADS': does not divide HIDDEN = $HIDDEN"
+[ "$VP" -eq 1 ] || [ $((MICRO_BATCHES % PP)) -eq 0 ] || refuse "MICRO_BATCHES = '$MICRO_BATCHES': interleaving needs a multiple of PP = $PP"
+[ -z "${MEGATRON_PATH:-}" ] || [ -d "$MEGATRON_PATH" ] || refuse "MEGATRON_PATH = '$MEGATRON_PATH': no such directory"
 [ $((PP * DP)) -le 64 ] || refuse "PP x DP = $((PP * DP)): more than 64 processes on one machine"
 
 scripts/setup.sh
