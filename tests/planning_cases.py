@@ -1,4 +1,6 @@
-"""Small made-up workloads and cost tables for tests of simulator and planner."""
+"""Small made-up workloads and cost tables for tests and benchmarks of simulator and planner."""
+
+import random
 
 from math import prod
 
@@ -66,3 +68,29 @@ def make_table(
             p2p=line(*p2p) if p2p else (), **more,
         )
     )  # fmt: skip
+
+
+def random_case(seed: int):
+    """A small workload and table drawn with ``seed``: both zero stages, tight and loose limits."""
+    draw = random.Random(seed)
+    zero_stage = draw.choice((1, 3))
+    pp, vp, microbatches, order = draw.choice(
+        ((1, 1, 2, "no_pipeline"), (1, 1, 3, "no_pipeline"), (2, 1, 2, "1f1b"), (2, 2, 2, "interleaved"), (2, 1, 2, "gpipe"), (3, 1, 3, "1f1b"))
+    )
+    shape = dict(pp=pp, vp=vp, microbatches=microbatches, layers=draw.choice((1, 2)), order=order, zero_stage=zero_stage)
+    layer = make_workload(**shape | {"layers": 1}).chunks[0].bytes
+    limits = {}
+    if zero_stage == 3:
+        # From one layer and its padding to no limit.
+        factor = draw.choice((None, 1.1, 1.6, 2.2, 3.3))
+        limits["device_bytes"] = factor and int(layer * factor) + 2048
+    if draw.random() < 0.3:
+        limits["pinned_host_bytes"] = int(layer * shape["layers"] * pp * vp * draw.choice((0.3, 0.6)))
+    work = make_workload(**shape, **limits)
+    forward = draw.uniform(5, 60)
+    contention = (("gpu", "cpu", 1.1), ("cpu", "gpu", 1.08), ("compute", "gpu", 1.05)) if draw.random() < 0.4 else ()
+    table = make_table(
+        work, gpu=(draw.uniform(1, 8), draw.uniform(800, 6000)), cpu=(draw.uniform(1, 8), draw.uniform(800, 6000)),
+        publish=(1.0, draw.uniform(2000, 20000)), forward=forward, backward=2 * forward, p2p=(2.0, 1e4), contention=contention,
+    )  # fmt: skip
+    return work, table

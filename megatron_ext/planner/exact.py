@@ -23,7 +23,7 @@ from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import Blocks, points_of_rank
 from megatron_ext.planner.fit import pinned_need
 from megatron_ext.planner.residency import Choices
-from megatron_ext.planner.search import Grid, Search, Settings, search
+from megatron_ext.planner.search import Grid, Search, Settings
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.simulator.simulate import run
 from megatron_ext.simulator.timing import Timing
@@ -52,24 +52,27 @@ class Effort(NamedTuple):
     models: int
 
 
-EXACT = Effort(choices=20_000, work=8.0, models=12)
+EXACT = Effort(choices=20_000, work=4.0, models=8)
 """For the exact policy."""
 
 SMALL = Effort(choices=600, work=0.3, models=4)
 """For the hybrid policy, which asks for small cases what the exact policy would do."""
 
 
-def exact_schedule(workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us: float) -> Schedule:
+def exact_schedule(
+    workload: Workload, timing: Timing, routes: tuple[str, ...], known: Schedule, known_us: float, bound_us: float
+) -> Schedule:
     """The best schedule, with ``options.proven_gap``: how far above the proven bound of its groups it is.
 
+    ``known`` is the hybrid policy's schedule, to start from.
+
     Raises:
-        InputError: the case is too large, or nothing fits.
+        InputError: the case is too large.
     """
-    known, known_us = search(workload, timing, routes, bound_us)
     best, best_us, lowest = solve(workload, timing, routes, known, known_us, EXACT)
     if lowest is None:
         raise InputError(f"more than {EXACT.choices} choices of when to gather; use hybrid", field="policy", value="exact")
-    options = {"proven_gap": round(max(best_us / max(lowest, bound_us) - 1, 0.0), 6)} if best_us else {}
+    options = {"proven_gap": round(max(best_us / max(lowest, bound_us) - 1, 0.0), 6)}
     return msgspec.structs.replace(best, metadata=msgspec.structs.replace(best.metadata, planner="exact", options=options))
 
 

@@ -25,7 +25,9 @@ def check_fits(workload: Workload) -> None:
             need = sum(group_bytes(part, parallel.dp) for chunk in workload.chunks_of_rank(pp_rank) for part in buckets(chunk))
             where = f"pipeline rank {pp_rank} keeps {need} bytes of whole parameters from its first step on"
         else:
-            need, chunk, layer = max(_largest_layers(workload, pp_rank), default=(0, 0, 0))
+            layers = list(_layers(workload, pp_rank))
+            # The first that does not fit: that is where training would stop.
+            need, chunk, layer = next((item for item in layers if item[0] > limit), (0, 0, 0))
             where = f"pipeline rank {pp_rank}, step {chunk * parallel.pp + pp_rank}F0: layer {layer} alone has {need} bytes"
         if need > limit:
             raise InputError(f"cannot fit: {where}, {need - limit} bytes short", field="limits.device_bytes", value=limit)
@@ -47,12 +49,12 @@ def check_limits(workload: Workload) -> None:
         )  # fmt: skip
 
 
-def _largest_layers(workload: Workload, pp_rank: int):
+def _layers(workload: Workload, pp_rank: int):
     for chunk in workload.chunks_of_rank(pp_rank):
         layers: dict[int, int] = {}
         for part in layer_buckets(chunk):
             layers[part[0].layer] = layers.get(part[0].layer, 0) + group_bytes(part, workload.parallel.dp)
-        for layer, size in layers.items():
+        for layer, size in sorted(layers.items()):
             yield size, chunk.model_chunk_id, layer
 
 

@@ -63,7 +63,9 @@ def plan(
     elif policy == "exact":
         from megatron_ext.planner.exact import exact_schedule  # ortools takes a while to import
 
-        schedule = exact_schedule(workload, timing, routes, bound_us)
+        known, baselines = _hybrid(workload, timing, routes, bound_us)
+        known_us = run(workload, timing, known, bound_us=0.0).step_time_us
+        schedule = exact_schedule(workload, timing, routes, known, known_us, bound_us)
     elif policy == "hybrid":
         schedule, baselines = _hybrid(workload, timing, routes, bound_us)
     else:

@@ -166,9 +166,8 @@ class RankWalk:
         self.free += self.blocks.groups[group].bytes
         self.freed.append(Freed(group, previous.step, previous.after))
 
-    def _bring(self, number: int, group: int, turn: int) -> int:
-        """Unshard ``group`` just before turn ``number`` (-1: at the start), to be whole for ``turn``;
-        returns ``turn``."""
+    def _bring(self, number: int, group: int, turn: int) -> None:
+        """Unshard ``group`` just before turn ``number`` (-1: at the start), to be whole for ``turn``."""
         if turn == number:
             roomy = self._make_room(number, group, beyond=number)
             assert roomy, "the largest block fits, and nothing else must stay"
@@ -187,7 +186,6 @@ class RankWalk:
         self.link_free[route] = arrival
         self.arrives[group] = arrival
         self.placed.append(Placed(group, route, issue, self.points[turn].step, at, slot, issue))
-        return turn
 
     def _route(self, group: int, size: int, issue: int) -> tuple[str, float]:
         best = None

@@ -1,0 +1,36 @@
+"""The exact policy against exhaustion, and the hybrid policy against the exact one."""
+
+from itertools import permutations, product
+
+import pytest
+
+from megatron_ext.planner import plan
+from megatron_ext.planner.assemble import Placed, assemble
+from megatron_ext.simulator import simulate
+from megatron_ext.simulator.stock import groups_of, layer_buckets
+from planning_cases import make_table, make_workload, random_case
+
+
+@pytest.mark.parametrize("speeds", [(900.0, 700.0), (400.0, 1500.0), (3000.0, 300.0)])
+def test_exact_is_no_worse_than_every_order_and_route_of_layer_groups(speeds):
+    work = make_workload(pp=1, vp=1, microbatches=1, layers=4, order="no_pipeline")
+    table = make_table(work, gpu=(5.0, speeds[0]), cpu=(3.0, speeds[1]), forward=80.0, backward=160.0)
+    groups, _ = groups_of(work, layer_buckets)
+    best = min(
+        simulate(work, table, assemble(work, groups, [[Placed(g, r[g], -1, 0) for g in order]], planner="test")).step_time_us
+        for order in permutations(range(4)) for r in product(("gpu", "cpu"), repeat=4)
+    )  # fmt: skip
+    exact = plan(work, table, policy="exact")
+    assert exact.predicted.step_time_us <= best * (1 + 1e-6)
+    assert exact.metadata.options["proven_gap"] <= 1e-4
+
+
+def test_hybrid_is_near_exact_on_random_small_cases():
+    """The full count is in benchmarks/exact_gaps.py; here a sample of both zero stages."""
+    gaps = []
+    for seed in range(12):
+        work, table = random_case(seed)
+        hybrid, exact = (plan(work, table, policy=policy).predicted.step_time_us for policy in ("hybrid", "exact"))
+        assert exact <= hybrid * (1 + 1e-9)
+        gaps.append(hybrid / exact - 1)
+    assert sum(gaps) / len(gaps) <= 0.005 and max(gaps) <= 0.03

@@ -1,0 +1,76 @@
+"""What hybrid promises: valid, never worse than a baseline, honest about small gains, in the limits."""
+
+import msgspec
+import pytest
+
+from megatron_ext.cost import model as cost
+from megatron_ext.planner import plan, verdict
+from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
+from megatron_ext.schedule.match import match
+from megatron_ext.schedule.validate import validate
+from planning_cases import make_table, make_workload
+
+WORKLOADS = {
+    "interleaved": dict(),
+    "1f1b": dict(pp=3, vp=1, order="1f1b", layers=4),
+    "no_pipeline": dict(pp=1, vp=1, order="no_pipeline", layers=6),
+    "two dtypes": dict(dtypes=("bfloat16", "float32")),
+    "host memory for a third": dict(pinned_host_bytes=270_000),
+    "zero 3": dict(zero_stage=3),
+    "zero 3, two chunks": dict(zero_stage=3, device_bytes=420_000),
+    "zero 3, one layer": dict(zero_stage=3, device_bytes=100_000),
+    "zero 3, drive": dict(zero_stage=3, device_bytes=300_000, pinned_host_bytes=500_000, nvme_slots=2, nvme_slot_bytes=60_000, dp=1),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_hybrid_is_valid_within_limits_and_no_worse_than_any_baseline(name):
+    work = make_workload(**WORKLOADS[name])
+    table = make_table(work, gpu=(5.0, 1000.0), cpu=(3.0, 900.0), nvme=(8.0, 600.0), forward=40.0, backward=80.0)
+    planned = plan(work, table)
+    match(validate(planned), work)
+    predicted = planned.predicted
+    assert "all-gpu" in predicted.baselines_us and len(predicted.baselines_us) >= 4
+    assert predicted.step_time_us <= min(predicted.baselines_us.values()) * (1 + 1e-12)
+    if work.limits.device_bytes is not None:
+        assert max(device_peaks(planned)) <= work.limits.device_bytes
+    if work.limits.pinned_host_bytes is not None:
+        assert max(pinned_host_bytes(planned)) <= work.limits.pinned_host_bytes
+
+
+def test_a_full_swap_buffer_sends_the_rest_by_all_gather():
+    """The drive is the fastest route and one group at a time fits its slot."""
+    work = make_workload(pp=1, vp=1, microbatches=1, layers=6, order="no_pipeline", nvme_slots=1, pinned_host_bytes=400_000)
+    table = make_table(work, gpu=(5.0, 300.0), cpu=None, nvme=(1.0, 600.0), publish=(0.1, 1e6), forward=5.0, backward=10.0)
+    planned = plan(work, table)
+    routes = [a.route for entry in (planned.ranks[0].start, *planned.ranks[0].steps) for a in entry.unshard]
+    assert set(routes) == {"gpu", "nvme"}
+
+
+def test_verdict_says_when_it_will_not_help():
+    work = make_workload()
+    hopeless = make_table(work, gpu=(1e-6, 1e12), cpu=(1000.0, 10.0))
+    judged = verdict(work, hopeless, plan(work, hopeless))
+    assert judged.figures["helps"] is False and "will not help" in judged.text
+    promising = make_table(work, gpu=(50.0, 50.0), cpu=(5.0, 2000.0))
+    judged = verdict(work, promising, plan(work, promising))
+    assert judged.figures["helps"] is True and judged.figures["gain"] > 0.2 and "will not help" not in judged.text
+
+
+def test_zero_stage_3_keeps_what_it_has_room_for():
+    """With room for everything each group is gathered once; with less, more often."""
+    counts = []
+    for limit in (None, 250_000):
+        work = make_workload(zero_stage=3, microbatches=8, device_bytes=limit)
+        planned = plan(work, make_table(work))
+        counts.append(sum(len(e.unshard) for r in planned.ranks for e in (r.start, *r.steps)) / len(planned.groups))
+    assert counts[0] == 1 < counts[1]
+
+
+def test_hierarchical_gather_is_taken_where_it_is_faster():
+    work = make_workload()
+    flat = make_table(work, cpu=None)
+    points = tuple(cost.Point(size_bytes=p.size_bytes, p50_us=p.p50_us / 2) for p in flat.routes.gpu.points)
+    both = cost.Curve(points=flat.routes.gpu.points, algorithms={"hierarchical": points})
+    table = msgspec.structs.replace(flat, routes=cost.Routes(gpu=both))
+    assert plan(work, table).predicted.busy_us["gpu"] <= plan(work, flat).predicted.busy_us["gpu"] / 1.9
