@@ -8,7 +8,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-ITERS=${ITERS:-24} PP=${PP:-2} VP=${VP:-2} DP=${DP:-2}
+ITERS=${ITERS:-24} PP=${PP:-2} DP=${DP:-2}
+if [ "$PP" = 1 ]; then VP=${VP:-1}; else VP=${VP:-2}; fi
 LAYERS=${LAYERS:-8} HIDDEN=${HIDDEN:-256} HEADS=${HEADS:-4} SEQ=${SEQ:-128} MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-2}
 MICRO_BATCHES=${MICRO_BATCHES:-$((2 * PP))} POLICY=${POLICY:-hybrid}
 NAME=${NAME:-pp$PP-vp$VP-dp$DP-l$LAYERS-h$HIDDEN-s$SEQ-$POLICY}
