@@ -10,6 +10,8 @@ Another bucket layout changes the order in which gradient norms are summed, henc
 bits: equality is checked against Megatron's own gather at this same layout.
 """
 
+import inspect
+
 import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
@@ -114,6 +116,9 @@ def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]]) -> Non
     buffer.param_to_bucket, buffer.buckets = {}, []
     buffer.grad_data = torch.zeros(start, dtype=grad_dtype, device=device)
     buffer.param_data = None  # every bucket has its own
+    # From 0.18 on a bucket also lists parameters with gradients of their own in fp32; refused at start.
+    accepted = inspect.signature(buffer._new_bucket).parameters
+    none_extra = {name: [] for name in ("bucket_params_with_extra_main_grads",) if name in accepted}
     for bucket_id, (parameters, (begin, end, unpadded)) in enumerate(zip(members.values(), ranges)):
         storage = torch.zeros(end - begin, dtype=buffer.param_dtype, device=device)
         for parameter in parameters:
@@ -125,7 +130,7 @@ def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]]) -> Non
             parameter.main_grad = buffer.grad_data[first:last].view(parameter.shape)
         bucket = buffer._new_bucket(
             bucket_params=list(reversed(parameters)), start_index=begin, end_index=end,
-            numel_unpadded=unpadded, bucket_id=bucket_id,
+            numel_unpadded=unpadded, bucket_id=bucket_id, **none_extra,
         )  # fmt: skip
         bucket.param_data = storage
         buffer.buckets.append(bucket)

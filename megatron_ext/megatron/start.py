@@ -23,6 +23,7 @@ _NEUTRAL = {
     "context_parallel_size": 1,
     "hybrid_context_parallel": False,
     "tensor_parallel_num_weight_shards": 1,
+    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
 }
 
 _LAYER_WISE_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
@@ -53,8 +54,8 @@ def refuse_unsupported(args) -> None:
         raise InputError(why, field="--" + name.replace("_", "-"), value=getattr(args, name, None))
 
     for name, neutral in _NEUTRAL.items():
-        # None is how Megatron spells "not given".
-        if getattr(args, name, neutral) not in (neutral, None):
+        # None, or an empty list, is how Megatron spells "not given".
+        if getattr(args, name, neutral) not in (neutral, None, []):
             refuse(name)
     if not getattr(args, "use_distributed_optimizer", False):
         refuse("use_distributed_optimizer", "--user-defined-schedule needs it")

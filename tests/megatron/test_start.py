@@ -36,6 +36,7 @@ def test_a_usual_run_is_accepted():
         ("num_distributed_optimizer_instances", 2),
         ("overlap_param_gather_with_optimizer_step", True),
         ("overlap_moe_expert_parallel_comm", True),
+        ("ddp_param_name_patterns_for_fp32_local_accumulation", ["all"]),
         ("use_layer_wise_distributed_optimizer", True),
         ("optimizer", "dist_muon"),
         ("cuda_graph_scope", ["full_iteration"]),
