@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-MEGATRON = ROOT / ".megatron"
+sys.path.insert(0, str(Path(__file__).parent))
 
-sys.path.insert(0, str(ROOT / "tests"))
+from places import MEGATRON, ROOT
+
 if MEGATRON.is_dir():
     sys.path.insert(0, str(MEGATRON))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(MEGATRON), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import MEGATRON, ROOT
+from places import MEGATRON, ROOT
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from cases import LAYOUTS
-from conftest import ROOT
+from places import ROOT
 from training import environment
 
 WORKER = Path(__file__).with_name("parity_worker.py")
@@ -32,7 +32,8 @@ class ParityService:
 
     def run(self, **case) -> dict:
         """``{"reference": metrics, "scheduled": metrics}`` of a case: ``options``, ``schedule``
-        (a path), ``environment`` of the scheduled run, ``reference`` (default True).
+        (a path), ``environment`` of the scheduled run, ``reference`` (default True),
+        ``iterations`` (default: the worker's).
 
         Raises:
             Died: a rank failed.
