@@ -12,12 +12,9 @@ import msgspec
 
 from megatron_ext import files
 from megatron_ext.errors import InputError
+from megatron_ext.workload.route import ROUTES
 
 SCHEMA_VERSION = 1
-ROUTES = ("gpu", "cpu", "nvme")
-
-Route = Literal["gpu", "cpu", "nvme"]
-
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One measured size. ``issued_us`` is the time until the call returned, where it is

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from megatron_ext.cost.curve import Estimate, lookup
-from megatron_ext.cost.model import ROUTES, Compute, CostTable, Curve
+from megatron_ext.cost.model import Compute, CostTable, Curve
 from megatron_ext.errors import InputError
+from megatron_ext.workload.route import ROUTES
 
 
 class Costs:

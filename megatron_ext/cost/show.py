@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_ext.cost.curve import curves_of, residuals
-from megatron_ext.cost.model import ROUTES, CostTable, Curve, Point
+from megatron_ext.cost.model import CostTable, Curve, Point
 from megatron_ext.cost.predict import Costs
 from megatron_ext.errors import InputError
+from megatron_ext.workload.route import ROUTES
 
 OTHERS = ("publish.cpu", "publish.nvme", "publish.internode", "p2p", "reduce", "optimizer", "all_reduce",
           "group_overhead.flatten", "group_overhead.coalesced")  # fmt: skip

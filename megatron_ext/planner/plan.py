@@ -2,7 +2,7 @@
 
 import msgspec
 
-from megatron_ext.cost.model import ROUTES, CostTable
+from megatron_ext.cost.model import CostTable
 from megatron_ext.errors import InputError
 from megatron_ext.planner.baselines import BASELINES, all_cpu, all_gpu
 from megatron_ext.planner.fit import check_fits
@@ -15,6 +15,7 @@ from megatron_ext.simulator.bound import lower_bound
 from megatron_ext.simulator.simulate import run, with_prediction
 from megatron_ext.simulator.timing import Timing, require
 from megatron_ext.workload.model import Workload
+from megatron_ext.workload.route import ROUTES
 
 POLICIES = ("hybrid", "all-gpu", "all-cpu", "random:SEED", "exact")
 

@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from megatron_ext import planner, simulator
-from megatron_ext.cost.model import ROUTES
+from megatron_ext import simulator
 from megatron_ext.report.equality import Equality, compare, largest_loss_difference
 from megatron_ext.report.measured import MeasuredTrace
 from megatron_ext.report.run_dir import RunDir
@@ -11,6 +10,8 @@ from megatron_ext.report.spread import Spread, spread, summarize, warm_up
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.schedule.trace import Event
 from megatron_ext.simulator.simulate import with_prediction
+from megatron_ext.simulator.verdict import verdict
+from megatron_ext.workload.route import ROUTES
 
 GATHER_LANES = ("issue", "wait")
 """The training thread's time in gathers: issuing them, publishing for them, waiting for them."""
@@ -64,7 +65,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     stock = simulator.simulate(run.workload, run.table, trace=True, extrapolate=extrapolate)
     # A schedule written by hand holds no prediction.
     schedule = run.schedule if run.schedule.predicted is not None else with_prediction(run.schedule, ours)
-    judged = planner.verdict(run.workload, run.table, schedule, extrapolate=extrapolate)
+    judged = verdict(run.workload, run.table, schedule, extrapolate=extrapolate)
     measured = {"stock": run.stock_trace, "scheduled": run.scheduled_trace}
 
     def lanes(*names: str) -> Pair:

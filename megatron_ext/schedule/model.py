@@ -27,9 +27,9 @@ from typing import Any, Literal
 import msgspec
 
 from megatron_ext import files
-from megatron_ext.cost.model import Route
 from megatron_ext.workload.model import Limits
 from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.route import Route
 
 SCHEMA_VERSION = 1
 

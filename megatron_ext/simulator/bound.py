@@ -24,13 +24,13 @@ knows them.
 from itertools import combinations
 
 from megatron_ext.cost.curve import curves_of
-from megatron_ext.cost.model import ROUTES
 from megatron_ext.simulator.critical import Durations, alone, earliest_ends, tails
 from megatron_ext.simulator.least_loads import layer_bytes, least_loads
 from megatron_ext.simulator.stock import buckets
 from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, KINDS, Timing
 from megatron_ext.workload.model import Workload, group_bytes
 from megatron_ext.workload.order import steps_of_ranks
+from megatron_ext.workload.route import ROUTES
 
 _KIND = {"gpu": GPU, "cpu": CPU, "nvme": CPU}
 
