@@ -79,22 +79,42 @@ def _optimizer_state(optimizer) -> list:
     """Megatron's optimizer state: step counts, scaler, and this rank's shards."""
     states = []
     for one in _optimizers(optimizer):
-        shards = {}
+        shards, stepped = {}, len(one.optimizer.state) > 0
         for buffer, ranges in enumerate(one.gbuf_ranges):
             for dtype, buckets in ranges.items():
                 for bucket, bucket_ranges in enumerate(buckets):
                     for number, parameter in enumerate(bucket_ranges["param_map"]):
-                        tensors = one._get_main_param_and_optimizer_states(parameter)
+                        tensors = one._get_main_param_and_optimizer_states(parameter) if stepped else {"param": _main_param(one, parameter)}
                         shards[(buffer, str(dtype), bucket, number)] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        states.append({"common": one.state_dict(), "shards": shards})
+        # Before the first update (with fp16, steps are skipped at first) Megatron has no state to give.
+        common = one.state_dict() if stepped else {"grad_scaler": one.grad_scaler.state_dict() if one.grad_scaler else None}
+        states.append({"common": common, "shards": shards})
     return states
 
 
+def _main_param(optimizer, parameter) -> torch.Tensor:
+    group, order = optimizer.model_param_group_index_map[parameter]
+    return optimizer.optimizer.param_groups[group]["params"][order]
+
+
+@torch.no_grad()
 def _load_optimizer(optimizer, states: list) -> None:
     for one, state in zip(_optimizers(optimizer), states, strict=True):
-        one.load_state_dict(state["common"])
+        stepped = "optimizer" in state["common"]
+        if stepped:
+            one.load_state_dict(state["common"])
+            for own in one.optimizer.state.values():
+                # Megatron gives all parameters the same tensor, which each of them then counts up.
+                if torch.is_tensor(own.get("step")):
+                    own["step"] = own["step"].clone()
+        elif one.grad_scaler:
+            one.grad_scaler.load_state_dict(state["common"]["grad_scaler"])
         for buffer, ranges in enumerate(one.gbuf_ranges):
             for dtype, buckets in ranges.items():
                 for bucket, bucket_ranges in enumerate(buckets):
                     for number, parameter in enumerate(bucket_ranges["param_map"]):
-                        one._set_main_param_and_optimizer_states(parameter, state["shards"][(buffer, str(dtype), bucket, number)])
+                        tensors = state["shards"][(buffer, str(dtype), bucket, number)]
+                        if stepped:
+                            one._set_main_param_and_optimizer_states(parameter, tensors)
+                        else:
+                            _main_param(one, parameter).copy_(tensors["param"])

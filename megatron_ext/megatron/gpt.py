@@ -112,3 +112,14 @@ def initialize_by_name(chunks: list[GPTModel], seed: int) -> None:
             values = torch.randn(parameter.shape, generator=generator) * chunk.config.init_method_std
             with torch.no_grad():
                 parameter.copy_(values)
+
+
+def optimizer_offload_options() -> dict:
+    """What OptimizerConfig needs so that Adam's state and its step are on the host."""
+    from megatron.core import utils
+    from packaging.version import Version
+
+    # OptimizerConfig compares the version of Transformer Engine also where there is none.
+    if utils.get_te_version() is None:
+        utils._te_version = Version("0")
+    return dict(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, use_precision_aware_optimizer=True)

@@ -85,17 +85,21 @@ class Boundaries:
     Args:
         chunks: this rank's model chunks, wrapped or bare.
         uses: by group, the first and the last layer of its chunk that use it.
+        blocks: by chunk and layer, the first and the last layer that backward runs together.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module], uses: dict[int, tuple[int, int]]):
+    def __init__(self, chunks: list[torch.nn.Module], uses: dict[int, tuple[int, int]], blocks: list[list[tuple[int, int]]]):
         self._layers = [layers_of(chunk) for chunk in chunks]
-        self._uses = uses
+        self._uses, self._blocks = uses, blocks
 
     def uses(self, group_index: int) -> tuple[int, int]:
         return self._uses[group_index]
 
     def num_layers(self, model_chunk_id: int) -> int:
         return len(self._layers[model_chunk_id])
+
+    def backward_begins(self, model_chunk_id: int, layer: int) -> int:
+        return self._blocks[model_chunk_id][layer][1]
 
     def arm(self, model_chunk_id: int, boundary: int, forward, backward):
         """A function that makes ``forward`` run just before layer ``boundary`` computes next, and

@@ -7,7 +7,8 @@ from megatron.core import parallel_state
 
 from megatron_ext.megatron.describe import describe_chunk
 from megatron_ext.megatron.layers import Boundaries, bare
-from megatron_ext.megatron.shards import hold_shards, refuse_state_of_freed
+from megatron_ext.megatron.recompute import blocks_of
+from megatron_ext.megatron.shards import hold_shards, offloaded_shards, refuse_state_of_freed
 from megatron_ext.runtime import debug
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.executor import Executor
@@ -44,9 +45,10 @@ def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], op
     process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     clock, residency = Clock(), Residency()
     groups = make_groups(schedule, bucket_groups, process_group, residency)
+    buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
     if schedule.zero_stage == 3:
         keep_freed_blocks()
-        hold_shards(optimizers, [(bucket_groups[index].buckets[0], group) for index, group in groups.items()])
+        hold_shards(optimizers, buckets)
         for chunk_id, ddp in enumerate(ddps):
             refuse_state_of_freed(bare(ddp), [group for index, group in groups.items() if schedule.groups[index].model_chunk_id == chunk_id])
 
@@ -56,10 +58,11 @@ def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], op
         gpu = debug.OrderedRoute(gpu)
         checks = debug.Checks(device_peaks(schedule)[pp_rank], gpu, exchange_over(process_group))
     routes["gpu"] = gpu if recorder is None else _RecordedGather(gpu, recorder)
-    copies = _Copies(schedule, groups, process_group, clock, faults, recorder, nvme_path) if schedule.publish else None
+    copies = _Copies(schedule, groups, offloaded_shards(optimizers, buckets), process_group, clock, faults, recorder, nvme_path) if schedule.publish else None
     if copies is not None:
         routes.update(copies.routes)
-    boundaries = Boundaries(ddps, uses_of_groups(schedule, ddps, pp_rank))
+    blocks = [blocks_of(describe_chunk(ddp, pp_rank, index), ddp.config) for index, ddp in enumerate(ddps)]
+    boundaries = Boundaries(ddps, uses_of_groups(schedule, ddps, pp_rank), blocks)
     program = compile_program(schedule, schedule.ranks[pp_rank], groups, routes, clock, boundaries, recorder, faults.skip_group, checks is not None)
     executor = Executor(
         program, groups, clock, residency, gpu.issue, recorder=recorder, checks=checks,
@@ -76,10 +79,13 @@ class _Copies:
     Made on every rank as soon as any rank publishes: process groups are made by all together.
     """
 
-    def __init__(self, schedule: Schedule, groups, process_group, clock: Clock, faults: Faults, recorder, nvme_path):
+    def __init__(self, schedule: Schedule, groups, offloaded, process_group, clock: Clock, faults: Faults, recorder, nvme_path):
         self.routes, self.publisher, self.pool, self.drop_staged, self.closing = {}, None, None, None, []
         local, nodes = make_process_groups(schedule.parallel)
-        targets = [Target(groups[entry.group], "cpu" in entry.to, "nvme" in entry.to) for entry in schedule.publish if entry.group in groups]
+        targets = [
+            Target(groups[entry.group], "cpu" in entry.to, "nvme" in entry.to, offloaded.get(entry.group))
+            for entry in schedule.publish if entry.group in groups
+        ]  # fmt: skip
         if not targets:
             return
         local = local or process_group

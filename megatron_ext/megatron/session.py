@@ -22,6 +22,7 @@ from megatron_ext.errors import InputError
 from megatron_ext.megatron import buckets
 from megatron_ext.megatron.describe import describe_chunk
 from megatron_ext.megatron.prepare import prepare
+from megatron_ext.megatron.recompute import check_recompute
 from megatron_ext.runtime import faults
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.node_exchange import nodes_of_replicas
@@ -71,7 +72,7 @@ class Session:
         }  # fmt: skip
         cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else buckets.ScheduledBucketGroup
         try:
-            _refuse_unsupported(ddp)
+            _refuse_unsupported(ddp, self.schedule.zero_stage)
             self._bucket_groups.update(buckets.lay_out(ddp, groups, file=self.path, bucket_group_class=cls))
         except InputError as error:
             self._error = self._error or str(error)
@@ -102,6 +103,7 @@ class Session:
                 self._check_copies(nvme_path)
                 workload = msgspec.structs.replace(_with_chunks(workload_of_run, chunks), zero_stage=self.schedule.zero_stage)
                 match.match(self.schedule, workload, file=self.path)
+                check_recompute(self.schedule, workload, self._ddps[0].config, file=self.path)
             except InputError as refused:
                 error = str(refused)
         agree(error, ("schedule sha256", self.sha256), file=self.path)
@@ -178,7 +180,7 @@ def _with_chunks(workload: Workload, chunks) -> Workload:
     return msgspec.structs.replace(workload, chunks=tuple(by_stage[key] for key in sorted(by_stage)))
 
 
-def _refuse_unsupported(ddp) -> None:
+def _refuse_unsupported(ddp, zero_stage: int) -> None:
     """Features that change what a bucket is or who gathers it."""
     config = ddp.ddp_config
     refused = {
@@ -191,6 +193,9 @@ def _refuse_unsupported(ddp) -> None:
             raise InputError("cannot be combined with --user-defined-schedule", field="--" + name.replace("_", "-"), value=value)
     if not config.use_distributed_optimizer:
         raise InputError("--user-defined-schedule needs --use-distributed-optimizer", field="--use-distributed-optimizer", value=False)
+    if zero_stage == 3 and not config.overlap_param_gather:
+        # By it, Megatron asks for whole parameters before it evaluates and saves.
+        raise InputError("a schedule of zero stage 3 needs --overlap-param-gather", field="--overlap-param-gather", value=False)
 
 
 def _replace_pre_hooks(ddp, session: Session) -> None:

@@ -8,6 +8,8 @@ that a bucket can be freed at any time. Tensor objects stay the same: other part
 optimizer know them by identity.
 """
 
+from typing import Callable
+
 import torch
 
 from megatron_ext.runtime.group import FreedGroup, Group, ScheduleError, State
@@ -40,6 +42,43 @@ def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]]) -> None:
         optimizers: Megatron's DistributedOptimizer objects of this rank.
         groups: (bucket, group) of every group of this rank.
     """
+    for _, group, start, end, shard in _pieces(optimizers, groups):
+        shard.data = group.shard[start:end]
+    for bucket, group in groups:
+        bucket.param_data = ShardOfBucket(group)
+
+
+def offloaded_shards(optimizers, groups: list[tuple[object, Group]]) -> dict[int, Callable]:
+    """Where the optimizer steps on the host, its own copies of each group's shard.
+
+    Publishing takes them from there: the host copy then costs no copy from the device.
+
+    Args:
+        optimizers, groups: as for :func:`hold_shards`, with any kind of group.
+
+    Returns:
+        By group index a function that gives ``(start, host tensor)`` of every piece of the
+        shard, or None while a piece is not offloaded. Groups that are never are left out.
+    """
+    pieces: dict[int, list] = {}
+    for optimizer, group, start, _, shard in _pieces(optimizers, groups):
+        copies = getattr(optimizer.optimizer, "gpu_params_map_cpu_copy", None)
+        pieces.setdefault(group.index, []).append((start, shard, optimizer.optimizer if copies is not None else None))
+
+    def source(own: list):
+        def find():
+            # Loading a checkpoint makes the copies anew, so they are looked up every time.
+            found = [(start, optimizer.gpu_params_map_cpu_copy.get(shard)) for start, shard, optimizer in own]
+            return None if any(copy is None for _, copy in found) else found
+
+        return find
+
+    return {index: source(own) for index, own in pieces.items() if all(optimizer is not None for *_, optimizer in own)}
+
+
+def _pieces(optimizers, groups):
+    """``(optimizer, group, start, end, view)``: every part of a parameter that this rank updates,
+    its place in the group's shard, and the tensor by which the optimizer knows it."""
     groups_of_buckets = {id(bucket): group for bucket, group in groups}
     for optimizer in optimizers:
         if getattr(optimizer, "is_stub_optimizer", False):
@@ -53,9 +92,7 @@ def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]]) -> None:
                     buffer, _, bucket = optimizer.model_param_gbuf_map[parameter]
                     group = groups_of_buckets[id(optimizer.buffers[buffer].buckets[bucket])]
                     place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
-                    shard.data = group.shard[place.start - group.shard_start : place.end - group.shard_start]
-    for bucket, group in groups:
-        bucket.param_data = ShardOfBucket(group)
+                    yield optimizer, group, place.start - group.shard_start, place.end - group.shard_start, shard
 
 
 def refuse_state_of_freed(module: torch.nn.Module, groups: list[Group]) -> None:

@@ -18,7 +18,6 @@ _NEUTRAL = {
     "use_layer_wise_distributed_optimizer": False,
     "num_distributed_optimizer_instances": 1,
     "overlap_param_gather_with_optimizer_step": False,
-    "optimizer_cpu_offload": False,
     "overlap_moe_expert_parallel_comm": False,
     "context_parallel_size": 1,
     "hybrid_context_parallel": False,

@@ -56,7 +56,9 @@ def compile_program(schedule: Schedule, rank: Rank, groups: dict[int, Group], ro
         routes: route objects by name; see :mod:`megatron_ext.runtime.routes`.
         clock: the version that every gather must bring.
         layers: ``layers.uses(group_index) -> (first, last)``, the layers of its chunk that use
-            a group; ``layers.num_layers(model_chunk_id)``; and
+            a group; ``layers.num_layers(model_chunk_id)``;
+            ``layers.backward_begins(model_chunk_id, layer)``, the layer at which the backward of
+            ``layer`` begins, where several are recomputed together; and
             ``layers.arm(model_chunk_id, boundary, forward, backward) -> Action``, a function
             that, called as a forward step begins, makes ``forward`` run at that boundary of
             this step and ``backward`` at the same boundary of its micro-batch's backward.
@@ -113,12 +115,14 @@ class _Compiler:
             # The layer that uses the group first waits for it, not the whole step.
             first, last = self.layers.uses(index)
             own = self.schedule.groups[index].model_chunk_id == chunk
-            layer = -1 if not own else first if step.kind == "F" else last
+            layer = -1 if not own else first if step.kind == "F" else self.layers.backward_begins(chunk, last)
             self._before(place, step, chunk, layer).append(self.wait(index))
         if check_uses:
             for index, group in self.groups.items():
-                if self.schedule.groups[index].model_chunk_id == chunk and index != self.skip_group:
+                if self.schedule.groups[index].model_chunk_id == chunk:
                     for layer in range(self.layers.uses(index)[0], self.layers.uses(index)[1] + 1):
+                        if step.kind == "B":
+                            layer = self.layers.backward_begins(chunk, layer)
                         self._before(place, step, chunk, layer).append(lambda group=group: group.check_usable(self.clock))
         return place
 

@@ -1,7 +1,7 @@
 """Write fresh shards to the node's copies after the optimizer step, beside the next forwards."""
 
 from time import perf_counter_ns
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 
@@ -14,11 +14,16 @@ from megatron_ext.runtime.worker import Transfer, Worker
 
 
 class Target(NamedTuple):
-    """A group and where its shards go."""
+    """A group and where its shards go.
+
+    ``offloaded``, where the optimizer steps on the host, gives ``(start, host tensor)`` of every
+    piece of the shard, or None where the device has the only copy.
+    """
 
     group: Group
     host: bool
     nvme: bool
+    offloaded: Callable | None = None
 
 
 class Publisher:
@@ -79,12 +84,19 @@ class Publisher:
     def _on_host(self, target: Target, after) -> torch.Tensor:
         """The own shard in host memory: in the host copy where there is one."""
         group = target.group
+        offloaded = target.offloaded() if target.offloaded is not None else None
         if target.host:
             own = self.pool.slice_of(group, self.dp_rank)
+        elif offloaded is not None:
+            own = torch.zeros_like(group.shard, device="cpu")
         elif group.shard.device.type == "cpu":
             return group.shard
         else:
             own = torch.empty_like(group.shard, device="cpu")
+        if offloaded is not None:
+            for start, copy in offloaded:  # fp32 on the host; rounded here as on the device
+                own[start : start + copy.numel()].copy_(copy)
+            return own
         self.device.synchronize(self.device.copy(own, group.shard, self.stream, after))
         return own
 

@@ -12,15 +12,17 @@ from cases import LAYOUTS, MODELS
 from megatron_ext.megatron import describe
 from megatron_ext.workload import model
 
-TRAINING = {"--lr", "--log-interval", "--initial-loss-scale"}
+TRAINING = {"--lr": 1, "--log-interval": 1, "--initial-loss-scale": 1, "--optimizer-cpu-offload": 0}
+"""Options that only training knows, with the number of their values."""
 
 
 def model_options(options: list[str]) -> list[str]:
-    """Without the options that only training knows; each of them takes a value."""
+    """Without the options that only training knows."""
     kept, rest = [], iter(options)
     for option in rest:
         if option in TRAINING:
-            next(rest)
+            for _ in range(TRAINING[option]):
+                next(rest)
         else:
             kept.append(option)
     return kept

@@ -5,8 +5,14 @@ layer, and every choice comes from a ``random.Random``: Hypothesis' own, so that
 schedule is shrunk.
 """
 
+import random
+
+from msgspec.structs import replace
+
 from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
 from megatron_ext.planner.random_plan import random_groups
+from megatron_ext.schedule import footprint, match, validate
+from megatron_ext.schedule import model as schedule_file
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.workload.model import Workload
 from megatron_ext.workload.order import steps_of_ranks
@@ -29,6 +35,22 @@ def draw_schedule(draw, workload: Workload, routes=("gpu", "cpu")) -> Schedule:
         placed.append(_with_slots(draw, unshards, workload.limits.nvme_slots))
         freed.append(reshards)
     return assemble(workload, groups, placed, freed, planner="drawn")
+
+
+def prepared(draw, workload: Workload, path, routes=("gpu", "cpu", "nvme")) -> Schedule:
+    """A drawn schedule with its own peak as the limit, checked and written to ``path``."""
+    schedule = draw_schedule(draw, workload, routes)
+    peak = max(footprint.device_peaks(schedule))
+    schedule = replace(schedule, limits=replace(schedule.limits, device_bytes=peak))
+    validate.validate(schedule)
+    match.match(schedule, workload)
+    schedule_file.save(path, schedule)
+    return schedule
+
+
+def hosted(workload: Workload, zero_stage: int, path) -> Schedule:
+    """A schedule in which every group goes by its host copy, for negative controls."""
+    return prepared(random.Random(1), replace(workload, zero_stage=zero_stage), path, routes=("cpu",))
 
 
 def _zero1(draw, workload: Workload, pp_rank: int, own, groups, uses):

@@ -51,12 +51,12 @@ class Rows:
         return {"tokens": row[:-1], "labels": row[1:], "loss_mask": torch.ones(len(row) - 1), "position_ids": self._positions}
 
 
-def train(example, options: list[str], schedule: str | None, environment: dict[str, str]) -> dict:
+def train(example, options: list[str], schedule: str | None, environment: dict[str, str], iterations: int) -> dict:
     """Train a new model; returns this rank's metrics."""
     for name in (session.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
         os.environ.pop(name, None)
     os.environ.update(environment)
-    sys.argv = ["parity", "--data-path", "none", "--train-iters", str(ITERATIONS), *options]
+    sys.argv = ["parity", "--data-path", "none", "--train-iters", str(iterations), *options]
     args = example.parse_args()
     example.gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
     example.set_seeds(args)
@@ -72,10 +72,10 @@ def train(example, options: list[str], schedule: str | None, environment: dict[s
 
 def run_case(example, layout: list[str], case: dict) -> dict:
     options = [*layout, *case["options"]]
-    found = {}
+    found, iterations = {}, case.get("iterations", ITERATIONS)
     if case.get("reference", True):
-        found["reference"] = train(example, options, case["schedule"], {session.STOCK_GATHER: "1"})
-    found["scheduled"] = train(example, options, case["schedule"], case.get("environment", {}))
+        found["reference"] = train(example, options, case["schedule"], {session.STOCK_GATHER: "1"}, iterations)
+    found["scheduled"] = train(example, options, case["schedule"], case.get("environment", {}), iterations)
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, found)
     return {

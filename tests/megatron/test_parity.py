@@ -4,59 +4,28 @@ Hypothesis draws the schedule, the model and the faults; four ranks train each c
 Megatron's own gathers and by the schedule, in debug mode. Evaluation in between is drawn, too.
 """
 
-import random
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from cases import LAYOUTS, MODELS
-from draw_schedule import draw_schedule
+from draw_schedule import hosted, prepared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from parity_service import Died, ParityService, differences
-from training import environment
+from parity_service import Died, differences
 
-from megatron_ext.schedule import footprint, match, model, validate
+from megatron_ext.schedule import footprint
 from megatron_ext.workload import model as workload_file
 
 CASES = 12  # for each of three layouts
 
 
-class Workloads(dict):
-    """By layout and model; without the page of text that a failing test would print."""
-
-    def __repr__(self) -> str:
-        return f"{len(self)} workloads"
+@pytest.fixture(params=list(LAYOUTS))
+def service(request, services):
+    return services(request.param)
 
 
-@pytest.fixture(scope="module")
-def workloads(megatron_tree, tmp_path_factory) -> Workloads:
-    """Workloads of every model on every layout."""
-    folder = tmp_path_factory.mktemp("workloads")
-    program = Path(__file__).with_name("describe_cases.py")
-    result = subprocess.run([sys.executable, str(program), str(folder)], env=environment(), capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr
-    return Workloads({(layout, name): workload_file.load(folder / f"{layout}.{name}.json") for layout in LAYOUTS for name in MODELS})
-
-
-@pytest.fixture(scope="module", params=list(LAYOUTS))
-def service(request, megatron_tree):
-    service = ParityService(request.param)
-    yield service
-    service.close()
-
-
-def prepared(draw, workload, path: Path, routes=("gpu", "cpu", "nvme")):
-    """A drawn schedule with its own peak as the limit, written to ``path``."""
-    schedule = draw_schedule(draw, workload, routes)
-    peak = max(footprint.device_peaks(schedule))
-    schedule = replace(schedule, limits=replace(schedule.limits, device_bytes=peak))
-    validate.validate(schedule)
-    match.match(schedule, workload)
-    model.save(path, schedule)
-    return schedule
+@pytest.fixture
+def interleaved(services):
+    return services("interleaved")
 
 
 @settings(max_examples=CASES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
@@ -87,16 +56,6 @@ def test_a_valid_schedule_trains_bitwise_like_megatron(service, workloads, tmp_p
     assert answer["scheduled"]["peak_bytes"] == [peak for peak in peaks for _ in range(ranks_of_stage)]
     if name == "fp16":
         assert None in answer["scheduled"]["grad_norm"][0], "no step was skipped"
-
-
-def hosted(workload, zero_stage: int, path: Path):
-    """A schedule in which every group has a host copy, for negative controls."""
-    for seed in range(100):
-        schedule = draw_schedule(random.Random(seed), replace(workload, zero_stage=zero_stage), routes=("cpu",))
-        if len(schedule.publish) == len(schedule.groups):
-            model.save(path, schedule)
-            return schedule
-    raise AssertionError("no schedule was drawn")
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -133,10 +92,3 @@ def test_the_debug_mode_names_a_group_that_is_not_fresh(workloads, interleaved, 
     hosted(workloads["interleaved", "fp32"], zero_stage, tmp_path / "s.json")
     with pytest.raises(Died, match="computes on group 0 .* while it is sharded"):
         interleaved.run(options=MODELS["fp32"], schedule=tmp_path / "s.json", environment={"MEGATRON_EXT_FAULTS": "skip_group=0", "MEGATRON_EXT_DEBUG": "1"})
-
-
-@pytest.fixture(scope="module")
-def interleaved(megatron_tree):
-    service = ParityService("interleaved")
-    yield service
-    service.close()

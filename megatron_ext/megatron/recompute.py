@@ -1,0 +1,54 @@
+"""Layers that are recomputed together, and what that means for actions between them.
+
+With ``--recompute-method uniform`` and more than one layer, backward first runs the forward of
+all layers of a block again, in ascending order, and then their backwards. All of them must be
+whole from the first to the last of it: nothing can be brought or freed in between.
+"""
+
+from megatron_ext.errors import InputError
+from megatron_ext.schedule.model import Schedule
+from megatron_ext.workload.model import Chunk, Workload
+
+
+def blocks_of(chunk: Chunk, config) -> list[tuple[int, int]]:
+    """For every layer of a chunk, the first and last layer that backward runs together with it.
+
+    Args:
+        chunk: with the kinds of its layers.
+        config: Megatron's TransformerConfig.
+    """
+    blocks = [(layer, layer) for layer in range(chunk.num_layers)]
+    if config.recompute_granularity != "full" or config.recompute_method != "uniform":
+        return blocks
+    size = config.recompute_num_layers or 1
+    transformer = [layer for layer, kind in enumerate(chunk.layer_kinds) if kind == "transformer"]
+    for start in range(0, len(transformer), size):
+        members = transformer[start : start + size]
+        for layer in members:
+            blocks[layer] = (members[0], members[-1])
+    return blocks
+
+
+def check_recompute(schedule: Schedule, workload: Workload, config, *, file=None) -> None:
+    """Refuse actions in the middle of layers that backward runs together.
+
+    Raises:
+        InputError: naming the action.
+    """
+    pp = schedule.parallel.pp
+    blocks = {(chunk.pp_rank, chunk.model_chunk_id): blocks_of(chunk, config) for chunk in workload.chunks}
+    if all(first == last for of_chunk in blocks.values() for first, last in of_chunk):
+        return
+    for rank in schedule.ranks:
+        for index, entry in enumerate(rank.steps):
+            if "B" not in entry.step:
+                continue
+            of_chunk = blocks[rank.pp_rank, int(entry.step.partition("B")[0]) // pp]
+            for kind, end in (("unshard", 1), ("reshard", 0)):
+                for n, action in enumerate(getattr(entry, kind)):
+                    if action.at >= 0 and of_chunk[action.at][end] != action.at:
+                        first, last = of_chunk[action.at]
+                        raise InputError(
+                            f"layers {first} to {last} are recomputed together in step {entry.step}; place it at layer {of_chunk[action.at][end]}, or set --recompute-num-layers 1",
+                            file=file, field=f"ranks[{rank.pp_rank}].steps[{index}].{kind}[{n}].at", value=action.at,
+                        )  # fmt: skip
