@@ -1,0 +1,120 @@
+"""Train 500 random valid schedules and Megatron's own gathers, and count the differences.
+
+    python benchmarks/parity_500.py [--cases 500] [--seed 0] [--out benchmarks/results/parity_500.json]
+
+Cases are drawn as in ``tests/megatron/test_parity.py``: model, precision, recompute, tied
+embeddings, zero stage, groups, routes (gpu, cpu, nvme), issue, need_by, keep or free down to single
+layers, nodes, and delays put into publishing, copying and reading. Each case trains both ways, in
+debug mode, and must be equal to the last bit in losses, gradient norms and parameters, with the
+promised peak of whole parameters. Every tenth case is trained once more with a safeguard switched
+off (shards not waited for, a stale copy, a group left out): that must be seen.
+"""
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "megatron")]
+
+from cases import LAYOUTS, MODELS
+from draw_schedule import hosted, prepared
+from machine import about_this_machine
+from msgspec.structs import replace
+from parity_service import Died, ParityService, differences
+from training import environment
+
+from megatron_ext import files
+from megatron_ext.schedule import footprint
+from megatron_ext.workload import model as workload_file
+
+DELAYS = ("", "publish_delay_ms=8,copy_delay_ms=4,read_delay_ms=4", "publish_delay_ms=20", "copy_delay_ms=8", "read_delay_ms=12")
+CONTROLS = ("publish_delay_ms=60,no_wait=1", "stale_group={largest}", "skip_group=0")
+
+
+def describe(folder: Path) -> None:
+    program = ROOT / "tests" / "megatron" / "describe_cases.py"
+    subprocess.run([sys.executable, str(program), str(folder)], env=environment(), check=True)
+
+
+def parity(service: ParityService, draw: random.Random, workloads: Path, folder: Path) -> dict:
+    """One case; returns what was drawn and what differed."""
+    name, zero_stage = draw.choice(sorted(MODELS)), draw.choice((3, 3, 1))
+    routes = draw.choice((("gpu", "cpu", "nvme"), ("gpu", "cpu"), ("nvme",), ("gpu",), ("cpu",)))
+    gpus_per_node, delays, evaluate = draw.choice((4, 2, 1)), draw.choice(DELAYS), draw.random() < 0.3
+    workload = workload_file.load(workloads / f"{service.layout}.{name}.json")
+    workload = replace(
+        workload, zero_stage=zero_stage, limits=workload_file.Limits(nvme_slots=draw.choice((1, 2, 4))),
+        parallel=replace(workload.parallel, gpus_per_node=gpus_per_node),
+    )  # fmt: skip
+    schedule = prepared(draw, workload, folder / "schedule.json", routes)
+    options = [*MODELS[name], "--gpus-per-node", str(gpus_per_node), "--user-defined-schedule-nvme-path", str(folder)]
+    options += ["--eval-interval", "2", "--eval-iters", "1"] if evaluate else []
+    case = dict(layout=service.layout, model=name, zero_stage=zero_stage, routes=routes, gpus_per_node=gpus_per_node, delays=delays, evaluate=evaluate)
+    try:
+        answer = service.run(options=options, schedule=folder / "schedule.json", environment={"MEGATRON_EXT_FAULTS": delays, "MEGATRON_EXT_DEBUG": "1"})
+    except Died as died:
+        return {**case, "differences": [f"died: {str(died)[-600:]}"]}
+    found = differences(answer)
+    peaks = footprint.device_peaks(schedule)
+    if answer["scheduled"]["peak_bytes"] != [peak for peak in peaks for _ in range(4 // len(peaks))]:
+        found.append("peak_bytes")
+    return {**case, "differences": found}
+
+
+def control(service: ParityService, number: int, workloads: Path, folder: Path) -> dict:
+    """A negative control; ``seen`` must be true."""
+    zero_stage = (1, 3)[number // len(CONTROLS) % 2]
+    workload = workload_file.load(workloads / f"{service.layout}.fp32.json")
+    schedule = hosted(workload, zero_stage, folder / "schedule.json")
+    largest = max(range(len(schedule.groups)), key=lambda index: schedule.groups[index].bytes)
+    fault = CONTROLS[number % len(CONTROLS)].format(largest=largest) + f",seed={number}"
+    try:
+        seen = bool(differences(service.run(options=MODELS["fp32"], schedule=folder / "schedule.json", environment={"MEGATRON_EXT_FAULTS": fault})))
+    except Died:
+        seen = True
+    return dict(layout=service.layout, zero_stage=zero_stage, fault=fault, seen=seen)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="benchmarks/results/parity_500.json")
+    args = parser.parse_args()
+    draw, begin = random.Random(args.seed), time.time()
+    cases, controls = [], []
+    with tempfile.TemporaryDirectory() as workloads:
+        describe(Path(workloads))
+        for position, layout in enumerate(LAYOUTS):
+            service = ParityService(layout)
+            share = [n for n in range(args.cases) if n * len(LAYOUTS) // args.cases == position]
+            for n in share:
+                with tempfile.TemporaryDirectory() as folder:
+                    cases.append(parity(service, draw, Path(workloads), Path(folder)))
+                    if n % 10 == 9:
+                        controls.append(control(service, len(controls), Path(workloads), Path(folder)))
+                if cases[-1]["differences"]:
+                    print(f"case {n}: {cases[-1]}", file=sys.stderr, flush=True)
+                if n % 25 == 24:
+                    print(f"{n + 1}/{args.cases} cases, {time.time() - begin:.0f} s", file=sys.stderr, flush=True)
+            service.close()
+    different = [case for case in cases if case["differences"]]
+    unseen = [one for one in controls if not one["seen"]]
+    counts = {key: {str(v): sum(str(case[key]) == str(v) for case in cases) for v in {str(c[key]): c[key] for c in cases}.values()} for key in ("layout", "model", "zero_stage", "routes", "gpus_per_node", "delays", "evaluate")}
+    files.save(args.out, {
+        "command": f"python benchmarks/parity_500.py --cases {args.cases} --seed {args.seed}", "machine": about_this_machine(),
+        "cases": len(cases), "equal": len(cases) - len(different), "different": different,
+        "controls": len(controls), "controls_seen": len(controls) - len(unseen), "controls_unseen": unseen,
+        "drawn": counts, "seconds": round(time.time() - begin),
+    }, indent=1)  # fmt: skip
+    print(f"{len(cases) - len(different)} of {len(cases)} cases equal; {len(controls) - len(unseen)} of {len(controls)} controls seen; {args.out}")
+    return 1 if different or unseen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

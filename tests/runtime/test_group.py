@@ -1,0 +1,100 @@
+"""States, versions and storage of groups."""
+
+import pytest
+import torch
+
+from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency, ScheduleError, State
+
+
+class Done:
+    def wait(self):
+        """Arrived."""
+
+
+def freed(numel: int = 256) -> FreedGroup:
+    return FreedGroup(3, "chunk 1", torch.arange(numel, dtype=torch.float32), dp_rank=1, dp_size=2, residency=Residency())
+
+
+def restore(group: Group, clock: Clock, value: torch.Tensor) -> None:
+    group.begin_unshard()
+    group.version, group.handle = clock.version, Done()
+    with torch.no_grad():
+        group.whole.copy_(value)
+    group.end_unshard(clock)
+
+
+def test_the_shard_outlives_the_whole_copy():
+    group = freed()
+    group.drop()
+    assert group.whole.untyped_storage().nbytes() == 0
+    assert torch.equal(group.shard, torch.arange(128, 256, dtype=torch.float32))
+
+
+def test_views_saved_in_forward_are_whole_again_for_backward():
+    """A parameter that was freed between forward and backward gives the gradients it would have given."""
+    group, clock = freed(64), Clock()
+    parameter = torch.nn.Parameter(torch.empty(8, 8))
+    parameter.data = group.whole.view(8, 8)  # as Megatron lays a bucket out
+    values, x = group.whole.clone(), torch.randn(4, 8, requires_grad=True)
+    loss = (x @ parameter).square().sum()
+    group.reshard()
+    restore(group, clock, values)
+    loss.backward()
+    want = torch.autograd.grad((x @ values.view(8, 8)).square().sum(), x)[0]
+    assert torch.equal(x.grad, want)
+    assert parameter._version == 0
+
+
+def test_the_peak_counts_what_is_whole_at_once():
+    residency, clock = Residency(), Clock()
+    groups = [FreedGroup(n, "", torch.zeros(256 * (n + 1)), dp_rank=0, dp_size=2, residency=residency) for n in range(3)]
+    for group in groups:
+        group.drop()
+    residency.restart()
+    for group in (groups[0], groups[1]):
+        restore(group, clock, torch.zeros_like(group.whole))
+    groups[0].reshard()
+    restore(groups[2], clock, torch.zeros_like(groups[2].whole))
+    assert residency.peak == 4 * (512 + 768) and residency.bytes == 4 * (512 + 768)
+
+
+@pytest.mark.parametrize("make", [freed, lambda: Group(3, "chunk 1", torch.zeros(256), 0, 2)])
+def test_only_a_whole_and_fresh_group_may_be_used(make):
+    group, clock = make(), Clock()
+    group.drop()
+    with pytest.raises(ScheduleError, match="computes on group 3 .chunk 1. while it is sharded"):
+        group.check_usable(clock)
+    restore(group, clock, torch.zeros(256))
+    group.check_usable(clock)
+    clock.version += 1
+    with pytest.raises(ScheduleError, match="at version 1; parameters are at 2"):
+        group.check_usable(clock)
+
+
+def test_a_gather_that_brings_an_old_version_is_refused():
+    group, clock = freed(), Clock()
+    group.drop()
+    group.begin_unshard()
+    group.version = 0
+    with pytest.raises(ScheduleError, match="was gathered at version 0, parameters are at 1"):
+        group.end_unshard(clock)
+
+
+def test_a_group_in_flight_is_neither_freed_nor_unsharded_again():
+    group = freed()
+    group.drop()
+    group.begin_unshard()
+    with pytest.raises(ScheduleError, match="is freed while it is unsharding"):
+        group.reshard()
+    with pytest.raises(ScheduleError, match="is unsharded while unsharding"):
+        group.begin_unshard()
+    assert group.state is State.UNSHARDING
+
+
+def test_a_whole_copy_that_was_changed_becomes_the_shard():
+    group = freed()
+    with torch.no_grad():
+        group.whole.fill_(7)
+    group.adopt()
+    group.drop()
+    assert torch.equal(group.shard, torch.full((128,), 7.0))
