@@ -133,7 +133,7 @@ def plan(cost_table: str, workload_path: str, out: str, policy: str, extrapolate
         planned = planner.plan(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
         judged = planner.verdict(work, table, planned, extrapolate=extrapolate)
     schedule.save(out, planned)
-    emit(as_json, {"schedule": out, "policy": policy, **judged.figures}, judged.text)
+    emit(as_json, {"schedule": out, "policy": policy, "verdict": judged.text, **judged.figures}, judged.text)
 
 
 @cli.command()
@@ -357,7 +357,7 @@ def report(run_dir: str, extrapolate: bool, as_json: bool) -> None:
     from megatron_ext import report as reports
 
     run = reports.load(run_dir)
-    with naming_files(*(str(run.file(name)) for name in ("cost_table", "workload", "schedule"))):
+    with naming_files(str(run.file("cost_table")), str(run.file("workload"))):
         built = reports.build(run, extrapolate=extrapolate)
     reports.write(built)
     emit(as_json, reports.show.as_json(built), reports.show.as_text(built))
