@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ext import files
-from megatron_ext.checkout.hook_table import FILES, HOOKS
+from megatron_ext import checkout, files
+from megatron_ext.checkout.hook_table import CORE_FILES, FILES, HOOKS
 from megatron_ext.checkout.patchset import (
     MANIFEST,
     SCHEMA_VERSION,
@@ -24,6 +24,7 @@ from megatron_ext.checkout.patchset import (
 )
 from megatron_ext.checkout.places import find_gaps
 from megatron_ext.checkout.verify import verify_text
+from megatron_ext.errors import InputError
 
 REFS = {
     version: f"core_v{version}"
@@ -79,12 +80,26 @@ def make_release(mirror: Path, version: str, ref: str) -> tuple[Release, str]:
     return Release(version, ref, commit, name, entries), "".join(texts)
 
 
+def compare_package(release: Release, folder: Path) -> bool | None:
+    """Whether the package's core files are the tag's; None where there is no such package."""
+    try:
+        tree = checkout.obtain(release.version, folder / release.version)
+    except InputError:
+        return None
+    ids = {f.path: f.preimage for f in release.files}
+    return all(blob_id((tree / path).read_bytes()) == ids[path] for path in CORE_FILES)
+
+
 def main() -> int:
     """Write patches/; print one line a release."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("mirror", type=Path, help="git clone or mirror of Megatron-LM with its tags")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "patches")
+    parser.add_argument("--packages", type=Path, help="compare with the packages; keep them in this directory")
     options = parser.parse_args()
+    # What is not compared again stays as it was found.
+    known = files.load(options.out / MANIFEST, Manifest).releases if (options.out / MANIFEST).exists() else []
+    compared = {(r.version, r.commit): r.same_core_on_pypi for r in known}
     releases, written = [], {}
     for version, ref in REFS.items():
         release, text = make_release(options.mirror, version, ref)
@@ -95,6 +110,9 @@ def main() -> int:
             written[text] = release.patch
             files.write_atomically(options.out / release.patch, text.encode())
         releases.append(release)
+        release.same_core_on_pypi = compared.get((version, release.commit))
+        if options.packages:
+            release.same_core_on_pypi = compare_package(release, options.packages)
         count = sum(len(f.lines) for f in release.files)
         print(f"{version}: {count} lines in {len(release.files)} files, {release.patch}")
     hooks = [HookEntry(h.name, h.file, h.text, h.place, h.purpose) for h in HOOKS]
