@@ -77,7 +77,7 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, evict_bytes:
     forwards in the order given, then backwards in reverse.
 
     Args:
-        evict_bytes: bytes touched before every call, outside the timing, as much as the rest
+        evict_bytes: bytes read before every call, outside the timing, as much as the rest
             of the model touches between two visits: a layer that is run again and again would
             be found in the caches, in training it is not.
     """
@@ -87,7 +87,7 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, evict_bytes:
 
     def timed(call) -> float:
         if evict_bytes:
-            evict.add_(1.0)
+            evict.sum()  # read, not written: lines still to be written back would be charged to the layer
         if on_cuda:
             torch.cuda.synchronize()
         start = now()
