@@ -10,6 +10,9 @@ from megatron_ext.workload.model import Chunk, Workload
 KINDS = ("compute", "gpu", "cpu", "nvme", "publish", "p2p", "reduce")
 """Activities that can disturb each other; the names that rows of ``contention`` use."""
 
+PADDING_SHARE = 64
+"""Megatron's padding makes a group at most about this fraction larger than its parameters."""
+
 COMPUTE, GPU, CPU, NVME, PUBLISH, P2P, REDUCE = range(len(KINDS))
 
 
@@ -36,6 +39,7 @@ class Timing:
         self.workload, self.table, self.extrapolate = workload, table, extrapolate
         self.costs = Costs(table, extrapolate=extrapolate)
         self._lean = lean or {}
+        self._beyond = Costs(table, extrapolate=True)
         parallel = workload.parallel
         self.call_us = table.group_overhead.call_us or 0.0
         self.processors = table.topology.processors_per_node
@@ -69,7 +73,25 @@ class Timing:
 
     def gather_us(self, route: str, size_bytes: int) -> float:
         """One gather of a whole group by ``route``, alone. Raises InputError where it is not measured."""
-        return getattr(self.costs.gather(route, size_bytes), self._lean.get(route, "us"))
+        return getattr(self._estimate(f"routes.{route}", size_bytes), self._lean.get(route, "us"))
+
+    def _estimate(self, what: str, size_bytes: int):
+        """As the table says; a group that only its padding carries past the largest measured size
+        is read along the last segment."""
+        try:
+            return self.costs.estimate(what, size_bytes)
+        except InputError:
+            smaller = size_bytes - size_bytes // PADDING_SHARE
+            if smaller == size_bytes or not self.offers_curve(what):
+                raise
+            self.costs.estimate(what, smaller)  # measured up to there, or the error stands
+            return self._beyond.estimate(what, size_bytes)
+
+    def offers_curve(self, what: str) -> bool:
+        curve = self.table
+        for name in what.split("."):
+            curve = getattr(curve, name)
+        return _has(curve)
 
     def unshard_us(self, route: str, size_bytes: int) -> float:
         """What an unshard occupies its link for: all of the route, or for ``nvme`` its last leg."""
@@ -102,7 +124,7 @@ class Timing:
         return us
 
     def _publish_us(self, destination: str, size_bytes: int) -> float:
-        return getattr(self.costs.estimate(f"publish.{destination}", size_bytes), self._lean.get("publish", "us"))
+        return getattr(self._estimate(f"publish.{destination}", size_bytes), self._lean.get("publish", "us"))
 
     def reduce_us(self, size_bytes: int) -> float:
         return self.costs.reduce_us(size_bytes) or 0.0 if size_bytes else 0.0

@@ -146,3 +146,16 @@ def test_a_missing_figure_is_an_error():
         simulate(work, msgspec.structs.replace(make_table(work), compute=()))
     with pytest.raises(InputError, match="routes.gpu"):
         simulate(work, make_table(work, gpu=None))
+
+
+def test_padding_may_carry_a_group_just_past_the_largest_measured_size():
+    work = one_rank(layers=1)
+    size = sum(group.bytes for group in groups_of(work)[0])
+
+    def table(largest: int):
+        points = (cost.Point(size_bytes=1, p50_us=1.0), cost.Point(size_bytes=largest, p50_us=100.0))
+        return msgspec.structs.replace(table_of(work), routes=cost.Routes(gpu=cost.Curve(points=points)))
+
+    assert simulate(work, table(size - 128)).busy_us["gpu"] == pytest.approx(100, rel=0.02)
+    with pytest.raises(InputError, match="outside the measured range"):
+        simulate(work, table(size // 2))
