@@ -11,11 +11,13 @@ off (shards not waited for, a stale copy, a group left out): that must be seen.
 """
 
 import argparse
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +35,9 @@ from megatron_ext.schedule import footprint
 from megatron_ext.workload import model as workload_file
 
 DELAYS = ("", "publish_delay_ms=8,copy_delay_ms=4,read_delay_ms=4", "publish_delay_ms=20", "copy_delay_ms=8", "read_delay_ms=12")
+BLOCK = 50
+"""Cases of one layout between two launches; results are saved after each."""
+
 CONTROLS = ("publish_delay_ms=60,no_wait=1", "stale_group={largest}", "skip_group=0")
 
 
@@ -87,33 +92,38 @@ def main() -> int:
     parser.add_argument("--out", default="benchmarks/results/parity_500.json")
     args = parser.parse_args()
     draw, begin = random.Random(args.seed), time.time()
-    cases, controls = [], []
+    cases, controls, load = [], [], os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as workloads:
         describe(Path(workloads))
-        for position, layout in enumerate(LAYOUTS):
+        for first in range(0, args.cases, BLOCK):
+            layout = sorted(LAYOUTS)[first // BLOCK % len(LAYOUTS)]
             service = ParityService(layout)
-            share = [n for n in range(args.cases) if n * len(LAYOUTS) // args.cases == position]
-            for n in share:
+            for n in range(first, min(first + BLOCK, args.cases)):
                 with tempfile.TemporaryDirectory() as folder:
                     cases.append(parity(service, draw, Path(workloads), Path(folder)))
                     if n % 10 == 9:
                         controls.append(control(service, len(controls), Path(workloads), Path(folder)))
                 if cases[-1]["differences"]:
                     print(f"case {n}: {cases[-1]}", file=sys.stderr, flush=True)
-                if n % 25 == 24:
-                    print(f"{n + 1}/{args.cases} cases, {time.time() - begin:.0f} s", file=sys.stderr, flush=True)
             service.close()
+            result = summary(cases, controls)
+            about = {"command": f"python benchmarks/parity_500.py --cases {args.cases} --seed {args.seed}", "machine": about_this_machine(load_before=load)}
+            files.save(args.out, {**about, **result, "seconds": round(time.time() - begin)}, indent=1)
+            print(f"{result['equal']} of {len(cases)} cases equal, {result['controls_seen']} of {len(controls)} controls seen, {time.time() - begin:.0f} s", flush=True)
+    return 1 if result["different"] or result["controls_unseen"] else 0
+
+
+def summary(cases: list[dict], controls: list[dict]) -> dict:
+    """Counts, what differed, and how often each choice was drawn."""
     different = [case for case in cases if case["differences"]]
     unseen = [one for one in controls if not one["seen"]]
-    counts = {key: {str(v): sum(str(case[key]) == str(v) for case in cases) for v in {str(c[key]): c[key] for c in cases}.values()} for key in ("layout", "model", "zero_stage", "routes", "gpus_per_node", "delays", "evaluate")}
-    files.save(args.out, {
-        "command": f"python benchmarks/parity_500.py --cases {args.cases} --seed {args.seed}", "machine": about_this_machine(),
+    drawn = {}
+    for key in ("layout", "model", "zero_stage", "routes", "gpus_per_node", "delays", "evaluate"):
+        drawn[key] = dict(sorted(Counter(str(case[key]) for case in cases).items()))
+    return {
         "cases": len(cases), "equal": len(cases) - len(different), "different": different,
-        "controls": len(controls), "controls_seen": len(controls) - len(unseen), "controls_unseen": unseen,
-        "drawn": counts, "seconds": round(time.time() - begin),
-    }, indent=1)  # fmt: skip
-    print(f"{len(cases) - len(different)} of {len(cases)} cases equal; {len(controls) - len(unseen)} of {len(controls)} controls seen; {args.out}")
-    return 1 if different or unseen else 0
+        "controls": len(controls), "controls_seen": len(controls) - len(unseen), "controls_unseen": unseen, "drawn": drawn,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""Train 2000 iterations by a schedule that uses every route, and watch what each rank holds.
+
+    python benchmarks/endurance.py [--iterations 2000] [--zero-stage 3] [--out benchmarks/results/endurance.json]
+
+Four ranks (PP 2 x VP 2 x DP 2) train a small GPT by a drawn schedule with the routes gpu, cpu and
+nvme. Resident memory, open files and threads of every rank are read from /proc all along. Growth is
+the difference between the medians of the second and the last quarter of the run.
+"""
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "megatron")]
+
+from cases import LAYOUTS, MODELS
+from draw_schedule import prepared
+from machine import about_this_machine
+from msgspec.structs import replace
+from training import environment
+
+from megatron_ext import files
+from megatron_ext.workload import model as workload_file
+
+NAMES = ("rss_bytes", "open_files", "threads")
+
+
+def look(pid: int) -> tuple[int, int, int] | None:
+    """Resident bytes, open files and threads of a process; None once it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return None
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def growth(samples: list[tuple[int, int, int]]) -> dict:
+    quarter = len(samples) // 4
+    early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+    return {name: {"early": median(s[n] for s in early), "late": median(s[n] for s in late)} for n, name in enumerate(NAMES)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=2000)
+    parser.add_argument("--zero-stage", type=int, choices=(1, 3), default=3)
+    parser.add_argument("--data-path", default="runs/corpus/stdlib")
+    parser.add_argument("--out", default="benchmarks/results/endurance.json")
+    args = parser.parse_args()
+    about = about_this_machine(load_before=os.getloadavg()[0])
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, str(ROOT / "tests/megatron/describe_cases.py"), folder], env=environment(), check=True)
+        workload = workload_file.load(f"{folder}/interleaved.fp32.json")
+        workload = replace(workload, zero_stage=args.zero_stage, limits=workload_file.Limits(nvme_slots=2))
+        prepared(random.Random(5), workload, f"{folder}/schedule.json")
+        options = [*LAYOUTS["interleaved"], *MODELS["fp32"], "--train-iters", str(args.iterations), "--log-interval", str(max(args.iterations // 10, 1))]
+        # The corpus has more tokens than the drawn cases; the padded size, hence the schedule, is the same.
+        options += ["--vocab-size", "128", "--make-vocab-size-divisible-by", "128", "--data-path", args.data_path, "--metrics-path", f"{folder}/metrics.json"]
+        options += ["--user-defined-schedule", f"{folder}/schedule.json", "--user-defined-schedule-nvme-path", folder]
+        begin = time.time()
+        run = subprocess.Popen(
+            [sys.executable, "-m", "megatron_ext.runtime.launch", "--nproc-per-node", "4", str(ROOT / "examples/pretrain_gpt_hybrid.py"), *options],
+            cwd=ROOT, env=environment(),
+        )  # fmt: skip
+        samples: dict[int, list] = {}
+        while run.poll() is None:
+            time.sleep(1)
+            for pid in children(run.pid) if run.poll() is None else ():
+                seen = look(pid)
+                if seen is not None:
+                    samples.setdefault(pid, []).append(seen)
+        if run.returncode:
+            return run.returncode
+        iteration_us = files.load(f"{folder}/metrics.json", dict)["iteration_us"]
+    ranks = [growth(found) for found in samples.values() if len(found) > 8]
+    result = {
+        "command": f"python benchmarks/endurance.py --iterations {args.iterations} --zero-stage {args.zero_stage}", "machine": about,
+        "iterations": args.iterations, "seconds": round(time.time() - begin), "samples": min(map(len, samples.values())),
+        "iteration_us": {"early": median(iteration_us[len(iteration_us) // 4 : len(iteration_us) // 2]), "late": median(iteration_us[-len(iteration_us) // 4 :])},
+        "ranks": ranks,
+    }  # fmt: skip
+    files.save(args.out, result, indent=1)
+    grown = [name for rank in ranks for name in NAMES[1:] if rank[name]["late"] > rank[name]["early"]]
+    for number, rank in enumerate(ranks):
+        print(f"rank {number}: " + ", ".join(f"{name} {rank[name]['early']:.0f} -> {rank[name]['late']:.0f}" for name in NAMES))
+    return 1 if grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

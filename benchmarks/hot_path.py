@@ -1,0 +1,179 @@
+"""What a schedule costs the training thread in Python, beside Megatron's own pre-hooks.
+
+    PYTHONPATH=.megatron python benchmarks/hot_path.py [--layers 12] [--out benchmarks/results/hot_path.json]
+
+One rank of PP 2 x VP 2 with the parameters of a real GPT. Routes and layers do nothing, so that
+what is left is our own Python (the executor's hooks, the compiled actions, states and versions)
+and the module hooks that carry it; calling the same layers without a program is taken off. Time is
+that of the thread (``time.thread_time_ns``), so that other programs on the machine do not count.
+Megatron's pre-hook is called on every module of the model in the steady state of its gathers.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median, quantiles
+
+ROOT = Path(__file__).parents[1]
+
+from megatron_ext.megatron import cpu_compat
+
+cpu_compat.install()
+
+import torch
+import torch.distributed as dist
+from machine import about_this_machine
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from msgspec.structs import replace
+
+from megatron_ext import files
+from megatron_ext.megatron import describe, gpt
+from megatron_ext.megatron.layers import Boundaries, Layer
+from megatron_ext.planner.baselines import all_gpu
+from megatron_ext.planner.random_plan import random_schedule
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
+from megatron_ext.runtime.launch import free_port
+from megatron_ext.runtime.program import compile_program
+from megatron_ext.schedule.layer_use import uses_of_groups
+from megatron_ext.workload.order import steps_of_ranks
+
+PARALLEL = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2", "--data-parallel-size", "2", "--untie-embeddings-and-output-weights"]
+
+
+class Nothing(torch.nn.Module):
+    """A layer that computes next to nothing, but has a backward."""
+
+    def forward(self, hidden_states):
+        return hidden_states + 0
+
+
+class Route:
+    """A gather that has always arrived."""
+
+    def issue(self, group):
+        return self
+
+    def wait(self):
+        """Arrived."""
+
+
+def layers_that_do_nothing(workload) -> tuple[Boundaries, list[list[Layer]]]:
+    layers = [[Layer(kind, Nothing(), ()) for kind in chunk.layer_kinds] for chunk in workload.chunks_of_rank(0)]
+    boundaries = Boundaries([], {}, [[(n, n) for n in range(len(chunk))] for chunk in layers])
+    boundaries._layers = layers
+    return boundaries, layers
+
+
+def executor_of(schedule, workload, boundaries) -> Executor:
+    residency, clock, route = Residency(), Clock(), Route()
+    groups = {}
+    for index, group in enumerate(schedule.groups):
+        if group.pp_rank == 0:
+            whole = torch.zeros(256)  # sizes do not matter here
+            groups[index] = FreedGroup(index, "", whole, 0, 2, residency) if schedule.zero_stage == 3 else Group(index, "", whole, 0, 2)
+    boundaries._uses = dict(enumerate(uses_of_groups(schedule, workload)))
+    program = compile_program(schedule, schedule.ranks[0], groups, {"gpu": route, "cpu": route}, clock, boundaries)
+    executor = Executor(program, groups, clock, residency, route.issue)
+    executor.params_updated()
+    return executor
+
+
+def iteration_ns(workload, layers, executor: Executor | None) -> int:
+    """Thread time of all steps of rank 0 with layers that do nothing."""
+    counts, begin_of_chunk = {"F": 0, "B": 0}, torch.zeros(1, requires_grad=True)
+    outputs: dict[tuple, torch.Tensor] = {}
+    begin = time.thread_time_ns()
+    if executor is not None:
+        executor.begin_iteration()
+    for stage, kind, microbatch in steps_of_ranks(workload.parallel)[0]:
+        chunk, number = stage // workload.parallel.pp, counts[kind]
+        counts[kind] += 1
+        if kind == "F":
+            if executor is not None:
+                executor.pre_forward(number, chunk)
+            hidden = begin_of_chunk
+            for layer in layers[chunk]:
+                hidden = layer.module(hidden_states=hidden)
+            outputs[stage, microbatch] = hidden
+        else:
+            if executor is not None:
+                executor.pre_backward(number, chunk)
+            outputs.pop((stage, microbatch)).backward()
+            if executor is not None:
+                executor.post_backward(number)
+    if executor is not None:
+        executor.end_iteration()
+        executor.params_updated()
+    return time.thread_time_ns() - begin
+
+
+def scheduled(workload, schedule, rounds: int) -> dict:
+    boundaries, layers = layers_that_do_nothing(workload)
+    executor = executor_of(schedule, workload, boundaries)
+    with_program, without = [], []
+    for _ in range(rounds):
+        with_program.append(iteration_ns(workload, layers, executor))
+        without.append(iteration_ns(workload, layers, None))
+    pairs = sum(len(workload.chunk(0, step.stage // workload.parallel.pp).parameters) for step in steps_of_ranks(workload.parallel)[0])
+    own = [(a - b) / 1e3 for a, b in zip(with_program, without)]
+    tenths = quantiles(own, n=10)
+    return {"us_per_iteration": median(own), "p10_us": tenths[0], "p90_us": tenths[-1], "us_per_parameter_and_step": median(own) / pairs, "groups": len(schedule.groups)}
+
+
+def stock(options, rounds: int) -> dict:
+    """Megatron's own pre-hook on every module of a model of the same size."""
+    args = describe.parse([*options, "--untie-embeddings-and-output-weights"])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = gpt.transformer_config(args)
+    (chunk,) = gpt.build_chunks(args, config)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+    ddp = DistributedDataParallel(config, ddp_config, chunk)
+    hook, modules = ddp._make_forward_pre_hook(), list(ddp.module.modules())
+    for module in modules:
+        hook(module)
+    parameters, found = sum(1 for _ in ddp.module.parameters()), []
+    for _ in range(rounds):
+        begin = time.thread_time_ns()
+        for module in modules:
+            hook(module)
+        found.append((time.thread_time_ns() - begin) / 1e3)
+    dist.destroy_process_group()
+    return {"us_per_forward": median(found), "us_per_parameter_and_step": median(found) / parameters, "modules": len(modules), "parameters": parameters}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--out", default=str(ROOT / "benchmarks/results/hot_path.json"))
+    args = parser.parse_args()
+    size = ["--num-layers", str(args.layers), "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"]
+    workload = describe.describe_options(describe.parse([*PARALLEL, *size]))
+    third = replace(workload, zero_stage=3)
+    largest_chunk = max(chunk.bytes for chunk in workload.chunks)
+    schedules = {
+        "all-gpu, zero stage 1": (workload, all_gpu(workload)),
+        "random, zero stage 1": (workload, random_schedule(workload, ("gpu", "cpu"), 1)),
+        "all-gpu, zero stage 3": (third, all_gpu(third)),
+        "random, zero stage 3": (third, random_schedule(third, ("gpu", "cpu"), 1)),
+        "layer by layer, zero stage 3": None,
+    }
+    tight = replace(third, limits=replace(third.limits, device_bytes=largest_chunk * 3 // 4))
+    schedules["layer by layer, zero stage 3"] = (tight, random_schedule(tight, ("gpu", "cpu"), 1))
+    found = {name: scheduled(*pair, args.rounds) for name, pair in schedules.items()}
+    found["Megatron's pre-hooks"] = stock(size, args.rounds)
+    for name, row in found.items():
+        print(f"{name:32} {row['us_per_parameter_and_step']:.4f} us a parameter and step")
+    files.save(args.out, {"command": f"python benchmarks/hot_path.py --layers {args.layers}", "machine": about_this_machine(load_before=os.getloadavg()[0]), **found}, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
