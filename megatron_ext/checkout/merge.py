@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkout.patchset import Insertion, blob_id, insertions_by_blob, manifest
-from megatron_ext.checkout.places import PlaceError, find_gaps
+from megatron_ext.checkout.places import find_gaps
+from megatron_ext.checkout.syntax import PlaceError
 from megatron_ext.checkout.tree import Tree
 from megatron_ext.checkout.verify import strip_hooks, verify_text
 

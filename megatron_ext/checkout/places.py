@@ -6,16 +6,23 @@ merge has put it (``verify.py``).
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_ext.checkout.hook_table import Hook, hooks_of
-
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-class PlaceError(Exception):
-    """The tree does not have the form a hook needs; the text says what is missing."""
+from megatron_ext.checkout.syntax import (
+    FunctionNode,
+    PlaceError,
+    assigned_name,
+    bodies,
+    function_named,
+    is_not_none,
+    method_named,
+    only,
+    parameters,
+    statement_where,
+    tests_attribute,
+)
 
 
 @dataclass(frozen=True)
@@ -56,83 +63,6 @@ def find_gaps(file: str, text: str) -> list[Gap]:
         except PlaceError as error:
             raise PlaceError(f"{hook.name}: {error}") from None
     return gaps
-
-
-# --- looking around in a tree -------------------------------------------------------------
-
-
-def _only(found: list, what: str):
-    if len(found) != 1:
-        raise PlaceError(f"{what}: found {len(found)}, expected 1")
-    return found[0]
-
-
-def _function(body: list[ast.stmt], *names: str) -> FunctionNode:
-    """The one function in ``body`` that has the first of ``names`` that exists there."""
-    for name in names:
-        found = [n for n in body if isinstance(n, FunctionNode) and n.name == name]
-        if found:
-            return _only(found, f"function {name}")
-    raise PlaceError(f"no function {' or '.join(names)}")
-
-
-def _method(tree: ast.Module, class_name: str, name: str) -> FunctionNode:
-    found = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == class_name]
-    return _function(_only(found, f"class {class_name}").body, name)
-
-
-def _bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """All statement lists below ``node``, without entering nested functions and classes."""
-    for name in ("body", "orelse", "finalbody"):
-        body = getattr(node, name, None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.stmt):
-            yield body
-            for statement in body:
-                if not isinstance(statement, (*FunctionNode.__args__, ast.ClassDef)):
-                    yield from _bodies(statement)
-    for handler in getattr(node, "handlers", []):
-        yield from _bodies(handler)
-
-
-def _statement(
-    node: ast.AST, test: Callable[[ast.stmt], bool], what: str
-) -> tuple[list[ast.stmt], int]:
-    """The one statement below ``node`` for which ``test`` holds, as (body, index)."""
-    found = [(b, i) for b in _bodies(node) for i, s in enumerate(b) if test(s)]
-    return _only(found, what)
-
-
-def _tests_attribute(statement: ast.stmt, owner: str, *attributes: str) -> bool:
-    """An ``if`` whose test reads every one of ``attributes`` of the name ``owner``."""
-    if not isinstance(statement, ast.If):
-        return False
-    read = {
-        n.attr
-        for n in ast.walk(statement.test)
-        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == owner
-    }
-    return read >= set(attributes)
-
-
-def _is_not_none(statement: ast.stmt, owner: str, attribute: str) -> bool:
-    """``if owner.attribute is not None:`` and nothing else in the test."""
-    if not isinstance(statement, ast.If) or not isinstance(statement.test, ast.Compare):
-        return False
-    compare = statement.test
-    return _tests_attribute(statement, owner, attribute) and isinstance(compare.ops[0], ast.IsNot)
-
-
-def _assigned_name(statement: ast.stmt) -> str | None:
-    """The name, if the statement assigns to exactly one plain name."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        return target.id if isinstance(target, ast.Name) else None
-    return None
-
-
-def _parameters(function: FunctionNode) -> set[str]:
-    a = function.args
-    return {p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p}
 
 
 # --- gaps ---------------------------------------------------------------------------------
@@ -188,7 +118,7 @@ def _check_names(
     outer, inner = functions[0], functions[-1]
     bound = set()
     for function in functions:
-        bound |= _parameters(function)
+        bound |= parameters(function)
         for node in ast.walk(function):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 if node.lineno <= gap_line or function is not inner:
@@ -211,7 +141,7 @@ def _pretrain_start(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
         return isinstance(s, ast.Import) and [a.name for a in s.names] == ["torch"]
 
     found = [i for i, s in enumerate(tree.body) if imports_torch(s)]
-    index = _only(found, "import of torch at the top of the module")
+    index = only(found, "import of torch at the top of the module")
     for statement in tree.body[:index]:
         module = getattr(statement, "module", None) or ""
         if isinstance(statement, ast.ImportFrom) and module.split(".")[0] == "megatron":
@@ -220,34 +150,34 @@ def _pretrain_start(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
 
 def _arguments_add(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    function = _function(tree.body, "parse_args")
+    function = function_named(tree.body, "parse_args")
 
     def applies_provider(s: ast.stmt) -> bool:
         if not isinstance(s, ast.If):
             return False
         tested = {n.id for n in ast.walk(s.test) if isinstance(n, ast.Name)}
-        return "extra_args_provider" in tested and _assigned_name(s.body[-1]) == "parser"
+        return "extra_args_provider" in tested and assigned_name(s.body[-1]) == "parser"
 
-    body, index = _statement(function, applies_provider, "use of extra_args_provider")
+    body, index = statement_where(function, applies_provider, "use of extra_args_provider")
     gap = _gap_after(hook, body, index, lines)
     _check_names([function], gap.chosen, {"parser"}, set())
     return gap
 
 
 def _training_setup(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    function = _function(tree.body, "train")
+    function = function_named(tree.body, "train")
 
     def sets_param_sync(s: ast.stmt) -> bool:
-        return _tests_attribute(s, "args", "overlap_param_gather", "align_param_gather")
+        return tests_attribute(s, "args", "overlap_param_gather", "align_param_gather")
 
-    body, index = _statement(function, sets_param_sync, "choice of param_sync_func")
+    body, index = statement_where(function, sets_param_sync, "choice of param_sync_func")
     gap = _gap_before(hook, body, index, lines)
     _check_names([function], gap.chosen, {"args", "model", "optimizer", "config"}, set())
     return gap
 
 
 def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    function = _function(tree.body, "train")
+    function = function_named(tree.body, "train")
     body = function.body
     loops = [i for i, s in enumerate(body) if isinstance(s, ast.While)]
     if not loops or not isinstance(body[-1], ast.Return):
@@ -265,7 +195,7 @@ def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
 
 def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    function = _method(tree, "DistributedDataParallel", "__init__")
+    function = method_named(tree, "DistributedDataParallel", "__init__")
 
     def last_attribute(s: ast.stmt) -> bool:
         return (
@@ -274,7 +204,7 @@ def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
             and s.targets[0].attr == "overlap_param_gather_with_optimizer_step"
         )
 
-    body, index = _statement(function, last_attribute, "last attribute set by __init__")
+    body, index = statement_where(function, last_attribute, "last attribute set by __init__")
     if body is not function.body or index != len(body) - 1:
         raise PlaceError("__init__ does not end where it is expected to")
     gap = _gap_after(hook, body, index, lines)
@@ -283,10 +213,10 @@ def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
 
 def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    function = _method(tree, "DistributedOptimizer", "step_with_ready_grads")
+    function = method_named(tree, "DistributedOptimizer", "step_with_ready_grads")
 
     def parents_step(s: ast.stmt) -> bool:
-        if _assigned_name(s) != "update_successful" or not isinstance(s.value, ast.Call):
+        if assigned_name(s) != "update_successful" or not isinstance(s.value, ast.Call):
             return False
         called = s.value.func
         return (
@@ -297,7 +227,7 @@ def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) ->
             and called.value.func.id == "super"
         )
 
-    body, index = _statement(function, parents_step, "call of the parent's step_with_ready_grads")
+    body, index = statement_where(function, parents_step, "call of the parent's step_with_ready_grads")
     if body is not function.body:
         raise PlaceError("the parent's step_with_ready_grads is called conditionally")
     gap = _gap_after(hook, body, index, lines)
@@ -306,18 +236,18 @@ def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) ->
 
 
 def _interleaved(tree: ast.Module) -> FunctionNode:
-    return _function(tree.body, "forward_backward_pipelining_with_interleaving")
+    return function_named(tree.body, "forward_backward_pipelining_with_interleaving")
 
 
 def _interleaved_begin(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     function = _interleaved(tree)
 
     def synchronises_two_chunks(s: ast.stmt) -> bool:
-        return _is_not_none(s, "config", "param_sync_func") and not isinstance(
+        return is_not_none(s, "config", "param_sync_func") and not isinstance(
             s.test, ast.BoolOp
         )
 
-    body, index = _statement(function, synchronises_two_chunks, "first synchronisation of chunks")
+    body, index = statement_where(function, synchronises_two_chunks, "first synchronisation of chunks")
     if body is not function.body:
         raise PlaceError("the first synchronisation of chunks is conditional")
     gap = _gap_before(hook, body, index, lines)
@@ -328,15 +258,15 @@ def _interleaved_begin(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
 def _microbatch_name(function: FunctionNode) -> str:
     for name in ("virtual_microbatch_id", "microbatch_id"):
-        if name in _parameters(function):
+        if name in parameters(function):
             return name
     raise PlaceError(f"{function.name} has no micro-batch parameter")
 
 
 def _helper_gap(hook, tree, lines, names: tuple[str, ...], test, what: str, needed: set) -> Gap:
     outer = _interleaved(tree)
-    helper = _function(outer.body, *names)
-    body, index = _statement(helper, test, what)
+    helper = function_named(outer.body, *names)
+    body, index = statement_where(helper, test, what)
     if body is not helper.body:
         raise PlaceError(f"{what} is conditional")
     microbatch = _microbatch_name(helper)
@@ -352,7 +282,7 @@ def _interleaved_pre_forward(hook: Hook, tree: ast.Module, lines: list[str]) -> 
         tree,
         lines,
         ("forward_step_helper_preprocess", "forward_step_helper"),
-        lambda s: _is_not_none(s, "config", "param_sync_func"),
+        lambda s: is_not_none(s, "config", "param_sync_func"),
         "test of param_sync_func in the forward helper",
         {"model_chunk_id"},
     )
@@ -361,7 +291,7 @@ def _interleaved_pre_forward(hook: Hook, tree: ast.Module, lines: list[str]) -> 
 def _interleaved_pre_backward(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     def pops_output(s: ast.stmt) -> bool:
         return (
-            _assigned_name(s) == "output_tensor"
+            assigned_name(s) == "output_tensor"
             and isinstance(s.value, ast.Call)
             and isinstance(s.value.func, ast.Attribute)
             and s.value.func.attr == "pop"
@@ -384,7 +314,7 @@ def _interleaved_post_backward(hook: Hook, tree: ast.Module, lines: list[str]) -
         tree,
         lines,
         ("backward_step_helper_postprocess", "backward_step_helper"),
-        lambda s: _is_not_none(s, "config", "grad_sync_func"),
+        lambda s: is_not_none(s, "config", "grad_sync_func"),
         "test of grad_sync_func in the backward helper",
         set(),
     )
@@ -395,7 +325,7 @@ def _end(function: FunctionNode, hook: Hook, lines: list[str], begin: Gap) -> Ga
     found = [
         i
         for i, s in enumerate(function.body)
-        if _tests_attribute(s, "config", "finalize_model_grads_func")
+        if tests_attribute(s, "config", "finalize_model_grads_func")
     ]
     if not found:
         raise PlaceError(f"{function.name} does not finalize gradients")
@@ -403,7 +333,7 @@ def _end(function: FunctionNode, hook: Hook, lines: list[str], begin: Gap) -> Ga
     if gap.first <= begin.last:
         raise PlaceError(f"{function.name} finalizes gradients before the iteration begins")
     # An early return between begin and end would leave the iteration open.
-    for node in (n for s in _bodies(function) for n in s):
+    for node in (n for s in bodies(function) for n in s):
         if isinstance(node, ast.Return) and begin.last < node.lineno <= gap.first:
             raise PlaceError(f"{function.name} returns before the iteration ends")
     return gap
@@ -415,10 +345,10 @@ def _interleaved_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
 def _plain_begin(name: str):
     def find(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-        function = _function(tree.body, name)
+        function = function_named(tree.body, name)
         # As early as config is known: later releases pick their backward function early, too.
-        found = [i for i, s in enumerate(function.body) if _assigned_name(s) == "config"]
-        index = _only(found, "assignment of config")
+        found = [i for i, s in enumerate(function.body) if assigned_name(s) == "config"]
+        index = only(found, "assignment of config")
         gap = _gap_after(hook, function.body, index, lines)
         needed = {"config", "model", "num_microbatches", "forward_only"}
         rebound = {"forward_step", "backward_step"}
@@ -431,7 +361,7 @@ def _plain_begin(name: str):
 def _plain_end(name: str):
     def find(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
         begin = _plain_begin(name)(hook, tree, lines)
-        return _end(_function(tree.body, name), hook, lines, begin)
+        return _end(function_named(tree.body, name), hook, lines, begin)
 
     return find
 

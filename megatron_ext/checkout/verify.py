@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkout.hook_table import FILES, MARKER
-from megatron_ext.checkout.places import PlaceError, find_gaps
+from megatron_ext.checkout.places import find_gaps
+from megatron_ext.checkout.syntax import PlaceError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from megatron_ext.checkout.hook_table import (
     TRAINING,
     hooks_of,
 )
-from megatron_ext.checkout.places import PlaceError, find_gaps
+from megatron_ext.checkout.places import find_gaps
+from megatron_ext.checkout.syntax import PlaceError
 from megatron_ext.checkout.verify import is_hook_line, strip_hooks, verify_text
 
 
