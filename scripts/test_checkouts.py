@@ -295,11 +295,17 @@ def main() -> int:
     parser.add_argument("tags", nargs="*", help="tags (or versions, for pypi); by default all we serve")
     parser.add_argument("--no-train", action="store_true", help="only patch, verify and revert")
     parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--cells", help="run only these steps, e.g. patch,check,scheduled,revert,bytes")
     parser.add_argument("--keep", type=Path, help="keep trees, logs and checkpoints in this directory")
     options = parser.parse_args()
     core_only = options.mirror == "pypi"
     train = not (core_only or options.no_train)
     cells = CELLS if train else PACKAGE_CELLS
+    if options.cells:
+        unknown = set(options.cells.split(",")) - set(cells)
+        if unknown:
+            raise InputError(f"expected some of {','.join(cells)}", field="--cells", value=options.cells)
+        cells = [cell for cell in cells if cell in options.cells.split(",")]
     rows, failures = [], []
     with tempfile.TemporaryDirectory() as scratch:
         work = (options.keep or Path(scratch)).resolve()
@@ -317,11 +323,11 @@ def main() -> int:
                     failures.append(f"{name}, {cell}: {error}")
                 print(f"{name}: {cell}: {row[-1]}", file=sys.stderr, flush=True)
             rows.append(row)
-    print_table(["release", *cells], rows, failures, train, core_only)
+    print_table(["release", *cells], rows, failures, core_only)
     return 1 if failures else 0
 
 
-def print_table(head, rows, failures, trained: bool, core_only: bool) -> None:
+def print_table(head, rows, failures, core_only: bool) -> None:
     """The table in Markdown, with what failed and what was not run."""
     # Paths of this machine say nothing to whoever reads the table elsewhere.
     words = ["MIRROR" if "/" in word else word for word in sys.argv[1:]]
@@ -330,8 +336,10 @@ def print_table(head, rows, failures, trained: bool, core_only: bool) -> None:
     for row in (head, ["---"] * len(head), *rows):
         print("| " + " | ".join(row) + " |")
     print()
-    if not trained:
-        print("Not run: training." + (" The packages have no pretrain_gpt.py." if core_only else ""))
+    left_out = [cell for cell in CELLS if cell not in head]
+    if left_out:
+        why = " The packages have no pretrain_gpt.py to train with." if core_only else ""
+        print(f"Not run: {', '.join(left_out)}.{why}")
     for failure in failures:
         print(f"FAILED: {failure}")
 
