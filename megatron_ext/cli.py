@@ -117,7 +117,7 @@ def describe(out: str, megatron_options, as_json: bool) -> None:
 @click.option("--cost-table", required=True, help="Cost table of the machines.")
 @click.option("--workload", "workload_path", required=True, help="What is trained.")
 @click.option("--out", required=True, help="Where the schedule is written.")
-@click.option("--policy", default="hybrid", show_default=True, help="hybrid, all-gpu, all-cpu, random:SEED or exact.")
+@click.option("--policy", default="hybrid", show_default=True, help="hybrid, exact, random:SEED, or a baseline: all-gpu, all-cpu, window-1, share-50, urgency, ...")
 @click.option("--extrapolate", is_flag=True, help="Read cost curves outside their measured range.")
 @json_option
 def plan(cost_table: str, workload_path: str, out: str, policy: str, extrapolate: bool, as_json: bool) -> None:

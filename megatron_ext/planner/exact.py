@@ -52,7 +52,7 @@ class Effort(NamedTuple):
     models: int
 
 
-EXACT = Effort(choices=20_000, work=4.0, models=8)
+EXACT = Effort(choices=20_000, work=1.5, models=6)
 """For the exact policy."""
 
 SMALL = Effort(choices=600, work=0.3, models=4)

@@ -4,7 +4,7 @@ import msgspec
 
 from megatron_ext.cost.model import CostTable
 from megatron_ext.errors import InputError
-from megatron_ext.planner.baselines import BASELINES, all_cpu, all_gpu
+from megatron_ext.planner.baselines import BASELINES
 from megatron_ext.planner.fit import check_fits
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.search import is_tiny, search
@@ -17,7 +17,7 @@ from megatron_ext.simulator.timing import Timing, require
 from megatron_ext.workload.model import Workload
 from megatron_ext.workload.route import ROUTES
 
-POLICIES = ("hybrid", "all-gpu", "all-cpu", "random:SEED", "exact")
+POLICIES = ("hybrid", "exact", "random:SEED", *BASELINES)
 
 
 MANY_STEPS = 8192
@@ -47,18 +47,17 @@ def plan(
     """
     check_fits(workload)
     timing = Timing(workload, table, extrapolate=extrapolate)
-    routes = tuple(route for route in ROUTES if timing.offers(route))
+    routes = usable_routes(workload, timing)
     has_parameters = any(chunk.parameters for chunk in workload.chunks)
     if not routes and has_parameters:
         raise InputError("no route has points: nothing can be gathered", field="routes")
     bound_us = lower_bound(workload, timing)
     baselines: dict[str, float] = {}
-    if policy == "all-gpu":
-        require(timing, "gpu")
-        schedule = all_gpu(workload)
-    elif policy == "all-cpu":
-        require(timing, "cpu")
-        schedule = all_cpu(workload)
+    if policy in BASELINES:
+        needs, make = BASELINES[policy]
+        for route in sorted(needs):
+            require(timing, route)
+        schedule = make(workload, timing)
     elif policy.startswith("random:"):
         schedule = random_schedule(workload, routes, _seed(policy))
     elif policy == "exact":
@@ -85,6 +84,15 @@ def _check_own_work(schedule: Schedule, workload: Workload) -> None:
         match(validate(schedule), workload)
     except InputError as error:
         raise AssertionError(f"the planner made a schedule that would be refused: {error}") from error
+
+
+def usable_routes(workload: Workload, timing: Timing) -> tuple[str, ...]:
+    """Routes that the table offers and the limits leave room for."""
+    limits = workload.limits
+    shut = set() if limits.nvme_slots else {"nvme"}
+    if limits.pinned_host_bytes == 0:
+        shut |= {"cpu", "nvme"}
+    return tuple(route for route in ROUTES if timing.offers(route) and route not in shut)
 
 
 def _seed(policy: str) -> int:

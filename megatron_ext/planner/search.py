@@ -9,8 +9,6 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
-import msgspec
-
 from megatron_ext.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.blocks import Blocks, cut_evenly, make_blocks, points_of_rank
@@ -23,7 +21,7 @@ from megatron_ext.simulator.simulate import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Parameter, Workload
 
-EFFORT = {1: 400_000, 3: 1_200_000}
+EFFORT = {1: 400_000, 3: 800_000}
 """By zero stage: steps, turns of blocks and gathers that one search may walk and simulate."""
 
 CLOSE_ENOUGH = 5e-4
@@ -301,6 +299,9 @@ SIMULATED = 8
 POLISHED = 4
 """Best of those that are then changed decision by decision."""
 
+POLISHED_STEPS = 2048
+"""With more steps one decision is too small a part of the whole to be worth a simulation."""
+
 
 def search(workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us: float = 0.0) -> tuple[Schedule, float]:
     """The best schedule found, and its simulated step time.
@@ -321,7 +322,7 @@ def search(workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us
             break
         made = grid.made(settings)
         judged.append((state.time_of(*made), len(judged), made))
-    for us, _, made in sorted(judged)[:POLISHED]:
+    for us, _, made in sorted(judged)[: POLISHED if state.steps <= POLISHED_STEPS else 0]:
         _polish(state, *made, us)
     return state.best, state.best_us
 
@@ -364,7 +365,3 @@ def _changes(state: Search, blocks: Blocks, choices: Choices) -> Iterator[Choice
             for turn in range(1, len(points_of_rank(workload, state.timing, blocks, pp_rank))):
                 yield choices._replace(held=choices.held ^ {(pp_rank, turn)})
 
-
-def named(schedule: Schedule, planner: str) -> Schedule:
-    """The schedule under another planner's name."""
-    return msgspec.structs.replace(schedule, metadata=msgspec.structs.replace(schedule.metadata, planner=planner))

@@ -12,7 +12,3 @@ def visits_of_rank(workload: Workload, pp_rank: int) -> list[list[int]]:
         visits[step.stage // pp].append(index)
     return visits
 
-
-def first_uses(workload: Workload, pp_rank: int) -> list[int]:
-    """By model chunk, the index of the rank's first step that computes it."""
-    return [steps[0] for steps in visits_of_rank(workload, pp_rank)]
