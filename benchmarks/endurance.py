@@ -20,7 +20,7 @@ from statistics import median
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "megatron")]
 
-from cases import LAYOUTS, MODELS
+from cases import LAYOUTS
 from draw_schedule import prepared
 from machine import about_this_machine
 from msgspec.structs import replace
@@ -29,6 +29,8 @@ from training import environment
 from megatron_ext import files
 from megatron_ext.workload import model as workload_file
 
+LAYOUT = LAYOUTS["interleaved"]
+SIZE = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16", "--untie-embeddings-and-output-weights"]
 NAMES = ("rss_bytes", "open_files", "threads")
 
 
@@ -60,13 +62,12 @@ def main() -> int:
     args = parser.parse_args()
     about = about_this_machine(load_before=os.getloadavg()[0])
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, str(ROOT / "tests/megatron/describe_cases.py"), folder], env=environment(), check=True)
-        workload = workload_file.load(f"{folder}/interleaved.fp32.json")
-        workload = replace(workload, zero_stage=args.zero_stage, limits=workload_file.Limits(nvme_slots=2))
+        describe = [sys.executable, "-m", "megatron_ext", "describe", "--out", f"{folder}/workload.json", "--zero-stage", str(args.zero_stage), *LAYOUT, *SIZE]
+        subprocess.run(describe, env=environment(), check=True)
+        workload = replace(workload_file.load(f"{folder}/workload.json"), limits=workload_file.Limits(nvme_slots=2))
         prepared(random.Random(5), workload, f"{folder}/schedule.json")
-        options = [*LAYOUTS["interleaved"], *MODELS["fp32"], "--train-iters", str(args.iterations), "--log-interval", str(max(args.iterations // 10, 1))]
-        # The corpus has more tokens than the drawn cases; the padded size, hence the schedule, is the same.
-        options += ["--vocab-size", "128", "--make-vocab-size-divisible-by", "128", "--data-path", args.data_path, "--metrics-path", f"{folder}/metrics.json"]
+        options = [*LAYOUT, *SIZE, "--train-iters", str(args.iterations), "--log-interval", str(max(args.iterations // 10, 1))]
+        options += ["--data-path", args.data_path, "--metrics-path", f"{folder}/metrics.json"]
         options += ["--user-defined-schedule", f"{folder}/schedule.json", "--user-defined-schedule-nvme-path", folder]
         begin = time.time()
         run = subprocess.Popen(

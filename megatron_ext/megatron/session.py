@@ -154,7 +154,9 @@ class Session:
             self.executor.make_whole()
 
     def close(self) -> None:
+        """Leave all parameters whole, and end threads and mappings; collective."""
         if self.executor is not None:
+            self.executor.make_whole()
             self.executor.close()
             self.executor = None
 

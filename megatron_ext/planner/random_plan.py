@@ -163,15 +163,17 @@ def _with_slots(unshards, workload, groups, draw) -> list[Placed]:
     """Give ``nvme`` unshards a slot and a step to be staged in; without a free slot they go by ``gpu``."""
     slots = workload.limits.nvme_slots
     free_after = dict.fromkeys(range(slots), -2)  # slot -> step of the unshard that empties it
+    taken: dict[int, int] = {}  # group -> step of its latest unshard by nvme
     result = []
     for item in unshards:
         if item.route == "nvme":
-            usable = [slot for slot, step in free_after.items() if step < item.issue or step == -2]
+            before = taken.get(item.group, -2)
+            usable = [slot for slot, step in free_after.items() if max(step, before) < item.issue]
             if not usable:
                 item = item._replace(route="gpu")
             else:
                 slot = draw.choice(usable)
-                item = item._replace(slot=slot, stage=draw.randint(max(free_after[slot] + 1, -1), item.issue))
-                free_after[slot] = item.issue
+                item = item._replace(slot=slot, stage=draw.randint(max(free_after[slot], before) + 1, item.issue))
+                free_after[slot] = taken[item.group] = item.issue
         result.append(item)
     return result
