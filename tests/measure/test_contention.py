@@ -62,7 +62,7 @@ def counts():
     for rank in ranks:
         rank.start()
     try:
-        yield dict(queue.get(timeout=120) for _ in ranks)
+        yield dict(queue.get(timeout=300) for _ in ranks)
     finally:
         for rank in ranks:
             rank.kill()

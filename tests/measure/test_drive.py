@@ -63,7 +63,7 @@ def test_filesystem_is_named():
 def measure(tmp_path, where):
     out = tmp_path / "T.json"
     command = [sys.executable, "-m", "megatron_ext", "measure", "--out", str(out), "--links", "nvme,cpu", "--max-bytes", "32768", "--seconds", "3", "--nvme-path", str(where)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return done, out
 
 
