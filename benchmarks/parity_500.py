@@ -35,7 +35,7 @@ from megatron_ext.schedule import footprint
 from megatron_ext.workload import model as workload_file
 
 DELAYS = ("", "publish_delay_ms=8,copy_delay_ms=4,read_delay_ms=4", "publish_delay_ms=20", "copy_delay_ms=8", "read_delay_ms=12")
-BLOCK = 50
+BLOCK = 40
 """Cases of one layout between two launches; results are saved after each."""
 
 CONTROLS = ("publish_delay_ms=60,no_wait=1", "stale_group={largest}", "skip_group=0")
@@ -97,7 +97,7 @@ def main() -> int:
         describe(Path(workloads))
         for first in range(0, args.cases, BLOCK):
             layout = sorted(LAYOUTS)[first // BLOCK % len(LAYOUTS)]
-            service = ParityService(layout)
+            service = ParityService(layout, case_seconds=900)
             for n in range(first, min(first + BLOCK, args.cases)):
                 with tempfile.TemporaryDirectory() as folder:
                     cases.append(parity(service, draw, Path(workloads), Path(folder)))

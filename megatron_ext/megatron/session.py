@@ -12,6 +12,7 @@ waiting for it in a collective.
 
 import inspect
 import os
+import sys
 
 import msgspec
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from megatron_ext.runtime.node_exchange import nodes_of_replicas
 from megatron_ext.runtime.nvme_pool import ReadSettings
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule import match, validate
+from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.workload.model import Workload
 
 STOCK_GATHER = "MEGATRON_EXT_STOCK_GATHER"
@@ -116,6 +118,10 @@ class Session:
         except InputError as refused:
             error = str(refused)
         agree(error, ("schedule sha256", self.sha256), file=self.path)
+        if dist.get_rank() == 0 and self.schedule.publish:
+            need, limit = max(pinned_host_bytes(self.schedule)), self.schedule.limits.pinned_host_bytes
+            allowed = "no limit" if limit is None else f"limit {limit / 2**20:.1f} MiB"
+            print(f"{self.path}: host copies and staging slots take up to {need / 2**20:.1f} MiB a node ({allowed})", file=sys.stderr, flush=True)
         for bucket_group in self._bucket_groups.values():
             bucket_group.executor = self.executor
         # The initial parameters are whole everywhere; publishing them lets the first
