@@ -104,21 +104,22 @@ class Boundaries:
     def arm(self, model_chunk_id: int, boundary: int, forward, backward):
         """A function that makes ``forward`` run just before layer ``boundary`` computes next, and
         ``backward`` when the gradient of that layer's input is complete."""
-        module = self._layers[model_chunk_id][boundary].module
+        module, needs_activation = self._layers[model_chunk_id][boundary].module, bool(backward)
 
         def on_gradient(gradient) -> None:
             for action in backward:
                 action()
 
         def arm() -> None:
-            def before_layer(module, args, kwargs) -> None:
+            def before_layer(module, args, kwargs=None) -> None:
                 handle.remove()
-                if backward:
+                if needs_activation:
                     activation = args[0] if args else kwargs["hidden_states"]
                     activation.register_hook(on_gradient)
                 for action in forward:
                     action()
 
-            handle = module.register_forward_pre_hook(before_layer, with_kwargs=True)
+            # Torch calls a hook that takes no keywords more cheaply.
+            handle = module.register_forward_pre_hook(before_layer, with_kwargs=needs_activation)
 
         return arm
