@@ -1,0 +1,129 @@
+"""Nodes of a cluster on one machine: network namespaces joined by a bridge, each link shaped.
+
+A node is a network namespace with one interface, ``net0``; its other end hangs on a bridge in a
+namespace of its own, so that no interface or address outside these namespaces is touched. The
+kernel's token bucket (``tc tbf``, see tc-tbf(8)) shapes both directions of every link: bytes take
+time on it, and no processor. Ranks of one node reach each other over its loopback, unshaped.
+"""
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+from megatron_ext.errors import InputError
+
+NETWORK = "10.77.0"
+INTERFACE = "net0"
+PREFIX = "mxnode"
+_CLONE_NEWNET = 0x40000000
+
+
+class Nodes:
+    """``count`` nodes whose links carry ``gbit_s`` Gbit/s each way; a context manager.
+
+    Raises:
+        InputError: not root, iproute2 missing, or a kernel without namespaces or ``tbf``.
+    """
+
+    def __init__(self, count: int, gbit_s: float):
+        if count < 2 or count > 200:
+            raise InputError("expected 2 to 200", field="--nodes", value=count)
+        if not 0.001 <= gbit_s <= 100:
+            raise InputError("expected 0.001 to 100 Gbit/s", field="--gbit", value=gbit_s)
+        check_possible()
+        self.count, self.gbit_s = count, gbit_s
+        self.names = [f"{PREFIX}-{os.getpid()}-{index}" for index in range(count)]
+        self.switch = f"{PREFIX}-{os.getpid()}-switch"
+
+    def __enter__(self) -> "Nodes":
+        remove_leftovers()
+        # Asked to end, end as on Ctrl-C: through __exit__.
+        self._previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _make(self) -> None:
+        for name in (self.switch, *self.names):
+            _run("ip", "netns", "add", name)
+        _run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", self.switch, "link", "set", "br0", "up")
+        for index, name in enumerate(self.names):
+            port = f"port{index}"
+            _run("ip", "-n", self.switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
+            _run("ip", "-n", self.switch, "link", "set", port, "master", "br0", "up")
+            _run("ip", "-n", name, "address", "add", f"{NETWORK}.{index + 1}/24", "dev", INTERFACE)
+            _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _shape(name, INTERFACE, self.gbit_s)
+            _shape(self.switch, port, self.gbit_s)
+
+    def __exit__(self, *_) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
+        for name in (*self.names, self.switch):
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
+
+    def environment(self, ranks_per_node: int) -> dict[str, str]:
+        """Variables for :func:`megatron_ext.runtime.launch.launch` of ``enter_node.py``."""
+        return {
+            "EMULATED_NODES": ",".join(self.names), "LOCAL_WORLD_SIZE": str(ranks_per_node), "GLOO_SOCKET_IFNAME": INTERFACE,
+            "MASTER_ADDR": f"{NETWORK}.1", "MASTER_PORT": "29500",
+        }  # fmt: skip
+
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each node has sent over its link until now, with Ethernet, IP and TCP headers."""
+        counts = []
+        for name in self.names:
+            shown = json.loads(_run("ip", "-n", name, "-s", "-j", "link", "show", INTERFACE))
+            counts.append(shown[0]["stats64"]["tx"]["bytes"])
+        return counts
+
+
+def check_possible() -> None:
+    """Raises InputError with one line where namespaces cannot be made here."""
+    if os.geteuid() != 0:
+        raise InputError("network namespaces need root: run this as root", field="user", value=os.geteuid())
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise InputError("is not installed: it comes with the package iproute2", field="command", value=tool)
+
+
+def remove_leftovers() -> None:
+    """Remove nodes whose benchmark was killed before it could."""
+    for line in _run("ip", "netns", "list").splitlines():
+        found = re.match(rf"({PREFIX}-(\d+)-\w+)", line)
+        if found and not os.path.exists(f"/proc/{found[2]}"):
+            subprocess.run(["ip", "netns", "del", found[1]], stderr=subprocess.DEVNULL)
+
+
+def enter(name: str) -> None:
+    """Move this process into a node. Raises OSError where the kernel refuses."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
+
+
+def _shape(namespace: str, interface: str, gbit_s: float) -> None:
+    # The bucket holds a millisecond's bytes (at least one segment of 64 KiB, which the kernel hands
+    # down whole); the queue is deep enough that TCP is slowed by waiting and not by loss.
+    burst = max(int(gbit_s * 1e9 / 8 / 1000), 80_000)
+    limit = max(int(gbit_s * 1e9 / 8 / 20), 4_000_000)
+    rate = f"{int(gbit_s * 1e6)}kbit"
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", "rate", rate, "burst", str(burst), "limit", str(limit))
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        message = (done.stderr.strip().splitlines() or ["failed"])[0]
+        raise InputError(message, field="command", value=" ".join(command))
+    return done.stdout
