@@ -3,7 +3,7 @@
     python benchmarks/endurance.py [--iterations 2000] [--zero-stage 3] [--out benchmarks/results/endurance.json]
 
 Four ranks (PP 2 x VP 2 x DP 2) train a small GPT by a drawn schedule with the routes gpu, cpu and
-nvme. Resident memory, open files and threads of every rank are read from /proc all along. Growth is
+nvme. Resident anonymous memory, open files and threads of every rank are read from /proc all along. Growth is
 the difference between the medians of the second and the last quarter of the run.
 """
 
@@ -31,15 +31,18 @@ from megatron_ext.workload import model as workload_file
 
 LAYOUT = LAYOUTS["interleaved"]
 SIZE = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16", "--untie-embeddings-and-output-weights"]
-NAMES = ("rss_bytes", "open_files", "threads")
+NAMES = ("anonymous_bytes", "open_files", "threads")
 
 
 def look(pid: int) -> tuple[int, int, int] | None:
-    """Resident bytes, open files and threads of a process; None once it is gone."""
+    """Resident bytes, open files and threads of a process; None once it is gone.
+
+    Only anonymous memory counts: pages of the corpus are resident as they are read.
+    """
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return int(status["RssAnon"].split()[0]) * 1024, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+    except (OSError, KeyError):
         return None
 
 
