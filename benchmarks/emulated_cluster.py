@@ -109,7 +109,7 @@ def model_options(args) -> list[str]:
 
 def describe(args, folder: Path):
     path = folder / "workload.json"
-    limit = ["--device-bytes", str(args.device_bytes)] if args.device_bytes else []
+    limit = ["--limit-device-bytes", str(args.device_bytes)] if args.device_bytes else []
     command = [sys.executable, "-m", "megatron_ext", "describe", "--out", str(path), "--zero-stage", str(args.zero_stage), *limit, *model_options(args)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT / ".megatron")})
     if done.returncode:
@@ -199,7 +199,7 @@ def main() -> int:
     add("--pp", type=int, default=1)
     add("--vp", type=int, default=1)
     add("--zero-stage", type=int, choices=(1, 3), default=1)
-    add("--device-bytes", type=int, default=None, help="With zero stage 3: whole parameters on one device at a time.")
+    add("--limit-device-bytes", dest="device_bytes", type=int, default=None, help="With zero stage 3: whole parameters on one device at a time.")
     add("--policies", nargs="+", default=["all-gpu", "all-cpu", "hybrid"])
     add("--layers", type=int, default=8)
     add("--hidden", type=int, default=256)

@@ -51,12 +51,11 @@ class Layout(NamedTuple):
 
 LAYOUTS = (
     Layout("llama-70b", 1, 8, 5, 16, 4096),
-    Layout("llama-70b", 3, 1, 1, 1, 4096),
     Layout("llama-70b", 3, 4, 5, 4, 4096),
     Layout("gpt3-175b", 1, 8, 6, 8, 2048, 8),
-    Layout("gpt3-175b", 3, 4, 4, 4, 2048),
+    Layout("gpt3-175b", 3, 8, 1, 4, 2048),
     Layout("llama-405b", 1, 9, 7, 9, 8192, 8),
-    Layout("llama-405b", 3, 7, 6, 7, 8192),
+    Layout("llama-405b", 3, 21, 1, 4, 8192),
 )
 
 
@@ -67,6 +66,7 @@ def simulated_row(layout: Layout, name: str) -> dict:
         layout.model, zero_stage=layout.zero_stage, pp=layout.pp, vp=layout.vp, dp=system.ranks // layout.tp, tp=layout.tp,
         microbatches=layout.microbatches, tokens=layout.tokens,
     )  # fmt: skip
+    assert state_bytes(work) < system.memory_gb * 1e9, f"{layout} does not fit {system.title}"
     table = cost_table(system, layout.model, layout.tokens, tp=layout.tp)
     planned = planner.plan(work, table, extrapolate=True)
     stock = simulator.simulate(work, table, extrapolate=True, bound_us=0.0)

@@ -25,7 +25,8 @@ GATHERS = {c["system"]: c["points"] for c in json.loads((DATA / "published_allga
 
 class System(NamedTuple):
     """A machine. ``ranks`` share the data-parallel group; ``network_gb_s`` is one GPU's share of
-    the network (0: one node); ``offloaded``: parameters live in host memory."""
+    the network (0: one node); ``offloaded``: parameters live in host memory. ``memory_gb``: of one
+    GPU, for parameters, gradients and optimizer state; activations come on top."""
 
     title: str
     ranks: int
@@ -33,6 +34,7 @@ class System(NamedTuple):
     gather: str
     network_gb_s: float = 0.0
     offloaded: bool = False
+    memory_gb: int = 80
 
     @property
     def nodes(self) -> int:
@@ -46,8 +48,8 @@ def _rate(name: str) -> float:
 SYSTEMS = {
     "nvlink-a100": System("one NVLink node, 8xA100", 8, "A100", "8xA100"),
     "nvlink-h100": System("one NVLink node, 8xH100", 8, "H100", "8xH100"),
-    "nvlink-h200": System("one NVLink node, 8xH200", 8, "H100", "8xH200"),
-    "rdma-h200": System("2 x 8 H200, RDMA", 16, "H100", "2 nodes x 8 H200-class, 8x RDMA NIC", 351 / 8),
+    "nvlink-h200": System("one NVLink node, 8xH200", 8, "H100", "8xH200", memory_gb=141),
+    "rdma-h200": System("2 x 8 H200, RDMA", 16, "H100", "2 nodes x 8 H200-class, 8x RDMA NIC", 351 / 8, memory_gb=141),
     "tcpxo-h100": System("2 x 8 H100, TCPXO", 16, "H100", "2 nodes x 8 H100 (TCPXO)", 201 / 8),
     "tcpx-h100": System("2 x 8 H100, TCPX (50 GB/s)", 16, "H100", "2x8 H100 TCPX", _rate("2x8 H100 TCPX") / 8),
     "pcie-only": System("one node, 8 A100 without NVLink", 8, "A100", "pcie"),
