@@ -5,15 +5,22 @@ import os
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 import pytest
 
-from megatron_ext import files
+from megatron_ext import cli, files
 from planning_cases import make_table, make_workload
 
 
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 @pytest.fixture
-def case(tmp_path):
+def case(tmp_path, capsys):
     """Writes a workload and a table after ``change``; returns a function that runs a verb."""
     work = make_workload()
     good = {"w": json.loads(files.encode(work)), "t": json.loads(files.encode(make_table(work)))}
@@ -25,10 +32,12 @@ def case(tmp_path):
         for name in ("w", "t"):
             text = (raw or {}).get(name) or json.dumps(data[name])
             (tmp_path / f"{name}.json").write_text(text)
-        command = [sys.executable, "-m", "megatron_ext", verb, "--cost-table", str(tmp_path / "t.json"), "--workload", str(tmp_path / "w.json")]
+        arguments = [verb, "--cost-table", str(tmp_path / "t.json"), "--workload", str(tmp_path / "w.json")]
         if verb == "plan":
-            command += ["--out", str(tmp_path / "s.json")]
-        return subprocess.run([*command, *extra], capture_output=True, text=True, timeout=120)
+            arguments += ["--out", str(tmp_path / "s.json")]
+        capsys.readouterr()
+        code = cli.main([*arguments, *extra])
+        return Ended(code, *capsys.readouterr())
 
     run.folder = tmp_path
     return run
@@ -98,10 +107,10 @@ def test_all_cpu_without_host_memory_or_without_the_route(case):
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 100_000, "", "nul", '{"schema_version": 1e400}', "\x00"], ids=["deep", "deep2", "empty", "cut", "huge", "nul"])
 def test_files_that_are_no_json(case, text):
-    started = time.monotonic()
+    started = time.process_time()
     result = case("plan", raw={"w": text or " "})
     assert result.returncode == 2 and "w.json" in result.stderr and len(result.stderr.strip().splitlines()) == 1
-    assert time.monotonic() - started < 60
+    assert time.process_time() - started < 5
 
 
 def test_schedule_of_another_workload(case):
@@ -111,15 +120,14 @@ def test_schedule_of_another_workload(case):
     assert result.returncode == 2 and "s.json" in result.stderr and "num_microbatches" in result.stderr
 
 
-def test_a_small_file_with_large_promises_is_cheap_to_refuse(case):
+def test_a_small_file_with_large_promises_is_cheap_to_refuse(case, capsys):
     assert case("plan").returncode == 0
     path = case.folder / "s.json"
     data = json.loads(path.read_text())
     data["parallel"]["num_microbatches"] = 200_000
     path.write_text(json.dumps(data))
     started = time.process_time()
-    result = subprocess.run([sys.executable, "-m", "megatron_ext", "show", str(path)], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and "expected" in result.stderr
+    assert cli.main(["show", str(path)]) == 2 and "expected" in capsys.readouterr().err
     assert time.process_time() - started < 5
 
 
