@@ -20,11 +20,6 @@ from megatron_ext.workload.route import ROUTES
 POLICIES = ("hybrid", "exact", "random:SEED", *BASELINES)
 
 
-MANY_STEPS = 8192
-"""Beyond these, only all-gpu and all-cpu are simulated as candidates beside the search: the
-others cost seconds each, and the search contains their rules as special cases."""
-
-
 def plan(
     workload: Workload,
     table: CostTable,
@@ -118,10 +113,8 @@ def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tupl
         except InputError as error:
             reasons.append(error)
 
-    parallel = workload.parallel
-    large = 2 * parallel.pp * parallel.vp * parallel.num_microbatches > MANY_STEPS
     for name, (needs, make) in BASELINES.items():
-        if needs <= set(routes) and not (large and name not in ("all-gpu", "all-cpu")):
+        if needs <= set(routes):
             consider(name, lambda make=make: make(workload, timing))
     consider("hybrid", lambda: _searched(workload, timing, routes, bound_us))
     if not schedules:

@@ -357,9 +357,11 @@ def _changes(state: Search, blocks: Blocks, choices: Choices) -> Iterator[Choice
     if limit is not None and "cpu" in choices.routes:
         for swap in product(range(len(blocks.groups)), repeat=2):
             hosted = choices.hosted ^ frozenset(swap)
-            routed = ["cpu" if g in hosted else "gpu" for g in range(len(blocks.groups))]
+            staged = choices.staged - hosted
+            # Slots of ranks that stage are pinned too.
+            routed = ["cpu" if g in hosted else "nvme" if g in staged else "gpu" for g in range(len(blocks.groups))]
             if ("gpu" in choices.routes or len(hosted) == len(routed)) and max(pinned_need(workload, blocks.groups, routed)) <= limit:
-                yield choices._replace(hosted=hosted, staged=choices.staged - hosted)
+                yield choices._replace(hosted=hosted, staged=staged)
     if workload.zero_stage == 3:
         for pp_rank, mine in enumerate(placed):
             for turn in range(1, len(points_of_rank(workload, state.timing, blocks, pp_rank))):
