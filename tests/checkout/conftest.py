@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import toy_megatron
+from released import MIRROR
 from toy_megatron import git
 
 from megatron_ext.checkout import merge
@@ -12,6 +13,20 @@ from megatron_ext.checkout.hook_table import FILES
 from megatron_ext.checkout.patchset import parse_patch
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say what of a Megatron checkout was run, and what was not."""
+    passed = [report.nodeid for report in terminalreporter.stats.get("passed", ())]
+    names = [node.partition("::test_every_release[")[2].rstrip("]") for node in passed if "::test_every_release[" in node]
+    if not names:
+        return
+    say = terminalreporter.write_line
+    terminalreporter.section("Megatron trees")
+    say(f"patched, verified, reverted to the same bytes: {', '.join(names)}")
+    if not MIRROR:
+        say("not run: the tags of Megatron-LM, with pretrain_gpt.py (MEGATRON_MIRROR=MIRROR bash scripts/test.sh tests/checkout)")
+    say("not run: training by pretrain_gpt.py at every release (scripts/test_checkouts.sh MIRROR; see patches/TESTED.md)")
 
 
 def load_script(name: str):

@@ -43,7 +43,7 @@ def edit(rng: random.Random, text: str, near: list[int]) -> str:
 def edit_files(rng: random.Random, originals: dict[str, str], insertions) -> dict[str, str]:
     """``originals`` with one or two files edited; most of the time they still parse."""
     texts = dict(originals)
-    for path in rng.sample(FILES, rng.randint(1, 2)):
+    for path in rng.sample([f for f in FILES if f in originals], rng.randint(1, 2)):
         near = [after for i in insertions if i.path == path for after, _ in i.lines]
         for _ in range(20):
             texts[path] = edit(rng, originals[path], near)

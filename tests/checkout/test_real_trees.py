@@ -1,29 +1,58 @@
-"""The same on real trees: set MEGATRON_MIRROR to a git clone or mirror of Megatron-LM with its tags."""
+"""The same on real trees: the releases of megatron-core on the package index, fetched once.
 
-import os
+They hold what carries hooks in megatron/core; from 0.17 on, megatron/training as well. With
+MEGATRON_MIRROR (a git clone or mirror of Megatron-LM with its tags) the tests run on the tags too,
+which hold everything. ``conftest.py`` says at the end of a run what was left out.
+"""
+
 import random
+import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from random_edits import EDITS, edit_files
-from toy_megatron import git
+from released import CANDIDATES, MIRROR, RELEASES
+from toy_megatron import git, snapshot
 
-from megatron_ext.checkout import apply, check, revert, verify_hooks
-from megatron_ext.checkout.hook_table import FILES
+from megatron_ext.checkout import apply, check, obtain, revert, verify_hooks
+from megatron_ext.checkout.hook_table import FILES, HOOKS
 from megatron_ext.checkout.patchset import blob_id, insertions_by_blob, manifest
-from megatron_ext.checkout.verify import is_hook_line, strip_hooks
+from megatron_ext.checkout.verify import count_hooks, is_hook_line, strip_hooks
 from megatron_ext.errors import InputError
 
-MIRROR = os.environ.get("MEGATRON_MIRROR")
 
-pytestmark = pytest.mark.skipif(not MIRROR, reason="MEGATRON_MIRROR is not set")
+def also_in_the_mirror(releases, tags) -> list[str]:
+    """Names of trees to test: releases of the package index, and tags where there is a mirror."""
+    return [*releases, *(tags if MIRROR else ())]
 
 
-def read(ref: str) -> dict[str, str]:
-    """The files that carry hooks, at one commit."""
+@pytest.fixture(scope="session")
+def packages(request) -> Path:
+    """Directory with an unpacked tree of every release; kept in pytest's cache between runs."""
+    folder = request.config.cache.mkdir("megatron-core")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda version: obtain(version, folder / version), {*RELEASES, *CANDIDATES, *CANDIDATES.values()}))
+    return folder
+
+
+def read_tag(ref: str) -> dict[str, str]:
+    """The files that carry hooks, at one commit of the mirror."""
     show = ["git", "-C", MIRROR, "cat-file", "blob"]
     return {f: subprocess.run([*show, f"{ref}:{f}"], check=True, stdout=subprocess.PIPE).stdout.decode() for f in FILES}
+
+
+def read_package(root: Path) -> dict[str, str]:
+    """The files that carry hooks and are in a package."""
+    return {f: (root / f).read_bytes().decode() for f in FILES if (root / f).is_file()}
+
+
+def read(name: str, packages: Path) -> tuple[dict[str, str], dict[str, str] | None]:
+    """The files of one tree, and those its history is to hold (None: the mirror's own history)."""
+    if not name[0].isdigit():
+        return read_tag(name), None
+    return read_package(packages / name), read_package(packages / CANDIDATES.get(name, name))
 
 
 def write(root: Path, texts: dict[str, str]) -> None:
@@ -33,10 +62,20 @@ def write(root: Path, texts: dict[str, str]) -> None:
         place.write_bytes(text.encode())
 
 
-def make_clone(root: Path, texts: dict[str, str]) -> Path:
-    """A work tree of those files only, with the mirror's objects for history."""
-    write(root, {**texts, "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 0\nPATCH = 0\n"})
+def holds(root: Path, texts: dict[str, str]) -> bool:
+    """Whether the files are these, byte for byte."""
+    return all((root / f).read_bytes().decode() == text for f, text in texts.items())
+
+
+def make_clone(root: Path, texts: dict[str, str], base: dict[str, str] | None = None) -> Path:
+    """A work tree of those files only, whose history is the mirror's, or one commit of ``base``."""
+    write(root, {**(base or texts), "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 0\nPATCH = 0\n"})
     git(root, "init", "-q")
+    if base is not None:
+        git(root, "add", ".")
+        git(root, "commit", "-q", "-m", "base")
+        write(root, texts)
+        return root
     objects = subprocess.run(
         ["git", "-C", MIRROR, "rev-parse", "--git-path", "objects"], check=True, capture_output=True, text=True
     ).stdout.strip()
@@ -56,33 +95,47 @@ def neighbours(text: str) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize("ref", sorted({release.ref for release in manifest().releases}))
-def test_every_release_by_its_exact_files(ref, tmp_path):
-    texts = read(ref)
-    write(tmp_path, {**texts, "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 0\nPATCH = 0\n"})
-    assert {f.detail for f in apply(tmp_path).files} == {"exact"} and verify_hooks(tmp_path) == []
-    revert(tmp_path)
-    assert all((tmp_path / f).read_bytes().decode() == texts[f] for f in FILES)
+TAGS = sorted({release.ref for release in manifest().releases})
+CANDIDATE_TAGS = ["core_v0.12.0rc2", "core_v0.14.0rc3", "core_v0.13.0rc2", "core_v0.15.0rc4"]
 
 
-@pytest.mark.parametrize("ref", ["core_v0.12.0rc2", "core_v0.14.0rc3", "core_v0.13.0rc2", "core_v0.15.0rc4"])
-def test_a_candidate_that_no_patch_is_for_merges_in_a_clone(ref, tmp_path):
-    texts = read(ref)
-    clone = make_clone(tmp_path, texts)
-    report = apply(clone)
-    assert "merged" in {f.detail for f in report.files} and verify_hooks(clone) == []
+@pytest.mark.parametrize("name", also_in_the_mirror(RELEASES, TAGS))
+def test_every_release(name, packages, tmp_path):
+    tree, (there, base) = tmp_path / "tree", read(name, packages)
+    if base is not None:
+        shutil.copytree(packages / name, tree)
+    else:
+        write(tree, {**there, "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 0\nPATCH = 0\n"})
+    before = snapshot(tree)
+    report = apply(tree)
+    assert report.state == "applied" and {f.detail for f in report.files} == {"exact"} and verify_hooks(tree) == []
+    assert set(report.absent) == set(FILES) - set(there)
+    lines = sum(count_hooks((tree / file).read_text()) for file in there)
+    assert lines == sum(hook.file in there for hook in HOOKS)
+    assert check(tree).state == "applied" and not apply(tree).changed
+    assert revert(tree).state == "clean" and snapshot(tree) == before
+
+
+@pytest.mark.parametrize("name", also_in_the_mirror(CANDIDATES, CANDIDATE_TAGS))
+def test_a_candidate_that_no_patch_is_for_merges_in_a_clone(name, packages, tmp_path):
+    texts, base = read(name, packages)
+    clone = make_clone(tmp_path, texts, base)
+    assert "merged" in {f.detail for f in apply(clone).files} and verify_hooks(clone) == []
     revert(clone)
-    assert all((clone / f).read_bytes().decode() == texts[f] for f in FILES)
+    assert holds(clone, texts)
 
 
-@pytest.mark.parametrize("ref", ["core_v0.10.0", "core_v0.16.1", "main"])
-def test_random_edits(ref, tmp_path):
-    texts = read(ref)
-    clone = make_clone(tmp_path, texts)
+@pytest.mark.parametrize("name", also_in_the_mirror(["0.16.1"], ["core_v0.10.0", "core_v0.16.1", "main"]))
+def test_random_edits(name, packages, tmp_path):
+    """Every edit is merged with each hook between its old neighbours, or refused untouched."""
+    texts, base = read(name, packages)
+    clone = make_clone(tmp_path, texts, base)
+    # A package's files take as long as the toy's, which has all of them.
+    edits = EDITS if base is None else EDITS // 5
     insertions = [insertions_by_blob()[f, blob_id(t.encode())] for f, t in texts.items()]
     hooked = {i.path: neighbours(i.apply(texts[i.path].encode()).decode()) for i in insertions}
     outcomes = {"merged": 0, "refused": 0}
-    for seed in range(EDITS):
+    for seed in range(edits):
         edited = edit_files(random.Random(seed), texts, insertions)
         write(clone, edited)
         try:
@@ -92,15 +145,15 @@ def test_random_edits(ref, tmp_path):
         else:
             outcomes["merged"] += 1
             assert verify_hooks(clone) == [], f"seed {seed}"
-            for file in FILES:
+            for file in texts:
                 patched = (clone / file).read_bytes().decode()
                 assert strip_hooks(patched) == edited[file], f"seed {seed}"
                 for (line, *around), (now, *near) in zip(hooked[file], neighbours(patched), strict=True):
                     # An edit may have replaced the code on one side of a hook; never on both.
                     assert line == now and (around[0] == near[0] or around[1] == near[1]), f"seed {seed}"
             assert revert(clone).state == "clean"
-        assert all((clone / f).read_bytes().decode() == edited[f] for f in FILES), f"seed {seed}"
-    assert min(outcomes.values()) > 30, outcomes
-    print(ref, outcomes)
+        assert holds(clone, edited), f"seed {seed}"
+    assert min(outcomes.values()) > edits // 8, outcomes
+    print(outcomes)
     write(clone, texts)
     assert check(clone).state == "clean"
