@@ -261,3 +261,50 @@ def test_a_stage_is_never_left(archive):
     apply(archive)
     revert(archive)
     assert not (archive / STAGE).exists()
+
+
+def protect(root):
+    (root / TRAINING).chmod(0o444)
+
+
+def windows(root):
+    (root / DDP).write_bytes((root / DDP).read_bytes().replace(b"\n", b"\r\n"))
+
+
+def half(root):
+    apply(root)
+    (root / DDP).write_text(toy_megatron.TEXTS[DDP])
+
+
+def older(root):
+    line = f"    from megatron_ext.megatron import hooks; hooks.old(model)  {MARKER}\n"
+    change(root, TRAINING, '    log.append("train")\n', f'{line}    log.append("train")\n')
+
+
+def unknown(root):
+    for path in FILES:
+        append(root, path, "\n# another release\n")
+
+
+def no_tree(root):
+    (root / "megatron/core/package_info.py").unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil, names, advice",
+    [
+        (no_tree, "not a Megatron tree", "give the directory that holds megatron/core"),
+        (unknown, "differs from every known release", "use a git clone, or an unchanged release"),
+        (half, f"{len(HOOKS) - 1} of {len(HOOKS)} hook lines", "patch revert"),
+        (older, "another megatron-ext version", "patch revert"),
+        (protect, TRAINING, "chmod u+w"),
+        (windows, DDP, "core.autocrlf"),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_to_do(spoil, names, advice, archive, capsys):
+    spoil(archive)
+    before = snapshot(archive)
+    assert cli.main(["patch", "apply", str(archive)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("megatron-ext: ")
+    assert names in err and advice in err and snapshot(archive) == before
