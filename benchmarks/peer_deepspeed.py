@@ -1,0 +1,97 @@
+"""DeepSpeed ZeRO-3 training the main job's GPT; one rank. Part of peers.py.
+
+    peer_deepspeed.py WAY OPTIONS      WAY: zero3, offload
+
+[Note: how DeepSpeed is set]
+Transformer layers are leaf modules, so a layer is gathered in one collective instead of one for
+each of its small modules; Megatron's layers also use the bias of a linear module outside of it,
+which ZeRO-3 must know of. A layer is prefetched ahead. Vectors stay whole
+(stage3_param_persistence_threshold, the value that DeepSpeed's integrations choose: ten times the
+hidden size), and at most half of the parameters may be live, as for our zero stage 3.
+"""
+
+import os
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("DS_BUILD_OPS", "0")
+
+from peer_training import Peer, adam, batch_loss, main  # noqa: E402, I001  first: it makes Megatron work without a GPU
+
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+from deepspeed.runtime.zero import partition_parameters  # noqa: E402
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus  # noqa: E402
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator  # noqa: E402
+from deepspeed.utils import set_z3_leaf_modules  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
+
+
+def pass_hidden_states_by_position() -> None:
+    """DeepSpeed sees only positional inputs of a module; Megatron calls its layers by keywords, and
+    DeepSpeed would reduce a layer's gradients before they are there."""
+    call = TransformerLayer.__call__
+    TransformerLayer.__call__ = lambda layer, *args, hidden_states=None, **kwargs: call(layer, *((hidden_states,) if hidden_states is not None else ()), *args, **kwargs)
+
+
+class DeepSpeed(Peer):
+    ways = ("zero3", "offload")
+
+    def __init__(self, args, way, config, chunks):
+        super().__init__(args, way, config, chunks)
+        (model,) = chunks
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        pass_hidden_states_by_position()
+        set_z3_leaf_modules(model, [TransformerLayer])
+        layer = sum(p.numel() for p in model.decoder.layers[0].parameters())
+        zero = {
+            "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": layer,
+            "stage3_prefetch_bucket_size": layer, "stage3_param_persistence_threshold": 10 * args.hidden_size,
+            "stage3_max_live_parameters": sum(p.numel() for p in model.parameters()) // 2,
+            "stage3_max_reuse_distance": 0,
+        }  # fmt: skip
+        if way == "offload":
+            zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+        settings = {
+            "train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_accumulation_steps": args.num_microbatches,
+            "gradient_clipping": args.clip_grad, "zero_optimization": zero, "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1 << 30,
+        }  # fmt: skip
+        # Not for loops: DeepSpeed has one flat parameter a group.
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=adam(args, model.named_parameters()), config=settings)
+        self.clock.gathering(PartitionedParameterCoordinator, "fetch_sub_module")
+        self.clock.waiting(partition_parameters.AllGatherHandle, "wait")
+        self.clock.waiting(partition_parameters.AllGatherCoalescedHandle, "wait")
+
+    def forward_backward(self, iterator):
+        losses = []
+        for number in range(self.args.num_microbatches):
+            loss = batch_loss(self.engine, next(iterator))
+            self.engine.backward(loss)
+            if number < self.args.num_microbatches - 1:
+                self.engine.step()  # DeepSpeed counts micro-batches by it
+            losses.append({"lm loss": loss.detach()})
+        return losses
+
+    def step(self):
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm()
+        return float(norm) if norm is not None else None
+
+    @torch.no_grad()
+    def whole_peak_bytes(self, iterator) -> int:
+        """Counted after every fetch of one more iteration: what is whole or on its way."""
+        parameters, fetch = list(self.engine.module.parameters()), PartitionedParameterCoordinator.fetch_sub_module
+
+        def counting(*args, **kwargs):
+            fetch(*args, **kwargs)
+            held = sum(p.ds_numel * p.element_size() for p in parameters if p.ds_status != ZeroParamStatus.NOT_AVAILABLE)
+            self.whole.peak = max(self.whole.peak, held)
+
+        PartitionedParameterCoordinator.fetch_sub_module = counting
+        with torch.enable_grad():
+            self.forward_backward(iterator)
+        return self.whole.peak
+
+
+if __name__ == "__main__":
+    main(DeepSpeed)

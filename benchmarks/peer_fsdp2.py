@@ -1,0 +1,96 @@
+"""torch FSDP2 (fully_shard) training the main job's GPT; one rank. Part of peers.py.
+
+    peer_fsdp2.py WAY OPTIONS      WAY: reshard, offload, whole
+
+Every transformer layer is a unit, and the root holds the rest, as torch's examples do it.
+``whole`` keeps parameters whole from their first use to the last micro-batch's backward.
+
+[Note: FSDP2 without streams]
+FSDP2 lets gathers overlap by CUDA streams. Without a GPU there are none, and its gathers would
+block the training thread. It has a second way, asynchronous collectives with explicit prefetch,
+which overlaps on the processor too: that one is used, with the next layer prefetched in forward
+and in backward. Its reduce-scatters have no such way; they block, once an iteration.
+"""
+
+from peer_training import Peer, adam, batch_loss, data_parallel_mesh, main
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+
+def shard(chunk: nn.Module, mesh, *, reshard_after_forward: bool, offload: bool = False) -> None:
+    """Shard a GPT chunk layer by layer, and let each layer prefetch the next."""
+    policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+    layers = list(chunk.decoder.layers)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy)
+    fully_shard(chunk, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy)
+    chunk._set_unshard_async_op(True)  # [Note: FSDP2 without streams]
+    for earlier, later in zip(layers, layers[1:]):
+        earlier.set_modules_to_forward_prefetch([later])
+        later.set_modules_to_backward_prefetch([earlier])
+
+
+def watch(clock, whole) -> None:
+    """Note what all parameter groups gather, wait for and hold."""
+    wait_for_unshard, unshard, to_sharded = FSDPParamGroup.wait_for_unshard, FSDPParamGroup.unshard, FSDPParamGroup._to_sharded
+
+    def waiting(group):
+        result = group._all_gather_result
+        if result is not None and result.all_gather_work is not None:
+            clock.wait(result.all_gather_work)
+        return wait_for_unshard(group)
+
+    def unsharding(group, async_op=False):
+        unshard(group, async_op)
+        if group._all_gather_result is not None:
+            whole.hold(id(group), sum(p._orig_size.numel() * 4 for p in group.fsdp_params))
+
+    def sharding(group):
+        to_sharded(group)
+        whole.release(id(group))
+
+    FSDPParamGroup.wait_for_unshard, FSDPParamGroup.unshard, FSDPParamGroup._to_sharded = waiting, unsharding, sharding
+    clock.gathering(FSDPParamGroup, "unshard")
+    clock.gathering(FSDPParamGroup, "wait_for_unshard")
+
+
+def full(norm) -> float:
+    """A norm that may be spread over ranks."""
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+class Fsdp2(Peer):
+    ways = ("reshard", "offload", "whole")
+
+    def __init__(self, args, way, config, chunks):
+        super().__init__(args, way, config, chunks)
+        (self.model,) = chunks
+        watch(self.clock, self.whole)
+        shard(self.model, data_parallel_mesh(), reshard_after_forward=way != "whole", offload=way == "offload")
+        assert isinstance(self.model, FSDPModule)
+        self.optimizer = adam(args, self.model.named_parameters())
+
+    def forward_backward(self, iterator):
+        losses, count = [], self.args.num_microbatches
+        for number in range(count):
+            last = number == count - 1
+            self.model.set_requires_gradient_sync(last)  # as Megatron: gradients are reduced once
+            self.model.set_is_last_backward(last)
+            if self.way == "whole":
+                self.model.set_reshard_after_backward(last)
+            loss = batch_loss(self.model, next(iterator))
+            (loss / count).backward()
+            losses.append({"lm loss": loss.detach()})
+        return losses
+
+    def step(self):
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip_grad, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return full(norm)
+
+
+if __name__ == "__main__":
+    main(Fsdp2)

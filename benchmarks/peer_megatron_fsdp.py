@@ -1,0 +1,73 @@
+"""Megatron-FSDP (of the megatron-core release) training the main job's GPT; one rank. Part of peers.py.
+
+    peer_megatron_fsdp.py optim_grads_params OPTIONS
+
+It asks for CUDA devices by default; handed the CPU it trains there. Its gathers are asynchronous
+collectives, so they overlap without streams too.
+"""
+
+from peer_training import Peer, job, main  # isort: skip  first: it makes Megatron work without a GPU
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, BucketStatus
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+
+def watch(clock, whole) -> None:
+    """Note what buckets gather, wait for and hold."""
+    gather, release = AllGatherPipeline.async_bucket_gather, AllGatherPipeline.release_bucket
+
+    def gathering(pipeline, bucket_id, bwd):
+        gather(pipeline, bucket_id, bwd)
+        buffer = pipeline.get_fsdp_buffer(bucket_id, bwd)
+        whole.hold(bucket_id, buffer.bucket_index.size * buffer.dtype.itemsize)
+
+    def releasing(pipeline, bucket_id, bwd, lazy=False):
+        release(pipeline, bucket_id, bwd, lazy)
+        if pipeline.bucket_status[pipeline.get_bucket_key(bucket_id, bwd)] == BucketStatus.EMPTY:
+            whole.release(bucket_id)
+
+    AllGatherPipeline.async_bucket_gather, AllGatherPipeline.release_bucket = gathering, releasing
+    clock.waiting(AllGatherPipeline, "wait_bucket_ready")
+    clock.gathering(AllGatherPipeline, "wait_bucket_ready")
+    clock.gathering(AllGatherPipeline, "all_gather_params")
+
+
+class MegatronFsdp(Peer):
+    ways = ("optim_grads_params",)
+
+    def __init__(self, args, way, config, chunks):
+        super().__init__(args, way, config, chunks)
+        watch(self.clock, self.whole)
+        sharding = DistributedDataParallelConfig(
+            use_megatron_fsdp=True, data_parallel_sharding_strategy=way, use_distributed_optimizer=True,
+            overlap_grad_reduce=True, overlap_param_gather=True,
+            gradient_reduce_div_fusion=False,  # gloo has no premultiplied sum
+            # Twice a layer. Its default is at least 1e9 elements (a maximum where "cap" is written), which holds a small model whole.
+            suggested_communication_unit_size=2 * sum(p.numel() for p in chunks[0].decoder.layers[0].parameters()),
+        )  # fmt: skip
+        self.model = [FullyShardedDataParallel(config, sharding, chunks[0], device=torch.device("cpu"))]
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam", lr=args.lr, weight_decay=args.weight_decay, clip_grad=args.clip_grad, params_dtype=config.params_dtype,
+                use_distributed_optimizer=True, overlap_param_gather=True,
+            ),
+            self.model,
+        )  # fmt: skip
+        config.no_sync_func, config.finalize_model_grads_func = self.model[0].no_sync, finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+
+    def forward_backward(self, iterator):
+        self.model[0].zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return job.run_schedule(self.args, self.model, [iterator])
+
+    def step(self):
+        _, norm, _ = self.optimizer.step()
+        return float(norm)
+
+
+if __name__ == "__main__":
+    main(MegatronFsdp)
