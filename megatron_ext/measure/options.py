@@ -59,11 +59,11 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def uses_cuda(self) -> bool:
         """Whether the ranks' devices are CUDA's. Raises InputError where they should be and are not."""
-        import torch
+        from megatron_ext.runtime.device import has_cuda  # torch takes a while to import
 
-        if self.device == "cuda" and not torch.cuda.is_available():
+        if self.device == "cuda" and not has_cuda():
             raise InputError("torch sees no CUDA device here", file="--device", value="cuda")
-        return self.device != "cpu" and torch.cuda.is_available()
+        return self.device != "cpu" and has_cuda()
 
     @property
     def largest(self) -> int:

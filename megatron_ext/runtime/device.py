@@ -7,6 +7,15 @@ The CUDA half is written for PyTorch's stream semantics and has not yet been run
 import torch
 
 
+def has_cuda() -> bool:
+    """Whether there is a real CUDA device.
+
+    ``torch.cuda.is_available`` is Python and may be made to speak of the CPU instead, see
+    :mod:`megatron_ext.megatron.cpu_compat`; what it asks in the end cannot.
+    """
+    return hasattr(torch._C, "_cuda_getDeviceCount") and torch._C._cuda_getDeviceCount() > 0
+
+
 class HostDevice:
     """Parameters live in host memory; a copy is done when ``copy_`` returns."""
 

@@ -46,6 +46,12 @@ from megatron.legacy import fused_kernels
 fp8_utils.quantize_param_shard(1, 2); fused_kernels.load(None)
 assert "triton" not in sys.modules
 from typing import override
+from megatron_ext.measure import compute, options
+from megatron_ext.runtime import machine
+from megatron_ext.runtime.device import has_cuda
+assert not has_cuda() and not options.Options().uses_cuda()
+assert machine.environment("auto")["hardware"]["device"] == "cpu" and machine.environment("auto")["software"]["backend"] == "gloo"
+torch.set_num_threads(1); assert compute.clock() is compute.thread_time
 print("fine")
 """
 

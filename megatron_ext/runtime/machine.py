@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron_ext.runtime.device import has_cuda
+
 
 def environment(device: str = "auto", ranks_per_node: int | None = None) -> dict[str, dict[str, Any]]:
     """``hardware`` and ``software`` of this machine, as a table's metadata stores them.
@@ -15,7 +17,7 @@ def environment(device: str = "auto", ranks_per_node: int | None = None) -> dict
     Args:
         device: ``cpu`` leaves accelerators out even where torch sees them.
     """
-    use_cuda = device != "cpu" and torch.cuda.is_available()
+    use_cuda = device != "cpu" and has_cuda()
     hardware: dict[str, Any] = {
         "processor": _processor(),
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
