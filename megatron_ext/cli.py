@@ -113,14 +113,43 @@ def describe(out: str, megatron_options, as_json: bool) -> None:
     emit(as_json, {"workload": out, **description.summary(described)}, description.text(described, out))
 
 
+def environment_options(command):
+    """What ``plan`` and ``simulate`` take to hold a table against the run, and against this machine."""
+    for option in (
+        click.option("--allow-differences", is_flag=True, help="Use a table measured for other parallel sizes, another precision or shape; only say what differs."),
+        click.option("--this-machine", is_flag=True, help="Compare the table's hardware and software with this machine's too: it is the one that trains."),
+    ):
+        command = option(command)
+    return command
+
+
+def table_differences(table, work, *, this_machine: bool, allow: bool, file) -> list[str]:
+    """What differs between the table's environment and the run; said on standard error if allowed.
+
+    Raises:
+        InputError: something differs and is not allowed.
+    """
+    from megatron_ext.cost import environment
+
+    found = environment.run_differences(table.metadata, work)
+    if this_machine:
+        from megatron_ext.runtime.machine import environment as this_environment
+
+        found += environment.differences(table.metadata, this_environment())
+    for line in environment.refuse(found, allow=allow, file=file, how="allow it by --allow-differences"):
+        click.echo(f"{file}: measured in another environment: {line}", err=True)
+    return found
+
+
 @cli.command()
 @click.option("--cost-table", required=True, help="Cost table of the machines.")
 @click.option("--workload", "workload_path", required=True, help="What is trained.")
 @click.option("--out", required=True, help="Where the schedule is written.")
 @click.option("--policy", default="hybrid", show_default=True, help="hybrid, exact, random:SEED, or a baseline: all-gpu, all-cpu, window-1, share-50, urgency, ...")
 @click.option("--extrapolate", is_flag=True, help="Read cost curves outside their measured range.")
+@environment_options
 @json_option
-def plan(cost_table: str, workload_path: str, out: str, policy: str, extrapolate: bool, as_json: bool) -> None:
+def plan(cost_table: str, workload_path: str, out: str, policy: str, extrapolate: bool, allow_differences: bool, this_machine: bool, as_json: bool) -> None:
     """Decide by which route, when, and for how long; print what that is worth."""
     from megatron_ext import files, planner
     from megatron_ext.cost import model as cost
@@ -129,11 +158,12 @@ def plan(cost_table: str, workload_path: str, out: str, policy: str, extrapolate
 
     table, work = cost.load(cost_table), workload.load(workload_path)
     with naming_files(cost_table, workload_path):
+        differences = table_differences(table, work, this_machine=this_machine, allow=allow_differences, file=cost_table)
         digest = files.sha256(cost_table)
         planned = planner.plan(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
         judged = planner.verdict(work, table, planned, extrapolate=extrapolate)
     schedule.save(out, planned)
-    emit(as_json, {"schedule": out, "policy": policy, "verdict": judged.text, **judged.figures}, judged.text)
+    emit(as_json, {"schedule": out, "policy": policy, "verdict": judged.text, **judged.figures, "differences": differences}, judged.text)
 
 
 @cli.command()
@@ -142,8 +172,9 @@ def plan(cost_table: str, workload_path: str, out: str, policy: str, extrapolate
 @click.option("--schedule", "schedule_path", help="Without one: stock Megatron's own rule.")
 @click.option("--trace", help="Write a Chrome trace here.")
 @click.option("--extrapolate", is_flag=True, help="Read cost curves outside their measured range.")
+@environment_options
 @json_option
-def simulate(cost_table: str, workload_path: str, schedule_path: str | None, trace: str | None, extrapolate: bool, as_json: bool) -> None:
+def simulate(cost_table: str, workload_path: str, schedule_path: str | None, trace: str | None, extrapolate: bool, allow_differences: bool, this_machine: bool, as_json: bool) -> None:
     """Say what one iteration takes by a schedule, or by stock Megatron's own rule."""
     from megatron_ext import simulator
     from megatron_ext.cost import model as cost
@@ -156,6 +187,7 @@ def simulate(cost_table: str, workload_path: str, schedule_path: str | None, tra
     if given is not None:
         match.match(given, work, file=schedule_path)
     with naming_files(cost_table, workload_path):
+        table_differences(table, work, this_machine=this_machine, allow=allow_differences, file=cost_table)
         result = simulator.simulate(work, table, given, trace=bool(trace), extrapolate=extrapolate)
     if trace:
         about = {"kind": "simulated", "schedule": schedule_path or "stock", "step_time_us": result.step_time_us}
@@ -301,20 +333,23 @@ def cost_show(table_path: str, plot_path, as_json: bool) -> None:
 @click.option("--allow-differences", is_flag=True, help="Only report what differs.")
 @json_option
 def cost_check(table_path: str, workload_path, this_machine: bool, device: str, allow_differences: bool, as_json: bool) -> None:
-    """Refuse a table that was measured on other hardware, software or world sizes."""
+    """Refuse a table that was measured on other hardware, software, world sizes or of another model."""
     from megatron_ext.cost import environment, model
     from megatron_ext.workload import model as workload
 
-    table, here = model.load(table_path), {}
+    table, here, model_differs = model.load(table_path), {}, []
     if workload_path:
-        here["world_sizes"] = environment.world_sizes(workload.load(workload_path).parallel)
+        work = workload.load(workload_path)
+        here["world_sizes"] = environment.world_sizes(work.parallel)
+        model_differs = environment.model_differences(table.metadata, work)
     if this_machine:
-        from megatron_ext.measure.machine import environment as this_environment
+        from megatron_ext.runtime.machine import environment as this_environment
 
         here |= this_environment(device)
     if not here:
         raise InputError("nothing to compare with: give --workload or --this-machine", file=table_path)
-    found = environment.require_match(table.metadata, here, allow=allow_differences, file=table_path)
+    found = environment.differences(table.metadata, here) + model_differs
+    environment.refuse(found, allow=allow_differences, file=table_path, how="allow it by --allow-differences")
     emit(as_json, {"differences": found}, "\n".join(found) or "the table holds for this environment")
 
 

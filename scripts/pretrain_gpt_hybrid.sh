@@ -4,6 +4,7 @@
 # Settings (environment): ITERS PP VP DP MICRO_BATCHES LAYERS HIDDEN HEADS SEQ MICRO_BATCH_SIZE
 #   POLICY (hybrid, all-gpu, all-cpu, random:SEED)  NAME (directory under runs/)
 #   MEGATRON_PATH (a Megatron-LM checkout to patch and use)  EXTRA (further options of the example)
+#   ALLOW_DIFFERENCES=1 (use a cost table that lies there although it was measured elsewhere)
 # An interrupted run goes on where it was; a complete one is done again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -67,6 +68,13 @@ if [ ! -e $corpus.idx ]; then
     python -m megatron_ext.megatron.corpus $corpus
 fi
 
+# Costs of an earlier run are used again only where they hold: on this machine, for these sizes.
+if [ -e "$run/cost_table.json" ]; then
+    if ! megatron-ext cost check "$run/cost_table.json" --workload "$run/workload.json" --this-machine ${ALLOW_DIFFERENCES:+--allow-differences} >&2; then
+        say "the cost table does not hold here: measuring again (ALLOW_DIFFERENCES=1 would use it)"
+        rm -f "$run"/{cost_table,schedule}.json "$run"/*.metrics.json "$run"/*.trace.json
+    fi
+fi
 if [ ! -e "$run/cost_table.json" ]; then
     say "measuring what gathers, copies and compute cost on $world ranks"
     read -r largest whole < <(python -m megatron_ext.workload.sizes "$run/workload.json")
@@ -78,7 +86,8 @@ fi
 
 if [ ! -e "$run/schedule.json" ]; then
     say "planning ($POLICY)"
-    megatron-ext plan --cost-table "$run/cost_table.json" --workload "$run/workload.json" --policy "$POLICY" --out "$run/schedule.json"
+    megatron-ext plan --cost-table "$run/cost_table.json" --workload "$run/workload.json" --policy "$POLICY" --out "$run/schedule.json" \
+        ${ALLOW_DIFFERENCES:+--allow-differences}
 fi
 
 train() { # train KIND WHAT OPTIONS...: one training run, kept if it was complete

@@ -108,6 +108,7 @@ def _metadata(tables: Mapping[str, CostTable], origin: Mapping[str, str]) -> Met
         created_at=max(tables[name].metadata.created_at for name in used) if used else "",
         synthetic=any(tables[name].metadata.synthetic for name in used),
         hardware=base.hardware, software=base.software, world_sizes=base.world_sizes,
+        model=tables[origin["compute"]].metadata.model if "compute" in origin else None,
         source={"parts": dict(origin), "sources": {name: tables[name].metadata.source for name in used}},
         notes=tuple(notes),
     )  # fmt: skip

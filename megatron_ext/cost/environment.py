@@ -2,16 +2,18 @@
 
 An environment is three mappings, stored in a table's metadata: ``hardware`` (processor,
 device, counts), ``software`` (versions) and ``world_sizes`` (parallel sizes, ranks a node).
-:func:`megatron_ext.measure.machine.environment` describes the machine it runs on.
+:func:`megatron_ext.runtime.machine.environment` describes the machine it runs on.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_ext.cost.model import Metadata
 from megatron_ext.errors import InputError
+from megatron_ext.workload.model import ITEM_BYTES, Workload
 from megatron_ext.workload.parallel import Parallel
 
 PARTS = ("hardware", "software", "world_sizes")
@@ -46,15 +48,56 @@ def differences(metadata: Metadata, environment: Mapping[str, Mapping[str, Any]]
     return lines
 
 
+def run_differences(metadata: Metadata, workload: Workload) -> list[str]:
+    """What the table says of the run that it was measured for and ``workload`` says otherwise.
+
+    Parallel sizes, and of measured compute the precision and the bytes of a message between
+    stages. What the table does not say (imported logs, published figures, tables by hand) is not
+    compared, nor is a synthetic table.
+    """
+    if metadata.synthetic:
+        return []
+    sizes, lines = metadata.world_sizes, []
+    if isinstance(sizes, Mapping):
+        for name, here in world_sizes(workload.parallel).items():
+            if sizes.get(name) not in (None, here):
+                lines.append(f"world_sizes.{name}: table {sizes[name]}, here {here}")
+    return lines + model_differences(metadata, workload)
+
+
+def model_differences(metadata: Metadata, workload: Workload) -> list[str]:
+    """What compute was measured of, where ``workload`` says otherwise: precision, bytes of a message."""
+    model, lines = metadata.model, []
+    if metadata.synthetic or not isinstance(model, Mapping):
+        return []
+    dtypes: Counter[str] = Counter()
+    for chunk in workload.chunks:
+        for parameter in chunk.parameters:
+            dtypes[parameter.dtype] += parameter.bytes
+    dtype = dtypes.most_common(1)[0][0] if dtypes else None
+    if dtype is not None and model.get("dtype") not in (None, dtype):
+        lines.append(f"model.dtype: table {model['dtype']}, here {dtype}")
+    shape = [model.get(name) for name in ("seq_length", "micro_batch_size", "hidden_size")]
+    if workload.p2p_bytes and model.get("dtype") in ITEM_BYTES and all(isinstance(size, int) for size in shape):
+        message = shape[0] * shape[1] * shape[2] * ITEM_BYTES[model["dtype"]] // workload.parallel.tensor_model_parallel_size
+        if message != workload.p2p_bytes:
+            lines.append(f"model: table {' x '.join(map(str, shape))} (sequence x micro-batch x hidden), {message} bytes a message, here {workload.p2p_bytes}")
+    return lines
+
+
+def refuse(lines: list[str], *, allow: bool, file=None, how: str = "allow it") -> list[str]:
+    """``lines``, if there are none or they are allowed; ``how`` says by what. Raises InputError naming all."""
+    if lines and not allow:
+        raise InputError(
+            f"was measured in another environment ({'; '.join(lines)}); measure here or {how}", file=file, field="metadata"
+        )
+    return lines
+
+
 def require_match(metadata: Metadata, environment: Mapping[str, Mapping[str, Any]], *, allow: bool = False, file=None) -> list[str]:
     """The differences, if ``allow``; otherwise an error where there are any.
 
     Raises:
         InputError: naming everything that differs.
     """
-    lines = differences(metadata, environment)
-    if lines and not allow:
-        raise InputError(
-            f"was measured in another environment ({'; '.join(lines)}); measure here or allow it", file=file, field="metadata"
-        )
-    return lines
+    return refuse(differences(metadata, environment), allow=allow, file=file)

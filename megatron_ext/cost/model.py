@@ -18,13 +18,16 @@ SCHEMA_VERSION = 1
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One measured size. ``issued_us`` is the time until the call returned, where it is
-    asynchronous; ``p50_us`` the time until the bytes had arrived."""
+    asynchronous; ``p50_us`` the time until the bytes had arrived. ``processor_us``: processor
+    time of all threads of one rank, on machines where transports take it from compute; as if
+    the rank was alone, like compute."""
 
     size_bytes: int
     p50_us: float
     p95_us: float | None = None
     samples: int = 1
     issued_us: float | None = None
+    processor_us: float | None = None
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -77,7 +80,8 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Forward and backward of one micro-batch through one chunk (``pp_rank`` and
-    ``model_chunk_id``) or through one layer of a kind (``layer_kind``)."""
+    ``model_chunk_id``) or through one layer of a kind (``layer_kind``). The kind ``step`` is what
+    every step of a chunk takes beside its layers."""
 
     forward_us: float
     backward_us: float
@@ -99,13 +103,16 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The environment the figures hold for. ``synthetic`` is true for tables not measured."""
+    """The environment the figures hold for. ``synthetic`` is true for tables not measured.
+    ``model``: what compute was measured of (``hidden_size``, ``seq_length``, ``micro_batch_size``,
+    ``dtype``); absent where it was not."""
 
     created_at: str = ""
     synthetic: bool = False
     hardware: Any = None
     software: Any = None
     world_sizes: Any = None
+    model: Any = None
     source: Any = None
     notes: tuple[str, ...] = ()
 
@@ -218,6 +225,8 @@ def _checked(points: tuple[Point, ...], field: str, file) -> tuple[Point, ...]:
             _positive(point.p95_us, f"{where}.p95_us", file)
             if point.p95_us < point.p50_us:
                 raise InputError("is below p50_us", file=file, field=f"{where}.p95_us", value=point.p95_us)
+        if point.processor_us is not None:
+            _positive(point.processor_us, f"{where}.processor_us", file, zero=True)
         if point.samples < 1:
             raise InputError("must be at least 1", file=file, field=f"{where}.samples", value=point.samples)
     return tuple(sorted(points, key=lambda point: point.size_bytes))

@@ -6,9 +6,13 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from megatron_ext.cost.curve import Estimate, lookup
-from megatron_ext.cost.model import Compute, CostTable, Curve
+from megatron_ext.cost.model import Compute, CostTable, Curve, Point
 from megatron_ext.errors import InputError
 from megatron_ext.workload.route import ROUTES
+
+
+STEP = "step"
+"""The row of ``compute`` with this ``layer_kind`` is no layer: what a step takes beside its layers."""
 
 
 class Costs:
@@ -24,6 +28,7 @@ class Costs:
     def __init__(self, table: CostTable, extrapolate: bool = False, *, file=None) -> None:
         self.table, self.extrapolate, self.file = table, extrapolate, file
         self._estimates: dict[tuple[str, int], Estimate] = {}
+        self._processor_curves: dict[str, Curve] = {}
         self._by_place = {(row.pp_rank, row.model_chunk_id): row for row in table.compute if row.layer_kind is None}
         self._by_kind = {row.layer_kind: row for row in table.compute if row.layer_kind is not None}
         self._contention: dict[tuple[str, str], dict[int | None, float]] = {}
@@ -147,6 +152,20 @@ class Costs:
         """Gradient reduce-scatter of a group; None where the table lacks it."""
         return self._estimate("reduce", size_bytes).us if _has_points(self.table.reduce) else None
 
+    def processor_us(self, what: str, size_bytes: int) -> float | None:
+        """Processor time that one rank's transport ``what`` (``routes.gpu``, ``p2p``, ``reduce``, ...)
+        takes, at the nearest measured sizes; None where the table does not tell it."""
+        curve = self._processor_curves.get(what)
+        if curve is None:
+            points = [point for point in (getattr(_field(self.table, what), "points", None) or ()) if point.processor_us]
+            curve = self._processor_curves[what] = Curve(
+                points=tuple(Point(size_bytes=point.size_bytes, p50_us=point.processor_us) for point in points)
+            )
+        if not curve.points:
+            return None
+        inside = min(max(size_bytes, curve.points[0].size_bytes), curve.points[-1].size_bytes)
+        return lookup(curve, inside).us * max(size_bytes / inside, 1.0)
+
     def optimizer_us(self, size_bytes: int) -> float | None:
         """One optimizer step, by bytes of the whole parameters of one rank; None where the table lacks it."""
         return self._estimate("optimizer", size_bytes).us if _has_points(self.table.optimizer) else None
@@ -159,10 +178,7 @@ class Costs:
         key = (what, size_bytes)
         found = self._estimates.get(key)
         if found is None:
-            curve = self.table
-            for name in what.split("."):
-                curve = getattr(curve, name)
-            curve = curve if curve is not None else Curve()
+            curve = _field(self.table, what) or Curve()
             found = lookup(curve, size_bytes, extrapolate=self.extrapolate, what=what, file=self.file)
             self._estimates[key] = found
         return found
@@ -172,7 +188,8 @@ class Costs:
     def compute_us(self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str] = ()) -> tuple[float, float]:
         """(forward, backward) of one micro-batch through one chunk.
 
-        A row for the chunk wins; otherwise the rows of its layers' kinds are added up.
+        A row for the chunk wins; otherwise the rows of its layers' kinds are added up, and the
+        row of kind :data:`STEP` where there is one.
 
         Raises:
             InputError: naming the chunk, and the layer kind that has no row.
@@ -180,8 +197,8 @@ class Costs:
         row = self._by_place.get((pp_rank, model_chunk_id))
         if row is not None:
             return row.forward_us, row.backward_us
-        layers = self._rows(pp_rank, model_chunk_id, layer_kinds)
-        return sum(row.forward_us for row in layers), sum(row.backward_us for row in layers)
+        layers = self.layer_us(pp_rank, model_chunk_id, layer_kinds)
+        return sum(forward for forward, _ in layers), sum(backward for _, backward in layers)
 
     def layer_us(
         self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str] = (), num_layers: int | None = None
@@ -193,7 +210,12 @@ class Costs:
         """
         row = self._by_place.get((pp_rank, model_chunk_id))
         if row is None:
-            return [(layer.forward_us, layer.backward_us) for layer in self._rows(pp_rank, model_chunk_id, layer_kinds)]
+            layers = [(layer.forward_us, layer.backward_us) for layer in self._rows(pp_rank, model_chunk_id, layer_kinds)]
+            step = self._by_kind.get(STEP)
+            if step is not None:  # what comes before the first layer of a forward, and of a backward
+                layers[0] = (layers[0][0] + step.forward_us, layers[0][1])
+                layers[-1] = (layers[-1][0], layers[-1][1] + step.backward_us)
+            return layers
         if layer_kinds and all(kind in self._by_kind for kind in layer_kinds):
             layers = [self._by_kind[kind] for kind in layer_kinds]
             forward, backward = sum(layer.forward_us for layer in layers), sum(layer.backward_us for layer in layers)
@@ -212,6 +234,13 @@ class Costs:
         if missing:
             raise InputError(f"no row for {place}, and none for layer_kind {', '.join(missing)}", file=self.file, field="compute")
         return [self._by_kind[kind] for kind in layer_kinds]
+
+
+def _field(table: CostTable, what: str) -> Curve | None:
+    curve = table
+    for name in what.split("."):
+        curve = getattr(curve, name)
+    return curve
 
 
 def _has_points(curve: Curve | None) -> bool:

@@ -11,7 +11,8 @@ its values have ``forward()`` and ``backward()`` of one micro-batch through one 
 the run's micro-batch, sequence length and precision. ``backward()`` belongs to the last
 ``forward()`` and does all that training does there for every micro-batch, accumulation into
 the gradient buffers included. Both return nothing and leave no work behind: on CUDA they may
-return before the device is done, what they issued is waited for here.
+return before the device is done, what they issued is waited for here. A runner may say the
+``dtype`` of its parameters, which the table then holds for.
 
 [Note: Alone and together]
 A table stores what a layer takes alone, with the run's number of threads. On machines where
@@ -36,6 +37,7 @@ import torch
 
 from megatron_ext.cost.model import Compute
 from megatron_ext.errors import InputError
+from megatron_ext.runtime.device import has_cuda
 
 
 class Runner(Protocol):
@@ -68,8 +70,11 @@ def load_runners(path: str, args: list[str]) -> Mapping[str, Runner]:
 
 def clock() -> Callable[[], float]:
     """Seconds of what compute is timed by, see [Note: Processor time]."""
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return thread_time if not on_cuda and torch.get_num_threads() == 1 else perf_counter
+    return thread_time if not _on_cuda() and torch.get_num_threads() == 1 else perf_counter
+
+
+def _on_cuda() -> bool:
+    return has_cuda() and torch.cuda.is_initialized()
 
 
 def measure_compute(runners: Mapping[str, Runner], repeats: int, *, evict_bytes: int = 0, warmup: int = 2) -> list[Compute]:
@@ -81,7 +86,7 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, evict_bytes:
             of the model touches between two visits: a layer that is run again and again would
             be found in the caches, in training it is not.
     """
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    on_cuda = _on_cuda()
     now = clock()
     evict = torch.ones(max(evict_bytes // 4, 1))
 

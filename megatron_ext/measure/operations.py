@@ -181,7 +181,8 @@ class P2P(Operation):
 
 
 class Optimizer(Operation):
-    """One Adam step with gradient clipping on this rank's shard of ``size_bytes`` of whole parameters."""
+    """One Adam step with gradient clipping on this rank's shard of ``size_bytes`` of whole parameters,
+    and zeroes in the whole gradient buffer for the next iteration."""
 
     name = "optimizer"
     computes = True
@@ -197,6 +198,7 @@ class Optimizer(Operation):
         for gradient in self._gradients:
             gradient.mul_(torch.clamp(1.0 / (norm + 1e-6), max=1.0))
         self._optimizer.step()
+        self._buffer.zero_()
         return DONE
 
     def _build(self, size_bytes: int) -> None:
@@ -207,6 +209,7 @@ class Optimizer(Operation):
         for shard in shards:
             shard.requires_grad_().grad = torch.full_like(shard, 1e-3)
         self._size, self._gradients = size_bytes, [shard.grad for shard in shards]
+        self._buffer = torch.ones(size_bytes // 4, device=self.fabric.torch_device)
         self._optimizer = torch.optim.AdamW(shards, lr=1e-4, foreach=False)
 
 

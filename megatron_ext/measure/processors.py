@@ -4,20 +4,21 @@ that they share."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time, sleep
 
 import msgspec
 import torch.distributed as dist
 
 from megatron_ext.cost.model import Compute
-from megatron_ext.measure.compute import clock, load_runners, measure_compute, total_us
+from megatron_ext.measure.compute import Runner, clock, load_runners, measure_compute, total_us
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operations import MatrixProduct
 
 MAX_REPEATS = 40
 TURNS = 4
+IDLE_SECONDS = 0.5
 
 
 class ProductRunner:
@@ -35,13 +36,17 @@ class ProductRunner:
         self.operation.issue(0, 0)
 
 
-def run(fabric: Fabric, seconds: float, report: Callable[[str], None]) -> dict:
-    """``{"rows": [...], "processors_per_node": float or None}``; rows only for handed modules."""
+def runners_of(fabric: Fabric) -> Mapping[str, Runner]:
+    """The layers that are handed over, or matrix products of the model's shapes. Collective."""
     options = fabric.options
     if options.modules is not None:
-        runners = load_runners(options.modules, list(options.module_args))
-    else:
-        runners = {"product": ProductRunner(fabric)}
+        return load_runners(options.modules, list(options.module_args))
+    return {"product": ProductRunner(fabric)}
+
+
+def run(fabric: Fabric, runners: Mapping[str, Runner], seconds: float, report: Callable[[str], None]) -> dict:
+    """``{"rows": [...], "processors_per_node": float or None}``; rows only for handed modules."""
+    options = fabric.options
     report("compute, once")
     once = total_us(measure_compute(runners, 1, evict_bytes=options.evict_bytes, warmup=1))
     # Alone and together in turns: what else the machine does must not look like either.
@@ -53,23 +58,46 @@ def run(fabric: Fabric, seconds: float, report: Callable[[str], None]) -> dict:
         report(f"compute, all ranks at once ({turn + 1}/{TURNS})")
         together.append(measure_compute(runners, repeats, evict_bytes=options.evict_bytes, warmup=1))
     everyone: list = [None] * fabric.world_size
-    dist.all_gather_object(everyone, [total_us(rows) for rows in together])
+    dist.all_gather_object(everyone, ([total_us(rows) for rows in together], _idle_processors(fabric)))
     if fabric.rank != 0:
         return {}
     rows = [_middle(turns) for turns in zip(*alone)]
-    at_once = None
+    at_once, slowdown = None, 1.0
     if fabric.torch_device.type == "cpu":
         # Each turn together against the turn alone just before it.
-        slowdown = median(median(totals[turn] for totals in everyone) / total_us(alone[turn]) for turn in range(TURNS))
-        # By the clock, waiting for a processor is in the slowdown; by processor time it is not.
-        limit = options.node_size if clock() is perf_counter else min(options.node_size, len(os.sched_getaffinity(0)))
-        at_once = limit / max(slowdown, 1.0)
+        slowdown = median(median(totals[turn] for totals, _ in everyone) / total_us(alone[turn]) for turn in range(TURNS))
+        if clock() is perf_counter:  # waiting for a processor is in the slowdown
+            at_once, slowdown = options.node_size / max(slowdown, 1.0), 1.0
+        else:
+            # By processor time it is not, nor is what the ranks' threads take without any work.
+            left = len(os.sched_getaffinity(0)) - sum(idle for _, idle in everyone[: options.node_size])
+            at_once = min(options.node_size, max(left, 0.1)) / max(slowdown, 1.0)
     totals = [total_us(rows) for rows in alone]
     return {
         "rows": msgspec.to_builtins(rows) if options.modules is not None else [],
+        "model": _model(fabric, runners) if options.modules is not None else None,
         "processors_per_node": at_once,
+        "slowdown": max(slowdown, 1.0),
         "drift": max(totals) / min(totals) - 1,
     }
+
+
+def _model(fabric: Fabric, runners: Mapping[str, Runner]) -> dict:
+    """What compute was measured of; a factory's runners may say their ``dtype``."""
+    options = fabric.options
+    shape = {name: getattr(options, name) for name in ("hidden_size", "seq_length", "micro_batch_size")}
+    dtypes = sorted({dtype for runner in runners.values() if (dtype := getattr(runner, "dtype", None)) is not None})
+    return shape | ({"dtype": dtypes[0]} if len(dtypes) == 1 else {})
+
+
+def _idle_processors(fabric: Fabric) -> float:
+    """Processors that this rank keeps busy while it does nothing: gloo's threads wake up all the time."""
+    fabric.barrier()
+    start, used = perf_counter(), process_time()
+    sleep(IDLE_SECONDS)
+    idle = (process_time() - used) / (perf_counter() - start)
+    fabric.barrier()
+    return idle
 
 
 def _alone(fabric: Fabric, runners, repeats: int) -> list:

@@ -5,6 +5,10 @@ The whole grid is walked twice, minutes of drift apart as far as the time allows
 both count together; where the medians of the halves of the two passes differ, the table says so
 itself.
 Sizes are refined between the passes, where neighbours disagree.
+
+[Note: In the surroundings of the run]
+Handed modules are made before anything is measured: what a framework adds to every call, and the
+threads of the process groups that it makes, are there in training too.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.3, 0.15, 0.1
 
 ISSUED = {"gpu", "coalesced", "cpu", "publish", "reduce", "nvme", "publish_nvme"}
 """Operations that return before they are complete."""
+
+TRANSPORTS = {"gpu", "cpu", "publish", "reduce", "p2p", "nvme", "publish_nvme"}
+"""Operations whose processor time is missing to compute, on machines without a device."""
 
 CURVES = ("gpu", "cpu", "publish", "reduce", "p2p", "optimizer", "flatten", "coalesced", "nvme", "publish_nvme")
 
@@ -53,6 +60,7 @@ def sizes_of(name: str, options: Options) -> list[int]:
 def run(fabric: Fabric, report: Report) -> dict | None:
     """Measure everything that the options ask for; the result on rank 0, None elsewhere."""
     options, start = fabric.options, monotonic()
+    runners = processors.runners_of(fabric) if "compute" in options.links else {}
     names = [name for name in CURVES if name in OPERATIONS and name in options.links and (name != "p2p" or fabric.pipe is not None)]
     operations = {name: OPERATIONS[name](fabric) for name in names}
     drive = None
@@ -96,7 +104,7 @@ def run(fabric: Fabric, report: Report) -> dict | None:
     done += len(pairs)
     compute = {}
     if compute_seconds:
-        compute = processors.run(fabric, compute_seconds, lambda what: report(done, total, what) if fabric.rank == 0 else None)
+        compute = processors.run(fabric, runners, compute_seconds, lambda what: report(done, total, what) if fabric.rank == 0 else None)
     if fabric.rank != 0:
         return None
     known = {(row["measured"], row["busy"]) for row in rows}
@@ -118,9 +126,9 @@ def _text(size: int) -> str:
 
 def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
     """Add a pass: ``merged[name, size]`` is a list over passes of (us of all ranks, issued of all
-    ranks, medians of the first and second half of its rounds)."""
+    ranks, medians of the first and second half of its rounds, processor time of all ranks)."""
     everyone: list = [None] * fabric.world_size
-    dist.all_gather_object(everyone, {key: (value.us, value.issued_us) for key, value in own.items()})
+    dist.all_gather_object(everyone, {key: (value.us, value.issued_us, value.processor_us) for key, value in own.items()})
     for key in own:
         if key[0] == "p2p":  # an odd last pipeline rank has nobody to talk to
             pp, dp = fabric.options.pipeline_model_parallel_size, fabric.options.data_parallel_size
@@ -132,7 +140,8 @@ def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
         rounds = len(own[key].us)
         halves = [slice(0, -(-rounds // 2)), slice(rounds // 2, rounds)] if rounds > 1 else [slice(0, 1)]
         medians = [median(value for rank in ranks for value in everyone[rank][key][0][half]) for half in halves]
-        merged.setdefault(key, []).append((us, issued, medians))
+        used = [value for rank in ranks for value in everyone[rank][key][2]]
+        merged.setdefault(key, []).append((us, issued, medians, used))
 
 
 def _refined(fabric: Fabric, visits: list, merged: dict) -> list:
@@ -152,19 +161,22 @@ def _curves(merged: dict, refined: set) -> dict[str, list[dict]]:
     """Medians and 95th percentiles, by name then size; what a table is made of."""
     curves: dict[str, list[dict]] = {}
     for (name, size), passes in sorted(merged.items()):
-        us = sorted(value for times, _, _ in passes for value in times)
+        us = sorted(value for times, _, _, _ in passes for value in times)
         point = {
             "size_bytes": size,
             "p50_us": median(us),
             "p95_us": us[min(int(len(us) * 0.95), len(us) - 1)],
             "samples": len(us),
-            "medians_us": [value for _, _, medians in passes for value in medians],
+            "medians_us": [value for _, _, medians, _ in passes for value in medians],
             "passes": len(passes),
         }
         if (name, size) in refined:
             point["refined"] = True
         if name in ISSUED:
-            point["issued_us"] = median(value for _, issued, _ in passes for value in issued)
+            point["issued_us"] = median(value for _, issued, _, _ in passes for value in issued)
+        used = median(value for _, _, _, used in passes for value in used)
+        if name in TRANSPORTS and used > 0:
+            point["processor_us"] = used
         curves.setdefault(name, []).append(point)
     return curves
 

@@ -8,7 +8,7 @@ them do it at once.
 
 from __future__ import annotations
 
-from time import perf_counter, thread_time
+from time import perf_counter, process_time, thread_time
 
 import torch
 
@@ -21,16 +21,18 @@ MAX_ROUNDS = 40
 class Samples:
     """Times of one operation at one size on this rank, in microseconds."""
 
-    __slots__ = ("us", "issued_us")
+    __slots__ = ("us", "issued_us", "processor_us")
 
     def __init__(self) -> None:
         self.us: list[float] = []
         self.issued_us: list[float] = []
+        self.processor_us: list[float] = []
 
 
-def timed(fabric: Fabric, operation: Operation, size_bytes: int, turn: int) -> tuple[float, float]:
-    """(until complete, until issued) in microseconds. On CUDA the first is between two events
-    on the current stream, which waits for whatever stream the operation ran on."""
+def timed(fabric: Fabric, operation: Operation, size_bytes: int, turn: int) -> tuple[float, float, float]:
+    """(until complete, until issued, processor time of all threads) in microseconds. On CUDA the
+    first is between two events on the current stream, which waits for whatever stream the
+    operation ran on, and the last is 0: transports take no processor from compute there."""
     if fabric.torch_device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -40,17 +42,18 @@ def timed(fabric: Fabric, operation: Operation, size_bytes: int, turn: int) -> t
         handle.wait()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) * 1e3, (issued - start) * 1e6
+        return begin.elapsed_time(end) * 1e3, (issued - start) * 1e6, 0.0
     if operation.computes and torch.get_num_threads() == 1:
         start = thread_time()
         operation.issue(size_bytes, turn).wait()
-        us = (thread_time() - start) * 1e6 * fabric.ranks_per_processor
-        return us, us
-    start = perf_counter()
+        us = (thread_time() - start) * 1e6
+        return us * fabric.ranks_per_processor, us * fabric.ranks_per_processor, us
+    used, start = process_time(), perf_counter()
     handle = operation.issue(size_bytes, turn)
     issued = perf_counter()
     handle.wait()
-    return (perf_counter() - start) * 1e6, (issued - start) * 1e6
+    us = (perf_counter() - start) * 1e6
+    return us, (issued - start) * 1e6, (process_time() - used) * 1e6
 
 
 def sample(fabric: Fabric, operation: Operation, size_bytes: int, seconds: float, *, min_rounds: int = 3, warmups: int = 2) -> Samples:
@@ -65,7 +68,7 @@ def sample(fabric: Fabric, operation: Operation, size_bytes: int, seconds: float
     begin = perf_counter()
     for warm in range(warmups):
         fabric.barrier()
-        us, _ = timed(fabric, operation, size_bytes, turn)
+        us, _, _ = timed(fabric, operation, size_bytes, turn)
         turn += 1
         if warm + 1 < warmups and fabric.agree(int(us > seconds * 1e6 / 4)):
             break  # so long that what the first round sets up does not show
@@ -73,8 +76,9 @@ def sample(fabric: Fabric, operation: Operation, size_bytes: int, seconds: float
     rounds = fabric.agree(max(min_rounds if left > 0 else 1, min(MAX_ROUNDS, int(left * 1e6 / max(us, 1.0)))))
     for _ in range(rounds):
         fabric.barrier()
-        us, issued = timed(fabric, operation, size_bytes, turn)
+        us, issued, used = timed(fabric, operation, size_bytes, turn)
         turn += 1
         samples.us.append(us / messages)
         samples.issued_us.append(issued / messages)
+        samples.processor_us.append(used / messages)
     return samples

@@ -10,9 +10,9 @@ import msgspec
 from megatron_ext.cost.model import (
     SCHEMA_VERSION, Compute, Contention, CostTable, Curve, GroupOverhead, Metadata, Point, Publish, Routes, Topology, check,
 )  # fmt: skip
-from megatron_ext.measure.machine import environment
 from megatron_ext.measure.operations import CoalescedGather
 from megatron_ext.measure.options import MIB, Options
+from megatron_ext.runtime.machine import environment
 
 WAVERS = 0.10
 """A point is noted in the table where the medians of its halves (two in each pass) lie further
@@ -39,10 +39,11 @@ def assemble(options: Options, raw: dict) -> CostTable:
     def curve(name: str, source: str, **settings) -> Curve | None:
         if name not in curves:
             return None
-        return Curve(points=_points(curves[name]), source=f"measured: {source}", settings=settings)
+        return Curve(points=_points(curves[name], slowdown), source=f"measured: {source}", settings=settings)
 
     at_once = f"all {options.world_size} ranks at once"
     compute = raw.get("compute", {})
+    slowdown = compute.get("slowdown", 1.0)
     table = CostTable(
         schema_version=SCHEMA_VERSION,
         kind="cost_table",
@@ -51,6 +52,7 @@ def assemble(options: Options, raw: dict) -> CostTable:
             hardware=here["hardware"],
             software=here["software"],
             world_sizes=world_sizes,
+            model=raw.get("compute", {}).get("model"),
             source={"program": "megatron-ext measure", "options": msgspec.to_builtins(options)},
             notes=tuple(notes(raw)),
         ),
@@ -75,14 +77,17 @@ def assemble(options: Options, raw: dict) -> CostTable:
     return check(table)
 
 
-def _points(rows: list[dict]) -> tuple[Point, ...]:
+def _points(rows: list[dict], slowdown: float = 1.0) -> tuple[Point, ...]:
+    """Processor time was measured on all ranks at once, which share caches and memory; a table
+    holds it as if alone, as compute is: ``topology.processors_per_node`` has the slowdown."""
+    rows = [row | {"processor_us": row["processor_us"] / slowdown} if "processor_us" in row else row for row in rows]
     return tuple(Point(**{name: value for name, value in row.items() if name in Point.__struct_fields__}) for row in rows)
 
 
 def _nvme(raw: dict, name: str, source: str) -> Curve | None:
     if name not in raw["curves"]:
         return None
-    return Curve(points=_points(raw["curves"][name]), source=f"measured: {source}", settings=raw["nvme"]["settings"])
+    return Curve(points=_points(raw["curves"][name], raw.get("compute", {}).get("slowdown", 1.0)), source=f"measured: {source}", settings=raw["nvme"]["settings"])
 
 
 def _call_us(rows: list[dict]) -> float | None:

@@ -4,6 +4,8 @@
 with Megatron's options behind ``--``.
 """
 
+import inspect
+
 import torch
 
 from megatron_ext.megatron import cpu_compat
@@ -11,6 +13,8 @@ from megatron_ext.megatron import cpu_compat
 cpu_compat.install()
 
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import schedules
 
 from megatron_ext.megatron import describe, gpt
 from megatron_ext.megatron.layers import layers_of
@@ -28,6 +32,7 @@ class LayerRunner:
     def __init__(self, run, parameters, boundary):
         self._run, self._boundary = run, boundary
         self._parameters = parameters
+        self.dtype = str(parameters[0].dtype).removeprefix("torch.") if parameters else None
         for parameter in parameters:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         self._output = self._gradient = None
@@ -48,8 +53,49 @@ class LayerRunner:
         self._output = None
 
 
-def layer_runners(options: list[str]) -> dict[str, LayerRunner]:
-    """Runners by layer kind (``embedding``, ``transformer``, ``output``) for Megatron's options.
+class StepRunner:
+    """What a step of a chunk takes beside its layers: stacking a batch, Megatron's forward and
+    backward step, and a model whose decoder has no layer.
+
+    Reading samples is not in it: the data set is not known here.
+    """
+
+    def __init__(self, model, batch: dict[str, torch.Tensor], mask: torch.Tensor, boundary: torch.Tensor):
+        model.pre_process = model.post_process = model.decoder.pre_process = model.decoder.post_process = False
+        model.decoder.layers, model.decoder.final_layernorm = torch.nn.ModuleList(), None
+        self.model, self._mask, self._boundary = model, mask, boundary
+        self._rows = [{key: value[index] for key, value in batch.items()} for index in range(len(batch["tokens"]))]
+        self._output = None
+
+    def _forward_step(self, iterator, model):
+        batch = next(iterator)
+        output = model(batch["tokens"], batch["position_ids"], self._mask, labels=batch["labels"])
+        return output, lambda output: (output, {})
+
+    def forward(self) -> None:
+        batch = {key: torch.stack([row[key] for row in self._rows]) for key in self._rows[0]}
+        result = _call(
+            schedules.forward_step, forward_step_func=self._forward_step, data_iterator=iter([batch]), model=self.model, num_microbatches=1,
+            input_tensor=self._boundary, forward_data_store=[], config=self.model.config, cp_group_size=1, is_last_stage=False,
+        )  # fmt: skip
+        self._output = result[0] if isinstance(result, tuple) else result
+
+    def backward(self) -> None:
+        _call(
+            schedules.backward_step, input_tensor=self._boundary, output_tensor=self._output,
+            output_tensor_grad=torch.ones_like(self._boundary), model_type=ModelType.encoder_or_decoder, config=self.model.config,
+        )  # fmt: skip
+        self._boundary.grad = self._output = None
+
+
+def _call(function, **arguments):
+    """``function`` with those of ``arguments`` that it takes in this release."""
+    return function(**{name: value for name, value in arguments.items() if name in inspect.signature(function).parameters})
+
+
+def layer_runners(options: list[str]) -> dict:
+    """Runners by layer kind (``embedding``, ``transformer``, ``output``) for Megatron's options, and
+    ``step``: what a step takes beside its layers.
 
     Raises:
         InputError: an option is wrong.
@@ -83,7 +129,11 @@ def layer_runners(options: list[str]) -> dict[str, LayerRunner]:
 
     runs = {"embedding": (embedding, None), "transformer": (transformer, hidden), "output": (output, hidden)}
     owned = {layer.kind: [parameter for _, parameter in layer.parameters] for layer in layers_of(model)}
-    return {kind: LayerRunner(run, owned[kind], boundary) for kind, (run, boundary) in runs.items()}
+    runners = {kind: LayerRunner(run, owned[kind], boundary) for kind, (run, boundary) in runs.items()}
+    (empty,) = gpt.build_chunks(args, config)
+    batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones_like(tokens, dtype=torch.float32), "position_ids": positions}
+    empty = empty.to(device=device, dtype=config.params_dtype)
+    return runners | {"step": StepRunner(empty, batch, mask, hidden.detach().clone().requires_grad_())}
 
 
 def _output_weight(model):

@@ -24,6 +24,7 @@ from megatron_ext.megatron import buckets
 from megatron_ext.megatron.describe import describe_chunk
 from megatron_ext.megatron.prepare import prepare
 from megatron_ext.megatron.recompute import check_recompute
+from megatron_ext.megatron.start import elsewhere
 from megatron_ext.runtime import faults
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.node_exchange import nodes_of_replicas
@@ -124,6 +125,9 @@ class Session:
             print(f"{self.path}: host copies and staging slots take up to {need / 2**20:.1f} MiB a node ({allowed})", file=sys.stderr, flush=True)
         for bucket_group in self._bucket_groups.values():
             bucket_group.executor = self.executor
+        warning = elsewhere(self.schedule, self.path) if dist.get_rank() == 0 else None
+        if warning is not None:
+            print(warning, file=sys.stderr, flush=True)
         # The initial parameters are whole everywhere; publishing them lets the first
         # iteration run like every other.
         self.executor.params_updated()

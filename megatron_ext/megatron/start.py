@@ -3,7 +3,11 @@
 from pathlib import Path
 
 from megatron_ext import checkout
+from megatron_ext.cost import environment
+from megatron_ext.cost.model import Metadata
 from megatron_ext.errors import InputError
+from megatron_ext.runtime import machine
+from megatron_ext.schedule.model import Schedule
 
 # Options that change who owns a parameter's storage, who gathers it, or the order of steps, with the
 # value at which they do not. Releases name some of them differently; absent ones are skipped.
@@ -63,6 +67,18 @@ def refuse_unsupported(args) -> None:
     # A replayed graph does not call back into Python: the hooks would fire at capture only.
     if "full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower():
         refuse("cuda_graph_scope")
+
+
+def elsewhere(schedule: Schedule, path) -> str | None:
+    """One line where the schedule was planned from costs of other hardware or software than this
+    machine's: it trains the same, but its prediction does not hold. None where it does not say."""
+    measured_on = schedule.metadata.options.get("measured_on")
+    if not isinstance(measured_on, dict):
+        return None
+    metadata = Metadata(hardware=measured_on.get("hardware"), software=measured_on.get("software"))
+    here = {part: facts for part, facts in machine.environment().items() if getattr(metadata, part) is not None}
+    found = environment.differences(metadata, here)
+    return f"{path}: planned from costs of another environment ({'; '.join(found)}): its prediction may not hold here" if found else None
 
 
 def require_hooks(root: Path) -> None:

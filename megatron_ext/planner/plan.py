@@ -1,5 +1,7 @@
 """Costs in, schedule out: one function for every policy."""
 
+from typing import Any
+
 import msgspec
 
 from megatron_ext.cost.model import CostTable
@@ -68,9 +70,23 @@ def plan(
     _check_own_work(schedule, workload)
     result = run(workload, timing, schedule, bound_us=bound_us)
     metadata = msgspec.structs.replace(
-        schedule.metadata, planner=policy.partition(":")[0], cost_table_sha256=cost_table_sha256, megatron_core=megatron_core
-    )
+        schedule.metadata, planner=policy.partition(":")[0], cost_table_sha256=cost_table_sha256, megatron_core=megatron_core,
+        options=schedule.metadata.options | _for_the_run(schedule, table),
+    )  # fmt: skip
     return with_prediction(msgspec.structs.replace(schedule, metadata=metadata), result, baselines)
+
+
+def _for_the_run(schedule: Schedule, table: CostTable) -> dict[str, Any]:
+    """What a run reads of the table: the machine that it was measured on, to say where another one
+    trains, and how the drive was read best."""
+    metadata, options = table.metadata, {}
+    if not metadata.synthetic:
+        measured_on = {part: getattr(metadata, part) for part in ("hardware", "software") if isinstance(getattr(metadata, part), dict)}
+        options |= {"measured_on": measured_on} if measured_on else {}
+    drive = table.routes.nvme.settings if table.routes.nvme is not None else {}
+    if any("nvme" in entry.to for entry in schedule.publish) and {"block_bytes", "queue_depth"} <= drive.keys():
+        options["nvme"] = {name: drive[name] for name in ("block_bytes", "queue_depth")}
+    return options
 
 
 def _check_own_work(schedule: Schedule, workload: Workload) -> None:

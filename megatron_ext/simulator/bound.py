@@ -151,6 +151,8 @@ class Links:
     def _least_excess(self, measured: int, busy: int) -> float:
         """The least that any row says of this pair; 0 where nothing was measured."""
         timing = self.timing
+        if not timing.disturbs_kind(measured, busy):
+            return 0.0
         names = (KINDS[measured], KINDS[busy])
         rows = [row.slowdown for row in timing.table.contention if (row.measured, row.busy) == names]
         if not rows:

@@ -12,7 +12,9 @@
 * Activities that overlap slow each other down by the measured slowdowns. Work is fluid: at
   every event the rates of the touched rank are set anew, so a short overlap costs little.
 * On machines without accelerators the ranks of a node share its processors: with more ranks
-  computing than processors each gets an even share.
+  computing than processors each gets an even share. Transports whose processor time is known
+  take it from the same processors, evenly over as long as they last: their threads sleep most
+  of the time, so the kernel lets them run when they wake up. Compute keeps half at least.
 * Data-parallel ranks of one pipeline rank behave alike; one of them is simulated, and all
   of them are counted where a node is shared.
 * The optimizer step starts when every rank has reduced its gradients (the gradient norm is
@@ -27,17 +29,18 @@ from megatron_ext.schedule.trace import Event
 from megatron_ext.simulator.lower import ISSUE, RUN, WAIT
 from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, KINDS, NVME, P2P, PUBLISH, REDUCE
 
-_ACTIVITY, _ARRIVE, _THREAD = range(3)
+_ACTIVITY, _ARRIVE, _THREAD, _LIGHTER = range(4)
 
 
 class Activity:
     """Work in progress on one lane of one rank, at a rate that overlaps change."""
 
-    __slots__ = ("rank", "kind", "size", "remaining", "rate", "updated", "version", "started", "what")
+    __slots__ = ("rank", "kind", "size", "remaining", "rate", "updated", "version", "started", "what", "share")
 
-    def __init__(self, rank, kind: int, size: int, work: float, now: float, what):
+    def __init__(self, rank, kind: int, size: int, work: float, now: float, what, share: float = 0.0):
         self.rank, self.kind, self.size, self.remaining, self.what = rank, kind, size, work, what
         self.rate, self.updated, self.started, self.version = 0.0, now, now, 0
+        self.share = share  # of a processor that a transport takes, at rate 1
 
 
 class RankState:
@@ -94,6 +97,7 @@ class Engine:
         self.group_exposed: dict[int, float] = {}
         self.processors = timing.processors
         self.load = dict.fromkeys((rank.node for rank in self.ranks), 0)
+        self.taken = dict.fromkeys(self.load, 0.0)
         self.on_node: dict[int, list[RankState]] = {}
         for rank in self.ranks:
             self.on_node.setdefault(rank.node, []).append(rank)
@@ -103,6 +107,7 @@ class Engine:
             )  # fmt: skip
             rank.left_in_chunk = [self.microbatches] * parallel.vp
         self.p2p_disturbs = timing.disturbs[P2P]
+        self.takes_processor = timing.takes_processor
         self.waiting_for_optimizer = len(self.ranks)
 
     # -- running ----------------------------------------------------------------------------
@@ -124,6 +129,11 @@ class Engine:
             elif kind == _ARRIVE:
                 self.now = time
                 self._arrive(subject)
+            elif kind == _LIGHTER:
+                self.now = time
+                share, *both = subject
+                for rank in both:
+                    self._take(rank, -share)
             else:
                 self.now = time
                 self._walk(subject)
@@ -242,10 +252,23 @@ class Engine:
     def _add_load(self, rank: RankState, weight: int) -> None:
         before = self.load[rank.node]
         self.load[rank.node] = before + weight
-        if max(before, before + weight) > self.processors:
+        if max(before, before + weight) > self._left(rank.node):
             for other in self.on_node[rank.node]:
                 if other is not rank and other.active[COMPUTE] is not None:
                     self._set_rate(other, other.active[COMPUTE])
+
+    def _take(self, rank: RankState, share: float) -> None:
+        """Transports of a pipeline rank's replicas take (or give back) so much of a processor each."""
+        before = self._left(rank.node)
+        self.taken[rank.node] += share * rank.weight
+        if self.load[rank.node] > min(before, self._left(rank.node)):
+            for other in self.on_node[rank.node]:
+                if other.active[COMPUTE] is not None:
+                    self._set_rate(other, other.active[COMPUTE])
+
+    def _left(self, node: int) -> float:
+        """Processors that transports leave to compute."""
+        return max(self.processors - self.taken[node], self.processors / 2)
 
     def _end_step(self, rank: RankState) -> None:
         stage, backward, microbatch, _ = rank.program.steps[rank.index]
@@ -284,6 +307,11 @@ class Engine:
         self.edge_free[edge] = start + us
         sender.busy[P2P] += us
         self._record(sender, "p2p", f"to {receiver.pp_rank}", start, us)
+        if self.takes_processor[P2P]:
+            share = self.timing.processor_us(P2P, self.workload.p2p_bytes) / (start + us - self.now)
+            for rank in (sender, receiver):
+                self._take(rank, share)
+            self._push(start + us, _LIGHTER, (share, sender, receiver))
         self._push(start + us, _ARRIVE, self._message(sender, receiver, slot))
 
     def _reduce(self, rank: RankState, chunk: int) -> None:
@@ -329,7 +357,8 @@ class Engine:
         else:
             _, size, us = head
         rank.queues[kind].popleft()
-        rank.active[kind] = Activity(rank, kind, size, us, self.now, head)
+        share = self.timing.processor_us(kind, size) / us if self.takes_processor[kind] and us else 0.0
+        rank.active[kind] = Activity(rank, kind, size, us, self.now, head, share)
 
     def _finish(self, activity: Activity) -> None:
         rank, kind = activity.rank, activity.kind
@@ -342,6 +371,8 @@ class Engine:
             self._record(rank, "compute", self._name(rank), activity.started, lasted)
             self._walk(rank)
             return
+        if activity.share:
+            self._take(rank, -activity.share * activity.rate)
         what = activity.what
         if kind in (GPU, CPU):
             self._record(rank, KINDS[kind], str(what.group), activity.started, lasted)
@@ -395,11 +426,13 @@ class Engine:
                     slower += share
             rate = 1.0 / slower
         if kind == COMPUTE and self.processors is not None:
-            load = self.load[rank.node]
-            if load > self.processors:
-                rate *= self.processors / load
+            load, left = self.load[rank.node], self._left(rank.node)
+            if load > left:
+                rate *= left / load
         if rate == activity.rate:
             return
+        if activity.share:
+            self._take(rank, activity.share * (rate - activity.rate))
         now = self.now
         if activity.rate:
             activity.remaining -= activity.rate * (now - activity.updated)

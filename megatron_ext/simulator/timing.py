@@ -15,6 +15,8 @@ PADDING_SHARE = 64
 
 COMPUTE, GPU, CPU, NVME, PUBLISH, P2P, REDUCE = range(len(KINDS))
 
+_CURVES = {GPU: "routes.gpu", CPU: "routes.cpu", NVME: "routes.nvme", PUBLISH: "publish.cpu", P2P: "p2p", REDUCE: "reduce"}
+
 
 class LayerTimes(NamedTuple):
     """Alone-time of every layer of a chunk, by layer number."""
@@ -50,13 +52,34 @@ class Timing:
         self.has_publish = self.costs.offers_publish("cpu")
         self.left_out = tuple(name for name in ("reduce", "optimizer") if not _has(getattr(table, name)))
         self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
+        self._processor_us: dict[tuple[int, int], float] = {}
         rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0}
         if table.topology.nic_shares_pcie:
             rows |= {(a, b) for a, b in _SHARED_PCIE}
         self._pairs = [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
+        self.takes_processor = tuple(self.processor_us(kind, 1) > 0.0 for kind in range(len(KINDS)))
+        """By kind: whether the table says how much processor time it takes from compute. Rows of
+        compute beside it then say the same once more and are passed over."""
+        for kind, takes in enumerate(self.takes_processor):
+            if takes:
+                self._pairs[COMPUTE][kind] = False
         self.disturbed = tuple(any(pairs) for pairs in self._pairs)
         """By kind: whether anything slows it at all, so that undisturbed kinds cost no look-ups."""
         self.disturbs = tuple(any(pairs[kind] for pairs in self._pairs) for kind in range(len(KINDS)))
+
+    def processor_us(self, kind: int, size_bytes: int) -> float:
+        """Processor time that one rank's transport of ``kind`` takes where compute needs it too; else 0."""
+        if self.processors is None or kind not in _CURVES:
+            return 0.0
+        key = (kind, size_bytes)
+        found = self._processor_us.get(key)
+        if found is None:
+            found = self._processor_us[key] = self._beyond.processor_us(_CURVES[kind], size_bytes) or 0.0
+        return found
+
+    def disturbs_kind(self, measured: int, busy: int) -> bool:
+        """Whether ``busy`` slows ``measured`` by a row of ``contention``."""
+        return self._pairs[measured][busy]
 
     def _layer_times(self, chunk: Chunk) -> LayerTimes:
         rows = self.costs.layer_us(chunk.pp_rank, chunk.model_chunk_id, chunk.layer_kinds, chunk.num_layers)

@@ -112,3 +112,22 @@ def test_compute_by_place_wins_over_layer_kinds():
 def test_topology_and_tables_are_cached_by_size():
     costs = Costs(table(routes=Routes(gpu=Curve(points=GPU)), topology=Topology(processors_per_node=2)))
     assert costs.gather("gpu", 1500) is costs.gather("gpu", 1500)
+
+
+def test_a_step_costs_what_its_layers_do_not_hold():
+    rows = (Compute(layer_kind="transformer", forward_us=10, backward_us=20), Compute(layer_kind="step", forward_us=3, backward_us=4))
+    costs = Costs(table(compute=rows))
+    assert costs.layer_us(0, 0, ["transformer"] * 3) == [(13, 20), (10, 20), (10, 24)]
+    assert costs.compute_us(0, 0, ["transformer"] * 3) == (33, 64)
+    whole = Compute(pp_rank=0, model_chunk_id=0, forward_us=50, backward_us=60)  # measured with everything in it
+    assert Costs(table(compute=(*rows, whole))).compute_us(0, 0, ["transformer"]) == (50, 60)
+
+
+def test_processor_time_of_a_transport():
+    gpu = tuple(Point(size_bytes=size, p50_us=100.0, processor_us=us) for size, us in ((1000, 10.0), (3000, 30.0)))
+    costs = Costs(table(routes=Routes(gpu=Curve(points=gpu), cpu=Curve(points=GPU))))
+    assert costs.processor_us("routes.gpu", 2000) == pytest.approx(20)
+    assert costs.processor_us("routes.gpu", 10) == 10 and costs.processor_us("routes.gpu", 6000) == pytest.approx(60)
+    assert costs.processor_us("routes.cpu", 2000) is None and costs.processor_us("p2p", 2000) is None
+    with pytest.raises(InputError, match="processor_us = -1.0"):
+        table(routes=Routes(gpu=Curve(points=(Point(size_bytes=1, p50_us=1, processor_us=-1.0),))))

@@ -88,7 +88,7 @@ def test_environment():
 
 
 def test_check_verb(tmp_path, capsys):
-    from megatron_ext.measure.machine import environment
+    from megatron_ext.runtime.machine import environment
     from megatron_ext.workload import model as workload
 
     parallel = Parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, data_parallel_size=2, num_microbatches=4)

@@ -5,8 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.errors import InputError
-from megatron_ext.megatron.start import refuse_unsupported, require_hooks
+from megatron_ext.megatron.start import elsewhere, refuse_unsupported, require_hooks
 from megatron_ext.megatron.workload_of_run import workload_of_run
+from megatron_ext.runtime import machine
+from megatron_ext.schedule.model import Metadata, Model, Schedule
+from megatron_ext.workload.parallel import Parallel
 
 
 def options(**more):
@@ -79,3 +82,21 @@ def test_parallel_sizes_of_megatrons_own_arguments(monkeypatch):
 def test_a_growing_batch_is_refused(name):
     with pytest.raises(InputError, match="one number of micro-batches"):
         workload_of_run(options(**{name: ["8", "8", "100"]}))
+
+
+def planned(**options) -> Schedule:
+    return Schedule(
+        schema_version=1, kind="user_defined_schedule", metadata=Metadata(planner="hybrid", options=options), zero_stage=1,
+        parallel=Parallel(pipeline_model_parallel_size=1, data_parallel_size=2, num_microbatches=1, order="no_pipeline"),
+        model=Model(fingerprint=""), groups=(), ranks=(),
+    )  # fmt: skip
+
+
+def test_a_schedule_planned_from_costs_of_another_machine_is_said_so():
+    here = machine.environment()
+    assert elsewhere(planned(), "s.json") is None  # made-up costs, or an older schedule
+    assert elsewhere(planned(measured_on=here), "s.json") is None
+    other = here["hardware"] | {"processor": "another one"}
+    said = elsewhere(planned(measured_on={"hardware": other}), "s.json")
+    assert said.startswith("s.json: planned from costs of another environment (hardware.processor: table another one, here") and "\n" not in said
+    assert elsewhere(planned(measured_on="hand-written"), "s.json") is None

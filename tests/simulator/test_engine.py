@@ -50,6 +50,34 @@ def test_second_layer_arrives_while_the_first_computes():
     assert result.group_exposed_us == pytest.approx({0: 100, 1: 50})
 
 
+def test_a_transport_takes_its_processor_time_from_compute():
+    """Two replicas on two processors; the gather of 100 us takes half a processor of each replica."""
+    work = one_rank()
+    schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0)])
+    plain = table_of(work, forward=400.0, topology=cost.Topology(processors_per_node=2.0))
+    assert simulate(work, plain, schedule).step_time_us == pytest.approx(100 + 2 * 200 + 200)
+    points = tuple(msgspec.structs.replace(point, processor_us=50.0) for point in plain.routes.gpu.points)
+    row = cost.Contention(measured="compute", busy="gpu", slowdown=3.0)  # says the same once more
+    table = msgspec.structs.replace(plain, routes=cost.Routes(gpu=cost.Curve(points=points)), contention=(row,))
+    result = simulate(work, table, schedule)
+    # Layer 0 computes at half speed from 100 until layer 1 has arrived at 200.
+    assert result.step_time_us == pytest.approx(750)
+    assert result.step_time_us >= result.lower_bound_us
+    alone = msgspec.structs.replace(table, topology=cost.Topology())
+    # A device: only the row says what is disturbed. 100 us at a third of the speed.
+    assert simulate(work, alone, schedule).step_time_us == pytest.approx(700 + 200 / 3)
+
+
+def test_messages_take_processor_time_too():
+    work = make_workload(pp=2, vp=1, dp=2, microbatches=2, order="1f1b", p2p_bytes=4096)
+    plain = make_table(work, gpu=(1.0, 1e9), p2p=(50.0, 1e9), topology=cost.Topology(processors_per_node=2.0))
+    taking = tuple(msgspec.structs.replace(point, processor_us=40.0) for point in plain.p2p.points)
+    table = msgspec.structs.replace(plain, p2p=cost.Curve(points=taking))
+    before, after = simulate(work, plain), simulate(work, table)
+    assert before.step_time_us < after.step_time_us < 1.5 * before.step_time_us
+    assert after.lower_bound_us <= after.step_time_us
+
+
 def test_two_links_run_at_once_and_cpu_waits_for_its_publishing():
     work = one_rank()
     schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "cpu", -1, 0)])
