@@ -49,14 +49,13 @@ class DeepSpeed(Peer):
             "stage3_max_live_parameters": sum(p.numel() for p in model.parameters()) // 2,
             "stage3_max_reuse_distance": 0,
         }  # fmt: skip
-        if way == "offload":
+        if way == "offload":  # without DeepSpeedCPUAdam, which must be built: torch's AdamW, as for everybody
             zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
         settings = {
             "train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_accumulation_steps": args.num_microbatches,
             "gradient_clipping": args.clip_grad, "zero_optimization": zero, "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1 << 30,
+            "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1 << 30, "bf16": {"enabled": args.bf16},
         }  # fmt: skip
-        # Not for loops: DeepSpeed has one flat parameter a group.
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=adam(args, model.named_parameters()), config=settings)
         self.clock.gathering(PartitionedParameterCoordinator, "fetch_sub_module")
         self.clock.waiting(partition_parameters.AllGatherHandle, "wait")

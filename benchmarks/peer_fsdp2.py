@@ -3,7 +3,8 @@
     peer_fsdp2.py WAY OPTIONS      WAY: reshard, offload, whole
 
 Every transformer layer is a unit, and the root holds the rest, as torch's examples do it.
-``whole`` keeps parameters whole from their first use to the last micro-batch's backward.
+``whole`` keeps parameters whole from their first use to the last micro-batch's backward. With --bf16,
+shards and optimizer are float32 and gradients are reduced in it, as in Megatron.
 
 [Note: FSDP2 without streams]
 FSDP2 lets gathers overlap by CUDA streams. Without a GPU there are none, and its gathers would
@@ -12,20 +13,21 @@ which overlaps on the processor too: that one is used, with the next layer prefe
 and in backward. Its reduce-scatters have no such way; they block, once an iteration.
 """
 
+import torch
 from peer_training import Peer, adam, batch_loss, data_parallel_mesh, main
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 
-def shard(chunk: nn.Module, mesh, *, reshard_after_forward: bool, offload: bool = False) -> None:
+def shard(chunk: nn.Module, mesh, *, reshard_after_forward: bool, offload: bool = False, bf16: bool = False) -> None:
     """Shard a GPT chunk layer by layer, and let each layer prefetch the next."""
     policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
     layers = list(chunk.decoder.layers)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy)
-    fully_shard(chunk, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy)
+    for module in (*layers, chunk):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy, mp_policy=precision)
     chunk._set_unshard_async_op(True)  # [Note: FSDP2 without streams]
     for earlier, later in zip(layers, layers[1:]):
         earlier.set_modules_to_forward_prefetch([later])
@@ -45,7 +47,7 @@ def watch(clock, whole) -> None:
     def unsharding(group, async_op=False):
         unshard(group, async_op)
         if group._all_gather_result is not None:
-            whole.hold(id(group), sum(p._orig_size.numel() * 4 for p in group.fsdp_params))
+            whole.hold(id(group), sum(p._orig_size.numel() * (p.param_dtype or p.orig_dtype).itemsize for p in group.fsdp_params))
 
     def sharding(group):
         to_sharded(group)
@@ -68,7 +70,9 @@ class Fsdp2(Peer):
         super().__init__(args, way, config, chunks)
         (self.model,) = chunks
         watch(self.clock, self.whole)
-        shard(self.model, data_parallel_mesh(), reshard_after_forward=way != "whole", offload=way == "offload")
+        if args.bf16:
+            self.model.float()  # the values that bfloat16 has, as Megatron's float32 copies
+        shard(self.model, data_parallel_mesh(), reshard_after_forward=way != "whole", offload=way == "offload", bf16=args.bf16)
         assert isinstance(self.model, FSDPModule)
         self.optimizer = adam(args, self.model.named_parameters())
 

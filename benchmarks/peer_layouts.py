@@ -18,15 +18,16 @@ from megatron_ext.workload.sizes import largest_group_bytes, largest_rank_bytes
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = "runs/corpus/stdlib"
 WORLD = 4
-PIPELINES = {"pp2": (2, 2), "dp4": (1, 1)}
-"""By layout: pipeline-parallel size and model chunks a rank; the rest of the processes are replicas."""
+LAYOUTS = {"pp2": (2, 2, ()), "dp4": (1, 1, ()), "dp4-bf16": (1, 1, ("--bf16",))}
+"""By layout: pipeline-parallel size, model chunks a rank, further options; the rest of the processes
+are replicas. Megatron steps on the host only where the parameters are no float32 of their own."""
 
 
 class Layout:
     """All that is measured of one layout.
 
     Args:
-        name: a key of PIPELINES.
+        name: a key of LAYOUTS.
         args: the benchmark's options.
         folder: where files of runs go.
     """
@@ -34,11 +35,11 @@ class Layout:
     def __init__(self, name: str, args, folder: Path):
         self.name, self.args, self.folder = name, args, folder / name
         self.folder.mkdir()
-        self.pp, self.vp = PIPELINES[name]
+        self.pp, self.vp, more = LAYOUTS[name]
         self.model = [
             "--num-layers", str(args.layers), "--hidden-size", str(args.hidden), "--num-attention-heads", str(args.heads), "--seq-length", str(args.seq),
             "--micro-batch-size", str(args.micro_batch_size), "--global-batch-size", str(args.global_batch_size), "--untie-embeddings-and-output-weights",
-            "--pipeline-model-parallel-size", str(self.pp),
+            "--pipeline-model-parallel-size", str(self.pp), *more,
         ]  # fmt: skip
         if self.vp > 1:
             self.model += ["--num-virtual-stages-per-pipeline-rank", str(self.vp)]

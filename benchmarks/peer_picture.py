@@ -23,7 +23,7 @@ def draw(result: dict, path: Path) -> None:
         times.barh(places, medians, color=colours, xerr=spread, error_kw={"elinewidth": 1, "ecolor": "#444444"})
         times.barh(places, [row["exposed_us"]["median_us"] / 1e3 for row in rows], color="#d62728", height=0.35, label="exposed: waits for parameters")
         times.set_yticks(places, [f"{row['title']}  [{row['keeps']}]" for row in rows], fontsize=8)
-        times.set_title({"pp2": "PP 2 x VP 2 x DP 2", "dp4": "DP 4"}.get(layout, layout), fontsize=10)
+        times.set_title({"pp2": "PP 2 x VP 2 x DP 2", "dp4": "DP 4", "dp4-bf16": "DP 4, bfloat16, optimizer on the host"}.get(layout, layout), fontsize=10)
         memory.barh(places, [row["whole_peak_bytes"] / 1e6 for row in rows], color=colours)
         memory.set_yticks([])
     axes[-1][0].set_xlabel("iteration, ms: median, p10 to p90 (blue: ours)")

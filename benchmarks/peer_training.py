@@ -148,7 +148,7 @@ def train(peer: Peer, args, dataset) -> dict:
     """Train as the main job's loop does, with the same points in time."""
     iterator = job.batches(args, dataset)
     metrics = {name: [] for name in FIGURES}
-    for _ in range(args.train_iters):
+    for number in range(args.train_iters):
         dist.barrier()
         peer.clock.take()
         start = time.perf_counter_ns()
@@ -160,6 +160,8 @@ def train(peer: Peer, args, dataset) -> dict:
         values = (job.mean_loss(losses), norm, (end - start) / 1e3, (end - computed) / 1e3, gather_us, exposed_us)
         for name, value in zip(FIGURES, values):
             metrics[name].append(value)
+        if number == 0:  # a peer may hold more while it looks at the model for the first time
+            peer.whole.peak = peer.whole.now
     metrics["whole_peak_bytes"] = peer.whole_peak_bytes(iterator)
     return metrics
 
