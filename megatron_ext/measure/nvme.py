@@ -12,11 +12,12 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from megatron_ext.measure.drive import MEMORY_FILESYSTEMS, SECTOR, Drive, filesystem, padded
+from megatron_ext.measure.drive import open_filled
 from megatron_ext.measure.fabric import Fabric, arena_bytes
 from megatron_ext.measure.operations import Operation
 from megatron_ext.measure.options import KIB, MIB
 from megatron_ext.measure.sampling import sample
+from megatron_ext.runtime.drive import BLOCK, MEMORY_FILESYSTEMS, aligned, filesystem
 from megatron_ext.runtime.worker import Transfer, Worker
 
 BLOCK_BYTES = (256 * KIB, MIB, 4 * MIB)
@@ -33,9 +34,9 @@ class NvmeRead(Operation):
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self.block_bytes = MIB
-        self.drive = Drive(fabric.options.nvme_path, arena_bytes(fabric.options))
-        self._slot = mmap.mmap(-1, padded(arena_bytes(fabric.options)))
+        self.size_bytes = aligned(arena_bytes(fabric.options))
+        self.drive = open_filled(fabric.options.nvme_path, self.size_bytes, block_bytes=MIB, queue_depth=4)
+        self._slot = mmap.mmap(-1, self.size_bytes)
         self.slot = memoryview(self._slot)
         self.staged = torch.frombuffer(self._slot, dtype=torch.float32)
         fabric.device.pin(self.staged)
@@ -45,8 +46,7 @@ class NvmeRead(Operation):
 
     def offset(self, size_bytes: int, turn: int) -> int:
         """Another place in the file every turn: drives have caches too."""
-        places = self.drive.size_bytes // padded(size_bytes)
-        return turn % places * padded(size_bytes)
+        return turn % (self.size_bytes // aligned(size_bytes)) * aligned(size_bytes)
 
     def issue(self, size_bytes: int, turn: int) -> Transfer:
         offset = self.offset(size_bytes, turn)
@@ -54,7 +54,7 @@ class NvmeRead(Operation):
         after = self.fabric.device.mark()
 
         def read(transfer: Transfer) -> None:
-            self.drive.read(self.slot, offset, size_bytes, self.block_bytes)
+            self.drive.read(self.slot[: aligned(size_bytes)], offset, self.name)
             transfer.after = self.fabric.device.copy(target, self.staged[: size_bytes // 4], self.stream, after)
 
         return self.worker.submit(read)
@@ -66,7 +66,8 @@ class NvmeRead(Operation):
 
 
 class NvmeWrite(Operation):
-    """Every rank writes its shard of the group to the drive; shares the file of a read."""
+    """Every rank writes its shard of the group to the drive, and waits until the drive has it, as
+    the run does; shares the file of a read."""
 
     name = "publish_nvme"
 
@@ -75,9 +76,14 @@ class NvmeWrite(Operation):
         self.read = read
 
     def issue(self, size_bytes: int, turn: int) -> Transfer:
-        shard = max(size_bytes // self.fabric.options.data_parallel_size, SECTOR)
-        offset = self.read.offset(shard, turn)
-        return self.read.worker.submit(lambda transfer: self.read.drive.write(self.read.slot, offset, shard, self.read.block_bytes))
+        shard = max(size_bytes // self.fabric.options.data_parallel_size, BLOCK)
+        drive, offset = self.read.drive, self.read.offset(shard, turn)
+
+        def write(transfer: Transfer) -> None:
+            drive.write(self.read.slot[:shard], offset, self.name)
+            drive.flush(offset, aligned(shard), self.name)
+
+        return self.read.worker.submit(write)
 
 
 def sweep(fabric: Fabric, operation: NvmeRead, seconds: float) -> dict:
@@ -89,19 +95,18 @@ def sweep(fabric: Fabric, operation: NvmeRead, seconds: float) -> dict:
     combinations = [(block, depth) for depth in QUEUE_DEPTHS for block in BLOCK_BYTES if block <= size or block == BLOCK_BYTES[0]]
     own = []
     for block, depth in combinations:
-        operation.block_bytes = block
-        operation.drive.set_queue_depth(depth)
+        operation.drive.configure(block, depth)
         own.append(sample(fabric, operation, size, seconds / len(combinations), min_rounds=2).us)
     everyone: list = [None] * fabric.world_size
     dist.all_gather_object(everyone, own)
     medians = [median(us for theirs in everyone for us in theirs[index]) for index in range(len(combinations))]
     best = min(range(len(combinations)), key=medians.__getitem__)
-    operation.block_bytes, depth = combinations[best]
-    operation.drive.set_queue_depth(depth)
+    block, depth = combinations[best]
+    operation.drive.configure(block, depth)
     kind = filesystem(fabric.options.nvme_path)
     return {
         "settings": {
-            "block_bytes": operation.block_bytes, "queue_depth": depth, "direct": operation.drive.direct, "filesystem": kind,
+            "block_bytes": block, "queue_depth": depth, "direct": operation.drive.direct, "filesystem": kind,
             "sweep_bytes": size,
             "sweep_us": {f"block_bytes {block}, queue_depth {depth}": us for (block, depth), us in zip(combinations, medians)},
         },

@@ -1,4 +1,4 @@
-"""A file without a name on a drive, read past the page cache.
+"""A file without a name on a drive, read past the page cache; in training and when measuring.
 
 [Note: Direct reads, buffered writes]
 Reads use ``O_DIRECT``: they take what the drive gives and leave the page cache to others; memory,
@@ -19,6 +19,8 @@ from megatron_ext.errors import InputError
 
 BLOCK = 4096
 """Alignment that every drive takes for direct reads."""
+
+OPTION = "--user-defined-schedule-nvme-path"
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
@@ -43,17 +45,21 @@ def filesystem(directory) -> str:
     return found[1]
 
 
-def create(directory, size_bytes: int) -> int:
+def create(directory, size_bytes: int, *, option: str = OPTION, memory: bool = False) -> int:
     """Descriptor of a new nameless file of ``size_bytes``, whose blocks are reserved.
+
+    Args:
+        option: by which the directory was given; what errors name.
+        memory: take a directory that is in memory, too.
 
     Raises:
         InputError: no directory, not a drive, not writable, or not enough room.
     """
-    where = dict(field="--user-defined-schedule-nvme-path", value=str(directory))
+    where = dict(field=option, value=str(directory))
     if not os.path.isdir(directory):
         raise InputError("is no directory", **where)
     kind = filesystem(directory)
-    if kind in MEMORY_FILESYSTEMS:
+    if kind in MEMORY_FILESYSTEMS and not memory:
         raise InputError(f"is on {kind}: that is memory, not a drive", **where)
     descriptor = None
     try:
@@ -88,19 +94,35 @@ class DriveFile:
         label: what errors call it.
         block_bytes: size of one read request; a multiple of :data:`BLOCK`.
         queue_depth: requests in flight.
+        need_direct: refuse a file system that knows no direct reads; otherwise the page cache
+            forgets what was read.
+
+    Attributes:
+        direct: whether the page cache is passed by.
 
     Raises:
         InputError: the file cannot be opened past the page cache.
     """
 
-    def __init__(self, path: str, label: str, *, block_bytes: int, queue_depth: int):
-        self.label, self.block_bytes = label, block_bytes
+    def __init__(self, path: str, label: str, *, block_bytes: int, queue_depth: int, need_direct: bool = True):
+        self.label, self.direct = label, True
         self._buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
-            os.close(self._buffered)
-            raise InputError(f"cannot be read past the page cache: {error.strerror}", field="--user-defined-schedule-nvme-path", value=label) from None
+            if need_direct:
+                os.close(self._buffered)
+                raise InputError(f"cannot be read past the page cache: {error.strerror}", field=OPTION, value=label) from None
+            self.direct = False
+            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._readers = None
+        self.configure(block_bytes, queue_depth)
+
+    def configure(self, block_bytes: int, queue_depth: int) -> None:
+        """Read by requests of another size, another number in flight. Not while something is read."""
+        if self._readers is not None:
+            self._readers.shutdown()
+        self.block_bytes, self.queue_depth = block_bytes, queue_depth
         self._readers = ThreadPoolExecutor(queue_depth, thread_name_prefix="megatron_ext-drive")
 
     def read(self, memory: memoryview, offset: int, what: str) -> None:
@@ -127,6 +149,8 @@ class DriveFile:
         else:
             for _ in self._readers.map(one, starts):
                 pass
+        if not self.direct:  # or the next read would come from the page cache
+            os.posix_fadvise(self._direct, offset, len(memory), os.POSIX_FADV_DONTNEED)
 
     def write(self, memory, offset: int, what: str) -> None:
         """Write ``memory`` at ``offset``, on its way to the drive when this returns.

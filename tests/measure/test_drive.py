@@ -10,49 +10,79 @@ import pytest
 
 from megatron_ext.cost import model
 from megatron_ext.errors import InputError
-from megatron_ext.measure.drive import SECTOR, Drive, filesystem, padded
+from megatron_ext.measure.drive import open_filled
+from megatron_ext.runtime.drive import BLOCK, DriveError, aligned, filesystem
 
 
-@pytest.mark.parametrize("size", [SECTOR, 300_000, 1 << 20])
+def opened(directory, size_bytes=4 << 20, block_bytes=1 << 16, queue_depth=4):
+    return open_filled(str(directory), size_bytes, block_bytes=block_bytes, queue_depth=queue_depth)
+
+
+def memory(size_bytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, size_bytes))
+
+
+@pytest.mark.parametrize("size", [BLOCK, 300_000, 1 << 20])
 @pytest.mark.parametrize("queue_depth", [1, 4])
 def test_what_is_written_is_read(tmp_path, size, queue_depth):
-    drive = Drive(str(tmp_path), 4 << 20, queue_depth)
+    drive = opened(tmp_path, queue_depth=queue_depth)
     try:
-        slot, back = (memoryview(mmap.mmap(-1, padded(size))) for _ in range(2))
+        slot, back = memory(aligned(size)), memory(aligned(size))
         slot[:] = os.urandom(len(slot))
-        drive.write(slot, padded(size), size, block_bytes=1 << 16)
-        drive.read(back, padded(size), size, block_bytes=1 << 17)
+        drive.write(slot, aligned(size), "a test")
+        drive.flush(aligned(size), aligned(size), "a test")
+        drive.read(back, aligned(size), "a test")
         assert back == slot
-        drive.read(back, 0, size, block_bytes=1 << 17)
-        assert back != slot
+        drive.configure(1 << 17, queue_depth + 1)
+        drive.read(back, 0, "a test")
+        assert back != slot and any(back)  # not a hole that reads as zeroes
+        drive.read(back, aligned(size), "a test")
+        assert back == slot
         assert list(tmp_path.iterdir()) == []  # the file has no name
     finally:
         drive.close()
 
 
 def test_reading_beyond_the_file_is_an_error(tmp_path):
-    drive = Drive(str(tmp_path), SECTOR)
-    with pytest.raises(OSError):
-        drive.read(memoryview(mmap.mmap(-1, 2 * SECTOR)), 0, 2 * SECTOR, block_bytes=2 * SECTOR)
+    drive = opened(tmp_path, BLOCK)
+    with pytest.raises(DriveError, match="too early"):
+        drive.read(memory(2 * BLOCK), 0, "a test")
     drive.close()
 
 
 def test_bad_places(tmp_path):
-    with pytest.raises(InputError, match="--nvme-path: .*missing.*: is no directory"):
-        Drive(str(tmp_path / "missing"), SECTOR)
-    with pytest.raises(InputError, match="--nvme-path: '/proc': is not writable"):
-        Drive("/proc", SECTOR)
-    with pytest.raises(InputError, match=f"the drive is full: needs {1 << 60} bytes"):
-        Drive(str(tmp_path), 1 << 60)
+    with pytest.raises(InputError, match="--nvme-path = .*missing.*: is no directory"):
+        opened(tmp_path / "missing")
+    with pytest.raises(InputError, match="--nvme-path = '/proc': cannot be written"):
+        opened("/proc")
+    with pytest.raises(InputError, match=f"the drive is full: {1 << 60} bytes are needed"):
+        opened(tmp_path, 1 << 60)
 
 
 def test_a_drive_that_fills_while_writing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwritev", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(InputError, match="the drive is full"):
-        Drive(str(tmp_path), SECTOR)
+        opened(tmp_path, BLOCK)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_direct_reads_is_measured_otherwise(tmp_path, monkeypatch):
+    plain = os.open
+
+    def no_direct(path, flags, *mode, **more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return plain(path, flags, *mode, **more)
+
+    monkeypatch.setattr(os, "open", no_direct)
+    drive = opened(tmp_path)
+    back = memory(BLOCK)
+    drive.read(back, 0, "a test")
+    assert not drive.direct and any(back)
+    drive.close()
 
 
 def test_filesystem_is_named():
@@ -74,7 +104,7 @@ def test_a_measured_nvme_route(tmp_path):
     assert done.returncode == 0, done.stderr
     table = model.load(out)
     settings = table.routes.nvme.settings
-    assert settings["block_bytes"] % SECTOR == 0 and settings["queue_depth"] >= 1  # the names the run reads
+    assert settings["block_bytes"] % BLOCK == 0 and settings["queue_depth"] >= 1  # the names the run reads
     assert len(settings["sweep_us"]) >= 3
     assert table.routes.nvme.points[-1].size_bytes == 32768 == table.publish.nvme.points[-1].size_bytes
     assert list(where.iterdir()) == []
@@ -90,4 +120,4 @@ def test_tmpfs_is_measured_and_said(tmp_path):
 def test_a_bad_place_ends_with_one_line(tmp_path):
     done, out = measure(tmp_path, tmp_path / "missing")
     assert done.returncode == 2 and not out.exists()
-    assert done.stderr.strip().split("\n")[-1].startswith("megatron-ext: --nvme-path: ")
+    assert done.stderr.strip().split("\n")[-1].startswith("megatron-ext: --nvme-path = ")
