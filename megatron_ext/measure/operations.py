@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron_ext.measure.fabric import Fabric
+from megatron_ext.runtime.node_exchange import make_process_groups
 from megatron_ext.runtime.worker import Transfer, Worker
 
 
@@ -156,6 +157,40 @@ class Reduce(Gather):
         return manager
 
 
+class Internode(Operation):
+    """Between nodes: what a node lacks of a group comes from the counterparts on the others, and is
+    copied into the node's host copy. ``size_bytes`` is the whole group; of it a node receives
+    :func:`crossing_bytes`."""
+
+    name = "internode"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self.worker = Worker(f"measure-{self.name}")
+        _, self.exchange = make_process_groups(fabric.options.parallel)
+        _ = fabric.host
+
+    def issue(self, size_bytes: int, turn: int) -> Transfer:
+        fabric = self.fabric
+        host = fabric.window(fabric.host, size_bytes, turn)
+        numel = host.numel() // fabric.options.data_parallel_size
+
+        def exchange(transfer: Transfer) -> None:
+            for dp_rank, shard in self.exchange.shards(fabric.shard(host), fabric.dp_rank):
+                if dp_rank != fabric.dp_rank:
+                    host.narrow(0, dp_rank * numel, numel).copy_(shard)
+
+        return self.worker.submit(exchange)
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def crossing_bytes(size_bytes: int, nodes: int) -> int:
+    """Bytes of a group that enter each node."""
+    return size_bytes * (nodes - 1) // nodes
+
+
 class P2P(Operation):
     """One message from an even pipeline rank to the odd one after it, and one back: the time
     of both is halved by the caller (``messages``). All pairs at once."""
@@ -238,4 +273,4 @@ class MatrixProduct(Operation):
         return DONE
 
 
-OPERATIONS = {kind.name: kind for kind in (Gather, CoalescedGather, Flatten, HostCopy, Publish, Reduce, P2P, Optimizer, MatrixProduct)}
+OPERATIONS = {kind.name: kind for kind in (Gather, CoalescedGather, Flatten, HostCopy, Publish, Internode, Reduce, P2P, Optimizer, MatrixProduct)}

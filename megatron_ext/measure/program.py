@@ -29,13 +29,13 @@ PASSES = 2
 CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.3, 0.15, 0.1
 """Shares of the time; the curves have the rest."""
 
-ISSUED = {"gpu", "coalesced", "cpu", "publish", "reduce", "nvme", "publish_nvme"}
+ISSUED = {"gpu", "coalesced", "cpu", "publish", "internode", "reduce", "nvme", "publish_nvme"}
 """Operations that return before they are complete."""
 
 TRANSPORTS = {"gpu", "cpu", "publish", "reduce", "p2p", "nvme", "publish_nvme"}
 """Operations whose processor time is missing to compute, on machines without a device."""
 
-CURVES = ("gpu", "cpu", "publish", "reduce", "p2p", "optimizer", "flatten", "coalesced", "nvme", "publish_nvme")
+CURVES = ("gpu", "cpu", "publish", "internode", "reduce", "p2p", "optimizer", "flatten", "coalesced", "nvme", "publish_nvme")
 
 Report = Callable[[int, int, str], None]
 """``report(done, total, what)``; called on rank 0 only."""
@@ -61,7 +61,7 @@ def run(fabric: Fabric, report: Report) -> dict | None:
     """Measure everything that the options ask for; the result on rank 0, None elsewhere."""
     options, start = fabric.options, monotonic()
     runners = processors.runners_of(fabric) if "compute" in options.links else {}
-    names = [name for name in CURVES if name in OPERATIONS and name in options.links and (name != "p2p" or fabric.pipe is not None)]
+    names = [name for name in CURVES if name in OPERATIONS and name in options.links and not _missing(name, fabric)]
     operations = {name: OPERATIONS[name](fabric) for name in names}
     drive = None
     if options.nvme_path is not None and "nvme" in options.links:
@@ -115,6 +115,11 @@ def run(fabric: Fabric, report: Report) -> dict | None:
         "compute": compute,
         "nvme": drive,
     }
+
+
+def _missing(name: str, fabric: Fabric) -> bool:
+    """Whether the run has no such link."""
+    return {"p2p": fabric.pipe is None, "internode": fabric.options.nodes < 2}.get(name, False)
 
 
 def _text(size: int) -> str:

@@ -10,7 +10,7 @@ import msgspec
 from megatron_ext.cost.model import (
     SCHEMA_VERSION, Compute, Contention, CostTable, Curve, GroupOverhead, Metadata, Point, Publish, Routes, Topology, check,
 )  # fmt: skip
-from megatron_ext.measure.operations import CoalescedGather
+from megatron_ext.measure.operations import CoalescedGather, crossing_bytes
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.runtime.machine import environment
 
@@ -54,14 +54,18 @@ def assemble(options: Options, raw: dict) -> CostTable:
             world_sizes=world_sizes,
             model=raw.get("compute", {}).get("model"),
             source={"program": "megatron-ext measure", "options": msgspec.to_builtins(options)},
-            notes=tuple(notes(raw)),
+            notes=(*notes(raw), *_nodes(options)),
         ),
         routes=Routes(
             gpu=curve("gpu", f"{backend} all-gather in place, {at_once}"),
             cpu=curve("cpu", f"copy of the whole group from node-shared host memory, {at_once}"),
             nvme=_nvme(raw, "nvme", f"drive to pinned slot to device, {at_once}, each from a file of its own"),
         ),
-        publish=Publish(cpu=curve("publish", f"own shard into node-shared host memory, {at_once}"), nvme=_nvme(raw, "publish_nvme", f"own shard onto the drive, {at_once}")),
+        publish=Publish(
+            cpu=curve("publish", f"own shard into node-shared host memory, {at_once}"),
+            nvme=_nvme(raw, "publish_nvme", f"own shard onto the drive, {at_once}"),
+            internode=_internode(curves, options, at_once),
+        ),
         group_overhead=GroupOverhead(
             call_us=_call_us(curves.get("gpu", [])),
             flatten=curve("flatten", f"one copy on the device, {at_once}"),
@@ -82,6 +86,21 @@ def _points(rows: list[dict], slowdown: float = 1.0) -> tuple[Point, ...]:
     holds it as if alone, as compute is: ``topology.processors_per_node`` has the slowdown."""
     rows = [row | {"processor_us": row["processor_us"] / slowdown} if "processor_us" in row else row for row in rows]
     return tuple(Point(**{name: value for name, value in row.items() if name in Point.__struct_fields__}) for row in rows)
+
+
+def _internode(curves: dict, options: Options, at_once: str) -> Curve | None:
+    """By the bytes that enter each node, which is what a plan asks for."""
+    if "internode" not in curves:
+        return None
+    rows = [row | {"size_bytes": crossing_bytes(row["size_bytes"], options.nodes)} for row in curves["internode"]]
+    return Curve(points=_points(rows), source=f"measured: shards exchanged with the counterparts on the other nodes, {at_once}", settings={"nodes": options.nodes})
+
+
+def _nodes(options: Options) -> list[str]:
+    """What cannot be measured of several nodes, where there are several."""
+    if options.nodes == 0 and "internode" in options.links:
+        return ["publish.internode: not measured: the nodes do not hold equally many ranks of every data-parallel group"]
+    return []
 
 
 def _nvme(raw: dict, name: str, source: str) -> Curve | None:

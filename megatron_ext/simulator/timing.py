@@ -132,8 +132,7 @@ class Timing:
         """Until the group's fresh bytes lie at ``destinations`` (``cpu``, ``nvme``) on every node.
 
         Between nodes each byte crosses the network once per node: a node sends for what it
-        lacks. Where the table has no ``publish.internode`` curve the write-back curve is
-        taken to have been measured across the nodes.
+        lacks. Where the table has no ``publish.internode`` curve that is left out, and said so.
         """
         us = 0.0
         for destination in destinations:
@@ -144,6 +143,8 @@ class Timing:
         nodes = self.crosses_nodes[pp_rank]
         if nodes > 1 and us and self.costs.offers_publish("internode"):
             us += self._publish_us("internode", size_bytes * (nodes - 1) // nodes)
+        elif nodes > 1 and us and "publish.internode" not in self.left_out:
+            self.left_out += ("publish.internode",)
         return us
 
     def _publish_us(self, destination: str, size_bytes: int) -> float:

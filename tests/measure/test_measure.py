@@ -126,7 +126,7 @@ def test_under_a_launcher(tmp_path, ranks_per_node):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = tmp_path / "T.json"
-    command = [sys.executable, "-m", "megatron_ext", "measure", "--out", str(out), "--json", "--max-bytes", "8192", "--seconds", "4", "--links", "gpu,cpu,contention"]
+    command = [sys.executable, "-m", "megatron_ext", "measure", "--out", str(out), "--json", "--max-bytes", "8192", "--seconds", "4", "--links", "gpu,cpu,internode,contention"]
     ranks = []
     for rank in range(2):
         environment = os.environ | {
@@ -140,6 +140,17 @@ def test_under_a_launcher(tmp_path, ranks_per_node):
     table = model.load(out)
     assert table.metadata.world_sizes["ranks_per_node"] == ranks_per_node
     assert Costs(table).routes == ("gpu", "cpu")
+    if ranks_per_node == 2:
+        assert table.publish.internode is None
+    else:  # half of a group enters each of two nodes
+        assert [point.size_bytes for point in table.publish.internode.points] == [point.size_bytes // 2 for point in table.routes.gpu.points if point.size_bytes in (4096, 8192)]
+        assert all(point.p50_us > 0 for point in table.publish.internode.points) and table.publish.internode.settings == {"nodes": 2}
+
+
+def test_nodes_that_a_group_spans():
+    sizes = dict(data_parallel_size=4, pipeline_model_parallel_size=2)
+    assert [Options(**sizes, ranks_per_node=ranks).nodes for ranks in (None, 8, 4, 2, 1)] == [1, 1, 1, 2, 4]
+    assert Options(data_parallel_size=3, pipeline_model_parallel_size=2, ranks_per_node=2).nodes == 0
 
 
 def test_a_launcher_with_another_number_of_ranks_is_refused(tmp_path):
