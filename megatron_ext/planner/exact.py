@@ -55,7 +55,7 @@ class Effort(NamedTuple):
 EXACT = Effort(choices=20_000, work=1.5, models=6)
 """For the exact policy."""
 
-SMALL = Effort(choices=600, work=0.3, models=4)
+SMALL = Effort(choices=1000, work=0.3, models=5)
 """For the hybrid policy, which asks for small cases what the exact policy would do."""
 
 
@@ -87,12 +87,13 @@ def solve(
     """
     grid = Grid(Search(workload, timing, routes, 0.0))
     best, best_us, lowest, models = known, known_us, None, 0
-    for divide, cut in product(range(grid.sizes[1]), range(grid.sizes[0])):
-        made = grid.made(Settings(cut, divide, grid.sizes[2] - 1, 0))
+    groupings = [grid.made(Settings(cut, divide, grid.sizes[2] - 1, 0)) for divide, cut in product(range(grid.sizes[1]), range(grid.sizes[0]))]
+    # The known schedule's own groups first, where the search can begin at it.
+    for made in sorted(groupings, key=lambda made: made is None or made[0].groups != known.groups):
         if made is None or models == effort.models or not _small(workload, timing, made[0], effort.choices):
             continue
         try:
-            schedule, bound = _solve(workload, timing, *made, known_us, effort.work)
+            schedule, bound = _solve(workload, timing, *made, known, known_us, effort.work)
         except InputError:  # a group of a size that was not measured
             continue
         models += 1
@@ -116,9 +117,13 @@ def _small(workload: Workload, timing: Timing, blocks: Blocks, choices: int) -> 
     return True
 
 
-def _solve(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, known_us: float, work: float) -> tuple[Schedule | None, float]:
+def _solve(
+    workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, known: Schedule, known_us: float, work: float
+) -> tuple[Schedule | None, float]:
     """Optimum for these groups: a schedule (None where the known one is no worse) and a lower bound."""
     model = _Model(workload, timing, blocks, choices, known_us)
+    if known.groups == blocks.groups:
+        model.start_from(known)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
@@ -281,6 +286,30 @@ class _Model:
             for terms in use:
                 if terms:
                     self.model.add(sum(terms) <= limit)
+
+    def start_from(self, known: Schedule) -> None:
+        """Let the search begin at a schedule of the same groups: its routes, issues and what it keeps."""
+        for rank, points in enumerate(self.points):
+            turns: dict[tuple[int, int], int] = {}
+            for number, point in enumerate(points):
+                turns.setdefault((point.step, point.before), number)
+            issued: dict[int, list[tuple[int, str]]] = {}
+            for unshard in known.ranks[rank].start.unshard:
+                issued.setdefault(unshard.group, []).append((-1, unshard.route))
+            for step, entry in enumerate(known.ranks[rank].steps):
+                for unshard in entry.unshard:
+                    issued.setdefault(unshard.group, []).append((turns.get((step, unshard.at), -2), unshard.route))
+            for gap in self.gaps:
+                if gap.rank != rank:
+                    continue
+                first = gap.after + (gap.after >= 0)
+                turn, route = next(((t, r) for t, r in issued.get(gap.group, ()) if first <= t <= gap.use), (None, None))
+                if self.keep[gap] is not None:
+                    self.model.add_hint(self.keep[gap], turn is None)
+                for number, chosen in self.issue[gap].items():
+                    self.model.add_hint(chosen, number == turn)
+                for name, chosen in self.by[gap].items():
+                    self.model.add_hint(chosen, name == route)
 
     def schedule(self, solver) -> Schedule:
         """The schedule of the solution, every gather issued at the last turn reached before it starts."""

@@ -27,6 +27,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_ext.planner.assemble import Freed, Placed
+from megatron_ext.planner.best_fill import best_fill, least_cover
 from megatron_ext.planner.blocks import Blocks, points_of_rank
 from megatron_ext.simulator.timing import CPU, GPU, Timing
 from megatron_ext.workload.model import Workload
@@ -105,9 +106,11 @@ class RankWalk:
                     for group in groups:
                         if group in self.whole:
                             self.whole[group] = number
-                    for group in groups:
-                        if group not in self.whole:
-                            self._bring(number, group, number)
+                    missing = [group for group in groups if group not in self.whole]
+                    roomy = self._make_room(number, missing, beyond=number)
+                    assert roomy, "the largest block fits, and nothing else must stay"
+                    for group in self._longest_first(missing):
+                        self._bring(number, group, number)
                     self.front = number + 1
                 self._look_ahead(number)
                 self.now = max(self.now, *(self.arrives[group] for group in groups))
@@ -124,40 +127,55 @@ class RankWalk:
             block = points[self.front].block
             if self.choices.held and (self.pp_rank, self.front) in self.choices.held:
                 return
-            for group in self.blocks.blocks[block].groups if block >= 0 else ():
+            groups = self.blocks.blocks[block].groups if block >= 0 else ()
+            for group in groups:
                 if group in self.whole:
                     self.whole[group] = max(self.whole[group], self.front)
-                elif self._make_room(number, group, beyond=self.front, keep=current):
-                    self._bring(number, group, self.front)
-                else:
-                    return
+            missing = [group for group in groups if group not in self.whole]
+            roomy = self._make_room(number, missing, beyond=self.front, keep=current)
+            if not roomy:
+                sizes = tuple(self.blocks.groups[group].bytes for group in missing)
+                missing = [missing[index] for index in best_fill(sizes, int(self.free))]
+            for group in self._longest_first(missing):
+                self._bring(number, group, self.front)
+            if not roomy:
+                return
             self.front += 1
+
+    def _longest_first(self, missing: list[int]) -> list[int]:
+        """The order that spreads groups for one turn most evenly over the links (Graham 1969)."""
+        return sorted(missing, key=lambda group: (-self.blocks.groups[group].bytes, group))
 
     def _next_turn(self, group: int) -> float:
         turns = self.turns[self.block_of[group]]
         return turns[-1] if turns else inf
 
-    def _make_room(self, number: int, group: int, *, beyond: int, keep: int = -1) -> bool:
-        """Free groups whose next turn lies beyond ``beyond``, farthest first, until ``group`` fits."""
+    def _make_room(self, number: int, missing: list[int], *, beyond: int, keep: int = -1) -> bool:
+        """Free groups whose next turn lies beyond ``beyond``, farthest first, until all of
+        ``missing`` fit; of those with the same next turn the ones that leave least room unused.
+
+        Returns:
+            Whether they fit. If not, everything that may go has gone.
+        """
         groups = self.blocks.groups
-        short = groups[group].bytes - self.free
+        short = sum(groups[group].bytes for group in missing) - self.free
         if short <= 0:
             return True
-        usable = sorted(
-            (-turn, other) for other, until in self.whole.items()
-            if until < number and self.block_of[other] != keep and (turn := self._next_turn(other)) > beyond
-        )  # fmt: skip
-        chosen = []
-        for _, other in usable:
-            chosen.append(other)
-            short -= groups[other].bytes
+        usable: dict[float, list[int]] = {}
+        for other, until in self.whole.items():
+            if until < number and self.block_of[other] != keep and (turn := self._next_turn(other)) > beyond:
+                usable.setdefault(turn, []).append(other)
+        for turn in sorted(usable, reverse=True):
+            others = sorted(usable[turn])
+            sizes = tuple(groups[other].bytes for other in others)
+            if sum(sizes) > short:
+                others = [others[index] for index in least_cover(sizes, int(short))]
+            for other in others:
+                self._release(number, other)
+                short -= groups[other].bytes
             if short <= 0:
-                break
-        else:
-            return False
-        for other in chosen:
-            self._release(number, other)
-        return True
+                return True
+        return False
 
     def _release(self, number: int, group: int) -> None:
         """Free ``group`` right after the turn before ``number``."""
@@ -168,9 +186,6 @@ class RankWalk:
 
     def _bring(self, number: int, group: int, turn: int) -> None:
         """Unshard ``group`` just before turn ``number`` (-1: at the start), to be whole for ``turn``."""
-        if turn == number:
-            roomy = self._make_room(number, group, beyond=number)
-            assert roomy, "the largest block fits, and nothing else must stay"
         issue, at = (-1, -1) if number < 0 else (self.points[number].step, self.points[number].before)
         self.whole[group] = turn
         size = self.blocks.groups[group].bytes

@@ -204,7 +204,8 @@ class Grid:
         self.divides = [None]
         if len(routes) > 1:
             self.divides.append(splitter(timing, routes))
-        if workload.zero_stage == 3 and workload.limits.device_bytes is not None:
+        limits = workload.limits
+        if (workload.zero_stage == 3 and limits.device_bytes is not None) or limits.pinned_host_bytes is not None:
             self.divides.append(by_parameter)
         self.horizons = _horizons(workload, timing)
         self.sets = route_sets(routes)
@@ -285,7 +286,7 @@ def _horizons(workload: Workload, timing: Timing) -> list[float]:
 
 def by_parameter(parameters: list[Parameter]) -> list[list[Parameter]]:
     """Every parameter that is not small beside the others a group of its own, so that a part of a
-    layer can stay; the small ones together."""
+    layer can stay on the device, or have a host copy; the small ones together."""
     threshold = sum(p.bytes for p in parameters) / 16
     large = [[p] for p in parameters if p.bytes >= threshold]
     small = [p for p in parameters if p.bytes < threshold]
