@@ -102,6 +102,8 @@ def _tests(path, lines: list[str]) -> dict[str, list[float]]:
             rates += [_rate(path, number, line, text) for text in line.split()[1:] if text != "N/A"]
     if name is not None:
         raise line_error(path, start, lines[start - 1], "this test ends without its SUM line: cut off")
+    if start and not any(line.strip() for line in lines[start:]):  # also in the middle of a test's name
+        raise line_error(path, start, lines[start - 1], "the log ends where this test begins: cut off")
     if not tests:
         raise InputError("no nvbandwidth results: no line 'Running <test>.' with its SUM in it", file=path)
     return tests

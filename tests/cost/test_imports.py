@@ -149,6 +149,7 @@ NV = logs.nvbandwidth()
 BROKEN_NV = {
     "cut off": (NV[: NV.index("SUM device_to_host")], "cut off"),
     "cut off in a row": (NV[: NV.index("55.00")], "cut off"),
+    "cut off in a test's name": (NV[: NV.index("device_to_host_memcpy_ce.") + 1], "line [0-9]+ = 'Running d'.*cut off"),
     "another unit": (logs.nvbandwidth(unit="MB/s"), r"not in \(GB/s\)"),
     "zero rate": (NV.replace("55.20", " 0.00"), "must be a positive number"),
     "negative rate": (NV.replace("55.20", "-5.20"), "must be a positive number"),
@@ -199,6 +200,7 @@ def test_published_curves_by_system():
         ({"curves": [{"points": [{"size_bytes": 4, "us": 0}]}]}, r"points\[0\].us = 0"),
         ({"curves": [{"points": [{"size_bytes": 4}]}]}, "neither us nor in_place_us"),
         ({"curves": [{"points": [{"size_bytes": 8, "us": 1}, {"size_bytes": 4, "us": 1}]}]}, "does not grow"),
+        ({"curves": [{"points": [{"size_bytes": 4, "us": 9.0}, {"size_bytes": 8, "us": 2.0}]}]}, r"points\[1\].us = 2.0: is below 9.0 us for 4 bytes: not monotone"),
         ({"unit": "ms"}, "unknown field `unit`"),
     ],
 )
