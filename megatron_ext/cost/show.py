@@ -91,6 +91,7 @@ def summary(table: CostTable) -> dict:
         "hardware": metadata.hardware,
         "software": metadata.software,
         "world_sizes": metadata.world_sizes,
+        "model": metadata.model,
         "notes": list(metadata.notes),
     }
 
@@ -102,7 +103,7 @@ def text(table: CostTable) -> str:
     lines.append(f"measured {metadata.created_at}" if metadata.created_at else "no date")
     if metadata.synthetic:
         lines.append("SYNTHETIC: not measured on any machine")
-    for part in ("hardware", "software", "world_sizes"):
+    for part in ("hardware", "software", "world_sizes", "model"):
         value = getattr(metadata, part)
         if value:
             lines.append(f"{part}: {', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else value}")
