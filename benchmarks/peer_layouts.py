@@ -123,26 +123,37 @@ class Layout:
         """The workload without limits."""
         return workload_file.load(self.folder / "zero1.workload.json")
 
-    def plan(self, zero_stage: int, limit: str | None) -> Path:
-        """The hybrid schedule for a zero stage and a limit; planned once."""
-        name = f"zero{zero_stage}-{limit}"
+    def plan(self, zero_stage: int, limit: str | None, policy: str) -> Path:
+        """The schedule for a zero stage and a limit; planned once."""
+        name = f"zero{zero_stage}-{limit}-{policy}"
         if name not in self.plans:
             work = self.describe(name, zero_stage, self.device_bytes(limit))
             self.plans[name] = self.folder / f"{name}.schedule.json"
-            schedule_file.save(self.plans[name], planner.plan(work, self.table, extrapolate=True))
+            schedule_file.save(self.plans[name], planner.plan(work, self.table, policy=policy, extrapolate=True))
         return self.plans[name]
+
+    def plans_as_json(self) -> dict[str, dict]:
+        """Of every plan: what the simulator says of it, and by which route how many bytes come."""
+        found = {}
+        for name, path in self.plans.items():
+            schedule, routes = schedule_file.decode(path), {}
+            for rank in schedule.ranks:
+                for unshard in (*rank.start.unshard, *(u for step in rank.steps for u in step.unshard)):
+                    routes[unshard.route] = routes.get(unshard.route, 0) + schedule.groups[unshard.group].bytes
+            found[name] = {"predicted_us": schedule.predicted.step_time_us, "groups": len(schedule.groups), "bytes_by_route": routes}
+        return found
 
     def options(self, metrics: Path, iterations: int) -> list[str]:
         """What every training run is given."""
         return [*self.model, "--data-path", CORPUS, "--init-by-name", "--train-iters", str(iterations), "--metrics-path", str(metrics)]
 
-    def train_ours(self, name: str, zero_stage: int | None, limit: str | None, offload: bool) -> dict:
+    def train_ours(self, name: str, zero_stage: int | None, limit: str | None, offload: bool, policy: str) -> dict:
         """Megatron as shipped (``zero_stage`` None) or by a schedule: a peer's kind of metrics."""
         metrics, trace, iterations = self.folder / f"{name}.json", self.folder / f"{name}.trace.json", self.args.iters
         script = "benchmarks/peer_host_optimizer.py" if offload else "examples/pretrain_gpt_hybrid.py"
         command = [script, *self.options(metrics, iterations), "--user-defined-schedule-trace", str(trace)]
         if zero_stage is not None:
-            command += ["--user-defined-schedule", str(self.plan(zero_stage, limit))]
+            command += ["--user-defined-schedule", str(self.plan(zero_stage, limit, policy))]
         self.launch(name, command + (["--optimizer-cpu-offload"] if offload else []))
         found, measured = files.load(metrics, dict), MeasuredTrace(trace, self.work.parallel, iterations)
         lanes = {"optimizer_us": ("optimizer",), "gather_us": ("issue", "wait"), "exposed_us": ("wait",)}
@@ -159,6 +170,8 @@ class Layout:
 
 def reason(log: str, code: int) -> str:
     """The one line of a log that says best why a run failed."""
+    for place, name in ((ROOT, "."), (Path.home(), "~")):  # results name no machine's folders
+        log = log.replace(str(place), name)
     lines = [line.split("]:", 1)[-1].strip() for line in log.splitlines()]
     errors = [line for line in lines if "Error" in line.split(":")[0] and ":" in line]
     return (errors or [line for line in lines if line] or [f"exit code {code}"])[-1][:200]

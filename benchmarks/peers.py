@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -42,8 +43,8 @@ class System(NamedTuple):
     same_model: str = "Megatron's GPTModel"
 
 
-def ours(zero_stage: int | None, limit: str | None = None, offload: bool = False):
-    return lambda layout, name: layout.train_ours(name, zero_stage, limit, offload)
+def ours(zero_stage: int | None, limit: str | None = None, offload: bool = False, policy: str = "hybrid"):
+    return lambda layout, name: layout.train_ours(name, zero_stage, limit, offload, policy)
 
 
 def peer(script: str, way: str):
@@ -65,6 +66,7 @@ SYSTEMS = {
     "fsdp2-whole-dp4": System("FSDP2, whole through the iteration", "dp4", "zero 1", False, peer("peer_fsdp2.py", "whole")),
     "ours-zero3-dp4": System("ours, zero 3, half", "dp4", "zero 3", True, ours(3, "half")),
     "ours-zero3-two-layers-dp4": System("ours, zero 3, two layers", "dp4", "zero 3", True, ours(3, "two-layers")),
+    "ours-zero3-all-gpu-dp4": System("ours, zero 3, half, all-gathers alone", "dp4", "zero 3", True, ours(3, "half", policy="all-gpu")),
     "fsdp2-dp4": System("FSDP2", "dp4", "zero 3", False, peer("peer_fsdp2.py", "reshard")),
     "deepspeed-dp4": System("DeepSpeed ZeRO-3", "dp4", "zero 3", False, deepspeed("zero3")),
     "megatron-fsdp-dp4": System("Megatron-FSDP", "dp4", "zero 3", False, peer("peer_megatron_fsdp.py", "optim_grads_params")),
@@ -105,14 +107,15 @@ def run(args) -> dict:
                         failed[name] = " ".join(str(error).split())
                 bar.advance(task)
         parameters = {name: sum(p.bytes for c in layout.work.chunks for p in c.parameters) for name, layout in layouts.items()}
+        plans = {name: layout.plans_as_json() for name, layout in layouts.items()}
         limits = {name: {limit: layout.device_bytes(limit) for limit in ("half", "two-layers")} for name, layout in layouts.items()}
     rows = [row_of(name, found[name], args) for name in names if name not in failed]
     for row in rows:
         if not SYSTEMS[row["system"]].ours:
             row["opponent"] = opponent_of(row, rows)
-    about = about_this_machine(load_before=load) | {"load_after": os.getloadavg()[0]}
+    about = about_this_machine(load_before=load) | {"load_after": os.getloadavg()[0], "peer_packages": peer_packages.REQUIREMENTS.read_text().splitlines()[1:], "megatron_core": metadata.version("megatron-core")}
     options = {key: value for key, value in vars(args).items() if key not in ("out", "keep")}
-    return {"about": about, "options": options, "parameter_bytes": parameters, "limits_bytes": limits, "rows": rows, "failed": failed}
+    return {"about": about, "options": options, "parameter_bytes": parameters, "limits_bytes": limits, "plans": plans, "rows": rows, "failed": failed}
 
 
 def row_of(name: str, runs: list[dict], args) -> dict:
