@@ -98,19 +98,31 @@ def patch_list(checkout: str | None, as_json: bool) -> None:
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
 @click.option("--out", required=True, help="Where the workload is written.")
+@click.option("--checkout", envvar="MEGATRON_PATH", help="A Megatron-LM checkout: its own pretrain_gpt.py reads the options and builds the model.")
 @click.argument("megatron_options", nargs=-1, type=click.UNPROCESSED)
 @json_option
-def describe(out: str, megatron_options, as_json: bool) -> None:
-    """Write the workload of a real model, from Megatron's own options."""
-    from megatron_ext.megatron import cpu_compat
+def describe(out: str, checkout: str | None, megatron_options, as_json: bool) -> None:
+    """Write the workload of a real model, from Megatron's own options.
 
-    cpu_compat.install()
-    from megatron_ext.megatron import describe as description
+    With a checkout, give all that your script gives pretrain_gpt.py, and --data-parallel-size.
+    Without one, a subset of Megatron's options is known; those that change nothing are read over.
+    """
     from megatron_ext.workload import model as workload
+    from megatron_ext.workload import show as showing
 
-    described = description.describe_options(description.parse(megatron_options))
+    if checkout:
+        from megatron_ext.megatron import own_script
+
+        described = own_script.describe_command_line(checkout, megatron_options)
+    else:
+        from megatron_ext.megatron import cpu_compat
+
+        cpu_compat.install()
+        from megatron_ext.megatron import describe as description
+
+        described = description.describe_options(description.parse(megatron_options))
     workload.save(out, described)
-    emit(as_json, {"workload": out, **description.summary(described)}, description.text(described, out))
+    emit(as_json, {"workload": out, **showing.summary(described)}, showing.text(described, out))
 
 
 def environment_options(command):

@@ -59,7 +59,8 @@ printf '%s\n' "${model[@]}" > "$run/model_options.txt"
 
 if [ ! -e "$run/workload.json" ]; then
     say "describing the workload"
-    megatron-ext describe --out "$run/workload.json" "${model[@]}"
+    # The example's model, also where its core is a checkout's.
+    env -u MEGATRON_PATH megatron-ext describe --out "$run/workload.json" "${model[@]}"
 fi
 
 corpus=runs/corpus/stdlib

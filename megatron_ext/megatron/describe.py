@@ -1,15 +1,14 @@
 """The workload of a real model: its parameters, read off the modules that will train."""
 
-import argparse
 import contextlib
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_ext.megatron import gpt_arguments
-from megatron_ext.megatron.gpt_arguments import parallel_of
+from megatron_ext.megatron.gpt_arguments import limits_of, parallel_of
 from megatron_ext.megatron.layers import layers_of
-from megatron_ext.workload.model import SCHEMA_VERSION, Chunk, Limits, Parameter, Workload, check, fingerprint
+from megatron_ext.megatron.other_options import parse as parse
+from megatron_ext.workload.model import SCHEMA_VERSION, Chunk, Parameter, Workload, check
 from megatron_ext.workload.parallel import Parallel
 
 
@@ -35,47 +34,12 @@ def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) ->
     return Chunk(pp_rank=pp_rank, model_chunk_id=model_chunk_id, parameters=tuple(parameters), layer_kinds=tuple(layer.kind for layer in layers))
 
 
-def p2p_bytes(parallel: Parallel, *, seq_length: int, micro_batch_size: int, hidden_size: int, itemsize: int) -> int:
+def p2p_bytes(parallel: Parallel, *, seq_length: int, micro_batch_size: int, hidden_size: int, itemsize: int, sequence_parallel: bool) -> int:
     """Bytes of one activation message between two pipeline stages."""
-    return seq_length * micro_batch_size * hidden_size * itemsize // parallel.tensor_model_parallel_size if parallel.pp > 1 else 0
-
-
-def parse(options) -> argparse.Namespace:
-    """Options of ``megatron-ext describe``: Megatron's, and what a plan may use.
-
-    Raises:
-        InputError: naming the option and its value.
-    """
-    parser = gpt_arguments.OneLineParser(prog="megatron-ext describe", allow_abbrev=False, add_help=False)
-    gpt_arguments.add_gpt_arguments(parser)
-    plan = parser.add_argument_group("plan")
-    plan.add_argument("--zero-stage", type=int, choices=(1, 3), default=1)
-    plan.add_argument("--limit-device-bytes", type=int, default=None)
-    plan.add_argument("--limit-pinned-host-bytes", type=int, default=None)
-    plan.add_argument("--limit-nvme-slots", type=int, default=0)
-    args = parser.parse_args(list(options))
-    gpt_arguments.check(args)
-    return args
-
-
-def summary(workload: Workload) -> dict:
-    """Figures of a workload that a person wants to see first."""
-    return {
-        "parameters": sum(p.numel for chunk in workload.chunks for p in chunk.parameters),
-        "bytes": sum(chunk.bytes for chunk in workload.chunks),
-        "chunks": len(workload.chunks),
-        "num_microbatches": workload.parallel.num_microbatches,
-        "fingerprint": fingerprint(workload),
-    }
-
-
-def text(workload: Workload, path) -> str:
-    """One line for people."""
-    figures, p = summary(workload), workload.parallel
-    return (
-        f"{path}: {figures['parameters']:,} parameters ({figures['bytes'] / 2**20:.1f} MiB) in {figures['chunks']} chunks; "
-        f"PP {p.pp} x VP {p.vp} x DP {p.dp}, {p.num_microbatches} micro-batches, {p.order}, zero stage {workload.zero_stage}"
-    )
+    if parallel.pp == 1:
+        return 0
+    # With sequence parallelism each tensor-parallel rank holds, and sends, its part of the sequence.
+    return seq_length * micro_batch_size * hidden_size * itemsize // (parallel.tensor_model_parallel_size if sequence_parallel else 1)
 
 
 def describe_options(args) -> Workload:
@@ -93,14 +57,10 @@ def describe_options(args) -> Workload:
     for pp_rank in range(parallel.pp):
         chunks += _chunks_of_rank(args, parallel, pp_rank)
     itemsize = 2 if args.bf16 or args.fp16 else 4
-    message = p2p_bytes(parallel, seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, hidden_size=args.hidden_size, itemsize=itemsize)
+    message = p2p_bytes(parallel, seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, hidden_size=args.hidden_size, itemsize=itemsize, sequence_parallel=args.sequence_parallel)
     return check(Workload(
         schema_version=SCHEMA_VERSION, kind="workload", parallel=parallel, zero_stage=args.zero_stage,
-        chunks=tuple(chunks), p2p_bytes=message,
-        limits=Limits(
-            device_bytes=args.limit_device_bytes, pinned_host_bytes=args.limit_pinned_host_bytes,
-            nvme_slots=args.limit_nvme_slots, nvme_slot_bytes=None,
-        ),
+        chunks=tuple(chunks), p2p_bytes=message, limits=limits_of(args),
     ))  # fmt: skip
 
 
@@ -111,7 +71,7 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=parallel.global_rank(pp_rank, 0), world_size=parallel.world_size)
     try:
-        with _only_fake_groups():
+        with only_fake_groups():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=args.tensor_model_parallel_size,
                 pipeline_model_parallel_size=parallel.pp,
@@ -130,7 +90,7 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
 
 
 @contextlib.contextmanager
-def _only_fake_groups():
+def only_fake_groups():
     """Megatron makes a gloo group beside each group; in a process of its own it would wait for others."""
     new_group = torch.distributed.new_group
 

@@ -19,12 +19,18 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     model.add_argument("--hidden-size", type=int, default=256)
     model.add_argument("--ffn-hidden-size", type=int, default=None)
     model.add_argument("--num-attention-heads", type=int, default=4)
+    model.add_argument("--group-query-attention", action="store_true")
+    model.add_argument("--num-query-groups", type=int, default=1)
+    model.add_argument("--kv-channels", type=int, default=None)
+    model.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false")
+    model.add_argument("--add-qkv-bias", action="store_true")
     model.add_argument("--seq-length", type=int, default=128)
     model.add_argument("--max-position-embeddings", type=int, default=None)
     model.add_argument("--vocab-size", type=int, default=259)
     model.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     model.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     model.add_argument("--position-embedding-type", choices=("learned_absolute", "rope"), default="learned_absolute")
+    model.add_argument("--use-rotary-position-embeddings", dest="position_embedding_type", action="store_const", const="rope")
     model.add_argument("--swiglu", action="store_true")
     model.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     model.add_argument("--attention-dropout", type=float, default=0.0)
@@ -36,10 +42,12 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     parallel = parser.add_argument_group("distributed")
     parallel.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parallel.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
+    parallel.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, default=None)
+    parallel.add_argument("--sequence-parallel", action="store_true")
     parallel.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parallel.add_argument("--data-parallel-size", type=int, default=None, help="Number of replicas; by default what the number of processes leaves.")
     parallel.add_argument("--microbatch-group-size-per-virtual-pipeline-stage", type=int, default=None)
-    parallel.add_argument("--gpus-per-node", type=int, default=None, help="Ranks that share one node; by default all of them, or LOCAL_WORLD_SIZE where it is set.")
+    _add_gpus_per_node(parallel)
     parallel.add_argument("--distributed-backend", choices=("nccl", "gloo"), default=None, help="Default: nccl where there is a CUDA device, else gloo.")
     parallel.add_argument("--distributed-timeout-minutes", type=float, default=10)
     batch = parser.add_argument_group("batch")
@@ -49,6 +57,32 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     precision.add_argument("--bf16", action="store_true")
     precision.add_argument("--fp16", action="store_true")
     return parser
+
+
+def _add_gpus_per_node(group) -> None:
+    group.add_argument("--gpus-per-node", type=int, default=None, help="Ranks that share one node; by default all of them.")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add what a plan may use, which Megatron has no option for, and return ``parser``."""
+    plan = parser.add_argument_group("plan")
+    plan.add_argument("--zero-stage", type=int, choices=(1, 3), default=1)
+    plan.add_argument("--limit-device-bytes", type=int, default=None)
+    plan.add_argument("--limit-pinned-host-bytes", type=int, default=None)
+    plan.add_argument("--limit-nvme-slots", type=int, default=0)
+    if "--gpus-per-node" not in parser._option_string_actions:
+        _add_gpus_per_node(plan)
+    return parser
+
+
+def limits_of(args):
+    """The workload's limits for the options of :func:`add_plan_arguments`."""
+    from megatron_ext.workload.model import Limits
+
+    return Limits(
+        device_bytes=args.limit_device_bytes, pinned_host_bytes=args.limit_pinned_host_bytes,
+        nvme_slots=args.limit_nvme_slots, nvme_slot_bytes=None,
+    )  # fmt: skip
 
 
 def check(args, *, world_size: int | None = None) -> None:
@@ -73,16 +107,28 @@ def check(args, *, world_size: int | None = None) -> None:
     for name in positive:
         if getattr(args, name) < 1:
             refuse(name, "must be at least 1")
-    for name in ("num_virtual_stages_per_pipeline_rank", "data_parallel_size", "global_batch_size", "gpus_per_node", "ffn_hidden_size"):
+    for name in ("num_virtual_stages_per_pipeline_rank", "data_parallel_size", "global_batch_size", "gpus_per_node", "ffn_hidden_size", "kv_channels", "num_query_groups", "num_layers_per_virtual_pipeline_stage"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             refuse(name, "must be at least 1")
     if args.hidden_size % args.num_attention_heads:
         refuse("num_attention_heads", f"does not divide --hidden-size {args.hidden_size}")
     if args.num_attention_heads % args.tensor_model_parallel_size:
         refuse("tensor_model_parallel_size", f"does not divide --num-attention-heads {args.num_attention_heads}")
+    if args.group_query_attention and args.num_attention_heads % args.num_query_groups:
+        refuse("num_query_groups", f"does not divide --num-attention-heads {args.num_attention_heads}")
+    if args.ffn_hidden_size is None and args.swiglu:
+        # Megatron's own choice: as many parameters as without the gate, in whole tiles.
+        args.ffn_hidden_size = int(4 * args.hidden_size * 2 / 3) // 64 * 64 or refuse("ffn_hidden_size", f"is needed: --hidden-size {args.hidden_size} is too small for --swiglu to choose one")
     if args.fp16 and args.bf16:
         refuse("fp16", "cannot be combined with --bf16")
     pp, vp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
+    per_stage = args.num_layers_per_virtual_pipeline_stage
+    if per_stage is not None:
+        if vp is not None:
+            refuse("num_layers_per_virtual_pipeline_stage", f"says the same as --num-virtual-stages-per-pipeline-rank {vp}; give one of them")
+        if args.num_layers % (pp * per_stage):
+            refuse("num_layers_per_virtual_pipeline_stage", f"does not divide the {args.num_layers / pp:g} layers of a pipeline rank")
+        vp = args.num_virtual_stages_per_pipeline_rank = args.num_layers // (pp * per_stage)
     if vp == 1:
         vp = args.num_virtual_stages_per_pipeline_rank = None
     if vp is not None and pp == 1:

@@ -11,7 +11,7 @@ from megatron_ext.schedule.model import Schedule
 
 # Options that change who owns a parameter's storage, who gathers it, or the order of steps, with the
 # value at which they do not. Releases name some of them differently; absent ones are skipped.
-_NEUTRAL = {
+NEUTRAL = {
     "use_megatron_fsdp": False,
     "use_custom_fsdp": False,  # as 0.12 calls it
     "use_torch_fsdp2": False,
@@ -24,12 +24,12 @@ _NEUTRAL = {
     "overlap_param_gather_with_optimizer_step": False,
     "overlap_moe_expert_parallel_comm": False,
     "context_parallel_size": 1,
+    "use_tp_pp_dp_mapping": False,  # it numbers the ranks of a node in another way
     "hybrid_context_parallel": False,
-    "tensor_parallel_num_weight_shards": 1,
     "ddp_param_name_patterns_for_fp32_local_accumulation": [],
 }
 
-_LAYER_WISE_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
+LAYER_WISE_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
 
 
 def check_start(args) -> None:
@@ -52,18 +52,30 @@ def refuse_unsupported(args) -> None:
     Raises:
         InputError: naming the first such option and its value.
     """
+    refuse_combinations(args)
+    if not getattr(args, "use_distributed_optimizer", False):
+        raise InputError("--user-defined-schedule needs it", field="--use-distributed-optimizer", value=False)
 
-    def refuse(name: str, why: str = "cannot be combined with --user-defined-schedule"):
-        raise InputError(why, field="--" + name.replace("_", "-"), value=getattr(args, name, None))
 
-    for name, neutral in _NEUTRAL.items():
+def refuse_combinations(args) -> None:
+    """The part of :func:`refuse_unsupported` that can be said of options as they were given.
+
+    Raises:
+        InputError: naming the first such option and its value.
+    """
+
+    def refuse(name: str):
+        raise InputError("cannot be combined with --user-defined-schedule", field="--" + name.replace("_", "-"), value=getattr(args, name, None))
+
+    for name, neutral in NEUTRAL.items():
         # None, or an empty list, is how Megatron spells "not given".
         if getattr(args, name, neutral) not in (neutral, None, []):
             refuse(name)
-    if not getattr(args, "use_distributed_optimizer", False):
-        refuse("use_distributed_optimizer", "--user-defined-schedule needs it")
-    if getattr(args, "optimizer", None) in _LAYER_WISE_OPTIMIZERS:
+    if getattr(args, "optimizer", None) in LAYER_WISE_OPTIMIZERS:
         refuse("optimizer")
+    # The option itself counts the tensor-parallel ranks as well.
+    if getattr(args, "gtp_weight_remat_size", 1) not in (1, None):
+        refuse("tensor_parallel_num_weight_shards")
     # A replayed graph does not call back into Python: the hooks would fire at capture only.
     if "full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower():
         refuse("cuda_graph_scope")
