@@ -1,7 +1,8 @@
 """One release of Megatron-LM under test: patch, train, compare, revert.
 
 Losses (of evaluation as well), gradient norms, parameters and optimizer states are compared, the latter
-two from checkpoints. Used by test_checkouts.py, edited_checkouts.py and benchmarks/patched_step_time.py.
+two from checkpoints. Used by test_checkouts.py, edited_checkouts.py and
+benchmarks/patched_step_time.py.
 """
 
 import hashlib
@@ -92,11 +93,12 @@ class Checkout:
         work: directory for logs, checkpoints and schedules of this release.
         data: prefix of the corpus, or None where there is no training.
         iterations: length of every training run.
+        timeout_s: a training that takes longer has failed.
     """
 
-    def __init__(self, name: str, tree: Path, work: Path, data: Path | None, iterations: int):
+    def __init__(self, name: str, tree: Path, work: Path, data: Path | None, iterations: int, timeout_s: float = 600):
         self.name, self.tree, self.work, self.data = name, tree, work, data
-        self.iterations = iterations
+        self.iterations, self.timeout_s = iterations, timeout_s
         self.before = snapshot(tree)
         self.losses: dict[str, list] = {}
         self.step_times_ms: dict[str, list[float]] = {}
@@ -161,7 +163,7 @@ class Checkout:
         begin = time.perf_counter()
         options = [*self.options(layout), "--save", self.work / name, "--save-interval", self.iterations]
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", PROCESSES]
-        out = run([*launch, *script, *options], self.work / f"{name}.log", tree=self.tree, **more)
+        out = run([*launch, *script, *options], self.work / f"{name}.log", tree=self.tree, timeout_s=self.timeout_s, **more)
         row = r"iteration +(\d+)/.*?elapsed time per iteration \(ms\): (\S+) .*?lm loss: (\S+) .*?grad norm: (\S+)"
         rows = re.findall(row, out)
         found = [(number, loss, norm) for number, _, loss, norm in rows]

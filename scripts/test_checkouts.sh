@@ -5,7 +5,8 @@
 #   scripts/test_checkouts.sh pypi [VERSION...] the core of releases from the package index:
 #                                               patched, verified and reverted, not trained
 #
-# --no-train leaves the training out. PYTHON names the interpreter that has torch.
+# --no-train leaves the training out; --layouts adds 1F1B, no pipeline and zero stage 3. PYTHON names the
+# interpreter that has torch. edited_checkouts.py does the same with trees that were edited at random.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$here/.venv/bin/python}
