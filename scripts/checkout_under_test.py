@@ -58,21 +58,26 @@ def run(command: list, log: Path, *, tree: Path, timeout_s: float = 600, **more:
     Raises:
         Failed: it ended with an error; with the line that says most.
     """
-    try:
-        result = subprocess.run(
-            list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", env=environment(tree, **more), cwd=log.parent, timeout=timeout_s,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        log.write_bytes(error.stdout or b"")
-        raise Failed(f"no end after {timeout_s:.0f} s; see {log.name}") from None
-    log.write_text(result.stdout)
-    if result.returncode:
-        errors = re.findall(r"^(?:\[rank\d+\]: ?)?(\w*Error: .*)$", result.stdout, re.M)
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", env=environment(tree, **more), cwd=log.parent,
+    ) as process:  # fmt: skip
+        try:
+            out, _ = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            process.terminate()  # not kill: the launcher takes its ranks with it
+            out, _ = process.communicate()
+            log.write_text(out)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise Failed(f"no end after {timeout_s:.0f} s; see {log.name}") from None
+            raise
+    log.write_text(out)
+    if process.returncode:
+        errors = re.findall(r"^(?:\[rank\d+\]: ?)?(\w*Error: .*)$", out, re.M)
         # gloo's own complaint is what the other ranks say when one has died.
         telling = [e for e in errors if "gloo" not in e] or errors or ["no reason given"]
-        raise Failed(f"{telling[0][:160]} (exit {result.returncode}; see {log.name})")
-    return result.stdout
+        raise Failed(f"{telling[0][:160]} (exit {process.returncode}; see {log.name})")
+    return out
 
 
 def snapshot(tree: Path) -> dict[str, str]:
