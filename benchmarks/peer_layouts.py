@@ -150,8 +150,7 @@ class Layout:
     def train_ours(self, name: str, zero_stage: int | None, limit: str | None, offload: bool, policy: str) -> dict:
         """Megatron as shipped (``zero_stage`` None) or by a schedule: a peer's kind of metrics."""
         metrics, trace, iterations = self.folder / f"{name}.json", self.folder / f"{name}.trace.json", self.args.iters
-        script = "benchmarks/peer_host_optimizer.py" if offload else "examples/pretrain_gpt_hybrid.py"
-        command = [script, *self.options(metrics, iterations), "--user-defined-schedule-trace", str(trace)]
+        command = ["examples/pretrain_gpt_hybrid.py", *self.options(metrics, iterations), "--user-defined-schedule-trace", str(trace)]
         if zero_stage is not None:
             command += ["--user-defined-schedule", str(self.plan(zero_stage, limit, policy))]
         self.launch(name, command + (["--optimizer-cpu-offload"] if offload else []))

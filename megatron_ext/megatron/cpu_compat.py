@@ -207,6 +207,7 @@ def _replace_in_megatron() -> None:
     """What torch cannot answer for; each step names the releases that need it."""
     _import_kernels_without_triton()
     _keep_sent_tensors()
+    _offload_to_the_host()
     if _exists("megatron.legacy.fused_kernels"):  # up to 0.17: compiles with nvcc
         from megatron.legacy import fused_kernels
 
@@ -232,6 +233,28 @@ def _keep_sent_tensors() -> None:
         self.deallocate_pipeline_outputs = False
 
     TransformerConfig.__post_init__ = keep
+
+
+def _offload_to_the_host() -> None:
+    """``--optimizer-cpu-offload`` (from 0.11 on) asks every tensor whether it is on a GPU.
+
+    All say yes here, the host copies too: they would be taken for the GPU's, be given no gradient,
+    and nothing would be learned. Everything that is offloaded is the host's.
+    """
+    if not _exists("megatron.core.optimizer.cpu_offloading.hybrid_optimizer"):
+        return
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+    sort_parameters = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def on_host(self, offload_fraction):
+        self.pin_cpu_grads = False  # there is nothing to pin memory for
+        host, device, *maps = sort_parameters(self, offload_fraction)
+        if offload_fraction == 1.0:
+            host, device = host + device, []
+        return host, device, *maps
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = on_host
 
 
 _KERNELS = (

@@ -10,11 +10,13 @@ it (PR_SET_PDEATHSIG), and the rank that ended first is named. On clusters use t
 import argparse
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 GRACE_SECONDS = 10
 """How long ranks may take to end after they were asked to."""
@@ -30,10 +32,28 @@ def _die_with_parent(parent: int) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that is free and that the kernel gives to nobody who does not ask for it.
+
+    Rank 0 listens on it seconds from now. A port from the kernel's own range could be any other
+    connection's by then, and the ranks of two runs would meet.
+
+    Raises:
+        OSError: none of many ports is free.
+    """
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        first = 32768  # Linux's default
+    draw = random.SystemRandom()  # a training script's seed must not make two runs draw alike
+    for _ in range(1000):
+        port = draw.randrange(10_000, first) if first > 11_000 else draw.randrange(1024, 65536)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free TCP port found")
 
 
 def launch(command: list[str], num_processes: int, *, environment: dict[str, str] | None = None, stdout=None) -> int:

@@ -88,7 +88,7 @@ class ParityService:
         self._output.seek(0)
         text = self._output.read()
         self._folder.cleanup()
-        return text[-6000:]
+        return text[-30_000:]
 
     def close(self) -> None:
         if self._ranks is not None:

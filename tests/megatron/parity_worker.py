@@ -5,6 +5,7 @@ answers each with what the reference and the scheduled run computed. The other a
 options of the layout. See ``parity_service.py``.
 """
 
+import faulthandler
 import gc
 import importlib.util
 import json
@@ -26,6 +27,7 @@ from megatron_ext.runtime import debug, faults
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt_hybrid.py"
 ITERATIONS = 3
+HANGS_AFTER = 80  # seconds; less than the service waits
 
 
 def load_example():
@@ -107,7 +109,10 @@ def main() -> int:
         dist.broadcast_object_list(case, src=0)
         if not case[0]:
             return 0
+        # Say where every thread is before the service gives up on a case that hangs.
+        faulthandler.dump_traceback_later(HANGS_AFTER)
         answer = run_case(example, layout, json.loads(case[0]))
+        faulthandler.cancel_dump_traceback_later()
         if stream is not None:
             stream.write(json.dumps(answer) + "\n")
             stream.flush()

@@ -58,6 +58,18 @@ def test_a_valid_schedule_trains_bitwise_like_megatron(service, workloads, tmp_p
         assert None in answer["scheduled"]["grad_norm"][0], "no step was skipped"
 
 
+def test_an_offloaded_optimizer_changes_parameters(workloads, interleaved, tmp_path):
+    """Else equality with it would say nothing: without a GPU to tell apart, it once gave no gradients."""
+    schedule = hosted(workloads["interleaved", "bf16-offload"], 1, tmp_path / "s.json")
+    assert schedule.publish
+    once, twice = (
+        interleaved.run(options=MODELS["bf16-offload"], schedule=tmp_path / "s.json", iterations=iterations)
+        for iterations in (1, 2)
+    )
+    assert differences(once) == differences(twice) == []
+    assert all(a != b for a, b in zip(once["scheduled"]["parameter_sha256"], twice["scheduled"]["parameter_sha256"]))
+
+
 @pytest.mark.parametrize("zero_stage", [1, 3])
 @pytest.mark.parametrize("attempt", range(2))
 def test_without_waiting_for_shards_training_differs(workloads, interleaved, tmp_path, zero_stage, attempt):
