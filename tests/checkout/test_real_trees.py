@@ -29,9 +29,10 @@ def also_in_the_mirror(releases, tags) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def packages(request) -> Path:
+def packages(request, tmp_path_factory) -> Path:
     """Directory with an unpacked tree of every release; kept in pytest's cache between runs."""
-    folder = request.config.cache.mkdir("megatron-core")
+    cache = getattr(request.config, "cache", None)  # there is none with -p no:cacheprovider
+    folder = tmp_path_factory.mktemp("megatron-core") if cache is None else cache.mkdir("megatron-core")
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda version: obtain(version, folder / version), {*RELEASES, *CANDIDATES, *CANDIDATES.values()}))
     return folder
