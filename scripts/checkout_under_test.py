@@ -35,10 +35,11 @@ LAYOUTS = {
     "interleaved": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1".split(),
     "1f1b": "--pipeline-model-parallel-size 2".split(),
     "no_pipeline": "--pipeline-model-parallel-size 1".split(),
+    "tensor": "--tensor-model-parallel-size 2".split(),
 }
-"""Megatron's three orders of steps, each on :data:`PROCESSES` processes."""
+"""Megatron's three orders of steps, and tensor parallelism, each on :data:`PROCESSES` processes."""
 PROCESSES = 4
-DATA_PARALLEL = {"interleaved": 2, "1f1b": 2, "no_pipeline": 4}
+DATA_PARALLEL = {"interleaved": 2, "1f1b": 2, "no_pipeline": 4, "tensor": 2}
 
 
 class Failed(Exception):

@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("mirror", help="git clone or mirror of Megatron-LM with its tags, or pypi")
     parser.add_argument("tags", nargs="*", help="tags (or versions, for pypi); by default all we serve")
     parser.add_argument("--no-train", action="store_true", help="only patch, verify and revert")
-    parser.add_argument("--layouts", action="store_true", help="also 1F1B and no pipeline, and zero stage 3")
+    parser.add_argument("--layouts", action="store_true", help="also 1F1B, no pipeline, tensor parallelism, and zero stage 3")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--cells", help="run only these steps, e.g. patch,check,1f1b-3,revert,bytes")
     parser.add_argument("--keep", type=Path, help="keep trees, logs and checkpoints in this directory")

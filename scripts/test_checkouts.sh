@@ -5,8 +5,9 @@
 #   scripts/test_checkouts.sh pypi [VERSION...] the core of releases from the package index:
 #                                               patched, verified and reverted, not trained
 #
-# --no-train leaves the training out; --layouts adds 1F1B, no pipeline and zero stage 3. PYTHON names the
-# interpreter that has torch. edited_checkouts.py does the same with trees that were edited at random.
+# --no-train leaves the training out; --layouts adds 1F1B, no pipeline, tensor parallelism and
+# zero stage 3. PYTHON names the interpreter that has torch. edited_checkouts.py does the same with
+# trees that were edited at random.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$here/.venv/bin/python}

@@ -27,7 +27,6 @@ def transformer_config(args, **overrides) -> TransformerConfig:
         add_bias_linear=args.add_bias_linear,
         add_qkv_bias=args.add_qkv_bias,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
-        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=vp,
         microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,

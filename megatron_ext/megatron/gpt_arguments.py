@@ -43,7 +43,6 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     parallel.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parallel.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
     parallel.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, default=None)
-    parallel.add_argument("--sequence-parallel", action="store_true")
     parallel.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parallel.add_argument("--data-parallel-size", type=int, default=None, help="Number of replicas; by default what the number of processes leaves.")
     parallel.add_argument("--microbatch-group-size-per-virtual-pipeline-stage", type=int, default=None)

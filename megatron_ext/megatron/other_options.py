@@ -92,6 +92,7 @@ def parse(options) -> argparse.Namespace:
     parser = gpt_arguments.OneLineParser(prog="megatron-ext describe", allow_abbrev=False, add_help=False)
     gpt_arguments.add_gpt_arguments(parser)
     gpt_arguments.add_plan_arguments(parser)
+    parser.add_argument("--sequence-parallel", action="store_true")  # of messages between stages only
     add_other_options(parser)
     default_vocab_size = parser.get_default("vocab_size")
     parser.set_defaults(vocab_size=None)

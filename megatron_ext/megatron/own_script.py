@@ -92,7 +92,10 @@ def _processes(ours, megatron_options) -> tuple[int, int]:
             raise InputError("must be at least 1", field="--" + name.replace("_", "-"), value=value)
     if ours.data_parallel_size is not None:
         return pp, replica * ours.data_parallel_size
-    return pp, int(os.environ.get("WORLD_SIZE", replica))
+    world_size = os.environ.get("WORLD_SIZE", str(replica))
+    if not world_size.isdecimal():
+        raise InputError("expected the number of processes", field="WORLD_SIZE", value=world_size)
+    return pp, int(world_size)
 
 
 def _run(tree: Path, scratch: Path, pp: int, world_size: int, options: list[str]) -> list[Described]:
@@ -215,7 +218,9 @@ def _stop_at_model(chunks: list) -> None:
     @functools.wraps(build)
     def build_on_meta(self, config, *args, **kwargs):
         refuse_unsupported(_megatron_args())
-        config.perform_initialization = False  # nobody reads the values
+        # Nobody reads the values; and torch's norm, which may be all there is here, has the parameters
+        # of one that can work on a part of the sequence.
+        config.perform_initialization = config.sequence_parallel = False
         with _OnMeta():
             build(self, config, *args, **kwargs)
 
