@@ -4,7 +4,7 @@
 
 sets the environment that torchrun sets. It differs from torchrun in what the main job needs:
 a rank's own exit code is passed on (2 means bad input), a killed launcher takes its ranks with
-it (PR_SET_PDEATHSIG), and the rank that ended first is named. On clusters use torchrun or srun.
+it (PR_SET_PDEATHSIG), and the rank that brought the others down is named. On clusters use torchrun or srun.
 """
 
 import argparse
@@ -20,6 +20,10 @@ from pathlib import Path
 
 GRACE_SECONDS = 10
 """How long ranks may take to end after they were asked to."""
+
+SETTLE_SECONDS = 0.2
+"""How long to look whom else a failure has ended before one rank is named as its cause: a killed
+process closes its connections a moment before it counts as ended, and its peers see that."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -57,7 +61,7 @@ def free_port() -> int:
 
 
 def launch(command: list[str], num_processes: int, *, environment: dict[str, str] | None = None, stdout=None) -> int:
-    """Run ``command`` once a rank and return the exit code of the rank that failed first, or 0.
+    """Run ``command`` once a rank and return 0, or the exit code that :func:`cause_of` a failure has.
 
     Args:
         command: program and arguments, the same for every rank.
@@ -95,10 +99,19 @@ def _watch(ranks: list[subprocess.Popen], interrupted: list[int]) -> int:
         codes = [rank.poll() for rank in ranks]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
-            return _report(ranks, failed[0], codes[failed[0]])
+            time.sleep(SETTLE_SECONDS)
+            return _report(ranks, *cause_of([rank.poll() for rank in ranks]))
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.05)
+
+
+def cause_of(codes: list[int | None]) -> tuple[int, int]:
+    """``(rank, exit code)`` of the rank whose end explains those of the others, of which one at
+    least has failed: bad input (2) before anything else, a signal before an error, which may be
+    that of a rank that lost its peer, and SIGKILL, which no rank gives itself, before others."""
+    failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
+    return min(failed, key=lambda entry: (entry[1] != 2, entry[1] != -signal.SIGKILL, entry[1] > 0, entry[0]))
 
 
 def _report(ranks: list[subprocess.Popen], first: int, code: int) -> int:

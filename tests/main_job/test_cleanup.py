@@ -10,6 +10,8 @@ import pytest
 from plans import describe, make_schedule
 from training import PP2_VP2_DP2, ROOT, SMALL, environment, work_left
 
+from megatron_ext.runtime.launch import cause_of
+
 OPTIONS = [*SMALL, *PP2_VP2_DP2]
 
 
@@ -66,6 +68,13 @@ def test_a_killed_rank_ends_the_run_and_is_named(training):
     assert process.returncode == 1
     assert any(f"process {victim}" in line for line in errors.splitlines()), errors
     assert nothing_left(marker, 5)
+
+
+@pytest.mark.parametrize("codes, cause", [
+    ([1, None, -9, 1], (2, -9)), ([1, 0, None, -11], (3, -11)), ([-6, -9, 1, 1], (1, -9)), ([None, 1, 1, None], (1, 1)), ([-15, 2, 2, 1], (1, 2)),
+])  # fmt: skip
+def test_the_rank_that_brought_the_others_down_is_named(codes, cause):
+    assert cause_of(codes) == cause
 
 
 def test_interrupt_ends_all_ranks(training):
