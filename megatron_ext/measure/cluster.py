@@ -42,10 +42,12 @@ def run(options: Options, progress) -> dict | None:
     from megatron_ext.measure import program
     from megatron_ext.measure.board import StoreBoard
     from megatron_ext.measure.fabric import Fabric, shared_bytes
+    from megatron_ext.runtime import gloo
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     use_cuda = options.uses_cuda()
     torch.set_num_threads(options.threads)
+    gloo.run_collectives_in_order()
     dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
     rank, per_node = dist.get_rank(), options.ranks_per_node
     everyone = dist.new_group(backend="gloo")

@@ -53,6 +53,7 @@ def _measure(setup: dict, report):
     from megatron_ext.measure import program
     from megatron_ext.measure.fabric import Fabric
     from megatron_ext.measure.options import Options
+    from megatron_ext.runtime import gloo
 
     options = msgspec.convert(setup["options"], Options)
     rank, world_size = setup["rank"], options.world_size
@@ -62,6 +63,7 @@ def _measure(setup: dict, report):
         wait_for_workers=False, master_listen_fd=setup.get("listener"),
     )  # fmt: skip
     # Objects travel by gloo, bytes by nccl where there are devices.
+    gloo.run_collectives_in_order()
     dist.init_process_group("cpu:gloo,cuda:nccl" if options.uses_cuda() else "gloo", store=store, rank=rank, world_size=world_size)
     fabric = Fabric(options, rank, setup["block"])
     result = program.run(fabric, report)

@@ -27,6 +27,8 @@ import unittest.mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_ext.runtime import gloo
+
 _installed = False
 
 
@@ -53,6 +55,7 @@ def install() -> bool:
     _replace_tensor_methods()
     _OnCpu().__enter__()  # for as long as the process lives
     _replace_in_megatron()
+    gloo.run_collectives_in_order()
     atexit.register(_leave_process_groups)
     _installed = True
     return True
