@@ -27,7 +27,7 @@ LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "nvme")
 KINDS = OPERATIONS | {NvmeRead.name: NvmeRead}
 
 SIZE_BYTES = 2 * MIB
-"""Size of measured and busy transfers: well into the range where bytes set the time."""
+"""Size of measured and busy transfers but messages: well into the range where bytes set the time."""
 
 NEVER = 1 << 62
 
@@ -40,8 +40,12 @@ def pairs(fabric: Fabric) -> list[tuple[str, str]]:
     return [(measured, busy) for busy in present for measured in present if measured != busy]
 
 
-def size_of(fabric: Fabric) -> int:
+def size_of(fabric: Fabric, name: str) -> int:
+    """Bytes of a transfer; a message between pipeline ranks has its one size (float32), because
+    what it waits for a processor does not grow with it."""
     options = fabric.options
+    if name == "p2p":
+        return options.rounded(options.seq_length * options.micro_batch_size * options.hidden_size * 4)
     return options.rounded(min(SIZE_BYTES, options.largest))
 
 
@@ -49,7 +53,6 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
     """Rows ``{measured, busy, size_bytes, p50_us, slowdown}`` for ``wanted``."""
     if not wanted:
         return []
-    size = size_of(fabric)
     measured = {name: KINDS[name](fabric) for name in sorted({pair[0] for pair in wanted})}
     deadline = monotonic() + seconds
     alone: dict[str, list[float]] = {name: [] for name in measured}
@@ -61,10 +64,10 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
     visits = len(wanted) + 2 * len(measured)
     # Alone before and after: a machine that drifts must not look like contention.
     for name, operation in measured.items():
-        alone[name] += sample(fabric, operation, size, slot(visits), warmups=1).us
+        alone[name] += sample(fabric, operation, size_of(fabric, name), slot(visits), warmups=1).us
         visits -= 1
     for busy_name in dict.fromkeys(pair[1] for pair in wanted):
-        busy = Busy(fabric, KINDS[busy_name](fabric, busy=True), size)
+        busy = Busy(fabric, KINDS[busy_name](fabric, busy=True), size_of(fabric, busy_name))
         for pair in wanted:
             if pair[1] == busy_name:
                 if fabric.agree(int(monotonic() > deadline)):
@@ -72,12 +75,12 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
                 if fabric.rank == 0:
                     report(pair)
                 busy.start()
-                beside[pair] = sample(fabric, measured[pair[0]], size, slot(visits), warmups=1).us
+                beside[pair] = sample(fabric, measured[pair[0]], size_of(fabric, pair[0]), slot(visits), warmups=1).us
                 busy.stop()
                 visits -= 1
         busy.operation.close()
     for name, operation in measured.items():
-        alone[name] += sample(fabric, operation, size, slot(visits), warmups=1).us
+        alone[name] += sample(fabric, operation, size_of(fabric, name), slot(visits), warmups=1).us
         visits -= 1
         operation.close()
     everyone: list = [None] * fabric.world_size
@@ -86,7 +89,7 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
     for pair in beside:
         us = median(value for _, theirs in everyone for value in theirs[pair])
         base = median(value for theirs, _ in everyone for value in theirs[pair[0]])
-        rows.append({"measured": pair[0], "busy": pair[1], "size_bytes": size, "p50_us": us, "slowdown": us / base})
+        rows.append({"measured": pair[0], "busy": pair[1], "size_bytes": size_of(fabric, pair[0]), "p50_us": us, "slowdown": us / base})
     return rows
 
 

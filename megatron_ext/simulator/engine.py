@@ -23,6 +23,7 @@
 
 from collections import deque
 from heapq import heappop, heappush
+from operator import mul
 
 from megatron_ext.errors import InputError
 from megatron_ext.schedule.trace import Event
@@ -98,6 +99,7 @@ class Engine:
         self.processors = timing.processors
         self.load = dict.fromkeys((rank.node for rank in self.ranks), 0)
         self.taken = dict.fromkeys(self.load, 0.0)
+        self.ranks_on = dict.fromkeys(self.load, 0)
         self.on_node: dict[int, list[RankState]] = {}
         for rank in self.ranks:
             self.on_node.setdefault(rank.node, []).append(rank)
@@ -105,6 +107,7 @@ class Engine:
                 parallel.node_of(rank.pp_rank, dp, tp) == rank.node
                 for dp in range(parallel.dp) for tp in range(parallel.tensor_model_parallel_size)
             )  # fmt: skip
+            self.ranks_on[rank.node] += rank.weight
             rank.left_in_chunk = [self.microbatches] * parallel.vp
         self.p2p_disturbs = timing.disturbs[P2P]
         self.takes_processor = timing.takes_processor
@@ -301,7 +304,11 @@ class Engine:
         if self.timing.disturbed[P2P]:
             # A message is short: its slowdown is that of the moment at which it leaves.
             excess = self.timing.excess(P2P, self.workload.p2p_bytes)
-            us *= 1.0 + sum(excess[kind] for kind, busy in enumerate(sender.active) if busy is not None)
+            share = [float(busy is not None) for busy in sender.active]
+            if self.processors is not None:
+                # It waits for a processor at both ends, and was measured with every rank computing.
+                share[COMPUTE] = self.load[receiver.node] / self.ranks_on[receiver.node]
+            us *= 1.0 + sum(map(mul, excess, share))
         edge = (sender.pp_rank, receiver.pp_rank)
         start = max(self.now, self.edge_free.get(edge, 0.0))
         self.edge_free[edge] = start + us

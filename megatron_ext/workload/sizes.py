@@ -11,9 +11,9 @@ from megatron_ext.workload.model import Workload, group_bytes, load
 
 
 def largest_group_bytes(workload: Workload) -> int:
-    """The largest chunk as one group, rounded up to a power of two."""
+    """The largest chunk as one group: nothing larger is gathered at once."""
     largest = max((group_bytes(chunk.parameters, workload.parallel.dp) for chunk in workload.chunks), default=0)
-    return 1 << max(largest - 1, 1).bit_length()
+    return max(largest, 512)
 
 
 def largest_rank_bytes(workload: Workload) -> int:
