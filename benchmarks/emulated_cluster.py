@@ -200,7 +200,7 @@ def main() -> int:
     add("--vp", type=int, default=1)
     add("--zero-stage", type=int, choices=(1, 3), default=1)
     add("--limit-device-bytes", dest="device_bytes", type=int, default=None, help="With zero stage 3: whole parameters on one device at a time.")
-    add("--policies", nargs="+", default=["all-gpu", "all-cpu", "hybrid"])
+    add("--policies", nargs="+", default=["all-gpu", "hierarchical", "all-cpu", "hybrid"])
     add("--layers", type=int, default=8)
     add("--hidden", type=int, default=256)
     add("--seq", type=int, default=128)
@@ -250,7 +250,15 @@ def show(rates: list[dict]) -> None:
             )  # fmt: skip
         for policy, reason in rate["skipped"].items():
             table.add_row(f"{rate['gbit_s']:g}", policy, f"not applicable: {reason}")
-    Console(width=170).print(table)
+    console = Console(width=170)
+    console.print(table)
+    rows = [row for rate in rates for row in rate["rows"]]
+    console.print(f"predicted iteration time: at most {max(abs(row['prediction_error']) for row in rows):.1%} off")
+    for rate in rates:
+        by_policy = {row["policy"]: row["iteration_us"]["median_us"] for row in rate["rows"]}
+        if "hybrid" in by_policy:
+            best = min(by_policy, key=by_policy.get)
+            console.print(f"{rate['gbit_s']:g} Gbit/s: hybrid takes {by_policy['hybrid'] / by_policy[best] - 1:.1%} longer than the best policy, {best}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ def planned_network_bytes(schedule: Schedule) -> float:
 
     gloo gathers in a ring over the group's ranks: each edge of the ring carries all bytes but one
     rank's shard, and as many edges cross as there are nodes (ranks of a node are neighbours).
-    Publishing sends every byte once to each further node.
+    Publishing sends every byte once to each further node, and so does a hierarchical gather.
     """
     parallel = schedule.parallel
     gathers: Counter[int] = Counter()
@@ -22,6 +22,7 @@ def planned_network_bytes(schedule: Schedule) -> float:
     for index, group in enumerate(schedule.groups):
         nodes = len({parallel.node_of(group.pp_rank, dp) for dp in range(parallel.dp)})
         if nodes > 1:
-            total += gathers[index] * nodes * group.bytes * (parallel.dp - 1) / parallel.dp
-            total += (index in published) * (nodes - 1) * group.bytes
+            once = (nodes - 1) * group.bytes
+            total += gathers[index] * (once if group.algorithm else nodes * group.bytes * (parallel.dp - 1) / parallel.dp)
+            total += (index in published) * once
     return total

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron_ext.measure.fabric import Fabric
+from megatron_ext.runtime import hierarchical
 from megatron_ext.runtime.node_exchange import make_process_groups
+from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.worker import Transfer, Worker
 
 
@@ -63,6 +65,24 @@ class Gather(Operation):
         with _coalescing_manager(self.group, async_ops=True) as manager:
             dist.all_gather_into_tensor(whole, self.fabric.shard(whole), group=self.group)
         return manager
+
+
+class HierarchicalGather(Operation):
+    """The same in two legs, between nodes and inside them; see :mod:`megatron_ext.runtime.hierarchical`."""
+
+    name = "hierarchical"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        groups = make_node_groups(fabric.options.parallel, "nccl" if fabric.torch_device.type == "cuda" else "gloo")
+        self.gather = hierarchical.HierarchicalGather(groups, fabric.device)
+
+    def issue(self, size_bytes: int, turn: int) -> Transfer:
+        whole = self.fabric.window(self.fabric.arena, size_bytes, turn)
+        return self.gather.issue(whole, self.fabric.shard(whole))
+
+    def close(self) -> None:
+        self.gather.close()
 
 
 class CoalescedGather(Gather):
@@ -273,4 +293,4 @@ class MatrixProduct(Operation):
         return DONE
 
 
-OPERATIONS = {kind.name: kind for kind in (Gather, CoalescedGather, Flatten, HostCopy, Publish, Internode, Reduce, P2P, Optimizer, MatrixProduct)}
+OPERATIONS = {kind.name: kind for kind in (Gather, HierarchicalGather, CoalescedGather, Flatten, HostCopy, Publish, Internode, Reduce, P2P, Optimizer, MatrixProduct)}

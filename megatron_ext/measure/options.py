@@ -6,11 +6,12 @@ from typing import Literal
 import msgspec
 
 from megatron_ext.errors import InputError
+from megatron_ext.workload.nodes import has_hierarchy, nodes_of_replicas
 from megatron_ext.workload.parallel import Parallel
 
 KIB, MIB = 1 << 10, 1 << 20
 
-LINKS = ("gpu", "cpu", "publish", "internode", "reduce", "p2p", "optimizer", "flatten", "coalesced", "nvme", "contention", "compute")
+LINKS = ("gpu", "hierarchical", "cpu", "publish", "internode", "reduce", "p2p", "optimizer", "flatten", "coalesced", "nvme", "contention", "compute")
 """What can be measured; ``--links`` picks among them."""
 
 
@@ -86,13 +87,16 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def nodes(self) -> int:
         """Nodes that every data-parallel group spans; 0 where groups differ in it, or spread unevenly."""
-        from megatron_ext.runtime.node_exchange import nodes_of_replicas  # torch takes a while to import
-
         try:
             counts = {len(nodes_of_replicas(self.parallel, rank)) for rank in range(self.pipeline_model_parallel_size)}
         except InputError:
             return 0
         return counts.pop() if len(counts) == 1 else 0
+
+    @property
+    def has_hierarchy(self) -> bool:
+        """Whether gathers can go between nodes first and inside them after."""
+        return all(has_hierarchy(self.parallel, rank) for rank in range(self.pipeline_model_parallel_size))
 
     def rounded(self, size_bytes: int) -> int:
         """Bytes of the bucket that ``size_bytes`` of float32 fill: Megatron pads to lcm(DP, 128) elements."""

@@ -29,13 +29,13 @@ PASSES = 2
 CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.3, 0.15, 0.1
 """Shares of the time; the curves have the rest."""
 
-ISSUED = {"gpu", "coalesced", "cpu", "publish", "internode", "reduce", "nvme", "publish_nvme"}
+ISSUED = {"gpu", "hierarchical", "coalesced", "cpu", "publish", "internode", "reduce", "nvme", "publish_nvme"}
 """Operations that return before they are complete."""
 
-TRANSPORTS = {"gpu", "cpu", "publish", "reduce", "p2p", "nvme", "publish_nvme"}
+TRANSPORTS = {"gpu", "hierarchical", "cpu", "publish", "reduce", "p2p", "nvme", "publish_nvme"}
 """Operations whose processor time is missing to compute, on machines without a device."""
 
-CURVES = ("gpu", "cpu", "publish", "internode", "reduce", "p2p", "optimizer", "flatten", "coalesced", "nvme", "publish_nvme")
+CURVES = ("gpu", "hierarchical", "cpu", "publish", "internode", "reduce", "p2p", "optimizer", "flatten", "coalesced", "nvme", "publish_nvme")
 
 Report = Callable[[int, int, str], None]
 """``report(done, total, what)``; called on rank 0 only."""
@@ -119,7 +119,7 @@ def run(fabric: Fabric, report: Report) -> dict | None:
 
 def _missing(name: str, fabric: Fabric) -> bool:
     """Whether the run has no such link."""
-    return {"p2p": fabric.pipe is None, "internode": fabric.options.nodes < 2}.get(name, False)
+    return {"p2p": fabric.pipe is None, "internode": fabric.options.nodes < 2, "hierarchical": not fabric.options.has_hierarchy}.get(name, False)
 
 
 def _text(size: int) -> str:

@@ -13,6 +13,7 @@ from megatron_ext.cost.model import (
 from megatron_ext.measure.operations import CoalescedGather, crossing_bytes
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.runtime.machine import environment
+from megatron_ext.workload.route import HIERARCHICAL
 
 WAVERS = 0.10
 """A point is noted in the table where the medians of its halves (two in each pass) lie further
@@ -57,7 +58,7 @@ def assemble(options: Options, raw: dict) -> CostTable:
             notes=(*notes(raw), *_nodes(options)),
         ),
         routes=Routes(
-            gpu=curve("gpu", f"{backend} all-gather in place, {at_once}"),
+            gpu=_with_hierarchical(curve("gpu", f"{backend} all-gather in place, {at_once}"), curve("hierarchical", "")),
             cpu=curve("cpu", f"copy of the whole group from node-shared host memory, {at_once}"),
             nvme=_nvme(raw, "nvme", f"drive to pinned slot to device, {at_once}, each from a file of its own"),
         ),
@@ -86,6 +87,12 @@ def _points(rows: list[dict], slowdown: float = 1.0) -> tuple[Point, ...]:
     holds it as if alone, as compute is: ``topology.processors_per_node`` has the slowdown."""
     rows = [row | {"processor_us": row["processor_us"] / slowdown} if "processor_us" in row else row for row in rows]
     return tuple(Point(**{name: value for name, value in row.items() if name in Point.__struct_fields__}) for row in rows)
+
+
+def _with_hierarchical(gpu: Curve | None, hierarchical: Curve | None) -> Curve | None:
+    if gpu is None or hierarchical is None:
+        return gpu
+    return msgspec.structs.replace(gpu, algorithms={HIERARCHICAL: hierarchical.points})
 
 
 def _internode(curves: dict, options: Options, at_once: str) -> Curve | None:

@@ -15,8 +15,10 @@ from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
 from megatron_ext.runtime.heap import keep_freed_blocks
+from megatron_ext.runtime.hierarchical import HierarchicalGather, HierarchicalRoute
 from megatron_ext.runtime.host_pool import HostPool
 from megatron_ext.runtime.node_exchange import make_process_groups
+from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.nvme_pool import NvmePool, ReadSettings
 from megatron_ext.runtime.program import compile_program
 from megatron_ext.runtime.publisher import Publisher, Target
@@ -24,6 +26,7 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.routes import CpuRoute, GpuRoute, NvmeRoute
 from megatron_ext.schedule.footprint import device_peaks, slot_bytes
 from megatron_ext.schedule.model import Schedule
+from megatron_ext.workload.route import HIERARCHICAL
 
 
 def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], optimizers: list, faults: Faults, recorder: Recorder | None, nvme_path=None) -> Executor:
@@ -52,12 +55,17 @@ def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], op
         for chunk_id, ddp in enumerate(ddps):
             refuse_state_of_freed(bare(ddp), [group for index, group in groups.items() if schedule.groups[index].model_chunk_id == chunk_id])
 
-    gpu, routes = GpuRoute(process_group), {}
+    gpu = GpuRoute(process_group)
+    routes = {"gpu": gpu if recorder is None else _RecordedGather(gpu, recorder)}
+    hierarchical = _hierarchical(schedule, groups, process_group, recorder)
+    if hierarchical is not None:
+        routes[HIERARCHICAL] = hierarchical
     checks = None
     if debug.wanted():
-        gpu = debug.OrderedRoute(gpu)
-        checks = debug.Checks(device_peaks(schedule)[pp_rank], gpu, exchange_over(process_group))
-    routes["gpu"] = gpu if recorder is None else _RecordedGather(gpu, recorder)
+        order = debug.IssueOrder()
+        routes = {name: debug.OrderedRoute(route, order) for name, route in routes.items()}
+        gpu = debug.OrderedRoute(gpu, order)
+        checks = debug.Checks(device_peaks(schedule)[pp_rank], order, exchange_over(process_group))
     copies = _Copies(schedule, groups, offloaded_shards(optimizers, buckets), process_group, clock, faults, recorder, nvme_path) if schedule.publish else None
     if copies is not None:
         routes.update(copies.routes)
@@ -70,7 +78,22 @@ def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], op
     )  # fmt: skip
     for close in copies.closing if copies is not None else ():
         executor.on_close(close)
+    if hierarchical is not None:
+        executor.on_close(hierarchical.close)
     return executor
+
+
+def _hierarchical(schedule: Schedule, groups: dict[int, Group], process_group, recorder) -> HierarchicalRoute | None:
+    """The route of this rank's groups that are gathered in two legs; None where it has none.
+
+    Process groups are made by all ranks together as soon as any rank has such a group.
+    """
+    wanted = {index for index, group in enumerate(schedule.groups) if group.algorithm == HIERARCHICAL}
+    if not wanted:
+        return None
+    node_groups = make_node_groups(schedule.parallel, dist.get_backend(process_group))
+    own = [group for index, group in groups.items() if index in wanted]
+    return HierarchicalRoute(HierarchicalGather(node_groups, device_of(own[0].whole)), recorder) if own else None
 
 
 class _Copies:

@@ -27,12 +27,12 @@ from megatron_ext.megatron.recompute import check_recompute
 from megatron_ext.megatron.start import elsewhere
 from megatron_ext.runtime import faults
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.node_exchange import nodes_of_replicas
 from megatron_ext.runtime.nvme_pool import ReadSettings
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.workload.model import Workload
+from megatron_ext.workload.nodes import nodes_of_replicas
 
 STOCK_GATHER = "MEGATRON_EXT_STOCK_GATHER"
 """Set to 1: lay buckets out by the schedule but gather as Megatron does. The reference that a

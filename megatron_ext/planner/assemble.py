@@ -41,11 +41,15 @@ class Freed(NamedTuple):
     at: int = -1
 
 
-def make_group(workload: Workload, pp_rank: int, model_chunk_id: int, parameters) -> Group:
-    """A group of ``parameters`` (execution order, one dtype) with Megatron's padding."""
+def make_group(workload: Workload, pp_rank: int, model_chunk_id: int, parameters, algorithm=None) -> Group:
+    """A group of ``parameters`` (execution order, one dtype) with Megatron's padding.
+
+    ``algorithm(pp_rank, bytes)`` says how it goes by ``gpu``; without it, by one all-gather.
+    """
+    size = group_bytes(parameters, workload.parallel.dp)
     return Group(
-        pp_rank=pp_rank, model_chunk_id=model_chunk_id,
-        parameters=tuple(p.name for p in parameters), bytes=group_bytes(parameters, workload.parallel.dp),
+        pp_rank=pp_rank, model_chunk_id=model_chunk_id, parameters=tuple(p.name for p in parameters), bytes=size,
+        algorithm=algorithm(pp_rank, size) if algorithm else None,
     )  # fmt: skip
 
 

@@ -9,10 +9,10 @@ share-25, -50, -75        a fixed share of every bucket from the host (Twin-Flow
                           ``ratio``), timed as stock Megatron
 urgency                   all-gather by layer in the order of first use (TicTac, arXiv 1803.03288)
 pipeswitch                all-gather in groups sized by dynamic programming (PipeSwitch, OSDI 2020)
+hierarchical              as all-gpu, every all-gather between nodes first and inside them after
+                          (BlueConnect, MLSys 2019)
 ========================= ==================================================================
 
-BlueConnect's hierarchical all-gather is a curve of its own: where ``routes.gpu.algorithms`` holds
-several, every look-up takes the fastest at that size.
 """
 
 from math import inf
@@ -30,7 +30,9 @@ from megatron_ext.schedule.model import Metadata, PublishGroup, Schedule
 from megatron_ext.simulator.stock import buckets, groups_of, layer_buckets, stock_schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Workload
+from megatron_ext.workload.nodes import has_hierarchy
 from megatron_ext.workload.order import steps_of_ranks
+from megatron_ext.workload.route import HIERARCHICAL
 
 
 def all_gpu(workload: Workload) -> Schedule:
@@ -123,6 +125,20 @@ def _walked(workload: Workload, timing: Timing, cuts, name: str) -> Schedule:
     return assemble(workload, blocks.groups, plan.placed, plan.freed, planner=name)
 
 
+def hierarchical(workload: Workload, timing: Timing) -> Schedule:
+    """As :func:`all_gpu`, in two legs where the data-parallel groups have a hierarchy.
+
+    Raises:
+        InputError: nowhere, or the table has no curve of it.
+    """
+    schedule = stock_schedule(workload)
+    ranks = [rank for rank in range(workload.parallel.pp) if has_hierarchy(workload.parallel, rank)]
+    if not ranks:
+        raise InputError("no data-parallel group spans nodes with several ranks on each", field="parallel.gpus_per_node", value=workload.parallel.gpus_per_node)
+    groups = tuple(msgspec.structs.replace(group, algorithm=HIERARCHICAL if group.pp_rank in ranks else None) for group in schedule.groups)
+    return _named(msgspec.structs.replace(schedule, groups=groups), "hierarchical")
+
+
 def check_pinned(workload: Workload, groups, routed) -> None:
     """Raises InputError naming the node whose host copies exceed ``limits.pinned_host_bytes``."""
     limit = workload.limits.pinned_host_bytes
@@ -165,5 +181,6 @@ BASELINES = {
     "share-75": ({"gpu", "cpu"}, lambda workload, timing: fixed_share(workload, 75)),
     "urgency": ({"gpu"}, urgency),
     "pipeswitch": ({"gpu"}, pipeswitch),
+    "hierarchical": ({"gpu"}, hierarchical),
 }
 """By name: the routes it needs, and the rule (workload, timing) -> schedule."""

@@ -46,11 +46,11 @@ def cut_evenly(chunk: Chunk, parts: int) -> list[int]:
     return starts
 
 
-def make_blocks(workload: Workload, cuts: Sequence[Sequence[int]], split: Split | None = None) -> Blocks:
+def make_blocks(workload: Workload, cuts: Sequence[Sequence[int]], split: Split | None = None, algorithm=None) -> Blocks:
     """Blocks whose first layers are ``cuts[stage]``; stages without parameters have none.
 
     ``split`` divides the parameters of one dtype of a block into groups that can go by
-    different links at once; by default they are one group.
+    different links at once; by default they are one group. ``algorithm``: see :func:`make_group`.
     """
     groups: list[Group] = []
     blocks: list[Block] = []
@@ -74,7 +74,7 @@ def make_blocks(workload: Workload, cuts: Sequence[Sequence[int]], split: Split 
             for whole in members.values():
                 for part in split(whole) if split else [whole]:
                     own.append(len(groups))
-                    groups.append(make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part))
+                    groups.append(make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part, algorithm))
             ids.append(len(blocks))
             size = sum(groups[g].bytes for g in own)
             blocks.append(Block(chunk.pp_rank, chunk.model_chunk_id, first if len(ids) > 1 else 0, end - 1, tuple(own), size))

@@ -233,7 +233,7 @@ class _Model:
             for route in self.choices.routes:
                 if route == "nvme":
                     continue
-                us = self._units(self.timing.gather_us(route, groups[gap.group].bytes))
+                us = self._units(self.timing.unshard_us(route, groups[gap.group].bytes, groups[gap.group].algorithm))
                 chosen = by[route] = model.new_bool_var(f"{route}{name}")
                 lanes.setdefault((gap.rank, route), []).append(model.new_optional_fixed_size_interval_var(start, us, chosen, f"l{route}{name}"))
                 model.add(self.begin[gap.rank][gap.use] >= start + us).only_enforce_if(chosen)

@@ -214,7 +214,7 @@ class RankWalk:
             elif route == "nvme" and not self._has_slot(group, issue):
                 continue
             begin = max(ready, self.link_free[route])
-            arrival = begin + self.timing.gather_us(route, size) * self._slower(route, size, begin)
+            arrival = begin + self.timing.unshard_us(route, size, self.blocks.groups[group].algorithm) * self._slower(route, size, begin)
             if route == forced:
                 return route, arrival
             if best is None or arrival < best[1]:

@@ -220,7 +220,7 @@ class Grid:
         workload = self.state.workload
         key = (settings.cut, settings.divide)
         if key not in self._blocks:
-            self._blocks[key] = make_blocks(workload, self.cuts[settings.cut], self.divides[settings.divide])
+            self._blocks[key] = make_blocks(workload, self.cuts[settings.cut], self.divides[settings.divide], self.state.timing.algorithm)
         blocks, allowed = self._blocks[key], self.sets[settings.routes]
         hosted = hosted_groups(workload, blocks, settings.hosts) if "cpu" in allowed else frozenset()
         staged = staged_groups(workload, blocks, hosted) if "nvme" in allowed else frozenset()

@@ -16,7 +16,7 @@ def finish_us(timing: Timing, route: str, size: int, beside: int) -> float:
     """A gather by ``route`` while ``beside`` other links are busy."""
     if size <= 0:
         return 0.0
-    us = timing.gather_us(route, size)
+    us = timing.fastest_us(route, size)
     kind = _KIND.get(route)
     if beside and kind is not None and timing.disturbed[kind]:
         us *= 1.0 + timing.excess(kind, size)[CPU if kind == GPU else GPU]

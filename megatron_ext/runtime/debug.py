@@ -18,22 +18,31 @@ def wanted() -> bool:
     return os.environ.get(VARIABLE) == "1"
 
 
-class OrderedRoute:
-    """A route whose collectives are counted into a hash, in issue order."""
+class IssueOrder:
+    """Collectives of this rank, counted into a hash in issue order."""
 
-    def __init__(self, route):
-        self.route = route
+    def __init__(self):
         self._digest = hashlib.sha256()
         self._count = 0
 
-    def issue(self, group: Group):
+    def add(self, group: Group) -> None:
         self._digest.update(f"{group.index} {group.version}\n".encode())
         self._count += 1
-        return self.route.issue(group)
 
     def so_far(self) -> tuple[int, str]:
         """Collectives issued and the hash of their order."""
         return self._count, self._digest.hexdigest()
+
+
+class OrderedRoute:
+    """A route whose collectives are counted."""
+
+    def __init__(self, route, order: IssueOrder):
+        self.route, self.order = route, order
+
+    def issue(self, group: Group):
+        self.order.add(group)
+        return self.route.issue(group)
 
 
 class Checks:
@@ -41,11 +50,11 @@ class Checks:
 
     Args:
         promised_bytes: peak of whole parameters that the schedule promises for this rank.
-        order: the gpu route.
+        order: of the gpu route's collectives.
         exchange: collective ``exchange(object) -> list`` over the data-parallel ranks.
     """
 
-    def __init__(self, promised_bytes: int, order: OrderedRoute, exchange):
+    def __init__(self, promised_bytes: int, order: IssueOrder, exchange):
         self.promised_bytes, self.order, self.exchange = promised_bytes, order, exchange
 
     def end_iteration(self, iteration: int, peak_bytes: int) -> None:

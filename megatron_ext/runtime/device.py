@@ -63,10 +63,14 @@ class CudaDevice:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream, after):
         """Issue a copy on ``stream`` behind ``after``; returns the event of its end."""
+        return self.on_stream(lambda: destination.copy_(source, non_blocking=True), stream, after)
+
+    def on_stream(self, function, stream, after):
+        """Call ``function``, whose work goes on ``stream`` behind ``after``; returns the event of its end."""
         with torch.cuda.stream(stream):
             if after is not None:
                 stream.wait_event(after)
-            destination.copy_(source, non_blocking=True)
+            function()
             event = torch.cuda.Event()
             event.record(stream)
         return _StreamWait(event, self.device)

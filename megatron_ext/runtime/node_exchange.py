@@ -14,7 +14,7 @@ not share a process group.
 import torch
 import torch.distributed as dist
 
-from megatron_ext.errors import InputError
+from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.workload.parallel import Parallel
 
 
@@ -49,44 +49,12 @@ class NodeExchange:
         return list(zip(self.dp_ranks, buffer[:size].view(len(self.dp_ranks), -1)))
 
 
-def nodes_of_replicas(parallel: Parallel, pp_rank: int, tp_rank: int = 0) -> list[list[int]]:
-    """Data-parallel ranks of a pipeline rank by node.
-
-    Raises:
-        InputError: the nodes hold different numbers of them.
-    """
-    nodes: dict[int, list[int]] = {}
-    for dp_rank in range(parallel.dp):
-        nodes.setdefault(parallel.node_of(pp_rank, dp_rank, tp_rank), []).append(dp_rank)
-    sizes = {len(ranks) for ranks in nodes.values()}
-    if len(sizes) > 1:
-        raise InputError(
-            f"spreads the {parallel.dp} data-parallel ranks of pipeline rank {pp_rank} unevenly over {len(nodes)} nodes; host copies need the same number on each",
-            field="parallel.gpus_per_node", value=parallel.gpus_per_node,
-        )  # fmt: skip
-    return list(nodes.values())
-
-
 def make_process_groups(parallel: Parallel):
     """``(local, exchange)`` of this rank: a process group of the data-parallel ranks on its node
     (None: the whole data-parallel group), and its :class:`NodeExchange`.
 
-    Collective over all ranks of the run. Raises InputError as :func:`nodes_of_replicas`.
+    Collective over all ranks of the run. Raises InputError as
+    :func:`megatron_ext.workload.nodes.nodes_of_replicas`.
     """
-    found = (None, NodeExchange())
-    for pp_rank in range(parallel.pp):
-        for tp_rank in range(parallel.tensor_model_parallel_size):
-            nodes = nodes_of_replicas(parallel, pp_rank, tp_rank)
-            if len(nodes) == 1:
-                continue
-            places = {parallel.global_rank(pp_rank, dp_rank, tp_rank): (node, index) for node, ranks in enumerate(nodes) for index, dp_rank in enumerate(ranks)}
-            local = [_new_group([rank for rank, place in places.items() if place[0] == node]) for node in range(len(nodes))]
-            across = [_new_group([rank for rank, place in places.items() if place[1] == index]) for index in range(len(nodes[0]))]
-            if dist.get_rank() in places:
-                node, index = places[dist.get_rank()]
-                found = (local[node], NodeExchange(across[index], tuple(ranks[index] for ranks in nodes)))
-    return found
-
-
-def _new_group(ranks: list[int]):
-    return dist.new_group(ranks, backend="gloo")
+    groups = make_node_groups(parallel)
+    return (None, NodeExchange()) if groups is None else (groups.local, NodeExchange(groups.across, groups.counterparts))

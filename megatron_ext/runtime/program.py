@@ -53,7 +53,8 @@ def compile_program(schedule: Schedule, rank: Rank, groups: dict[int, Group], ro
     Args:
         schedule, rank: the schedule and the entry of this pipeline rank.
         groups: this rank's groups by their index in the schedule.
-        routes: route objects by name; see :mod:`megatron_ext.runtime.routes`.
+        routes: route objects by name, see :mod:`megatron_ext.runtime.routes`, and the gpu route's
+            ``hierarchical`` algorithm under this name.
         clock: the version that every gather must bring.
         layers: ``layers.uses(group_index) -> (first, last)``, the layers of its chunk that use
             a group; ``layers.num_layers(model_chunk_id)``;
@@ -150,7 +151,8 @@ class _Compiler:
 
     def unshard(self, action) -> Action:
         group, clock = self.groups[action.group], self.clock
-        issue = self.routes[action.route].issue
+        algorithm = self.schedule.groups[action.group].algorithm if action.route == "gpu" else None
+        issue = self.routes[algorithm or action.route].issue
 
         def unshard() -> None:
             group.begin_unshard()

@@ -81,17 +81,21 @@ class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     steps: tuple[StepActions, ...]
 
 
-class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Parameters that travel together: names as in the workload, in execution order.
 
     ``bytes`` is the whole bucket with Megatron's padding. A group lies in one chunk and has
     one dtype. The group's id is its index in ``groups``.
+
+    ``algorithm`` says how route ``gpu`` gathers it: one all-gather over the data-parallel group
+    (left out), or ``hierarchical``, between nodes first and inside them after.
     """
 
     pp_rank: int
     model_chunk_id: int
     parameters: tuple[str, ...]
     bytes: int
+    algorithm: Literal["hierarchical"] | None = None
 
 
 class PublishGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,7 +1,7 @@
 """A schedule as a text grid: one row a step, one column a pipeline rank.
 
 A cell is the step and its actions: ``s2:0`` stage in group 2 into slot 0; ``+3g`` unshard
-group 3 by ``gpu`` (``c`` cpu, ``n`` nvme), ``+3c>7`` to be whole by step index 7, ``+3g@1``
+group 3 by ``gpu`` (``h`` in two legs, ``c`` cpu, ``n`` nvme), ``+3c>7`` to be whole by step index 7, ``+3g@1``
 just before layer 1; ``-3`` reshard group 3, ``-3@1`` just after layer 1.
 """
 
@@ -14,13 +14,16 @@ ROWS = 200
 ARROW = "--> "
 
 
-def action_text(entry, index: int) -> str:
-    """The actions of one step (or of the start, index -1) in issue order."""
+def action_text(entry, index: int, groups=()) -> str:
+    """The actions of one step (or of the start, index -1) in issue order; ``groups`` of the schedule
+    tell hierarchical gathers apart."""
     parts = [f"s{a.group}:{a.slot}" for a in entry.stage_in]
     for a in entry.unshard:
         need = f">{a.need_by}" if a.need_by >= 0 and a.need_by != index else ""
         at = f"@{a.at}" if a.at >= 0 else ""
-        parts.append(f"+{a.group}{a.route[0]}{need}{at}")
+        known = a.route == "gpu" and 0 <= a.group < len(groups)
+        route = groups[a.group].algorithm if known else None
+        parts.append(f"+{a.group}{(route or a.route)[0]}{need}{at}")
     for a in getattr(entry, "reshard", ()):
         parts.append(f"-{a.group}" + (f"@{a.at}" if a.at >= 0 else ""))
     return " ".join(parts)
@@ -31,7 +34,7 @@ def grid(schedule: Schedule, error: InvalidSchedule | None = None, *, every_row:
 
     Of a long schedule the first :data:`ROWS` rows are shown, or those around the failing step.
     """
-    columns = [_column(rank) for rank in schedule.ranks]
+    columns = [_column(rank, schedule.groups) for rank in schedule.ranks]
     number = max((len(column) for column in columns), default=0)
     failing = None
     if error is not None and error.pp_rank is not None:
@@ -62,10 +65,10 @@ def grid(schedule: Schedule, error: InvalidSchedule | None = None, *, every_row:
     return "\n".join(lines)
 
 
-def _column(rank: Rank) -> list[str]:
-    rows = [action_text(rank.start, -1)]
+def _column(rank: Rank, groups) -> list[str]:
+    rows = [action_text(rank.start, -1, groups)]
     for index, entry in enumerate(rank.steps):
-        rows.append(f"{entry.step} {action_text(entry, index)}".rstrip())
+        rows.append(f"{entry.step} {action_text(entry, index, groups)}".rstrip())
     return rows
 
 
@@ -75,7 +78,9 @@ def summary(schedule: Schedule) -> str:
     for rank in schedule.ranks:
         for entry in (rank.start, *rank.steps):
             for action in entry.unshard:
-                counts[action.route] = counts.get(action.route, 0) + 1
+                known = 0 <= action.group < len(schedule.groups) and action.route == "gpu"
+                name = action.route if not known or schedule.groups[action.group].algorithm is None else f"gpu ({schedule.groups[action.group].algorithm})"
+                counts[name] = counts.get(name, 0) + 1
     routes = ", ".join(f"{number} by {route}" for route, number in sorted(counts.items())) or "none"
     parallel = schedule.parallel
     lines = [

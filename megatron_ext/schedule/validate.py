@@ -13,6 +13,7 @@ import math
 
 from megatron_ext.errors import InputError
 from megatron_ext.schedule.model import SCHEMA_VERSION, Schedule, decode
+from megatron_ext.workload.nodes import has_hierarchy
 from megatron_ext.workload.order import steps_of_ranks
 
 
@@ -72,6 +73,9 @@ def _check_groups(schedule: Schedule, file) -> None:
             raise InvalidSchedule(f"must be below the virtual pipeline size {parallel.vp}", file=file, field=f"{field}.model_chunk_id", value=group.model_chunk_id)
         if group.bytes <= 0:
             raise InvalidSchedule("must be positive", file=file, field=f"{field}.bytes", value=group.bytes)
+        if group.algorithm is not None and not has_hierarchy(parallel, group.pp_rank):
+            message = "needs data-parallel groups that span nodes, with several ranks on each, as many on one as on another"
+            raise InvalidSchedule(message, file=file, field=f"{field}.algorithm", value=group.algorithm)
         if not group.parameters:
             raise InvalidSchedule("a group needs at least one parameter", file=file, field=f"{field}.parameters")
         for name in group.parameters:

@@ -213,7 +213,7 @@ def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float
         inside.append(largest)
     elif sizes and largest > max(sizes):
         pass  # larger groups cannot be planned: they were not measured
-    found = {size: timing.gather_us(route, size) for size in inside}
+    found = {size: timing.fastest_us(route, size) for size in inside}
     return sorted(found.items())
 
 

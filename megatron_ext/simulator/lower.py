@@ -57,13 +57,13 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
     groups, gathers, pp = schedule.groups, program.gathers, workload.parallel.pp
     waits: dict[int, list[tuple[int, int]]] = {}  # step index -> (group, gather)
     slot_of: dict[int, int] = {}
-    costs: dict[tuple[str, int], float] = {}
+    costs: dict[tuple[str, int, str | None], float] = {}
 
     def gather(action, index: int) -> tuple:
-        size = groups[action.group].bytes
-        us = costs.get((action.route, size))
+        size, algorithm = groups[action.group].bytes, groups[action.group].algorithm
+        us = costs.get((action.route, size, algorithm))
         if us is None:
-            us = costs[(action.route, size)] = timing.unshard_us(action.route, size)
+            us = costs[(action.route, size, algorithm)] = timing.unshard_us(action.route, size, algorithm)
         slot = slot_of.get(action.group, -1) if action.route == "nvme" else -1
         need_by = index if action.need_by < 0 else action.need_by
         waits.setdefault(need_by, []).append((action.group, len(gathers)))

@@ -2,10 +2,14 @@
 
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from megatron_ext.cost.model import CostTable
 from megatron_ext.cost.predict import Costs
 from megatron_ext.errors import InputError
 from megatron_ext.workload.model import Chunk, Workload
+from megatron_ext.workload.nodes import has_hierarchy
+from megatron_ext.workload.route import HIERARCHICAL
 
 KINDS = ("compute", "gpu", "cpu", "nvme", "publish", "p2p", "reduce")
 """Activities that can disturb each other; the names that rows of ``contention`` use."""
@@ -39,10 +43,13 @@ class Timing:
         self, workload: Workload, table: CostTable, *, extrapolate: bool = False, lean: dict[str, str] | None = None
     ):
         self.workload, self.table, self.extrapolate = workload, table, extrapolate
-        self.costs = Costs(table, extrapolate=extrapolate)
+        flat, hierarchical = _by_algorithm(table)
+        self.costs = Costs(flat, extrapolate=extrapolate)
         self._lean = lean or {}
-        self._beyond = Costs(table, extrapolate=True)
+        self._beyond = Costs(flat, extrapolate=True)
         parallel = workload.parallel
+        self._hierarchy = [hierarchical is not None and has_hierarchy(parallel, rank) for rank in range(parallel.pp)]
+        self._hierarchical = (Costs(hierarchical, extrapolate=extrapolate), Costs(hierarchical, extrapolate=True)) if any(self._hierarchy) else None
         self.call_us = table.group_overhead.call_us or 0.0
         self.processors = table.topology.processors_per_node
         sends = parallel.pp > 1 and workload.p2p_bytes > 0
@@ -94,21 +101,44 @@ class Timing:
         ``low_us`` or ``high_us``."""
         return Timing(self.workload, self.table, extrapolate=self.extrapolate, lean=lean)
 
-    def gather_us(self, route: str, size_bytes: int) -> float:
-        """One gather of a whole group by ``route``, alone. Raises InputError where it is not measured."""
-        return getattr(self._estimate(f"routes.{route}", size_bytes), self._lean.get(route, "us"))
+    def gather_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
+        """One gather of a whole group by ``route``, alone; by ``gpu``, with ``algorithm``. Raises
+        InputError where it is not measured."""
+        costs = self._hierarchical if algorithm == HIERARCHICAL else None
+        if algorithm is not None and costs is None:
+            raise InputError("has no points for it, or the data-parallel groups have no hierarchy", field=f"routes.{route}.algorithms", value=algorithm)
+        return getattr(self._estimate(f"routes.{route}", size_bytes, costs), self._lean.get(route, "us"))
 
-    def _estimate(self, what: str, size_bytes: int):
+    def algorithm(self, pp_rank: int, size_bytes: int) -> str | None:
+        """The fastest way a group of this pipeline rank can go by ``gpu``; None: one all-gather."""
+        if self._hierarchical is None or not self._hierarchy[pp_rank]:
+            return None
+        try:
+            faster = self.gather_us("gpu", size_bytes, HIERARCHICAL) < self.gather_us("gpu", size_bytes)
+        except InputError:  # too large for one of the curves; planning says so where it matters
+            return None
+        return HIERARCHICAL if faster else None
+
+    def fastest_us(self, route: str, size_bytes: int) -> float:
+        """:meth:`gather_us` by the fastest algorithm of any pipeline rank."""
+        flat = self.gather_us(route, size_bytes)
+        if route != "gpu" or self._hierarchical is None:
+            return flat
+        ranks = range(self.workload.parallel.pp)
+        return min([flat, *(self.gather_us(route, size_bytes, HIERARCHICAL) for rank in ranks if self.algorithm(rank, size_bytes))])
+
+    def _estimate(self, what: str, size_bytes: int, costs: tuple[Costs, Costs] | None = None):
         """As the table says; a group that only its padding carries past the largest measured size
         is read along the last segment."""
+        measured, beyond = costs or (self.costs, self._beyond)
         try:
-            return self.costs.estimate(what, size_bytes)
+            return measured.estimate(what, size_bytes)
         except InputError:
             smaller = size_bytes - size_bytes // PADDING_SHARE
             if smaller == size_bytes or not self.offers_curve(what):
                 raise
-            self.costs.estimate(what, smaller)  # measured up to there, or the error stands
-            return self._beyond.estimate(what, size_bytes)
+            measured.estimate(what, smaller)  # measured up to there, or the error stands
+            return beyond.estimate(what, size_bytes)
 
     def offers_curve(self, what: str) -> bool:
         curve = self.table
@@ -116,9 +146,9 @@ class Timing:
             curve = getattr(curve, name)
         return _has(curve)
 
-    def unshard_us(self, route: str, size_bytes: int) -> float:
+    def unshard_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
         """What an unshard occupies its link for: all of the route, or for ``nvme`` its last leg."""
-        return self._slot_copy_us(size_bytes) if route == "nvme" else self.gather_us(route, size_bytes)
+        return self._slot_copy_us(size_bytes) if route == "nvme" else self.gather_us(route, size_bytes, algorithm if route == "gpu" else None)
 
     def stage_us(self, size_bytes: int) -> float:
         """The drive's part of the ``nvme`` route, whose curve is the whole way to the device."""
@@ -180,6 +210,18 @@ class Timing:
 
 
 _SHARED_PCIE = (("gpu", "cpu"), ("cpu", "gpu"))
+
+
+def _by_algorithm(table: CostTable) -> tuple[CostTable, CostTable | None]:
+    """The table without its hierarchical all-gathers, and one with these alone (None: it has none)."""
+    gpu = table.routes.gpu
+    points = gpu.algorithms.get(HIERARCHICAL, ()) if gpu is not None else ()
+    if not points:
+        return table, None
+    rest = {name: other for name, other in gpu.algorithms.items() if name != HIERARCHICAL}
+    curves = replace(gpu, algorithms=rest), replace(gpu, points=points, algorithms={})
+    flat, hierarchical = (replace(table, routes=replace(table.routes, gpu=curve)) for curve in curves)
+    return flat, hierarchical
 
 
 def _has(curve) -> bool:

@@ -119,28 +119,31 @@ def test_bad_options(options, said):
     assert str(error.value).startswith(said)
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_under_a_launcher(tmp_path, ranks_per_node):
-    """Two ranks that torchrun would have started, on two nodes or on one."""
+@pytest.mark.parametrize("world_size, ranks_per_node", [(2, 1), (2, 2), (4, 2)])
+def test_under_a_launcher(tmp_path, world_size, ranks_per_node):
+    """Ranks that torchrun would have started, on two nodes or on one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = tmp_path / "T.json"
-    command = [sys.executable, "-m", "megatron_ext", "measure", "--out", str(out), "--json", "--max-bytes", "8192", "--seconds", "4", "--links", "gpu,cpu,internode,contention"]
+    command = [sys.executable, "-m", "megatron_ext", "measure", "--out", str(out), "--json", "--max-bytes", "8192", "--seconds", "4", "--links", "gpu,hierarchical,cpu,internode,contention", "--data-parallel-size", str(world_size)]
     ranks = []
-    for rank in range(2):
+    for rank in range(world_size):
         environment = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(ranks_per_node), "LOCAL_RANK": str(rank % ranks_per_node),
+            "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks_per_node), "LOCAL_RANK": str(rank % ranks_per_node),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    first, second = (rank.communicate(timeout=300) for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0], first[1] + second[1]
-    assert json.loads(first[0])["cost_table"] == str(out) and second[0] == ""
+    first, *others = [rank.communicate(timeout=300) for rank in ranks]
+    assert {rank.returncode for rank in ranks} == {0}, first[1] + others[0][1]
+    assert json.loads(first[0])["cost_table"] == str(out) and {output for output, _ in others} == {""}
     table = model.load(out)
     assert table.metadata.world_sizes["ranks_per_node"] == ranks_per_node
     assert Costs(table).routes == ("gpu", "cpu")
-    if ranks_per_node == 2:
+    flat = [point.size_bytes for point in table.routes.gpu.points]
+    two_legs = [point.size_bytes for point in table.routes.gpu.algorithms.get("hierarchical", ())]
+    assert two_legs == ([size for size in flat if size in (4096, 8192)] if world_size == 4 else [])
+    if ranks_per_node == world_size:
         assert table.publish.internode is None
     else:  # half of a group enters each of two nodes
         assert [point.size_bytes for point in table.publish.internode.points] == [point.size_bytes // 2 for point in table.routes.gpu.points if point.size_bytes in (4096, 8192)]

@@ -15,15 +15,21 @@ from megatron_ext.schedule import footprint, match, validate
 from megatron_ext.schedule import model as schedule_file
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.workload.model import Workload
+from megatron_ext.workload.nodes import has_hierarchy
 from megatron_ext.workload.order import steps_of_ranks
+from megatron_ext.workload.route import HIERARCHICAL
 
 
 def draw_schedule(draw, workload: Workload, routes=("gpu", "cpu")) -> Schedule:
     """A valid schedule of ``workload``; ``draw`` is a ``random.Random``."""
+
+    def algorithm(pp_rank: int, size: int) -> str | None:
+        return draw.choice((None, HIERARCHICAL)) if has_hierarchy(workload.parallel, pp_rank) else None
+
     groups, uses = [], []
     for chunk in workload.chunks:
         for part in random_groups(chunk, draw):
-            groups.append(make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part))
+            groups.append(make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part, algorithm))
             layers = [layer for parameter in part for layer in parameter.uses]
             uses.append((min(layers), max(layers)))
     walk = _zero3 if workload.zero_stage == 3 else _zero1

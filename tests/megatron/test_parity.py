@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from parity_service import Died, differences
 
-from megatron_ext.schedule import footprint
+from megatron_ext.schedule import footprint, match, validate
+from megatron_ext.schedule import model as schedule_file
+from megatron_ext.simulator.stock import stock_schedule
 from megatron_ext.workload import model as workload_file
 
 CASES = 12  # for each of three layouts
@@ -56,6 +58,19 @@ def test_a_valid_schedule_trains_bitwise_like_megatron(service, workloads, tmp_p
     assert answer["scheduled"]["peak_bytes"] == [peak for peak in peaks for _ in range(ranks_of_stage)]
     if name == "fp16":
         assert None in answer["scheduled"]["grad_norm"][0], "no step was skipped"
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_gathers_in_two_legs_train_bitwise_like_megatron(workloads, services, tmp_path, zero_stage):
+    """Four replicas on two nodes; the drawn schedules mix them with others where there are nodes."""
+    workload = workloads["no_pipeline", "bf16-tied"]
+    workload = replace(workload, zero_stage=zero_stage, parallel=replace(workload.parallel, gpus_per_node=2))
+    schedule = stock_schedule(workload)
+    schedule = replace(schedule, groups=tuple(replace(group, algorithm="hierarchical") for group in schedule.groups))
+    match.match(validate.validate(schedule), workload)
+    schedule_file.save(tmp_path / "s.json", schedule)
+    answer = services("no_pipeline").run(options=[*MODELS["bf16-tied"], "--gpus-per-node", "2"], schedule=tmp_path / "s.json", environment={"MEGATRON_EXT_DEBUG": "1"})
+    assert differences(answer) == []
 
 
 def test_an_offloaded_optimizer_changes_parameters(workloads, interleaved, tmp_path):

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from megatron_ext.cost import model as cost
+from megatron_ext.errors import InputError
 from megatron_ext.planner import plan, verdict
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
 from megatron_ext.schedule.match import match
@@ -67,10 +68,35 @@ def test_zero_stage_3_keeps_what_it_has_room_for():
     assert counts[0] == 1 < counts[1]
 
 
-def test_hierarchical_gather_is_taken_where_it_is_faster():
-    work = make_workload()
-    flat = make_table(work, cpu=None)
-    points = tuple(cost.Point(size_bytes=p.size_bytes, p50_us=p.p50_us / 2) for p in flat.routes.gpu.points)
-    both = cost.Curve(points=flat.routes.gpu.points, algorithms={"hierarchical": points})
-    table = msgspec.structs.replace(flat, routes=cost.Routes(gpu=both))
-    assert plan(work, table).predicted.busy_us["gpu"] <= plan(work, flat).predicted.busy_us["gpu"] / 1.9
+def two_algorithms(table: cost.CostTable, factor: float) -> cost.CostTable:
+    """``table`` with hierarchical all-gathers that take ``factor`` of the flat ones' time."""
+    gpu = table.routes.gpu
+    points = tuple(cost.Point(size_bytes=p.size_bytes, p50_us=p.p50_us * factor) for p in gpu.points)
+    return msgspec.structs.replace(table, routes=cost.Routes(gpu=cost.Curve(points=gpu.points, algorithms={"hierarchical": points})))
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_hierarchical_gathers_are_planned_where_they_are_faster(zero_stage):
+    work = make_workload(dp=4, gpus_per_node=2, zero_stage=zero_stage, device_bytes=1_000_000 if zero_stage == 3 else None)
+    flat = make_table(work, cpu=None, gpu=(20.0, 200.0))
+    planned = plan(work, two_algorithms(flat, 0.5))
+    assert {group.algorithm for group in planned.groups} == {"hierarchical"}
+    assert planned.predicted.step_time_us < plan(work, flat).predicted.step_time_us
+    baselines = planned.predicted.baselines_us
+    # Stock Megatron gathers flat whatever the table holds; the rule that does not decides nothing else.
+    assert baselines["all-gpu"] == plan(work, flat).predicted.baselines_us["all-gpu"] > baselines["hierarchical"] >= planned.predicted.step_time_us
+    slower = plan(work, two_algorithms(flat, 2.0))
+    assert {group.algorithm for group in slower.groups} == {None}
+    assert slower.predicted.step_time_us == plan(work, flat).predicted.step_time_us
+
+
+@pytest.mark.parametrize("gpus_per_node", [None, 1])
+def test_without_a_hierarchy_of_nodes_there_are_no_hierarchical_gathers(gpus_per_node):
+    work = make_workload(dp=4, gpus_per_node=gpus_per_node)
+    planned = plan(work, two_algorithms(make_table(work, cpu=None), 0.5))
+    assert {group.algorithm for group in planned.groups} == {None} and "hierarchical" not in planned.predicted.baselines_us
+    with pytest.raises(InputError, match="spans nodes with several ranks on each"):
+        plan(work, two_algorithms(make_table(work, cpu=None), 0.5), policy="hierarchical")
+    asked = msgspec.structs.replace(planned, groups=tuple(msgspec.structs.replace(g, algorithm="hierarchical") for g in planned.groups))
+    with pytest.raises(InputError, match=r"groups\[0\].algorithm = 'hierarchical': needs data-parallel groups that span nodes"):
+        validate(asked)

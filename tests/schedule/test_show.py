@@ -27,6 +27,15 @@ def test_actions_at_layers_are_shown():
     assert "+0g +1g +2g@1 -0@0 -1@1 -2@2" in text
 
 
+def test_gathers_in_two_legs_are_told_apart():
+    work = make_workload(dp=4, gpus_per_node=2)
+    table = make_table(work)
+    two_legs = msgspec.structs.replace(table.routes.gpu, algorithms={"hierarchical": table.routes.gpu.points})
+    schedule = plan(work, msgspec.structs.replace(table, routes=msgspec.structs.replace(table.routes, gpu=two_legs)), policy="hierarchical")
+    assert "+0h" in grid(schedule) and "+0g" not in grid(schedule)
+    assert "4 by gpu (hierarchical)" in summary(schedule)
+
+
 def test_arrow_marks_the_failing_step():
     schedule = planned(vp=1, order="1f1b")
     rank = schedule.ranks[1]

@@ -1,0 +1,54 @@
+"""Process groups of a data-parallel group that spans nodes: inside each node, and across them."""
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from megatron_ext.workload.nodes import nodes_of_replicas
+from megatron_ext.workload.parallel import Parallel
+
+
+class NodeGroups(NamedTuple):
+    """Of one rank.
+
+    Attributes:
+        local: process group of the data-parallel ranks on its node.
+        across: process group of its counterparts, the ranks with its index on their nodes, in
+            node order.
+        nodes: data-parallel ranks by node.
+        index: its index on its node.
+    """
+
+    local: object
+    across: object
+    nodes: list[list[int]]
+    index: int
+
+    @property
+    def counterparts(self) -> tuple[int, ...]:
+        """Data-parallel ranks of ``across``, in its order."""
+        return tuple(ranks[self.index] for ranks in self.nodes)
+
+
+def make_node_groups(parallel: Parallel, backend: str = "gloo") -> NodeGroups | None:
+    """New process groups of this rank; None where its data-parallel group lies on one node.
+
+    Collective over all ranks of the run. Raises InputError as :func:`nodes_of_replicas`.
+    """
+    found = None
+    for pp_rank in range(parallel.pp):
+        for tp_rank in range(parallel.tensor_model_parallel_size):
+            nodes = nodes_of_replicas(parallel, pp_rank, tp_rank)
+            if len(nodes) == 1:
+                continue
+            places = {parallel.global_rank(pp_rank, dp_rank, tp_rank): (node, index) for node, ranks in enumerate(nodes) for index, dp_rank in enumerate(ranks)}
+            local = [_new_group([rank for rank, place in places.items() if place[0] == node], backend) for node in range(len(nodes))]
+            across = [_new_group([rank for rank, place in places.items() if place[1] == index], backend) for index in range(len(nodes[0]))]
+            if dist.get_rank() in places:
+                node, index = places[dist.get_rank()]
+                found = NodeGroups(local[node], across[index], nodes, index)
+    return found
+
+
+def _new_group(ranks: list[int], backend: str):
+    return dist.new_group(ranks, backend=backend)

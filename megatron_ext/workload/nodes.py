@@ -1,0 +1,32 @@
+"""Which data-parallel ranks share a node: host copies and hierarchical gathers go by it."""
+
+from megatron_ext.errors import InputError
+from megatron_ext.workload.parallel import Parallel
+
+
+def nodes_of_replicas(parallel: Parallel, pp_rank: int, tp_rank: int = 0) -> list[list[int]]:
+    """Data-parallel ranks of a pipeline rank by node.
+
+    Raises:
+        InputError: the nodes hold different numbers of them.
+    """
+    nodes: dict[int, list[int]] = {}
+    for dp_rank in range(parallel.dp):
+        nodes.setdefault(parallel.node_of(pp_rank, dp_rank, tp_rank), []).append(dp_rank)
+    sizes = {len(ranks) for ranks in nodes.values()}
+    if len(sizes) > 1:
+        raise InputError(
+            f"spreads the {parallel.dp} data-parallel ranks of pipeline rank {pp_rank} unevenly over {len(nodes)} nodes; host copies need the same number on each",
+            field="parallel.gpus_per_node", value=parallel.gpus_per_node,
+        )  # fmt: skip
+    return list(nodes.values())
+
+
+def has_hierarchy(parallel: Parallel, pp_rank: int) -> bool:
+    """Whether the data-parallel groups of a pipeline rank span nodes with several ranks on each, as
+    many on one as on another: then a gather can go between nodes first and inside them after."""
+    try:
+        nodes = [nodes_of_replicas(parallel, pp_rank, tp_rank) for tp_rank in range(parallel.tensor_model_parallel_size)]
+    except InputError:
+        return False
+    return all(len(ranks) > 1 and len(ranks[0]) > 1 for ranks in nodes)
