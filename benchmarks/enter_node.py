@@ -2,6 +2,9 @@
 
 The launcher starts this once a rank; the node follows from RANK and LOCAL_WORLD_SIZE, as on a
 cluster. The process becomes the command, so that signals and exit codes pass unchanged.
+
+Where there are as many processors as nodes each node has its own: a cost table says how many a node
+has, and nodes that share them would be slower than it says.
 """
 
 import os
@@ -12,7 +15,11 @@ from emulated_nodes import enter
 
 def main() -> None:
     rank, per_node = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    enter(os.environ["EMULATED_NODES"].split(",")[rank // per_node])
+    nodes, node = os.environ["EMULATED_NODES"].split(","), rank // per_node
+    enter(nodes[node])
+    own = sorted(os.sched_getaffinity(0))[node :: len(nodes)]
+    if own:
+        os.sched_setaffinity(0, own)
     os.environ["LOCAL_RANK"] = str(rank % per_node)
     os.execvp(sys.argv[1], sys.argv[1:])
 

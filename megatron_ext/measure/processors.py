@@ -17,7 +17,10 @@ from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operations import MatrixProduct
 
 MAX_REPEATS = 40
-TURNS = 4
+TURNS, MAX_TURNS = 4, 16
+"""Turns of one rank alone and of all at once: more where layers are short, for a processor's speed
+changes from second to second."""
+
 IDLE_SECONDS = 0.5
 
 
@@ -51,21 +54,22 @@ def run(fabric: Fabric, runners: Mapping[str, Runner], seconds: float, report: C
     once = total_us(measure_compute(runners, 1, evict_bytes=options.evict_bytes, warmup=1))
     # Alone and together in turns: what else the machine does must not look like either.
     repeats = fabric.agree(max(3, min(MAX_REPEATS, int(seconds * 1e6 / 3 / TURNS / max(once, 1.0)))))
+    turns = fabric.agree(max(TURNS, min(MAX_TURNS, int(seconds * 1e6 / 3 / repeats / max(once, 1.0)))))
     alone, together = [], []
-    for turn in range(TURNS):
-        report(f"compute, one rank alone ({turn + 1}/{TURNS})")
+    for turn in range(turns):
+        report(f"compute, one rank alone ({turn + 1}/{turns})")
         alone.append(_alone(fabric, runners, repeats))
-        report(f"compute, all ranks at once ({turn + 1}/{TURNS})")
+        report(f"compute, all ranks at once ({turn + 1}/{turns})")
         together.append(measure_compute(runners, repeats, evict_bytes=options.evict_bytes, warmup=1))
     everyone: list = [None] * fabric.world_size
     dist.all_gather_object(everyone, ([total_us(rows) for rows in together], _idle_processors(fabric)))
     if fabric.rank != 0:
         return {}
-    rows = [_middle(turns) for turns in zip(*alone)]
+    rows = [_middle(kinds) for kinds in zip(*alone)]
     at_once, slowdown = None, 1.0
     if fabric.torch_device.type == "cpu":
         # Each turn together against the turn alone just before it.
-        slowdown = median(median(totals[turn] for totals, _ in everyone) / total_us(alone[turn]) for turn in range(TURNS))
+        slowdown = median(median(totals[turn] for totals, _ in everyone) / total_us(alone[turn]) for turn in range(turns))
         if clock() is perf_counter:  # waiting for a processor is in the slowdown
             at_once, slowdown = options.node_size / max(slowdown, 1.0), 1.0
         else:

@@ -1,5 +1,6 @@
 """Whatever ends a run, nothing of it is left: no process, nothing in /dev/shm, no half file."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -7,10 +8,15 @@ import sys
 import time
 
 import pytest
-from plans import describe, make_schedule
+from msgspec.structs import replace
+from plans import describe, made_up_table, make_schedule
 from training import PP2_VP2_DP2, ROOT, SMALL, environment, work_left
 
+from megatron_ext.cost.model import Publish, Routes
+from megatron_ext.planner import plan
 from megatron_ext.runtime.launch import cause_of
+from megatron_ext.schedule import model as schedule_file
+from megatron_ext.workload.model import Limits
 
 OPTIONS = [*SMALL, *PP2_VP2_DP2]
 
@@ -21,15 +27,34 @@ def schedule_path(megatron_tree, tmp_path_factory):
     return make_schedule(folder / "schedule.json", describe(folder / "workload.json", OPTIONS), "all-cpu")
 
 
+@pytest.fixture(scope="module")
+def staged_schedule_path(megatron_tree, tmp_path_factory):
+    """Zero stage 3, partly from a drive: nothing of it may stay there."""
+    folder = tmp_path_factory.mktemp("staged")
+    workload = replace(describe(folder / "workload.json", OPTIONS), zero_stage=3, limits=Limits(nvme_slots=2))
+    table = made_up_table()
+    table = replace(table, routes=Routes(gpu=table.routes.gpu, nvme=table.routes.cpu), publish=Publish(nvme=table.publish.cpu))
+    schedule = plan(workload, table, policy="random:1")
+    assert {to for entry in schedule.publish for to in entry.to} == {"nvme"}
+    schedule_file.save(folder / "schedule.json", schedule)
+    return folder / "schedule.json"
+
+
 @pytest.fixture
 def training(schedule_path, corpus_prefix, tmp_path):
+    with caught_in_training(schedule_path, corpus_prefix, tmp_path) as process:
+        yield process, tmp_path
+
+
+@contextlib.contextmanager
+def caught_in_training(schedule_path, corpus_prefix, tmp_path, *more: str):
     """A scheduled run that would take minutes, caught in the middle of training."""
     before = set(os.listdir("/dev/shm"))
     # The metrics path marks the run's processes.
     command = [
         sys.executable, "-m", "megatron_ext.runtime.launch", "--nproc-per-node", "4", "examples/pretrain_gpt_hybrid.py", *OPTIONS,
         "--data-path", str(corpus_prefix), "--train-iters", "100000", "--user-defined-schedule", str(schedule_path),
-        "--metrics-path", str(tmp_path / "metrics.json"), "--user-defined-schedule-trace", str(tmp_path / "trace.json"),
+        "--metrics-path", str(tmp_path / "metrics.json"), "--user-defined-schedule-trace", str(tmp_path / "trace.json"), *more,
     ]  # fmt: skip
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
@@ -37,9 +62,11 @@ def training(schedule_path, corpus_prefix, tmp_path):
             break
     else:
         pytest.fail(process.stderr.read())
-    yield process, tmp_path
-    process.kill()
-    process.communicate()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
     assert set(os.listdir("/dev/shm")) <= before
     assert list(tmp_path.iterdir()) == [], "no half-written file"
 
@@ -75,6 +102,15 @@ def test_a_killed_rank_ends_the_run_and_is_named(training):
 ])  # fmt: skip
 def test_the_rank_that_brought_the_others_down_is_named(codes, cause):
     assert cause_of(codes) == cause
+
+
+def test_a_killed_rank_leaves_nothing_on_the_drive(staged_schedule_path, corpus_prefix, tmp_path):
+    with caught_in_training(staged_schedule_path, corpus_prefix, tmp_path, "--user-defined-schedule-nvme-path", str(tmp_path)) as process:
+        victim = ranks_of(process)[1]
+        os.kill(victim, signal.SIGKILL)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 1 and any(f"process {victim}" in line for line in errors.splitlines()), errors
+        assert nothing_left(tmp_path, 5)
 
 
 def test_interrupt_ends_all_ranks(training):
