@@ -80,6 +80,8 @@ SYSTEMS = {
 
 def run(args) -> dict:
     names = [name for name in SYSTEMS if name in args.systems]
+    # The private tree's, which this process does not import.
+    megatron_core = next(iter(metadata.distributions(name="megatron-core", path=[str(ROOT / ".megatron")]))).version
     load, failed = os.getloadavg()[0], {}
     with tempfile.TemporaryDirectory() as temporary, Progress(console=Console(stderr=True)) as bar:
         folder = args.keep or Path(temporary)
@@ -113,7 +115,7 @@ def run(args) -> dict:
     for row in rows:
         if not SYSTEMS[row["system"]].ours:
             row["opponent"] = opponent_of(row, rows)
-    about = about_this_machine(load_before=load) | {"load_after": os.getloadavg()[0], "peer_packages": peer_packages.REQUIREMENTS.read_text().splitlines()[1:], "megatron_core": metadata.version("megatron-core")}
+    about = about_this_machine(load_before=load) | {"load_after": os.getloadavg()[0], "peer_packages": peer_packages.REQUIREMENTS.read_text().splitlines()[1:], "megatron_core": megatron_core}
     options = {key: value for key, value in vars(args).items() if key not in ("out", "keep")}
     return {"about": about, "options": options, "parameter_bytes": parameters, "limits_bytes": limits, "plans": plans, "rows": rows, "failed": failed}
 
