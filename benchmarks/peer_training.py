@@ -9,6 +9,7 @@ import functools
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -98,7 +99,7 @@ class WholeBytes:
         self.now -= self._held.pop(key, 0)
 
 
-class Peer:
+class Peer(ABC):
     """What a peer must offer.
 
     Attributes:
@@ -112,13 +113,13 @@ class Peer:
         self.args, self.way, self.config, self.chunks = args, way, config, chunks
         self.clock, self.whole = GatherClock(), WholeBytes()
 
+    @abstractmethod
     def forward_backward(self, iterator) -> list[dict]:
         """All micro-batches of an iteration, gradients accumulated and averaged over replicas."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self) -> float:
         """Clip, update, forget the gradients; the gradient norm."""
-        raise NotImplementedError
 
     def whole_peak_bytes(self, iterator) -> int:
         """Most bytes of whole parameters on one rank. May train one more iteration to count them."""

@@ -39,7 +39,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.megatron import checkpoint, corpus, gpt, progress
-from megatron_ext.runtime import gloo
 
 
 def parse_args():
@@ -78,7 +77,6 @@ def initialize(args) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
         # Without a GPU there is one generator for both, which Megatron would warn of every time.
         logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    gloo.run_collectives_in_order()
     dist.init_process_group(backend, timeout=timedelta(minutes=args.distributed_timeout_minutes))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 
 import torch.distributed as dist
 
@@ -18,21 +19,23 @@ WORDS = 128
 """Control words; word 0 is rank 0's, the others belong to leaders of groups."""
 
 
-class Board:
+class Board(ABC):
     """What both kinds share."""
 
     def __init__(self, rank: int):
         self.rank = rank
 
+    @abstractmethod
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def post(self, word: int, value: int) -> None:
-        raise NotImplementedError
+        """Let every rank read ``value`` in ``word``."""
 
+    @abstractmethod
     def read(self, word: int) -> int:
-        raise NotImplementedError
+        """The value that was last posted in ``word``."""
 
     def agree(self, value: int) -> int:
         """Rank 0's ``value``, on every rank."""

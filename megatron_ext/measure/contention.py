@@ -44,9 +44,8 @@ def size_of(fabric: Fabric, name: str) -> int:
     """Bytes of a transfer; a message between pipeline ranks has its one size (float32), because
     what it waits for a processor does not grow with it."""
     options = fabric.options
-    if name == "p2p":
-        return options.rounded(options.seq_length * options.micro_batch_size * options.hidden_size * 4)
-    return options.rounded(min(SIZE_BYTES, options.largest))
+    message = options.seq_length * options.micro_batch_size * options.hidden_size * 4
+    return options.rounded(min(message if name == "p2p" else SIZE_BYTES, options.largest))
 
 
 def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: Callable) -> list[dict]:

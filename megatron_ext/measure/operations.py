@@ -7,6 +7,8 @@ gives a second instance with process groups of its own, to run beside a measured
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -28,7 +30,7 @@ class Done:
 DONE = Done()
 
 
-class Operation:
+class Operation(ABC):
     """Base: what all operations share. ``close`` ends threads.
 
     ``messages``: what is issued counts so many times. ``computes``: it is done by the calling
@@ -42,11 +44,12 @@ class Operation:
     def __init__(self, fabric: Fabric, busy: bool = False):
         self.fabric, self.busy = fabric, busy
 
+    @abstractmethod
     def issue(self, size_bytes: int, turn: int):
-        raise NotImplementedError
+        """Begin; returns what is waited for."""
 
     def close(self) -> None:
-        pass
+        """End threads: most have none."""
 
 
 class Gather(Operation):

@@ -65,7 +65,7 @@ def run(fabric: Fabric, runners: Mapping[str, Runner], seconds: float, report: C
     dist.all_gather_object(everyone, ([total_us(rows) for rows in together], _idle_processors(fabric)))
     if fabric.rank != 0:
         return {}
-    rows = [_middle(kinds) for kinds in zip(*alone)]
+    rows = [_middle(of_kind) for of_kind in zip(*alone)]
     at_once, slowdown = None, 1.0
     if fabric.torch_device.type == "cpu":
         # Each turn together against the turn alone just before it.

@@ -14,19 +14,23 @@ ROWS = 200
 ARROW = "--> "
 
 
-def action_text(entry, index: int, groups=()) -> str:
+def action_text(entry, index: int, groups) -> str:
     """The actions of one step (or of the start, index -1) in issue order; ``groups`` of the schedule
     tell hierarchical gathers apart."""
     parts = [f"s{a.group}:{a.slot}" for a in entry.stage_in]
     for a in entry.unshard:
         need = f">{a.need_by}" if a.need_by >= 0 and a.need_by != index else ""
         at = f"@{a.at}" if a.at >= 0 else ""
-        known = a.route == "gpu" and 0 <= a.group < len(groups)
-        route = groups[a.group].algorithm if known else None
-        parts.append(f"+{a.group}{(route or a.route)[0]}{need}{at}")
+        parts.append(f"+{a.group}{_way(a, groups)[0]}{need}{at}")
     for a in getattr(entry, "reshard", ()):
         parts.append(f"-{a.group}" + (f"@{a.at}" if a.at >= 0 else ""))
     return " ".join(parts)
+
+
+def _way(action, groups) -> str:
+    """The route of an unshard, or its algorithm; ``groups`` may be fewer in a schedule that fails."""
+    algorithm = groups[action.group].algorithm if action.route == "gpu" and 0 <= action.group < len(groups) else None
+    return algorithm or action.route
 
 
 def grid(schedule: Schedule, error: InvalidSchedule | None = None, *, every_row: bool = False) -> str:
@@ -78,9 +82,8 @@ def summary(schedule: Schedule) -> str:
     for rank in schedule.ranks:
         for entry in (rank.start, *rank.steps):
             for action in entry.unshard:
-                known = 0 <= action.group < len(schedule.groups) and action.route == "gpu"
-                name = action.route if not known or schedule.groups[action.group].algorithm is None else f"gpu ({schedule.groups[action.group].algorithm})"
-                counts[name] = counts.get(name, 0) + 1
+                way = _way(action, schedule.groups)
+                counts[way] = counts.get(way, 0) + 1
     routes = ", ".join(f"{number} by {route}" for route, number in sorted(counts.items())) or "none"
     parallel = schedule.parallel
     lines = [

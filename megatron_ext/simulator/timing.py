@@ -111,21 +111,21 @@ class Timing:
 
     def algorithm(self, pp_rank: int, size_bytes: int) -> str | None:
         """The fastest way a group of this pipeline rank can go by ``gpu``; None: one all-gather."""
-        if self._hierarchical is None or not self._hierarchy[pp_rank]:
+        if not self._hierarchy[pp_rank]:
             return None
-        try:
-            faster = self.gather_us("gpu", size_bytes, HIERARCHICAL) < self.gather_us("gpu", size_bytes)
-        except InputError:  # too large for one of the curves; planning says so where it matters
-            return None
-        return HIERARCHICAL if faster else None
+        times = {}
+        for algorithm in (None, HIERARCHICAL):
+            try:
+                times[algorithm] = self.gather_us("gpu", size_bytes, algorithm)
+            except InputError:  # measured for other sizes; where for none, the error comes with the gather
+                pass
+        return min(times, key=times.get, default=None)
 
     def fastest_us(self, route: str, size_bytes: int) -> float:
         """:meth:`gather_us` by the fastest algorithm of any pipeline rank."""
-        flat = self.gather_us(route, size_bytes)
         if route != "gpu" or self._hierarchical is None:
-            return flat
-        ranks = range(self.workload.parallel.pp)
-        return min([flat, *(self.gather_us(route, size_bytes, HIERARCHICAL) for rank in ranks if self.algorithm(rank, size_bytes))])
+            return self.gather_us(route, size_bytes)
+        return self.gather_us(route, size_bytes, self.algorithm(self._hierarchy.index(True), size_bytes))
 
     def _estimate(self, what: str, size_bytes: int, costs: tuple[Costs, Costs] | None = None):
         """As the table says; a group that only its padding carries past the largest measured size

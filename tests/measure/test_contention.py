@@ -4,12 +4,13 @@ import multiprocessing
 import os
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.measure.contention import KINDS, Busy
+from megatron_ext.measure.contention import KINDS, Busy, size_of
 from megatron_ext.measure.fabric import Fabric, shared_bytes
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.sampling import sample
@@ -47,6 +48,14 @@ def rank_program(rank: int, block: int, port: int, queue) -> None:
     queue.close()
     queue.join_thread()
     os._exit(0)
+
+
+def test_no_transfer_is_larger_than_what_is_measured():
+    """Shapes of a large model: one message between pipeline ranks is larger than the largest group."""
+    large = SimpleNamespace(options=Options(hidden_size=12288, seq_length=8192, micro_batch_size=4, max_bytes=1 << 28))
+    assert size_of(large, "p2p") == 1 << 28 and size_of(large, "gpu") == 2 << 20
+    small = SimpleNamespace(options=Options(hidden_size=128, seq_length=64, micro_batch_size=2))
+    assert size_of(small, "p2p") == 64 * 2 * 128 * 4
 
 
 @pytest.fixture(scope="module")

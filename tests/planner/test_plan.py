@@ -90,6 +90,16 @@ def test_hierarchical_gathers_are_planned_where_they_are_faster(zero_stage):
     assert slower.predicted.step_time_us == plan(work, flat).predicted.step_time_us
 
 
+def test_algorithms_may_be_measured_for_other_sizes():
+    """Each is offered where it was measured: the largest groups by the one that reaches so far."""
+    work = make_workload(dp=4, gpus_per_node=2)
+    table = two_algorithms(make_table(work, cpu=None), 2.0)
+    longer = table.routes.gpu
+    longer = msgspec.structs.replace(longer, points=tuple(p for p in longer.points if p.size_bytes <= 1 << 16))
+    planned = plan(work, msgspec.structs.replace(table, routes=cost.Routes(gpu=longer)))
+    assert {group.algorithm for group in planned.groups if group.bytes > 1 << 17} <= {"hierarchical"}
+
+
 @pytest.mark.parametrize("gpus_per_node", [None, 1])
 def test_without_a_hierarchy_of_nodes_there_are_no_hierarchical_gathers(gpus_per_node):
     work = make_workload(dp=4, gpus_per_node=gpus_per_node)

@@ -78,6 +78,18 @@ def test_messages_take_processor_time_too():
     assert after.lower_bound_us <= after.step_time_us
 
 
+def test_a_message_waits_for_processors_as_long_as_ranks_compute():
+    """Measured beside compute on every rank, it takes ten times as long; with one of two stages
+    computing it loses half of that."""
+    work = make_workload(pp=2, vp=1, dp=1, microbatches=1, order="1f1b", p2p_bytes=4096)
+    plain = make_table(work, gpu=(1.0, 1e9), p2p=(50.0, 1e9), topology=cost.Topology(processors_per_node=2.0))
+    waiting = msgspec.structs.replace(plain, contention=(cost.Contention(measured="p2p", busy="compute", slowdown=10.0, size_bytes=4096),))
+    # One micro-batch: whoever is not sending waits for it, so nobody computes meanwhile.
+    assert simulate(work, waiting).step_time_us == simulate(work, plain).step_time_us
+    busy = make_workload(pp=2, vp=1, dp=1, microbatches=4, order="1f1b", p2p_bytes=4096)
+    assert simulate(busy, plain).step_time_us + 2 * 50.0 < simulate(busy, waiting).step_time_us < simulate(busy, plain).step_time_us + 6 * 450.0
+
+
 def test_two_links_run_at_once_and_cpu_waits_for_its_publishing():
     work = one_rank()
     schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "cpu", -1, 0)])
