@@ -3,6 +3,7 @@
 #
 #   PYTHON=python3.11         interpreter to use, 3.10 or newer
 #   MEGATRON_PATH=DIR         patch this checkout instead of the megatron-core release
+#   WITH_CHECKOUT=1           also install what megatron/training of a checkout imports
 #   MEGATRON_CORE=0.16.1      release to unpack into .megatron (site-packages is never edited)
 #
 # On a machine whose PyTorch already sees a CUDA device, that PyTorch is used.
@@ -27,6 +28,7 @@ release=${MEGATRON_CORE:-$(sed -n 's/^megatron-core==//p' constraints.txt)}
 python=$(find_python)
 
 checkout=${MEGATRON_PATH:+,checkout}
+checkout=${checkout:-${WITH_CHECKOUT:+,checkout}}
 stamp="$(cat setup.py constraints.txt | sha256sum | cut -d' ' -f1)$checkout"
 done=$(cat .venv/.megatron_ext_stamp 2>/dev/null || true)
 if [ "$done" != "$stamp" ] && [ "$done" != "$stamp,checkout" ]; then
