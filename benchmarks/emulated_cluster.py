@@ -73,7 +73,7 @@ class Emulation:
         self.run("measure", [
             "-m", "megatron_ext", "measure", "--out", str(out), "--device", "cpu", "--dp", str(work.parallel.dp), "--pp", str(work.parallel.pp),
             "--hidden-size", str(args.hidden), "--seq-length", str(args.seq), "--micro-batch-size", str(args.micro_batch_size),
-            "--min-bytes", "512", "--max-bytes", str(largest_group_bytes(work)), "--max-rank-bytes", str(whole), "--evict-bytes", str(whole),
+            "--min-bytes", "512", "--max-bytes", str(largest_group_bytes(work)), "--max-rank-bytes", str(whole),
             "--seconds", str(args.measure_seconds), "--threads", "1",
             "--modules", "megatron_ext.megatron.layer_runners:layer_runners", "--", *self.model,
         ])  # fmt: skip

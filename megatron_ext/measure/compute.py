@@ -12,7 +12,14 @@ the run's micro-batch, sequence length and precision. ``backward()`` belongs to 
 ``forward()`` and does all that training does there for every micro-batch, accumulation into
 the gradient buffers included. Both return nothing and leave no work behind: on CUDA they may
 return before the device is done, what they issued is waited for here. A runner may say the
-``dtype`` of its parameters, which the table then holds for.
+``dtype`` of its parameters, which the table then holds for, and ``visits``: how many layers of its
+kind a walk through the model comes by. ``forward()`` is then called so often in a row, each call
+for the next layer, and ``backward()`` as often, for the last layer that is not yet gone back through.
+
+[Note: As cold as in training]
+One layer that is run again and again is found in the caches; in training it is not, where all
+layers of a rank are larger than these. Runners with as many layers as a rank has find them as
+training does; where memory holds but one, ``evict_bytes`` stand for the others.
 
 [Note: Alone and together]
 A table stores what a layer takes alone, with the run's number of threads. On machines where
@@ -90,6 +97,8 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, evict_bytes:
     now = clock()
     evict = torch.ones(max(evict_bytes // 4, 1))
 
+    visits = {kind: visits_of(runner) for kind, runner in runners.items()}
+
     def timed(call) -> float:
         if evict_bytes:
             evict.sum()  # read, not written: lines still to be written back would be charged to the layer
@@ -103,20 +112,21 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, evict_bytes:
 
     times: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in runners}
     for walk in range(warmup + repeats):
-        forwards = {kind: timed(runner.forward) for kind, runner in runners.items()}
-        backwards = {kind: timed(runners[kind].backward) for kind in reversed(list(runners))}
+        forwards = {kind: [timed(runner.forward) for _ in range(visits[kind])] for kind, runner in runners.items()}
+        backwards = {kind: [timed(runners[kind].backward) for _ in range(visits[kind])] for kind in reversed(list(runners))}
         if walk >= warmup:
             for kind, (forward_us, backward_us) in times.items():
-                forward_us.append(forwards[kind])
-                backward_us.append(backwards[kind])
+                forward_us += forwards[kind]
+                backward_us += backwards[kind]
     rows = []
     for kind, (forward_us, backward_us) in times.items():
         forward_us.sort()
         backward_us.sort()
-        last = min(int(repeats * 0.95), repeats - 1)
+        count = len(forward_us)
+        last = min(int(count * 0.95), count - 1)
         rows.append(
             Compute(
-                layer_kind=kind, samples=repeats,
+                layer_kind=kind, samples=count,
                 forward_us=_median(forward_us), forward_p95_us=forward_us[last],
                 backward_us=_median(backward_us), backward_p95_us=backward_us[last],
             )
@@ -129,6 +139,11 @@ def _median(ordered: list[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def total_us(rows: list[Compute]) -> float:
-    """Forward and backward of every kind once."""
-    return sum(row.forward_us + row.backward_us for row in rows)
+def visits_of(runner: Runner) -> int:
+    """How many layers of its kind a walk comes by."""
+    return getattr(runner, "visits", 1)
+
+
+def walk_us(rows: list[Compute], runners: Mapping[str, Runner]) -> float:
+    """A walk through all layers, forward and back."""
+    return sum((row.forward_us + row.backward_us) * visits_of(runners[row.layer_kind]) for row in rows)

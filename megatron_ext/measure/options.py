@@ -31,7 +31,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             stands for in contention.
         modules, module_args: ``package.module:function`` that gives layer runners (see
             :mod:`megatron_ext.measure.compute`), and the arguments it is called with.
-        evict_bytes: bytes touched between two visits of a layer, as the rest of the model would.
+        evict_bytes: bytes touched between two visits of a layer, as layers would that the runners lack.
         nvme_path: a directory on the drive; without it the ``nvme`` route is not measured.
         ranks_per_node: ranks that share a node; None is all of them. A launcher says it.
     """

@@ -12,7 +12,7 @@ import msgspec
 import torch.distributed as dist
 
 from megatron_ext.cost.model import Compute
-from megatron_ext.measure.compute import Runner, clock, load_runners, measure_compute, total_us
+from megatron_ext.measure.compute import Runner, clock, load_runners, measure_compute, walk_us
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operations import MatrixProduct
 
@@ -51,7 +51,7 @@ def run(fabric: Fabric, runners: Mapping[str, Runner], seconds: float, report: C
     """``{"rows": [...], "processors_per_node": float or None}``; rows only for handed modules."""
     options = fabric.options
     report("compute, once")
-    once = total_us(measure_compute(runners, 1, evict_bytes=options.evict_bytes, warmup=1))
+    once = walk_us(measure_compute(runners, 1, evict_bytes=options.evict_bytes, warmup=1), runners)
     # Alone and together in turns: what else the machine does must not look like either.
     repeats = fabric.agree(max(3, min(MAX_REPEATS, int(seconds * 1e6 / 3 / TURNS / max(once, 1.0)))))
     turns = fabric.agree(max(TURNS, min(MAX_TURNS, int(seconds * 1e6 / 3 / repeats / max(once, 1.0)))))
@@ -62,21 +62,21 @@ def run(fabric: Fabric, runners: Mapping[str, Runner], seconds: float, report: C
         report(f"compute, all ranks at once ({turn + 1}/{turns})")
         together.append(measure_compute(runners, repeats, evict_bytes=options.evict_bytes, warmup=1))
     everyone: list = [None] * fabric.world_size
-    dist.all_gather_object(everyone, ([total_us(rows) for rows in together], _idle_processors(fabric)))
+    dist.all_gather_object(everyone, ([walk_us(rows, runners) for rows in together], _idle_processors(fabric)))
     if fabric.rank != 0:
         return {}
     rows = [_middle(of_kind) for of_kind in zip(*alone)]
     at_once, slowdown = None, 1.0
     if fabric.torch_device.type == "cpu":
         # Each turn together against the turn alone just before it.
-        slowdown = median(median(totals[turn] for totals, _ in everyone) / total_us(alone[turn]) for turn in range(turns))
+        slowdown = median(median(totals[turn] for totals, _ in everyone) / walk_us(alone[turn], runners) for turn in range(turns))
         if clock() is perf_counter:  # waiting for a processor is in the slowdown
             at_once, slowdown = options.node_size / max(slowdown, 1.0), 1.0
         else:
             # By processor time it is not, nor is what the ranks' threads take without any work.
             left = len(os.sched_getaffinity(0)) - sum(idle for _, idle in everyone[: options.node_size])
             at_once = min(options.node_size, max(left, 0.1)) / max(slowdown, 1.0)
-    totals = [total_us(rows) for rows in alone]
+    totals = [walk_us(rows, runners) for rows in alone]
     return {
         "rows": msgspec.to_builtins(rows) if options.modules is not None else [],
         "model": _model(fabric, runners) if options.modules is not None else None,

@@ -90,8 +90,9 @@ def run(fabric: Fabric, report: Report) -> dict | None:
             left = curves_end - monotonic()
             if number and fabric.agree(int(left < 0)):
                 break  # every size has been visited once; the table says so
-            still = sum(len(visits[later]) for later in range(number + 1, PASSES)) + len(visits[number]) - len(own)
-            own[name, size] = sample(fabric, operations[name], size, seconds=max(left, 0.0) / max(still, 1))
+            still = sum(_weight(visit) for later in range(number + 1, PASSES) for visit in visits[later])
+            still += sum(_weight(visit) for visit in visits[number][len(own) :])
+            own[name, size] = sample(fabric, operations[name], size, seconds=max(left, 0.0) * _weight((name, size)) / still)
             done += 1
         _merge(fabric, own, merged)
 
@@ -115,6 +116,11 @@ def run(fabric: Fabric, report: Report) -> dict | None:
         "compute": compute,
         "nvme": drive,
     }
+
+
+def _weight(visit: tuple[str, int]) -> float:
+    """Share of the time that a size gets: a round of a large one takes longer."""
+    return 1.0 + min(visit[1] / (4 * MIB), 8.0)
 
 
 def _missing(name: str, fabric: Fabric) -> bool:

@@ -20,37 +20,42 @@ from megatron_ext.megatron import describe, gpt
 from megatron_ext.megatron.layers import layers_of
 
 
+COLD_BYTES = 1 << 30
+"""More layers than this holds are not made: no cache holds them."""
+
+
 class LayerRunner:
-    """One layer with random input: what a step does with it, gradient accumulation included.
+    """Layers of one kind with random input: what a step does with them, gradient accumulation included.
 
     Args:
-        run: one forward; returns the layer's output.
-        parameters: what the layer owns.
-        boundary: the layer's input, whose gradient it hands back; None for the embedding.
+        run: ``run(index)``, one forward of a layer; returns its output.
+        parameters: by layer, what it owns.
+        boundary: the layers' input, whose gradient they hand back; None for the embedding.
     """
 
     def __init__(self, run, parameters, boundary):
         self._run, self._boundary = run, boundary
-        self._parameters = parameters
-        self.dtype = str(parameters[0].dtype).removeprefix("torch.") if parameters else None
-        for parameter in parameters:
+        self._parameters, self.visits = parameters, len(parameters)
+        every = [parameter for owned in parameters for parameter in owned]
+        self.dtype = str(every[0].dtype).removeprefix("torch.") if every else None
+        for parameter in every:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-        self._output = self._gradient = None
+        self._outputs, self._gradient = [], None
 
     def forward(self) -> None:
-        self._output = self._run()
+        self._outputs.append(self._run(len(self._outputs)))
 
     def backward(self) -> None:
+        output = self._outputs.pop()
         if self._gradient is None:
-            self._gradient = torch.ones_like(self._output)
-        self._output.backward(self._gradient)
-        for parameter in self._parameters:  # as DistributedDataParallel's hooks do
+            self._gradient = torch.ones_like(output)
+        output.backward(self._gradient)
+        for parameter in self._parameters[len(self._outputs)]:  # as DistributedDataParallel's hooks do
             if parameter.grad is not None:
                 parameter.main_grad.add_(parameter.grad)
                 parameter.grad = None
         if self._boundary is not None:
             self._boundary.grad = None
-        self._output = None
 
 
 class StepRunner:
@@ -104,7 +109,11 @@ def layer_runners(options: list[str]) -> dict:
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tensor_model_parallel_size)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    layers = max(args.num_layers // args.pipeline_model_parallel_size, 1)
     args.num_layers, args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank = 1, 1, None
+    (empty,) = gpt.build_chunks(args, gpt.transformer_config(args))
+    layer_bytes = sum(p.numel() * 4 for p in empty.decoder.layers.parameters())
+    args.num_layers = max(1, min(layers, COLD_BYTES // max(layer_bytes, 1)))
     config = gpt.transformer_config(args)
     (model,) = gpt.build_chunks(args, config)
     device = torch.device("cuda", torch.cuda.current_device()) if cpu_compat.has_cuda() else torch.device("cpu")
@@ -117,20 +126,21 @@ def layer_runners(options: list[str]) -> dict:
     hidden = torch.randn(seq, batch, args.hidden_size, device=device, dtype=config.params_dtype, requires_grad=True)
     rotary = model.rotary_pos_emb(seq) if args.position_embedding_type == "rope" else None
 
-    def embedding():
+    def embedding(index):
         return model.embedding(input_ids=tokens, position_ids=positions)
 
-    def transformer():
-        return model.decoder.layers[0](hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
+    def transformer(index):
+        return model.decoder.layers[index](hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
 
-    def output():
+    def output(index):
         logits, _ = model.output_layer(model.decoder.final_layernorm(hidden), weight=_output_weight(model))
         return model.compute_language_model_loss(tokens, logits).float().mean()
 
     runs = {"embedding": (embedding, None), "transformer": (transformer, hidden), "output": (output, hidden)}
-    owned = {layer.kind: [parameter for _, parameter in layer.parameters] for layer in layers_of(model)}
+    owned: dict[str, list] = {}
+    for layer in layers_of(model):
+        owned.setdefault(layer.kind, []).append([parameter for _, parameter in layer.parameters])
     runners = {kind: LayerRunner(run, owned[kind], boundary) for kind, (run, boundary) in runs.items()}
-    (empty,) = gpt.build_chunks(args, config)
     batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones_like(tokens, dtype=torch.float32), "position_ids": positions}
     empty = empty.to(device=device, dtype=config.params_dtype)
     return runners | {"step": StepRunner(empty, batch, mask, hidden.detach().clone().requires_grad_())}

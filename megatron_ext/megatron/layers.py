@@ -1,6 +1,8 @@
 """Layers of a GPT chunk: which parameters they use and where one can act between them."""
 
 import re
+from collections import OrderedDict
+from functools import partial, wraps
 from typing import NamedTuple
 
 import torch
@@ -74,13 +76,14 @@ def _first_output_module(modules) -> torch.nn.Module:
 class Boundaries:
     """Lets actions run between two layers, once, at no cost to other steps.
 
-    [Note: Hooks that take themselves off]
-    A forward pre-hook is put on the layer behind the boundary when the step begins and takes
-    itself off when it runs: a permanent hook would cost 1.5 us a module in every step, and would
-    have to tell a forward from the recompute inside a backward. The backward's actions hang on
-    the activation that crosses the boundary: its gradient is complete when the layer behind has
-    run backward and the layer before has not begun. (A full backward hook on the module would
-    make outputs views, which ``deallocate_output_tensor`` refuses.)
+    [Note: Armed once]
+    The forward of a layer behind a boundary first looks into a list, and runs what a step put
+    there, once: a forward hook would cost 1.5 us a module in every step, one that takes itself
+    off 3 us when it is armed, and neither can tell a forward from the recompute inside a
+    backward. The backward's actions hang on the activation that crosses the boundary: its
+    gradient is complete when the layer behind has run backward and the layer before has not
+    begun. (A full backward hook on the module would make outputs views, which
+    ``deallocate_output_tensor`` refuses.)
 
     Args:
         chunks: this rank's model chunks, wrapped or bare.
@@ -91,6 +94,7 @@ class Boundaries:
     def __init__(self, chunks: list[torch.nn.Module], uses: dict[int, tuple[int, int]], blocks: list[list[tuple[int, int]]]):
         self._layers = [layers_of(chunk) for chunk in chunks]
         self._uses, self._blocks = uses, blocks
+        self._waiting: dict[tuple[int, int], list] = {}
 
     def uses(self, group_index: int) -> tuple[int, int]:
         return self._uses[group_index]
@@ -104,22 +108,61 @@ class Boundaries:
     def arm(self, model_chunk_id: int, boundary: int, forward, backward):
         """A function that makes ``forward`` run just before layer ``boundary`` computes next, and
         ``backward`` when the gradient of that layer's input is complete."""
-        module, needs_activation = self._layers[model_chunk_id][boundary].module, bool(backward)
+        hang_on = _gradient_hook(backward) if backward else None
 
-        def on_gradient(gradient) -> None:
-            for action in backward:
+        def before_layer(args, kwargs) -> None:
+            if hang_on is not None:
+                hang_on(args[0] if args else kwargs["hidden_states"])
+            for action in forward:
                 action()
 
-        def arm() -> None:
-            def before_layer(module, args, kwargs=None) -> None:
-                handle.remove()
-                if needs_activation:
-                    activation = args[0] if args else kwargs["hidden_states"]
-                    activation.register_hook(on_gradient)
-                for action in forward:
-                    action()
+        return partial(self._armed(model_chunk_id, boundary).append, before_layer)
 
-            # Torch calls a hook that takes no keywords more cheaply.
-            handle = module.register_forward_pre_hook(before_layer, with_kwargs=needs_activation)
+    def _armed(self, model_chunk_id: int, boundary: int) -> list:
+        """What runs when this layer computes next; the first call wraps the layer's forward."""
+        key = (model_chunk_id, boundary)
+        if key not in self._waiting:
+            self._waiting[key] = _wrap_forward(self._layers[model_chunk_id][boundary].module)
+        return self._waiting[key]
 
-        return arm
+    def close(self) -> None:
+        """Give the layers their forward back."""
+        for chunk, layer in self._waiting:
+            del self._layers[chunk][layer].module.__dict__["forward"]
+        self._waiting.clear()
+
+
+def _wrap_forward(module: torch.nn.Module) -> list:
+    """Make ``module`` run, and forget, what stands in the returned list before it computes."""
+    armed, inner = [], module.forward
+
+    @wraps(inner)
+    def forward(*args, **kwargs):
+        if armed:
+            armed.pop()(args, kwargs)
+        return inner(*args, **kwargs)
+
+    module.forward = forward
+    return armed
+
+
+def _gradient_hook(actions):
+    """A function that makes ``actions`` run when the gradient of the tensor it is given is complete."""
+
+    def on_gradient(gradient) -> None:
+        for action in actions:
+            action()
+
+    hooks = OrderedDict({0: on_gradient})
+
+    def hang_on(activation: torch.Tensor) -> None:
+        # What Tensor.register_hook does, without a dictionary and a handle for every tensor. Both
+        # names are torch's own, so where one is gone its public way is taken.
+        node = activation.grad_fn
+        if activation._backward_hooks is None and hasattr(node, "_register_hook_dict"):
+            activation._backward_hooks = hooks
+            node._register_hook_dict(activation)
+        else:
+            activation.register_hook(on_gradient)
+
+    return hang_on

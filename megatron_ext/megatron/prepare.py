@@ -76,6 +76,7 @@ def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], op
         program, groups, clock, residency, gpu.issue, recorder=recorder, checks=checks,
         publisher=copies and copies.publisher, pool=copies and copies.pool, drop_staged=copies and copies.drop_staged,
     )  # fmt: skip
+    executor.on_close(boundaries.close)
     for close in copies.closing if copies is not None else ():
         executor.on_close(close)
     if hierarchical is not None:

@@ -35,6 +35,10 @@ class State(Enum):
     WHOLE = "whole"
 
 
+# Looking a member up in its enum costs as much as all else that a transition does.
+_SHARDED, _UNSHARDING, _WHOLE = State.SHARDED, State.UNSHARDING, State.WHOLE
+
+
 class Clock:
     """The version of the parameters; one a run, shared by all groups."""
 
@@ -81,7 +85,7 @@ class Group:
         numel = whole.numel() // dp_size
         self.shard_start = dp_rank * numel
         self.shard = whole.narrow(0, self.shard_start, numel)
-        self.state, self.version, self.handle = State.SHARDED, 0, None
+        self.state, self.version, self.handle = _SHARDED, 0, None
 
     def __str__(self) -> str:
         return f"group {self.index} ({self.name})"
@@ -91,27 +95,27 @@ class Group:
         return self.whole.numel() * self.whole.element_size()
 
     def begin_unshard(self) -> None:
-        if self.state is not State.SHARDED:
+        if self.state is not _SHARDED:
             raise ScheduleError(f"{self} is unsharded while {self.state.value}")
-        self.state = State.UNSHARDING
+        self.state = _UNSHARDING
 
     def end_unshard(self, clock: Clock) -> None:
         """The gather has arrived: whole now, and for this version or not at all."""
         if self.version != clock.version:
             raise ScheduleError(f"{self} was gathered at version {self.version}, parameters are at {clock.version}")
         self.handle = None
-        self.state = State.WHOLE
+        self.state = _WHOLE
 
     def drop(self) -> None:
         """The whole copy does not count any more; waits for a gather that is still in flight."""
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
-        self.state = State.SHARDED
+        self.state = _SHARDED
 
     def reshard(self) -> None:
         """Drop a whole copy that the schedule frees."""
-        if self.state is not State.WHOLE:
+        if self.state is not _WHOLE:
             raise ScheduleError(f"{self} is freed while it is {self.state.value}")
         self.drop()
 
@@ -120,7 +124,7 @@ class Group:
 
     def check_usable(self, clock: Clock) -> None:
         """Raise unless the group is whole and fresh; the debug mode calls it at every use."""
-        if self.state is not State.WHOLE or self.version != clock.version:
+        if self.state is not _WHOLE or self.version != clock.version:
             raise ScheduleError(
                 f"a step computes on {self} while it is {self.state.value} at version {self.version}; parameters are at {clock.version}"
             )
@@ -130,29 +134,44 @@ class FreedGroup(Group):
     """A group whose whole copy has bytes only from its unshard to its reshard; the shard has
     storage of its own. Starts out whole. See [Note: Freed storage]."""
 
-    __slots__ = ("residency", "_storage", "_bytes")
+    __slots__ = ("residency", "_resize", "_bytes")
 
     def __init__(self, index: int, name: str, whole: torch.Tensor, dp_rank: int, dp_size: int, residency: Residency):
         super().__init__(index, name, whole, dp_rank, dp_size)
         assert whole.storage_offset() == 0 and whole.untyped_storage().nbytes() == self.bytes
         with torch.no_grad():
             self.shard = self.shard.clone()
-        self._storage, self._bytes, self.residency = whole.untyped_storage(), self.bytes, residency
-        self.state = State.WHOLE
+        self._resize, self._bytes, self.residency = whole.untyped_storage().resize_, self.bytes, residency
+        self.state = _WHOLE
         residency.add(self._bytes)
 
     def begin_unshard(self) -> None:
-        super().begin_unshard()
-        self._storage.resize_(self._bytes)
-        self.residency.add(self._bytes)
+        if self.state is not _SHARDED:
+            raise ScheduleError(f"{self} is unsharded while {self.state.value}")
+        self.state = _UNSHARDING
+        self._resize(self._bytes)
+        residency = self.residency  # Residency.add, which as a call would be a fifth of an unshard
+        residency.bytes += self._bytes
+        if residency.bytes > residency.peak:
+            residency.peak = residency.bytes
+
+    def reshard(self) -> None:
+        if self.state is not _WHOLE:
+            raise ScheduleError(f"{self} is freed while it is {self.state.value}")
+        self.state = _SHARDED
+        self._resize(0)
+        self.residency.bytes -= self._bytes
 
     def drop(self) -> None:
-        if self.state is not State.SHARDED:
-            super().drop()
-            self._storage.resize_(0)
+        if self.state is not _SHARDED:
+            if self.handle is not None:
+                self.handle.wait()
+                self.handle = None
+            self.state = _SHARDED
+            self._resize(0)
             self.residency.bytes -= self._bytes
 
     def adopt(self) -> None:
-        if self.state is State.WHOLE:
+        if self.state is _WHOLE:
             with torch.no_grad():
                 self.shard.copy_(self.whole.narrow(0, self.shard_start, self.shard.numel()))

@@ -152,24 +152,23 @@ class _Compiler:
     def unshard(self, action) -> Action:
         group, clock = self.groups[action.group], self.clock
         algorithm = self.schedule.groups[action.group].algorithm if action.route == "gpu" else None
-        issue = self.routes[algorithm or action.route].issue
+        issue, begin_unshard = self.routes[algorithm or action.route].issue, group.begin_unshard
 
         def unshard() -> None:
-            group.begin_unshard()
+            begin_unshard()
             group.version = clock.version
             group.handle = issue(group)
 
         return self._recorded("issue", f"unshard {group.index} {action.route}", unshard)
 
     def wait(self, index: int) -> Action:
-        group, clock = self.groups[index], self.clock
+        group, clock, end_unshard = self.groups[index], self.clock, self.groups[index].end_unshard
 
         def wait() -> None:
-            handle = group.handle
-            if handle is None:
+            if group.handle is None:
                 raise ScheduleError(f"{group} is waited for but was not unsharded")
-            handle.wait()
-            group.end_unshard(clock)
+            group.handle.wait()
+            end_unshard(clock)
 
         return self._recorded("wait", f"wait {index}", wait)
 

@@ -108,12 +108,17 @@ def _gap_rule(links: "Links", limit: int):
 
 
 def _after_last_step(workload: Workload, timing: Timing) -> list[float]:
-    """By rank: reducing the gradients of the chunk that computes last."""
-    pp = workload.parallel.pp
-    return [
-        timing.reduce_us(workload.chunk(rank, steps[-1].stage // pp).bytes)
-        for rank, steps in enumerate(steps_of_ranks(workload.parallel))
-    ]
+    """By rank: reducing what is left of the gradients of the chunk that computes last. Its groups can
+    be reduced while it computes, but the last of them only when it has."""
+    pp, least, rate = workload.parallel.pp, timing.least_reduce_us, timing.best_reduce_rate
+    if not rate:
+        return [0.0] * pp
+    after = []
+    for rank, steps in enumerate(steps_of_ranks(workload.parallel)):
+        chunk = steps[-1].stage // pp
+        bytes_, backward = workload.chunk(rank, chunk).bytes, sum(timing.layers[rank][chunk].backward)
+        after.append(max(least, bytes_ / rate - backward) if bytes_ else 0.0)
+    return after
 
 
 def _processor_bound(workload: Workload, timing: Timing) -> float:

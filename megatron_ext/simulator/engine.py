@@ -17,6 +17,8 @@
   of the time, so the kernel lets them run when they wake up. Compute keeps half at least.
 * Data-parallel ranks of one pipeline rank behave alike; one of them is simulated, and all
   of them are counted where a node is shared.
+* Gradients of a group are reduced as soon as the last backward of its chunk is through the
+  lowest layer that uses it, as ``overlap_grad_reduce`` does.
 * The optimizer step starts when every rank has reduced its gradients (the gradient norm is
   over all of them). Time 0 is the end of the previous optimizer step.
 """
@@ -27,7 +29,7 @@ from operator import mul
 
 from megatron_ext.errors import InputError
 from megatron_ext.schedule.trace import Event
-from megatron_ext.simulator.lower import ISSUE, RUN, WAIT
+from megatron_ext.simulator.lower import ISSUE, REDUCE_GROUP, RUN, WAIT
 from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, KINDS, NVME, P2P, PUBLISH, REDUCE
 
 _ACTIVITY, _ARRIVE, _THREAD, _LIGHTER = range(4)
@@ -50,7 +52,7 @@ class RankState:
     __slots__ = (
         "pp_rank", "program", "index", "pc", "operations", "active", "queues", "busy", "blocked_on", "blocked_since",
         "messages", "exposed", "first_start", "last_end", "compute_us", "node", "weight", "published", "staged", "slot_busy",
-        "left_in_chunk", "reducing", "steps_done", "finished_at", "step_started",
+        "reducing", "steps_done", "finished_at",
     )  # fmt: skip
 
     def __init__(self, program, node: int):
@@ -67,11 +69,9 @@ class RankState:
         self.published: set[int] = set()
         self.staged: set[int] = set()
         self.slot_busy: set[int] = set()
-        self.left_in_chunk: list[int] = []
         self.reducing = 0
         self.steps_done = False
         self.finished_at = -1.0
-        self.step_started = 0.0
 
 
 class Engine:
@@ -108,7 +108,6 @@ class Engine:
                 for dp in range(parallel.dp) for tp in range(parallel.tensor_model_parallel_size)
             )  # fmt: skip
             self.ranks_on[rank.node] += rank.weight
-            rank.left_in_chunk = [self.microbatches] * parallel.vp
         self.p2p_disturbs = timing.disturbs[P2P]
         self.takes_processor = timing.takes_processor
         self.waiting_for_optimizer = len(self.ranks)
@@ -199,6 +198,10 @@ class Engine:
                         self._record(rank, "issue", str(gather.group), self.now, self.timing.call_us)
                         self._push(self.now + self.timing.call_us, _THREAD, rank)
                         return
+                elif code == REDUCE_GROUP:
+                    rank.reducing += 1
+                    rank.queues[REDUCE].append(operation)
+                    self._serve(rank, REDUCE)
                 else:
                     rank.queues[NVME].append(operation)
                     self._serve(rank, NVME)
@@ -286,11 +289,6 @@ class Engine:
                     self._push(self.now, _ARRIVE, self._message(rank, receiver, slot))
             else:
                 self._send(rank, receiver, slot)
-        if backward:
-            chunk = stage // self.pp
-            rank.left_in_chunk[chunk] -= 1
-            if not rank.left_in_chunk[chunk]:
-                self._reduce(rank, chunk)
 
     def _message(self, sender, receiver, slot):
         if self.p2p_disturbs:
@@ -320,14 +318,6 @@ class Engine:
                 self._take(rank, share)
             self._push(start + us, _LIGHTER, (share, sender, receiver))
         self._push(start + us, _ARRIVE, self._message(sender, receiver, slot))
-
-    def _reduce(self, rank: RankState, chunk: int) -> None:
-        size = self.workload.chunk(rank.pp_rank, chunk).bytes
-        us = self.timing.reduce_us(size)
-        if us:
-            rank.reducing += 1
-            rank.queues[REDUCE].append((chunk, size, us))
-            self._serve(rank, REDUCE)
 
     def _maybe_optimize(self, rank: RankState) -> None:
         if not rank.steps_done or rank.reducing or rank.finished_at >= 0:
@@ -361,6 +351,8 @@ class Engine:
             if slot in rank.slot_busy or group not in rank.published:
                 return
             rank.slot_busy.add(slot)
+        elif kind == REDUCE:
+            _, _, size, us = head
         else:
             _, size, us = head
         rank.queues[kind].popleft()
@@ -398,7 +390,7 @@ class Engine:
             self._serve(rank, CPU)
             self._serve(rank, NVME)
         elif kind == REDUCE:
-            self._record(rank, "reduce", f"chunk {what[0]}", activity.started, lasted)
+            self._record(rank, "reduce", str(what[1]), activity.started, lasted)
             rank.reducing -= 1
             self._maybe_optimize(rank)
         self._serve(rank, kind)

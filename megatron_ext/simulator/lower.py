@@ -1,7 +1,8 @@
 """A schedule as the engine runs it: every step a short list of operations with durations.
 
-Operations are tuples whose first item is one of RUN, WAIT, ISSUE, STAGE. A step is cut at
-the layers where a group arrives or an action stands; layers between two cuts run as one.
+Operations are tuples whose first item is one of RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP. A step is
+cut at the layers where a group arrives, an action stands or gradients are complete; layers
+between two cuts run as one.
 """
 
 from megatron_ext.schedule.layer_use import uses_of_groups
@@ -10,9 +11,9 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Workload
 from megatron_ext.workload.order import steps_of_ranks
 
-RUN, WAIT, ISSUE, STAGE = range(4)
+RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP = range(5)
 """``(RUN, us)``; ``(WAIT, gather)``; ``(ISSUE, gather)``; ``(STAGE, group,
-slot, bytes, us)``."""
+slot, bytes, us)``; ``(REDUCE_GROUP, group, bytes, us)``."""
 
 
 class Gather:
@@ -78,16 +79,19 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
     rank = schedule.ranks[pp_rank]
     program.start = [stage(a) for a in rank.start.stage_in] + [gather(a, -1) for a in rank.start.unshard]
     whole = [(((RUN, sum(times.forward)),), ((RUN, sum(times.backward)),)) for times in timing.layers[pp_rank]]
+    reduces = _reduces(groups, spans, timing, pp_rank, pp, steps)
     for index, (entry, step) in enumerate(zip(rank.steps, steps)):
         backward = step.kind == "B"
         chunk = step.stage // pp
-        if not entry.unshard and not entry.stage_in and index not in waits:
+        if not entry.unshard and not entry.stage_in and index not in waits and index not in reduces:
             program.steps.append((step.stage, backward, step.microbatch, whole[chunk][backward]))
             continue
         times = timing.layers[pp_rank][chunk]
         layers = times.backward[::-1] if backward else times.forward
         last = len(layers) - 1
         cuts: dict[int, list[tuple]] = {}  # position in run order -> operations before that layer
+        for first, operation in reduces.get(index, ()):
+            cuts.setdefault(last - first + 1, []).append(operation)
         for action in entry.stage_in:
             cuts.setdefault(0, []).append(stage(action))
         for action in entry.unshard:
@@ -103,6 +107,22 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
                 operations.append((RUN, sum(layers[position:cut])))
                 position = cut
             operations += cuts[cut]
-        operations.append((RUN, sum(layers[position:])))
+        if position <= last:
+            operations.append((RUN, sum(layers[position:])))
         program.steps.append((step.stage, backward, step.microbatch, tuple(operations)))
     return program
+
+
+def _reduces(groups, spans, timing: Timing, pp_rank: int, pp: int, steps) -> dict[int, list[tuple[int, tuple]]]:
+    """By the step that is its chunk's last backward: ``(lowest layer that uses the group, its
+    operation)``, in the order in which gradients become complete."""
+    last_backward = {step.stage // pp: index for index, step in enumerate(steps) if step.kind == "B"}
+    found: dict[int, list[tuple[int, tuple]]] = {}
+    for number, group in enumerate(groups):
+        if group.pp_rank == pp_rank:
+            us = timing.reduce_us(group.bytes)
+            if us:
+                found.setdefault(last_backward[group.model_chunk_id], []).append((spans[number][0], (REDUCE_GROUP, number, group.bytes, us)))
+    for operations in found.values():
+        operations.sort(key=lambda item: -item[0])
+    return found

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from megatron_ext.cost.curve import curves_of
 from megatron_ext.cost.model import CostTable
 from megatron_ext.cost.predict import Costs
 from megatron_ext.errors import InputError
@@ -57,6 +58,7 @@ class Timing:
         self.layers = [[self._layer_times(chunk) for chunk in workload.chunks_of_rank(rank)] for rank in range(parallel.pp)]
         self.crosses_nodes = [len({parallel.node_of(rank, dp) for dp in range(parallel.dp)}) for rank in range(parallel.pp)]
         self.has_publish = self.costs.offers_publish("cpu")
+        self._reduce = sorted((p for points in curves_of(table.reduce or ()).values() for p in points), key=lambda p: p.size_bytes)
         self.left_out = tuple(name for name in ("reduce", "optimizer") if not _has(getattr(table, name)))
         self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
         self._processor_us: dict[tuple[int, int], float] = {}
@@ -181,7 +183,23 @@ class Timing:
         return getattr(self._estimate(f"publish.{destination}", size_bytes), self._lean.get("publish", "us"))
 
     def reduce_us(self, size_bytes: int) -> float:
-        return self.costs.reduce_us(size_bytes) or 0.0 if size_bytes else 0.0
+        """Reducing one group's gradients; 0 where the table lacks it. A group smaller than any that
+        was measured is read along the first segment."""
+        if not size_bytes or not self._reduce:
+            return 0.0
+        if size_bytes < self._reduce[0].size_bytes:
+            return self._beyond.estimate("reduce", size_bytes).us
+        return self._estimate("reduce", size_bytes).us
+
+    @property
+    def least_reduce_us(self) -> float:
+        """What reducing any group takes at least."""
+        return min((point.p50_us for point in self._reduce), default=0.0)
+
+    @property
+    def best_reduce_rate(self) -> float:
+        """Bytes a microsecond that reducing reaches at best; 0 where the table has no such curve."""
+        return max((point.size_bytes / point.p50_us for point in self._reduce if point.p50_us), default=0.0)
 
     def optimizer_us(self, size_bytes: int) -> float:
         return self.costs.optimizer_us(size_bytes) or 0.0 if size_bytes else 0.0

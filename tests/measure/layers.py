@@ -8,14 +8,16 @@ class Layer:
         self.module = torch.nn.Sequential(torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width))
         self.input = torch.randn(16, width, requires_grad=True)
         self.calls: list[str] = []
+        self.outputs: list[torch.Tensor] = []
 
     def forward(self) -> None:
         self.calls.append("forward")
-        self.output = self.module(self.input)
+        self.outputs.append(self.module(self.input))
 
     def backward(self) -> None:
         self.calls.append("backward")
-        self.output.backward(torch.ones_like(self.output))
+        output = self.outputs.pop()
+        output.backward(torch.ones_like(output))
 
 
 def layer_runners(args: list[str]) -> dict[str, Layer]:

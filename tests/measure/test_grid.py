@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_ext.measure import grid, table
-from megatron_ext.measure.compute import measure_compute, total_us
+from megatron_ext.measure.compute import measure_compute, walk_us
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.program import sizes_of
 
@@ -49,4 +49,13 @@ def test_every_layer_runs_forward_then_backward():
     assert [row.layer_kind for row in rows] == ["a", "b"]
     assert all(0 < row.forward_us <= row.forward_p95_us and 0 < row.backward_us <= row.backward_p95_us and row.samples == 5 for row in rows)
     assert runners["a"].calls == ["forward", "backward"] * 7
-    assert total_us(rows) == pytest.approx(sum(row.forward_us + row.backward_us for row in rows))
+    assert walk_us(rows, runners) == pytest.approx(sum(row.forward_us + row.backward_us for row in rows))
+
+
+def test_a_walk_comes_by_every_layer_of_a_kind():
+    runners = {"a": Layer(8), "b": Layer(8)}
+    runners["b"].visits = 3
+    rows = measure_compute(runners, repeats=5, warmup=1)
+    assert runners["b"].calls == (["forward"] * 3 + ["backward"] * 3) * 6 and [row.samples for row in rows] == [5, 15]
+    a, b = rows
+    assert walk_us(rows, runners) == pytest.approx(a.forward_us + a.backward_us + 3 * (b.forward_us + b.backward_us))

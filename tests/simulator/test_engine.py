@@ -132,6 +132,24 @@ def test_whole_iteration_has_reduction_and_optimizer_where_they_are_known():
     assert bare.left_out == ("reduce", "optimizer") and whole.left_out == ()
 
 
+def test_gradients_are_reduced_group_by_group_while_the_backward_goes_on():
+    """Two layers of 100 us backward. In groups of a layer the upper one's reduction of 70 us is hidden
+    behind the lower layer's backward; a group of both is complete only at the end."""
+    work = one_rank(microbatches=2)
+    table = table_of(work, reduce=flat(70.0))
+    compute = 2 * (100 + 200)
+    layers = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0)])
+    result = simulate(work, table, layers, trace=True)
+    reduces = [(e.start_us, e.name) for e in result.events if e.lane == "reduce"]
+    end = result.exposed_us[0] + compute
+    assert [(start, name) for start, name in reduces] == [(pytest.approx(end - 100), "1"), (pytest.approx(end), "0")]
+    assert result.step_time_us == pytest.approx(end + 70) and result.lower_bound_us <= result.step_time_us
+    whole = simulate(work, table)
+    assert whole.step_time_us == pytest.approx(100 + compute + 70)
+    slow = simulate(work, table_of(work, reduce=flat(130.0)), layers)
+    assert slow.step_time_us == pytest.approx(end - 100 + 2 * 130)  # one after the other
+
+
 def test_a_staging_slot_is_reused_only_when_it_is_empty():
     """nvme takes 300 of which the last 100 are the copy from the slot: with one slot the second
     read waits for the first copy, with two it does not."""
