@@ -1,0 +1,142 @@
+"""Training runs that share the machine in turns of seconds, so that all of them meet the same machine.
+
+[Note: Turns of seconds]
+Two runs one after the other meet two machines: a processor changes its pace from minute to
+minute. Here all runs are started together and all but one are stopped (SIGSTOP), a few seconds
+each in turn; what an iteration took in one turn is compared with the turn beside it. An
+iteration that was stopped in its middle lasts longer than it worked, and is left out.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Callable, NamedTuple, Sequence
+
+from megatron_ext.report.spread import WARM_UP
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Ended(RuntimeError):
+    """A run ended with an error."""
+
+
+class Run:
+    """One training run. ``turns``: of every iteration, the turn in which it ended."""
+
+    def __init__(self, name: str, command: Sequence[str], world: int, log: Path, environment: dict[str, str] | None = None):
+        self.name, self.log, self.turns, self.turn = name, log, [], -1
+        shared = {"PYTHONPATH": f"{ROOT}:{ROOT / '.megatron'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_ext.runtime.launch", "--nproc-per-node", str(world), *command, "--log-interval", "1"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=os.environ | shared | (environment or {}),
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with open(self.log, "w") as log:
+            for line in self.process.stdout:
+                log.write(line)
+                if "iteration" in line and "loss" in line:
+                    self.turns.append(self.turn)
+
+    def signal(self, number: int) -> None:
+        """To every rank; the launcher goes on."""
+        try:
+            ranks = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        except OSError:
+            return
+        for rank in ranks:
+            try:
+                os.killpg(int(rank), number)
+            except ProcessLookupError:
+                pass
+
+    @property
+    def over(self) -> bool:
+        return self.process.poll() is not None
+
+    def end(self) -> None:
+        self.signal(signal.SIGCONT)
+        if not self.over:
+            self.process.terminate()
+            self.process.wait()
+        self._reader.join()
+
+
+def in_turns(runs: Sequence[Run], turn_s: float, between: Callable[[int], None] | None = None, report: Callable[[int], None] | None = None) -> None:
+    """Let ``runs`` go by turns until each has ended.
+
+    Args:
+        between: called with the turn's number after every turn, while all runs are stopped.
+        report: called with the turn's number as it begins.
+
+    Raises:
+        Ended: a run failed; all are ended.
+    """
+    number = 0
+    try:
+        time.sleep(0.5)  # every launcher has its ranks
+        for run in runs[1:]:
+            run.signal(signal.SIGSTOP)
+        while not all(run.over for run in runs):
+            for run in runs:
+                if run.over:
+                    continue
+                run.turn = number
+                if report is not None:
+                    report(number)
+                run.signal(signal.SIGCONT)
+                try:
+                    run.process.wait(timeout=turn_s)
+                except subprocess.TimeoutExpired:
+                    run.signal(signal.SIGSTOP)
+                if between is not None:
+                    between(number)
+                number += 1
+        for run in runs:
+            run._reader.join()
+            if run.process.returncode:
+                raise Ended(f"{run.name} ended with exit code {run.process.returncode}; see {run.log}")
+    finally:
+        for run in runs:
+            run.end()
+
+
+class Pair(NamedTuple):
+    """Adjacent turns of two runs: medians of a figure, and how many iterations each is of."""
+
+    first: float
+    second: float
+    iterations: tuple[int, int]
+
+    @property
+    def ratio(self) -> float:
+        return self.second / self.first
+
+
+def whole_iterations(run: Run, iteration_us: Sequence[float], turn_s: float) -> dict[int, list[int]]:
+    """By turn, the iterations that began and ended in it, warm-up left out."""
+    found: dict[int, list[int]] = {}
+    for index, (turn, us) in enumerate(zip(run.turns, iteration_us, strict=True)):
+        stopped = index > 0 and run.turns[index - 1] != turn  # began before this turn
+        if index >= WARM_UP and not stopped and us < turn_s * 1e6:
+            found.setdefault(turn, []).append(index)
+    return found
+
+
+def pairs(first: tuple[Run, Sequence[float], Sequence[float]], second: tuple[Run, Sequence[float], Sequence[float]], turn_s: float, least: int = 2) -> list[Pair]:
+    """Adjacent turns of two runs, given as ``(run, iteration_us, figure of every iteration)``."""
+    one, two = (whole_iterations(run, us, turn_s) for run, us, _ in (first, second))
+    found = []
+    for turn, mine in sorted(one.items()):
+        other = two.get(turn + 1, [])
+        if min(len(mine), len(other)) >= least:
+            found.append(Pair(median(first[2][i] for i in mine), median(second[2][i] for i in other), (len(mine), len(other))))
+    return found

@@ -1,0 +1,257 @@
+"""What the runtime costs and hides, each claim beside its alternative, in turns of seconds.
+
+    .venv/bin/python benchmarks/runtime_claims.py [--claims overhead look-ahead nvme] [--iters 120]
+
+overhead    a schedule of policy all-gpu beside stock Megatron: iteration time, pair by pair
+look-ahead  zero stage 3 with half of the parameters whole at a time, by the planned schedule and by
+            the same one with every gather issued only when its layer needs it: exposed time
+nvme        every group read from the drive while training computes, beside a plain sequential
+            reader of the same drive: bytes a second
+
+Writes benchmarks/results/runtime_claims.json. Ends 0 if all hold: overhead at most 1 %, exposed
+time at most a third, reading at least 80 % of the sequential reader's rate.
+"""
+
+import argparse
+import mmap
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from in_turns import Pair, Run, in_turns, pairs, whole_iterations
+from machine import about_this_machine
+from msgspec.structs import replace
+from peer_layouts import CORPUS, ROOT, Layout
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from megatron_ext import files
+from megatron_ext.report.measured import MeasuredTrace
+from megatron_ext.report.spread import summarize
+from megatron_ext.runtime import drive
+from megatron_ext.schedule import match, validate
+from megatron_ext.schedule import model as schedule_file
+from megatron_ext.schedule import trace as traces
+from megatron_ext.schedule.layer_use import uses_of_groups
+from megatron_ext.schedule.model import PublishGroup, Schedule, StageIn, Unshard
+from megatron_ext.schedule.trace import Event
+from megatron_ext.simulator.stock import stock_schedule
+
+WITHIN, LEAST_SHARE, READ_SHARE = 1.01, 1 / 3, 0.80
+READ_BYTES, BLOCK_BYTES = 64 << 20, 1 << 20
+
+
+def without_look_ahead(schedule: Schedule, workload) -> Schedule:
+    """The same groups by the same routes, each issued just before the first layer that needs it."""
+    uses, ranks = uses_of_groups(schedule, workload), []
+    for rank in schedule.ranks:
+        late: dict[int, list[Unshard]] = {}
+        for index, entry in [(-1, rank.start), *enumerate(rank.steps)]:
+            for action in entry.unshard:
+                step = index if action.need_by < 0 else action.need_by
+                first, last = uses[action.group]
+                late.setdefault(step, []).append(Unshard(action.group, action.route, -1, first if "F" in rank.steps[step].step else last))
+        steps = tuple(replace(entry, unshard=tuple(late.get(index, ()))) for index, entry in enumerate(rank.steps))
+        ranks.append(replace(rank, start=replace(rank.start, unshard=()), steps=steps))
+    late_schedule = replace(schedule, ranks=tuple(ranks), predicted=None)
+    return checked(late_schedule, workload)
+
+
+class Claims:
+    """The benchmark's runs; ``folder`` holds their files."""
+
+    def __init__(self, args, folder: Path, bar: Progress):
+        self.args, self.folder, self.bar = args, folder, bar
+        self.layouts: dict[str, Layout] = {}
+
+    def layout(self, name: str) -> Layout:
+        if name not in self.layouts:
+            task = self.bar.add_task(f"measuring the cost table of {name}", total=None)
+            self.layouts[name] = Layout(name, self.args, self.folder)
+            self.layouts[name].measure()
+            self.bar.update(task, visible=False)
+        return self.layouts[name]
+
+    def run(self, layout: Layout, name: str, iterations: int, *more: str) -> Run:
+        command = ["examples/pretrain_gpt_hybrid.py", *layout.options(layout.folder / f"{name}.json", iterations), *more]
+        return Run(name, command, 4, layout.folder / f"{name}.log")
+
+    def train(self, what: str, runs: list[Run], between=None) -> None:
+        task = self.bar.add_task(what, total=None)
+        in_turns(runs, self.args.turn, between, lambda number: self.bar.update(task, description=f"{what}: turn {number + 1}"))
+        self.bar.update(task, visible=False)
+
+    def iteration_us(self, layout: Layout, name: str) -> list[float]:
+        return files.load(layout.folder / f"{name}.json", dict)["iteration_us"]
+
+    def overhead(self) -> dict:
+        found = {}
+        for name in ("pp2", "dp4"):
+            layout = self.layout(name)
+            plan = layout.plan(1, None, "all-gpu")
+            stock, scheduled = self.run(layout, "stock", self.args.iters), self.run(layout, "all-gpu", self.args.iters, "--user-defined-schedule", str(plan))
+            self.train(f"{name}: stock and all-gpu", [stock, scheduled])
+            one, two = self.iteration_us(layout, "stock"), self.iteration_us(layout, "all-gpu")
+            found[name] = ratios(pairs((stock, one, one), (scheduled, two, two), self.args.turn))
+        return found | {"at_most": WITHIN, "holds": all(row["standard_error_low"] <= WITHIN for row in found.values())}
+
+    def look_ahead(self) -> dict:
+        layout = self.layout("dp4")
+        planned = layout.plan(3, "half", self.args.policy)
+        work = layout.describe("late", 3, layout.device_bytes("half"))
+        late = layout.folder / "late.schedule.json"
+        schedule_file.save(late, without_look_ahead(schedule_file.decode(planned), work))
+        runs, exposed, us = {}, {}, {}
+        for name, schedule in (("late", late), ("planned", planned)):
+            trace = layout.folder / f"{name}.trace.json"
+            runs[name] = self.run(layout, name, self.args.iters, "--user-defined-schedule", str(schedule), "--user-defined-schedule-trace", str(trace))
+        self.train("zero stage 3 without and with look-ahead", list(runs.values()))
+        for name in runs:
+            us[name] = self.iteration_us(layout, name)
+            exposed[name] = MeasuredTrace(layout.folder / f"{name}.trace.json", work.parallel, self.args.iters).thread_us(("wait",))
+        both = [(runs[name], us[name], exposed[name]) for name in ("late", "planned")]
+        times = [(runs[name], us[name], us[name]) for name in ("late", "planned")]
+        found = {"policy": self.args.policy, "exposed": ratios(pairs(*both, self.args.turn)), "iteration": ratios(pairs(*times, self.args.turn))}
+        return found | {"at_most": LEAST_SHARE, "holds": found["exposed"]["median"] <= LEAST_SHARE}
+
+    def nvme(self) -> dict:
+        layout = self.layout("dp4")
+        schedule = layout.folder / "nvme.schedule.json"
+        schedule_file.save(schedule, nvme_schedule(layout.describe("nvme", 3, None)))
+        where = str(self.args.nvme or self.folder)
+        trace = layout.folder / "nvme.trace.json"
+        run = self.run(layout, "nvme", self.args.iters, "--user-defined-schedule", str(schedule), "--user-defined-schedule-trace", str(trace), "--user-defined-schedule-nvme-path", where)
+        reader, plain = SequentialReader(where), {}
+        self.train("reading while training, and one after the other", [run], lambda number: plain.__setitem__(number, reader.bytes_per_us()))
+        us = self.iteration_us(layout, "nvme")
+        sizes = {str(index): group.bytes for index, group in enumerate(schedule_file.decode(schedule).groups)}
+        whole = whole_iterations(run, us, self.args.turn)
+        rates = reading_rates(traces.load(trace)[0], sizes, {i: turn for turn, indices in whole.items() for i in indices})
+        found = ratios([Pair(plain[turn], rate, (1, len(whole[turn]))) for turn, rate in sorted(rates.items()) if turn in plain])
+        return found | {"unit": "bytes a microsecond", "group_bytes": sorted(sizes.values()), "at_least": READ_SHARE, "holds": found["median"] >= READ_SHARE}
+
+
+def nvme_schedule(work) -> Schedule:
+    """Every layer from the drive whenever it is used, read ahead as far as the step goes."""
+    schedule = stock_schedule(work)
+    slot_of: dict[int, int] = {}
+    for rank in range(work.parallel.pp):
+        own = [index for index, group in enumerate(schedule.groups) if group.pp_rank == rank]
+        slot_of |= {group: slot for slot, group in enumerate(own)}
+    ranks = []
+    for rank in schedule.ranks:
+        steps = tuple(
+            replace(entry, stage_in=tuple(StageIn(u.group, slot_of[u.group]) for u in entry.unshard), unshard=tuple(replace(u, route="nvme") for u in entry.unshard))
+            for entry in rank.steps
+        )  # fmt: skip
+        ranks.append(replace(rank, steps=steps))
+    limits = replace(schedule.limits, nvme_slots=max(slot_of.values()) + 1)
+    publish = tuple(PublishGroup(group=group, to=("nvme",)) for group in slot_of)
+    return checked(replace(schedule, ranks=tuple(ranks), limits=limits, publish=publish), work)
+
+
+def checked(schedule: Schedule, work) -> Schedule:
+    match.match(validate.validate(schedule), work)
+    return schedule
+
+
+class SequentialReader:
+    """A plain reader: one file from its begin to its end, past the page cache, a block after the other."""
+
+    def __init__(self, directory: str):
+        descriptor = drive.create(directory, READ_BYTES)
+        self.file = drive.DriveFile(f"/proc/{os.getpid()}/fd/{descriptor}", "the reader's file", block_bytes=BLOCK_BYTES, queue_depth=1)
+        self.memory = memoryview(mmap.mmap(-1, READ_BYTES))
+        self.file.write(os.urandom(1 << 20) * (READ_BYTES >> 20), 0, "reader")
+        self.file.flush(0, READ_BYTES, "reader")
+
+    def bytes_per_us(self) -> float:
+        start = time.perf_counter()
+        for offset in range(0, READ_BYTES, BLOCK_BYTES):
+            self.file.read(self.memory[offset : offset + BLOCK_BYTES], offset, "reader")
+        return READ_BYTES / (time.perf_counter() - start) / 1e6
+
+
+def reading_rates(events: list[Event], sizes: dict[str, int], turn_of: dict[int, int]) -> dict[int, float]:
+    """By turn: bytes of all ranks over the time in which any of them was reading."""
+    spans: dict[int, list[tuple[float, float]]] = {}
+    read: dict[int, int] = {}
+    for event in events:
+        if event.lane == "nvme" and event.iteration - 1 in turn_of:
+            turn = turn_of[event.iteration - 1]
+            spans.setdefault(turn, []).append((event.start_us, event.start_us + event.duration_us))
+            read[turn] = read.get(turn, 0) + sizes[event.name.split()[-1]]
+    return {turn: read[turn] / covered(found) for turn, found in spans.items()}
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(stop - max(start, end), 0.0)
+        end = max(end, stop)
+    return total
+
+
+def ratios(found: list[Pair]) -> dict:
+    """Second over first of all pairs: median, spread, and the standard error of the median."""
+    if not found:
+        raise SystemExit("no two turns could be compared: more iterations or longer turns are needed")
+    values = [pair.ratio for pair in found]
+    spread = summarize(values)
+    error = 1.2533 * (sum((v - sum(values) / len(values)) ** 2 for v in values) / max(len(values) - 1, 1)) ** 0.5 / len(values) ** 0.5
+    return {
+        "median": spread.median_us, "p10": spread.p10_us, "p90": spread.p90_us, "standard_error": error, "standard_error_low": spread.median_us - 2 * error,
+        "pairs": len(found), "first": median(p.first for p in found), "second": median(p.second for p in found),
+        "iterations": [sum(p.iterations[n] for p in found) for n in (0, 1)],
+    }  # fmt: skip
+
+
+CLAIMS = {"overhead": Claims.overhead, "look-ahead": Claims.look_ahead, "nvme": Claims.nvme}
+
+
+def show(found: dict) -> None:
+    table = Table("claim", "ratio", "10th to 90th percentile", "+- of the median", "pairs", "limit", "holds")
+    for name, claim in found.items():
+        limit = f"at most {claim['at_most']:.2f}" if "at_most" in claim else f"at least {claim['at_least']:.2f}"
+        rows = {name: claim} if "median" in claim else {f"{name} {part}": row for part, row in claim.items() if isinstance(row, dict)}
+        for title, row in rows.items():
+            table.add_row(title, f"{row['median']:.3f}", f"{row['p10']:.3f} to {row['p90']:.3f}", f"{2 * row['standard_error']:.3f}", str(row["pairs"]), limit, "yes" if claim["holds"] else "NO")
+    Console().print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS))
+    parser.add_argument("--iters", type=int, default=120)
+    parser.add_argument("--turn", type=float, default=5.0, help="seconds of a turn")
+    parser.add_argument("--policy", default="hybrid", help="of the schedule with look-ahead")
+    parser.add_argument("--nvme", type=Path, help="a directory on the drive; default: where temporary files are")
+    for name, default in (("layers", 8), ("hidden", 256), ("heads", 4), ("seq", 128), ("micro-batch-size", 2), ("global-batch-size", 16)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--measure-seconds", type=float, default=30)
+    parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--keep", type=Path, help="keep the runs' files in this folder")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/runtime_claims.json")
+    args = parser.parse_args()
+    os.chdir(ROOT)
+    if not Path(f"{CORPUS}.idx").exists():
+        raise SystemExit("there is no corpus yet: run scripts/pretrain_gpt_hybrid.sh first")
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as temporary, Progress(console=Console(stderr=True)) as bar:
+        folder = args.keep or Path(temporary)
+        folder.mkdir(exist_ok=True, parents=True)
+        claims = Claims(args, folder, bar)
+        found = {name: CLAIMS[name](claims) for name in args.claims}
+    options = {key: value for key, value in vars(args).items() if key not in ("out", "keep", "nvme")}
+    files.save(args.out, {"about": about_this_machine(load_before=load), "options": options, **found}, indent=1)
+    show(found)
+    return 0 if all(claim["holds"] for claim in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
