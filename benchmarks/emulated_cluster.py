@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from emulated_nodes import Nodes, check_possible
+from look_ahead import without_look_ahead
 from machine import about_this_machine
 from planned_traffic import planned_network_bytes
 from rich.console import Console
@@ -39,6 +40,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CORPUS = "runs/corpus/stdlib"
 SHORT = 4
 """Iterations of the run that is subtracted when bytes are counted: what a run sends besides them."""
+
+
+LATE = "-late"
 
 
 class Emulation:
@@ -117,6 +121,15 @@ def describe(args, folder: Path):
     return workload_file.load(path)
 
 
+def plan(work, table, policy: str):
+    """The schedule of a policy; with ``-late`` behind its name, without look-ahead."""
+    schedule = planner.plan(work, table, policy=policy.removesuffix(LATE), extrapolate=True)
+    if policy.endswith(LATE):
+        schedule = without_look_ahead(schedule, work)
+        schedule = simulator.with_prediction(schedule, simulator.simulate(work, table, schedule, extrapolate=True))
+    return schedule
+
+
 def one_rate(gbit_s: float, args, bar) -> dict:
     """All runs at one network rate."""
     load = os.getloadavg()[0]
@@ -130,7 +143,7 @@ def one_rate(gbit_s: float, args, bar) -> dict:
         schedules, skipped = {}, {}
         for policy in args.policies:
             try:
-                schedules[policy] = planner.plan(work, table, policy=policy, extrapolate=True)
+                schedules[policy] = plan(work, table, policy)
             except InputError as error:
                 skipped[policy] = str(error)
                 continue
@@ -200,7 +213,7 @@ def main() -> int:
     add("--vp", type=int, default=1)
     add("--zero-stage", type=int, choices=(1, 3), default=1)
     add("--limit-device-bytes", dest="device_bytes", type=int, default=None, help="With zero stage 3: whole parameters on one device at a time.")
-    add("--policies", nargs="+", default=["all-gpu", "hierarchical", "all-cpu", "hybrid"])
+    add("--policies", nargs="+", default=["all-gpu", "hierarchical", "all-cpu", "hybrid"], help="hybrid-late: the hybrid plan without its look-ahead")
     add("--layers", type=int, default=8)
     add("--hidden", type=int, default=256)
     add("--seq", type=int, default=128)
