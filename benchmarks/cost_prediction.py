@@ -5,8 +5,8 @@
 For every model and layout: the main job (scripts/pretrain_gpt_hybrid.sh: measure, plan, train
 stock and by the schedule, report), then every group of the schedule gathered by both routes
 again, at its own size, on all ranks at once. Prints a table and writes
-benchmarks/results/cost_prediction.json with date, machine and errors. Ends 0 if gathers are
-within 15 % and iterations within 10 %, 1 otherwise.
+benchmarks/results/cost_prediction.json with date, machine and errors. Ends 0 if for three models at
+least all gathers are within 15 % and all iterations within 10 %, 1 otherwise.
 
 Another program on the machine shifts every measured time. How many processors others used is
 printed, and beside the prediction (for an idle machine) one for the processors they left.

@@ -32,6 +32,7 @@ from megatron_ext.report.measured import MeasuredTrace
 from megatron_ext.report.spread import summarize, warm_up
 from megatron_ext.runtime.launch import launch
 from megatron_ext.schedule import model as schedule_file
+from megatron_ext.simulator.simulate import with_prediction
 from megatron_ext.simulator.stock import stock_schedule
 from megatron_ext.workload import model as workload_file
 from megatron_ext.workload.sizes import largest_group_bytes, largest_rank_bytes
@@ -126,7 +127,7 @@ def plan(work, table, policy: str):
     schedule = planner.plan(work, table, policy=policy.removesuffix(LATE), extrapolate=True)
     if policy.endswith(LATE):
         schedule = without_look_ahead(schedule, work)
-        schedule = simulator.with_prediction(schedule, simulator.simulate(work, table, schedule, extrapolate=True))
+        schedule = with_prediction(schedule, simulator.simulate(work, table, schedule, extrapolate=True))
     return schedule
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time, sleep
+from typing import NamedTuple
 
 import msgspec
 import torch.distributed as dist
@@ -22,6 +24,9 @@ TURNS, MAX_TURNS = 4, 16
 changes from second to second."""
 
 IDLE_SECONDS = 0.5
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""The same on nodes that are emulated on one machine."""
 
 
 class ProductRunner:
@@ -62,19 +67,19 @@ def run(fabric: Fabric, runners: Mapping[str, Runner], seconds: float, report: C
         report(f"compute, all ranks at once ({turn + 1}/{turns})")
         together.append(measure_compute(runners, repeats, evict_bytes=options.evict_bytes, warmup=1))
     everyone: list = [None] * fabric.world_size
-    dist.all_gather_object(everyone, ([walk_us(rows, runners) for rows in together], _idle_processors(fabric)))
+    dist.all_gather_object(everyone, ([walk_us(rows, runners) for rows in together], _idle_processors(fabric), _place(fabric)))
     if fabric.rank != 0:
         return {}
     rows = [_middle(of_kind) for of_kind in zip(*alone)]
     at_once, slowdown = None, 1.0
     if fabric.torch_device.type == "cpu":
         # Each turn together against the turn alone just before it.
-        slowdown = median(median(totals[turn] for totals, _ in everyone) / walk_us(alone[turn], runners) for turn in range(turns))
+        slowdown = median(median(totals[turn] for totals, *_ in everyone) / walk_us(alone[turn], runners) for turn in range(turns))
         if clock() is perf_counter:  # waiting for a processor is in the slowdown
             at_once, slowdown = options.node_size / max(slowdown, 1.0), 1.0
         else:
             # By processor time it is not, nor is what the ranks' threads take without any work.
-            left = len(os.sched_getaffinity(0)) - sum(idle for _, idle in everyone[: options.node_size])
+            left = processors_of(fabric.node, [place for *_, place in everyone]) - sum(idle for _, idle, _ in everyone[: options.node_size])
             at_once = min(options.node_size, max(left, 0.1)) / max(slowdown, 1.0)
     totals = [walk_us(rows, runners) for rows in alone]
     return {
@@ -92,6 +97,25 @@ def _model(fabric: Fabric, runners: Mapping[str, Runner]) -> dict:
     shape = {name: getattr(options, name) for name in ("hidden_size", "seq_length", "micro_batch_size")}
     dtypes = sorted({dtype for runner in runners.values() if (dtype := getattr(runner, "dtype", None)) is not None})
     return shape | ({"dtype": dtypes[0]} if len(dtypes) == 1 else {})
+
+
+class Place(NamedTuple):
+    """Where a rank runs: its node, the kernel that this node is on, the processors it may use."""
+
+    node: int
+    kernel: str
+    processors: frozenset[int]
+
+
+def _place(fabric: Fabric) -> Place:
+    return Place(fabric.node, BOOT_ID.read_text().strip() if BOOT_ID.exists() else str(fabric.node), frozenset(os.sched_getaffinity(0)))
+
+
+def processors_of(node: int, places: Sequence[Place]) -> float:
+    """Processors of a node: all that its ranks may use; nodes on one kernel share what both may use."""
+    own = {(place.kernel, number) for place in places if place.node == node for number in place.processors}
+    users = {processor: {place.node for place in places if processor[0] == place.kernel and processor[1] in place.processors} for processor in own}
+    return sum(1 / len(nodes) for nodes in users.values())
 
 
 def _idle_processors(fabric: Fabric) -> float:

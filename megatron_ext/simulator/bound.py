@@ -17,8 +17,8 @@ The bound is the largest of these, and each drops constraints only:
 * Work: the compute of a rank is slowed while its gathers run, unless they run while it waits
   for its first input.
 
-Gradient reduction after a rank's last step, and the optimizer step, are added where the table
-knows them.
+What must be reduced of the gradients after a rank's last step, and the optimizer step, are added
+where the table knows them.
 """
 
 from itertools import combinations
