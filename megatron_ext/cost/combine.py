@@ -64,6 +64,9 @@ def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = 
     for struct, kind in _STRUCTS.items():
         inner = {part.partition(".")[2]: value for part, value in values.items() if part.startswith(f"{struct}.")}
         fields[struct] = kind(**inner)
+    processors = origin.get("topology.processors_per_node")
+    if processors is not None:  # two halves of one figure
+        fields["topology"] = msgspec.structs.replace(fields["topology"], nodes_sharing=tables[processors].topology.nodes_sharing)
     first = next(iter(tables.values()))
     return check(CostTable(schema_version=first.schema_version, kind="cost_table", metadata=_metadata(tables, origin), **fields))
 

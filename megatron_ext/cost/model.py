@@ -96,10 +96,12 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What links share. ``nic_shares_pcie``: the NIC that carries all-gathers and host copies
     use one PCIe link. ``processors_per_node``: on machines without accelerators, processors
-    that the node's ranks share (compute slows down when more ranks than these compute)."""
+    that the node's ranks share (compute slows down when more ranks than these compute);
+    ``nodes_sharing`` neighbouring nodes have them together, where nodes are emulated on one machine."""
 
     nic_shares_pcie: bool = False
     processors_per_node: float | None = None
+    nodes_sharing: int | None = None
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -195,6 +197,8 @@ def check(table: CostTable, *, file=None) -> CostTable:
         seen.add(place)
     if table.topology.processors_per_node is not None:
         _positive(table.topology.processors_per_node, "topology.processors_per_node", file)
+    if table.topology.nodes_sharing is not None:
+        _positive(table.topology.nodes_sharing, "topology.nodes_sharing", file)
     return msgspec.structs.replace(
         table,
         routes=routes,

@@ -86,6 +86,7 @@ def summary(table: CostTable) -> dict:
         "contention": len(table.contention),
         "compute": len(table.compute),
         "processors_per_node": table.topology.processors_per_node,
+        "nodes_sharing": table.topology.nodes_sharing,
         "synthetic": metadata.synthetic,
         "created_at": metadata.created_at,
         "hardware": metadata.hardware,
@@ -129,6 +130,8 @@ def text(table: CostTable) -> str:
             place = row.layer_kind or f"pipeline rank {row.pp_rank}, chunk {row.model_chunk_id}"
             lines.append(f"  {place:32} forward {row.forward_us:10.1f} us, backward {row.backward_us:10.1f} us")
     if table.topology.processors_per_node is not None:
-        lines.append(f"the node computes {table.topology.processors_per_node:.2f} ranks' worth at once")
+        sharing = table.topology.nodes_sharing
+        who = f"{sharing} nodes on one machine compute" if sharing else "the node computes"
+        lines.append(f"{who} {table.topology.processors_per_node:.2f} ranks' worth at once")
     return "\n".join(lines)
 

@@ -71,7 +71,7 @@ def run(fabric: Fabric, runners: Mapping[str, Runner], seconds: float, report: C
     if fabric.rank != 0:
         return {}
     rows = [_middle(of_kind) for of_kind in zip(*alone)]
-    at_once, slowdown = None, 1.0
+    at_once, slowdown, sharing = None, 1.0, 1
     if fabric.torch_device.type == "cpu":
         # Each turn together against the turn alone just before it.
         slowdown = median(median(totals[turn] for totals, *_ in everyone) / walk_us(alone[turn], runners) for turn in range(turns))
@@ -79,13 +79,16 @@ def run(fabric: Fabric, runners: Mapping[str, Runner], seconds: float, report: C
             at_once, slowdown = options.node_size / max(slowdown, 1.0), 1.0
         else:
             # By processor time it is not, nor is what the ranks' threads take without any work.
-            left = processors_of(fabric.node, [place for *_, place in everyone]) - sum(idle for _, idle, _ in everyone[: options.node_size])
-            at_once = min(options.node_size, max(left, 0.1)) / max(slowdown, 1.0)
+            sharing = nodes_sharing([place for *_, place in everyone])
+            ranks = options.node_size * sharing
+            left = len(os.sched_getaffinity(0)) - sum(idle for _, idle, _ in everyone[:ranks])
+            at_once = min(ranks, max(left, 0.1)) / max(slowdown, 1.0)
     totals = [walk_us(rows, runners) for rows in alone]
     return {
         "rows": msgspec.to_builtins(rows) if options.modules is not None else [],
         "model": _model(fabric, runners) if options.modules is not None else None,
         "processors_per_node": at_once,
+        "nodes_sharing": sharing if at_once is not None and sharing > 1 else None,
         "slowdown": max(slowdown, 1.0),
         "drift": max(totals) / min(totals) - 1,
     }
@@ -111,11 +114,10 @@ def _place(fabric: Fabric) -> Place:
     return Place(fabric.node, BOOT_ID.read_text().strip() if BOOT_ID.exists() else str(fabric.node), frozenset(os.sched_getaffinity(0)))
 
 
-def processors_of(node: int, places: Sequence[Place]) -> float:
-    """Processors of a node: all that its ranks may use; nodes on one kernel share what both may use."""
-    own = {(place.kernel, number) for place in places if place.node == node for number in place.processors}
-    users = {processor: {place.node for place in places if processor[0] == place.kernel and processor[1] in place.processors} for processor in own}
-    return sum(1 / len(nodes) for nodes in users.values())
+def nodes_sharing(places: Sequence[Place]) -> int:
+    """How many nodes have the first node's processors together: 1, but where nodes are on one kernel."""
+    first = next(place for place in places if place.node == 0)
+    return len({place.node for place in places if place.kernel == first.kernel and place.processors & first.processors})
 
 
 def _idle_processors(fabric: Fabric) -> float:

@@ -77,7 +77,7 @@ def assemble(options: Options, raw: dict) -> CostTable:
         p2p=curve("p2p", f"half a {backend} message there and back, {at_once}") or (),
         reduce=curve("reduce", f"{backend} reduce-scatter of float32 in place, {at_once}"),
         optimizer=curve("optimizer", f"AdamW with clipping on the shard, {at_once}"),
-        topology=Topology(processors_per_node=compute.get("processors_per_node")),
+        topology=Topology(processors_per_node=compute.get("processors_per_node"), nodes_sharing=compute.get("nodes_sharing")),
     )
     return check(table)
 

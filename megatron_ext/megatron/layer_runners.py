@@ -5,6 +5,7 @@ with Megatron's options behind ``--``.
 """
 
 import inspect
+import logging
 
 import torch
 
@@ -106,6 +107,8 @@ def layer_runners(options: list[str]) -> dict:
         InputError: an option is wrong.
     """
     args = describe.parse(options)
+    if not cpu_compat.has_cuda():  # "CPU RNG state changed within GPU RNG context", once a parameter: here they are one
+        logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tensor_model_parallel_size)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)

@@ -130,7 +130,7 @@ def _processor_bound(workload: Workload, timing: Timing) -> float:
         us = sum(sum(t.forward) + sum(t.backward) for t in timing.layers[rank]) * parallel.num_microbatches
         for dp in range(parallel.dp):
             for tp in range(parallel.tensor_model_parallel_size):
-                work[parallel.node_of(rank, dp, tp)] += us
+                work[timing.machine_of(rank, dp, tp)] += us
     return max(work) / timing.processors
 
 

@@ -88,7 +88,7 @@ class Engine:
         self.workload, self.timing, self.publish = workload, timing, publish
         parallel = workload.parallel
         self.pp, self.stages, self.microbatches = parallel.pp, parallel.pp * parallel.vp, parallel.num_microbatches
-        self.ranks = [RankState(program, parallel.node_of(program.pp_rank, 0)) for program in programs]
+        self.ranks = [RankState(program, timing.machine_of(program.pp_rank, 0)) for program in programs]
         self.arrived = bytearray(2 * self.stages * self.microbatches)
         self.edge_free: dict[tuple[int, int], float] = {}
         self.heap: list[tuple] = []
@@ -104,7 +104,7 @@ class Engine:
         for rank in self.ranks:
             self.on_node.setdefault(rank.node, []).append(rank)
             rank.weight = sum(
-                parallel.node_of(rank.pp_rank, dp, tp) == rank.node
+                timing.machine_of(rank.pp_rank, dp, tp) == rank.node
                 for dp in range(parallel.dp) for tp in range(parallel.tensor_model_parallel_size)
             )  # fmt: skip
             self.ranks_on[rank.node] += rank.weight

@@ -53,6 +53,7 @@ class Timing:
         self._hierarchical = (Costs(hierarchical, extrapolate=extrapolate), Costs(hierarchical, extrapolate=True)) if any(self._hierarchy) else None
         self.call_us = table.group_overhead.call_us or 0.0
         self.processors = table.topology.processors_per_node
+        self._nodes_sharing = table.topology.nodes_sharing or 1
         sends = parallel.pp > 1 and workload.p2p_bytes > 0
         self.p2p_us = self.costs.p2p_us(workload.p2p_bytes) if sends else 0.0
         self.layers = [[self._layer_times(chunk) for chunk in workload.chunks_of_rank(rank)] for rank in range(parallel.pp)]
@@ -75,6 +76,10 @@ class Timing:
         self.disturbed = tuple(any(pairs) for pairs in self._pairs)
         """By kind: whether anything slows it at all, so that undisturbed kinds cost no look-ups."""
         self.disturbs = tuple(any(pairs[kind] for pairs in self._pairs) for kind in range(len(KINDS)))
+
+    def machine_of(self, pp_rank: int, dp_rank: int, tp_rank: int = 0) -> int:
+        """The machine whose processors a rank uses: its node, but where nodes are emulated."""
+        return self.workload.parallel.node_of(pp_rank, dp_rank, tp_rank) // self._nodes_sharing
 
     def processor_us(self, kind: int, size_bytes: int) -> float:
         """Processor time that one rank's transport of ``kind`` takes where compute needs it too; else 0."""

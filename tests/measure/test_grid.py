@@ -5,7 +5,7 @@ import pytest
 from megatron_ext.measure import grid, table
 from megatron_ext.measure.compute import measure_compute, walk_us
 from megatron_ext.measure.options import Options
-from megatron_ext.measure.processors import Place, processors_of
+from megatron_ext.measure.processors import Place, nodes_sharing
 from megatron_ext.measure.program import sizes_of
 
 from layers import Layer
@@ -64,7 +64,7 @@ def test_a_walk_comes_by_every_layer_of_a_kind():
 
 def test_nodes_on_one_kernel_share_the_processors_that_both_may_use():
     two = frozenset((0, 1))
-    assert processors_of(0, [Place(0, "a", two), Place(0, "a", two)]) == 2
-    assert processors_of(1, [Place(n, "a", two) for n in range(4)]) == 0.5  # four emulated nodes
-    assert processors_of(1, [Place(n, str(n), two) for n in range(4)]) == 2  # four machines
-    assert processors_of(0, [Place(0, "a", frozenset((0,))), Place(1, "a", frozenset((1,)))]) == 1
+    assert nodes_sharing([Place(0, "a", two), Place(0, "a", two)]) == 1
+    assert nodes_sharing([Place(n, "a", two) for n in range(4)]) == 4  # four emulated nodes
+    assert nodes_sharing([Place(n, str(n), two) for n in range(4)]) == 1  # four machines
+    assert nodes_sharing([Place(0, "a", frozenset((0,))), Place(1, "a", frozenset((1,)))]) == 1

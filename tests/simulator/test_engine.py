@@ -122,6 +122,10 @@ def test_ranks_share_the_processors_of_their_node():
     alone = simulate(work, table_of(work)).step_time_us
     shared = simulate(work, table_of(work, topology=cost.Topology(processors_per_node=2.0))).step_time_us
     assert alone == pytest.approx(400) and shared == pytest.approx(100 + 2 * 300)
+    nodes = make_workload(pp=1, vp=1, dp=4, microbatches=1, order="no_pipeline", gpus_per_node=1)
+    assert simulate(nodes, table_of(nodes, topology=cost.Topology(processors_per_node=2.0))).step_time_us == pytest.approx(400)
+    emulated = simulate(nodes, table_of(nodes, topology=cost.Topology(processors_per_node=2.0, nodes_sharing=4)))
+    assert emulated.step_time_us == pytest.approx(100 + 2 * 300) and emulated.lower_bound_us <= emulated.step_time_us
 
 
 def test_whole_iteration_has_reduction_and_optimizer_where_they_are_known():
