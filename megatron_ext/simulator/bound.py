@@ -7,7 +7,8 @@ The bound is the largest of these, and each drops constraints only:
   there, nothing disturbed anything, and every rank had a processor of its own.
 * Room: with zero stage 3, whatever does not fit beside a layer cannot come before that layer
   has computed; so much must come between it and the next layer, with compute idle.
-* Processors: where the ranks of a node share processors, all their compute by all of them.
+* Processors: where the ranks of a node share processors, all their compute by all of them; and
+  all of a rank's replicas but for their last backward, before gradients of that are reduced.
 * Links: before a layer first computes, the least bytes that must have come by then
   (:mod:`megatron_ext.simulator.least_loads`) have come over the rank's links; after it the rest
   of the pipeline follows. In ``T`` microseconds a link brings at most ``T`` times the best rate
@@ -124,14 +125,23 @@ def _after_last_step(workload: Workload, timing: Timing) -> list[float]:
 def _processor_bound(workload: Workload, timing: Timing) -> float:
     if timing.processors is None:
         return 0.0
-    parallel = workload.parallel
+    parallel, rate, least = workload.parallel, timing.best_reduce_rate, timing.least_reduce_us
     work = [0.0] * parallel.num_nodes
-    for rank in range(parallel.pp):
+    bound = 0.0
+    for rank, steps in enumerate(steps_of_ranks(parallel)):
         us = sum(sum(t.forward) + sum(t.backward) for t in timing.layers[rank]) * parallel.num_microbatches
+        replicas = [0] * parallel.num_nodes
         for dp in range(parallel.dp):
             for tp in range(parallel.tensor_model_parallel_size):
-                work[timing.machine_of(rank, dp, tp)] += us
-    return max(work) / timing.processors
+                replicas[timing.machine_of(rank, dp, tp)] += 1
+        work = [before + count * us for before, count in zip(work, replicas)]
+        # All replicas are at their last backward before any of its gradients can be reduced.
+        last = steps[-1].stage // parallel.pp
+        backward = sum(timing.layers[rank][last].backward)
+        reduce = workload.chunk(rank, last).bytes / rate if rate else 0.0
+        for count in replicas:
+            bound = max(bound, count * (us - backward) / timing.processors + reduce)
+    return max(bound, max(work) / timing.processors + least)
 
 
 class Links:
