@@ -17,7 +17,8 @@ def main() -> None:
     rank, per_node = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     nodes, node = os.environ["EMULATED_NODES"].split(","), rank // per_node
     enter(nodes[node])
-    own = sorted(os.sched_getaffinity(0))[node :: len(nodes)]
+    every = sorted(os.sched_getaffinity(0))
+    own = every[node :: len(nodes)] if len(every) >= len(nodes) else every
     if own:
         os.sched_setaffinity(0, own)
     os.environ["LOCAL_RANK"] = str(rank % per_node)
