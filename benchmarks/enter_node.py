@@ -3,8 +3,8 @@
 The launcher starts this once a rank; the node follows from RANK and LOCAL_WORLD_SIZE, as on a
 cluster. The process becomes the command, so that signals and exit codes pass unchanged.
 
-Where there are as many processors as nodes each node has its own: a cost table says how many a node
-has, and nodes that share them would be slower than it says.
+Where there are as many processors as nodes each node has its own; else all share all of them, which
+the measurement sees and the cost table says.
 """
 
 import os
@@ -19,8 +19,7 @@ def main() -> None:
     enter(nodes[node])
     every = sorted(os.sched_getaffinity(0))
     own = every[node :: len(nodes)] if len(every) >= len(nodes) else every
-    if own:
-        os.sched_setaffinity(0, own)
+    os.sched_setaffinity(0, own)
     os.environ["LOCAL_RANK"] = str(rank % per_node)
     os.execvp(sys.argv[1], sys.argv[1:])
 
