@@ -42,8 +42,8 @@ CORPUS = "runs/corpus/stdlib"
 SHORT = 4
 """Iterations of the run that is subtracted when bytes are counted: what a run sends besides them."""
 
-
 LATE = "-late"
+"""Behind a policy's name: its plan without look-ahead."""
 
 
 class Emulation:

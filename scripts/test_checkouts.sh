@@ -6,8 +6,8 @@
 #                                               patched, verified and reverted, not trained
 #
 # --no-train leaves the training out; --layouts adds 1F1B, no pipeline, tensor parallelism and
-# zero stage 3. PYTHON names the interpreter that has torch; without it .venv is set up and used. edited_checkouts.py does the same with
-# trees that were edited at random.
+# zero stage 3. PYTHON names the interpreter that has torch; without it .venv is set up and used.
+# edited_checkouts.py does the same with trees that were edited at random.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ -z "${PYTHON:-}" ] && [ -d "${1:-}" ]; then # trees that train

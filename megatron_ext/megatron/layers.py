@@ -3,7 +3,7 @@
 import re
 from collections import OrderedDict
 from functools import partial, wraps
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 
@@ -95,6 +95,7 @@ class Boundaries:
         self._layers = [layers_of(chunk) for chunk in chunks]
         self._uses, self._blocks = uses, blocks
         self._waiting: dict[tuple[int, int], list] = {}
+        self._restore: list[Callable[[], None]] = []
 
     def uses(self, group_index: int) -> tuple[int, int]:
         return self._uses[group_index]
@@ -122,19 +123,21 @@ class Boundaries:
         """What runs when this layer computes next; the first call wraps the layer's forward."""
         key = (model_chunk_id, boundary)
         if key not in self._waiting:
-            self._waiting[key] = _wrap_forward(self._layers[model_chunk_id][boundary].module)
+            self._waiting[key], restore = _wrap_forward(self._layers[model_chunk_id][boundary].module)
+            self._restore.append(restore)
         return self._waiting[key]
 
     def close(self) -> None:
         """Give the layers their forward back."""
-        for chunk, layer in self._waiting:
-            del self._layers[chunk][layer].module.__dict__["forward"]
+        while self._restore:
+            self._restore.pop()()
         self._waiting.clear()
 
 
-def _wrap_forward(module: torch.nn.Module) -> list:
-    """Make ``module`` run, and forget, what stands in the returned list before it computes."""
-    armed, inner = [], module.forward
+def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
+    """Make ``module`` run, and forget, what stands in the returned list before it computes; and a
+    function that undoes it."""
+    armed, inner, own = [], module.forward, "forward" in vars(module)
 
     @wraps(inner)
     def forward(*args, **kwargs):
@@ -142,8 +145,14 @@ def _wrap_forward(module: torch.nn.Module) -> list:
             armed.pop()(args, kwargs)
         return inner(*args, **kwargs)
 
+    def restore() -> None:
+        if own:  # somebody else's wrapper
+            module.forward = inner
+        else:
+            del module.forward
+
     module.forward = forward
-    return armed
+    return armed, restore
 
 
 def _gradient_hook(actions):
@@ -153,14 +162,12 @@ def _gradient_hook(actions):
         for action in actions:
             action()
 
-    hooks = OrderedDict({0: on_gradient})
-
     def hang_on(activation: torch.Tensor) -> None:
-        # What Tensor.register_hook does, without a dictionary and a handle for every tensor. Both
-        # names are torch's own, so where one is gone its public way is taken.
+        # What Tensor.register_hook does, without its handle. Both names are torch's own, so where one
+        # is gone its public way is taken. Others may add hooks of theirs: the dictionary is the tensor's.
         node = activation.grad_fn
         if activation._backward_hooks is None and hasattr(node, "_register_hook_dict"):
-            activation._backward_hooks = hooks
+            activation._backward_hooks = OrderedDict(megatron_ext=on_gradient)
             node._register_hook_dict(activation)
         else:
             activation.register_hook(on_gradient)

@@ -189,12 +189,10 @@ class Timing:
 
     def reduce_us(self, size_bytes: int) -> float:
         """Reducing one group's gradients; 0 where the table lacks it. A group smaller than any that
-        was measured is read along the first segment."""
+        was measured takes as long as that."""
         if not size_bytes or not self._reduce:
             return 0.0
-        if size_bytes < self._reduce[0].size_bytes:
-            return self._beyond.estimate("reduce", size_bytes).us
-        return self._estimate("reduce", size_bytes).us
+        return self._estimate("reduce", max(size_bytes, self._reduce[0].size_bytes)).us
 
     @property
     def least_reduce_us(self) -> float:

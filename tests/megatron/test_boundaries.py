@@ -1,0 +1,55 @@
+"""Acting between two layers: once, and without a trace of it."""
+
+import torch
+
+from megatron_ext.megatron.layers import Boundaries, Layer
+
+
+def two_layers():
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    boundaries = Boundaries([], {}, [])
+    boundaries._layers = [[Layer("transformer", layer, ()) for layer in layers]]
+    return layers, boundaries
+
+
+def run(layers, arm=None) -> None:
+    if arm is not None:
+        arm()
+    layers[1](layers[0](torch.ones(2, 4))).sum().backward()
+
+
+def test_actions_run_once_for_each_time_they_are_armed():
+    layers, boundaries = two_layers()
+    seen = []
+    arm = boundaries.arm(0, 1, (lambda: seen.append("F"),), (lambda: seen.append("B"),))
+    for armed in (True, False, True):
+        run(layers, arm if armed else None)
+    assert seen == ["F", "B", "F", "B"]
+
+
+def test_hooks_of_others_stay_with_their_tensor():
+    layers, boundaries = two_layers()
+    seen, foreign = [], []
+    arm = boundaries.arm(0, 1, (lambda: seen.append("F"),), (lambda: seen.append("B"),))
+    inner = layers[1].forward
+
+    def forward(hidden):
+        output = inner(hidden)
+        if not foreign:
+            hidden.register_hook(lambda gradient: foreign.append("B"))
+        return output
+
+    layers[1].forward = forward
+    run(layers, arm)
+    run(layers, arm)
+    assert seen == ["F", "B", "F", "B"] and foreign == ["B"]
+
+
+def test_closing_gives_layers_their_forward_back():
+    layers, boundaries = two_layers()
+    wrapper = layers[1].forward = lambda hidden: hidden * 2  # somebody else's
+    for number in (0, 1):
+        boundaries.arm(0, number, (), ())
+    assert "forward" in vars(layers[0]) and layers[1].forward is not wrapper
+    boundaries.close()
+    assert "forward" not in vars(layers[0]) and layers[1].forward is wrapper
