@@ -1,8 +1,9 @@
 """Small made-up workloads and cost tables for tests and benchmarks of simulator and planner."""
 
 import random
-
 from math import prod
+
+from msgspec.structs import replace
 
 from megatron_ext.cost import model as cost
 from megatron_ext.workload import model as workload
@@ -93,4 +94,27 @@ def random_case(seed: int):
         work, gpu=(draw.uniform(1, 8), draw.uniform(800, 6000)), cpu=(draw.uniform(1, 8), draw.uniform(800, 6000)),
         publish=(1.0, draw.uniform(2000, 20000)), forward=forward, backward=2 * forward, p2p=(2.0, 1e4), contention=contention,
     )  # fmt: skip
+    return work, table
+
+
+def uneven_case(seed: int):
+    """Zero stage 3 with layers of very different size and little room, where a group may have to
+    make room although it is needed again before its step ends."""
+    draw = random.Random(seed)
+    pp, vp, order = draw.choice(((1, 1, "no_pipeline"), (2, 1, "1f1b"), (2, 2, "interleaved")))
+    layers = draw.choice((3, 4, 6))
+    base = make_workload(pp=pp, vp=vp, order=order, layers=layers, microbatches=4, zero_stage=3)
+    chunks = []
+    for chunk in base.chunks:
+        times = [draw.choice((1, 1, 1, 2, 4)) for _ in range(layers)]
+        parameters = tuple(
+            replace(p, shape=(p.shape[0] * times[p.layer], *p.shape[1:]), bytes=p.bytes * times[p.layer]) for p in chunk.parameters
+        )
+        chunks.append(replace(chunk, parameters=parameters))
+    largest = max(sum(p.bytes for p in chunk.parameters if p.layer == layer) for chunk in chunks for layer in range(layers))
+    rank = max(sum(chunk.bytes for chunk in chunks if chunk.pp_rank == number) for number in range(pp))
+    limit = int(largest * draw.uniform(1.0, 1.5)) + 4096 + int((rank - largest) * draw.choice((0, 0.1, 0.3, 0.6, 0.8)))
+    work = workload.check(replace(base, chunks=tuple(chunks), limits=workload.Limits(device_bytes=limit)))
+    cpu = draw.choice((None, (3.0, 900.0)))
+    table = make_table(work, gpu=(draw.uniform(1, 8), draw.uniform(300, 6000)), cpu=cpu, forward=draw.uniform(5, 100), backward=draw.uniform(10, 200))
     return work, table

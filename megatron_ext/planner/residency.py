@@ -178,9 +178,12 @@ class RankWalk:
         return False
 
     def _release(self, number: int, group: int) -> None:
-        """Free ``group`` right after the turn before ``number``."""
-        previous = self.points[number - 1]
-        del self.whole[group]
+        """Free ``group`` right after the turn before ``number``; where it is needed again within that
+        turn's step, right after its own last turn: a group may be freed in a step only behind its use."""
+        previous, until = self.points[number - 1], self.whole.pop(group)
+        again = self._next_turn(group)
+        if again < inf and self.points[int(again)].step == previous.step:
+            previous = self.points[until]
         self.free += self.blocks.groups[group].bytes
         self.freed.append(Freed(group, previous.step, previous.after))
 

@@ -7,8 +7,7 @@ The bound is the largest of these, and each drops constraints only:
   there, nothing disturbed anything, and every rank had a processor of its own.
 * Room: with zero stage 3, whatever does not fit beside a layer cannot come before that layer
   has computed; so much must come between it and the next layer, with compute idle.
-* Processors: where the ranks of a node share processors, all their compute by all of them; and
-  all of a rank's replicas but for their last backward, before gradients of that are reduced.
+* Processors and gradients: see :mod:`megatron_ext.simulator.last_backward`.
 * Links: before a layer first computes, the least bytes that must have come by then
   (:mod:`megatron_ext.simulator.least_loads`) have come over the rank's links; after it the rest
   of the pipeline follows. In ``T`` microseconds a link brings at most ``T`` times the best rate
@@ -18,14 +17,14 @@ The bound is the largest of these, and each drops constraints only:
 * Work: the compute of a rank is slowed while its gathers run, unless they run while it waits
   for its first input.
 
-What must be reduced of the gradients after a rank's last step, and the optimizer step, are added
-where the table knows them.
+The optimizer step is added where the table knows it.
 """
 
 from itertools import combinations
 
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.simulator.critical import Durations, alone, earliest_ends, tails
+from megatron_ext.simulator.last_backward import last_backwards, processor_bound
 from megatron_ext.simulator.least_loads import layer_bytes, least_loads
 from megatron_ext.simulator.stock import buckets
 from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, KINDS, Timing
@@ -46,10 +45,11 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
     alone_us = alone(workload, timing).steps
     least = with_gaps(workload, timing, links_of)
     ends = earliest_ends(workload, timing, least)
-    after = _after_last_step(workload, timing)
+    last = last_backwards(workload, timing)
+    after = [rank.from_start_us - rank.backward_us for rank in last]
     optimizer = max(timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(r))) for r in range(parallel.pp))
     bound = max(mine[-1] + after[rank] for rank, mine in enumerate(ends))
-    bound = max(bound, _processor_bound(workload, timing))
+    bound = max(bound, processor_bound(workload, timing, last))
     remaining = tails(workload, timing, least)
     steps = steps_of_ranks(parallel)
     for rank in range(parallel.pp):
@@ -108,42 +108,6 @@ def _gap_rule(links: "Links", limit: int):
     return gap
 
 
-def _after_last_step(workload: Workload, timing: Timing) -> list[float]:
-    """By rank: reducing what is left of the gradients of the chunk that computes last. Its groups can
-    be reduced while it computes, but the last of them only when it has."""
-    pp, least, rate = workload.parallel.pp, timing.least_reduce_us, timing.best_reduce_rate
-    if not rate:
-        return [0.0] * pp
-    after = []
-    for rank, steps in enumerate(steps_of_ranks(workload.parallel)):
-        chunk = steps[-1].stage // pp
-        bytes_, backward = workload.chunk(rank, chunk).bytes, sum(timing.layers[rank][chunk].backward)
-        after.append(max(least, bytes_ / rate - backward) if bytes_ else 0.0)
-    return after
-
-
-def _processor_bound(workload: Workload, timing: Timing) -> float:
-    if timing.processors is None:
-        return 0.0
-    parallel, rate, least = workload.parallel, timing.best_reduce_rate, timing.least_reduce_us
-    work = [0.0] * parallel.num_nodes
-    bound = 0.0
-    for rank, steps in enumerate(steps_of_ranks(parallel)):
-        us = sum(sum(t.forward) + sum(t.backward) for t in timing.layers[rank]) * parallel.num_microbatches
-        replicas = [0] * parallel.num_nodes
-        for dp in range(parallel.dp):
-            for tp in range(parallel.tensor_model_parallel_size):
-                replicas[timing.machine_of(rank, dp, tp)] += 1
-        work = [before + count * us for before, count in zip(work, replicas)]
-        # All replicas are at their last backward before any of its gradients can be reduced.
-        last = steps[-1].stage // parallel.pp
-        backward = sum(timing.layers[rank][last].backward)
-        reduce = workload.chunk(rank, last).bytes / rate if rate else 0.0
-        for count in replicas:
-            bound = max(bound, count * (us - backward) / timing.processors + reduce)
-    return max(bound, max(work) / timing.processors + least)
-
-
 class Links:
     """What the links of one rank can bring at best."""
 
@@ -158,21 +122,10 @@ class Links:
         self.timing = timing
         self.curves = {route: _points(timing, route, largest) for route in offered}
         self.routes = tuple(route for route in offered if self.curves[route])
-        self.excess = {(a, b): self._least_excess(_KIND[a], _KIND[b]) for a in self.routes for b in self.routes if _KIND[a] != _KIND[b]}
-        self.slows_compute = {route: self._least_excess(COMPUTE, _KIND[route]) for route in self.routes}
+        self.excess = {(a, b): timing.least_excess(_KIND[a], _KIND[b]) for a in self.routes for b in self.routes if _KIND[a] != _KIND[b]}
+        self.slows_compute = {route: timing.least_excess(COMPUTE, _KIND[route]) for route in self.routes}
         self.best_rates = {route: max(size / us for size, us in self.curves[route]) for route in self.routes}
         self.best_rate = self._together(self.best_rates) if self.routes else 0.0
-
-    def _least_excess(self, measured: int, busy: int) -> float:
-        """The least that any row says of this pair; 0 where nothing was measured."""
-        timing = self.timing
-        if not timing.disturbs_kind(measured, busy):
-            return 0.0
-        names = (KINDS[measured], KINDS[busy])
-        rows = [row.slowdown for row in timing.table.contention if (row.measured, row.busy) == names]
-        if not rows:
-            return timing.excess(measured, 0)[busy] if timing.disturbed[measured] else 0.0
-        return max(min(rows) - 1.0, 0.0)
 
     def _sets(self):
         """Sets of links that can be busy at once: ``cpu`` and ``nvme`` end on the same PCIe link."""

@@ -223,6 +223,16 @@ class Timing:
             )
         return found
 
+    def least_excess(self, measured: int, busy: int) -> float:
+        """The least that any row says of this pair; 0 where nothing was measured."""
+        if not self.disturbs_kind(measured, busy):
+            return 0.0
+        names = (KINDS[measured], KINDS[busy])
+        rows = [row.slowdown for row in self.table.contention if (row.measured, row.busy) == names]
+        if not rows:
+            return self.excess(measured, 0)[busy]
+        return max(min(rows) - 1.0, 0.0)
+
     def _slowdown(self, measured: str, busy: str, size_bytes: int) -> float:
         slowdown = self.costs.slowdown(measured, busy, size_bytes or None)
         if slowdown == 1.0 and self.table.topology.nic_shares_pcie and (measured, busy) in _SHARED_PCIE:

@@ -9,7 +9,7 @@ from megatron_ext.planner import plan, verdict
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import validate
-from planning_cases import make_table, make_workload
+from planning_cases import make_table, make_workload, uneven_case
 
 WORKLOADS = {
     "interleaved": dict(),
@@ -37,6 +37,15 @@ def test_hybrid_is_valid_within_limits_and_no_worse_than_any_baseline(name):
         assert max(device_peaks(planned)) <= work.limits.device_bytes
     if work.limits.pinned_host_bytes is not None:
         assert max(pinned_host_bytes(planned)) <= work.limits.pinned_host_bytes
+
+
+@pytest.mark.parametrize("seed", [0, 48, *range(1, 7)])
+def test_layers_of_different_size_in_little_room(seed):
+    """In seeds 0 and 48 a group that the same step needs again must make room."""
+    work, table = uneven_case(seed)
+    planned = plan(work, table)
+    match(validate(planned), work)
+    assert max(device_peaks(planned)) <= work.limits.device_bytes
 
 
 def test_a_full_swap_buffer_sends_the_rest_by_all_gather():

@@ -1,12 +1,15 @@
 """No schedule beats the lower bound."""
 
+from itertools import product
+
 import pytest
+from msgspec.structs import replace
 
 from megatron_ext.cost import model as cost
 from megatron_ext.planner import plan
 from megatron_ext.simulator.bound import lower_bound
 from megatron_ext.simulator.timing import Timing
-from planning_cases import make_table, make_workload
+from planning_cases import line, make_table, make_workload, uneven_case
 
 WORKLOADS = {
     "interleaved": dict(),
@@ -47,3 +50,47 @@ def test_bound_is_tight_where_one_thing_is_the_limit():
     assert plan(work, fast).predicted.step_time_us == pytest.approx(lower_bound(work, Timing(work, fast)), rel=1e-3)
     slow = make_table(work, gpu=(1.0, 10.0), cpu=None, forward=0.01, backward=0.01, p2p=(0.001, 1e9))
     assert plan(work, slow).predicted.step_time_us == pytest.approx(lower_bound(work, Timing(work, slow)), rel=1e-3)
+
+
+def with_gradients(table, *, reduce, slower, processors=None, share=0.0):
+    """The table with reducing, what compute makes of it, and transports that take processors."""
+    def takes(curve):
+        return curve and replace(curve, points=tuple(replace(p, processor_us=share * p.p50_us) for p in curve.points))
+
+    table = replace(
+        table, reduce=takes(line(*reduce)), contention=(*table.contention, cost.Contention(measured="reduce", busy="compute", slowdown=slower)),
+        routes=replace(table.routes, gpu=takes(table.routes.gpu), cpu=takes(table.routes.cpu)),
+        topology=replace(table.topology, processors_per_node=processors),
+    )  # fmt: skip
+    return cost.check(table)
+
+
+PROCESSORS = ((None, 0.0), (1.0, 0.1), (1.5, 0.4), (2.0, 0.9), (4.0, 0.3))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_faster_where_gradients_are_reduced_beside_compute(seed):
+    work, table = uneven_case(seed)
+    for reduce, (processors, share) in product(((2.0, 400.0), (30.0, 4000.0)), PROCESSORS):
+        full = with_gradients(table, reduce=reduce, slower=1.0 + seed / 3, processors=processors, share=share)
+        bound = lower_bound(work, Timing(work, full))
+        for policy in ("all-gpu", "random:1", *(["all-cpu"] if full.routes.cpu else [])):
+            try:
+                planned = plan(work, full, policy=policy)
+            except ValueError:  # a whole chunk does not fit the device's room
+                continue
+            assert planned.predicted.step_time_us >= bound * (1 - 1e-9), (policy, reduce, processors)
+
+
+def test_bound_knows_that_compute_slows_reducing_and_shares_processors_with_it():
+    """One rank of two on each of two machines with one processor: reducing takes as long as the last
+    backward, at two thirds of its speed beside it, and takes a tenth of a processor."""
+    work = make_workload(pp=1, vp=1, dp=4, gpus_per_node=2, microbatches=2, layers=20, order="no_pipeline")
+    size = work.chunks[0].bytes
+    table = make_table(work, gpu=(0.001, 1e9), cpu=None, forward=1000.0, backward=2000.0)
+    full = with_gradients(table, reduce=(0.001, size / 4000.0), slower=1.5, processors=1.0, share=0.1)
+    bound = lower_bound(work, Timing(work, full))
+    # Before: 4 ms compute by two ranks. From there: compute 4 ms / (1 - 2 * 0.1 / 1.5), and what is not reduced by then.
+    compute = 4000.0 / (1 - 0.2 / 1.5)
+    assert bound == pytest.approx(8000.0 + compute + 4000.0 - compute / 1.5, rel=2e-3)
+    assert plan(work, full).predicted.step_time_us == pytest.approx(bound, rel=0.06)

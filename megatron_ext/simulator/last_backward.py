@@ -1,0 +1,141 @@
+"""What no schedule can avoid around a rank's last backward: reducing gradients, and sharing processors.
+
+[Note: Why these are bounds]
+* Gradients of a chunk can be reduced only after its last backward has begun. Groups are whole
+  parameters, so each byte is reduced at no better rate than that of some group at least as
+  large as its parameter. While the rank computes, reducing is slowed by what the table says, and
+  takes processors from that compute. With ``y`` microseconds of reducing beside compute the rest
+  comes after it; the time is linear in ``y``, so the least is at one of its ends.
+* Data-parallel ranks of one pipeline rank behave alike: all are at their last backward together,
+  and before it their compute, and the cheapest transport of all that must have come, take
+  processors. The engine leaves at least half of the processors to compute, so transports
+  are counted only as far as all of them together could take the other half.
+"""
+
+from typing import NamedTuple
+
+from megatron_ext.cost.curve import curves_of
+from megatron_ext.errors import InputError
+from megatron_ext.simulator.least_loads import least_loads
+from megatron_ext.simulator.stock import buckets
+from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, REDUCE, Timing
+from megatron_ext.workload.model import Chunk, Workload, group_bytes
+from megatron_ext.workload.order import steps_of_ranks
+
+_LINKS = {"gpu": GPU, "cpu": CPU}
+
+
+class LastBackward(NamedTuple):
+    """The last backward of a pipeline rank. ``from_start_us``: no less from its beginning until all
+    its gradients are reduced; ``before_us``: compute of the rank before it; ``loaded``: bytes that
+    must have come before it."""
+
+    backward_us: float
+    from_start_us: float
+    before_us: float
+    loaded: float
+
+
+def last_backwards(workload: Workload, timing: Timing) -> list[LastBackward]:
+    """By pipeline rank."""
+    found = []
+    for rank, steps in enumerate(steps_of_ranks(workload.parallel)):
+        number = steps[-1].stage // workload.parallel.pp
+        backward = sum(timing.layers[rank][number].backward)
+        compute = sum(sum(t.forward) + sum(t.backward) for t in timing.layers[rank]) * workload.parallel.num_microbatches
+        loaded = max((need.loaded for need in least_loads(workload, timing, rank) if need.step < len(steps) - 1), default=0.0)
+        reduce = least_reduce_us(workload.chunk(rank, number), timing, workload.parallel.dp)
+        found.append(LastBackward(backward, _from_start(backward, reduce, timing, max(_replicas(workload, timing, rank))), compute - backward, loaded))
+    return found
+
+
+def least_reduce_us(chunk: Chunk, timing: Timing, dp: int) -> float:
+    """No grouping of a chunk's parameters is reduced in less, alone; 0 without such a curve."""
+    if timing.table.reduce is None or not chunk.bytes:
+        return 0.0
+    largest = max(group_bytes(part, dp) for part in buckets(chunk))
+    measured = {point.size_bytes for points in curves_of(timing.table.reduce).values() for point in points}
+    sizes = {size for size in measured if 0 < size < largest} | {parameter.bytes for parameter in chunk.parameters} | {largest}
+    least, per_byte = float("inf"), {}
+    for size in sorted(sizes, reverse=True):
+        try:
+            least = min(least, timing.reduce_us(size) / size)
+        except InputError:  # larger groups than measured cannot be planned
+            pass
+        per_byte[size] = least
+    return sum(parameter.bytes * per_byte[parameter.bytes] for parameter in chunk.parameters if per_byte[parameter.bytes] < float("inf"))
+
+
+def processor_bound(workload: Workload, timing: Timing, last: list[LastBackward]) -> float:
+    """The bound by processors that ranks of a machine share; 0 where they do not."""
+    if timing.processors is None:
+        return 0.0
+    work = [0.0] * workload.parallel.num_nodes
+    bound = 0.0
+    for rank, mine in enumerate(last):
+        replicas = _replicas(workload, timing, rank)
+        work = [before + count * (mine.before_us + mine.backward_us) for before, count in zip(work, replicas)]
+        for count in replicas:
+            if count:
+                before = mine.before_us + _least_gather_processor_us(timing, mine.loaded, count)
+                bound = max(bound, count * before / timing.processors + mine.from_start_us)
+    return max(bound, max(work) / timing.processors + timing.least_reduce_us)
+
+
+def _replicas(workload: Workload, timing: Timing, rank: int) -> list[int]:
+    """By machine: how many ranks of a pipeline rank it holds."""
+    parallel = workload.parallel
+    replicas = [0] * parallel.num_nodes
+    for dp in range(parallel.dp):
+        for tp in range(parallel.tensor_model_parallel_size):
+            replicas[timing.machine_of(rank, dp, tp)] += 1
+    return replicas
+
+
+def _from_start(backward_us: float, reduce_us: float, timing: Timing, count: int) -> float:
+    """Least time from the beginning of the last backward of ``count`` ranks of a machine until ``reduce_us``
+    of reducing is done too."""
+    processors = timing.processors
+    slower = 1.0 + timing.least_excess(REDUCE, COMPUTE)
+    alone = backward_us if processors is None else backward_us * max(1.0, count / processors)
+    after = alone + reduce_us  # nothing reduced beside compute
+    takes = 0.0 if processors is None or count < processors else count / processors * _least_share(timing, REDUCE, count)
+    if takes < slower:
+        compute = alone / (1.0 - takes / slower)
+        beside = compute / slower
+        if beside > reduce_us:
+            beside, compute = reduce_us, alone + takes * reduce_us
+        after = min(after, compute + reduce_us - beside)
+    return max(after, alone + timing.least_reduce_us)
+
+
+def _points(timing: Timing, kind: int):
+    table = timing.table
+    curve = {REDUCE: table.reduce, GPU: table.routes.gpu, CPU: table.routes.cpu}[kind]
+    return [(point.size_bytes, point.p50_us) for points in curves_of(curve or ()).values() for point in points if point.size_bytes and point.p50_us]
+
+
+def _capped(timing: Timing, shares: list[float], count: int) -> float:
+    """The part of what transports with these shares of a processor take that compute cannot have back."""
+    most = count * max(shares, default=0.0)
+    return min(1.0, timing.processors / 2 / most) if most else 1.0
+
+
+def _least_share(timing: Timing, kind: int, count: int) -> float:
+    """The least share of a processor that transports of ``kind`` take from compute."""
+    shares = [timing.processor_us(kind, size) / us for size, us in _points(timing, kind)]
+    return min(shares, default=0.0) * _capped(timing, shares, count)
+
+
+def _least_gather_processor_us(timing: Timing, size_bytes: float, count: int) -> float:
+    """Processor time that ``size_bytes`` take from compute by the cheapest route, whatever its groups."""
+    least = float("inf")
+    most: list[float] = []
+    for route, kind in _LINKS.items():
+        if timing.offers(route):
+            points = _points(timing, kind)
+            least = min(least, min(timing.processor_us(kind, size) / size for size, _ in points))
+            most.append(max(timing.processor_us(kind, size) / us for size, us in points))
+    if timing.offers("nvme") or not most:
+        return 0.0  # its drive's part has no row of its own
+    return size_bytes * least * _capped(timing, [sum(most)], count)
