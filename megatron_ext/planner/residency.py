@@ -193,7 +193,10 @@ class RankWalk:
         self.whole[group] = turn
         size = self.blocks.groups[group].bytes
         self.free -= size
-        route, arrival = self._route(group, size, issue)
+        route, arrival, delay = self._route(group, size, issue)
+        if delay:
+            other = "cpu" if route == "gpu" else "gpu"
+            self.link_free[other] += delay
         slot = -1
         if route == "nvme":
             slots = self.staged.setdefault(issue, [])
@@ -205,8 +208,10 @@ class RankWalk:
         self.arrives[group] = arrival
         self.placed.append(Placed(group, route, issue, self.points[turn].step, at, slot, issue))
 
-    def _route(self, group: int, size: int, issue: int) -> tuple[str, float]:
-        best = None
+    def _route(self, group: int, size: int, issue: int) -> tuple[str, float, float]:
+        """The route on which the group arrives first, counting what the others lose: route, arrival, and
+        by how much the other link's queue is delayed."""
+        best, least = None, inf
         forced = self.choices.forced.get((self.pp_rank, len(self.placed)))
         for route in self.choices.routes:
             ready = self.now
@@ -217,11 +222,12 @@ class RankWalk:
             elif route == "nvme" and not self._has_slot(group, issue):
                 continue
             begin = max(ready, self.link_free[route])
-            arrival = begin + self.timing.unshard_us(route, size, self.blocks.groups[group].algorithm) * self._slower(route, size, begin)
+            us, delay = self._beside(route, size, begin, self.timing.unshard_us(route, size, self.blocks.groups[group].algorithm))
+            found = route, begin + us, delay
             if route == forced:
-                return route, arrival
-            if best is None or arrival < best[1]:
-                best = (route, arrival)
+                return found
+            if begin + us + delay < least:
+                best, least = found, begin + us + delay
         assert best is not None, "every group has a route"
         return best
 
@@ -236,15 +242,17 @@ class RankWalk:
             self.published[group] = self.publish_free = ready
         return ready
 
-    def _slower(self, route: str, size: int, begin: float) -> float:
-        """What ``route`` loses if the other links are still busy when it begins."""
-        kind = GPU if route == "gpu" else CPU
-        if not self.timing.disturbed[kind]:
-            return 1.0
-        excess = self.timing.excess(kind, size)
-        other = "cpu" if route == "gpu" else "gpu"
-        busy = self.link_free.get(other, 0.0) > begin
-        return 1.0 + (excess[CPU if route == "gpu" else GPU] if busy else 0.0)
+    def _beside(self, route: str, size: int, begin: float, us: float) -> tuple[float, float]:
+        """What a gather takes that would take ``us`` alone, if the other link is still busy when it
+        begins, and what the other loses meanwhile."""
+        mine, other = (GPU, CPU) if route == "gpu" else (CPU, GPU)
+        overlap = self.link_free.get("cpu" if mine == GPU else "gpu", 0.0) - begin
+        if overlap <= 0 or not (self.timing.disturbed[mine] or self.timing.disturbed[other]):
+            return us, 0.0
+        slower = 1.0 + self.timing.excess(mine, size)[other]
+        shared = min(overlap, us * slower)
+        others = self.timing.excess(other, size)[mine]
+        return us + shared * (1.0 - 1.0 / slower), shared * others / (1.0 + others)
 
 
 def walk(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices) -> Plan:
