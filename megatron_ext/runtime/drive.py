@@ -13,9 +13,11 @@ it has ended, however that is. Other processes open it as /proc/<pid>/fd/<fd>.
 import errno
 import os
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from typing import Callable
 
 from megatron_ext.errors import InputError
+from megatron_ext.runtime.block_reads import Request, open_reads
 
 BLOCK = 4096
 """Alignment that every drive takes for direct reads."""
@@ -115,42 +117,40 @@ class DriveFile:
                 raise InputError(f"cannot be read past the page cache: {error.strerror}", field=OPTION, value=label) from None
             self.direct = False
             self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._readers = None
+        self._reads = None
         self.configure(block_bytes, queue_depth)
 
     def configure(self, block_bytes: int, queue_depth: int) -> None:
         """Read by requests of another size, another number in flight. Not while something is read."""
-        if self._readers is not None:
-            self._readers.shutdown()
+        if self._reads is not None:
+            self._reads.close()
         self.block_bytes, self.queue_depth = block_bytes, queue_depth
-        self._readers = ThreadPoolExecutor(queue_depth, thread_name_prefix="megatron_ext-drive")
+        self._reads = open_reads(self._direct, queue_depth)
+
+    def start(self, memory: memoryview, offset: int, what: str, done: Callable[[Exception | None], None]) -> None:
+        """Begin to fill ``memory`` (aligned, a multiple of BLOCK) from ``offset``, behind reads that began before.
+
+        ``done(error)`` is called on another thread when all is there, with a DriveError that names
+        ``what`` and the file when it cannot be.
+        """
+        _Read(self, memory, offset, what, done).begin()
 
     def read(self, memory: memoryview, offset: int, what: str) -> None:
-        """Fill ``memory`` (aligned, a multiple of BLOCK) from ``offset``; blocks until it is there.
+        """:meth:`start`, and block until it is there.
 
         Raises:
             DriveError: naming ``what`` and the file.
         """
+        there, failures = threading.Event(), []
 
-        def one(start: int) -> None:
-            end = min(start + self.block_bytes, len(memory))
-            while start < end:
-                try:
-                    count = os.preadv(self._direct, [memory[start:end]], offset + start)
-                except OSError as error:
-                    raise DriveError(f"{what}: {self.label} cannot be read at byte {offset + start}: {error.strerror}") from None
-                if count == 0:
-                    raise DriveError(f"{what}: {self.label} ends at byte {offset + start}, {len(memory) - start} bytes too early")
-                start += count
+        def done(error: Exception | None) -> None:
+            failures.append(error)
+            there.set()
 
-        starts = range(0, len(memory), self.block_bytes)
-        if len(starts) == 1:
-            one(0)
-        else:
-            for _ in self._readers.map(one, starts):
-                pass
-        if not self.direct:  # or the next read would come from the page cache
-            os.posix_fadvise(self._direct, offset, len(memory), os.POSIX_FADV_DONTNEED)
+        self.start(memory, offset, what, done)
+        there.wait()
+        if failures[0] is not None:
+            raise failures[0]
 
     def write(self, memory, offset: int, what: str) -> None:
         """Write ``memory`` at ``offset``, on its way to the drive when this returns.
@@ -179,6 +179,42 @@ class DriveFile:
         os.ftruncate(self._buffered, size_bytes)
 
     def close(self) -> None:
-        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._reads.close()
         os.close(self._direct)
         os.close(self._buffered)
+
+
+class _Read:
+    """One read of a group, in blocks that come back in any order."""
+
+    def __init__(self, file: DriveFile, memory: memoryview, offset: int, what: str, done):
+        self.file, self.memory, self.offset, self.what, self.done = file, memory, offset, what, done
+        self._lock, self._left, self._error = threading.Lock(), 0, None
+
+    def begin(self) -> None:
+        starts = range(0, len(self.memory), self.file.block_bytes)
+        self._left = len(starts)
+        self.file._reads.read([self._request(start, min(start + self.file.block_bytes, len(self.memory))) for start in starts])
+
+    def _request(self, start: int, end: int) -> Request:
+        return Request(self.memory[start:end], self.offset + start, lambda count: self._came(start, end, count))
+
+    def _came(self, start: int, end: int, count: int) -> None:
+        """A block's read has ended after ``count`` bytes, or with an error number below 0."""
+        if 0 < count < end - start and count % BLOCK == 0:
+            self.file._reads.read([self._request(start + count, end)])
+            return
+        error = None
+        if count < 0:
+            error = f"cannot be read at byte {self.offset + start}: {os.strerror(-count)}"
+        elif count < end - start:
+            error = f"ends at byte {self.offset + start + count}, {len(self.memory) - start - count} bytes too early"
+        with self._lock:
+            if error is not None and self._error is None:
+                self._error = DriveError(f"{self.what}: {self.file.label} {error}")
+            self._left -= 1
+            if self._left:
+                return
+        if not self.file.direct:  # or the next read would come from the page cache
+            os.posix_fadvise(self.file._direct, self.offset, len(self.memory), os.POSIX_FADV_DONTNEED)
+        self.done(self._error)

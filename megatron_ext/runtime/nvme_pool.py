@@ -68,10 +68,10 @@ class NvmePool:
         """What was written of ``group`` is on the drive when this returns. Raises DriveError."""
         self.file.flush(self._offset_of[group.index], drive.aligned(group.bytes), str(group))
 
-    def read(self, group: Group, slot: int) -> None:
-        """Read the whole group into ``slot``. Raises DriveError."""
+    def start(self, group: Group, slot: int, done) -> None:
+        """Begin to read the whole group into ``slot``; then ``done(error)`` is called, see DriveFile.start."""
         start = slot * self.slot_bytes
-        self.file.read(self._memory[start : start + drive.aligned(group.bytes)], self._offset_of[group.index], str(group))
+        self.file.start(self._memory[start : start + drive.aligned(group.bytes)], self._offset_of[group.index], str(group), done)
 
     def staged(self, group: Group, slot: int) -> torch.Tensor:
         """``slot`` as the flat tensor that it holds of ``group``."""

@@ -14,7 +14,7 @@ from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import HostPool
 from megatron_ext.runtime.nvme_pool import NvmePool
-from megatron_ext.runtime.worker import Transfer, Worker
+from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
 class GpuRoute:
@@ -72,7 +72,8 @@ class NvmeRoute:
     """From the node's NVMe copy through a staging slot onto the device.
 
     ``stage_in`` begins the read into a slot, ``issue`` the copy out of it. A slot is filled
-    anew only when the copy out of it has ended.
+    anew only when the copy out of it has ended. Reads go to the drive without waiting for those
+    before them; in the trace each begins where the one before ended.
     """
 
     name = "nvme"
@@ -84,12 +85,13 @@ class NvmeRoute:
         self._delay = faults.delayer(faults.read_delay_ms, salt=43 + flags.rank)
         self._copied_out: list[Transfer | None] = [None] * slots
         self._staged: dict[int, tuple[int, Transfer]] = {}
+        self._read_end = 0
 
     def stage_in(self, group: Group, slot: int) -> None:
         """Begin to read ``group`` into ``slot`` at the clock's version; returns at once."""
         version, previous = self.clock.version, self._copied_out[slot]
 
-        def read(transfer: Transfer) -> None:
+        def read(transfer: Transfer):
             if previous is not None:
                 previous.finished(self.device)
             if not self.faults.no_wait:
@@ -99,9 +101,16 @@ class NvmeRoute:
             if group.index == self.faults.short_read and version > 2:
                 self.pool.cut_short(group)
             start = perf_counter_ns() if self.recorder is not None else 0
-            self.pool.read(group, slot)
-            if self.recorder is not None:
-                self.recorder.add("nvme", f"stage_in {group.index}", start, perf_counter_ns())
+
+            def done(error: Exception | None) -> None:
+                if self.recorder is not None:
+                    end = perf_counter_ns()
+                    self.recorder.add("nvme", f"stage_in {group.index}", max(start, min(self._read_end, end)), end)
+                    self._read_end = end
+                transfer.finish(error)
+
+            self.pool.start(group, slot, done)
+            return LATER
 
         self._staged[group.index] = (slot, self.reader.submit(read))
 

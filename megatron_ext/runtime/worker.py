@@ -43,6 +43,10 @@ class Transfer:
         self._done.release()
 
 
+LATER = object()
+"""Returned by a function that only began its transfer: it calls ``transfer.finish`` itself."""
+
+
 class Worker:
     """FIFO of ``(function, transfer)``; after a failure every later transfer fails too."""
 
@@ -66,7 +70,8 @@ class Worker:
             function, transfer = item
             if failure is None:
                 try:
-                    function(transfer)
+                    if function(transfer) is LATER:
+                        continue
                 except BaseException as error:  # handed to whoever waits
                     failure = error
             transfer.finish(failure)

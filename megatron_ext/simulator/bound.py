@@ -46,12 +46,14 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
     least = with_gaps(workload, timing, links_of)
     ends = earliest_ends(workload, timing, least)
     last = last_backwards(workload, timing)
-    after = [rank.from_start_us - rank.backward_us for rank in last]
     optimizer = max(timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(r))) for r in range(parallel.pp))
-    bound = max(mine[-1] + after[rank] for rank, mine in enumerate(ends))
-    bound = max(bound, processor_bound(workload, timing, last))
-    remaining = tails(workload, timing, least)
     steps = steps_of_ranks(parallel)
+    bound = max(processor_bound(workload, timing, last), max(mine[-1] for mine in ends) + timing.least_reduce_us)
+    for rank, mine in enumerate(last):
+        for one in mine:
+            begin = ends[rank][one.step] - least.steps[rank][steps[rank][one.step].stage // parallel.pp][1]
+            bound = max(bound, begin + one.from_start_us)
+    remaining = tails(workload, timing, least)
     for rank in range(parallel.pp):
         links = links_of[rank]
         needs = least_loads(workload, timing, rank)
@@ -67,7 +69,7 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
             bound = max(bound, rough, links.least_us(loaded) + tail)
         compute = sum(alone_us[rank][step.stage // parallel.pp][step.kind == "B"] for step in steps[rank])
         head = ends[rank][0] - least.steps[rank][steps[rank][0].stage // parallel.pp][0]
-        bound = max(bound, head + links.least_work_us(compute, needs[-1].loaded, head) + after[rank])
+        bound = max(bound, head + links.least_work_us(compute, needs[-1].loaded, head) + timing.least_reduce_us)
     return bound + optimizer
 
 

@@ -1,7 +1,8 @@
-"""What no schedule can avoid around a rank's last backward: reducing gradients, and sharing processors.
+"""What no schedule can avoid around the last backward of a chunk: reducing gradients, and sharing processors.
 
 [Note: Why these are bounds]
-* Gradients of a chunk can be reduced only after its last backward has begun. Groups are whole
+* Gradients of a chunk can be reduced only after its last backward has begun; so from there on are
+  reduced all of this chunk and of those whose last backward comes later. Groups are whole
   parameters, so each byte is reduced at no better rate than that of some group at least as
   large as its parameter. While the rank computes, reducing is slowed by what the table says, and
   takes processors from that compute. With ``y`` microseconds of reducing beside compute the rest
@@ -26,26 +27,36 @@ _LINKS = {"gpu": GPU, "cpu": CPU}
 
 
 class LastBackward(NamedTuple):
-    """The last backward of a pipeline rank. ``from_start_us``: no less from its beginning until all
-    its gradients are reduced; ``before_us``: compute of the rank before it; ``loaded``: bytes that
-    must have come before it."""
+    """The last backward of a chunk, at index ``step`` of its rank's steps. ``compute_us``: compute of
+    the rank from there on, ``before_us``: before it. ``from_start_us``: no less from its beginning until
+    all gradients that were not complete are reduced. ``loaded``: bytes that must have come before it."""
 
-    backward_us: float
-    from_start_us: float
+    step: int
+    compute_us: float
     before_us: float
+    from_start_us: float
     loaded: float
 
 
-def last_backwards(workload: Workload, timing: Timing) -> list[LastBackward]:
-    """By pipeline rank."""
+def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward]]:
+    """By pipeline rank, the last backward of each of its chunks, the last first."""
+    pp, dp = workload.parallel.pp, workload.parallel.dp
     found = []
     for rank, steps in enumerate(steps_of_ranks(workload.parallel)):
-        number = steps[-1].stage // workload.parallel.pp
-        backward = sum(timing.layers[rank][number].backward)
-        compute = sum(sum(t.forward) + sum(t.backward) for t in timing.layers[rank]) * workload.parallel.num_microbatches
-        loaded = max((need.loaded for need in least_loads(workload, timing, rank) if need.step < len(steps) - 1), default=0.0)
-        reduce = least_reduce_us(workload.chunk(rank, number), timing, workload.parallel.dp)
-        found.append(LastBackward(backward, _from_start(backward, reduce, timing, max(_replicas(workload, timing, rank))), compute - backward, loaded))
+        count = max(_replicas(workload, timing, rank))
+        times = [(sum(t.forward), sum(t.backward)) for t in timing.layers[rank]]
+        needs = least_loads(workload, timing, rank)
+        mine, seen, compute, reduce = [], set(), 0.0, 0.0
+        whole = sum(map(sum, times)) * workload.parallel.num_microbatches
+        for index in range(len(steps) - 1, -1, -1):
+            chunk, backward = steps[index].stage // pp, steps[index].kind == "B"
+            compute += times[chunk][backward]
+            if backward and chunk not in seen:
+                seen.add(chunk)
+                reduce += least_reduce_us(workload.chunk(rank, chunk), timing, dp)
+                loaded = max((need.loaded for need in needs if need.step < index), default=0.0)
+                mine.append(LastBackward(index, compute, whole - compute, _from_start(compute, reduce, timing, count), loaded))
+        found.append(mine)
     return found
 
 
@@ -66,7 +77,7 @@ def least_reduce_us(chunk: Chunk, timing: Timing, dp: int) -> float:
     return sum(parameter.bytes * per_byte[parameter.bytes] for parameter in chunk.parameters if per_byte[parameter.bytes] < float("inf"))
 
 
-def processor_bound(workload: Workload, timing: Timing, last: list[LastBackward]) -> float:
+def processor_bound(workload: Workload, timing: Timing, last: list[list[LastBackward]]) -> float:
     """The bound by processors that ranks of a machine share; 0 where they do not."""
     if timing.processors is None:
         return 0.0
@@ -74,11 +85,11 @@ def processor_bound(workload: Workload, timing: Timing, last: list[LastBackward]
     bound = 0.0
     for rank, mine in enumerate(last):
         replicas = _replicas(workload, timing, rank)
-        work = [before + count * (mine.before_us + mine.backward_us) for before, count in zip(work, replicas)]
-        for count in replicas:
-            if count:
-                before = mine.before_us + _least_gather_processor_us(timing, mine.loaded, count)
-                bound = max(bound, count * before / timing.processors + mine.from_start_us)
+        work = [before + count * (mine[0].before_us + mine[0].compute_us) for before, count in zip(work, replicas)]
+        for count in filter(None, replicas):
+            for one in mine:
+                before = one.before_us + _least_gather_processor_us(timing, one.loaded, count)
+                bound = max(bound, count * before / timing.processors + one.from_start_us)
     return max(bound, max(work) / timing.processors + timing.least_reduce_us)
 
 
@@ -92,13 +103,12 @@ def _replicas(workload: Workload, timing: Timing, rank: int) -> list[int]:
     return replicas
 
 
-def _from_start(backward_us: float, reduce_us: float, timing: Timing, count: int) -> float:
-    """Least time from the beginning of the last backward of ``count`` ranks of a machine until ``reduce_us``
-    of reducing is done too."""
+def _from_start(compute_us: float, reduce_us: float, timing: Timing, count: int) -> float:
+    """Least time in which ``count`` ranks of a machine each compute ``compute_us`` and reduce ``reduce_us``."""
     processors = timing.processors
     slower = 1.0 + timing.least_excess(REDUCE, COMPUTE)
-    alone = backward_us if processors is None else backward_us * max(1.0, count / processors)
-    after = alone + reduce_us  # nothing reduced beside compute
+    alone = compute_us if processors is None else compute_us * max(1.0, count / processors)
+    after = alone + reduce_us  # nothing is reduced beside compute
     takes = 0.0 if processors is None or count < processors else count / processors * _least_share(timing, REDUCE, count)
     if takes < slower:
         compute = alone / (1.0 - takes / slower)

@@ -1,0 +1,177 @@
+"""Reads of blocks in flight at once: by the kernel's asynchronous I/O, or by threads where it has none.
+
+[Note: Why the kernel's interface]
+A thread that waits for its read needs a processor to come back and give the next one to the drive,
+and a processor is what training leaves least of. With io_submit(2) all requests lie in the
+kernel's queue: the drive goes on by itself, and one thread hears of what is done.
+"""
+
+import ctypes
+import errno
+import os
+import platform
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Callable, NamedTuple
+
+SYSTEM_CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
+"""io_setup, io_destroy, io_getevents, io_submit (asm/unistd.h)."""
+
+READ = 0
+"""IOCB_CMD_PREAD (linux/aio_abi.h)."""
+
+
+class Request(NamedTuple):
+    """Fill ``view`` from ``offset``; then ``done(result)`` is called on some thread: bytes read, or
+    an error number as a negative one."""
+
+    view: memoryview
+    offset: int
+    done: Callable[[int], None]
+
+
+class _Control(ctypes.Structure):
+    """struct iocb (linux/aio_abi.h)."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64), ("key", ctypes.c_uint32), ("rw_flags", ctypes.c_int32), ("opcode", ctypes.c_uint16),
+        ("priority", ctypes.c_int16), ("descriptor", ctypes.c_uint32), ("buffer", ctypes.c_uint64), ("bytes", ctypes.c_uint64),
+        ("offset", ctypes.c_int64), ("reserved", ctypes.c_uint64), ("flags", ctypes.c_uint32), ("event", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
+class _Event(ctypes.Structure):
+    """struct io_event."""
+
+    _fields_ = [("data", ctypes.c_uint64), ("control", ctypes.c_uint64), ("result", ctypes.c_int64), ("second", ctypes.c_int64)]
+
+
+class KernelReads:
+    """At most ``queue_depth`` reads of ``descriptor`` in the kernel at once, the others in order behind them.
+
+    Raises:
+        OSError: the kernel has no asynchronous I/O for us.
+    """
+
+    def __init__(self, descriptor: int, queue_depth: int):
+        if platform.machine() not in SYSTEM_CALLS:
+            raise OSError(errno.ENOSYS, f"no system call numbers for {platform.machine()}")
+        self._setup, self._destroy, self._get_events, self._submit = SYSTEM_CALLS[platform.machine()]
+        self._system = ctypes.CDLL(None, use_errno=True).syscall
+        self._descriptor, self._depth = descriptor, queue_depth
+        self._context = ctypes.c_ulong(0)
+        self._call(self._setup, ctypes.c_uint(queue_depth), ctypes.byref(self._context))
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._pending: deque[Request] = deque()
+        self._in_kernel: dict[int, tuple] = {}
+        self._number, self._closed = 0, False
+        self._thread = threading.Thread(target=self._run, name="megatron_ext-drive", daemon=True)
+        self._thread.start()
+
+    def _call(self, *arguments) -> int:
+        result = self._system(*arguments)
+        if result < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return result
+
+    def read(self, requests: list[Request]) -> None:
+        """Give requests to the drive, behind those given before; returns at once."""
+        with self._lock:
+            self._pending.extend(requests)
+            failed = self._fill()
+            self._changed.notify()
+        _tell(failed)
+
+    def _fill(self) -> list[tuple[Request, int]]:
+        """Submit what there is room for; returns what the kernel refused."""
+        room = min(self._depth - len(self._in_kernel), len(self._pending))
+        if not room:
+            return []
+        entries = []
+        for _ in range(room):
+            request = self._pending.popleft()
+            memory = (ctypes.c_char * len(request.view)).from_buffer(request.view)
+            self._number += 1
+            control = _Control(
+                data=self._number, opcode=READ, descriptor=self._descriptor, buffer=ctypes.addressof(memory), bytes=len(request.view), offset=request.offset
+            )
+            entries.append((self._number, control, memory, request))
+        pointers = (ctypes.c_void_p * room)(*(ctypes.addressof(entry[1]) for entry in entries))
+        taken, failed = 0, []
+        while taken < room:
+            try:
+                count = self._call(self._submit, self._context, ctypes.c_long(room - taken), ctypes.byref(pointers, taken * ctypes.sizeof(ctypes.c_void_p)))
+            except InterruptedError:
+                continue
+            except OSError as error:  # of the first that is left
+                failed.append((entries[taken][3], -error.errno))
+                taken += 1
+                continue
+            for entry in entries[taken : taken + count]:
+                self._in_kernel[entry[0]] = entry
+            taken += count
+        return failed
+
+    def _run(self) -> None:
+        events = (_Event * self._depth)()
+        while True:
+            with self._lock:
+                while not self._in_kernel:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+            try:
+                count = self._call(self._get_events, self._context, ctypes.c_long(1), ctypes.c_long(self._depth), events, None)
+            except InterruptedError:
+                continue
+            with self._lock:
+                done = [(self._in_kernel.pop(event.data)[3], event.result) for event in events[:count]]
+                done += self._fill()
+            _tell(done)
+
+    def close(self) -> None:
+        """Forget what the kernel does not have yet; returns when it has read the rest."""
+        with self._lock:
+            self._pending.clear()
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        self._call(self._destroy, self._context)
+
+
+def _tell(done: list[tuple[Request, int]]) -> None:
+    for request, result in done:
+        request.done(result)
+
+
+class ThreadReads:
+    """The same by ``queue_depth`` threads."""
+
+    def __init__(self, descriptor: int, queue_depth: int):
+        self._descriptor = descriptor
+        self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="megatron_ext-drive")
+
+    def read(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._pool.submit(self._one, request)
+
+    def _one(self, request: Request) -> None:
+        try:
+            result = os.preadv(self._descriptor, [request.view], request.offset)
+        except OSError as error:
+            result = -error.errno
+        request.done(result)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def open_reads(descriptor: int, queue_depth: int):
+    """The kernel's asynchronous reads of ``descriptor``, or threads where there are none."""
+    try:
+        return KernelReads(descriptor, queue_depth)
+    except OSError:
+        return ThreadReads(descriptor, queue_depth)

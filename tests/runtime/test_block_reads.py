@@ -1,0 +1,80 @@
+"""Many reads in flight: each block comes where it belongs, by the kernel's interface and by threads."""
+
+import errno
+import mmap
+import os
+import random
+import threading
+
+import pytest
+
+from megatron_ext.runtime.block_reads import KernelReads, Request, ThreadReads, open_reads
+
+BLOCK, BLOCKS = 4096, 64
+
+
+@pytest.fixture
+def direct(tmp_path):
+    """A file whose every block begins with its number, opened past the page cache."""
+    path = tmp_path / "file"
+    path.write_bytes(b"".join(number.to_bytes(8, "little") * (BLOCK // 8) for number in range(BLOCKS)))
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    yield descriptor
+    os.close(descriptor)
+
+
+def read_all(reads, order: list[int], memory: memoryview) -> list[int]:
+    """Results by place in ``order``."""
+    results, all_there = [0] * len(order), threading.Semaphore(0)
+
+    def request(place: int, number: int) -> Request:
+        def done(result: int) -> None:
+            results[place] = result
+            all_there.release()
+
+        return Request(memory[place * BLOCK : (place + 1) * BLOCK], number * BLOCK, done)
+
+    for begin in range(0, len(order), 7):
+        reads.read([request(place, number) for place, number in enumerate(order[begin : begin + 7], begin)])
+    for _ in order:
+        assert all_there.acquire(timeout=30)
+    return results
+
+
+@pytest.mark.parametrize("kind", [KernelReads, ThreadReads])
+@pytest.mark.parametrize("queue_depth", [1, 3, 128])
+def test_blocks_in_any_order(direct, kind, queue_depth):
+    memory = mmap.mmap(-1, BLOCK * BLOCKS)
+    reads = kind(direct, queue_depth)
+    order = list(range(BLOCKS))
+    for seed in range(5):
+        random.Random(seed).shuffle(order)
+        with memoryview(memory) as view:
+            assert read_all(reads, order, view) == [BLOCK] * BLOCKS
+        for place, number in enumerate(order):
+            assert int.from_bytes(memory[place * BLOCK : place * BLOCK + 8], "little") == number
+    reads.close()
+    memory.close()  # nobody holds a part of it any more
+
+
+@pytest.mark.parametrize("kind", [KernelReads, ThreadReads])
+def test_errors_and_ends_come_back_as_results(direct, kind, tmp_path):
+    memory = mmap.mmap(-1, BLOCK * 2)
+    reads = kind(direct, 2)
+    assert read_all(reads, [BLOCKS, BLOCKS - 1], memoryview(memory)) == [0, BLOCK]
+    reads.close()
+    write_only = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
+    refused = kind(write_only, 2)
+    assert read_all(refused, [0, 1], memoryview(memory)) == [-errno.EBADF] * 2
+    refused.close()
+    os.close(write_only)
+
+
+def test_this_kernel_reads_by_itself(direct, monkeypatch):
+    reads = open_reads(direct, 2)
+    assert isinstance(reads, KernelReads)
+    reads.close()
+    monkeypatch.setattr("megatron_ext.runtime.block_reads.SYSTEM_CALLS", {})
+    threads = open_reads(direct, 2)
+    assert isinstance(threads, ThreadReads)
+    threads.close()
