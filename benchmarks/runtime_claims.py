@@ -5,7 +5,9 @@
 overhead  a schedule of policy all-gpu beside stock Megatron: iteration time
 nvme      every group read from the drive while training computes, beside a plain sequential reader
           of the same drive: bytes a second. The reader runs beside a training run too, one without
-          reads; how fast it is while nothing else runs is told as well
+          reads; how fast it is while nothing else runs is told as well. Nobody writes to the drive
+          beside the reader, so reads at the begin of an iteration, beside which fresh parameters
+          are published to the drive, are told apart (``beside_writes``)
 
 Writes benchmarks/results/runtime_claims.json. Ends 0 if all hold: overhead at most 1 %, reading at
 least 80 % of the plain reader's rate.
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect_right
 from pathlib import Path
 from statistics import median
 
@@ -113,9 +116,10 @@ class Claims:
         us = self.iteration_us(layout, "nvme")
         sizes = {str(index): group.bytes for index, group in enumerate(schedule_file.decode(schedule).groups)}
         whole = whole_iterations(reading, us, self.args.turn)
-        rates = reading_rates(traces.load(trace)[0], sizes, {i: turn for turn, indices in whole.items() for i in indices})
+        events, turn_of = traces.load(trace)[0], {i: turn for turn, indices in whole.items() for i in indices}
+        rates, beside_writes = (reading_rates(events, sizes, turn_of, writing=writing) for writing in (False, True))
         both = [Pair(plain[turn + 1], rate, (1, len(whole[turn]))) for turn, rate in sorted(rates.items()) if turn + 1 in plain]
-        found = ratios(both) | {"reader_alone": median(alone)}
+        found = ratios(both) | {"reader_alone": median(alone), "beside_writes": median(beside_writes.values())}
         return found | {"unit": "bytes a microsecond", "group_bytes": sorted(sizes.values()), "at_least": READ_SHARE, "holds": found["median"] >= READ_SHARE}
 
 
@@ -174,25 +178,34 @@ class SequentialReader:
         self._rate = done / (time.perf_counter() - start) / 1e6
 
 
-def reading_rates(events: list[Event], sizes: dict[str, int], turn_of: dict[int, int]) -> dict[int, float]:
-    """By turn: bytes of all ranks over the time in which any of them was reading."""
+def reading_rates(events: list[Event], sizes: dict[str, int], turn_of: dict[int, int], *, writing: bool) -> dict[int, float]:
+    """By turn: bytes of all ranks over the time in which any of them was reading; of the reads
+    beside which some rank was writing to the drive, or of the others."""
     spans: dict[int, list[tuple[float, float]]] = {}
     read: dict[int, int] = {}
+    writes = united((e.start_us, e.start_us + e.duration_us) for e in events if e.lane == "publish")
+    begins = [start for start, _ in writes]
     for event in events:
         if event.lane == "nvme" and event.iteration - 1 in turn_of:
+            span = (event.start_us, event.start_us + event.duration_us)
+            before = bisect_right(begins, span[1])
+            if writing != (before > 0 and writes[before - 1][1] > span[0]):
+                continue
             turn = turn_of[event.iteration - 1]
-            spans.setdefault(turn, []).append((event.start_us, event.start_us + event.duration_us))
+            spans.setdefault(turn, []).append(span)
             read[turn] = read.get(turn, 0) + sizes[event.name.split()[-1]]
-    return {turn: read[turn] / covered(found) for turn, found in spans.items()}
+    return {turn: read[turn] / sum(stop - start for start, stop in united(found)) for turn, found in spans.items()}
 
 
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, end = 0.0, float("-inf")
+def united(spans) -> list[tuple[float, float]]:
+    """The union of intervals, in order."""
+    found: list[tuple[float, float]] = []
     for start, stop in sorted(spans):
-        total += max(stop - max(start, end), 0.0)
-        end = max(end, stop)
-    return total
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return found
 
 
 def ratios(found: list[Pair]) -> dict:

@@ -169,8 +169,11 @@ class ThreadReads:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def open_reads(descriptor: int, queue_depth: int):
-    """The kernel's asynchronous reads of ``descriptor``, or threads where there are none."""
+def open_reads(descriptor: int, queue_depth: int, direct: bool = True):
+    """The kernel's asynchronous reads of ``descriptor``, or threads: where there are none, and for reads
+    through the page cache, which the kernel waits for when they are submitted."""
+    if not direct:
+        return ThreadReads(descriptor, queue_depth)
     try:
         return KernelReads(descriptor, queue_depth)
     except OSError:

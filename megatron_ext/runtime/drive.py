@@ -125,7 +125,7 @@ class DriveFile:
         if self._reads is not None:
             self._reads.close()
         self.block_bytes, self.queue_depth = block_bytes, queue_depth
-        self._reads = open_reads(self._direct, queue_depth)
+        self._reads = open_reads(self._direct, queue_depth, self.direct)
 
     def start(self, memory: memoryview, offset: int, what: str, done: Callable[[Exception | None], None]) -> None:
         """Begin to fill ``memory`` (aligned, a multiple of BLOCK) from ``offset``, behind reads that began before.

@@ -14,8 +14,8 @@ from megatron_ext.runtime.group import Group
 class ReadSettings(NamedTuple):
     """How the drive is read: the names under which a measured nvme route stores its best."""
 
-    block_bytes: int = 1 << 20
-    queue_depth: int = 4
+    block_bytes: int = 4 << 20
+    queue_depth: int = 32
 
     @classmethod
     def of(cls, values: dict, *, file=None) -> "ReadSettings":

@@ -11,6 +11,7 @@ import pytest
 from megatron_ext.cost import model
 from megatron_ext.errors import InputError
 from megatron_ext.measure.drive import open_filled
+from megatron_ext.measure.nvme import best_settings
 from megatron_ext.runtime.drive import BLOCK, DriveError, aligned, filesystem
 
 
@@ -121,3 +122,10 @@ def test_a_bad_place_ends_with_one_line(tmp_path):
     done, out = measure(tmp_path, tmp_path / "missing")
     assert done.returncode == 2 and not out.exists()
     assert done.stderr.strip().split("\n")[-1].startswith("megatron-ext: --nvme-path = ")
+
+
+def test_of_settings_about_as_fast_the_deepest_queue_is_taken():
+    combinations = [(1, 1), (4, 1), (1, 4), (4, 4), (1, 16), (4, 16)]
+    assert best_settings(combinations, [100, 80, 70, 70, 72, 71]) == (4, 16)
+    assert best_settings(combinations, [100, 80, 70, 71, 90, 75]) == (4, 4)
+    assert best_settings(combinations, [50, 80, 70, 70, 90, 75]) == (1, 1)
