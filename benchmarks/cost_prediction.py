@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+import pictures
 
 from megatron_ext import files, simulator
 from megatron_ext.cost import model as cost
@@ -145,6 +146,7 @@ def main() -> int:
     }  # fmt: skip
     RESULT.parent.mkdir(exist_ok=True)
     files.write_atomically(RESULT, json.dumps(result, indent=1).encode() + b"\n")
+    pictures.draw(RESULT)
     print(f"iterations within 10 %: {result['iterations_within_10_percent']}; gathers within 15 %: {result['gathers_within_15_percent']}, in their interval: {result['gathers_in_interval']}")
     print(f"models with all iterations within 10 %: {', '.join(result['models_within']['iterations']) or 'none'}; with all gathers within 15 %: {', '.join(result['models_within']['gathers']) or 'none'}")
     return 0 if min(map(len, result["models_within"].values())) >= 3 else 1

@@ -16,6 +16,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
+import pictures
+
 from megatron_ext import files
 from megatron_ext.cost import model
 from megatron_ext.cost.curve import curves_of
@@ -88,6 +90,7 @@ def main() -> int:
     }  # fmt: skip
     RESULT.parent.mkdir(exist_ok=True)
     files.write_atomically(RESULT, json.dumps(result, indent=1).encode() + b"\n")
+    pictures.draw(RESULT)
     by_curve: dict[str, list[dict]] = {}
     for row in rows:
         by_curve.setdefault(row["curve"], []).append(row)

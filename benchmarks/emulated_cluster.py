@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pictures
 from emulated_nodes import Nodes, check_possible
 from look_ahead import without_look_ahead
 from machine import about_this_machine
@@ -248,6 +249,7 @@ def main() -> int:
     out = args.out or ROOT / "benchmarks" / "results" / f"{name}.json"
     options = {key: value for key, value in vars(args).items() if key != "out"}
     files.save(out, {"about": about_this_machine(load_before=before), "emulated": True, "options": options, "rates": rates}, indent=1)
+    pictures.draw(out)
     show(rates)
     return 0
 

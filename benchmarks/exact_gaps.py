@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import pictures  # noqa: E402
 from machine import about_this_machine  # noqa: E402
 from planning_cases import random_case  # noqa: E402
 
@@ -55,6 +56,7 @@ def main() -> int:
             "worse_than_best_baseline": sum(r["hybrid_us"] > r["best_baseline_us"] * (1 + 1e-9) for r in rows),
         }  # fmt: skip
         files.save(RESULT, {**about_this_machine(load_before=load), "asked": {"mean_gap": MEAN, "worst_gap": WORST}, "summary": summary, "rows": rows}, indent=1)
+    pictures.draw(RESULT)
     print(f"{len(rows)} cases: mean {100 * summary['mean_gap']:.3f} %, worst {100 * summary['worst_gap']:.3f} %, {proven} proven optimal")
     return 0 if summary["mean_gap"] <= MEAN and summary["worst_gap"] <= WORST else 1
 

@@ -22,6 +22,7 @@ from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 
+import pictures
 import torch
 import torch.distributed as dist
 from machine import about_this_machine
@@ -172,6 +173,7 @@ def main() -> int:
     for name, row in found.items():
         print(f"{name:32} {row['us_per_parameter_and_step']:.4f} us a parameter and step")
     files.save(args.out, {"command": f"python benchmarks/hot_path.py --layers {args.layers}", "machine": about_this_machine(load_before=os.getloadavg()[0]), **found}, indent=1)
+    pictures.draw(args.out)
     return 0
 
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pictures
 from machine import about_this_machine
 from rich.console import Console
 from rich.progress import Progress
@@ -113,6 +114,7 @@ def main() -> int:
         "equality": equal, "delays": DELAYS,
     }  # fmt: skip
     files.save(args.out, result, indent=1)
+    pictures.draw(args.out)
     show(result)
     return 0 if all(row["loss"] and row["grad_norm"] and row["parameter_sha256"] for row in equal) else 1
 

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+import pictures
 from machine import about_this_machine
 from planning_cases_large import MACHINES, SHAPES, make_table, make_workload
 
@@ -74,6 +75,7 @@ def main() -> int:
                 }  # fmt: skip
                 about = about_this_machine(load_before=load)
                 files.save(RESULT, {**about, "asked": {"median_gap": MEDIAN}, "summary": summary, "rows": rows}, indent=1)
+    pictures.draw(RESULT)
     print(f"median gap {100 * summary['median_gap']:.2f} %, worst {100 * summary['worst_gap']:.2f} %, {summary['worse_than_best_baseline']} rows worse than their best baseline")
     return 0 if summary["median_gap"] <= MEDIAN and not summary["worse_than_best_baseline"] else 1
 

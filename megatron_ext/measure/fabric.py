@@ -100,8 +100,9 @@ class Fabric:
             offset = _control_bytes(self.options) + self.pp_rank * size
             self._host = torch.frombuffer(self._map, dtype=torch.float32, count=size // 4, offset=offset)
             if self.local_rank == 0 or self.dp_rank == 0 or self.local_rank % self.options.data_parallel_size == 0:
-                self._host.fill_(1.0)  # the first rank of a pipeline rank on its node touches the pages, before timing
+                self._host.fill_(1.0)  # the first rank of a pipeline rank on its node makes the pages
             self.barrier()
+            self._host.sum()  # and every rank maps them, before timing: a run does so in its first iteration
             self.device.pin(self._host)
         return self._host
 

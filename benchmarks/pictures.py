@@ -1,0 +1,160 @@
+"""Pictures of results: beside every JSON of benchmarks/results that has one, a PNG of its name.
+
+    python benchmarks/pictures.py [RESULT.json ...]
+
+Benchmarks draw their own when they have written their result; this draws all of them again.
+"""
+
+import sys
+from pathlib import Path
+
+from megatron_ext import files
+
+RESULTS = Path(__file__).parent / "results"
+OURS, OTHER, BAD = "#1f77b4", "#b0b0b0", "#d62728"
+
+
+def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **more):
+    """A figure that needs no display, and its axes as a list."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **more).flat)
+
+
+def spread_ms(summaries: list[dict]) -> tuple[list[float], list[list[float]]]:
+    """Medians, and distances to the 10th and 90th percentile, in milliseconds."""
+    medians = [s["median_us"] / 1e3 for s in summaries]
+    return medians, [[m - s["p10_us"] / 1e3 for m, s in zip(medians, summaries)], [s["p90_us"] / 1e3 - m for m, s in zip(medians, summaries)]]
+
+
+def emulated_cluster(result: dict):
+    """Bars by policy, one picture a rate: measured, what of it is exposed, predicted, and the proven bound."""
+    figure, axes = figure_of(4.2 * len(result["rates"]) + 1, 4.2, 1, len(result["rates"]))
+    for axis, rate in zip(axes, result["rates"]):
+        rows = rate["rows"]
+        places, (medians, distances) = range(len(rows)), spread_ms([row["iteration_us"] for row in rows])
+        colours = [OURS if row["policy"].startswith("hybrid") else OTHER for row in rows]
+        axis.bar(places, medians, color=colours, yerr=distances, error_kw={"elinewidth": 1, "ecolor": "#444444"})
+        axis.bar(places, [row["exposed_us"]["median_us"] / 1e3 for row in rows], width=0.4, color=BAD, label="exposed: waits for parameters")
+        axis.plot(places, [row["predicted_us"] / 1e3 for row in rows], "kx", label="predicted")
+        bounds = [row["lower_bound_us"] / 1e3 for row in rows if row.get("lower_bound_us")]
+        if bounds:
+            axis.axhline(max(bounds), color="black", linestyle=":", linewidth=1, label="proven lower bound")
+        axis.set_xticks(places, [f"{row['policy']}\n{row['ratio']:.3f}" for row in rows], fontsize=7)
+        axis.set_title(f"{rate['gbit_s']:g} Gbit/s", fontsize=10)
+    axes[0].set_ylabel("iteration, ms: median, p10 to p90")
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
+    options = result["options"]
+    figure.suptitle(
+        f"Emulated cluster, {options['nodes']} nodes x {options['per_node']} ranks, PP {options['pp']}, zero stage {options['zero_stage']}: "
+        f"measured over shaped links; below the names: ratio to {result['rates'][0]['rows'][0]['baseline']}", fontsize=9,
+    )  # fmt: skip
+    return figure
+
+
+def cost_prediction(result: dict):
+    """Errors of iterations as bars, of gathers over their size, with the limits asked for."""
+    figure, (iterations, gathers) = figure_of(12, 4.5, 1, 2)
+    rows = result["rows"]
+    iterations.axhspan(-10, 10, color="#e8f0e8")
+    errors = [100 * row["error"] for row in rows]
+    iterations.bar(range(len(rows)), errors, color=[OURS if abs(error) <= 10 else BAD for error in errors])
+    iterations.set_xticks(range(len(rows)), [f"{row['model']} {row['layout']} {row['run']}" for row in rows], rotation=90, fontsize=7)
+    iterations.set_ylabel("predicted over measured iteration, %")
+    gathers.axhspan(-15, 15, color="#e8f0e8")
+    for route, mark in (("gpu", "o"), ("cpu", "s")):
+        for inside, colour in ((True, OURS), (False, BAD)):
+            found = [g for row in rows if row["run"] == "stock" for g in row["gathers"] if g["route"] == route and g["in_interval"] == inside]
+            label = f"{route}, {'in' if inside else 'outside'} the table's interval"
+            gathers.scatter([g["size_bytes"] / 2**20 for g in found], [100 * g["error"] for g in found], marker=mark, color=colour, label=label)
+    gathers.set_xscale("log")
+    gathers.set_xlabel("group, MiB")
+    gathers.set_ylabel("predicted over measured gather, %")
+    gathers.legend(fontsize=7)
+    return figure
+
+
+def cost_repeatability(result: dict):
+    """Two measurements of every size over each other; what the table said wavers is hollow."""
+    figure, (axis,) = figure_of(6, 5.5)
+    for said, face in ((True, "none"), (False, OURS)):
+        rows = [row for row in result["rows"] if row["said"] == said]
+        axis.scatter([row["first_us"] for row in rows], [row["second_us"] for row in rows], facecolors=face, edgecolors=OURS, label="the table says it wavers" if said else "steady")
+    ends = [min(row["first_us"] for row in result["rows"]), max(row["first_us"] for row in result["rows"])]
+    axis.plot(ends, ends, color="black", linewidth=0.8)
+    axis.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="#e8f0e8", label="within 10 %")
+    axis.set(xscale="log", yscale="log", xlabel="first measurement, us", ylabel="second, us", title="Two measurements in a row, sizes of 1 MiB and more")
+    axis.legend(fontsize=8)
+    return figure
+
+
+def main_job(result: dict):
+    """Stock beside scheduled: iteration, thread's time in gathers, what of it is exposed."""
+    figure, axes = figure_of(9, 3.6, 1, 3)
+    titles = {"step_time_us": "iteration, ms", "gather_us": "thread's time in gathers, ms", "exposed_us": "of it exposed, ms"}
+    for axis, (name, title) in zip(axes, titles.items()):
+        medians, distances = spread_ms([result["times"][kind][name] for kind in ("stock", "scheduled")])
+        axis.bar((0, 1), medians, color=[OTHER, OURS], yerr=distances, error_kw={"elinewidth": 1, "ecolor": "#444444"})
+        if name == "step_time_us":
+            axis.plot((0, 1), [result["predicted_step_time_us"][kind] / 1e3 for kind in ("stock", "scheduled")], "kx", label="predicted")
+            axis.legend(fontsize=8, loc="lower right")
+        axis.set_xticks((0, 1), ("stock", "scheduled"))
+        axis.set_title(f"{title}\nratio {result['ratio_scheduled_to_stock'][name]:.3f}", fontsize=9)
+    return figure
+
+
+def hot_path(result: dict):
+    """Our Python beside Megatron's pre-hooks."""
+    figure, (axis,) = figure_of(8, 3)
+    rows = {name: row["us_per_parameter_and_step"] for name, row in result.items() if isinstance(row, dict) and "us_per_parameter_and_step" in row}
+    axis.barh(range(len(rows)), list(rows.values()), color=[OTHER if name.startswith("Megatron") else OURS for name in rows])
+    axis.axvline(0.1, color="black", linestyle=":", linewidth=1)
+    axis.set_yticks(range(len(rows)), [f"{name}: {us:.3f}" for name, us in rows.items()], fontsize=8)
+    axis.set(xscale="log", xlabel="us of Python a parameter and step (dotted: 0.1)")
+    return figure
+
+
+def planner_suite(result: dict):
+    """By row: gain over all-gathers, and how far the plan is from the proven bound."""
+    rows = result["rows"]
+    figure, (gains, gaps) = figure_of(11, 1 + 0.22 * len(rows), 1, 2, sharey=True)
+    places = range(len(rows))
+    gains.barh(places, [100 * row["gain_over_all_gpu"] for row in rows], color=OURS)
+    gains.set_yticks(places, [f"{row['shape']}, {row['machine']}, zero {row['zero_stage']}" for row in rows], fontsize=7)
+    gains.invert_yaxis()
+    gains.set_xlabel("SIMULATED gain over all-gpu, %")
+    gaps.barh(places, [100 * row["gap"] for row in rows], color=OTHER)
+    gaps.set_xlabel("plan above the proven lower bound, %")
+    return figure
+
+
+def exact_gaps(result: dict):
+    """Gaps of the hybrid policy to the exact one, sorted."""
+    figure, (axis,) = figure_of(7, 3.2)
+    gaps = sorted(100 * row["gap"] for row in result["rows"])
+    axis.step(range(len(gaps)), gaps, where="post", color=OURS)
+    axis.set(xlabel="random small cases, sorted", ylabel="hybrid over exact, %", title=f"mean {100 * result['summary']['mean_gap']:.3f} %, worst {100 * result['summary']['worst_gap']:.2f} %")
+    return figure
+
+
+PICTURES = {function.__name__: function for function in (emulated_cluster, cost_prediction, cost_repeatability, main_job, hot_path, planner_suite, exact_gaps)}
+
+
+def draw(path: Path) -> Path | None:
+    """Draw the picture of the result at ``path`` beside it; None where its kind has none."""
+    name = next((name for name in PICTURES if path.stem.startswith(name)), None)
+    if name is None:
+        return None
+    out = path.with_suffix(".png")
+    PICTURES[name](files.load(path, dict)).savefig(out, dpi=120)
+    return out
+
+
+if __name__ == "__main__":
+    for given in [Path(argument) for argument in sys.argv[1:]] or sorted(RESULTS.glob("*.json")):
+        drawn = draw(given)
+        if drawn is not None:
+            print(drawn)
