@@ -16,6 +16,7 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from megatron_ext.errors import InputError
+from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.schedule.model import Group
 from megatron_ext.workload.layout import PARAMETER_ALIGNMENT, bucket_numel
 
@@ -144,6 +145,11 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
     """
 
     executor = None
+
+    def start_grad_sync(self, *args, **kwargs):
+        if self.executor is None:
+            raise ScheduleError("training goes on without its schedule: megatron_ext.megatron.hooks.on_train_setup was not called, or finish was")
+        return super().start_grad_sync(*args, **kwargs)
 
     def start_param_sync(self, force_sync: bool = False):
         if force_sync and self.executor is not None:

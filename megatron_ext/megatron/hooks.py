@@ -77,7 +77,9 @@ def _configure_from(args) -> None:
 
         start.check_start(args)
         parallel = parallel_of_megatron(args)
-    configure(schedule, getattr(args, "user_defined_schedule_trace", None), parallel=parallel)
+    run = configure(schedule, getattr(args, "user_defined_schedule_trace", None), parallel=parallel)
+    if schedule is not None and run.session.schedule.zero_stage == 3:
+        start.refuse_at_zero_stage_3(args)
 
 
 def on_pretrain() -> None:
@@ -116,7 +118,7 @@ def on_params_updated(optimizer, update_successful: bool) -> None:
 
 def begin_iteration(config, model, num_microbatches: int, forward_only: bool):
     """Start of an iteration of the interleaved schedule; returns what its steps call."""
-    return IDLE if _run is None else _run.begin_iteration(forward_only)
+    return IDLE if _run is None else _run.begin_iteration(num_microbatches, forward_only)
 
 
 def begin_steps(config, model, num_microbatches: int, forward_only: bool):
@@ -125,7 +127,7 @@ def begin_steps(config, model, num_microbatches: int, forward_only: bool):
 
     if _run is None:
         return IDLE, schedules.forward_step, schedules.backward_step
-    calls = _run.begin_iteration(forward_only)
+    calls = _run.begin_iteration(num_microbatches, forward_only)
     if calls is IDLE:
         return calls, schedules.forward_step, schedules.backward_step
     counts = [0, 0]

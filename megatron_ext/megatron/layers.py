@@ -146,6 +146,8 @@ def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
         return inner(*args, **kwargs)
 
     def restore() -> None:
+        if vars(module).get("forward") is not forward:
+            return  # somebody has wrapped it since: theirs calls ours, which has nothing armed any more
         if own:  # somebody else's wrapper
             module.forward = inner
         else:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron_ext.megatron import stock_trace
 from megatron_ext.megatron.hooks import IDLE
 from megatron_ext.megatron.session import Session
+from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule import match
 from megatron_ext.schedule import trace as trace_file
@@ -43,16 +44,19 @@ class Run:
         if self.session is not None and self.session.executor is not None and update_successful:
             self.session.on_params_updated(optimizer)
 
-    def begin_iteration(self, forward_only: bool):
+    def begin_iteration(self, num_microbatches: int, forward_only: bool):
         """Called by Megatron's schedules; returns the object its steps call."""
         executor = self.session.executor if self.session is not None else None
         if self.recorder is not None and not forward_only:
             self.recorder.iteration += 1
         if executor is None:
+            if self.session is not None and not self.session.stock_gather and not forward_only:
+                raise ScheduleError("training begins before megatron_ext.megatron.hooks.on_train_setup was called")
             return IDLE
         if forward_only:
             executor.make_whole()
             return IDLE
+        executor.expect(num_microbatches)
         executor.begin_iteration()
         return executor
 

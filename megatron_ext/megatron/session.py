@@ -75,7 +75,7 @@ class Session:
         }  # fmt: skip
         cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else buckets.ScheduledBucketGroup
         try:
-            _refuse_unsupported(ddp, self.schedule.zero_stage)
+            _refuse_unsupported(ddp)
             self._bucket_groups.update(buckets.lay_out(ddp, groups, file=self.path, bucket_group_class=cls))
         except InputError as error:
             self._error = self._error or str(error)
@@ -118,6 +118,8 @@ class Session:
             self.executor = prepare(self.schedule, self._ddps, self._bucket_groups, self._optimizers, self.faults, self.recorder, nvme_path)
         except InputError as refused:
             error = str(refused)
+        except (OSError, RuntimeError) as failed:  # of one rank alone: memory that cannot be pinned, for example
+            error = f"rank {dist.get_rank()} cannot prepare for {self.path}: {failed}".splitlines()[0]
         agree(error, ("schedule sha256", self.sha256), file=self.path)
         if dist.get_rank() == 0 and self.schedule.publish:
             need, limit = max(pinned_host_bytes(self.schedule)), self.schedule.limits.pinned_host_bytes
@@ -131,6 +133,8 @@ class Session:
         # The initial parameters are whole everywhere; publishing them lets the first
         # iteration run like every other.
         self.executor.params_updated()
+        if self.schedule.zero_stage == 3:
+            self.executor.make_whole()  # Megatron may hash its weights before the first iteration
 
     def _check_copies(self, nvme_path) -> None:
         """Refuse copies that this run has no place for."""
@@ -169,6 +173,8 @@ class Session:
             self.executor.make_whole()
             self.executor.close()
             self.executor = None
+            for bucket_group in self._bucket_groups.values():
+                bucket_group.executor = None
 
 
 def agree(error: str | None, fact: tuple[str, str], *, file) -> None:
@@ -192,7 +198,7 @@ def _with_chunks(workload: Workload, chunks) -> Workload:
     return msgspec.structs.replace(workload, chunks=tuple(by_stage[key] for key in sorted(by_stage)))
 
 
-def _refuse_unsupported(ddp, zero_stage: int) -> None:
+def _refuse_unsupported(ddp) -> None:
     """Features that change what a bucket is or who gathers it."""
     config = ddp.ddp_config
     refused = {
@@ -205,9 +211,9 @@ def _refuse_unsupported(ddp, zero_stage: int) -> None:
             raise InputError("cannot be combined with --user-defined-schedule", field="--" + name.replace("_", "-"), value=value)
     if not config.use_distributed_optimizer:
         raise InputError("--user-defined-schedule needs --use-distributed-optimizer", field="--use-distributed-optimizer", value=False)
-    if zero_stage == 3 and not config.overlap_param_gather:
-        # By it, Megatron asks for whole parameters before it evaluates and saves.
-        raise InputError("a schedule of zero stage 3 needs --overlap-param-gather", field="--overlap-param-gather", value=False)
+    if not config.overlap_param_gather:
+        # By it, Megatron asks for whole parameters before it evaluates, saves and hashes.
+        raise InputError("--user-defined-schedule needs --overlap-param-gather", field="--overlap-param-gather", value=False)
 
 
 def _replace_pre_hooks(ddp, session: Session) -> None:

@@ -27,6 +27,11 @@ NEUTRAL = {
     "use_tp_pp_dp_mapping": False,  # it numbers the ranks of a node in another way
     "hybrid_context_parallel": False,
     "ddp_param_name_patterns_for_fp32_local_accumulation": [],
+    # A replayed graph does not run the forward of its layers, by which a schedule waits for parameters.
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,  # as releases before 0.15 call it
+    "external_cuda_graph": False,
+    "qk_clip": False,  # it writes whole parameters behind the optimizer's back
 }
 
 LAYER_WISE_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
@@ -53,8 +58,20 @@ def refuse_unsupported(args) -> None:
         InputError: naming the first such option and its value.
     """
     refuse_combinations(args)
-    if not getattr(args, "use_distributed_optimizer", False):
-        raise InputError("--user-defined-schedule needs it", field="--use-distributed-optimizer", value=False)
+    for name in ("use_distributed_optimizer", "overlap_param_gather"):
+        # By the second, Megatron asks for whole parameters before it evaluates, saves and hashes.
+        if not getattr(args, name, False):
+            raise InputError("--user-defined-schedule needs it", field="--" + name.replace("_", "-"), value=False)
+
+
+def refuse_at_zero_stage_3(args) -> None:
+    """What only a schedule of zero stage 3 cannot be combined with.
+
+    Raises:
+        InputError: naming the option.
+    """
+    if getattr(args, "log_params_norm", False) and not getattr(args, "bf16", False):
+        raise InputError("reads whole parameters after every step; a schedule of zero stage 3 has freed them (with --bf16 it reads the optimizer's)", field="--log-params-norm", value=True)
 
 
 def refuse_combinations(args) -> None:

@@ -67,8 +67,9 @@ def make_blocks(workload: Workload, cuts: Sequence[Sequence[int]], split: Split 
                 if first <= parameter.layer < end:
                     key = (parameter.dtype, parameter.name if parameter.shared_embedding else None)
                     members.setdefault(key, []).append(parameter)
-            if not members and ids:  # layers without parameters belong to the block before
-                blocks[ids[-1]] = blocks[ids[-1]]._replace(last=end - 1)
+            if not members:  # layers without parameters belong to the block before, or else behind
+                if ids:
+                    blocks[ids[-1]] = blocks[ids[-1]]._replace(last=end - 1)
                 continue
             own = []
             for whole in members.values():

@@ -25,6 +25,7 @@ from megatron_ext.planner.fit import pinned_need
 from megatron_ext.planner.residency import Choices
 from megatron_ext.planner.search import Grid, Search, Settings
 from megatron_ext.schedule.model import Schedule
+from megatron_ext.simulator.last_backward import least_tail_us
 from megatron_ext.simulator.simulate import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Workload
@@ -171,9 +172,8 @@ class _Model:
         return int(us / self.unit)
 
     def _after(self) -> list[float]:
-        pp = self.workload.parallel.pp
-        orders = steps_of_ranks(self.workload.parallel)
-        return [self.timing.reduce_us(self.workload.chunk(rank, steps[-1].stage // pp).bytes) for rank, steps in enumerate(orders)]
+        # Groups are reduced while the last backward goes on: only one of them must come behind it.
+        return [least_tail_us(self.workload, self.timing, rank) for rank in range(self.workload.parallel.pp)]
 
     def _optimizer(self) -> float:
         workload = self.workload

@@ -28,7 +28,7 @@ def check_fits(workload: Workload) -> None:
             layers = list(_layers(workload, pp_rank))
             # The first that does not fit: that is where training would stop.
             need, chunk, layer = next((item for item in layers if item[0] > limit), (0, 0, 0))
-            where = f"pipeline rank {pp_rank}, step {chunk * parallel.pp + pp_rank}F0: layer {layer} alone has {need} bytes"
+            where = f"pipeline rank {pp_rank}, step {chunk * parallel.pp + pp_rank}F0: layer {layer} alone needs {need} bytes"
         if need > limit:
             raise InputError(f"cannot fit: {where}, {need - limit} bytes short", field="limits.device_bytes", value=limit)
 
@@ -53,7 +53,9 @@ def _layers(workload: Workload, pp_rank: int):
     for chunk in workload.chunks_of_rank(pp_rank):
         layers: dict[int, int] = {}
         for part in layer_buckets(chunk):
-            layers[part[0].layer] = layers.get(part[0].layer, 0) + group_bytes(part, workload.parallel.dp)
+            size = group_bytes(part, workload.parallel.dp)
+            for layer in range(part[0].layer, max(p.uses[-1] for p in part) + 1):  # what others borrow stays until then
+                layers[layer] = layers.get(layer, 0) + size
         for layer, size in sorted(layers.items()):
             yield size, chunk.model_chunk_id, layer
 

@@ -47,7 +47,9 @@ def plan(
     routes = usable_routes(workload, timing)
     has_parameters = any(chunk.parameters for chunk in workload.chunks)
     if not routes and has_parameters:
-        raise InputError("no route has points: nothing can be gathered", field="routes")
+        shut = [route for route in ROUTES if timing.offers(route)]
+        why = f"the limits (pinned_host_bytes, nvme_slots) leave no room for {' or '.join(shut)}" if shut else "no route has points"
+        raise InputError(f"{why}: nothing can be gathered", field="limits" if shut else "routes")
     bound_us = lower_bound(workload, timing)
     baselines: dict[str, float] = {}
     if policy in BASELINES:
@@ -67,6 +69,8 @@ def plan(
         schedule, baselines = _hybrid(workload, timing, routes, bound_us)
     else:
         raise InputError(f"unknown policy; known: {', '.join(POLICIES)}", field="policy", value=policy)
+    if policy in BASELINES:
+        _refuse_what_does_not_fit(schedule, policy)
     _check_own_work(schedule, workload)
     result = run(workload, timing, schedule, bound_us=bound_us)
     metadata = msgspec.structs.replace(
@@ -97,6 +101,14 @@ def _check_own_work(schedule: Schedule, workload: Workload) -> None:
         raise AssertionError(f"the planner made a schedule that would be refused: {error}") from error
 
 
+def _refuse_what_does_not_fit(schedule: Schedule, policy: str) -> None:
+    """A rule knows nothing of limits, or not what its own cut adds in padding. Raises InputError."""
+    try:
+        validate(schedule)
+    except InputError as error:
+        raise InputError(f"does not keep the limits: {error}", field="policy", value=policy) from None
+
+
 def usable_routes(workload: Workload, timing: Timing) -> tuple[str, ...]:
     """Routes that the table offers and the limits leave room for."""
     limits = workload.limits
@@ -124,6 +136,8 @@ def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tupl
     def consider(name: str, make) -> None:
         try:
             schedule = make()
+            if name in BASELINES:
+                _refuse_what_does_not_fit(schedule, name)
             times[name] = run(workload, timing, schedule, bound_us=0.0).step_time_us
             schedules[name] = schedule
         except InputError as error:

@@ -6,11 +6,12 @@ Everything that is free is drawn at random: groups (contiguous or not), routes, 
 
 import random
 
+from megatron_ext.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
 from megatron_ext.planner.fit import check_fits, pinned_need
 from megatron_ext.planner.visits import visits_of_rank
 from megatron_ext.schedule.model import Schedule
-from megatron_ext.simulator.stock import layer_buckets, stream
+from megatron_ext.simulator.stock import buckets, layer_buckets, stream
 from megatron_ext.workload.model import Chunk, Workload, group_bytes
 from megatron_ext.workload.order import steps_of_ranks
 
@@ -25,8 +26,9 @@ def random_schedule(workload: Workload, routes: tuple[str, ...], seed: int) -> S
     draw = random.Random(seed)
     groups, of_stage = [], []
     streams = [_must_stream(workload, rank) for rank in range(workload.parallel.pp)]
+    whole = [_must_not_part(workload, rank) for rank in range(workload.parallel.pp)]
     for chunk in workload.chunks:
-        parts = layer_buckets(chunk) if streams[chunk.pp_rank] else random_groups(chunk, draw)
+        parts = layer_buckets(chunk) if streams[chunk.pp_rank] else buckets(chunk) if whole[chunk.pp_rank] else random_groups(chunk, draw)
         of_stage.append(list(range(len(groups), len(groups) + len(parts))))
         groups += [make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part) for part in parts]
     routed = _affordable_routes(workload, groups, routes, draw)
@@ -39,7 +41,7 @@ def random_schedule(workload: Workload, routes: tuple[str, ...], seed: int) -> S
             unshards, reshards = _streamed(workload, pp_rank, own, routed)
         else:
             unshards, reshards = _zero3(workload, pp_rank, own, groups, routed, draw)
-        placed.append(_with_slots(unshards, workload, groups, draw))
+        placed.append(_with_slots(unshards, workload, groups, draw, routes))
         freed.append(reshards)
     return assemble(workload, groups, placed, freed, planner="random", options={"seed": seed})
 
@@ -51,6 +53,14 @@ def _must_stream(workload: Workload, pp_rank: int) -> bool:
         return False
     chunks = workload.chunks_of_rank(pp_rank)
     return max(sum(group_bytes([p], workload.parallel.dp) for p in chunk.parameters) for chunk in chunks) > limit
+
+
+def _must_not_part(workload: Workload, pp_rank: int) -> bool:
+    """Whether, with everything whole at once, the padding of more groups may not fit."""
+    limit = workload.limits.device_bytes
+    if workload.zero_stage == 3 or limit is None:
+        return False
+    return sum(group_bytes([p], workload.parallel.dp) for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters) > limit
 
 
 def random_groups(chunk: Chunk, draw: random.Random) -> list[list]:
@@ -81,8 +91,13 @@ def _affordable_routes(workload: Workload, groups, routes, draw: random.Random) 
     slots = workload.limits.nvme_slots
     usable = [route for route in routes if route != "nvme" or slots]
     size = workload.limits.nvme_slot_bytes
+    for group in groups:
+        if usable == ["nvme"] and size is not None and group.bytes > size:
+            raise InputError(f"cannot fit: a group of {group.bytes} bytes has no other route", field="limits.nvme_slot_bytes", value=size)
     routed = [draw.choice([r for r in usable if r != "nvme" or size is None or group.bytes <= size]) for group in groups]
     limit = workload.limits.pinned_host_bytes
+    if "gpu" not in usable and limit is not None and max(pinned_need(workload, groups, routed), default=0) > limit:
+        raise InputError("cannot fit: without the gpu route all of it needs pinned memory", field="limits.pinned_host_bytes", value=limit)
     order = list(range(len(groups)))
     draw.shuffle(order)
     while limit is not None and max(pinned_need(workload, groups, routed)) > limit and order:
@@ -159,7 +174,7 @@ def _streamed(workload, pp_rank, own, routed) -> tuple[list[Placed], list[Freed]
     return unshards, reshards
 
 
-def _with_slots(unshards, workload, groups, draw) -> list[Placed]:
+def _with_slots(unshards, workload, groups, draw, routes) -> list[Placed]:
     """Give ``nvme`` unshards a slot and a step to be staged in; without a free slot they go by ``gpu``."""
     slots = workload.limits.nvme_slots
     free_after = dict.fromkeys(range(slots), -2)  # slot -> step of the unshard that empties it
@@ -170,6 +185,8 @@ def _with_slots(unshards, workload, groups, draw) -> list[Placed]:
             before = taken.get(item.group, -2)
             usable = [slot for slot, step in free_after.items() if max(step, before) < item.issue]
             if not usable:
+                if "gpu" not in routes:
+                    raise InputError("cannot fit: no slot is free, and there is no gpu route", field="limits.nvme_slots", value=slots)
                 item = item._replace(route="gpu")
             else:
                 slot = draw.choice(usable)

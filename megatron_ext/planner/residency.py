@@ -113,7 +113,7 @@ class RankWalk:
                         self._bring(number, group, number)
                     self.front = number + 1
                 self._look_ahead(number)
-                self.now = max(self.now, *(self.arrives[group] for group in groups))
+                self.now = max([self.now, *(self.arrives[group] for group in groups)])
             self.now += point.us
             self.number += 1
         return self.now

@@ -161,7 +161,9 @@ def cuttings(workload: Workload, timing: Timing, routes: tuple[str, ...]) -> Ite
 
 
 def _pipelined(workload: Workload, timing: Timing, routes: tuple[str, ...]) -> list[list[int]] | None:
-    """Groups that let the first chunk's gather and forward overlap best; None where not measured."""
+    """Groups that let the first chunk's gather and forward overlap best; None where not measured, or nothing to gather."""
+    if not routes:
+        return None
     try:
         return [
             pipelined_cut(timing, chunk, "gpu" if "gpu" in routes else routes[0]) if chunk.model_chunk_id == 0 else [0]

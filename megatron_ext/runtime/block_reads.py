@@ -11,6 +11,7 @@ import errno
 import os
 import platform
 import threading
+import traceback
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, NamedTuple
@@ -66,7 +67,7 @@ class KernelReads:
         self._changed = threading.Condition(self._lock)
         self._pending: deque[Request] = deque()
         self._in_kernel: dict[int, tuple] = {}
-        self._number, self._closed = 0, False
+        self._number, self._closed, self._broken = 0, False, False
         self._thread = threading.Thread(target=self._run, name="megatron_ext-drive", daemon=True)
         self._thread.start()
 
@@ -80,9 +81,12 @@ class KernelReads:
     def read(self, requests: list[Request]) -> None:
         """Give requests to the drive, behind those given before; returns at once."""
         with self._lock:
-            self._pending.extend(requests)
-            failed = self._fill()
-            self._changed.notify()
+            if self._broken or self._closed:
+                failed = [(request, -errno.EIO) for request in requests]
+            else:
+                self._pending.extend(requests)
+                failed = self._fill()
+                self._changed.notify()
         _tell(failed)
 
     def _fill(self) -> list[tuple[Request, int]]:
@@ -116,6 +120,16 @@ class KernelReads:
         return failed
 
     def _run(self) -> None:
+        try:
+            self._reap()
+        except Exception:  # nobody would hear of any later read: they all fail at once instead
+            with self._lock:
+                self._broken = True
+                left = [entry[3] for entry in self._in_kernel.values()] + list(self._pending)
+                self._pending.clear()
+            _tell([(request, -errno.EIO) for request in left])
+
+    def _reap(self) -> None:
         events = (_Event * self._depth)()
         while True:
             with self._lock:
@@ -135,16 +149,21 @@ class KernelReads:
     def close(self) -> None:
         """Forget what the kernel does not have yet; returns when it has read the rest."""
         with self._lock:
+            left = list(self._pending)
             self._pending.clear()
             self._closed = True
             self._changed.notify()
+        _tell([(request, -errno.ECANCELED) for request in left])
         self._thread.join()
         self._call(self._destroy, self._context)
 
 
 def _tell(done: list[tuple[Request, int]]) -> None:
     for request, result in done:
-        request.done(result)
+        try:
+            request.done(result)
+        except Exception:  # of one reader: the others must hear of theirs
+            traceback.print_exc()
 
 
 class ThreadReads:
@@ -163,7 +182,7 @@ class ThreadReads:
             result = os.preadv(self._descriptor, [request.view], request.offset)
         except OSError as error:
             result = -error.errno
-        request.done(result)
+        _tell([(request, result)])
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

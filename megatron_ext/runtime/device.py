@@ -67,7 +67,7 @@ class CudaDevice:
 
     def on_stream(self, function, stream, after):
         """Call ``function``, whose work goes on ``stream`` behind ``after``; returns the event of its end."""
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):  # a thread begins on device 0
             if after is not None:
                 stream.wait_event(after)
             function()
@@ -92,6 +92,7 @@ class CudaDevice:
             raise RuntimeError(f"cudaHostRegister of {size} bytes failed with error {code}")
 
     def unpin(self, tensor: torch.Tensor) -> None:
+        torch.cuda.synchronize(self.device)  # copies from here may still be on their way
         torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 

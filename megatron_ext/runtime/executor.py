@@ -51,6 +51,12 @@ class Executor:
         if not self._started:
             self.start()
 
+    def expect(self, num_microbatches: int) -> None:
+        """Raise ScheduleError if an iteration of so many micro-batches is not what the program is for."""
+        chunks = len({chunk for chunk, _ in self._forwards}) or 1
+        if num_microbatches * chunks != len(self._forwards):
+            raise ScheduleError(f"the iteration has {num_microbatches} micro-batches, the schedule {len(self._forwards) // chunks}")
+
     def pre_forward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
         chunk, actions = self._forwards[self._count_forward]
         if chunk != model_chunk_id or self._count_forward != virtual_microbatch_id:
@@ -79,6 +85,9 @@ class Executor:
         if self._count_forward != len(self._forwards) or self._count_backward != len(self._backwards):
             raise ScheduleError(f"the iteration ended after {self._count_forward} forwards and {self._count_backward} backwards; the schedule has {len(self._forwards)} and {len(self._backwards)}")
         self.peak_bytes = self.residency.peak
+        for group in self.groups.values():
+            if group.state is State.UNSHARDING:
+                raise ScheduleError(f"{group} was gathered but nothing waited for it: its layers were not run by their forward (a replayed CUDA graph, a module put in their place?)")
         self._drop_all()
         self.iterations += 1
         if self.checks is not None:
@@ -106,9 +115,14 @@ class Executor:
 
     def params_changed(self) -> None:
         """Whole parameters have new values that the optimizer did not write: take the shards
-        from them, and go on as after an optimizer step."""
+        from them, and go on as after an optimizer step. Collective."""
         for group in self.groups.values():
             group.adopt()
+        self._drop_all()
+        if self.publisher is not None:
+            # Counts like an iteration: nobody overwrites copies that a slower rank still makes whole.
+            self.iterations += 1
+            self.pool.set_reads_done(self.iterations)
         self.params_updated()
 
     # Called from outside of training steps.

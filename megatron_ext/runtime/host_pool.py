@@ -26,6 +26,7 @@ import torch
 
 from megatron_ext.errors import InputError
 from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.worker import Exiting, exiting
 
 LINE = 64
 """Bytes of one flag: a cache line, so that ranks do not disturb each other's flags."""
@@ -34,8 +35,12 @@ SPINS = 200
 """Polls that only yield; after these a waiting reader sleeps between polls."""
 
 
+FAILED = -1
+"""Flag of a rank that cannot publish any more."""
+
+
 class PeerLost(RuntimeError):
-    """A rank of this node is gone while others wait for it."""
+    """A rank of this node is gone, or cannot publish, while others wait for it."""
 
 
 def refuse_weak_memory_order() -> None:
@@ -75,6 +80,7 @@ class HostPool:
         lines = np.frombuffer(self._map, dtype=np.int64, count=flags_bytes // 8)
         lines = lines.reshape(len(groups) + 1, size, LINE // 8)[:, :, 0]
         self._published, self._reads_done = lines[:-1], lines[-1]
+        self._failure: BaseException | None = None
         self.copies: dict[int, torch.Tensor] = {}
         for group in hosted:
             data = torch.frombuffer(self._map, dtype=group.whole.dtype, count=group.whole.numel(), offset=offsets[group.index])
@@ -89,11 +95,16 @@ class HostPool:
         """Tell the other ranks that this rank's shard of ``group`` is there at ``version``."""
         self._published[self._line_of[group.index], self.rank] = version
 
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot publish any more: whoever waits for it, here or on other ranks, hears of it."""
+        self._failure = error
+        self._published[:, self.rank] = FAILED
+
     def wait_published(self, group: Group, version: int) -> None:
         """Block until every shard of ``group`` is there at ``version``.
 
         Raises:
-            PeerLost: a rank ended before it published.
+            PeerLost: a rank ended before it published, or failed to.
         """
         flags = self._published[self._line_of[group.index]]
         self._poll(lambda: bool((flags >= version).all()), lambda: np.flatnonzero(flags < version), f"to publish {group}")
@@ -115,9 +126,15 @@ class HostPool:
         checked = time.monotonic()
         while not ready():
             time.sleep(20e-6)
+            if self._failure is not None:
+                raise self._failure
+            if exiting():
+                raise Exiting(f"the process ended while it waited for others {what}")
             if time.monotonic() - checked > 1.0:
                 checked = time.monotonic()
                 for rank in late():
+                    if (self._published[:, rank] == FAILED).any():
+                        raise PeerLost(f"data-parallel rank {rank} of this node (process {self._pids[rank]}) could not publish; its own error says why")
                     if not _alive(self._pids[rank]) and not ready():
                         raise PeerLost(f"data-parallel rank {rank} of this node (process {self._pids[rank]}) ended while others waited for it {what}")
 
@@ -146,12 +163,26 @@ def _share_block(size: int, rank: int, exchange) -> mmap.mmap:
         own = os.memfd_create("megatron_ext_host_pool", os.MFD_CLOEXEC)
         os.fchmod(own, 0o600)
         os.ftruncate(own, size)
-    pid, handle = exchange((os.getpid(), own))[0]
-    try:
-        descriptor = own if own is not None else os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
-    except OSError as error:
-        raise InputError(f"the host pool of process {pid} cannot be opened: {error.strerror}; ranks of one node must share a process namespace and a user", field="gpus_per_node") from None
+    pid, handle, identity = exchange((os.getpid(), own, own is not None and _identity(own)))[0]
+    descriptor, failed = own, None
+    if own is None:
+        try:
+            descriptor = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
+            if _identity(descriptor) != identity:  # in another process namespace that number is somebody else
+                failed = "it is another file"
+        except OSError as error:
+            failed = error.strerror
+    # Nobody closes the descriptor before everybody has opened it, and all fail alike.
+    failures = [text for text in exchange(failed) if text is not None]
+    if failures:
+        if descriptor is not None:
+            os.close(descriptor)
+        raise InputError(f"the host pool of process {pid} cannot be opened: {failures[0]}; ranks of one node must share a process namespace and a user", field="gpus_per_node")
     block = mmap.mmap(descriptor, size)
-    exchange(None)  # nobody closes the descriptor before everybody has opened it
     os.close(descriptor)
     return block
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino

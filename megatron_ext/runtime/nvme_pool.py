@@ -53,7 +53,7 @@ class NvmePool:
         self.bytes = size
         self.file = _open_shared(directory, size, rank, exchange, settings)
         self.slot_bytes = drive.aligned(slot_bytes)
-        self._map = mmap.mmap(-1, slots * self.slot_bytes)
+        self._map = mmap.mmap(-1, max(slots * self.slot_bytes, mmap.PAGESIZE))  # a schedule may publish and never read
         self._memory = memoryview(self._map)
         self._slots = torch.frombuffer(self._map, dtype=torch.uint8)
         self._device = device
@@ -115,5 +115,7 @@ def _open_shared(directory, size: int, rank: int, exchange, settings: ReadSettin
     if own is not None:
         os.close(own)  # everybody has opened it
     if failures:
+        if opened is not None:
+            opened.close()
         raise InputError(failures[0])
     return opened

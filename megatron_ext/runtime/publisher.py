@@ -55,6 +55,13 @@ class Publisher:
         version, after = self.clock.version, self.device.mark()
 
         def write(transfer: Transfer) -> None:
+            try:
+                write_all()
+            except BaseException as error:  # readers wait for flags, not for this thread
+                self.pool.fail(error)
+                raise
+
+        def write_all() -> None:
             self.pool.wait_reads_done(iterations)
             for target in self.targets:
                 start = perf_counter_ns() if self.recorder is not None else 0
@@ -107,4 +114,10 @@ class Publisher:
             self._last = None
 
     def close(self) -> None:
+        """End the thread, not before what is being written has been: its files and memory go next."""
+        if self._last is not None:
+            try:
+                self._last.wait()
+            except Exception:  # nobody will read it; who needed it has heard of it
+                pass
         self.worker.close()

@@ -5,20 +5,50 @@ copies overlap compute as they do on a device's copy engine. On CUDA the thread 
 until a copy may be issued, then issues it on its stream.
 """
 
+import atexit
 import queue
 import threading
+import weakref
+
+
+CLOSE_SECONDS = 60
+"""How long closing waits for what is on its way: longer than any transfer that still gets on."""
+
+_alive: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_exiting = threading.Event()
+
+
+class Exiting(RuntimeError):
+    """The process is about to end: nothing is waited for any more."""
+
+
+def exiting() -> bool:
+    """Whether the interpreter is about to end; whoever polls stops then."""
+    return _exiting.is_set()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that the interpreter ends inside a copy of torch's aborts the process, and with it the
+    exit code and the error that was to be seen."""
+    _exiting.set()
+    for worker in list(_alive):
+        worker._queue.put(None)
+    for worker in list(_alive):
+        worker._thread.join(timeout=2)
 
 
 class Transfer:
     """Handle of one transfer; ``wait`` returns when it is done and raises what it raised."""
 
-    __slots__ = ("_done", "error", "after")
+    __slots__ = ("_done", "_ended", "error", "after")
 
     def __init__(self) -> None:
         # A lock that is held until the transfer is done: an Event costs the training thread ten times
         # as much to make.
         self._done = threading.Lock()
         self._done.acquire()
+        self._ended = False
         self.error: BaseException | None = None
         self.after = None  # CUDA: event that the compute stream must wait for
 
@@ -39,7 +69,10 @@ class Transfer:
         device.synchronize(self.after)
 
     def finish(self, error: BaseException | None = None) -> None:
-        self.error = error
+        """It is done, or failed with ``error``; only the first call counts."""
+        if self._ended:
+            return
+        self._ended, self.error = True, error
         self._done.release()
 
 
@@ -54,6 +87,7 @@ class Worker:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"megatron_ext-{name}", daemon=True)
         self._thread.start()
+        _alive.add(self)
 
     def submit(self, function) -> Transfer:
         """Run ``function(transfer)`` on the thread, after everything submitted before."""
@@ -68,6 +102,8 @@ class Worker:
             if item is None:
                 return
             function, transfer = item
+            if failure is None and _exiting.is_set():
+                failure = Exiting("the process is about to end")
             if failure is None:
                 try:
                     if function(transfer) is LATER:
@@ -77,6 +113,12 @@ class Worker:
             transfer.finish(failure)
 
     def close(self) -> None:
-        """End the thread after what is queued; waits at most a few seconds."""
+        """End the thread after what is queued.
+
+        Raises:
+            RuntimeError: it does not end; what it writes to or reads from must stay.
+        """
         self._queue.put(None)
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=CLOSE_SECONDS)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the thread {self._thread.name} still waits after {CLOSE_SECONDS} s")

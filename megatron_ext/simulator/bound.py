@@ -23,16 +23,18 @@ The optimizer step is added where the table knows it.
 from itertools import combinations
 
 from megatron_ext.cost.curve import curves_of
+from megatron_ext.errors import InputError
 from megatron_ext.simulator.critical import Durations, alone, earliest_ends, tails
-from megatron_ext.simulator.last_backward import last_backwards, processor_bound
+from megatron_ext.simulator.last_backward import last_backwards, least_tail_us, plannable, processor_bound
 from megatron_ext.simulator.least_loads import layer_bytes, least_loads
 from megatron_ext.simulator.stock import buckets
-from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, KINDS, Timing
+from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, NVME, Timing
 from megatron_ext.workload.model import Workload, group_bytes
 from megatron_ext.workload.order import steps_of_ranks
 from megatron_ext.workload.route import ROUTES
 
 _KIND = {"gpu": GPU, "cpu": CPU, "nvme": CPU}
+"""The lane of a route's last leg."""
 
 REFINED = 24
 """Moments that are bounded with all care; the others only by the links' best rates."""
@@ -48,7 +50,8 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
     last = last_backwards(workload, timing)
     optimizer = max(timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(r))) for r in range(parallel.pp))
     steps = steps_of_ranks(parallel)
-    bound = max(processor_bound(workload, timing, last), max(mine[-1] for mine in ends) + timing.least_reduce_us)
+    reducing = [least_tail_us(workload, timing, rank) for rank in range(parallel.pp)]
+    bound = max(processor_bound(workload, timing, last), max(mine[-1] + reducing[rank] for rank, mine in enumerate(ends)))
     for rank, mine in enumerate(last):
         for one in mine:
             begin = ends[rank][one.step] - least.steps[rank][steps[rank][one.step].stage // parallel.pp][1]
@@ -69,7 +72,7 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
             bound = max(bound, rough, links.least_us(loaded) + tail)
         compute = sum(alone_us[rank][step.stage // parallel.pp][step.kind == "B"] for step in steps[rank])
         head = ends[rank][0] - least.steps[rank][steps[rank][0].stage // parallel.pp][0]
-        bound = max(bound, head + links.least_work_us(compute, needs[-1].loaded, head) + timing.least_reduce_us)
+        bound = max(bound, head + links.least_work_us(compute, needs[-1].loaded, head) + reducing[rank])
     return bound + optimizer
 
 
@@ -124,10 +127,13 @@ class Links:
         self.timing = timing
         self.curves = {route: _points(timing, route, largest) for route in offered}
         self.routes = tuple(route for route in offered if self.curves[route])
-        self.excess = {(a, b): timing.least_excess(_KIND[a], _KIND[b]) for a in self.routes for b in self.routes if _KIND[a] != _KIND[b]}
-        self.slows_compute = {route: timing.least_excess(COMPUTE, _KIND[route]) for route in self.routes}
+        self.excess = {(a, b): self._least_excess(a, b) for a in self.routes for b in self.routes if _KIND[a] != _KIND[b]}
+        self.slows_compute = {route: min(timing.least_excess(COMPUTE, kind) for kind in _kinds(route)) for route in self.routes}
         self.best_rates = {route: max(size / us for size, us in self.curves[route]) for route in self.routes}
         self.best_rate = self._together(self.best_rates) if self.routes else 0.0
+
+    def _least_excess(self, measured: str, busy: str) -> float:
+        return min(self.timing.least_excess(a, b) for a in _kinds(measured) for b in _kinds(busy))
 
     def _sets(self):
         """Sets of links that can be busy at once: ``cpu`` and ``nvme`` end on the same PCIe link."""
@@ -173,17 +179,22 @@ class Links:
         return compute_us + best
 
 
+def _kinds(route: str) -> tuple[int, ...]:
+    """What keeps a route's gather busy: the drive, and PCIe where its last leg was measured."""
+    return (NVME, CPU) if route == "nvme" else (_KIND[route],)
+
+
 def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float]]:
     """(bytes, us) at which a gather by ``route`` can have its best rate: the measured points up to
     the largest group, and that group."""
     curve = getattr(timing.table.routes, route)
     sizes = {point.size_bytes for points in curves_of(curve).values() for point in points if 0 < point.size_bytes}
-    inside = sorted(size for size in sizes if size <= largest)
-    if sizes and largest and (timing.extrapolate or min(sizes) <= largest <= max(sizes)):
-        inside.append(largest)
-    elif sizes and largest > max(sizes):
-        pass  # larger groups cannot be planned: they were not measured
-    found = {size: timing.fastest_us(route, size) for size in inside}
+    found = {}
+    for size in plannable(sizes, largest):
+        try:
+            found[size] = timing.fastest_us(route, size)
+        except InputError:  # not by this rank's algorithms, or beyond what was measured
+            pass
     return sorted(found.items())
 
 

@@ -19,7 +19,7 @@ from megatron_ext.cost.curve import curves_of
 from megatron_ext.errors import InputError
 from megatron_ext.simulator.least_loads import least_loads
 from megatron_ext.simulator.stock import buckets
-from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, REDUCE, Timing
+from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, PADDING_SHARE, REDUCE, Timing
 from megatron_ext.workload.model import Chunk, Workload, group_bytes
 from megatron_ext.workload.order import steps_of_ranks
 
@@ -43,7 +43,7 @@ def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward
     pp, dp = workload.parallel.pp, workload.parallel.dp
     found = []
     for rank, steps in enumerate(steps_of_ranks(workload.parallel)):
-        count = max(_replicas(workload, timing, rank))
+        count = _replicas(workload, timing, rank)
         times = [(sum(t.forward), sum(t.backward)) for t in timing.layers[rank]]
         needs = least_loads(workload, timing, rank)
         mine, seen, compute, reduce = [], set(), 0.0, 0.0
@@ -55,7 +55,7 @@ def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward
                 seen.add(chunk)
                 reduce += least_reduce_us(workload.chunk(rank, chunk), timing, dp)
                 loaded = max((need.loaded for need in needs if need.step < index), default=0.0)
-                mine.append(LastBackward(index, compute, whole - compute, _from_start(compute, reduce, timing, count), loaded))
+                mine.append(LastBackward(index, compute, whole - compute, _from_start(compute, reduce, timing, count, least_tail_us(workload, timing, rank)), loaded))
         found.append(mine)
     return found
 
@@ -66,7 +66,7 @@ def least_reduce_us(chunk: Chunk, timing: Timing, dp: int) -> float:
         return 0.0
     largest = max(group_bytes(part, dp) for part in buckets(chunk))
     measured = {point.size_bytes for points in curves_of(timing.table.reduce).values() for point in points}
-    sizes = {size for size in measured if 0 < size < largest} | {parameter.bytes for parameter in chunk.parameters} | {largest}
+    sizes = plannable(measured, largest) | {parameter.bytes for parameter in chunk.parameters}
     least, per_byte = float("inf"), {}
     for size in sorted(sizes, reverse=True):
         try:
@@ -77,33 +77,45 @@ def least_reduce_us(chunk: Chunk, timing: Timing, dp: int) -> float:
     return sum(parameter.bytes * per_byte[parameter.bytes] for parameter in chunk.parameters if per_byte[parameter.bytes] < float("inf"))
 
 
+def plannable(measured: set[int], largest: int) -> set[int]:
+    """Sizes at which a group of at most ``largest`` bytes can have its best rate: measured ones, the
+    largest, and the largest that padding may carry past what was measured."""
+    slack = max(measured, default=0) * PADDING_SHARE // (PADDING_SHARE - 1)
+    return {size for size in (*measured, largest, slack) if 0 < size <= largest}
+
+
+def least_tail_us(workload: Workload, timing: Timing, rank: int) -> float:
+    """No less passes between a rank's last compute and the end of reducing its gradients: one group
+    holds what its very last layer computes with, if that has parameters."""
+    pp = workload.parallel.pp
+    chunk = workload.chunk(rank, steps_of_ranks(workload.parallel)[rank][-1].stage // pp)
+    return timing.least_reduce_us if any(parameter.layer == 0 for parameter in chunk.parameters) else 0.0
+
+
 def processor_bound(workload: Workload, timing: Timing, last: list[list[LastBackward]]) -> float:
     """The bound by processors that ranks of a machine share; 0 where they do not."""
     if timing.processors is None:
         return 0.0
-    work = [0.0] * workload.parallel.num_nodes
+    work: dict[int, float] = {}
     bound = 0.0
     for rank, mine in enumerate(last):
-        replicas = _replicas(workload, timing, rank)
-        work = [before + count * (mine[0].before_us + mine[0].compute_us) for before, count in zip(work, replicas)]
-        for count in filter(None, replicas):
-            for one in mine:
-                before = one.before_us + _least_gather_processor_us(timing, one.loaded, count)
-                bound = max(bound, count * before / timing.processors + one.from_start_us)
-    return max(bound, max(work) / timing.processors + timing.least_reduce_us)
+        machine, count = timing.machine_of(rank, 0), _replicas(workload, timing, rank)
+        work[machine] = work.get(machine, 0.0) + count * (mine[0].before_us + mine[0].compute_us)
+        for one in mine:
+            before = one.before_us + _least_gather_processor_us(timing, one.loaded, count)
+            bound = max(bound, count * before / timing.processors + one.from_start_us)
+    return max(bound, max(work.values()) / timing.processors + min(least_tail_us(workload, timing, rank) for rank in range(len(last))))
 
 
-def _replicas(workload: Workload, timing: Timing, rank: int) -> list[int]:
-    """By machine: how many ranks of a pipeline rank it holds."""
+def _replicas(workload: Workload, timing: Timing, rank: int) -> int:
+    """How many ranks of a pipeline rank share a machine: that of its first replica, which the engine
+    simulates for all of them."""
     parallel = workload.parallel
-    replicas = [0] * parallel.num_nodes
-    for dp in range(parallel.dp):
-        for tp in range(parallel.tensor_model_parallel_size):
-            replicas[timing.machine_of(rank, dp, tp)] += 1
-    return replicas
+    places = (timing.machine_of(rank, dp, tp) for dp in range(parallel.dp) for tp in range(parallel.tensor_model_parallel_size))
+    return sum(place == timing.machine_of(rank, 0) for place in places)
 
 
-def _from_start(compute_us: float, reduce_us: float, timing: Timing, count: int) -> float:
+def _from_start(compute_us: float, reduce_us: float, timing: Timing, count: int, tail_us: float) -> float:
     """Least time in which ``count`` ranks of a machine each compute ``compute_us`` and reduce ``reduce_us``."""
     processors = timing.processors
     slower = 1.0 + timing.least_excess(REDUCE, COMPUTE)
@@ -116,7 +128,7 @@ def _from_start(compute_us: float, reduce_us: float, timing: Timing, count: int)
         if beside > reduce_us:
             beside, compute = reduce_us, alone + takes * reduce_us
         after = min(after, compute + reduce_us - beside)
-    return max(after, alone + timing.least_reduce_us)
+    return max(after, alone + tail_us)
 
 
 def _points(timing: Timing, kind: int):

@@ -123,7 +123,7 @@ def run(workload: Workload, timing: Timing, schedule: Schedule, *, trace: bool =
             "staging": tuple(slot_bytes(schedule, rank) * schedule.limits.nvme_slots for rank in range(workload.parallel.pp)),
         },
         busy_us={link: us for link, us in busy.items() if us or link == KINDS[COMPUTE]},
-        gather_us=max(gathers, default=0.0),
+        gather_us=float(max(gathers, default=0.0)),
         group_exposed_us=engine.group_exposed,
         left_out=timing.left_out,
         events=engine.events,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.errors import InputError
-from megatron_ext.megatron.start import elsewhere, refuse_unsupported, require_hooks
+from megatron_ext.megatron.start import elsewhere, refuse_at_zero_stage_3, refuse_unsupported, require_hooks
 from megatron_ext.megatron.workload_of_run import workload_of_run
 from megatron_ext.runtime import machine
 from megatron_ext.schedule.model import Metadata, Model, Schedule
@@ -15,7 +15,7 @@ from megatron_ext.workload.parallel import Parallel
 def options(**more):
     """Megatron's arguments as a release without the newer options has them."""
     plain = {
-        "use_distributed_optimizer": True, "optimizer": "adam", "context_parallel_size": 1,
+        "use_distributed_optimizer": True, "overlap_param_gather": True, "optimizer": "adam", "context_parallel_size": 1,
         "num_distributed_optimizer_instances": 1, "use_torch_fsdp2": False, "fp8_param_gather": None,
         "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2,
         "tensor_model_parallel_size": 1, "data_parallel_size": 2, "global_batch_size": 16,
@@ -45,6 +45,12 @@ def test_a_usual_run_is_accepted():
         ("cuda_graph_scope", ["full_iteration"]),
         ("cuda_graph_scope", "CudaGraphScope.full_iteration"),
         ("use_distributed_optimizer", False),
+        ("overlap_param_gather", False),
+        ("cuda_graph_impl", "local"),
+        ("cuda_graph_impl", "transformer_engine"),
+        ("enable_cuda_graph", True),
+        ("external_cuda_graph", True),
+        ("qk_clip", True),
         ("context_parallel_size", 2),
     ],
 )
@@ -55,8 +61,14 @@ def test_what_cannot_be_combined_is_refused_by_name(name, value):
     assert "--user-defined-schedule" in str(refused.value)
 
 
-def test_graphs_of_single_layers_are_accepted():
-    refuse_unsupported(options(cuda_graph_scope=["attn", "mlp"]))
+def test_defaults_of_options_that_are_refused_are_accepted():
+    refuse_unsupported(options(cuda_graph_impl="none", enable_cuda_graph=False, qk_clip=False, cuda_graph_scope=["attn", "mlp"]))
+
+
+def test_norms_of_freed_parameters_are_refused():
+    refuse_at_zero_stage_3(options(log_params_norm=True, bf16=True))
+    with pytest.raises(InputError, match="--log-params-norm = True: reads whole parameters"):
+        refuse_at_zero_stage_3(options(log_params_norm=True, bf16=False))
 
 
 def test_an_unpatched_tree_is_refused(tmp_path):
