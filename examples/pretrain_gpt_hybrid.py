@@ -301,6 +301,8 @@ def main() -> int:
     args = parse_args()
     gpt_arguments.check(args, world_size=int(os.environ.get("WORLD_SIZE", 1)))
     corpus.check(args.data_path, args.seq_length)
+    if args.metrics_path and int(os.environ.get("RANK", 0)) == 0:
+        files.check_writable(args.metrics_path)
     hooks.configure(args.user_defined_schedule, args.user_defined_schedule_trace, parallel=gpt_arguments.parallel_of(args))
     initialize(args)
     model, optimizer, config = build_model_and_optimizer(args)

@@ -9,6 +9,7 @@ usage errors as exceptions that are turned into one line here.
 """
 
 import contextlib
+import errno
 import os
 import sys
 
@@ -65,12 +66,13 @@ def patch_apply(checkout: str, dry_run: bool, as_json: bool) -> None:
 @patch.command("check")
 @checkout_argument
 @json_option
-def patch_check(checkout: str, as_json: bool) -> None:
-    """Say whether the tree is clean, applied, drifted or in conflict."""
+def patch_check(checkout: str, as_json: bool) -> int:
+    """Say whether the tree is clean, applied, drifted or in conflict; the last two end with exit code 1."""
     from megatron_ext.checkout import check, show
 
     report = check(checkout)
     emit(as_json, show.as_dict(report), show.as_text(report, "check"))
+    return 1 if report.state in ("drifted", "conflict") else 0
 
 
 @patch.command("revert")
@@ -117,8 +119,11 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
     else:
         from megatron_ext.megatron import cpu_compat
 
-        cpu_compat.install()
-        from megatron_ext.megatron import describe as description
+        try:
+            cpu_compat.install()
+            from megatron_ext.megatron import describe as description
+        except ModuleNotFoundError as error:
+            raise InputError(f"there is no package {error.name} here: give a checkout by --checkout, or run in an environment with megatron-core") from None
 
         described = description.describe_options(description.parse(megatron_options))
     workload.save(out, described)
@@ -157,7 +162,7 @@ def table_differences(table, work, *, this_machine: bool, allow: bool, file) -> 
 @click.option("--cost-table", required=True, help="Cost table of the machines.")
 @click.option("--workload", "workload_path", required=True, help="What is trained.")
 @click.option("--out", required=True, help="Where the schedule is written.")
-@click.option("--policy", default="hybrid", show_default=True, help="hybrid, exact, random:SEED, or a baseline: all-gpu, all-cpu, window-1, share-50, urgency, ...")
+@click.option("--policy", default="hybrid", show_default=True, help="hybrid, exact, random:SEED, or a baseline: all-gpu, all-cpu, window-1 or -2, share-25, -50 or -75, urgency, pipeswitch, hierarchical.")
 @click.option("--extrapolate", is_flag=True, help="Read cost curves outside their measured range.")
 @environment_options
 @json_option
@@ -268,8 +273,8 @@ def naming_files(cost_table: str, workload_path: str):
 @click.option("--seq-length", type=int, default=128, show_default=True)
 @click.option("--micro-batch-size", type=int, default=1, show_default=True)
 @click.option("--links", help="Comma-separated subset of what is measured.")
-@click.option("--modules", help="package.module:function that gives the layers to measure.")
-@click.option("--evict-bytes", type=int, default=0, show_default=True, help="Bytes touched between two visits of a layer.")
+@click.option("--modules", help="package.module:function that gives the layers to measure, for example megatron_ext.megatron.layer_runners:layer_runners; its arguments follow behind --.")
+@click.option("--evict-bytes", type=int, default=0, show_default=True, help="Bytes touched between two visits of a layer, as other layers would; for modules that hold only one.")
 @click.option("--nvme-path", type=click.Path(), help="Directory on the drive; without it the nvme route is not offered.")
 @click.argument("module_args", nargs=-1)
 @json_option
@@ -278,6 +283,7 @@ def measure(out: str, imported, system, placement, collective, algorithm, links,
 
     MODULE_ARGS (after --) are handed to the function that --modules names.
     """
+    from megatron_ext import files
     from megatron_ext.cost import model as cost
 
     if imported:
@@ -292,6 +298,8 @@ def measure(out: str, imported, system, placement, collective, algorithm, links,
         if sizes:
             options["sizes"] = Options.parse_sizes(sizes)
         chosen = tuple(links.split(",")) if links else LINKS
+        if os.environ.get("RANK", "0") == "0":
+            files.check_writable(out)
         with bar(os.environ.get("RANK", "0") == "0") as progress:
             table = run(Options(links=chosen, **options), progress)
         if table is None:  # under a launcher, and not rank 0
@@ -426,6 +434,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
         result = cli.main(args=argv, prog_name="megatron-ext", standalone_mode=False)
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help())
@@ -436,6 +445,12 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         click.echo(f"megatron-ext: {error}", err=True)
         return 2
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EPIPE, errno.EBADF, errno.EIO):
+            raise
+        os.close(1)  # or the interpreter tries once more when it ends
+        click.echo(f"megatron-ext: standard output cannot be written: {error.strerror}", err=True)
+        return 1
     except click.exceptions.Abort:
         click.echo("megatron-ext: interrupted", err=True)
         return 130

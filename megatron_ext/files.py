@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import tempfile
+import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ def load(path, kind: type[T]) -> T:
         InputError: the file is missing, too large, not JSON, or does not have the form
             of ``kind``; the line names the file, the field and the value.
     """
-    path = Path(path)
+    path = _given(path)
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InputError(f"larger than {MAX_FILE_BYTES} bytes", file=path)
@@ -46,9 +47,23 @@ def decode(data: bytes, kind: type[T], *, file) -> T:
         message, _, where = str(error).partition(" - at `")
         field = where.rstrip("`").removeprefix("$").lstrip(".") or None
         value = _value_at(data, field)
+        if field == "kind" and isinstance(value, str):
+            raise InputError(f"is not what was expected here: a file of kind {_kind_of(kind)}", file=file, field=field, value=value) from None
         raise InputError(message[0].lower() + message[1:], file=file, field=field, value=value) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"not valid JSON: {error}", file=file) from None
+
+
+def _kind_of(struct) -> str:
+    """What ``kind`` holds in files of a struct."""
+    choices = next(field.type for field in msgspec.structs.fields(struct) if field.name == "kind")
+    return " or ".join(repr(choice) for choice in typing.get_args(choices))
+
+
+def _given(path) -> Path:
+    if not str(path):
+        raise InputError("no path is given", value="")
+    return Path(path)
 
 
 def _value_at(data: bytes, field: str | None) -> Any:
@@ -86,11 +101,10 @@ def save(path, value: Any, *, indent: int = 0) -> None:
 
 def write_atomically(path, data: bytes) -> None:
     """Replace ``path`` with ``data`` in one step, so that no reader sees half of it."""
-    path = Path(path)
+    path = _given(path)
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        handle, temporary = _beside(path)
         with os.fdopen(handle, "wb") as stream:
             stream.write(data)
             stream.flush()
@@ -102,6 +116,30 @@ def write_atomically(path, data: bytes) -> None:
     finally:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def _beside(path: Path) -> tuple[int, str]:
+    """A new temporary file in the directory of ``path``, which is made where it is missing."""
+    if path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file
+        raise InputError("cannot be written: is a directory" if path.is_dir() else "cannot be written: is no regular file", file=path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+
+
+def check_writable(path) -> None:
+    """Refuse a place where :func:`save` will not be able to write, before the work is done whose
+    result is to go there.
+
+    Raises:
+        InputError: as :func:`save`.
+    """
+    path = _given(path)
+    try:
+        handle, temporary = _beside(path)
+        os.close(handle)
+        os.unlink(temporary)
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", file=path) from None
 
 
 def sha256(path) -> str:

@@ -53,4 +53,6 @@ if [ -n "${MEGATRON_PATH:-}" ]; then
     .venv/bin/megatron-ext patch apply "$MEGATRON_PATH" >&2
 else
     .venv/bin/python -m megatron_ext.checkout.private "$release" .megatron >&2
+    # Behind everything else on the path, so that a checkout on PYTHONPATH comes first.
+    printf '%s\n' "$PWD/.megatron" > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/megatron_ext_core.pth"
 fi

@@ -66,6 +66,8 @@ def load_runners(path: str, args: list[str]) -> Mapping[str, Runner]:
         factory = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise InputError(f"cannot be imported: {error}", file="--modules", value=path) from None
+    if not callable(factory):
+        raise InputError("is no function", file="--modules", value=path)
     runners = factory(args)
     if not isinstance(runners, Mapping) or not runners:
         raise InputError("returned no mapping of layer kinds to runners", file="--modules", value=path)

@@ -116,6 +116,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         for name in ("data_parallel_size", "pipeline_model_parallel_size", "threads", "hidden_size", "seq_length", "micro_batch_size"):
             if getattr(self, name) < 1:
                 raise InputError("must be at least 1", file=_flag(name), value=getattr(self, name))
+        for name in ("evict_bytes", "max_rank_bytes"):
+            if (getattr(self, name) or 0) < 0:
+                raise InputError("must not be negative", file=_flag(name), value=getattr(self, name))
         if self.node_size > 64:
             raise InputError("more than 64 ranks on one node", file=_flag("data_parallel_size"), value=self.world_size)
         if not 512 <= self.min_bytes <= self.max_bytes:
@@ -123,7 +126,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if any(size < 512 for size in self.sizes):
             raise InputError("must be at least 512", file=_flag("sizes"), value=min(self.sizes))
         if not math.isfinite(self.seconds) or self.seconds < 1:
-            raise InputError("must be at least 1", file=_flag("seconds"), value=self.seconds)
+            raise InputError("must be a number of at least 1", file=_flag("seconds"), value=self.seconds)
         unknown = sorted(set(self.links) - set(LINKS))
         if unknown or not self.links:
             raise InputError(f"known: {', '.join(LINKS)}", file=_flag("links"), value=",".join(unknown))

@@ -3,6 +3,8 @@
 Without ``--user-defined-schedule`` (and without a trace) every hook returns at once.
 """
 
+import os
+
 from megatron_ext.megatron.arguments import add_arguments as add_arguments
 
 _run = None
@@ -47,8 +49,11 @@ def configure(schedule=None, trace=None, *, parallel=None):
     _looked = True
     if schedule is None and trace is None:
         return None
+    from megatron_ext import files
     from megatron_ext.megatron.run import Run
 
+    if trace is not None and int(os.environ.get("RANK", 0)) == 0:
+        files.check_writable(trace)  # before hours of training whose trace would be lost
     _run = Run(schedule, trace, parallel)
     return _run
 

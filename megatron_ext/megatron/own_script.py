@@ -281,6 +281,8 @@ def _reason(error: BaseException) -> str:
         args = _megatron_args()
     if getattr(args, "transformer_impl", None) == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         return "--transformer-impl = 'transformer_engine': is Megatron's default and is not installed here; describe where it is, or train with --transformer-impl local"
+    if isinstance(error, ModuleNotFoundError):
+        return f"there is no Python package {error.name}, which this checkout imports; describe where it trains, or let scripts/setup.sh install such packages: WITH_CHECKOUT=1 bash scripts/setup.sh"
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     # Many of Megatron's assertions have no text: then the condition says most.
     at = traceback.extract_tb(error.__traceback__)[-1]

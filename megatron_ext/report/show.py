@@ -95,6 +95,17 @@ def _routes(report: Report) -> str:
     return ", ".join(f"{number} group{'s' if number > 1 else ''} by {route}" for route, number in report.routes.items()) or "no group is gathered"
 
 
+def cautions(report: Report) -> list[str]:
+    """What keeps somebody from reading more out of the times than is in them."""
+    stock, ours = report.step_time_us
+    found = []
+    if abs(stock.median_us - ours.median_us) > max(report.gather_us.stock.median_us, report.gather_us.scheduled.median_us):
+        found.append("the step times differ by more than all the time in gathers: that is the machine, which changed between the runs, not the schedule")
+    if stock.p10_us < ours.p90_us and ours.p10_us < stock.p90_us:
+        found.append("the step times of the runs overlap (p10 - p90); they were made one after the other, benchmarks/main_job.py repeats them in turns")
+    return found
+
+
 def as_text(report: Report, width: int | None = None) -> str:
     """The table for people, with the plan's verdict and where the files are."""
     # rich draws tables that line up and fit the terminal.
@@ -104,10 +115,13 @@ def as_text(report: Report, width: int | None = None) -> str:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows(report):
         table.add_row(*row)
+    notes = cautions(report)
     detail = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     detail.add_column(no_wrap=True)
     detail.add_column(overflow="fold")
     detail.add_row("equality", report.equality.text)
+    for note in notes:
+        detail.add_row("note", note)
     detail.add_row("routes", _routes(report))
     detail.add_row("plan", report.verdict)
     for name in WRITTEN:
@@ -127,6 +141,7 @@ def as_markdown(report: Report) -> str:
     lines += ["| | stock | scheduled | ratio |", "|---|---:|---:|---:|"]
     lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows(report)]
     lines += ["", *(f"- **{word}**: {meaning}." for word, meaning in EXPLAINED.items())]
+    lines += ["", *(f"Note: {note}." for note in cautions(report))]
     lines += ["", "## Equality", "", f"{report.equality.text[0].upper()}{report.equality.text[1:]}."]
     lines += ["", *(f"- {difference}" for difference in report.equality.differences)] if report.equality.differences else []
     lines += ["", "Stock Megatron's own bucket layout adds gradients up in another order, so its last bits differ without any fault."]

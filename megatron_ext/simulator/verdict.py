@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from megatron_ext.cost.model import CostTable
 from megatron_ext.errors import InputError
+from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.simulator.simulate import run
 from megatron_ext.simulator.stock import stock_schedule
@@ -43,15 +44,30 @@ def verdict(workload: Workload, table: CostTable, schedule: Schedule, *, extrapo
         uncertainty = max(gain_us - pessimistic_gain_us(workload, timing, stock, schedule), 0.0)
         helps = gain_us > max(uncertainty, 1e-9 * all_gpu)
         figures |= {"all_gpu_us": all_gpu, "gain": gain_us / all_gpu, "gain_us": gain_us, "uncertainty_us": uncertainty, "helps": helps}
-        lines.append(f"gain over all-gpu {100 * gain_us / all_gpu:.2f} % ({all_gpu / 1e3:.3f} ms), uncertain by {100 * uncertainty / all_gpu:.2f} %")
+        lines.append(f"gain over all-gpu {100 * gain_us / all_gpu:.2f} % ({all_gpu / 1e3:.3f} ms, as stock Megatron gathers), give or take {100 * uncertainty / all_gpu:.2f} % of it")
     if bound:
-        lines.append(f"distance to the lower bound {100 * (ours / bound - 1):.2f} %")
-    lines.append(f"limit: {figures['limit']}")
+        lines.append(f"distance to the lower bound {100 * (ours / bound - 1):.2f} % (no schedule is nearer than 0 %)")
+    lines.append(f"limit: {figures['limit']} (what is busy longest)")
+    lines.append(f"bytes to bring an iteration, all ranks of a pipeline: {_by_route(schedule)}")
+    if schedule.publish:
+        need, limit = max(pinned_host_bytes(schedule)), schedule.limits.pinned_host_bytes
+        lines.append(f"pinned host memory: {need / 2**20:.1f} MiB a node ({'no limit' if limit is None else f'limit {limit / 2**20:.1f} MiB'})")
     if predicted.left_out:
         lines.append(f"left out, because the cost table has no curve: {', '.join(predicted.left_out)}")
     if figures["helps"] is False:
-        lines.append("this will not help you: the gain is under what the measured costs can tell apart")
+        lines.append("this will not help you, as far as the measured costs can tell: the gain is under their uncertainty")
+    elif figures["helps"]:
+        lines.append("this should help you: the gain is more than the measured costs are uncertain by")
     return Verdict("\n".join(lines), figures)
+
+
+def _by_route(schedule: Schedule) -> str:
+    found: dict[str, int] = {}
+    for rank in schedule.ranks:
+        for actions in (rank.start.unshard, *(entry.unshard for entry in rank.steps)):
+            for action in actions:
+                found[action.route] = found.get(action.route, 0) + schedule.groups[action.group].bytes
+    return ", ".join(f"{route} {size / 2**20:.1f} MiB" for route, size in sorted(found.items(), reverse=True)) or "none"
 
 
 def _stock_us(workload: Workload, timing: Timing) -> tuple[Schedule, float | None]:

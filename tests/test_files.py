@@ -1,0 +1,57 @@
+"""Files: what is read is what was asked for, and writing replaces nothing but files."""
+
+import os
+import stat
+
+import pytest
+
+from megatron_ext import files
+from megatron_ext.cost.model import CostTable
+from megatron_ext.errors import InputError
+from megatron_ext.workload.model import Workload
+
+
+def test_a_file_of_another_kind_is_named_with_the_kind_that_was_expected(tmp_path):
+    path = tmp_path / "w.json"
+    path.write_text('{"schema_version": 1, "kind": "workload"}')
+    with pytest.raises(InputError, match=r"w.json: kind = 'workload': is not what was expected here: a file of kind 'cost_table'"):
+        files.load(path, CostTable)
+    path.write_text('{"schema_version": 1, "kind": "cost_table"}')
+    with pytest.raises(InputError, match="a file of kind 'workload'"):
+        files.load(path, Workload)
+
+
+@pytest.mark.parametrize("act", [lambda path: files.save(path, {}), files.check_writable])
+def test_only_files_are_replaced(tmp_path, act):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InputError, match="pipe: cannot be written: is no regular file"):
+        act(pipe)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    with pytest.raises(InputError, match="cannot be written: is a directory"):
+        act(tmp_path)
+    with pytest.raises(InputError, match="no path is given"):
+        act("")
+    under_a_file = tmp_path / "file" / "x.json"
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(InputError, match="x.json: cannot be written: "):
+        act(under_a_file)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_looking_whether_a_place_can_be_written_changes_nothing(tmp_path):
+    path = tmp_path / "new.json"
+    files.check_writable(path)
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("old")
+    files.check_writable(path)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_special_file_as_a_link_is_left_alone(tmp_path):
+    link = tmp_path / "null.json"
+    link.symlink_to("/dev/null")
+    with pytest.raises(InputError, match="is no regular file"):
+        files.save(link, {})
+    assert link.is_symlink()
