@@ -58,9 +58,9 @@ def refuse_unsupported(args) -> None:
         InputError: naming the first such option and its value.
     """
     refuse_combinations(args)
-    for name in ("use_distributed_optimizer", "overlap_param_gather"):
-        # By the second, Megatron asks for whole parameters before it evaluates, saves and hashes.
-        if not getattr(args, name, False):
+    # By the second, Megatron asks for whole parameters before it evaluates, saves and hashes. Every release has it.
+    for name, absent in (("use_distributed_optimizer", False), ("overlap_param_gather", True)):
+        if not getattr(args, name, absent):
             raise InputError("--user-defined-schedule needs it", field="--" + name.replace("_", "-"), value=False)
 
 
