@@ -109,9 +109,12 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
     With a checkout, give all that your script gives pretrain_gpt.py, and --data-parallel-size.
     Without one, a subset of Megatron's options is known; those that change nothing are read over.
     """
+    import warnings
+
     from megatron_ext.workload import model as workload
     from megatron_ext.workload import show as showing
 
+    warnings.simplefilter("ignore", UserWarning)  # Megatron's, on what is not installed: nothing is trained here
     if checkout:
         from megatron_ext.megatron import own_script
 
@@ -443,7 +446,8 @@ def main(argv: list[str] | None = None) -> int:
         click.echo(f"megatron-ext: {error.format_message()}", err=True)
         return 2
     except InputError as error:
-        click.echo(f"megatron-ext: {error}", err=True)
+        text = str(error)
+        click.echo(text if text.startswith("megatron-ext ") else f"megatron-ext: {text}", err=True)
         return 2
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EPIPE, errno.EBADF, errno.EIO):

@@ -44,7 +44,7 @@ def verdict(workload: Workload, table: CostTable, schedule: Schedule, *, extrapo
         uncertainty = max(gain_us - pessimistic_gain_us(workload, timing, stock, schedule), 0.0)
         helps = gain_us > max(uncertainty, 1e-9 * all_gpu)
         figures |= {"all_gpu_us": all_gpu, "gain": gain_us / all_gpu, "gain_us": gain_us, "uncertainty_us": uncertainty, "helps": helps}
-        lines.append(f"gain over all-gpu {100 * gain_us / all_gpu:.2f} % ({all_gpu / 1e3:.3f} ms, as stock Megatron gathers), give or take {100 * uncertainty / all_gpu:.2f} % of it")
+        lines.append(f"gain over all-gpu {100 * gain_us / all_gpu:.2f} % ({all_gpu / 1e3:.3f} ms, as stock Megatron gathers), give or take {100 * uncertainty / all_gpu:.2f} points")
     if bound:
         lines.append(f"distance to the lower bound {100 * (ours / bound - 1):.2f} % (no schedule is nearer than 0 %)")
     lines.append(f"limit: {figures['limit']} (what is busy longest)")
