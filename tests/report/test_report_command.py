@@ -88,6 +88,21 @@ def test_an_evaluation_changes_no_figure(tmp_path, capsys):
     assert figures(capsys, tmp_path) == plain
 
 
+def test_times_that_show_less_than_they_seem_are_said_so(tmp_path, capsys):
+    make_run(tmp_path)
+
+    def with_times(stock: float, scheduled: float) -> str:
+        for kind, us in (("stock", stock), ("scheduled", scheduled)):
+            change(tmp_path / f"{kind}.metrics.json", lambda m: m.__setitem__("iteration_us", [us + 10.0 * i for i in range(len(m["iteration_us"]))]))
+        return " ".join(command(capsys, tmp_path)[1].split())
+
+    said = with_times(9e6, 9e6)
+    assert "most of that is the machine" not in said and "step times of the runs overlap" in said
+    assert "step times of the runs overlap" in (tmp_path / "report.md").read_text()
+    said = with_times(9e6, 1e6)
+    assert "most of that is the machine" in said and "step times of the runs overlap" not in said
+
+
 @pytest.mark.parametrize("iterations", [1, 2, 3])
 def test_short_runs_are_reported(tmp_path, capsys, iterations):
     make_run(tmp_path, iterations=iterations)
