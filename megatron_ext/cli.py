@@ -9,7 +9,6 @@ usage errors as exceptions that are turned into one line here.
 """
 
 import contextlib
-import errno
 import os
 import sys
 
@@ -25,12 +24,14 @@ def emit(as_json: bool, payload: dict, text: str) -> None:
 
     With ``--json`` the text goes to standard error, so a pipe reads only the object.
     """
-    if as_json:
-        if text:
-            click.echo(text, err=True)
-        click.echo(msgspec.json.encode(payload).decode())
-    else:
-        click.echo(text)
+    if as_json and text:
+        click.echo(text, err=True)
+    try:
+        click.echo(msgspec.json.encode(payload).decode() if as_json else text)
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # or the interpreter tries once more when it ends
+        raise InputError(f"cannot be written: {error.strerror}", file="standard output") from None
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
@@ -430,14 +431,13 @@ def schema(kind: str) -> None:
     from megatron_ext.workload.model import Workload
 
     struct = {"cost_table": CostTable, "workload": Workload, "user_defined_schedule": Schedule}[kind]
-    click.echo(msgspec.json.format(msgspec.json.encode(msgspec.json.schema(struct))).decode())
+    emit(False, {}, msgspec.json.format(msgspec.json.encode(msgspec.json.schema(struct))).decode())
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
         result = cli.main(args=argv, prog_name="megatron-ext", standalone_mode=False)
-        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help())
@@ -449,12 +449,6 @@ def main(argv: list[str] | None = None) -> int:
         text = str(error)
         click.echo(text if text.startswith("megatron-ext ") else f"megatron-ext: {text}", err=True)
         return 2
-    except OSError as error:
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EPIPE, errno.EBADF, errno.EIO):
-            raise
-        os.close(1)  # or the interpreter tries once more when it ends
-        click.echo(f"megatron-ext: standard output cannot be written: {error.strerror}", err=True)
-        return 1
     except click.exceptions.Abort:
         click.echo("megatron-ext: interrupted", err=True)
         return 130

@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -55,3 +57,9 @@ def test_a_special_file_as_a_link_is_left_alone(tmp_path):
     with pytest.raises(InputError, match="is no regular file"):
         files.save(link, {})
     assert link.is_symlink()
+
+
+def test_output_that_cannot_be_written_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "megatron_ext", "schema", "workload"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "megatron-ext: standard output: cannot be written: No space left on device\n")

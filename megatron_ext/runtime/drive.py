@@ -18,6 +18,7 @@ from typing import Callable
 
 from megatron_ext.errors import InputError
 from megatron_ext.runtime.block_reads import Request, open_reads
+from megatron_ext.runtime.worker import Transfer
 
 BLOCK = 4096
 """Alignment that every drive takes for direct reads."""
@@ -141,16 +142,9 @@ class DriveFile:
         Raises:
             DriveError: naming ``what`` and the file.
         """
-        there, failures = threading.Event(), []
-
-        def done(error: Exception | None) -> None:
-            failures.append(error)
-            there.set()
-
-        self.start(memory, offset, what, done)
-        there.wait()
-        if failures[0] is not None:
-            raise failures[0]
+        transfer = Transfer()
+        self.start(memory, offset, what, transfer.finish)
+        transfer.wait()
 
     def write(self, memory, offset: int, what: str) -> None:
         """Write ``memory`` at ``offset``, on its way to the drive when this returns.

@@ -28,6 +28,7 @@ class Executor:
         self.program, self.groups, self.clock, self.residency = program, groups, clock, residency
         self.gather, self.publisher, self.pool, self.recorder, self.checks = gather, publisher, pool, recorder, checks
         self._forwards, self._backwards, self._end = _by_hook(program)
+        self._num_microbatches = len(self._forwards) // (len({chunk for chunk, _ in self._forwards}) or 1)
         self._count_forward = self._count_backward = 0
         self.iterations, self._drop_staged = 0, drop_staged
         self.peak_bytes = 0  # of whole parameters in the iteration that ended last
@@ -53,9 +54,8 @@ class Executor:
 
     def expect(self, num_microbatches: int) -> None:
         """Raise ScheduleError if an iteration of so many micro-batches is not what the program is for."""
-        chunks = len({chunk for chunk, _ in self._forwards}) or 1
-        if num_microbatches * chunks != len(self._forwards):
-            raise ScheduleError(f"the iteration has {num_microbatches} micro-batches, the schedule {len(self._forwards) // chunks}")
+        if num_microbatches != self._num_microbatches:
+            raise ScheduleError(f"the iteration has {num_microbatches} micro-batches, the schedule {self._num_microbatches}")
 
     def pre_forward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
         chunk, actions = self._forwards[self._count_forward]

@@ -125,3 +125,12 @@ def test_exact_proves_no_more_than_is_so_where_gradients_are_reduced():
     known = plan(work, table, policy="all-gpu")
     _, found, proven = solve(work, Timing(work, table), ("gpu",), known, known.predicted.step_time_us, EXACT)
     assert proven <= found < known.predicted.step_time_us
+
+
+def test_two_routes_over_one_link_are_not_mixed_where_that_only_slows_both():
+    """A fairly shared link: the copy is the faster way, and an all-gather beside it takes from it."""
+    work = make_workload(pp=2, vp=1, order="1f1b", layers=12, zero_stage=3, device_bytes=396_000)  # room for four layers
+    shared = (("gpu", "cpu", 2.0), ("cpu", "gpu", 2.0))
+    table = make_table(work, gpu=(1.0, 1000.0), cpu=(1.0, 2000.0), publish=(0.1, 1e6), forward=160.0, backward=320.0, contention=shared)
+    routes = [action.route for rank in plan(work, table).ranks for entry in (rank.start, *rank.steps) for action in entry.unshard]
+    assert routes.count("cpu") > 0.9 * len(routes)

@@ -70,6 +70,18 @@ def test_errors_and_ends_come_back_as_results(direct, kind, tmp_path):
     os.close(write_only)
 
 
+@pytest.mark.parametrize("kind", [KernelReads, ThreadReads])
+def test_a_reader_that_fails_does_not_keep_the_others_from_theirs(direct, kind):
+    memory, reads = mmap.mmap(-1, BLOCK), kind(direct, 1)
+
+    def fail(result: int) -> None:
+        raise ValueError("in the callback")
+
+    reads.read([Request(memoryview(memory), 0, fail)])
+    assert read_all(reads, [5], memoryview(memory)) == [BLOCK]
+    reads.close()
+
+
 def test_this_kernel_reads_by_itself(direct, monkeypatch):
     reads = open_reads(direct, 2)
     assert isinstance(reads, KernelReads)

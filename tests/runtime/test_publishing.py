@@ -20,9 +20,10 @@ from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError
 from megatron_ext.runtime.host_pool import HostPool, PeerLost
 from megatron_ext.runtime.node_exchange import NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool, ReadSettings
-from megatron_ext.runtime.program import Program
+from megatron_ext.runtime.program import Program, StepProgram
 from megatron_ext.runtime.publisher import Publisher, Target
 from megatron_ext.runtime.routes import CpuRoute, NvmeRoute
+from megatron_ext.workload.step import Step
 
 
 class Node:
@@ -139,6 +140,14 @@ def test_an_iteration_in_which_nobody_waited_for_a_group_is_no_iteration():
     group.begin_unshard()
     with pytest.raises(ScheduleError, match="group 0 .* nothing waited for it"):
         executor.end_iteration()
+
+
+def test_an_iteration_of_more_micro_batches_than_the_schedule_is_refused():
+    steps = tuple(StepProgram(Step.parse(name), chunk, (), ()) for name, chunk in (("0F0", 0), ("1F0", 1), ("0F1", 0), ("1F1", 1), ("1B0", 1), ("0B0", 0)))
+    executor = Executor(Program((), steps), {}, Clock(), Residency(), None)
+    executor.expect(2)
+    with pytest.raises(ScheduleError, match="has 3 micro-batches, the schedule 2"):
+        executor.expect(3)
 
 
 def test_a_process_that_ends_without_closing_keeps_its_exit_code(tmp_path):
