@@ -21,6 +21,7 @@ import pictures
 from emulated_nodes import Nodes, check_possible
 from look_ahead import without_look_ahead
 from machine import about_this_machine
+from measuring import CORPUS, measure_command
 from planned_traffic import planned_network_bytes
 from rich.console import Console
 from rich.progress import Progress
@@ -36,10 +37,8 @@ from megatron_ext.schedule import model as schedule_file
 from megatron_ext.simulator.simulate import with_prediction
 from megatron_ext.simulator.stock import stock_schedule
 from megatron_ext.workload import model as workload_file
-from megatron_ext.workload.sizes import largest_group_bytes, largest_rank_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
-CORPUS = "runs/corpus/stdlib"
 SHORT = 4
 """Iterations of the run that is subtracted when bytes are counted: what a run sends besides them."""
 
@@ -75,14 +74,9 @@ class Emulation:
     def measure(self, work) -> cost.CostTable:
         """A cost table, measured by all ranks over the shaped links."""
         args, out = self.args, self.folder / "cost_table.json"
-        whole = largest_rank_bytes(work)
-        self.run("measure", [
-            "-m", "megatron_ext", "measure", "--out", str(out), "--device", "cpu", "--dp", str(work.parallel.dp), "--pp", str(work.parallel.pp),
-            "--hidden-size", str(args.hidden), "--seq-length", str(args.seq), "--micro-batch-size", str(args.micro_batch_size),
-            "--min-bytes", "512", "--max-bytes", str(largest_group_bytes(work)), "--max-rank-bytes", str(whole),
-            "--seconds", str(args.measure_seconds), "--threads", "1",
-            "--modules", "megatron_ext.megatron.layer_runners:layer_runners", "--", *self.model,
-        ])  # fmt: skip
+        self.run("measure", ["-m", *measure_command(
+            out, work, self.model, hidden=args.hidden, seq=args.seq, micro_batch_size=args.micro_batch_size, seconds=args.measure_seconds,
+        )])  # fmt: skip
         return cost.load(out)
 
     def train(self, name: str, iterations: int, schedule: Path | None, trace: Path | None = None) -> dict:

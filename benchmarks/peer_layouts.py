@@ -8,15 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from measuring import CORPUS, measure_command
+
 from megatron_ext import files, planner
 from megatron_ext.cost import model as cost
 from megatron_ext.report.measured import MeasuredTrace
 from megatron_ext.schedule import model as schedule_file
 from megatron_ext.workload import model as workload_file
-from megatron_ext.workload.sizes import largest_group_bytes, largest_rank_bytes
+from megatron_ext.workload.sizes import largest_rank_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
-CORPUS = "runs/corpus/stdlib"
 WORLD = 4
 LAYOUTS = {"pp2": (2, 2, ()), "dp4": (1, 1, ()), "dp4-bf16": (1, 1, ("--bf16",))}
 """By layout: pipeline-parallel size, model chunks a rank, further options; the rest of the processes
@@ -76,14 +77,11 @@ class Layout:
     def measure(self) -> None:
         """Measure the cost table by which all plans of this layout are made."""
         work = self.describe("zero1", 1, None)
-        args, whole = self.args, largest_rank_bytes(work)
-        self.run("measure", [
-            "megatron_ext", "measure", "--out", str(self.folder / "cost_table.json"), "--device", "cpu", "--dp", str(work.parallel.dp), "--pp", str(self.pp),
-            "--hidden-size", str(args.hidden), "--seq-length", str(args.seq), "--micro-batch-size", str(args.micro_batch_size),
-            "--min-bytes", "512", "--max-bytes", str(largest_group_bytes(work)), "--max-rank-bytes", str(whole),
-            "--seconds", str(args.measure_seconds), "--threads", "1",
-            "--modules", "megatron_ext.megatron.layer_runners:layer_runners", "--", *self.model,
-        ])  # fmt: skip
+        args = self.args
+        self.run("measure", measure_command(
+            self.folder / "cost_table.json", work, self.model, hidden=args.hidden, seq=args.seq,
+            micro_batch_size=args.micro_batch_size, seconds=args.measure_seconds,
+        ))  # fmt: skip
         self.table = cost.load(self.folder / "cost_table.json")
 
     def describe(self, name: str, zero_stage: int, device_bytes: int | None):

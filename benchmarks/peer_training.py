@@ -147,7 +147,7 @@ def batch_loss(model, batch) -> torch.Tensor:
 
 def train(peer: Peer, args, dataset) -> dict:
     """Train as the main job's loop does, with the same points in time."""
-    iterator = job.batches(args, dataset)
+    iterator = job.batches_of(args, dataset)
     metrics = {name: [] for name in FIGURES}
     for number in range(args.train_iters):
         dist.barrier()
@@ -190,7 +190,7 @@ def main(make_peer) -> None:
     for chunk in chunks:
         chunk.train()
     peer = make_peer(args, way, config, chunks)
-    metrics = train(peer, args, job.build_dataset(args)[0])
+    metrics = train(peer, args, job.build_datasets(args)[0])
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, metrics)
     if dist.get_rank() == 0:

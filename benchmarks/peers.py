@@ -19,7 +19,8 @@ from typing import Callable, NamedTuple
 
 import peer_packages
 from machine import about_this_machine
-from peer_layouts import CORPUS, LAYOUTS, ROOT, WORLD, Layout
+from measuring import CORPUS
+from peer_layouts import LAYOUTS, ROOT, WORLD, Layout
 from peer_picture import draw
 from rich.console import Console
 from rich.progress import Progress

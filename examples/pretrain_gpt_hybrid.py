@@ -31,14 +31,12 @@ from megatron_ext.megatron import cpu_compat, gpt_arguments, hooks
 cpu_compat.install()  # does nothing where there is a CUDA device
 
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from megatron_ext.megatron import checkpoint, corpus, gpt, progress
+from megatron_ext.megatron import batches, checkpoint, corpus, gpt, progress
 
 
 def parse_args():
@@ -142,37 +140,16 @@ def build_model_and_optimizer(args):
     return model, optimizer, config
 
 
-def build_dataset(args):
-    corpus.compile_helpers()
-    tokenizer = corpus.tokenizer()
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=([args.data_path], None),
-        split=corpus.SPLIT,
-        path_to_cache=args.data_cache_path or os.path.dirname(os.path.abspath(args.data_path)) + "/cache",
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        mid_level_dataset_surplus=0.005,
-    )
-    samples = args.train_iters * args.global_batch_size
-    sizes = [samples, args.eval_iters * args.global_batch_size if args.eval_interval else 1, 1]
-    # Rank 0 builds the cached index; the others read it.
-    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[:2]
+def build_datasets(args):
+    return batches.build_datasets(
+        args.data_path, seq_length=args.seq_length, seed=args.seed, cache_path=args.data_cache_path,
+        train_samples=args.train_iters * args.global_batch_size,
+        valid_samples=args.eval_iters * args.global_batch_size if args.eval_interval else 1,
+    )  # fmt: skip
 
 
-def batches(args, dataset, start_iteration: int = 0):
-    """Micro-batches of this data-parallel rank, in order; every chunk walks its own iterator."""
-    dp_rank, dp = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    micro, position = args.micro_batch_size, start_iteration * args.global_batch_size
-    device = torch.device("cuda", torch.cuda.current_device()) if cpu_compat.has_cuda() else torch.device("cpu")
-    while True:
-        first = position + dp_rank * micro
-        rows = [dataset[(first + i) % len(dataset)] for i in range(micro)]
-        yield {key: torch.stack([row[key] for row in rows]).to(device) for key in ("tokens", "labels", "loss_mask", "position_ids")}
-        position += dp * micro
+def batches_of(args, dataset, start_iteration: int = 0):
+    return batches.batches(dataset, micro_batch_size=args.micro_batch_size, global_batch_size=args.global_batch_size, start_iteration=start_iteration)
 
 
 def loss_func(loss_mask, output):
@@ -241,7 +218,7 @@ def force_param_sync(model, args) -> None:
 def train(args, model, optimizer, config, datasets) -> dict:
     iteration = checkpoint.load(args.load, model, optimizer) if args.load else 0
     hooks.on_train_setup(args, model, optimizer, config)
-    iterators = [batches(args, datasets[0], iteration) for _ in model]
+    iterators = [batches_of(args, datasets[0], iteration) for _ in model]
     metrics = {"loss": [], "grad_norm": [], "iteration_us": [], "eval_loss": [], "peak_bytes": 0}
     for chunk in model:
         chunk.train()
@@ -279,7 +256,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
 def evaluate(args, model, dataset) -> float:
     for chunk in model:
         chunk.eval()
-    iterators = [batches(args, dataset) for _ in model]
+    iterators = [batches_of(args, dataset) for _ in model]
     losses = [mean_loss(run_schedule(args, model, iterators, forward_only=True)) for _ in range(args.eval_iters)]
     for chunk in model:
         chunk.train()
@@ -306,7 +283,7 @@ def main() -> int:
     hooks.configure(args.user_defined_schedule, args.user_defined_schedule_trace, parallel=gpt_arguments.parallel_of(args))
     initialize(args)
     model, optimizer, config = build_model_and_optimizer(args)
-    metrics = train(args, model, optimizer, config, build_dataset(args))
+    metrics = train(args, model, optimizer, config, build_datasets(args))
     hooks.finish()
     save_metrics(args, metrics)  # last: where the metrics are, the run is complete
     dist.destroy_process_group()

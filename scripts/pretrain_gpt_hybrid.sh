@@ -82,7 +82,7 @@ if [ ! -e "$run/cost_table.json" ]; then
     megatron-ext measure --out "$run/cost_table.json" --dp "$DP" --pp "$PP" --hidden-size "$HIDDEN" --seq-length "$SEQ" \
         --micro-batch-size "$MICRO_BATCH_SIZE" --min-bytes 512 --max-bytes "$largest" --max-rank-bytes "$whole" \
         --seconds "${MEASURE_SECONDS:-40}" --threads "$OMP_NUM_THREADS" \
-        --modules megatron_ext.megatron.layer_runners:layer_runners -- "${model[@]}"
+        --modules megatron_ext.megatron.layer_runners:layer_runners -- "${model[@]}" --data-path $corpus --num-workers 0
 fi
 
 if [ ! -e "$run/schedule.json" ]; then

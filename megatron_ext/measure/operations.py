@@ -216,7 +216,8 @@ def crossing_bytes(size_bytes: int, nodes: int) -> int:
 
 class P2P(Operation):
     """One message from an even pipeline rank to the odd one after it, and one back: the time
-    of both is halved by the caller (``messages``). All pairs at once."""
+    of both is halved by the caller (``messages``). All pairs at once. As in Megatron's
+    ``P2PCommunicator``, what is received lies in new memory."""
 
     name = "p2p"
     messages = 2
@@ -233,9 +234,16 @@ class P2P(Operation):
         if self.peer is None:
             return DONE
         message = self.fabric.window(self.memory, size_bytes, turn)
-        first, second = (dist.isend, dist.irecv) if self.fabric.pp_rank % 2 == 0 else (dist.irecv, dist.isend)
-        first(message, self.peer, group=self.group).wait()
-        return second(message, self.peer, group=self.group)
+
+        def send():
+            return dist.isend(message, self.peer, group=self.group)
+
+        def receive():
+            return dist.irecv(torch.empty_like(message), self.peer, group=self.group)
+
+        first, second = (send, receive) if self.fabric.pp_rank % 2 == 0 else (receive, send)
+        first().wait()
+        return second()
 
 
 class Optimizer(Operation):

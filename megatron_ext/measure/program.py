@@ -26,8 +26,9 @@ from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import Samples, sample
 
 PASSES = 2
-CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.3, 0.15, 0.1
-"""Shares of the time; the curves have the rest."""
+CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.25, 0.25, 0.1
+"""Shares of the time; the curves have the rest. Of an iteration, compute is most, and processors that are
+shared change their speed for seconds."""
 
 ISSUED = {"gpu", "hierarchical", "coalesced", "cpu", "publish", "internode", "reduce", "nvme", "publish_nvme"}
 """Operations that return before they are complete."""

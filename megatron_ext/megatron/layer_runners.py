@@ -1,7 +1,8 @@
 """Layers of the real model, for the measuring program: ``--modules`` of ``megatron-ext measure``.
 
 ``megatron-ext measure --modules megatron_ext.megatron.layer_runners:layer_runners -- OPTIONS``
-with Megatron's options behind ``--``.
+with Megatron's options behind ``--``. Where these say that the training thread itself reads one data set
+(``--data-path PREFIX --num-workers 0``, as the example does), reading is measured too.
 """
 
 import inspect
@@ -17,9 +18,12 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_ext.megatron import describe, gpt
+from megatron_ext.megatron import batches, corpus, describe, gpt
 from megatron_ext.megatron.layers import layers_of
 
+
+SAMPLES = 1000
+"""Samples of the data set that are looked up: in the order of training, far apart from each other."""
 
 COLD_BYTES = 1 << 30
 """More layers than this holds are not made: no cache holds them."""
@@ -60,17 +64,17 @@ class LayerRunner:
 
 
 class StepRunner:
-    """What a step of a chunk takes beside its layers: stacking a batch, Megatron's forward and
+    """What a step of a chunk takes beside its layers: the next batch, Megatron's forward and
     backward step, and a model whose decoder has no layer.
 
-    Reading samples is not in it: the data set is not known here.
+    Args:
+        batches: micro-batches without end, as the run's iterator gives them.
     """
 
-    def __init__(self, model, batch: dict[str, torch.Tensor], mask: torch.Tensor, boundary: torch.Tensor):
+    def __init__(self, model, batches, mask: torch.Tensor, boundary: torch.Tensor):
         model.pre_process = model.post_process = model.decoder.pre_process = model.decoder.post_process = False
         model.decoder.layers, model.decoder.final_layernorm = torch.nn.ModuleList(), None
-        self.model, self._mask, self._boundary = model, mask, boundary
-        self._rows = [{key: value[index] for key, value in batch.items()} for index in range(len(batch["tokens"]))]
+        self.model, self._batches, self._mask, self._boundary = model, batches, mask, boundary
         self._output = None
 
     def _forward_step(self, iterator, model):
@@ -79,9 +83,8 @@ class StepRunner:
         return output, lambda output: (output, {})
 
     def forward(self) -> None:
-        batch = {key: torch.stack([row[key] for row in self._rows]) for key in self._rows[0]}
         result = _call(
-            schedules.forward_step, forward_step_func=self._forward_step, data_iterator=iter([batch]), model=self.model, num_microbatches=1,
+            schedules.forward_step, forward_step_func=self._forward_step, data_iterator=self._batches, model=self.model, num_microbatches=1,
             input_tensor=self._boundary, forward_data_store=[], config=self.model.config, cp_group_size=1, is_last_stage=False,
         )  # fmt: skip
         self._output = result[0] if isinstance(result, tuple) else result
@@ -144,9 +147,31 @@ def layer_runners(options: list[str]) -> dict:
     for layer in layers_of(model):
         owned.setdefault(layer.kind, []).append([parameter for _, parameter in layer.parameters])
     runners = {kind: LayerRunner(run, owned[kind], boundary) for kind, (run, boundary) in runs.items()}
-    batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones_like(tokens, dtype=torch.float32), "position_ids": positions}
+    micro_batches = _read_batches(args) if _reads_samples(args) else _stacked_batches(tokens, positions)
     empty = empty.to(device=device, dtype=config.params_dtype)
-    return runners | {"step": StepRunner(empty, batch, mask, hidden.detach().clone().requires_grad_())}
+    return runners | {"step": StepRunner(empty, micro_batches, mask, hidden.detach().clone().requires_grad_())}
+
+
+def _reads_samples(args) -> bool:
+    """Whether the training thread reads samples of one data set itself."""
+    return len(getattr(args, "data_path", ())) == 1 and getattr(args, "num_workers", None) == "0"
+
+
+def _read_batches(args):
+    """Micro-batches that are read from the run's data set."""
+    (prefix,) = args.data_path
+    corpus.check(prefix, args.seq_length)
+    size = args.micro_batch_size * parallel_state.get_data_parallel_world_size()
+    train, _ = batches.build_datasets(prefix, seq_length=args.seq_length, seed=1234, train_samples=SAMPLES)
+    return batches.batches(train, micro_batch_size=args.micro_batch_size, global_batch_size=size)
+
+
+def _stacked_batches(tokens, positions):
+    """Micro-batches that are stacked of rows, the samples of which somebody else has read."""
+    batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones_like(tokens, dtype=torch.float32), "position_ids": positions}
+    rows = [{key: value[index] for key, value in batch.items()} for index in range(len(tokens))]
+    while True:
+        yield {key: torch.stack([row[key] for row in rows]) for key in batches.KEYS}
 
 
 def _output_weight(model):
