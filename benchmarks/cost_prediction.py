@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 import pictures
-from measuring import measure_command
+from measuring import LAYERS, measure_command
 
 from megatron_ext import files, simulator
 from megatron_ext.cost import model as cost
@@ -69,23 +69,30 @@ def report(run: Path) -> dict:
     return json.loads(done.stdout)
 
 
-def gathers(run: Path, layout: dict, seconds: float) -> dict[tuple[str, int], float]:
-    """Microseconds measured again for every distinct group size of the schedule, by route and bytes."""
+def gathers(run: Path, settings: dict, seconds: float) -> dict[tuple[str, int], float]:
+    """Microseconds measured again for every distinct group size of the schedule, by route and bytes.
+    The model's layers are made too: what a framework adds to every call is then there, as in the run."""
     sizes = sorted({group.bytes for group in schedule.decode(run / "schedule.json").groups})
     options = Options(
-        data_parallel_size=layout["DP"], pipeline_model_parallel_size=layout["PP"], sizes=tuple(sizes),
-        seconds=seconds, links=("gpu", "cpu"),
+        data_parallel_size=settings["DP"], pipeline_model_parallel_size=settings["PP"], sizes=tuple(sizes),
+        hidden_size=settings["HIDDEN"], seq_length=settings["SEQ"], micro_batch_size=settings["MICRO_BATCH_SIZE"],
+        seconds=seconds, links=("gpu", "cpu", "compute"), threads=1, modules=LAYERS, module_args=tuple(model_options(run)),
     )  # fmt: skip
     with bar() as progress:
         again = measure(options, progress)
     return {(route, point.size_bytes): point.p50_us for route in ("gpu", "cpu") for point in getattr(again.routes, route).points}
 
 
+def model_options(run: Path) -> list[str]:
+    """The options of the main job's model."""
+    return (run / "model_options.txt").read_text().split()
+
+
 def measure_after(run: Path, settings: dict, seconds: float) -> Path:
     """A second cost table, as the main job measured the first."""
-    out, model = run / "cost_table_after.json", (run / "model_options.txt").read_text().split()
+    out = run / "cost_table_after.json"
     work = workload.load(run / "workload.json")
-    command = measure_command(out, work, model, hidden=settings["HIDDEN"], seq=settings["SEQ"], micro_batch_size=settings["MICRO_BATCH_SIZE"], seconds=seconds)
+    command = measure_command(out, work, model_options(run), hidden=settings["HIDDEN"], seq=settings["SEQ"], micro_batch_size=settings["MICRO_BATCH_SIZE"], seconds=seconds)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY / ".megatron"), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", *command], cwd=REPOSITORY, env=environment, check=True, stdout=subprocess.DEVNULL)
     return out
@@ -115,13 +122,12 @@ def holding(rows: list[dict]) -> dict[str, list[str]]:
 
 def compared(model_name: str, layout_name: str, arguments) -> tuple[list[dict], cost.Metadata]:
     """The rows of one model in one layout, stock and scheduled; and what its table says of the machine."""
-    layout = LAYOUTS[layout_name]
     iterations = max(MIN_ITERATIONS, round(arguments.train_seconds / SECONDS[model_name]))
-    settings = MODELS[model_name] | layout | {"ITERS": iterations, "MEASURE_SECONDS": arguments.measure_seconds}
+    settings = MODELS[model_name] | LAYOUTS[layout_name] | {"ITERS": iterations, "MEASURE_SECONDS": arguments.measure_seconds}
     busy = OtherPrograms()
     run = main_job(f"benchmark-{model_name}-{layout_name}", settings)
     used = busy.processors()
-    measured, reported = gathers(run, layout, arguments.measure_seconds / 4), report(run)
+    measured, reported = gathers(run, settings, arguments.measure_seconds / 3), report(run)
     table, after = cost.load(run / "cost_table.json"), cost.load(measure_after(run, settings, arguments.measure_seconds))
     groups = gather_rows(measured, [Costs(table), Costs(after)])
     work, rows = workload.load(run / "workload.json"), []

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from megatron_ext.workload.sizes import largest_group_bytes, largest_rank_bytes
 
+LAYERS = "megatron_ext.megatron.layer_runners:layer_runners"
+"""Who makes the layers whose compute is measured."""
 CORPUS = "runs/corpus/stdlib"
 """The example's data set, which scripts/pretrain_gpt_hybrid.sh builds."""
 
@@ -20,5 +22,5 @@ def measure_command(out: Path, work, model: list[str], *, hidden: int, seq: int,
         "--hidden-size", str(hidden), "--seq-length", str(seq), "--micro-batch-size", str(micro_batch_size),
         "--min-bytes", "512", "--max-bytes", str(largest_group_bytes(work)), "--max-rank-bytes", str(largest_rank_bytes(work)),
         "--seconds", str(seconds), "--threads", "1",
-        "--modules", "megatron_ext.megatron.layer_runners:layer_runners", "--", *model, "--data-path", CORPUS, "--num-workers", "0",
+        "--modules", LAYERS, "--", *model, "--data-path", CORPUS, "--num-workers", "0",
     ]  # fmt: skip
