@@ -52,20 +52,44 @@ def runners_of(fabric: Fabric) -> Mapping[str, Runner]:
     return {"product": ProductRunner(fabric)}
 
 
-def run(fabric: Fabric, runners: Mapping[str, Runner], seconds: float, report: Callable[[str], None]) -> dict:
-    """``{"rows": [...], "processors_per_node": float or None}``; rows only for handed modules."""
-    options = fabric.options
-    report("compute, once")
-    once = walk_us(measure_compute(runners, 1, evict_bytes=options.evict_bytes, warmup=1), runners)
-    # Alone and together in turns: what else the machine does must not look like either.
-    repeats = fabric.agree(max(3, min(MAX_REPEATS, int(seconds * 1e6 / 3 / TURNS / max(once, 1.0)))))
-    turns = fabric.agree(max(TURNS, min(MAX_TURNS, int(seconds * 1e6 / 3 / repeats / max(once, 1.0)))))
-    alone, together = [], []
-    for turn in range(turns):
-        report(f"compute, one rank alone ({turn + 1}/{turns})")
-        alone.append(_alone(fabric, runners, repeats))
-        report(f"compute, all ranks at once ({turn + 1}/{turns})")
-        together.append(measure_compute(runners, repeats, evict_bytes=options.evict_bytes, warmup=1))
+class Turns:
+    """One rank alone and all at once in turns: what else the machine does must not look like either.
+
+    The turns are taken in several parts, with other measuring in between: a machine that is shared
+    changes its speed for seconds. Every method is collective.
+
+    Args:
+        seconds: for all turns together.
+        parts: in how many parts they are taken.
+        report: ``report(what)``.
+    """
+
+    def __init__(self, fabric: Fabric, runners: Mapping[str, Runner], seconds: float, parts: int, report: Callable[[str], None]):
+        self._fabric, self._runners, self._report = fabric, runners, report
+        report("compute, once")
+        once = max(walk_us(measure_compute(runners, 1, evict_bytes=fabric.options.evict_bytes, warmup=1), runners), 1.0)
+        least = max(TURNS, parts)
+        self._repeats = fabric.agree(max(3, min(MAX_REPEATS, int(seconds * 1e6 / 3 / least / once))))
+        turns = fabric.agree(max(least, min(MAX_TURNS, int(seconds * 1e6 / 3 / self._repeats / once))))
+        self._shares = [turns * (part + 1) // parts - turns * part // parts for part in range(parts)]
+        self._turns, self._alone, self._together = turns, [], []
+
+    def take(self, part: int) -> None:
+        """The turns of one part."""
+        for _ in range(self._shares[part]):
+            number = f"({len(self._alone) + 1}/{self._turns})"
+            self._report(f"compute, one rank alone {number}")
+            self._alone.append(_alone(self._fabric, self._runners, self._repeats))
+            self._report(f"compute, all ranks at once {number}")
+            self._together.append(measure_compute(self._runners, self._repeats, evict_bytes=self._fabric.options.evict_bytes, warmup=1))
+
+    def result(self) -> dict:
+        """``{"rows": [...], "processors_per_node": float or None}``; rows only for handed modules."""
+        return _result(self._fabric, self._runners, self._alone, self._together)
+
+
+def _result(fabric: Fabric, runners: Mapping[str, Runner], alone: list, together: list) -> dict:
+    options, turns = fabric.options, len(alone)
     everyone: list = [None] * fabric.world_size
     dist.all_gather_object(everyone, ([walk_us(rows, runners) for rows in together], _idle_processors(fabric), _place(fabric)))
     if fabric.rank != 0:

@@ -1,10 +1,10 @@
-"""What a rank does: every curve at every size in two passes, then contention and compute.
+"""What a rank does: every curve at every size in several passes, then contention and compute.
 
-[Note: Two passes]
-The whole grid is walked twice, minutes of drift apart as far as the time allows. Samples of
-both count together; where the medians of the halves of the two passes differ, the table says so
-itself.
-Sizes are refined between the passes, where neighbours disagree.
+[Note: Passes]
+The whole grid is walked several times, for a machine that is shared changes its speed for seconds:
+samples of one size that lie far apart say more than as many in a row. All count together; where the
+medians of quarters of the time differ, the table says so itself. Sizes are refined behind the first
+pass, where neighbours disagree.
 
 [Note: In the surroundings of the run]
 Handed modules are made before anything is measured: what a framework adds to every call, and the
@@ -25,7 +25,7 @@ from megatron_ext.measure.operations import OPERATIONS
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import Samples, sample
 
-PASSES = 2
+PASSES, QUARTERS = 5, 4
 CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.25, 0.25, 0.1
 """Shares of the time; the curves have the rest. Of an iteration, compute is most, and processors that are
 shared change their speed for seconds."""
@@ -77,13 +77,16 @@ def run(fabric: Fabric, report: Report) -> dict | None:
     contention_seconds = options.seconds * CONTENTION_SHARE if pairs else 0.0
     compute_seconds = options.seconds * COMPUTE_SHARE if "compute" in options.links else 0.0
     curves_end = start + options.seconds - contention_seconds - compute_seconds
-    total = sum(map(len, visits)) + len(pairs) + bool(compute_seconds)
+    total = sum(map(len, visits)) + len(pairs)
     done, merged, refined = 0, {}, set()
+    turns = None
+    if compute_seconds:
+        turns = processors.Turns(fabric, runners, compute_seconds, PASSES, lambda what: report(done, total, what) if fabric.rank == 0 else None)
     for number in range(PASSES):
-        if number:
-            visits[number] = _refined(fabric, visits[number], merged) if not options.sizes else visits[number]
-            refined |= {*visits[number]} - {*visits[0]}
-            total += len(visits[number]) - len(visits[number - 1])
+        if number == 1 and not options.sizes:
+            visits[1:] = [_refined(fabric, visits[0], merged)] * (PASSES - 1)
+            refined = {*visits[1]} - {*visits[0]}
+            total = sum(map(len, visits)) + len(pairs)
         own: dict[tuple[str, int], Samples] = {}
         for name, size in visits[number]:
             if fabric.rank == 0:
@@ -96,6 +99,10 @@ def run(fabric: Fabric, report: Report) -> dict | None:
             own[name, size] = sample(fabric, operations[name], size, seconds=max(left, 0.0) * _weight((name, size)) / still)
             done += 1
         _merge(fabric, own, merged)
+        if turns is not None:
+            begin = monotonic()
+            turns.take(number)
+            curves_end += monotonic() - begin
 
     def beside(pair: tuple[str, str]) -> None:
         report(done + pairs.index(pair), total, f"{pair[0]} beside {pair[1]}")
@@ -104,9 +111,7 @@ def run(fabric: Fabric, report: Report) -> dict | None:
     for operation in operations.values():
         operation.close()
     done += len(pairs)
-    compute = {}
-    if compute_seconds:
-        compute = processors.run(fabric, runners, compute_seconds, lambda what: report(done, total, what) if fabric.rank == 0 else None)
+    compute = turns.result() if turns is not None else {}
     if fabric.rank != 0:
         return None
     known = {(row["measured"], row["busy"]) for row in rows}
@@ -137,8 +142,8 @@ def _text(size: int) -> str:
 
 
 def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
-    """Add a pass: ``merged[name, size]`` is a list over passes of (us of all ranks, issued of all
-    ranks, medians of the first and second half of its rounds, processor time of all ranks)."""
+    """Add a pass: ``merged[name, size]`` is a list over passes of (us of all ranks in each round, issued
+    of all ranks, processor time of all ranks)."""
     everyone: list = [None] * fabric.world_size
     dist.all_gather_object(everyone, {key: (value.us, value.issued_us, value.processor_us) for key, value in own.items()})
     for key in own:
@@ -147,20 +152,17 @@ def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
             ranks = [rank for rank in range(fabric.world_size) if (rank // dp) ^ 1 < pp]
         else:
             ranks = range(fabric.world_size)
-        us = [value for rank in ranks for value in everyone[rank][key][0]]
+        rounds = list(zip(*(everyone[rank][key][0] for rank in ranks)))
         issued = [value for rank in ranks for value in everyone[rank][key][1]]
-        rounds = len(own[key].us)
-        halves = [slice(0, -(-rounds // 2)), slice(rounds // 2, rounds)] if rounds > 1 else [slice(0, 1)]
-        medians = [median(value for rank in ranks for value in everyone[rank][key][0][half]) for half in halves]
         used = [value for rank in ranks for value in everyone[rank][key][2]]
-        merged.setdefault(key, []).append((us, issued, medians, used))
+        merged.setdefault(key, []).append((rounds, issued, used))
 
 
 def _refined(fabric: Fabric, visits: list, merged: dict) -> list:
-    """The second pass: also sizes between neighbours that disagree, gathers and copies only."""
+    """A pass behind the first: also sizes between neighbours that disagree, gathers and copies only."""
     medians: dict[str, dict[int, float]] = {}
     for (name, size), passes in merged.items():
-        medians.setdefault(name, {})[size] = median(passes[0][0])
+        medians.setdefault(name, {})[size] = median(us for us_of_ranks in passes[0][0] for us in us_of_ranks)
     added = []
     for name in ("gpu", "cpu"):
         if name in medians:
@@ -173,22 +175,29 @@ def _curves(merged: dict, refined: set) -> dict[str, list[dict]]:
     """Medians and 95th percentiles, by name then size; what a table is made of."""
     curves: dict[str, list[dict]] = {}
     for (name, size), passes in sorted(merged.items()):
-        us = sorted(value for times, _, _, _ in passes for value in times)
+        rounds = [us_of_ranks for times, _, _ in passes for us_of_ranks in times]
+        us = sorted(value for us_of_ranks in rounds for value in us_of_ranks)
         point = {
             "size_bytes": size,
             "p50_us": median(us),
             "p95_us": us[min(int(len(us) * 0.95), len(us) - 1)],
             "samples": len(us),
-            "medians_us": [value for _, _, medians, _ in passes for value in medians],
+            "medians_us": _medians_of_quarters(rounds),
             "passes": len(passes),
         }
         if (name, size) in refined:
             point["refined"] = True
         if name in ISSUED:
-            point["issued_us"] = median(value for _, issued, _, _ in passes for value in issued)
-        used = median(value for _, _, _, used in passes for value in used)
+            point["issued_us"] = median(value for _, issued, _ in passes for value in issued)
+        used = median(value for _, _, used in passes for value in used)
         if name in TRANSPORTS and used > 0:
             point["processor_us"] = used
         curves.setdefault(name, []).append(point)
     return curves
 
+
+def _medians_of_quarters(rounds: list[tuple[float, ...]]) -> list[float]:
+    """Medians over all ranks of the rounds of each quarter, in the order of time."""
+    parts = min(QUARTERS, len(rounds))
+    cuts = [len(rounds) * part // parts for part in range(parts + 1)]
+    return [median(us for us_of_ranks in rounds[start:end] for us in us_of_ranks) for start, end in zip(cuts, cuts[1:])]

@@ -16,14 +16,14 @@ from megatron_ext.runtime.machine import environment
 from megatron_ext.workload.route import HIERARCHICAL
 
 WAVERS = 0.10
-"""A point is noted in the table where the medians of its halves (two in each pass) lie further
-apart than this. The median of all is known about twice as well as that of a half, so another
+"""A point is noted in the table where the medians of its quarters (in the order of time) lie further
+apart than this. The median of all is known about twice as well as that of a quarter, so another
 measurement then rarely differs by more."""
 
 OTHERS = 0.1
 """Processors that others may use before the table says so."""
 
-HALVES = "medians_us"
+QUARTERS = "medians_us"
 
 
 def assemble(options: Options, raw: dict) -> CostTable:
@@ -137,7 +137,7 @@ def notes(raw: dict) -> list[str]:
         if any(row["size_bytes"] >= MIB and row["passes"] == 1 and not row.get("refined") for row in rows):
             once.append(name)
         for row in rows:
-            medians = row[HALVES]
+            medians = row[QUARTERS]
             spread = max(medians) / min(medians) - 1 if len(medians) > 1 else 0.0
             if row["size_bytes"] >= MIB and spread > WAVERS:
                 wavering.append((row["size_bytes"], spread))
