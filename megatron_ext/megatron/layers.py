@@ -1,8 +1,11 @@
 """Layers of a GPT chunk: which parameters they use and where one can act between them."""
 
+import copy
+import inspect
 import re
 from collections import OrderedDict
-from functools import partial, wraps
+from functools import partial, update_wrapper
+from types import MethodType
 from typing import Callable, NamedTuple
 
 import torch
@@ -134,27 +137,49 @@ class Boundaries:
         self._waiting.clear()
 
 
+class _Armed:
+    """What stands before a module's forward: ``armed``, run once and forgotten, and the forward itself.
+
+    The module's ``forward`` is a method of it, for a deep copy of the module (an average of the weights,
+    say) has to compute with its own parameters: methods are copied with what they are bound to, functions
+    are not.
+    """
+
+    __slots__ = ("armed", "inner")
+
+    def __init__(self, inner):
+        self.armed, self.inner = [], inner
+
+    def __deepcopy__(self, memo) -> "_Armed":
+        return _Armed(copy.deepcopy(self.inner, memo))
+
+
 def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
     """Make ``module`` run, and forget, what stands in the returned list before it computes; and a
     function that undoes it."""
-    armed, inner, own = [], module.forward, "forward" in vars(module)
+    own, held = "forward" in vars(module), _Armed(module.forward)
+    signature = inspect.signature(held.inner)
 
-    @wraps(inner)
-    def forward(*args, **kwargs):
-        if armed:
-            armed.pop()(args, kwargs)
-        return inner(*args, **kwargs)
+    def forward(self, *args, **kwargs):
+        if self.armed:
+            self.armed.pop()(args, kwargs)
+        return self.inner(*args, **kwargs)
+
+    update_wrapper(forward, held.inner)
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])
+    method = MethodType(forward, held)
 
     def restore() -> None:
-        if vars(module).get("forward") is not forward:
+        if vars(module).get("forward") is not method:
             return  # somebody has wrapped it since: theirs calls ours, which has nothing armed any more
         if own:  # somebody else's wrapper
-            module.forward = inner
+            module.forward = held.inner
         else:
             del module.forward
 
-    module.forward = forward
-    return armed, restore
+    module.forward = method
+    return held.armed, restore
 
 
 def _gradient_hook(actions):

@@ -1,5 +1,8 @@
 """Acting between two layers: once, and without a trace of it."""
 
+import copy
+import inspect
+
 import torch
 
 from megatron_ext.megatron.layers import Boundaries, Layer
@@ -53,3 +56,23 @@ def test_closing_gives_layers_their_forward_back():
     assert "forward" in vars(layers[0]) and layers[1].forward is not wrapper
     boundaries.close()
     assert "forward" not in vars(layers[0]) and layers[1].forward is wrapper
+
+
+def test_a_deep_copy_computes_with_its_own_parameters():
+    layers, boundaries = two_layers()
+    seen = []
+    arm = boundaries.arm(0, 1, (lambda: seen.append("F"),), ())
+    copied = copy.deepcopy(layers[1])
+    with torch.no_grad():
+        copied.weight.zero_()
+        copied.bias.zero_()
+    arm()
+    assert not copied(torch.ones(2, 4)).any() and not seen  # nothing is armed in the copy
+    assert layers[1](torch.ones(2, 4)).any() and seen == ["F"]
+
+
+def test_a_layers_forward_keeps_its_signature():
+    layers, boundaries = two_layers()
+    before = inspect.signature(layers[1].forward)
+    boundaries.arm(0, 1, (), ())
+    assert inspect.signature(layers[1].forward) == before and "input" in before.parameters
