@@ -18,6 +18,9 @@ from megatron_ext.errors import InputError
 
 T = TypeVar("T")
 
+_PATH = re.compile(r"([^.\[\]]+)|\[([^\]]*)\]")
+"""Names and indices in the path of a msgspec error."""
+
 MAX_FILE_BYTES = 256 * 2**20
 """A larger file is refused before it is read: no file kind comes near it."""
 
@@ -49,7 +52,10 @@ def decode(data: bytes, kind: type[T], *, file) -> T:
         value = _value_at(data, field)
         if field == "kind" and isinstance(value, str):
             raise InputError(f"is not what was expected here: a file of kind {_kind_of(kind)}", file=file, field=field, value=value) from None
-        raise InputError(message[0].lower() + message[1:], file=file, field=field, value=value) from None
+        message = message[0].lower() + message[1:]
+        if message.startswith("invalid enum value"):
+            message = "expected " + _either(_choices_at(kind, field))
+        raise InputError(message, file=file, field=field, value=value) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"not valid JSON: {error}", file=file) from None
 
@@ -57,7 +63,30 @@ def decode(data: bytes, kind: type[T], *, file) -> T:
 def _kind_of(struct) -> str:
     """What ``kind`` holds in files of a struct."""
     choices = next(field.type for field in msgspec.structs.fields(struct) if field.name == "kind")
-    return " or ".join(repr(choice) for choice in typing.get_args(choices))
+    return _either(typing.get_args(choices))
+
+
+def _either(choices) -> str:
+    *others, last = map(repr, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _choices_at(kind, field: str | None) -> list:
+    """The values that a field of ``kind`` may have, where it may have only a few."""
+    nodes = [msgspec.inspect.type_info(kind)]
+    for name, index in _PATH.findall(field or ""):
+        nodes = [found for node in nodes for found in _below(node, name, index) for found in getattr(found, "types", (found,))]
+    return [value for node in nodes for value in getattr(node, "values", ())]
+
+
+def _below(node, name: str, index: str) -> list:
+    """Types of a field of a struct, which in an array goes by its place, or of the items of a container."""
+    fields = getattr(node, "fields", ())
+    if name:
+        return [field.type for field in fields if field.encode_name == name]
+    if fields and index.isdecimal():
+        return [fields[int(index)].type]
+    return [*getattr(node, "item_types", ()), *(getattr(node, part) for part in ("item_type", "value_type") if hasattr(node, part))]
 
 
 def _given(path) -> Path:
@@ -70,7 +99,7 @@ def _value_at(data: bytes, field: str | None) -> Any:
     """The value at a msgspec error path, or ``...`` where the path cannot be followed."""
     try:
         node = msgspec.json.decode(data)
-        for name, index in re.findall(r"([^.\[\]]+)|\[([^\]]*)\]", field or ""):
+        for name, index in _PATH.findall(field or ""):
             if name:
                 node = node[name]
             elif index == "...":  # msgspec does not say which key of a mapping it was

@@ -10,6 +10,7 @@ import pytest
 from megatron_ext import files
 from megatron_ext.cost.model import CostTable
 from megatron_ext.errors import InputError
+from megatron_ext.schedule.model import Schedule
 from megatron_ext.workload.model import Workload
 
 
@@ -63,3 +64,18 @@ def test_output_that_cannot_be_written_is_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "megatron_ext", "schema", "workload"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "megatron-ext: standard output: cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        (Workload, '{"schema_version": 1, "kind": "workload", "zero_stage": 2}', "zero_stage = 2: expected 1 or 3"),
+        (Workload, '{"parallel": {"order": "zigzag"}}', "parallel.order = 'zigzag': expected '1f1b', 'gpipe', 'interleaved' or 'no_pipeline'"),
+        (Schedule, '{"groups": [{"algorithm": "ring"}]}', "groups[0].algorithm = 'ring': expected 'hierarchical'"),
+        (Schedule, '{"ranks": [{"steps": [{"unshard": [[0, "warp"]]}]}]}', "ranks[0].steps[0].unshard[0][1] = 'warp': expected 'cpu', 'gpu' or 'nvme'"),
+    ],
+)
+def test_a_value_out_of_few_is_named_with_those_that_there_are(kind, text, said):
+    with pytest.raises(InputError) as error:
+        files.decode(text.encode(), kind, file="f.json")
+    assert str(error.value) == f"f.json: {said}"

@@ -48,7 +48,7 @@ def place_hooks(tree: Tree, file: str, text: str) -> Placed | Refused:
     try:
         find_gaps(file, text)
     except PlaceError as error:
-        return Refused(str(error).removeprefix(f"{file} "))
+        return Refused(str(error).removeprefix(f"{file} ") + _unknown_release(tree))
     bases = _bases(tree, file, text)
     if not bases:
         return Refused(_no_base(tree))
@@ -64,6 +64,12 @@ def place_hooks(tree: Tree, file: str, text: str) -> Placed | Refused:
         else:
             return Placed(merged, "merged")
     return Refused(reasons[0])
+
+
+def _unknown_release(tree: Tree) -> str:
+    """What to add where a hook's place is missing in a release that was never looked at."""
+    versions = [release.version for release in manifest().releases]
+    return "" if tree.version in versions else f" (megatron-core {tree.version} is none of the releases that are known: {versions[0]} to {versions[-1]})"
 
 
 def _no_base(tree: Tree) -> str:

@@ -35,6 +35,8 @@ class Tree:
             for parent in self.root.parents:
                 if (parent / _CORE_SIGN).is_file():
                     hint = f"give {parent}"
+            if not self.root.is_dir():
+                raise InputError("no such directory", file=path)
             raise InputError(f"not a Megatron tree; {hint}", file=path)
         self.version = _version((self.root / _CORE_SIGN).read_text(errors="replace"))
         self.present = tuple(f for f in FILES if (self.root / f).is_file())

@@ -109,6 +109,7 @@ def text(table: CostTable) -> str:
         if value:
             lines.append(f"{part}: {', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else value}")
     lines += [f"note: {note}" for note in metadata.notes]
+    lines += ["", "read from neighbours: how far off a size is where it is read from the line between the sizes beside it"]
     for what, curve in all_curves(table):
         for algorithm, points in curves_of(curve).items():
             title = what if algorithm is None else f"{what} by {algorithm}"

@@ -28,6 +28,10 @@ class Panel(NamedTuple):
         ends = [bar.start_us + bar.duration_us for row in self.rows for bar in row.bars if lanes is None or row.lane in lanes]
         return max(ends, default=0.0)
 
+    def first_gather_us(self) -> float:
+        """When the first gather or publishing begins; 0 where there is none."""
+        return min((bar.start_us for row in self.rows if row.lane in GATHERS for bar in row.bars), default=0.0)
+
 
 def panels(report: Report) -> list[Panel]:
     """By the schedule, simulated above measured, and below them stock Megatron, measured."""
@@ -59,13 +63,13 @@ def representatives(report: Report) -> dict[str, Window]:
     return found
 
 
-def zoom_end_us(drawn: list[Panel]) -> float | None:
-    """Until when the schedule's gathers run, simulated and measured; None where that is so much
-    of the iteration that a larger view would show nothing new."""
+def zoom_us(drawn: list[Panel]) -> float | None:
+    """How long the schedule's gathers run from the first to the last, simulated and measured; None where
+    that is so much of the iteration that a larger view would show nothing new."""
     scheduled = drawn[:2]
-    last = max(panel.end_us(GATHERS) for panel in scheduled)
+    longest = max(panel.end_us(GATHERS) - panel.first_gather_us() for panel in scheduled)
     whole = max(panel.end_us() for panel in drawn)
-    return 1.15 * last if 0 < last < ZOOM_BELOW * whole else None
+    return 1.15 * longest if 0 < longest < ZOOM_BELOW * whole else None
 
 
 def iterations_by_name(report: Report) -> dict[str, list[Event]]:

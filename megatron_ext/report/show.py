@@ -22,6 +22,7 @@ EXPLAINED = {
     "exposed time": "the part of it that a step waited for a group",
     "step time": "from a barrier to the end of the optimizer step, the slowest rank",
     "the pause before it": "between two iterations ranks average the loss, log and meet; gathers and publishing may run there",
+    "the lower bound": "a step time below which no schedule of this workload comes, by the same costs",
     "predicted": "by the simulator from the cost table; the error is relative to the measured median",
 }
 

@@ -4,7 +4,7 @@ import io
 
 from megatron_ext import files
 from megatron_ext.report.build import Report
-from megatron_ext.report.panels import Panel, panels, zoom_end_us
+from megatron_ext.report.panels import Panel, panels, zoom_us
 from megatron_ext.report.rows import Row
 
 WIDTH_PX, DPI = 1600, 100
@@ -30,6 +30,9 @@ UNIT_INCH = 0.3
 LEFT, RIGHT, ZOOM_FROM, WHOLE_TO = 0.07, 0.872, 0.66, 0.645
 """Places of the axes in the picture's width; the larger view stands right of the whole."""
 
+TITLE_TO, STEP_TIME = 0.8, 0.13
+"""Shares of a panel's width: what its title and a step time behind it may take, and the step time alone."""
+
 SHORTEST_PX = 1.2
 """A shorter interval is drawn as long as this, so that it is seen at all."""
 
@@ -54,20 +57,21 @@ def save(report: Report, path) -> None:
     figure = Figure(figsize=(WIDTH_PX / DPI, inches), dpi=DPI)
     FigureCanvasAgg(figure)
     whole = 1.01 * max(max(panel.step[1], panel.end_us()) for panel in drawn)
-    zoom = zoom_end_us(drawn)
+    zoom = zoom_us(drawn)
     y = inches - top
     for panel, height in zip(drawn, heights):
         y -= height
         to = RIGHT if zoom is None else WHOLE_TO
         axes = figure.add_axes((LEFT, y / inches, to - LEFT, height / inches))
-        _draw(axes, panel, whole, (to - LEFT) * WIDTH_PX)
+        _draw(axes, panel, (0.0, whole), (to - LEFT) * WIDTH_PX)
         axes.set_title(panel.title, loc="left", fontsize=10.5, pad=5, fontweight="bold")
         _name_rows(axes, panel)
         last = axes
         if zoom is not None:
             last = figure.add_axes((ZOOM_FROM, y / inches, RIGHT - ZOOM_FROM, height / inches))
-            _draw(last, panel, zoom, (RIGHT - ZOOM_FROM) * WIDTH_PX)
-            last.set_title(f"its first {zoom / 1e3:.3g} ms", loc="left", fontsize=9.5, pad=5)
+            begin = panel.first_gather_us()
+            _draw(last, panel, (begin, begin + zoom), (RIGHT - ZOOM_FROM) * WIDTH_PX)
+            last.set_title(f"{zoom / 1e3:.3g} ms from its first gather", loc="left", fontsize=9.5, pad=5)
         _sum_up_rows(last, panel)
         y -= between
     _write_words(figure, report, drawn, inches)
@@ -96,20 +100,24 @@ def _places(panel: Panel):
         yield row, y
 
 
-def _draw(axes, panel: Panel, until_us: float, width_px: float) -> None:
-    """All bars of a panel from 0 to ``until_us``; the axis is in milliseconds."""
-    us_per_px = until_us / width_px
+def _draw(axes, panel: Panel, span_us: tuple[float, float], width_px: float) -> None:
+    """All bars of a panel in a span of time; the axis is in milliseconds."""
+    from_us, until_us = span_us
+    us_per_px = (until_us - from_us) / width_px
     height = _height(panel)
-    axes.set_xlim(0, until_us / 1e3)
+    axes.set_xlim(from_us / 1e3, until_us / 1e3)
     axes.set_ylim(0, height)
     for row, y in _places(panel):
-        _draw_row(axes, row, y + 0.04, _tall(row) - 0.08, until_us, us_per_px)
+        _draw_row(axes, row, y + 0.04, _tall(row) - 0.08, span_us, us_per_px)
     begin, end = panel.step
-    if begin:
-        axes.axvspan(0, begin / 1e3, color=BETWEEN_ITERATIONS, zorder=0)
-    if end < until_us:
+    if begin > from_us:
+        axes.axvspan(from_us / 1e3, begin / 1e3, color=BETWEEN_ITERATIONS, zorder=0)
+    if from_us < end < until_us:
         axes.axvline(end / 1e3, color="black", linewidth=1, linestyle="--")
-        axes.annotate(f"step time {(end - begin) / 1e3:.1f} ms", (end / 1e3, height), xytext=(3, 4), textcoords="offset points", ha="right", va="bottom", fontsize=10)
+        # The title is on the left: where the step ends below it, its time stands right of both.
+        late = end > TITLE_TO * until_us
+        place_us = end if late else max(end, (TITLE_TO - STEP_TIME) * until_us)
+        axes.annotate(f"step time {(end - begin) / 1e3:.1f} ms", (place_us / 1e3, height), xytext=(3, 4), textcoords="offset points", ha="right" if late else "left", va="bottom", fontsize=10)
     axes.set_yticks([])
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
@@ -118,10 +126,11 @@ def _draw(axes, panel: Panel, until_us: float, width_px: float) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _draw_row(axes, row: Row, y: float, tall: float, until_us: float, us_per_px: float) -> None:
+def _draw_row(axes, row: Row, y: float, tall: float, span_us: tuple[float, float], us_per_px: float) -> None:
+    from_us, until_us = span_us
     by_kind: dict[str, list] = {}
     for bar in row.bars:
-        if bar.start_us < until_us:
+        if bar.start_us < until_us and bar.start_us + bar.duration_us >= from_us:
             by_kind.setdefault(bar.kind, []).append(bar)
     for kind, bars in by_kind.items():
         spans = [(bar.start_us / 1e3, max(bar.duration_us, SHORTEST_PX * us_per_px) / 1e3) for bar in bars]
@@ -129,10 +138,10 @@ def _draw_row(axes, row: Row, y: float, tall: float, until_us: float, us_per_px:
         part = STRIP if kind == "wait" else 1.0
         axes.broken_barh(spans, (y, tall * part), facecolors=COLORS[kind], edgecolor=edge, linewidth=0.6, zorder=3)
     for bar in row.bars:
-        end = min(bar.start_us + bar.duration_us, until_us)
-        if bar.kind in "FB" and (end - bar.start_us) / us_per_px > 6 * len(bar.name) + 2:
+        start, end = max(bar.start_us, from_us), min(bar.start_us + bar.duration_us, until_us)
+        if bar.kind in "FB" and (end - start) / us_per_px > 6 * len(bar.name) + 2:
             color = "white" if bar.kind == "B" else "black"
-            axes.text((bar.start_us + end) / 2e3, y + tall * 0.52, bar.name, ha="center", va="center", fontsize=7.5, color=color, zorder=4)
+            axes.text((start + end) / 2e3, y + tall * 0.52, bar.name, ha="center", va="center", fontsize=7.5, color=color, zorder=4)
 
 
 def _name_rows(axes, panel: Panel) -> None:

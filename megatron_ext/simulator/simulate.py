@@ -50,7 +50,7 @@ class Result(NamedTuple):
         """The same for people, in milliseconds."""
         lines = [
             f"step time    {self.step_time_us / 1e3:.3f} ms (at least {self.lower_bound_us / 1e3:.3f} ms by any schedule)",
-            f"bubble rate  {100 * self.bubble_rate:.2f} %",
+            f"bubble rate  {100 * self.bubble_rate:.2f} % (of the slowest rank's time between its first step and its last: not its layers' own compute)",
             "exposed      " + ", ".join(f"rank {rank}: {us / 1e3:.3f} ms" for rank, us in enumerate(self.exposed_us)),
             "busy         " + ", ".join(f"{link}: {us / 1e3:.3f} ms" for link, us in self.busy_us.items()),
             f"whole parameters on a device at most {max(self.peak_bytes['device'], default=0)} bytes",

@@ -63,13 +63,17 @@ def test_the_measured_step_time_is_that_of_the_metrics(built):
 
 def test_gathers_in_a_small_share_are_shown_larger(built):
     drawn = panels.panels(built)
-    last = max(bar.start_us + bar.duration_us for panel in drawn[:2] for row in panel.rows if row.lane in panels.GATHERS for bar in row.bars)
+    gathers = [[bar for row in panel.rows if row.lane in panels.GATHERS for bar in row.bars] for panel in drawn[:2]]
+    longest = max(max(bar.start_us + bar.duration_us for bar in bars) - min(bar.start_us for bar in bars) for bars in gathers)
     whole = max(panel.end_us() for panel in drawn)
-    assert (panels.zoom_end_us(drawn) is not None) == (last < panels.ZOOM_BELOW * whole)
+    assert (panels.zoom_us(drawn) is not None) == (longest < panels.ZOOM_BELOW * whole)
     early = [panel._replace(rows=[Row(0, "gpu", [Bar("gpu", "0", 0.0, 10.0)])]) for panel in drawn[:2]]
     late = [*early, drawn[2]._replace(rows=[Row(0, "thread", [Bar("F", "0F0", 0.0, 1000.0)])])]
-    assert panels.zoom_end_us(late) == pytest.approx(11.5)
-    assert panels.zoom_end_us([*early, early[0]]) is None
+    assert panels.zoom_us(late) == pytest.approx(11.5)
+    assert panels.zoom_us([*early, early[0]]) is None
+    # Gathers that begin late in the iteration are looked at where they are.
+    shifted = [panel._replace(rows=[Row(0, "gpu", [Bar("gpu", "0", 500.0, 10.0)])]) for panel in early]
+    assert panels.zoom_us([*shifted, late[2]]) == pytest.approx(11.5) and shifted[0].first_gather_us() == 500.0
 
 
 def size_of(path) -> tuple[int, int]:
