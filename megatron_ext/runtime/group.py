@@ -13,10 +13,12 @@ autograd saved in forward, are whole again when the bucket is. Bytes are restore
 bucket tensor, which leaves the version counters of the parameters alone. On CUDA blocks are
 taken and given back on the compute stream, and copies are issued behind an event of that
 stream recorded after the block was taken, so that a block is never written while work queued
-earlier still reads what was there before.
+earlier still reads what was there before. A parameter that somebody has made a NumPy array of
+(hashing it on a machine without a GPU does) can never be resized again: its group keeps its bytes.
 Source: torch FSDP2, ``_fsdp_param.py`` (``alloc_storage``, ``free_storage``).
 """
 
+import warnings
 from enum import Enum
 
 import torch
@@ -130,6 +132,10 @@ class Group:
             )
 
 
+def _keep_size(size: int) -> None:
+    """In place of resizing a storage that cannot be."""
+
+
 class FreedGroup(Group):
     """A group whose whole copy has bytes only from its unshard to its reshard; the shard has
     storage of its own. Starts out whole. See [Note: Freed storage]."""
@@ -159,7 +165,10 @@ class FreedGroup(Group):
         if self.state is not _WHOLE:
             raise ScheduleError(f"{self} is freed while it is {self.state.value}")
         self.state = _SHARDED
-        self._resize(0)
+        try:
+            self._resize(0)
+        except RuntimeError as error:
+            self._keep(error)
         self.residency.bytes -= self._bytes
 
     def drop(self) -> None:
@@ -168,8 +177,18 @@ class FreedGroup(Group):
                 self.handle.wait()
                 self.handle = None
             self.state = _SHARDED
-            self._resize(0)
+            try:
+                self._resize(0)
+            except RuntimeError as error:
+                self._keep(error)
             self.residency.bytes -= self._bytes
+
+    def _keep(self, error: RuntimeError) -> None:
+        """Leave the storage as large as it is from now on, where torch does not resize it any more."""
+        if self.whole.untyped_storage().resizable():
+            raise error
+        self._resize = _keep_size
+        warnings.warn(f"{self} keeps its {self._bytes} bytes: somebody has made a NumPy array of a parameter", stacklevel=2)
 
     def adopt(self) -> None:
         if self.state is _WHOLE:

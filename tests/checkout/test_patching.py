@@ -196,6 +196,8 @@ def test_not_a_tree(archive, tmp_path):
         check(tmp_path)
     with pytest.raises(InputError, match=f"not a Megatron tree; give {archive}"):
         check(archive / "megatron" / "core")
+    with pytest.raises(InputError, match="nowhere: no such directory"):
+        check(tmp_path / "nowhere")
 
 
 def test_an_unknown_version(archive):
@@ -255,6 +257,17 @@ def test_the_command(archive, capsys):
     assert cli.main(["patch", "apply", str(archive), "--json"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and DDP in err
+
+
+def test_checking_a_tree_that_is_not_as_it_should_be_ends_with_1(archive, capsys):
+    apply(archive)
+    (archive / DDP).write_text(toy_megatron.TEXTS[DDP])
+    assert cli.main(["patch", "check", str(archive)]) == 1
+    assert "drifted" in capsys.readouterr().out
+    revert(archive)
+    append(archive, DDP, "\n# mine\n")  # and no history to merge from
+    assert cli.main(["patch", "check", str(archive)]) == 1
+    assert "conflict" in capsys.readouterr().out
 
 
 def test_a_stage_is_never_left(archive):

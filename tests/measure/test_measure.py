@@ -94,6 +94,15 @@ def test_exactly_the_sizes_asked_for():
     assert [point.size_bytes for point in table.routes.gpu.points] == [5120, 70144]
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").touch()
+    started = time.monotonic()
+    command = [sys.executable, "-m", "megatron_ext", "measure", "--out", str(tmp_path / "file" / "T.json"), "--seconds", "600"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "cannot be written" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert time.monotonic() - started < 30
+
+
 def test_a_bad_factory_is_the_users_error():
     with pytest.raises(InputError, match="no mapping of layer kinds"):
         measure(Options(**QUICK, modules="layers:nothing"))

@@ -33,7 +33,7 @@ class ParityService:
     def run(self, **case) -> dict:
         """``{"reference": metrics, "scheduled": metrics}`` of a case: ``options``, ``schedule``
         (a path), ``environment`` of the scheduled run, ``reference`` (default True),
-        ``iterations`` (default: the worker's).
+        ``iterations`` (default: the worker's), ``meddle`` (see the worker).
 
         Raises:
             Died: a rank failed.

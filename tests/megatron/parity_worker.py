@@ -5,6 +5,7 @@ answers each with what the reference and the scheduled run computed. The other a
 options of the layout. See ``parity_service.py``.
 """
 
+import contextlib
 import faulthandler
 import gc
 import importlib.util
@@ -53,8 +54,35 @@ class Rows:
         return {"tokens": row[:-1], "labels": row[1:], "loss_mask": torch.ones(len(row) - 1), "position_ids": self._positions}
 
 
-def train(example, options: list[str], schedule: str | None, environment: dict[str, str], iterations: int) -> dict:
-    """Train a new model; returns this rank's metrics."""
+@contextlib.contextmanager
+def meddling(example, told: bool):
+    """Halve all parameters before the second iteration, and say so to the hooks or not; yields the
+    hash of the parameters before the first."""
+    run_schedule, hashes = example.run_schedule, []
+
+    def run(args, model, iterators, forward_only: bool = False):
+        if not forward_only:
+            hashes.append(None if hashes else example.parameter_hash(model))
+        if not forward_only and len(hashes) == 2:
+            example.force_param_sync(model, args)
+            with torch.no_grad():
+                for chunk in model:
+                    for parameter in chunk.parameters():
+                        parameter.data.mul_(0.5)
+            if told:
+                example.hooks.params_changed()
+        return run_schedule(args, model, iterators, forward_only)
+
+    example.run_schedule = run
+    try:
+        yield hashes
+    finally:
+        example.run_schedule = run_schedule
+
+
+def train(example, options: list[str], schedule: str | None, environment: dict[str, str], iterations: int, meddle: str | None = None) -> dict:
+    """Train a new model; returns this rank's metrics. ``meddle``: ``told`` or ``silent``, see
+    :func:`meddling`; or ``go on``: another iteration after training has been finished."""
     for name in (session.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -65,8 +93,17 @@ def train(example, options: list[str], schedule: str | None, environment: dict[s
     example.hooks.configure(schedule)
     model, optimizer, config = example.build_model_and_optimizer(args)
     rows = Rows(args)
-    metrics = example.train(args, model, optimizer, config, (rows, rows))
+    if meddle in ("told", "silent"):
+        with meddling(example, meddle == "told") as hashes:
+            metrics = example.train(args, model, optimizer, config, (rows, rows))
+        metrics["parameter_sha256"] += hashes[0]
+    else:
+        metrics = example.train(args, model, optimizer, config, (rows, rows))
     example.hooks.finish()
+    if meddle == "go on":
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        example.run_schedule(args, model, [example.batches_of(args, rows) for _ in model])
     del model, optimizer, config
     gc.collect()
     return metrics
@@ -74,10 +111,10 @@ def train(example, options: list[str], schedule: str | None, environment: dict[s
 
 def run_case(example, layout: list[str], case: dict) -> dict:
     options = [*layout, *case["options"]]
-    found, iterations = {}, case.get("iterations", ITERATIONS)
+    found, iterations, meddle = {}, case.get("iterations", ITERATIONS), case.get("meddle")
     if case.get("reference", True):
-        found["reference"] = train(example, options, case["schedule"], {session.STOCK_GATHER: "1"}, iterations)
-    found["scheduled"] = train(example, options, case["schedule"], case.get("environment", {}), iterations)
+        found["reference"] = train(example, options, case["schedule"], {session.STOCK_GATHER: "1"}, iterations, meddle)
+    found["scheduled"] = train(example, options, case["schedule"], case.get("environment", {}), iterations, meddle)
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, found)
     return {

@@ -4,9 +4,9 @@ import random
 
 import pytest
 from cases import LAYOUTS, MODELS
-from draw_schedule import prepared
+from draw_schedule import hosted, prepared
 from msgspec.structs import replace
-from parity_service import Died
+from parity_service import Died, differences
 
 from megatron_ext.workload.model import Limits
 
@@ -35,6 +35,24 @@ def test_a_read_that_comes_short_in_training_names_group_and_file(services, stag
 def test_an_nvme_route_needs_to_know_where(services, staged):
     with pytest.raises(Died, match="--user-defined-schedule-nvme-path = None: the schedule publishes to nvme; say where"):
         services("interleaved").run(options=MODELS["fp32"], schedule=staged[0], reference=False)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_parameters_that_somebody_else_changes(workloads, services, tmp_path, zero_stage):
+    """Told, copies on the host are made anew; untold, the change is lost: what the comparison can see."""
+    hosted(workloads["interleaved", "fp32"], zero_stage, tmp_path / "s.json")
+    told, silent = (
+        services("interleaved").run(options=MODELS["fp32"], schedule=tmp_path / "s.json", meddle=meddle, environment={"MEGATRON_EXT_FAULTS": "publish_delay_ms=8"})
+        for meddle in ("told", "silent")
+    )
+    assert differences(told) == []
+    assert {"loss", "parameter_sha256"} <= {*differences(silent)}
+
+
+def test_training_that_goes_on_without_its_schedule(workloads, services, tmp_path):
+    hosted(workloads["interleaved", "fp32"], 3, tmp_path / "s.json")
+    with pytest.raises(Died, match="ScheduleError: training goes on without its schedule"):
+        services("interleaved").run(options=MODELS["fp32"], schedule=tmp_path / "s.json", meddle="go on", reference=False)
 
 
 def test_layers_that_are_recomputed_together_are_not_parted(workloads):
