@@ -1,5 +1,6 @@
 """Layers of a GPT chunk: which parameters they use and where one can act between them."""
 
+import contextlib
 import copy
 import inspect
 import re
@@ -158,7 +159,6 @@ def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
     """Make ``module`` run, and forget, what stands in the returned list before it computes; and a
     function that undoes it."""
     own, held = "forward" in vars(module), _Armed(module.forward)
-    signature = inspect.signature(held.inner)
 
     def forward(self, *args, **kwargs):
         if self.armed:
@@ -166,8 +166,10 @@ def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
         return self.inner(*args, **kwargs)
 
     update_wrapper(forward, held.inner)
-    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])
+    with contextlib.suppress(ValueError, TypeError):  # compiled functions may have none
+        signature = inspect.signature(held.inner)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])
     method = MethodType(forward, held)
 
     def restore() -> None:
