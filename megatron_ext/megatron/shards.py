@@ -8,6 +8,7 @@ that a bucket can be freed at any time. Tensor objects stay the same: other part
 optimizer know them by identity.
 """
 
+import copy
 from typing import Callable
 
 import torch
@@ -95,21 +96,30 @@ def _pieces(optimizers, groups):
                     yield optimizer, group, place.start - group.shard_start, place.end - group.shard_start, shard
 
 
-def refuse_state_of_freed(module: torch.nn.Module, groups: list[Group]) -> None:
-    """Make ``state_dict`` of a chunk fail while one of its groups is freed: the file could be
-    written but never be loaded."""
-    def check(module, prefix, keep_vars) -> None:
-        for group in groups:
+class _Whole:
+    """Stands before what gives a chunk's state away; a deep copy of the chunk has parameters of its own,
+    which nobody frees."""
+
+    def __init__(self, groups: list[Group], sharded_state_dict):
+        self.groups, self.inner = groups, sharded_state_dict
+
+    def __deepcopy__(self, memo) -> "_Whole":
+        return _Whole([], copy.deepcopy(self.inner, memo))
+
+    def check(self, *state_dict_arguments) -> None:
+        for group in self.groups:
             if group.state is not State.WHOLE:
                 raise ScheduleError(f"{group} is {group.state.value}: call megatron_ext.megatron.hooks.make_whole() on all ranks before parameters are saved")
 
-    module.register_state_dict_pre_hook(check)
+    def sharded_state_dict(self, *args, **kwargs):
+        self.check()
+        return self.inner(*args, **kwargs)
 
-    plain = getattr(module, "sharded_state_dict", None)
-    if plain is not None:
 
-        def sharded_state_dict(*args, **kwargs):
-            check(module, "", False)
-            return plain(*args, **kwargs)
-
-        module.sharded_state_dict = sharded_state_dict
+def refuse_state_of_freed(module: torch.nn.Module, groups: list[Group]) -> None:
+    """Make ``state_dict`` of a chunk fail while one of its groups is freed: the file could be
+    written but never be loaded."""
+    whole = _Whole(groups, getattr(module, "sharded_state_dict", None))
+    module.register_state_dict_pre_hook(whole.check)
+    if whole.inner is not None:
+        module.sharded_state_dict = whole.sharded_state_dict

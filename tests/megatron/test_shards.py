@@ -1,5 +1,6 @@
 """The optimizer's views of buckets that come and go."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -74,3 +75,24 @@ def test_copies_of_an_offloaded_optimizer_are_found_anew_each_time():
     copy = torch.zeros(64)
     optimizer.optimizer.gpu_params_map_cpu_copy[shard] = copy
     assert find() == [(0, copy)]
+
+
+class Chunk(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def sharded_state_dict(self):
+        return {"weight": self.weight}
+
+
+def test_a_deep_copy_of_a_model_has_its_own_state():
+    optimizer = Optimizer()
+    chunk = Chunk(optimizer.parameters[0])
+    refuse_state_of_freed(chunk, [optimizer.group])
+    copied = copy.deepcopy(chunk)
+    optimizer.group.drop()
+    for state in (copied.state_dict(), copied.sharded_state_dict()):
+        assert torch.equal(state["weight"], torch.arange(64.0))
+    with pytest.raises(ScheduleError, match="make_whole"):
+        chunk.sharded_state_dict()
