@@ -22,6 +22,7 @@ from megatron_ext.errors import InputError
 from megatron_ext.measure.fabric import shared_bytes
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.others import OtherPrograms
+from megatron_ext.runtime.heap import ONE_ARENA
 
 
 class RankFailed(RuntimeError):
@@ -80,7 +81,7 @@ class _Ranks:
         if rank == 0:
             setup["listener"] = listener.fileno()
             descriptors.append(listener.fileno())
-        environment = dict(os.environ, OMP_NUM_THREADS=str(self.options.threads), MKL_NUM_THREADS=str(self.options.threads))
+        environment = dict(ONE_ARENA | os.environ, OMP_NUM_THREADS=str(self.options.threads), MKL_NUM_THREADS=str(self.options.threads))
         command = [sys.executable, "-m", "megatron_ext.measure.rank", json.dumps(setup)]
         try:
             self.processes.append(

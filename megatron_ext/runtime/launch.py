@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_ext.runtime.heap import ONE_ARENA
+
 GRACE_SECONDS = 10
 """How long ranks may take to end after they were asked to."""
 
@@ -70,7 +72,7 @@ def launch(command: list[str], num_processes: int, *, environment: dict[str, str
         stdout: file for the ranks' standard output; None inherits.
     """
     shared = {
-        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes),
+        **ONE_ARENA, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **(environment or {}),
     }  # fmt: skip
