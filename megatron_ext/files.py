@@ -53,8 +53,9 @@ def decode(data: bytes, kind: type[T], *, file) -> T:
         if field == "kind" and isinstance(value, str):
             raise InputError(f"is not what was expected here: a file of kind {_kind_of(kind)}", file=file, field=field, value=value) from None
         message = message[0].lower() + message[1:]
-        if message.startswith("invalid enum value"):
-            message = "expected " + _either(_choices_at(kind, field))
+        choices = _choices_at(kind, field) if message.startswith("invalid enum value") else []
+        if choices:
+            message = f"expected {_either(choices)}"
         raise InputError(message, file=file, field=field, value=value) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"not valid JSON: {error}", file=file) from None

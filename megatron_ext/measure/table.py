@@ -23,7 +23,7 @@ measurement then rarely differs by more."""
 OTHERS = 0.1
 """Processors that others may use before the table says so."""
 
-QUARTERS = "medians_us"
+MEDIANS = "medians_us"
 
 
 def assemble(options: Options, raw: dict) -> CostTable:
@@ -137,7 +137,7 @@ def notes(raw: dict) -> list[str]:
         if any(row["size_bytes"] >= MIB and row["passes"] == 1 and not row.get("refined") for row in rows):
             once.append(name)
         for row in rows:
-            medians = row[QUARTERS]
+            medians = row[MEDIANS]
             spread = max(medians) / min(medians) - 1 if len(medians) > 1 else 0.0
             if row["size_bytes"] >= MIB and spread > WAVERS:
                 wavering.append((row["size_bytes"], spread))

@@ -17,6 +17,7 @@ from megatron_ext.runtime.node_exchange import NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool, ReadSettings
 from megatron_ext.runtime.publisher import Publisher, Target
 from megatron_ext.runtime.routes import CpuRoute, NvmeRoute
+from megatron_ext.runtime.worker import Transfer
 
 GROUPS, NUMEL, ITERATIONS = 3, 1 << 12, 4
 
@@ -25,7 +26,7 @@ def train(monkeypatch, directory, route: str, early: bool) -> list[float]:
     """Every group comes by ``route``, is read, and gets one more by the optimizer; what was read."""
     late, clock, device, faults = LateDevice(monkeypatch, early), Clock(), CudaDevice(torch.device("cuda", 0)), Faults()
     groups = [Group(index, "chunk 0", torch.zeros(NUMEL), 0, 1) for index in range(GROUPS)]
-    masters = [torch.zeros(NUMEL) for _ in groups]  # the optimizer's own
+    masters = [torch.full((NUMEL,), 100.0 * index) for index in range(GROUPS)]  # the optimizer's own; no group is like another
     pool = HostPool(groups, {*range(GROUPS)}, 0, 1, lambda value: [value])
     nvme = NvmePool(directory, groups, 0, lambda value: [value], slots=1, slot_bytes=groups[0].bytes, settings=ReadSettings(), device=device)
     routes = {"cpu": CpuRoute(pool, device, clock, faults), "nvme": NvmeRoute(nvme, pool, device, clock, faults, 1)}
@@ -69,7 +70,7 @@ def train(monkeypatch, directory, route: str, early: bool) -> list[float]:
     return read
 
 
-WANTED = [float(iteration + 1) for iteration in range(ITERATIONS) for _ in range(GROUPS)]
+WANTED = [100.0 * index + iteration + 1 for iteration in range(ITERATIONS) for index in range(GROUPS)]
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
@@ -89,7 +90,8 @@ def nothing(*args) -> None:
         ("cpu", False, CudaDevice, "synchronize"),  # published before it lies in host memory
         ("cpu", True, CudaDevice, "mark"),  # copied before compute has made way
         ("nvme", False, devices._StreamWait, "wait"),
-        ("nvme", False, CudaDevice, "synchronize"),  # a slot filled anew while it is still copied from
+        ("nvme", False, CudaDevice, "synchronize"),
+        ("nvme", False, Transfer, "finished"),  # a slot filled anew while it is still copied from
         ("nvme", True, CudaDevice, "mark"),
     ],
 )
