@@ -109,15 +109,11 @@ class Streamed:
                 return
             if self.nvme is not None:
                 self.route.stage_in(group, self.begun % self.slots)
-            group.begin_unshard()
-            group.version = self.clock.version
-            group.handle = self.route.issue(group)
+            group.unshard(self.route.issue, self.clock)
             self.begun += 1
 
     def _wait(self, number: int) -> None:
-        group = self.groups[number]
-        group.handle.wait()
-        group.end_unshard(self.clock)
+        self.groups[number].wait(self.clock)
 
     def step(self, x: torch.Tensor) -> tuple[float, float]:
         """One forward and backward: (loss, gradient norm)."""

@@ -113,15 +113,18 @@ class Boundaries:
     def arm(self, model_chunk_id: int, boundary: int, forward, backward):
         """A function that makes ``forward`` run just before layer ``boundary`` computes next, and
         ``backward`` when the gradient of that layer's input is complete."""
+        armed = self._armed(model_chunk_id, boundary)
         hang_on = _gradient_hook(backward) if backward else None
+        if not forward:
+            return partial(armed.append, hang_on)
 
-        def before_layer(args, kwargs) -> None:
+        def before_layer(activation: torch.Tensor) -> None:
             if hang_on is not None:
-                hang_on(args[0] if args else kwargs["hidden_states"])
+                hang_on(activation)
             for action in forward:
                 action()
 
-        return partial(self._armed(model_chunk_id, boundary).append, before_layer)
+        return partial(armed.append, before_layer)
 
     def _armed(self, model_chunk_id: int, boundary: int) -> list:
         """What runs when this layer computes next; the first call wraps the layer's forward."""
@@ -162,7 +165,7 @@ def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
 
     def forward(self, *args, **kwargs):
         if self.armed:
-            self.armed.pop()(args, kwargs)
+            self.armed.pop()(args[0] if args else kwargs["hidden_states"])
         return self.inner(*args, **kwargs)
 
     update_wrapper(forward, held.inner)

@@ -137,14 +137,10 @@ class Executor:
         for index in sorted(self.groups):
             group = self.groups[index]
             if group.state is State.UNSHARDING:
-                group.handle.wait()
-                group.end_unshard(self.clock)
+                group.wait(self.clock)
             elif group.state is State.SHARDED:
-                group.begin_unshard()
-                group.version = self.clock.version
-                group.handle = self.gather(group)
-                group.handle.wait()
-                group.end_unshard(self.clock)
+                group.unshard(self.gather, self.clock)
+                group.wait(self.clock)
 
     def on_close(self, function: Callable[[], None]) -> None:
         self._close.append(function)

@@ -20,6 +20,7 @@ Source: torch FSDP2, ``_fsdp_param.py`` (``alloc_storage``, ``free_storage``).
 
 import warnings
 from enum import Enum
+from typing import Callable
 
 import torch
 
@@ -96,13 +97,19 @@ class Group:
     def bytes(self) -> int:
         return self.whole.numel() * self.whole.element_size()
 
-    def begin_unshard(self) -> None:
+    def unshard(self, issue: Callable, clock: Clock) -> None:
+        """Begin a gather of the clock's version by ``issue(group) -> handle``, which does not block."""
         if self.state is not _SHARDED:
             raise ScheduleError(f"{self} is unsharded while {self.state.value}")
         self.state = _UNSHARDING
+        self.version = clock.version
+        self.handle = issue(self)
 
-    def end_unshard(self, clock: Clock) -> None:
-        """The gather has arrived: whole now, and for this version or not at all."""
+    def wait(self, clock: Clock) -> None:
+        """Until the gather has arrived: whole then, and for the clock's version or not at all."""
+        if self.handle is None:
+            raise ScheduleError(f"{self} is waited for but was not unsharded")
+        self.handle.wait()
         if self.version != clock.version:
             raise ScheduleError(f"{self} was gathered at version {self.version}, parameters are at {clock.version}")
         self.handle = None
@@ -151,15 +158,17 @@ class FreedGroup(Group):
         self.state = _WHOLE
         residency.add(self._bytes)
 
-    def begin_unshard(self) -> None:
+    def unshard(self, issue: Callable, clock: Clock) -> None:
         if self.state is not _SHARDED:
             raise ScheduleError(f"{self} is unsharded while {self.state.value}")
         self.state = _UNSHARDING
-        self._resize(self._bytes)
-        residency = self.residency  # Residency.add, which as a call would be a fifth of an unshard
-        residency.bytes += self._bytes
-        if residency.bytes > residency.peak:
-            residency.peak = residency.bytes
+        size, residency = self._bytes, self.residency
+        self._resize(size)
+        now = residency.bytes = residency.bytes + size  # Residency.add, which as a call would be a fifth of an unshard
+        if now > residency.peak:
+            residency.peak = now
+        self.version = clock.version
+        self.handle = issue(self)
 
     def reshard(self) -> None:
         if self.state is not _WHOLE:

@@ -13,9 +13,10 @@ Whatever stands at a layer is done at the boundary before or behind it, or, at t
 chunk, when the step begins or ends. Nothing is hooked into a layer where nothing happens.
 """
 
+from functools import partial
 from typing import Callable, NamedTuple
 
-from megatron_ext.runtime.group import Clock, Group, ScheduleError
+from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.schedule.footprint import in_order
 from megatron_ext.schedule.model import Rank, Reshard, Schedule
 from megatron_ext.workload.step import Step
@@ -124,7 +125,7 @@ class _Compiler:
                     for layer in range(self.layers.uses(index)[0], self.layers.uses(index)[1] + 1):
                         if step.kind == "B":
                             layer = self.layers.backward_begins(chunk, layer)
-                        self._before(place, step, chunk, layer).append(lambda group=group: group.check_usable(self.clock))
+                        self._before(place, step, chunk, layer).append(partial(group.check_usable, self.clock))
         return place
 
     def _before(self, place: _Placed, step: Step, chunk: int, layer: int) -> list[Action]:
@@ -142,35 +143,16 @@ class _Compiler:
         return place.end if layer < 0 or layer >= top else place.at.setdefault(layer + 1, [])
 
     def stage_in(self, action) -> Action:
-        group, stage_in, slot = self.groups[action.group], self.routes["nvme"].stage_in, action.slot
-
-        def stage() -> None:
-            stage_in(group, slot)
-
-        return self._recorded("issue", f"stage_in {group.index} {slot}", stage)
+        stage = partial(self.routes["nvme"].stage_in, self.groups[action.group], action.slot)
+        return self._recorded("issue", f"stage_in {action.group} {action.slot}", stage)
 
     def unshard(self, action) -> Action:
-        group, clock = self.groups[action.group], self.clock
         algorithm = self.schedule.groups[action.group].algorithm if action.route == "gpu" else None
-        issue, begin_unshard = self.routes[algorithm or action.route].issue, group.begin_unshard
-
-        def unshard() -> None:
-            begin_unshard()
-            group.version = clock.version
-            group.handle = issue(group)
-
-        return self._recorded("issue", f"unshard {group.index} {action.route}", unshard)
+        issue = self.routes[algorithm or action.route].issue
+        return self._recorded("issue", f"unshard {action.group} {action.route}", partial(self.groups[action.group].unshard, issue, self.clock))
 
     def wait(self, index: int) -> Action:
-        group, clock, end_unshard = self.groups[index], self.clock, self.groups[index].end_unshard
-
-        def wait() -> None:
-            if group.handle is None:
-                raise ScheduleError(f"{group} is waited for but was not unsharded")
-            group.handle.wait()
-            end_unshard(clock)
-
-        return self._recorded("wait", f"wait {index}", wait)
+        return self._recorded("wait", f"wait {index}", partial(self.groups[index].wait, self.clock))
 
     def reshard(self, action) -> Action:
         return self._recorded("issue", f"reshard {action.group}", self.groups[action.group].reshard)

@@ -11,16 +11,19 @@ class Done:
         """Arrived."""
 
 
+def issue(group: Group) -> Done:
+    return Done()
+
+
 def freed(numel: int = 256) -> FreedGroup:
     return FreedGroup(3, "chunk 1", torch.arange(numel, dtype=torch.float32), dp_rank=1, dp_size=2, residency=Residency())
 
 
 def restore(group: Group, clock: Clock, value: torch.Tensor) -> None:
-    group.begin_unshard()
-    group.version, group.handle = clock.version, Done()
+    group.unshard(issue, clock)
     with torch.no_grad():
         group.whole.copy_(value)
-    group.end_unshard(clock)
+    group.wait(clock)
 
 
 def test_the_shard_outlives_the_whole_copy():
@@ -74,20 +77,28 @@ def test_only_a_whole_and_fresh_group_may_be_used(make):
 def test_a_gather_that_brings_an_old_version_is_refused():
     group, clock = freed(), Clock()
     group.drop()
-    group.begin_unshard()
-    group.version = 0
-    with pytest.raises(ScheduleError, match="was gathered at version 0, parameters are at 1"):
-        group.end_unshard(clock)
+    group.unshard(issue, clock)
+    clock.version = 2
+    with pytest.raises(ScheduleError, match="was gathered at version 1, parameters are at 2"):
+        group.wait(clock)
+
+
+@pytest.mark.parametrize("make", [freed, lambda: Group(3, "chunk 1", torch.zeros(256), 0, 2)])
+def test_a_group_that_was_not_unsharded_cannot_be_waited_for(make):
+    group = make()
+    group.drop()
+    with pytest.raises(ScheduleError, match="group 3 .chunk 1. is waited for but was not unsharded"):
+        group.wait(Clock())
 
 
 def test_a_group_in_flight_is_neither_freed_nor_unsharded_again():
     group = freed()
     group.drop()
-    group.begin_unshard()
+    group.unshard(issue, Clock())
     with pytest.raises(ScheduleError, match="is freed while it is unsharding"):
         group.reshard()
     with pytest.raises(ScheduleError, match="is unsharded while unsharding"):
-        group.begin_unshard()
+        group.unshard(issue, Clock())
     assert group.state is State.UNSHARDING
 
 

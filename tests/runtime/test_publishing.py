@@ -137,7 +137,7 @@ def test_an_iteration_in_which_nobody_waited_for_a_group_is_no_iteration():
     """A module whose forward is never called, as under a replayed CUDA graph, waits for nothing."""
     group, clock = Group(0, "chunk 0", torch.zeros(128), 0, 1), Clock()
     executor = Executor(Program((), ()), {0: group}, clock, Residency(), None)
-    group.begin_unshard()
+    group.unshard(lambda group: None, clock)
     with pytest.raises(ScheduleError, match="group 0 .* nothing waited for it"):
         executor.end_iteration()
 

@@ -54,11 +54,9 @@ def train(monkeypatch, directory, route: str, early: bool) -> list[float]:
         for group in groups:
             if route == "nvme":
                 routes["nvme"].stage_in(group, 0)
-            group.begin_unshard()
-            group.version, group.handle = clock.version, routes[route].issue(group)
+            group.unshard(routes[route].issue, clock)
         for group in groups:
-            group.handle.wait()
-            group.end_unshard(clock)
+            group.wait(clock)
             late.compute(lambda group=group: forward(group))
             group.drop()
         pool.set_reads_done(iteration + 1)
