@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 from megatron_ext.errors import InputError
 
@@ -72,11 +73,23 @@ class Nodes:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
 
     def environment(self, ranks_per_node: int) -> dict[str, str]:
-        """Variables for :func:`megatron_ext.runtime.launch.launch` of ``enter_node.py``."""
+        """Variables for ``enter_node.py`` and the ranks that it becomes."""
         return {
-            "EMULATED_NODES": ",".join(self.names), "LOCAL_WORLD_SIZE": str(ranks_per_node), "GLOO_SOCKET_IFNAME": INTERFACE,
-            "MASTER_ADDR": f"{NETWORK}.1", "MASTER_PORT": "29500",
+            "EMULATED_NODES": ",".join(self.names), "EMULATED_PER_NODE": str(ranks_per_node), "EMULATED_MASTER": f"{NETWORK}.1",
+            "GLOO_SOCKET_IFNAME": INTERFACE,
         }  # fmt: skip
+
+    def sent_when_idle(self) -> int:
+        """:meth:`sent_bytes` of all nodes once nothing more leaves them: what a stopped program has
+        handed to the kernel goes on to be sent."""
+        sent, deadline = -1, time.monotonic() + 5
+        while time.monotonic() < deadline:
+            now = sum(self.sent_bytes())
+            if now == sent:
+                break
+            sent = now
+            time.sleep(0.02)
+        return sent
 
     def sent_bytes(self) -> list[int]:
         """Bytes that each node has sent over its link until now, with Ethernet, IP and TCP headers."""

@@ -1,7 +1,7 @@
 """Run a rank's command inside its emulated node: ``enter_node.py COMMAND...``.
 
-The launcher starts this once a rank; the node follows from RANK and LOCAL_WORLD_SIZE, as on a
-cluster. The process becomes the command, so that signals and exit codes pass unchanged.
+The launcher starts this once a rank, with the variables of ``Nodes.environment``; the node follows
+from RANK, as on a cluster. The process becomes the command, so that signals and exit codes pass unchanged.
 
 Where there are as many processors as nodes each node has its own; else all share all of them, which
 the measurement sees and the cost table says.
@@ -14,13 +14,13 @@ from emulated_nodes import enter
 
 
 def main() -> None:
-    rank, per_node = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    rank, per_node = int(os.environ["RANK"]), int(os.environ["EMULATED_PER_NODE"])
     nodes, node = os.environ["EMULATED_NODES"].split(","), rank // per_node
     enter(nodes[node])
     every = sorted(os.sched_getaffinity(0))
     own = every[node :: len(nodes)] if len(every) >= len(nodes) else every
     os.sched_setaffinity(0, own)
-    os.environ["LOCAL_RANK"] = str(rank % per_node)
+    os.environ |= {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "MASTER_ADDR": os.environ["EMULATED_MASTER"]}
     os.execvp(sys.argv[1], sys.argv[1:])
 
 

@@ -14,16 +14,16 @@ import sys
 import threading
 import time
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Callable, NamedTuple, Sequence
 
-from megatron_ext.report.spread import WARM_UP
+from megatron_ext.report.spread import WARM_UP, summarize
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 class Ended(RuntimeError):
-    """A run ended with an error."""
+    """A run ended with an error, or before it could be compared."""
 
 
 class Run:
@@ -75,7 +75,7 @@ def in_turns(runs: Sequence[Run], turn_s: float, between: Callable[[int], None] 
 
     Args:
         between: called with the turn's number after every turn, while all runs are stopped.
-        report: called with the turn's number as it begins.
+        report: called with the turn's number as it begins, while all runs are stopped.
 
     Raises:
         Ended: a run failed; all are ended.
@@ -129,6 +129,56 @@ def whole_iterations(run: Run, iteration_us: Sequence[float], turn_s: float) -> 
         if index >= WARM_UP and not stopped and us < turn_s * 1e6:
             found.setdefault(turn, []).append(index)
     return found
+
+
+class Figure(NamedTuple):
+    """A figure of a run over its whole iterations: all values, and the median of each turn."""
+
+    values: list[float]
+    of_turn: dict[int, float]
+
+
+def over_turns(run: Run, iteration_us: Sequence[float], figure: Sequence[float], turn_s: float, least: int = 2) -> Figure:
+    """``figure``, one value an iteration, of the iterations that were not stopped; a turn with fewer than
+    ``least`` of these has no median."""
+    whole = whole_iterations(run, iteration_us, turn_s)
+    values = [figure[index] for indices in whole.values() for index in indices]
+    return Figure(values, {turn: median(figure[i] for i in indices) for turn, indices in whole.items() if len(indices) >= least})
+
+
+def ratios_to(base: dict[int, float], other: dict[int, float]) -> list[float]:
+    """By turn of ``other``: its median over that of ``base`` at the same time, which is the mean of
+    base's turns just before and just behind it; a drift of the machine's pace falls out."""
+    found = []
+    for turn, value in sorted(other.items()):
+        before = max((t for t in base if t < turn), default=None)
+        behind = min((t for t in base if t > turn), default=None)
+        if before is not None and behind is not None:
+            share = (turn - before) / (behind - before)
+            found.append(value / (base[before] * (1 - share) + base[behind] * share))
+    return found
+
+
+class Ratio(NamedTuple):
+    """Of ratios of turns: median, spread, standard error of the median, and how many there were."""
+
+    median: float
+    p10: float
+    p90: float
+    standard_error: float
+    turns: int
+
+
+def ratio_of(values: Sequence[float]) -> Ratio:
+    """Summarize ratios; the median of a normal sample has 1.2533 times the standard error of its mean.
+
+    Raises:
+        Ended: fewer than two: the runs were over before they had met.
+    """
+    if len(values) < 2:
+        raise Ended("fewer than two turns could be compared: more iterations or longer turns are needed")
+    spread = summarize(values)
+    return Ratio(spread.median_us, spread.p10_us, spread.p90_us, 1.2533 * stdev(values) / len(values) ** 0.5, len(values))
 
 
 def pairs(first: tuple[Run, Sequence[float], Sequence[float]], second: tuple[Run, Sequence[float], Sequence[float]], turn_s: float, least: int = 2) -> list[Pair]:

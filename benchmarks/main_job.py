@@ -1,23 +1,24 @@
 """The main job, measured: scheduled beside stock, rounds in turns, and equality of policies.
 
     bash scripts/pretrain_gpt_hybrid.sh
-    .venv/bin/python benchmarks/main_job.py runs/NAME [--rounds 3] [--iters 24] [--parity-iters 50]
+    .venv/bin/python benchmarks/main_job.py runs/NAME [--iters 80] [--parity-iters 50]
 
-Stock Megatron (as shipped) and the scheduled run are launched in turns, so that a machine that
-changes its pace changes it for both. Equality compares each policy, with delays put into
+Stock Megatron (as shipped) and the scheduled run go in turns of seconds (benchmarks/in_turns.py), so
+that a machine that changes its pace changes it for both. Equality compares each policy, with delays put into
 publishing and copying, with Megatron's own gather at the policy's bucket layout.
 Writes benchmarks/results/main_job.json.
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 
 import pictures
+from in_turns import Ratio, Run, in_turns, over_turns, ratio_of, ratios_to
 from machine import about_this_machine
+from measuring import CORPUS
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -25,7 +26,7 @@ from rich.table import Table
 from megatron_ext import files, planner, simulator
 from megatron_ext.cost import model as cost
 from megatron_ext.report.measured import MeasuredTrace
-from megatron_ext.report.spread import summarize, warm_up
+from megatron_ext.report.spread import summarize
 from megatron_ext.runtime.launch import launch
 from megatron_ext.schedule import model as schedule_file
 from megatron_ext.schedule import validate
@@ -38,31 +39,35 @@ DELAYS = "publish_delay_ms=10,copy_delay_ms=5,seed=7"
 
 def train(options: list[str], folder: Path, name: str, iterations: int, world: int, *more: str, env=None) -> dict:
     """One training run; returns its metrics. Raises RuntimeError if it fails."""
-    metrics = folder / f"{name}.metrics.json"
-    command = [sys.executable, "examples/pretrain_gpt_hybrid.py", *options, "--data-path", "runs/corpus/stdlib", "--train-iters", str(iterations), "--metrics-path", str(metrics), *more]
     with open(folder / f"{name}.log", "w") as log:
-        code = launch(command, world, environment={"PYTHONPATH": str(ROOT / ".megatron"), **(env or {})}, stdout=log)
+        code = launch([sys.executable, *training(options, folder, name, iterations, *more)], world, environment={"PYTHONPATH": str(ROOT / ".megatron"), **(env or {})}, stdout=log)
     if code != 0:
         raise RuntimeError(f"{name} ended with exit code {code}; see {folder / name}.log")
-    return json.loads(metrics.read_text())
+    return files.load(folder / f"{name}.metrics.json", dict)
 
 
-def timing(options, folder: Path, run_dir: Path, rounds: int, iterations: int, world: int, parallel, bar) -> dict:
-    """Gather, exposed and step time of stock and scheduled runs, launched in turns."""
-    pooled = {kind: {"gather_us": [], "exposed_us": [], "step_time_us": []} for kind in ("stock", "scheduled")}
-    task = bar.add_task("stock and scheduled in turns", total=2 * rounds)
-    for number in range(rounds):
-        for kind in ("stock", "scheduled") if number % 2 == 0 else ("scheduled", "stock"):
-            path = folder / f"{kind}.trace.json"
-            more = ["--user-defined-schedule", str(run_dir / "schedule.json")] if kind == "scheduled" else []
-            metrics = train(options, folder, kind, iterations, world, "--user-defined-schedule-trace", str(path), *more)
-            measured = MeasuredTrace(path, parallel, iterations)
-            skip = warm_up(iterations)
-            pooled[kind]["gather_us"] += measured.thread_us(("issue", "wait"))[skip:]
-            pooled[kind]["exposed_us"] += measured.thread_us(("wait",))[skip:]
-            pooled[kind]["step_time_us"] += metrics["iteration_us"][skip:]
-            bar.advance(task)
-    return {kind: {name: summarize(values).as_json() for name, values in figures.items()} for kind, figures in pooled.items()}
+def training(options: list[str], folder: Path, name: str, iterations: int, *more: str) -> list[str]:
+    """The command of a rank, behind Python."""
+    return ["examples/pretrain_gpt_hybrid.py", *options, "--data-path", CORPUS, "--train-iters", str(iterations), "--metrics-path", str(folder / f"{name}.metrics.json"), *more]
+
+
+def timing(options, folder: Path, run_dir: Path, iterations: int, turn_s: float, world: int, parallel, bar) -> tuple[dict, Ratio]:
+    """Gather, exposed and step time of stock and scheduled runs that go in turns of seconds, and the
+    step time's ratio at the same time."""
+    traces = {kind: folder / f"{kind}.trace.json" for kind in ("stock", "scheduled")}
+    runs = {}
+    for kind, path in traces.items():
+        more = ["--user-defined-schedule", str(run_dir / "schedule.json")] if kind == "scheduled" else []
+        runs[kind] = Run(kind, training(options, folder, kind, iterations, "--user-defined-schedule-trace", str(path), *more), world, folder / f"{kind}.log")
+    task = bar.add_task("stock and scheduled in turns", total=None)
+    in_turns(list(runs.values()), turn_s, report=lambda number: bar.update(task, description=f"stock and scheduled: turn {number + 1}"))
+    figures = {}
+    for kind, run in runs.items():
+        us, measured = files.load(folder / f"{kind}.metrics.json", dict)["iteration_us"], MeasuredTrace(traces[kind], parallel, iterations)
+        by_name = {"gather_us": measured.thread_us(("issue", "wait")), "exposed_us": measured.thread_us(("wait",)), "step_time_us": us}
+        figures[kind] = {name: over_turns(run, us, figure, turn_s) for name, figure in by_name.items()}
+    ratio = ratio_of(ratios_to(figures["stock"]["step_time_us"].of_turn, figures["scheduled"]["step_time_us"].of_turn))
+    return {kind: {name: summarize(figure.values).as_json() for name, figure in mine.items()} for kind, mine in figures.items()}, ratio
 
 
 def parity(options, folder: Path, run_dir: Path, iterations: int, world: int, bar) -> list[dict]:
@@ -87,8 +92,8 @@ def parity(options, folder: Path, run_dir: Path, iterations: int, world: int, ba
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--iters", type=int, default=24)
+    parser.add_argument("--iters", type=int, default=80)
+    parser.add_argument("--turn", type=float, default=5, help="seconds of a turn")
     parser.add_argument("--parity-iters", type=int, default=50)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "main_job.json")
     args = parser.parse_args()
@@ -100,15 +105,15 @@ def main() -> int:
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as temporary, Progress(console=Console(stderr=True)) as bar:
         folder = Path(temporary)
-        times = timing(options, folder, run_dir, args.rounds, args.iters, parallel.world_size, parallel, bar)
+        times, ratio = timing(options, folder, run_dir, args.iters, args.turn, parallel.world_size, parallel, bar)
         equal = parity(options, folder, run_dir, args.parity_iters, parallel.world_size, bar)
     predicted = {
         "stock": simulator.simulate(workload, table).step_time_us,
         "scheduled": validate.load(run_dir / "schedule.json").predicted.step_time_us,
     }
-    ratios = {name: times["scheduled"][name]["median_us"] / times["stock"][name]["median_us"] for name in ("gather_us", "exposed_us", "step_time_us")}
+    ratios = {name: times["scheduled"][name]["median_us"] / times["stock"][name]["median_us"] for name in ("gather_us", "exposed_us")} | {"step_time_us": ratio.median}
     result = {
-        "about": about_this_machine(load_before=before), "options": options, "times": times, "ratio_scheduled_to_stock": ratios,
+        "about": about_this_machine(load_before=before), "options": options, "times": times, "ratio_scheduled_to_stock": ratios, "step_time_of_turns": ratio._asdict(),
         "predicted_step_time_us": predicted,
         "prediction_error": {kind: predicted[kind] / times[kind]["step_time_us"]["median_us"] - 1 for kind in predicted},
         "equality": equal, "delays": DELAYS,
@@ -124,7 +129,8 @@ def show(result: dict) -> None:
     table = Table("figure", "stock, ms", "scheduled, ms", "ratio", title="medians (p10 - p90)")
     for name, ratio in result["ratio_scheduled_to_stock"].items():
         cells = [f"{t['median_us'] / 1e3:.2f} ({t['p10_us'] / 1e3:.2f} - {t['p90_us'] / 1e3:.2f})" for t in (result["times"][kind][name] for kind in ("stock", "scheduled"))]
-        table.add_row(name, *cells, f"{ratio:.3f}")
+        of_turns = result["step_time_of_turns"]
+        table.add_row(name, *cells, f"{ratio:.3f}" + (f" (+- {2 * of_turns['standard_error']:.3f})" if name == "step_time_us" else ""))
     predicted = result["predicted_step_time_us"]
     table.add_row("predicted step time", *(f"{predicted[kind] / 1e3:.2f} ({result['prediction_error'][kind]:+.1%})" for kind in ("stock", "scheduled")), "")
     console.print(table)

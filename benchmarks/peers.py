@@ -72,6 +72,7 @@ SYSTEMS = {
     "deepspeed-dp4": System("DeepSpeed ZeRO-3", "dp4", "zero 3", False, deepspeed("zero3")),
     "megatron-fsdp-dp4": System("Megatron-FSDP", "dp4", "zero 3", False, peer("peer_megatron_fsdp.py", "optim_grads_params")),
     "stock-offload": System("Megatron, overlapped gathers, optimizer on the host", "dp4-bf16", "zero 1", False, ours(None, offload=True)),
+    "ours-zero1-offload": System("ours, zero 1, optimizer on the host", "dp4-bf16", "zero 1", True, ours(1, offload=True)),
     "ours-offload": System("ours, zero 3, half, optimizer on the host", "dp4-bf16", "offload", True, ours(3, "half", True)),
     "ours-offload-two-layers": System("ours, zero 3, two layers, optimizer on the host", "dp4-bf16", "offload", True, ours(3, "two-layers", True)),
     "fsdp2-offload": System("FSDP2, CPUOffloadPolicy", "dp4-bf16", "offload", False, peer("peer_fsdp2.py", "offload")),

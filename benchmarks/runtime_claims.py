@@ -24,7 +24,7 @@ from bisect import bisect_right
 from pathlib import Path
 from statistics import median
 
-from in_turns import Pair, Run, in_turns, pairs, whole_iterations
+from in_turns import Pair, Run, in_turns, pairs, ratio_of, whole_iterations
 from machine import about_this_machine
 from msgspec.structs import replace
 from peer_layouts import CORPUS, ROOT, Layout
@@ -33,7 +33,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_ext import files
-from megatron_ext.report.spread import summarize
 from megatron_ext.runtime import drive
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import model as schedule_file
@@ -210,14 +209,10 @@ def united(spans) -> list[tuple[float, float]]:
 
 def ratios(found: list[Pair]) -> dict:
     """Second over first of all pairs: median, spread, and the standard error of the median."""
-    if not found:
-        raise SystemExit("no two turns could be compared: more iterations or longer turns are needed")
-    values = [pair.ratio for pair in found]
-    spread = summarize(values)
-    error = 1.2533 * (sum((v - sum(values) / len(values)) ** 2 for v in values) / max(len(values) - 1, 1)) ** 0.5 / len(values) ** 0.5
+    ratio = ratio_of([pair.ratio for pair in found])
     return {
-        "median": spread.median_us, "p10": spread.p10_us, "p90": spread.p90_us, "standard_error": error,
-        "pairs": len(found), "first": median(p.first for p in found), "second": median(p.second for p in found),
+        "median": ratio.median, "p10": ratio.p10, "p90": ratio.p90, "standard_error": ratio.standard_error,
+        "pairs": ratio.turns, "first": median(p.first for p in found), "second": median(p.second for p in found),
         "iterations": [sum(p.iterations[n] for p in found) for n in (0, 1)],
     }  # fmt: skip
 

@@ -4,7 +4,7 @@
 The whole grid is walked several times, for a machine that is shared changes its speed for seconds:
 samples of one size that lie far apart say more than as many in a row. All count together; where the
 medians of quarters of the time differ, the table says so itself. Sizes are refined behind the first
-pass, where neighbours disagree.
+pass, where neighbours disagree. Every pass has another order.
 
 [Note: In the surroundings of the run]
 Handed modules are made before anything is measured: what a framework adds to every call, and the
@@ -13,6 +13,7 @@ threads of the process groups that it makes, are there in training too.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from statistics import median
 from time import monotonic
@@ -72,7 +73,8 @@ def run(fabric: Fabric, report: Report) -> dict | None:
         operations["publish_nvme"] = nvme.NvmeWrite(operations["nvme"])
         names += ["nvme", "publish_nvme"]
         drive = nvme.sweep(fabric, operations["nvme"], options.seconds * SWEEP_SHARE)
-    visits = [[(name, size) for name in names for size in sizes_of(name, options)] for _ in range(PASSES)]
+    grid_visits = [(name, size) for name in names for size in sizes_of(name, options)]
+    visits = [shuffled(grid_visits, number) for number in range(PASSES)]
     pairs = contention.pairs(fabric) if "contention" in options.links else []
     contention_seconds = options.seconds * CONTENTION_SHARE if pairs else 0.0
     compute_seconds = options.seconds * COMPUTE_SHARE if "compute" in options.links else 0.0
@@ -84,8 +86,9 @@ def run(fabric: Fabric, report: Report) -> dict | None:
         turns = processors.Turns(fabric, runners, compute_seconds, PASSES, lambda what: report(done, total, what) if fabric.rank == 0 else None)
     for number in range(PASSES):
         if number == 1 and not options.sizes:
-            visits[1:] = [_refined(fabric, visits[0], merged)] * (PASSES - 1)
-            refined = {*visits[1]} - {*visits[0]}
+            finer = _refined(fabric, grid_visits, merged)
+            visits[1:] = [shuffled(finer, later) for later in range(1, PASSES)]
+            refined = {*finer} - {*grid_visits}
             total = sum(map(len, visits)) + len(pairs)
         own: dict[tuple[str, int], Samples] = {}
         for name, size in visits[number]:
@@ -122,6 +125,12 @@ def run(fabric: Fabric, report: Report) -> dict | None:
         "compute": compute,
         "nvme": drive,
     }
+
+
+def shuffled(visits: list, number: int) -> list:
+    """Pass ``number`` in an order of its own, the same on all ranks: what a gather costs depends on what
+    went before it, and no size may always come behind the same."""
+    return random.Random(number).sample(visits, len(visits))
 
 
 def _weight(visit: tuple[str, int]) -> float:

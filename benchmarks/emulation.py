@@ -1,0 +1,139 @@
+"""Training and measuring on the emulated nodes: one folder, one set of nodes, one model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from emulated_nodes import Nodes
+from in_turns import Figure, Run, in_turns, over_turns
+from measuring import CORPUS, measure_command
+
+from megatron_ext import files
+from megatron_ext.cost import model as cost
+from megatron_ext.errors import InputError
+from megatron_ext.report.measured import MeasuredTrace
+from megatron_ext.runtime.launch import launch
+from megatron_ext.workload import model as workload_file
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Trained(NamedTuple):
+    """What a run of several in turns was like: figures over its whole iterations, and the bytes that
+    were sent while it ran."""
+
+    iteration_us: Figure
+    exposed_us: Figure
+    gather_us: Figure
+    sent_bytes: int
+    loss: list[float]
+    parameter_sha256: str
+
+
+class Emulation:
+    """One rate: the nodes, the options of the model, and a folder for what comes and goes."""
+
+    def __init__(self, nodes: Nodes, args, folder: Path):
+        self.nodes, self.args, self.folder = nodes, args, folder
+        self.model = model_options(args)
+        self.world = args.nodes * args.per_node
+        self.environment = {"PYTHONPATH": f"{ROOT}:{ROOT / '.megatron'}", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"} | nodes.environment(args.per_node)
+
+    def run(self, name: str, command: list[str]) -> int:
+        """Run ``command`` as one rank each, to its end; returns the bytes sent meanwhile, over all nodes.
+
+        Raises:
+            RuntimeError: the run failed; the end of its output is in the message.
+        """
+        before = self.nodes.sent_when_idle()
+        log = self.folder / f"{name}.log"
+        with open(log, "w") as out:
+            code = launch([sys.executable, "benchmarks/enter_node.py", sys.executable, *command], self.world, stdout=out, environment=self.environment)
+        if code:
+            raise RuntimeError(f"{name} ended with exit code {code}: {log.read_text()[-1500:]}")
+        return self.nodes.sent_when_idle() - before
+
+    def measure(self, work, name: str) -> cost.CostTable:
+        """A cost table, measured by all ranks over the shaped links."""
+        args, out = self.args, self.folder / f"{name}.json"
+        self.run(name, ["-m", *measure_command(
+            out, work, self.model, hidden=args.hidden, seq=args.seq, micro_batch_size=args.micro_batch_size, seconds=args.measure_seconds,
+        )])  # fmt: skip
+        return cost.load(out)
+
+    def train_short(self, kind: str, iterations: int, schedule: Path | None) -> int:
+        """A run of few iterations: the bytes that it sends; it also fills caches."""
+        return self.run(f"{file_name(kind)}.short", self._training(kind, iterations, schedule))
+
+    def train(self, kinds: dict[str, Path | None], iterations: int, turn_s: float, work, report) -> dict[str, Trained]:
+        """Train by every schedule (None: stock) at once, in turns; ``report(text)`` is told whose turn it is.
+
+        Raises:
+            in_turns.Ended: a run failed.
+        """
+        runs = {
+            kind: Run(kind, ["benchmarks/enter_node.py", sys.executable, *self._training(kind, iterations, path, "--user-defined-schedule-trace", str(self._trace(kind)))], self.world, self.folder / f"{file_name(kind)}.log", self.environment)
+            for kind, path in kinds.items()
+        }  # fmt: skip
+        sent, before = dict.fromkeys(kinds, 0), 0
+
+        def begin(number: int) -> None:
+            nonlocal before
+            before = self.nodes.sent_when_idle() if number else before
+            report(next(run for run in runs.values() if run.turn == number).name)
+
+        def end(number: int) -> None:
+            sent[next(run for run in runs.values() if run.turn == number).name] += self.nodes.sent_when_idle() - before
+
+        before = self.nodes.sent_when_idle()
+        in_turns(list(runs.values()), turn_s, between=end, report=begin)
+        return {kind: self._trained(kind, run, iterations, turn_s, sent[kind], work) for kind, run in runs.items()}
+
+    def _trained(self, kind: str, run: Run, iterations: int, turn_s: float, sent_bytes: int, work) -> Trained:
+        metrics, trace = files.load(self._metrics(kind), dict), MeasuredTrace(self._trace(kind), work.parallel, iterations)
+        us = metrics["iteration_us"]
+        figures = [over_turns(run, us, figure, turn_s) for figure in (us, trace.thread_us(("wait",)), trace.thread_us(("issue", "wait")))]
+        return Trained(*figures, sent_bytes, metrics["loss"], metrics["parameter_sha256"])
+
+    def _training(self, kind: str, iterations: int, schedule: Path | None, *more: str) -> list[str]:
+        by = ["--user-defined-schedule", str(schedule)] if schedule else []
+        return ["examples/pretrain_gpt_hybrid.py", *self.model, "--data-path", CORPUS, "--train-iters", str(iterations), "--metrics-path", str(self._metrics(kind)), *by, *more]
+
+    def _metrics(self, kind: str) -> Path:
+        return self.folder / f"{file_name(kind)}.metrics.json"
+
+    def _trace(self, kind: str) -> Path:
+        return self.folder / f"{file_name(kind)}.trace.json"
+
+
+def file_name(kind: str) -> str:
+    return kind.replace(":", "-")
+
+
+def model_options(args) -> list[str]:
+    """The example's options for the asked layout; every data-parallel group crosses nodes."""
+    world = args.nodes * args.per_node
+    dp = world // args.pp
+    if world % args.pp or dp <= args.per_node:
+        raise InputError(f"with {args.nodes} nodes of {args.per_node} ranks, no data-parallel group would cross nodes", field="--pp", value=args.pp)
+    options = [
+        "--num-layers", str(args.layers), "--hidden-size", str(args.hidden), "--num-attention-heads", "4", "--seq-length", str(args.seq),
+        "--micro-batch-size", str(args.micro_batch_size), "--global-batch-size", str(args.micro_batch_size * dp * args.micro_batches),
+        "--pipeline-model-parallel-size", str(args.pp), "--data-parallel-size", str(dp), "--gpus-per-node", str(args.per_node),
+        "--untie-embeddings-and-output-weights",
+    ]  # fmt: skip
+    if args.pp > 1 and args.vp > 1:
+        options += ["--num-virtual-stages-per-pipeline-rank", str(args.vp)]
+    return options
+
+
+def describe(args, folder: Path):
+    path = folder / "workload.json"
+    limit = ["--limit-device-bytes", str(args.device_bytes)] if args.device_bytes else []
+    command = [sys.executable, "-m", "megatron_ext", "describe", "--out", str(path), "--zero-stage", str(args.zero_stage), *limit, *model_options(args)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT / ".megatron")})
+    if done.returncode:
+        raise InputError(done.stderr.strip().splitlines()[-1], field="describe", value=done.returncode)
+    return workload_file.load(path)
