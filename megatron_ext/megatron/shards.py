@@ -97,19 +97,22 @@ def _pieces(optimizers, groups):
 
 
 class _Whole:
-    """Stands before what gives a chunk's state away; a deep copy of the chunk has parameters of its own,
-    which nobody frees."""
+    """Stands before what gives a chunk's state away, which a deep copy of the chunk does too. The copy has
+    parameters of its own, which nobody frees."""
 
     def __init__(self, groups: list[Group], sharded_state_dict):
         self.groups, self.inner = groups, sharded_state_dict
 
     def __deepcopy__(self, memo) -> "_Whole":
+        # A module's hooks are copied before its children: no parameter has been read yet, of whose memory
+        # there may be none.
+        self.check()
         return _Whole([], copy.deepcopy(self.inner, memo))
 
     def check(self, *state_dict_arguments) -> None:
         for group in self.groups:
             if group.state is not State.WHOLE:
-                raise ScheduleError(f"{group} is {group.state.value}: call megatron_ext.megatron.hooks.make_whole() on all ranks before parameters are saved")
+                raise ScheduleError(f"{group} is {group.state.value}: call megatron_ext.megatron.hooks.make_whole() on all ranks before parameters are saved or copied")
 
     def sharded_state_dict(self, *args, **kwargs):
         self.check()
@@ -117,8 +120,8 @@ class _Whole:
 
 
 def refuse_state_of_freed(module: torch.nn.Module, groups: list[Group]) -> None:
-    """Make ``state_dict`` of a chunk fail while one of its groups is freed: the file could be
-    written but never be loaded."""
+    """Make ``state_dict`` and deep copies of a chunk fail while one of its groups is freed: the file could be
+    written but never be loaded, and a copy would read memory that is not there."""
     whole = _Whole(groups, getattr(module, "sharded_state_dict", None))
     module.register_state_dict_pre_hook(whole.check)
     if whole.inner is not None:

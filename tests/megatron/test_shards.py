@@ -96,3 +96,13 @@ def test_a_deep_copy_of_a_model_has_its_own_state():
         assert torch.equal(state["weight"], torch.arange(64.0))
     with pytest.raises(ScheduleError, match="make_whole"):
         chunk.sharded_state_dict()
+
+
+def test_a_model_without_memory_is_not_copied():
+    """Reading a parameter that is freed ends the process where there is no device."""
+    optimizer = Optimizer()
+    model = torch.nn.Sequential(Chunk(optimizer.parameters[0]))
+    refuse_state_of_freed(model, [optimizer.group])
+    optimizer.group.drop()
+    with pytest.raises(ScheduleError, match=r"group 5 \(chunk 0\) is sharded: call .*make_whole.* saved or copied"):
+        copy.deepcopy(torch.nn.Sequential(model))  # within what wraps it
