@@ -130,6 +130,9 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
             raise InputError(f"there is no package {error.name} here: give a checkout by --checkout, or run in an environment with megatron-core") from None
 
         described = description.describe_options(description.parse(megatron_options))
+        taken = description.sizes_taken(megatron_options)
+        if taken:
+            click.echo(f"describe: not given, taken to be: {', '.join(f'{option} {size}' for option, size in taken.items())}", err=True)
     workload.save(out, described)
     emit(as_json, {"workload": out, **showing.summary(described)}, showing.text(described, out))
 

@@ -8,6 +8,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_ext.megatron.gpt_arguments import limits_of, parallel_of
 from megatron_ext.megatron.layers import layers_of
 from megatron_ext.megatron.other_options import parse as parse
+from megatron_ext.megatron.other_options import sizes_taken as sizes_taken
 from megatron_ext.workload.model import SCHEMA_VERSION, Chunk, Parameter, Workload, check
 from megatron_ext.workload.parallel import Parallel
 

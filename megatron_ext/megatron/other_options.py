@@ -83,6 +83,17 @@ BATCH = "decrease-batch-size-if-needed rampup-batch-size step-batch-size-schedul
 """Options that change the number of micro-batches in the course of training."""
 
 
+SIZES = "num-layers hidden-size num-attention-heads seq-length micro-batch-size".split()
+"""What Megatron itself asks for; here they have defaults."""
+
+
+def sizes_taken(options) -> dict[str, int]:
+    """By option, the default of every size that ``options`` do not give."""
+    parser = gpt_arguments.add_gpt_arguments(argparse.ArgumentParser())
+    given = {option.partition("=")[0] for option in options}
+    return {f"--{name}": parser.get_default(name.replace("-", "_")) for name in SIZES if f"--{name}" not in given}
+
+
 def parse(options) -> argparse.Namespace:
     """Options of ``megatron-ext describe``: Megatron's, and what a plan may use.
 
@@ -130,7 +141,7 @@ def check_other_options(args) -> None:
     given = vars(args)
 
     def refuse(name: str, why: str):
-        raise InputError(why, field="--" + _dashes(name), value=" ".join(given[name]) or None)
+        raise InputError(why, field="--" + _dashes(name), value=" ".join(given[name]) or ...)
 
     for name, neutral in NEUTRAL.items():
         if given.get(name) not in (None, [str(neutral)]):

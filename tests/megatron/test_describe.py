@@ -35,6 +35,13 @@ def test_options_of_training_are_read_over(described):
     assert described(*MODEL, *TRAINING) == described(*MODEL)
 
 
+def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
+    out = tmp_path / "workload.json"
+    result = command_line("describe", "--out", out, "--num-layers", "4", "--hidden-size=64", "--micro-batch-size", "1", "--data-parallel-size", "2", "--json")
+    assert result.returncode == 0 and "describe: not given, taken to be: --num-attention-heads 4, --seq-length 128\n" in result.stderr
+    assert "not given" not in command_line("describe", "--out", out, *MODEL).stderr
+
+
 @pytest.mark.parametrize(
     "options, name, advice",
     [
@@ -42,7 +49,7 @@ def test_options_of_training_are_read_over(described):
         (["--frobnicate"], "--frobnicate", "--checkout DIR"),
         (["--num-experts", "8"], "--num-experts", "--checkout DIR"),
         (["--pipeline-model-parallel-layout", "Ett|t*2L"], "--pipeline-model-parallel-layout", "--checkout DIR"),
-        (["--use-megatron-fsdp"], "--use-megatron-fsdp", "cannot be combined with a schedule"),
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp: cannot", "cannot be combined with a schedule"),
         (["--num-distributed-optimizer-instances", "2"], "--num-distributed-optimizer-instances", "cannot be combined with a schedule"),
         (["--optimizer", "muon"], "--optimizer", "cannot be combined with a schedule"),
         (["--rampup-batch-size", "16", "16", "5859375"], "--rampup-batch-size = '16 16 5859375'", "one number of micro-batches"),
