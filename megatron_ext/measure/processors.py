@@ -81,7 +81,7 @@ class Turns:
             self._report(f"compute, one rank alone {number}")
             self._alone.append(_alone(self._fabric, self._runners, self._repeats))
             self._report(f"compute, all ranks at once {number}")
-            self._together.append(measure_compute(self._runners, self._repeats, evict_bytes=self._fabric.options.evict_bytes, warmup=1))
+            self._together.append(_together(self._fabric, self._runners, self._repeats))
 
     def result(self) -> dict:
         """``{"rows": [...], "processors_per_node": float or None}``; rows only for handed modules."""
@@ -91,22 +91,23 @@ class Turns:
 def _result(fabric: Fabric, runners: Mapping[str, Runner], alone: list, together: list) -> dict:
     options, turns = fabric.options, len(alone)
     everyone: list = [None] * fabric.world_size
-    dist.all_gather_object(everyone, ([walk_us(rows, runners) for rows in together], _idle_processors(fabric), _place(fabric)))
+    dist.all_gather_object(everyone, (together, _idle_processors(fabric), _place(fabric)))
     if fabric.rank != 0:
         return {}
     rows = [_middle(of_kind) for of_kind in zip(*alone)]
     at_once, slowdown, sharing = None, 1.0, 1
     if fabric.torch_device.type == "cpu":
         # Each turn together against the turn alone just before it.
-        slowdown = median(median(totals[turn] for totals, *_ in everyone) / walk_us(alone[turn], runners) for turn in range(turns))
+        slowdown = median(median(walked[turn].walk_us for walked, *_ in everyone) / walk_us(alone[turn], runners) for turn in range(turns))
         if clock() is perf_counter:  # waiting for a processor is in the slowdown
             at_once, slowdown = options.node_size / max(slowdown, 1.0), 1.0
         else:
             # By processor time it is not, nor is what the ranks' threads take without any work.
             sharing = nodes_sharing([place for *_, place in everyone])
-            ranks = options.node_size * sharing
-            left = len(os.sched_getaffinity(0)) - sum(idle for _, idle, _ in everyone[:ranks])
-            at_once = min(ranks, max(left, 0.1)) / max(slowdown, 1.0)
+            ranks, processors = options.node_size * sharing, len(os.sched_getaffinity(0))
+            left = processors - sum(idle for _, idle, _ in everyone[:ranks])
+            busy = kept_busy([walked for walked, *_ in everyone[:ranks]], min(ranks, processors))
+            at_once = min(ranks, max(left, 0.1)) * busy / max(slowdown, 1.0)
     totals = [walk_us(rows, runners) for rows in alone]
     return {
         "rows": msgspec.to_builtins(rows) if options.modules is not None else [],
@@ -124,6 +125,31 @@ def _model(fabric: Fabric, runners: Mapping[str, Runner]) -> dict:
     shape = {name: getattr(options, name) for name in ("hidden_size", "seq_length", "micro_batch_size")}
     dtypes = sorted({dtype for runner in runners.values() if (dtype := getattr(runner, "dtype", None)) is not None})
     return shape | ({"dtype": dtypes[0]} if len(dtypes) == 1 else {})
+
+
+class Walked(NamedTuple):
+    """One turn of all ranks at once, as one rank saw it: a walk, the whole turn from the barrier on, and
+    the processor time of all its threads in it."""
+
+    walk_us: float
+    whole_us: float
+    processor_us: float
+
+
+def _together(fabric: Fabric, runners, repeats: int) -> Walked:
+    fabric.barrier()
+    start, used = perf_counter(), process_time()
+    rows = measure_compute(runners, repeats, evict_bytes=fabric.options.evict_bytes, warmup=1)
+    return Walked(walk_us(rows, runners), (perf_counter() - start) * 1e6, (process_time() - used) * 1e6)
+
+
+def kept_busy(turns_of_ranks: Sequence[Sequence[Walked]], processors: int) -> float:
+    """Share of ``processors`` that ranks which share them keep busy until the last of them is done, the
+    median over turns. Where there are more ranks than processors some are done before others, which
+    have then fewer than all processors to themselves: by how much is for the kernel's scheduler to say.
+    """
+    shares = [sum(one.processor_us for one in turn) / (max(one.whole_us for one in turn) * processors) for turn in zip(*turns_of_ranks)]
+    return min(median(shares), 1.0)
 
 
 class Place(NamedTuple):

@@ -5,7 +5,7 @@ import pytest
 from megatron_ext.measure import grid, table
 from megatron_ext.measure.compute import measure_compute, walk_us
 from megatron_ext.measure.options import Options
-from megatron_ext.measure.processors import Place, nodes_sharing
+from megatron_ext.measure.processors import Place, Walked, kept_busy, nodes_sharing
 from megatron_ext.measure.program import sizes_of
 
 from layers import Layer
@@ -68,3 +68,10 @@ def test_nodes_on_one_kernel_share_the_processors_that_both_may_use():
     assert nodes_sharing([Place(n, "a", two) for n in range(4)]) == 4  # four emulated nodes
     assert nodes_sharing([Place(n, str(n), two) for n in range(4)]) == 1  # four machines
     assert nodes_sharing([Place(0, "a", frozenset((0,))), Place(1, "a", frozenset((1,)))]) == 1
+
+
+def test_processors_are_not_kept_busy_until_the_last_rank_is_done():
+    even, uneven = [Walked(0, 200, 100)] * 4, [Walked(0, 150, 100)] * 2 + [Walked(0, 250, 100)] * 2
+    assert kept_busy([[one] for one in even], processors=2) == 1.0
+    assert kept_busy([[one] for one in uneven], processors=2) == 400 / 500
+    assert kept_busy([list(turns) for turns in zip(uneven, even, uneven)], processors=2) == 400 / 500  # the median turn
