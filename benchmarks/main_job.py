@@ -1,4 +1,4 @@
-"""The main job, measured: scheduled beside stock, rounds in turns, and equality of policies.
+"""The main job, measured: scheduled beside stock, in turns of seconds, and equality of policies.
 
     bash scripts/pretrain_gpt_hybrid.sh
     .venv/bin/python benchmarks/main_job.py runs/NAME [--iters 80] [--parity-iters 50]

@@ -115,7 +115,7 @@ class Boundaries:
         ``backward`` when the gradient of that layer's input is complete."""
         armed = self._armed(model_chunk_id, boundary)
         hang_on = _gradient_hook(backward) if backward else None
-        if not forward:
+        if hang_on is not None and not forward:
             return partial(armed.append, hang_on)
 
         def before_layer(activation: torch.Tensor) -> None:
@@ -165,7 +165,7 @@ def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
 
     def forward(self, *args, **kwargs):
         if self.armed:
-            self.armed.pop()(args[0] if args else kwargs["hidden_states"])
+            self.armed.pop()(args[0] if args else kwargs.get("hidden_states"))
         return self.inner(*args, **kwargs)
 
     update_wrapper(forward, held.inner)

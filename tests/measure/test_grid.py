@@ -6,7 +6,7 @@ from megatron_ext.measure import grid, table
 from megatron_ext.measure.compute import measure_compute, walk_us
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.processors import Place, Walked, kept_busy, nodes_sharing
-from megatron_ext.measure.program import sizes_of
+from megatron_ext.measure.program import shuffled, sizes_of
 
 from layers import Layer
 
@@ -75,3 +75,11 @@ def test_processors_are_not_kept_busy_until_the_last_rank_is_done():
     assert kept_busy([[one] for one in even], processors=2) == 1.0
     assert kept_busy([[one] for one in uneven], processors=2) == 400 / 500
     assert kept_busy([list(turns) for turns in zip(uneven, even, uneven)], processors=2) == 400 / 500  # the median turn
+
+
+def test_passes_walk_the_same_sizes_in_orders_of_their_own():
+    visits = [("gpu", 1 << power) for power in range(12, 24)]
+    orders = [shuffled(visits, number) for number in range(5)]
+    assert all(sorted(order) == visits for order in orders)
+    assert len({tuple(order) for order in orders}) == 5 and len({order[0] for order in orders}) > 1
+    assert orders[3] == shuffled(visits, 3)  # as on every other rank

@@ -76,3 +76,13 @@ def test_a_layers_forward_keeps_its_signature():
     before = inspect.signature(layers[1].forward)
     boundaries.arm(0, 1, (), ())
     assert inspect.signature(layers[1].forward) == before and "input" in before.parameters
+
+
+def test_what_runs_in_forward_alone_asks_for_no_activation():
+    layers, boundaries = two_layers()
+    seen = []
+    boundaries.arm(0, 1, (lambda: seen.append("F"),), ())()
+    layers[1](input=torch.ones(2, 4))  # not by the name that Megatron's layers have for it
+    boundaries.arm(0, 1, (), ())()
+    layers[1](torch.ones(2, 4))
+    assert seen == ["F"]
