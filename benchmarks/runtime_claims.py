@@ -5,9 +5,10 @@
 overhead  a schedule of policy all-gpu beside stock Megatron: iteration time
 nvme      every group read from the drive while training computes, beside a plain sequential reader
           of the same drive: bytes a second. The reader runs beside a training run too, one without
-          reads; how fast it is while nothing else runs is told as well. Nobody writes to the drive
-          beside the reader, so reads at the begin of an iteration, beside which fresh parameters
-          are published to the drive, are told apart (``beside_writes``)
+          reads; how fast it is while nothing else runs is told as well. At the begin of an iteration
+          every rank publishes fresh parameters to the drive: what is read meanwhile is told apart,
+          and held to the plain reader beside as many plain writers (plain_writer.py), in every other
+          turn
 
 Writes benchmarks/results/runtime_claims.json. Ends 0 if all hold: overhead at most 1 %, reading at
 least 80 % of the plain reader's rate.
@@ -16,6 +17,8 @@ least 80 % of the plain reader's rate.
 import argparse
 import mmap
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -86,8 +89,9 @@ class Claims:
             stock, scheduled = self.run(layout, "stock", self.args.iters), self.run(layout, "all-gpu", self.args.iters, "--user-defined-schedule", str(plan))
             self.train(f"{name}: stock and all-gpu", [stock, scheduled])
             one, two = self.iteration_us(layout, "stock"), self.iteration_us(layout, "all-gpu")
-            found[name] = ratios(pairs((stock, one, one), (scheduled, two, two), self.args.turn))
-        return found | {"at_most": WITHIN, "holds": all(row["median"] <= WITHIN for row in found.values())}
+            row = ratios(pairs((stock, one, one), (scheduled, two, two), self.args.turn))
+            found[name] = row | {"holds": row["median"] <= WITHIN}
+        return found | {"at_most": WITHIN, "holds": all(row["holds"] for row in found.values())}
 
     def nvme(self) -> dict:
         layout = self.layout("dp4")
@@ -96,30 +100,41 @@ class Claims:
         where = str(self.args.nvme or self.folder)
         trace = layout.folder / "nvme.trace.json"
         more = ["--user-defined-schedule", str(schedule), "--user-defined-schedule-trace", str(trace), "--user-defined-schedule-nvme-path", where]
-        reading, without = self.run(layout, "nvme", self.args.iters, *more), self.run(layout, "beside", self.args.iters)
-        reader, alone, plain = SequentialReader(where), [], {}
+        reading, beside = self.run(layout, "nvme", self.args.iters, *more), self.run(layout, "beside", self.args.iters)
+        sizes = {str(index): group.bytes for index, group in enumerate(schedule_file.decode(schedule).groups)}
+        reader, alone = SequentialReader(where), []
+        plain: dict[bool, dict[int, float]] = {False: {}, True: {}}  # the reader's rates by turn, without and with writers
+
+        def written(number: int) -> bool:
+            return number // 2 % 2 == 1
 
         def between(number: int) -> None:
-            if without.turn == number:
-                plain[number] = reader.stop()
+            if beside.turn == number:
+                plain[written(number)][number] = reader.stop()
+                writers.stop()
             if not alone or number % 4 == 0:  # while all runs are stopped
                 reader.start()
                 time.sleep(0.3)
                 alone.append(reader.stop())
 
         def begin(number: int) -> None:
-            if without.turn == number:
+            if beside.turn == number:
+                if written(number):
+                    writers.start()
                 reader.start()
 
-        self.train("reading while training", [reading, without], between, begin)
+        with Writers(where, max(sizes.values()), 4) as writers:
+            self.train("reading while training", [reading, beside], between, begin)
         us = self.iteration_us(layout, "nvme")
-        sizes = {str(index): group.bytes for index, group in enumerate(schedule_file.decode(schedule).groups)}
         whole = whole_iterations(reading, us, self.args.turn)
         events, turn_of = traces.load(trace)[0], {i: turn for turn, indices in whole.items() for i in indices}
-        rates, beside_writes = (reading_rates(events, sizes, turn_of, writing=writing) for writing in (False, True))
-        both = [Pair(plain[turn + 1], rate, (1, len(whole[turn]))) for turn, rate in sorted(rates.items()) if turn + 1 in plain]
-        found = ratios(both) | {"reader_alone": median(alone), "beside_writes": median(beside_writes.values())}
-        return found | {"unit": "bytes a microsecond", "group_bytes": sorted(sizes.values()), "at_least": READ_SHARE, "holds": found["median"] >= READ_SHARE}
+        found = {}
+        for name, writing in (("reads", False), ("reads_beside_writes", True)):
+            rates = reading_rates(events, sizes, turn_of, writing=writing)
+            row = ratios([Pair(plain[writing][turn + 1], rate, (1, len(whole[turn]))) for turn, rate in sorted(rates.items()) if turn + 1 in plain[writing]])
+            found[name] = row | {"holds": row["median"] >= READ_SHARE}
+        holds = all(row["holds"] for row in found.values())
+        return found | {"unit": "bytes a microsecond", "reader_alone": median(alone), "group_bytes": sorted(sizes.values()), "at_least": READ_SHARE, "holds": holds}
 
 
 def nvme_schedule(work) -> Schedule:
@@ -177,23 +192,73 @@ class SequentialReader:
         self._rate = done / (time.perf_counter() - start) / 1e6
 
 
+class Writers:
+    """``count`` processes of plain_writer.py on one file, stopped but from :meth:`start` to :meth:`stop`."""
+
+    def __init__(self, directory: str, block_bytes: int, count: int):
+        self._file = drive.create(directory, READ_BYTES)
+        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        numbers = lambda index: [str(n) for n in (index, count, drive.aligned(block_bytes), READ_BYTES)]  # noqa: E731
+        self._writers = [subprocess.Popen([sys.executable, str(ROOT / "benchmarks/plain_writer.py"), path, *numbers(index)]) for index in range(count)]
+        time.sleep(0.5)  # they have begun
+        self.stop()
+
+    def __enter__(self) -> "Writers":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for writer in self._writers:
+            writer.kill()
+        ended = [writer.wait() for writer in self._writers]
+        os.close(self._file)
+        assert set(ended) == {-signal.SIGKILL}, f"plain writers ended with {ended}"
+
+    def start(self) -> None:
+        for writer in self._writers:
+            writer.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        for writer in self._writers:
+            writer.send_signal(signal.SIGSTOP)
+
+
 def reading_rates(events: list[Event], sizes: dict[str, int], turn_of: dict[int, int], *, writing: bool) -> dict[int, float]:
-    """By turn: bytes of all ranks over the time in which any of them was reading; of the reads
-    beside which some rank was writing to the drive, or of the others."""
-    spans: dict[int, list[tuple[float, float]]] = {}
-    read: dict[int, int] = {}
+    """By turn: bytes of all ranks over the time in which any of them was reading; of the time in
+    which some rank was writing to the drive, or of the rest. A read's bytes come evenly through it."""
     writes = united((e.start_us, e.start_us + e.duration_us) for e in events if e.lane == "publish")
-    begins = [start for start, _ in writes]
+    spans: dict[int, list[tuple[float, float]]] = {}
+    read: dict[int, float] = {}
     for event in events:
         if event.lane == "nvme" and event.iteration - 1 in turn_of:
             span = (event.start_us, event.start_us + event.duration_us)
-            before = bisect_right(begins, span[1])
-            if writing != (before > 0 and writes[before - 1][1] > span[0]):
-                continue
+            beside = both(span, writes)
+            parts = beside if writing else without(span, beside)
             turn = turn_of[event.iteration - 1]
-            spans.setdefault(turn, []).append(span)
-            read[turn] = read.get(turn, 0) + sizes[event.name.split()[-1]]
-    return {turn: read[turn] / sum(stop - start for start, stop in united(found)) for turn, found in spans.items()}
+            spans.setdefault(turn, []).extend(parts)
+            read[turn] = read.get(turn, 0.0) + sizes[event.name.split()[-1]] * length(parts) / event.duration_us
+    return {turn: read[turn] / length(united(found)) for turn, found in spans.items() if found}
+
+
+def both(span: tuple[float, float], others: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The parts of ``span`` inside ``others``, which are in order and apart."""
+    first = max(bisect_right(others, span[0], key=lambda other: other[0]) - 1, 0)
+    found = []
+    for start, stop in others[first:]:
+        if start >= span[1]:
+            break
+        if stop > span[0]:
+            found.append((max(start, span[0]), min(stop, span[1])))
+    return found
+
+
+def without(span: tuple[float, float], parts: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """What is left of ``span`` between ``parts``, which are in order inside it."""
+    edges = [span[0], *(edge for part in parts for edge in part), span[1]]
+    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2]) if stop > start]
+
+
+def length(spans: list[tuple[float, float]]) -> float:
+    return sum(stop - start for start, stop in spans)
 
 
 def united(spans) -> list[tuple[float, float]]:
@@ -224,9 +289,8 @@ def show(found: dict) -> None:
     table = Table("claim", "ratio", "10th to 90th percentile", "+- of the median", "pairs", "limit", "holds")
     for name, claim in found.items():
         limit = f"at most {claim['at_most']:.2f}" if "at_most" in claim else f"at least {claim['at_least']:.2f}"
-        rows = {name: claim} if "median" in claim else {f"{name} {part}": row for part, row in claim.items() if isinstance(row, dict)}
-        for title, row in rows.items():
-            table.add_row(title, f"{row['median']:.3f}", f"{row['p10']:.3f} to {row['p90']:.3f}", f"{2 * row['standard_error']:.3f}", str(row["pairs"]), limit, "yes" if claim["holds"] else "NO")
+        for title, row in ((f"{name} {part}", row) for part, row in claim.items() if isinstance(row, dict)):
+            table.add_row(title, f"{row['median']:.3f}", f"{row['p10']:.3f} to {row['p90']:.3f}", f"{2 * row['standard_error']:.3f}", str(row["pairs"]), limit, "yes" if row["holds"] else "NO")
     Console().print(table)
 
 

@@ -10,22 +10,25 @@ The bound is the largest of these, and each drops constraints only:
 * Processors and gradients: see :mod:`megatron_ext.simulator.last_backward`.
 * Links: before a layer first computes, the least bytes that must have come by then
   (:mod:`megatron_ext.simulator.least_loads`) have come over the rank's links; after it the rest
-  of the pipeline follows. In ``T`` microseconds a link brings at most ``T`` times the best rate
+  of the pipeline follows, and the rank's own compute on processors that it shares. In ``T``
+  microseconds a link brings at most ``T`` times the best rate
   of any gather that is no larger than a chunk and takes no longer than ``T``; links beside
   each other lose at least what the table says (the best mix of links is one fixed set of
-  links, because bytes and time are both linear in how long each set runs).
+  links, because bytes and time are both linear in how long each set runs). What comes for the
+  first time over a link that carries host copies has been published before, at no better than
+  publishing's best rate.
 * Work: the compute of a rank is slowed while its gathers run, unless they run while it waits
   for its first input.
 
 The optimizer step is added where the table knows it.
 """
 
-from itertools import combinations
+from itertools import accumulate, combinations
 
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.errors import InputError
 from megatron_ext.simulator.critical import Durations, alone, earliest_ends, tails
-from megatron_ext.simulator.last_backward import last_backwards, least_tail_us, plannable, processor_bound
+from megatron_ext.simulator.last_backward import last_backwards, least_tail_us, plannable, processor_bound, replicas, rest_us
 from megatron_ext.simulator.least_loads import layer_bytes, least_loads
 from megatron_ext.simulator.stock import buckets
 from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, NVME, Timing
@@ -62,15 +65,18 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
         needs = least_loads(workload, timing, rank)
         if not needs or not links.routes:
             continue
+        durations = [alone_us[rank][step.stage // parallel.pp][step.kind == "B"] for step in steps[rank]]
+        done, count = [0.0, *accumulate(durations)], replicas(workload, timing, rank)
         moments = []
         for need in needs:
             stage, kind, _ = steps[rank][need.step]
             tail = remaining[rank][need.step] - least.steps[rank][stage // parallel.pp][kind == "B"] + need.rest_us
-            moments.append((need.loaded / links.best_rate + tail, need.loaded, tail))
+            tail = max(tail, rest_us(done[need.step + 1] - need.rest_us, need.step, last[rank], timing, count))
+            moments.append((need.loaded / links.best_rate + tail, need.loaded, need.fresh, tail))
         moments.sort(reverse=True)
-        for rough, loaded, tail in moments[:REFINED]:
-            bound = max(bound, rough, links.least_us(loaded) + tail)
-        compute = sum(alone_us[rank][step.stage // parallel.pp][step.kind == "B"] for step in steps[rank])
+        for rough, loaded, fresh, tail in moments[:REFINED]:
+            bound = max(bound, rough, links.least_us(loaded) + tail, links.least_us(fresh, first=True) + tail)
+        compute = sum(durations)
         head = ends[rank][0] - least.steps[rank][steps[rank][0].stage // parallel.pp][0]
         bound = max(bound, head + links.least_work_us(compute, needs[-1].loaded, head) + reducing[rank])
     return bound + optimizer
@@ -127,6 +133,7 @@ class Links:
         self.timing = timing
         self.curves = {route: _points(timing, route, largest) for route in offered}
         self.routes = tuple(route for route in offered if self.curves[route])
+        self.publishing = {route: _publish_points(timing, pp_rank, route, largest) for route in self.routes if route != "gpu"}
         self.excess = {(a, b): self._least_excess(a, b) for a in self.routes for b in self.routes if _KIND[a] != _KIND[b]}
         self.slows_compute = {route: min(timing.least_excess(COMPUTE, kind) for kind in _kinds(route)) for route in self.routes}
         self.best_rates = {route: max(size / us for size, us in self.curves[route]) for route in self.routes}
@@ -149,18 +156,22 @@ class Links:
             for chosen in self._sets()
         )
 
-    def least_us(self, size: float) -> float:
-        """No time shorter than this brings ``size`` bytes."""
+    def least_us(self, size: float, *, first: bool = False) -> float:
+        """No time shorter than this brings ``size`` bytes; with ``first``, of which none has come before."""
         low, high = size / self.best_rate, size / self.best_rate
-        while not self._brings(high, size):
+        while not self._brings(high, size, first):
             low, high = high, high * 2
         for _ in range(40):
             middle = (low + high) / 2
-            low, high = (low, middle) if self._brings(middle, size) else (middle, high)
+            low, high = (low, middle) if self._brings(middle, size, first) else (middle, high)
         return low
 
-    def _brings(self, us: float, size: float) -> bool:
+    def _brings(self, us: float, size: float, first: bool) -> bool:
         rates = {route: _best_rate_within(self.curves[route], us) for route in self.routes}
+        if first:
+            for route, points in self.publishing.items():
+                if points:  # a group is published first, then it comes
+                    rates[route] = min(rates[route], _best_rate_within(points, us))
         return us * self._together(rates) >= size
 
     def least_work_us(self, compute_us: float, size: float, before_us: float) -> float:
@@ -196,6 +207,22 @@ def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float
         except InputError:  # not by this rank's algorithms, or beyond what was measured
             pass
     return sorted(found.items())
+
+
+def _publish_points(timing: Timing, pp_rank: int, route: str, largest: int) -> list[tuple[float, float]]:
+    """(bytes, us) at which publishing for ``route`` can have its best rate; empty where the table cannot say."""
+    nodes, publish = timing.crosses_nodes[pp_rank], timing.table.publish
+    if not timing.costs.offers_publish(route) or (nodes > 1 and not timing.costs.offers_publish("internode")):
+        return []
+    sizes = {p.size_bytes for curve in (getattr(publish, route), publish.internode) for points in curves_of(curve or ()).values() for p in points}
+    sizes |= {-(-size * nodes // (nodes - 1)) for size in sizes} if nodes > 1 else set()
+    found = {}
+    for size in plannable(sizes, largest):
+        try:
+            found[size] = timing.publish_us(pp_rank, (route,), size)
+        except InputError:  # beyond what was measured
+            pass
+    return sorted((size, us) for size, us in found.items() if us)
 
 
 def _best_rate_within(points: list[tuple[float, float]], us: float) -> float:

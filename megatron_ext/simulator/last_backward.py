@@ -1,25 +1,27 @@
 """What no schedule can avoid around the last backward of a chunk: reducing gradients, and sharing processors.
 
 [Note: Why these are bounds]
-* Gradients of a chunk can be reduced only after its last backward has begun; so from there on are
-  reduced all of this chunk and of those whose last backward comes later. Groups are whole
-  parameters, so each byte is reduced at no better rate than that of some group at least as
-  large as its parameter. While the rank computes, reducing is slowed by what the table says, and
-  takes processors from that compute. With ``y`` microseconds of reducing beside compute the rest
-  comes after it; the time is linear in ``y``, so the least is at one of its ends.
+* Gradients of a layer can be reduced only after its last backward; so from there on are reduced
+  all of this layer, of those below it and of chunks whose last backward comes later. Groups are
+  whole parameters, so each byte is reduced at no better rate, and with no less of a processor,
+  than in some group at least as large as its parameter. While the rank computes, reducing is
+  slowed by what the table says, and takes processors from that compute. With ``y`` microseconds
+  of reducing beside compute the rest comes after it; the time is linear in ``y``, so the least is
+  at one of its ends.
 * Data-parallel ranks of one pipeline rank behave alike: all are at their last backward together,
   and before it their compute, and the cheapest transport of all that must have come, take
-  processors. The engine leaves at least half of the processors to compute, so transports
+  processors; what comes by ``cpu`` for the first time has been published before. The engine leaves at least half of the processors to compute, so transports
   are counted only as far as all of them together could take the other half.
 """
 
+from math import inf
 from typing import NamedTuple
 
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.errors import InputError
 from megatron_ext.simulator.least_loads import least_loads
 from megatron_ext.simulator.stock import buckets
-from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, PADDING_SHARE, REDUCE, Timing
+from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, PADDING_SHARE, PUBLISH, REDUCE, Timing
 from megatron_ext.workload.model import Chunk, Workload, group_bytes
 from megatron_ext.workload.order import steps_of_ranks
 
@@ -29,13 +31,26 @@ _LINKS = {"gpu": GPU, "cpu": CPU}
 class LastBackward(NamedTuple):
     """The last backward of a chunk, at index ``step`` of its rank's steps. ``compute_us``: compute of
     the rank from there on, ``before_us``: before it. ``from_start_us``: no less from its beginning until
-    all gradients that were not complete are reduced. ``loaded``: bytes that must have come before it."""
+    all gradients that were not complete are reduced. ``loaded``: bytes that must have come before it,
+    ``fresh`` of them different ones."""
 
     step: int
     compute_us: float
     before_us: float
     from_start_us: float
     loaded: float
+    fresh: float
+
+
+class Reducing(NamedTuple):
+    """What reducing some parameters takes at least: microseconds alone, and of every one of these
+    the share that it takes from a processor."""
+
+    us: float = 0.0
+    share: float = inf
+
+    def __add__(self, other: "Reducing") -> "Reducing":
+        return Reducing(self.us + other.us, min(self.share, other.share))
 
 
 def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward]]:
@@ -43,38 +58,53 @@ def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward
     pp, dp = workload.parallel.pp, workload.parallel.dp
     found = []
     for rank, steps in enumerate(steps_of_ranks(workload.parallel)):
-        count = _replicas(workload, timing, rank)
-        times = [(sum(t.forward), sum(t.backward)) for t in timing.layers[rank]]
+        count, tail_us = replicas(workload, timing, rank), least_tail_us(workload, timing, rank)
         needs = least_loads(workload, timing, rank)
-        mine, seen, compute, reduce = [], set(), 0.0, 0.0
-        whole = sum(map(sum, times)) * workload.parallel.num_microbatches
+        mine, seen, compute, reducing = [], set(), 0.0, Reducing()
+        whole = sum(sum(t.forward) + sum(t.backward) for t in timing.layers[rank]) * workload.parallel.num_microbatches
         for index in range(len(steps) - 1, -1, -1):
             chunk, backward = steps[index].stage // pp, steps[index].kind == "B"
-            compute += times[chunk][backward]
-            if backward and chunk not in seen:
-                seen.add(chunk)
-                reduce += least_reduce_us(workload.chunk(rank, chunk), timing, dp)
-                loaded = max((need.loaded for need in needs if need.step < index), default=0.0)
-                mine.append(LastBackward(index, compute, whole - compute, _from_start(compute, reduce, timing, count, least_tail_us(workload, timing, rank)), loaded))
+            times = timing.layers[rank][chunk]
+            if not backward or chunk in seen:
+                compute += sum(times.backward if backward else times.forward)
+                continue
+            seen.add(chunk)
+            from_start, above = 0.0, sum(times.backward)
+            for layer, least in enumerate(least_reducing(workload.chunk(rank, chunk), timing, dp)):
+                reducing += least
+                if least.us:  # not before this layer's own backward
+                    from_start = max(from_start, _compute_us(above, timing, count) + _from_start(compute, reducing, timing, count, tail_us))
+                above -= times.backward[layer]
+                compute += times.backward[layer]
+            from_start = max(from_start, _from_start(compute, reducing, timing, count, tail_us))
+            before = [need for need in needs if need.step < index]
+            loaded, fresh = max(((need.loaded, need.fresh) for need in before), default=(0.0, 0.0))
+            mine.append(LastBackward(index, compute, whole - compute, from_start, loaded, fresh))
         found.append(mine)
     return found
 
 
-def least_reduce_us(chunk: Chunk, timing: Timing, dp: int) -> float:
-    """No grouping of a chunk's parameters is reduced in less, alone; 0 without such a curve."""
+def least_reducing(chunk: Chunk, timing: Timing, dp: int) -> list[Reducing]:
+    """By layer: no grouping of a chunk's parameters is reduced by less, alone; 0 without such a curve."""
+    found = [Reducing()] * chunk.num_layers
     if timing.table.reduce is None or not chunk.bytes:
-        return 0.0
+        return found
     largest = max(group_bytes(part, dp) for part in buckets(chunk))
     measured = {point.size_bytes for points in curves_of(timing.table.reduce).values() for point in points}
     sizes = plannable(measured, largest) | {parameter.bytes for parameter in chunk.parameters}
-    least, per_byte = float("inf"), {}
+    us, processor_us, least = inf, inf, {}
     for size in sorted(sizes, reverse=True):
         try:
-            least = min(least, timing.reduce_us(size) / size)
+            us = min(us, timing.reduce_us(size) / size)
+            processor_us = min(processor_us, timing.processor_us(REDUCE, size) / size)
         except InputError:  # larger groups than measured cannot be planned
             pass
-        per_byte[size] = least
-    return sum(parameter.bytes * per_byte[parameter.bytes] for parameter in chunk.parameters if per_byte[parameter.bytes] < float("inf"))
+        least[size] = (us, processor_us / us if 0 < us < inf else 0.0)
+    for parameter in chunk.parameters:
+        per_byte, share = least[parameter.bytes]
+        if 0 < per_byte < inf:
+            found[parameter.layer] += Reducing(parameter.bytes * per_byte, share)
+    return found
 
 
 def plannable(measured: set[int], largest: int) -> set[int]:
@@ -99,15 +129,20 @@ def processor_bound(workload: Workload, timing: Timing, last: list[list[LastBack
     work: dict[int, float] = {}
     bound = 0.0
     for rank, mine in enumerate(last):
-        machine, count = timing.machine_of(rank, 0), _replicas(workload, timing, rank)
+        machine, count = timing.machine_of(rank, 0), replicas(workload, timing, rank)
         work[machine] = work.get(machine, 0.0) + count * (mine[0].before_us + mine[0].compute_us)
+        gathering = _Gathering(workload, timing, rank, count)
         for one in mine:
-            before = one.before_us + _least_gather_processor_us(timing, one.loaded, count)
-            bound = max(bound, count * before / timing.processors + one.from_start_us)
+            bound = max(bound, count * (one.before_us + gathering.least_us(one)) / timing.processors + one.from_start_us)
     return max(bound, max(work.values()) / timing.processors + min(least_tail_us(workload, timing, rank) for rank in range(len(last))))
 
 
-def _replicas(workload: Workload, timing: Timing, rank: int) -> int:
+def rest_us(done_us: float, step: int, mine: list[LastBackward], timing: Timing, count: int) -> float:
+    """No less follows on a rank that has computed ``done_us``, in step ``step``, with no gradient reduced yet."""
+    return max((_compute_us(one.before_us - done_us, timing, count) + one.from_start_us for one in mine if one.step > step), default=0.0)
+
+
+def replicas(workload: Workload, timing: Timing, rank: int) -> int:
     """How many ranks of a pipeline rank share a machine: that of its first replica, which the engine
     simulates for all of them."""
     parallel = workload.parallel
@@ -115,13 +150,18 @@ def _replicas(workload: Workload, timing: Timing, rank: int) -> int:
     return sum(place == timing.machine_of(rank, 0) for place in places)
 
 
-def _from_start(compute_us: float, reduce_us: float, timing: Timing, count: int, tail_us: float) -> float:
-    """Least time in which ``count`` ranks of a machine each compute ``compute_us`` and reduce ``reduce_us``."""
+def _compute_us(alone_us: float, timing: Timing, count: int) -> float:
+    """Least time in which ``count`` ranks of a machine each compute this."""
+    return alone_us if timing.processors is None else alone_us * max(1.0, count / timing.processors)
+
+
+def _from_start(compute_us: float, reducing: Reducing, timing: Timing, count: int, tail_us: float) -> float:
+    """Least time in which ``count`` ranks of a machine each compute ``compute_us`` and reduce."""
     processors = timing.processors
     slower = 1.0 + timing.least_excess(REDUCE, COMPUTE)
-    alone = compute_us if processors is None else compute_us * max(1.0, count / processors)
+    alone, reduce_us = _compute_us(compute_us, timing, count), reducing.us
     after = alone + reduce_us  # nothing is reduced beside compute
-    takes = 0.0 if processors is None or count < processors else count / processors * _least_share(timing, REDUCE, count)
+    takes = 0.0 if processors is None or count < processors or not reduce_us else count / processors * reducing.share * _capped(timing, _shares(timing, REDUCE), count)
     if takes < slower:
         compute = alone / (1.0 - takes / slower)
         beside = compute / slower
@@ -133,8 +173,13 @@ def _from_start(compute_us: float, reduce_us: float, timing: Timing, count: int,
 
 def _points(timing: Timing, kind: int):
     table = timing.table
-    curve = {REDUCE: table.reduce, GPU: table.routes.gpu, CPU: table.routes.cpu}[kind]
+    curve = {REDUCE: table.reduce, GPU: table.routes.gpu, CPU: table.routes.cpu, PUBLISH: table.publish.cpu}[kind]
     return [(point.size_bytes, point.p50_us) for points in curves_of(curve or ()).values() for point in points if point.size_bytes and point.p50_us]
+
+
+def _shares(timing: Timing, kind: int) -> list[float]:
+    """Of a processor, that transports of ``kind`` take, by measured size."""
+    return [timing.processor_us(kind, size) / us for size, us in _points(timing, kind)]
 
 
 def _capped(timing: Timing, shares: list[float], count: int) -> float:
@@ -143,21 +188,28 @@ def _capped(timing: Timing, shares: list[float], count: int) -> float:
     return min(1.0, timing.processors / 2 / most) if most else 1.0
 
 
-def _least_share(timing: Timing, kind: int, count: int) -> float:
-    """The least share of a processor that transports of ``kind`` take from compute."""
-    shares = [timing.processor_us(kind, size) / us for size, us in _points(timing, kind)]
-    return min(shares, default=0.0) * _capped(timing, shares, count)
+class _Gathering:
+    """Processor time that transports of one rank's parameters take from compute at least."""
+
+    def __init__(self, workload: Workload, timing: Timing, rank: int, count: int):
+        kinds = [kind for route, kind in _LINKS.items() if timing.offers(route)]
+        self.known = bool(kinds) and not timing.offers("nvme")  # the drive's part has no row of its own
+        if not self.known:
+            return
+        dp = workload.parallel.dp
+        largest = max((group_bytes(part, dp) for c in workload.chunks_of_rank(rank) for part in buckets(c)), default=0)
+        per_byte = {kind: _least_per_byte(timing, kind, largest) for kind in (*kinds, PUBLISH)}
+        self.again = min(per_byte[kind] for kind in kinds)
+        self.first = min(per_byte[kind] + (per_byte[PUBLISH] if kind == CPU else 0.0) for kind in kinds)
+        together = [*kinds, PUBLISH] if CPU in kinds else kinds
+        self.capped = _capped(timing, [sum(max(_shares(timing, kind), default=0.0) for kind in together)], count)
+
+    def least_us(self, one: LastBackward) -> float:
+        """Of what has come before ``one``, by the cheapest route, whatever its groups."""
+        return (one.fresh * self.first + (one.loaded - one.fresh) * self.again) * self.capped if self.known else 0.0
 
 
-def _least_gather_processor_us(timing: Timing, size_bytes: float, count: int) -> float:
-    """Processor time that ``size_bytes`` take from compute by the cheapest route, whatever its groups."""
-    least = float("inf")
-    most: list[float] = []
-    for route, kind in _LINKS.items():
-        if timing.offers(route):
-            points = _points(timing, kind)
-            least = min(least, min(timing.processor_us(kind, size) / size for size, _ in points))
-            most.append(max(timing.processor_us(kind, size) / us for size, us in points))
-    if timing.offers("nvme") or not most:
-        return 0.0  # its drive's part has no row of its own
-    return size_bytes * least * _capped(timing, [sum(most)], count)
+def _least_per_byte(timing: Timing, kind: int, largest: int) -> float:
+    """Processor time of one byte, in whatever group of at most ``largest`` bytes it goes."""
+    sizes = {size for size, _ in _points(timing, kind)} | ({largest} if largest else set())
+    return min((timing.processor_us(kind, size) / size for size in sizes), default=0.0)

@@ -9,11 +9,13 @@ from megatron_ext.workload.order import steps_of_ranks
 
 
 class Need(NamedTuple):
-    """Before layer ``rest_us`` short of the end of step ``step`` computes, ``loaded`` bytes have come."""
+    """Before layer ``rest_us`` short of the end of step ``step`` computes, ``loaded`` bytes have come,
+    ``fresh`` of them for the first time."""
 
     step: int
     rest_us: float
     loaded: float
+    fresh: float
 
 
 def layer_bytes(chunk: Chunk) -> list[int]:
@@ -49,14 +51,17 @@ def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
     for positions in turns.values():
         positions.reverse()
     held: dict[tuple[int, int], int] = {}
-    free, loaded = limit, 0
-    needs = []
+    free, loaded, fresh = limit, 0, 0
+    needs, seen = [], set()
     for index, kind, chunk, layer in requests:
         page = (chunk, layer)
         turns[page].pop()
         missing = sizes[chunk][layer] - held.get(page, 0)
         if not missing:
             continue
+        if page not in seen:
+            seen.add(page)
+            fresh += missing
         held[page] = sizes[chunk][layer]
         free -= missing
         while free < 0:
@@ -68,7 +73,7 @@ def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
             else:
                 held[victim] -= taken
         loaded += missing
-        needs.append(Need(index, _rest(timing, pp_rank, chunk, layer, kind), loaded))
+        needs.append(Need(index, _rest(timing, pp_rank, chunk, layer, kind), loaded, fresh))
     return needs
 
 
@@ -83,7 +88,7 @@ def _once(steps, sizes, timing, pp_rank, pp) -> list[Need]:
         for layer in layers if step.kind == "F" else reversed(layers):
             if sizes[chunk][layer]:
                 loaded += sizes[chunk][layer]
-                needs.append(Need(index, _rest(timing, pp_rank, chunk, layer, step.kind), loaded))
+                needs.append(Need(index, _rest(timing, pp_rank, chunk, layer, step.kind), loaded, loaded))
         if len(seen) == len(sizes):
             break
     return needs

@@ -1,5 +1,6 @@
 """No schedule beats the lower bound."""
 
+import random
 from itertools import product
 
 import pytest
@@ -60,6 +61,7 @@ def with_gradients(table, *, reduce, slower, processors=None, share=0.0):
     table = replace(
         table, reduce=takes(line(*reduce)), contention=(*table.contention, cost.Contention(measured="reduce", busy="compute", slowdown=slower)),
         routes=replace(table.routes, gpu=takes(table.routes.gpu), cpu=takes(table.routes.cpu)),
+        publish=replace(table.publish, cpu=takes(table.publish.cpu), internode=takes(table.publish.internode)),
         topology=replace(table.topology, processors_per_node=processors),
     )  # fmt: skip
     return cost.check(table)
@@ -90,7 +92,38 @@ def test_bound_knows_that_compute_slows_reducing_and_shares_processors_with_it()
     table = make_table(work, gpu=(0.001, 1e9), cpu=None, forward=1000.0, backward=2000.0)
     full = with_gradients(table, reduce=(0.001, size / 4000.0), slower=1.5, processors=1.0, share=0.1)
     bound = lower_bound(work, Timing(work, full))
-    # Before: 4 ms compute by two ranks. From there: compute 4 ms / (1 - 2 * 0.1 / 1.5), and what is not reduced by then.
-    compute = 4000.0 / (1 - 0.2 / 1.5)
-    assert bound == pytest.approx(8000.0 + compute + 4000.0 - compute / 1.5, rel=2e-3)
+    # Before: 4 ms compute by two ranks. From there: the first layer's backward with nothing to reduce, then 3.8 ms
+    # of compute / (1 - 2 * 0.1 / 1.5), and what is not reduced by then.
+    compute = 3800.0 / (1 - 0.2 / 1.5)
+    assert bound == pytest.approx(8000.0 + 200.0 + compute + 4000.0 - compute / 1.5, rel=1e-3)
     assert plan(work, full).predicted.step_time_us == pytest.approx(bound, rel=0.06)
+
+
+def test_bound_knows_that_host_copies_are_published_first_and_by_whose_processor():
+    """Two ranks on one processor, whose parameters come from the host alone: the first layer's can
+    come once they are published, and publishing takes half a processor of each rank from compute."""
+    work = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=10, order="no_pipeline")
+    layer = work.chunks[0].bytes / 10
+    table = make_table(work, gpu=None, cpu=(0.001, 1e9), publish=(0.001, layer / 100.0), forward=1000.0, backward=2000.0)
+    takes = lambda curve: replace(curve, points=tuple(replace(p, processor_us=0.25 * p.p50_us) for p in curve.points))  # noqa: E731
+    shared = cost.check(replace(table, publish=replace(table.publish, cpu=takes(table.publish.cpu)), topology=replace(table.topology, processors_per_node=1.0)))
+    for given, least in ((table, 100.0 + 3000.0), (shared, max(100.0 + 2 * 3000.0, 2 * (3000.0 + 0.25 * 1000.0)))):
+        bound = lower_bound(work, Timing(work, given))
+        assert bound == pytest.approx(least, rel=1e-3)
+        assert plan(work, given).predicted.step_time_us == pytest.approx(bound, rel=0.06)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_faster_where_host_copies_are_published_between_nodes(seed):
+    draw = random.Random(seed)
+    pp, vp, order = draw.choice(((1, 1, "no_pipeline"), (2, 1, "1f1b"), (2, 2, "interleaved")))
+    gpus_per_node = draw.choice((1, 2, 4))
+    work = make_workload(pp=pp, vp=vp, order=order, dp=4, gpus_per_node=gpus_per_node, layers=4, zero_stage=draw.choice((1, 3)))
+    for _ in range(6):
+        between = (draw.uniform(1, 50), draw.uniform(100, 5000))
+        table = make_table(work, gpu=between, cpu=(2.0, draw.uniform(500, 9000)), publish=(draw.uniform(1, 50), draw.uniform(500, 9000)), forward=draw.uniform(5, 200), backward=draw.uniform(5, 300))
+        table = cost.check(replace(table, publish=replace(table.publish, internode=line(*between))))
+        full = with_gradients(table, reduce=between, slower=draw.uniform(1, 2), processors=draw.choice((None, 0.9, 2.0)), share=draw.uniform(0, 0.9))
+        bound = lower_bound(work, Timing(work, full))
+        for policy in ("all-gpu", "all-cpu", "hybrid", "random:1", "random:2"):
+            assert plan(work, full, policy=policy).predicted.step_time_us >= bound * (1 - 1e-9), policy
