@@ -22,7 +22,7 @@ from megatron_ext.errors import InputError
 from megatron_ext.measure.fabric import shared_bytes
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.others import OtherPrograms
-from megatron_ext.runtime.heap import ONE_ARENA
+from megatron_ext.runtime import heap
 
 
 class RankFailed(RuntimeError):
@@ -81,7 +81,7 @@ class _Ranks:
         if rank == 0:
             setup["listener"] = listener.fileno()
             descriptors.append(listener.fileno())
-        environment = dict(ONE_ARENA | os.environ, OMP_NUM_THREADS=str(self.options.threads), MKL_NUM_THREADS=str(self.options.threads))
+        environment = dict(heap.ENVIRONMENT | os.environ, OMP_NUM_THREADS=str(self.options.threads), MKL_NUM_THREADS=str(self.options.threads))
         command = [sys.executable, "-m", "megatron_ext.measure.rank", json.dumps(setup)]
         try:
             self.processes.append(

@@ -5,6 +5,7 @@ from time import perf_counter_ns
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_ext.megatron.cpu_compat import has_cuda
 from megatron_ext.megatron.describe import describe_chunk
 from megatron_ext.megatron.layers import Boundaries, bare
 from megatron_ext.megatron.recompute import blocks_of
@@ -49,8 +50,9 @@ def prepare(schedule: Schedule, ddps: list, bucket_groups: dict[int, object], op
     clock, residency = Clock(), Residency()
     groups = make_groups(schedule, bucket_groups, process_group, residency)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
-    if schedule.zero_stage == 3:
+    if schedule.zero_stage == 3 or not has_cuda():
         keep_freed_blocks()
+    if schedule.zero_stage == 3:
         hold_shards(optimizers, buckets)
         for chunk_id, ddp in enumerate(ddps):
             refuse_state_of_freed(bare(ddp), [group for index, group in groups.items() if schedule.groups[index].model_chunk_id == chunk_id])

@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ext.runtime.heap import ONE_ARENA
+from megatron_ext.runtime import heap
 
 GRACE_SECONDS = 10
 """How long ranks may take to end after they were asked to."""
@@ -72,7 +72,7 @@ def launch(command: list[str], num_processes: int, *, environment: dict[str, str
         stdout: file for the ranks' standard output; None inherits.
     """
     shared = {
-        **ONE_ARENA, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes),
+        **heap.ENVIRONMENT, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **(environment or {}),
     }  # fmt: skip

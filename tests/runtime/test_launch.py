@@ -4,9 +4,30 @@ import sys
 
 import pytest
 
+from megatron_ext.runtime import heap
 from megatron_ext.runtime.launch import launch
 
 SAY = "import os, sys; open(sys.argv[1], 'w').write(os.environ['MALLOC_ARENA_MAX'])"
+
+
+FAULTS = """
+import resource, sys, torch
+def new(): return [torch.ones(size << 18) for size in (26, 8, 26)]
+for _ in range(5): new()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10): new()
+open(sys.argv[1], "w").write(str(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
+"""
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, True), ("65536", False)])
+def test_blocks_that_were_freed_cost_no_page_faults(monkeypatch, tmp_path, given, kept):
+    for name in heap.ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv("MALLOC_MMAP_MAX_", given)
+    assert launch([sys.executable, "-c", FAULTS, str(tmp_path / "faults")], 1) == 0
+    assert (int((tmp_path / "faults").read_text()) < 100) == kept
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "1"), ("7", "7")])
