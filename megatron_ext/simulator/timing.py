@@ -199,11 +199,6 @@ class Timing:
         """What reducing any group takes at least."""
         return min((point.p50_us for point in self._reduce), default=0.0)
 
-    @property
-    def best_reduce_rate(self) -> float:
-        """Bytes a microsecond that reducing reaches at best; 0 where the table has no such curve."""
-        return max((point.size_bytes / point.p50_us for point in self._reduce if point.p50_us), default=0.0)
-
     def optimizer_us(self, size_bytes: int) -> float:
         return self.costs.optimizer_us(size_bytes) or 0.0 if size_bytes else 0.0
 
