@@ -18,7 +18,8 @@ from megatron_ext.measure.compute import Runner, clock, load_runners, measure_co
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operations import MatrixProduct
 
-MAX_REPEATS = 40
+MIN_REPEATS, MAX_REPEATS = 2, 40
+"""Walks through all layers in a turn, behind one that warms up."""
 TURNS, MAX_TURNS = 4, 16
 """Turns of one rank alone and of all at once: more where layers are short, for a processor's speed
 changes from second to second."""
@@ -69,7 +70,7 @@ class Turns:
         report("compute, once")
         once = max(walk_us(measure_compute(runners, 1, evict_bytes=fabric.options.evict_bytes, warmup=1), runners), 1.0)
         least = max(TURNS, parts)
-        self._repeats = fabric.agree(max(3, min(MAX_REPEATS, int(seconds * 1e6 / 3 / least / once))))
+        self._repeats = fabric.agree(max(MIN_REPEATS, min(MAX_REPEATS, int(seconds * 1e6 / 3 / least / once))))
         turns = fabric.agree(max(least, min(MAX_TURNS, int(seconds * 1e6 / 3 / self._repeats / once))))
         self._shares = [turns * (part + 1) // parts - turns * part // parts for part in range(parts)]
         self._turns, self._alone, self._together = turns, [], []

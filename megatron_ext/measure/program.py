@@ -31,6 +31,9 @@ CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.25, 0.25, 0.1
 """Shares of the time; the curves have the rest. Of an iteration, compute is most, and processors that are
 shared change their speed for seconds."""
 
+SMALL_BYTES = 4096
+"""Below this there is only the least size."""
+
 ISSUED = {"gpu", "hierarchical", "coalesced", "cpu", "publish", "internode", "reduce", "nvme", "publish_nvme"}
 """Operations that return before they are complete."""
 
@@ -54,14 +57,18 @@ def sizes_of(name: str, options: Options) -> list[int]:
         sizes = grid.factor_2(low, max(min(high, 16 * MIB), low))
     elif name == "coalesced":
         sizes = grid.factor_2(min(low * 4, high), high, factor=4)
+    elif name == "flatten":
+        sizes = grid.factor_2(low, high, factor=4)
     else:
-        sizes = grid.factor_2(low, high)
+        sizes = grid.factor_2(max(low, min(SMALL_BYTES, high)), high)
+        if low < sizes[0]:
+            sizes = [low, *sizes]  # below, a call takes what it takes, whatever the bytes
     return sorted({options.rounded(size) for size in sizes})
 
 
 def run(fabric: Fabric, report: Report) -> dict | None:
     """Measure everything that the options ask for; the result on rank 0, None elsewhere."""
-    options, start = fabric.options, monotonic()
+    options = fabric.options
     runners = processors.runners_of(fabric) if "compute" in options.links else {}
     names = [name for name in CURVES if name in OPERATIONS and name in options.links and not _missing(name, fabric)]
     operations = {name: OPERATIONS[name](fabric) for name in names}
@@ -78,12 +85,13 @@ def run(fabric: Fabric, report: Report) -> dict | None:
     pairs = contention.pairs(fabric) if "contention" in options.links else []
     contention_seconds = options.seconds * CONTENTION_SHARE if pairs else 0.0
     compute_seconds = options.seconds * COMPUTE_SHARE if "compute" in options.links else 0.0
-    curves_end = start + options.seconds - contention_seconds - compute_seconds
     total = sum(map(len, visits)) + len(pairs)
     done, merged, refined = 0, {}, set()
     turns = None
     if compute_seconds:
         turns = processors.Turns(fabric, runners, compute_seconds, PASSES, lambda what: report(done, total, what) if fabric.rank == 0 else None)
+    # From here: what making a large model takes must not be taken from the curves.
+    curves_end = monotonic() + (options.seconds - contention_seconds - compute_seconds) - (options.seconds * SWEEP_SHARE if drive else 0.0)
     for number in range(PASSES):
         if number == 1 and not options.sizes:
             finer = _refined(fabric, grid_visits, merged)

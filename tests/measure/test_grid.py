@@ -16,6 +16,9 @@ def test_factor_2_grid_has_both_ends():
     assert grid.factor_2(5000, 20000) == [5000, 8192, 16384, 20000]
     assert grid.factor_2(4096, 4096) == [4096]
     assert sizes_of("gpu", Options())[0] == 4096 and sizes_of("gpu", Options())[-1] == 256 << 20 and len(sizes_of("gpu", Options())) == 17
+    assert sizes_of("gpu", Options(min_bytes=512, max_bytes=65536)) == [512, 4096, 8192, 16384, 32768, 65536]
+    assert sizes_of("gpu", Options(min_bytes=512, max_bytes=2048)) == [512, 2048]
+    assert sizes_of("flatten", Options(min_bytes=512, max_bytes=65536)) == [512, 1024, 4096, 16384, 65536]
 
 
 def test_refined_where_neighbours_disagree_only():
