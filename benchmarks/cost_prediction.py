@@ -3,8 +3,8 @@
     python benchmarks/cost_prediction.py [--models small medium large long] [--layouts pp2 dp4] [--train-seconds 24]
 
 For every model and layout: the main job (scripts/pretrain_gpt_hybrid.sh: measure, plan, train
-stock and by the schedule, report), then every group of the schedule gathered by both routes
-again, at its own size, on all ranks at once, and last a second cost table. Prints a table and writes
+stock and by the schedule, report), then a second cost table, for which every group of the schedule
+is gathered at its own size too, by both routes, on all ranks at once. Prints a table and writes
 benchmarks/results/cost_prediction.json with date, machine and errors. Ends 0 if for three models at
 least all gathers are within 15 % and all iterations within 10 %, 1 otherwise.
 
@@ -14,6 +14,8 @@ table can know. ``error`` is that of the prediction which the main job printed, 
 measured before training. ``error_between`` takes the mean of what the tables before and after
 predict: drift that is steady cancels, what the model of the machine lacks stays. The exit code
 goes by this one; both are counted, and ``tables_differ`` says by how much the two predictions do.
+The second table predicts gathers from its other sizes; where a group is as large as the
+largest size of the grid nothing is left to predict it from, and only the first table does.
 """
 
 import argparse
@@ -25,19 +27,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
+import msgspec
 import pictures
-from measuring import LAYERS, measure_command
+from measuring import measure_command
 
 from megatron_ext import files, simulator
 from megatron_ext.cost import model as cost
 from megatron_ext.cost.predict import Costs
-from megatron_ext.measure import Options, measure
 from megatron_ext.measure.others import OtherPrograms
-from megatron_ext.measure.progress import bar
 from megatron_ext.schedule import model as schedule
 from megatron_ext.schedule import validate
 from megatron_ext.workload import model as workload
 
+ROUTES = ("gpu", "cpu")
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULT = Path(__file__).parent / "results" / "cost_prediction.json"
 GATHER_WITHIN, ITERATION_WITHIN = 0.15, 0.10
@@ -69,18 +71,21 @@ def report(run: Path) -> dict:
     return json.loads(done.stdout)
 
 
-def gathers(run: Path, settings: dict, seconds: float) -> dict[tuple[str, int], float]:
-    """Microseconds measured again for every distinct group size of the schedule, by route and bytes.
-    The model's layers are made too: what a framework adds to every call is then there, as in the run."""
-    sizes = sorted({group.bytes for group in schedule.decode(run / "schedule.json").groups})
-    options = Options(
-        data_parallel_size=settings["DP"], pipeline_model_parallel_size=settings["PP"], sizes=tuple(sizes),
-        hidden_size=settings["HIDDEN"], seq_length=settings["SEQ"], micro_batch_size=settings["MICRO_BATCH_SIZE"],
-        seconds=seconds, links=("gpu", "cpu", "compute"), threads=1, modules=LAYERS, module_args=tuple(model_options(run)),
-    )  # fmt: skip
-    with bar() as progress:
-        again = measure(options, progress)
-    return {(route, point.size_bytes): point.p50_us for route in ("gpu", "cpu") for point in getattr(again.routes, route).points}
+def gathers(table: cost.CostTable, sizes: list[int]) -> dict[tuple[str, int], float]:
+    """Microseconds that ``table`` measured at the groups' own sizes, by route and bytes."""
+    return {(route, point.size_bytes): point.p50_us for route in ROUTES for point in getattr(table.routes, route).points if point.size_bytes in sizes}
+
+
+def without(table: cost.CostTable, sizes: list[int]) -> cost.CostTable:
+    """``table`` as if gathers had not been measured at ``sizes``: what is predicted must not have been seen."""
+    left = {}
+    for route in ROUTES:
+        curve = getattr(table.routes, route)
+        points = tuple(point for point in curve.points if point.size_bytes not in sizes)
+        # Curves by algorithm are measured at the same sizes.
+        algorithms = {name: tuple(p for p in own if p.size_bytes not in sizes) for name, own in curve.algorithms.items()}
+        left[route] = msgspec.structs.replace(curve, points=points, algorithms=algorithms)
+    return msgspec.structs.replace(table, routes=msgspec.structs.replace(table.routes, **left))
 
 
 def model_options(run: Path) -> list[str]:
@@ -88,25 +93,29 @@ def model_options(run: Path) -> list[str]:
     return (run / "model_options.txt").read_text().split()
 
 
-def measure_after(run: Path, settings: dict, seconds: float) -> Path:
-    """A second cost table, as the main job measured the first."""
+def measure_after(run: Path, settings: dict, seconds: float, sizes: list[int]) -> cost.CostTable:
+    """A second cost table, as the main job measured the first, but with gathers at ``sizes`` too."""
     out = run / "cost_table_after.json"
     work = workload.load(run / "workload.json")
     command = measure_command(out, work, model_options(run), hidden=settings["HIDDEN"], seq=settings["SEQ"], micro_batch_size=settings["MICRO_BATCH_SIZE"], seconds=seconds)
+    command[2:2] = ["--also-sizes", ",".join(map(str, sizes))]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY / ".megatron"), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", *command], cwd=REPOSITORY, env=environment, check=True, stdout=subprocess.DEVNULL)
-    return out
+    return cost.load(out)
 
 
-def gather_rows(measured: dict, tables: list[Costs]) -> list[dict]:
-    """Every gather as both tables predict it."""
+def gather_rows(measured: dict, table: Costs, after: Costs) -> list[dict]:
+    """Every gather as the tables predict it."""
     rows = []
     for (route, size), us in measured.items():
-        before, after = (table.gather(route, size) for table in tables)
+        ends = [point.size_bytes for point in getattr(after.table.routes, route).points]
+        tables = [table, after] if min(ends) <= size <= max(ends) else [table]
+        found = [one.gather(route, size) for one in tables]
+        between = sum(estimate.us for estimate in found) / len(found)
         rows.append({
-            "route": route, "size_bytes": size, "measured_us": us, "predicted_us": before.us, "predicted_after_us": after.us,
-            "error": before.us / us - 1, "error_between": (before.us + after.us) / 2 / us - 1,
-            "in_interval": min(before.low_us, after.low_us) <= us <= max(before.high_us, after.high_us),
+            "route": route, "size_bytes": size, "measured_us": us, "predicted_us": found[0].us, "predicted_after_us": found[1].us if found[1:] else None,
+            "error": found[0].us / us - 1, "error_between": between / us - 1,
+            "in_interval": min(one.low_us for one in found) <= us <= max(one.high_us for one in found),
         })  # fmt: skip
     return rows
 
@@ -127,14 +136,16 @@ def compared(model_name: str, layout_name: str, arguments) -> tuple[list[dict], 
     busy = OtherPrograms()
     run = main_job(f"benchmark-{model_name}-{layout_name}", settings)
     used = busy.processors()
-    measured, reported = gathers(run, settings, arguments.measure_seconds / 3), report(run)
-    table, after = cost.load(run / "cost_table.json"), cost.load(measure_after(run, settings, arguments.measure_seconds))
-    groups = gather_rows(measured, [Costs(table), Costs(after)])
+    reported, table = report(run), cost.load(run / "cost_table.json")
+    sizes = sorted({group.bytes for group in schedule.decode(run / "schedule.json").groups})
+    again = measure_after(run, settings, arguments.measure_seconds, sizes)
+    after = without(again, sizes)
+    groups = gather_rows(gathers(again, sizes), Costs(table), Costs(after))
     work, rows = workload.load(run / "workload.json"), []
     for kind in ("stock", "scheduled"):
         predicted, us = reported["predicted_step_time_us"][kind], reported["step_time_us"][kind]
         given = validate.load(run / "schedule.json") if kind == "scheduled" else None
-        predicted_after = simulator.simulate(work, after, given).step_time_us
+        predicted_after = simulator.simulate(work, again, given).step_time_us
         rows.append({
             "model": model_name, "layout": layout_name, "run": kind, "iterations": iterations, "measured_us": us,
             "predicted_us": predicted, "predicted_after_us": predicted_after, "tables_differ": predicted_after / predicted - 1,

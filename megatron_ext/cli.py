@@ -273,6 +273,7 @@ def naming_files(cost_table: str, workload_path: str):
 @click.option("--min-bytes", type=int, default=4096, show_default=True, help="Smallest whole group.")
 @click.option("--max-bytes", type=int, default=256 << 20, show_default=True, help="Largest whole group.")
 @click.option("--sizes", help="Comma-separated sizes in bytes, in place of the grid.")
+@click.option("--also-sizes", help="Comma-separated sizes in bytes at which gathers are measured beside the grid: a schedule's groups.")
 @click.option("--max-rank-bytes", type=int, help="Whole parameters of one rank, for the optimizer step.")
 @click.option("--seconds", type=float, default=70.0, show_default=True, help="Time for measuring; starting the ranks comes on top.")
 @click.option("--threads", type=int, default=1, show_default=True, help="Processor threads of one rank.")
@@ -285,7 +286,7 @@ def naming_files(cost_table: str, workload_path: str):
 @click.option("--nvme-path", type=click.Path(), help="Directory on the drive; without it the nvme route is not offered.")
 @click.argument("module_args", nargs=-1)
 @json_option
-def measure(out: str, imported, system, placement, collective, algorithm, links, sizes, as_json: bool, **options) -> None:
+def measure(out: str, imported, system, placement, collective, algorithm, links, sizes, also_sizes, as_json: bool, **options) -> None:
     """Measure links, contention and compute, and write a cost table.
 
     MODULE_ARGS (after --) are handed to the function that --modules names.
@@ -304,6 +305,8 @@ def measure(out: str, imported, system, placement, collective, algorithm, links,
 
         if sizes:
             options["sizes"] = Options.parse_sizes(sizes)
+        if also_sizes:
+            options["also_sizes"] = Options.parse_sizes(also_sizes, "--also-sizes")
         chosen = tuple(links.split(",")) if links else LINKS
         if os.environ.get("RANK", "0") == "0":
             files.check_writable(out)

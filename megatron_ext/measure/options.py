@@ -24,6 +24,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         device: ``auto`` takes CUDA where torch sees it.
         min_bytes, max_bytes: limits of the factor-2 grid (bytes of the whole group).
         sizes: exactly these sizes in place of the grid (the groups of a schedule, for example).
+        also_sizes: gathers at these sizes too, beside the grid.
         max_rank_bytes: largest ``optimizer`` size: whole parameters of one rank.
         seconds: time for measuring, not counting the start of the processes.
         threads: processor threads of one rank's compute, as in the run.
@@ -42,6 +43,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     min_bytes: int = 4 * KIB
     max_bytes: int = 256 * MIB
     sizes: tuple[int, ...] = ()
+    also_sizes: tuple[int, ...] = ()
     max_rank_bytes: int | None = None
     seconds: float = 70.0
     threads: int = 1
@@ -70,7 +72,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def largest(self) -> int:
         """Bytes of the largest group that is measured."""
-        return self.rounded(max(self.sizes, default=self.max_bytes))
+        return self.rounded(max((*(self.sizes or (self.max_bytes,)), *self.also_sizes)))
 
     @property
     def world_size(self) -> int:
@@ -104,12 +106,12 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return -(-size_bytes // step) * step
 
     @staticmethod
-    def parse_sizes(text: str) -> tuple[int, ...]:
-        """``--sizes`` as numbers. Raises InputError on anything else."""
+    def parse_sizes(text: str, flag: str = "--sizes") -> tuple[int, ...]:
+        """The value of ``flag`` as numbers. Raises InputError on anything else."""
         try:
             return tuple(int(part) for part in text.split(","))
         except ValueError:
-            raise InputError("expected whole numbers of bytes, separated by commas", file="--sizes", value=text) from None
+            raise InputError("expected whole numbers of bytes, separated by commas", file=flag, value=text) from None
 
     def check(self) -> "Options":
         """Raise InputError on a value that cannot be measured, naming the option."""
@@ -123,8 +125,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise InputError("more than 64 ranks on one node", file=_flag("data_parallel_size"), value=self.world_size)
         if not 512 <= self.min_bytes <= self.max_bytes:
             raise InputError(f"must be between 512 and --max-bytes {self.max_bytes}", file=_flag("min_bytes"), value=self.min_bytes)
-        if any(size < 512 for size in self.sizes):
-            raise InputError("must be at least 512", file=_flag("sizes"), value=min(self.sizes))
+        for name in ("sizes", "also_sizes"):
+            if any(size < 512 for size in getattr(self, name)):
+                raise InputError("must be at least 512", file=_flag(name), value=min(getattr(self, name)))
         if not math.isfinite(self.seconds) or self.seconds < 1:
             raise InputError("must be a number of at least 1", file=_flag("seconds"), value=self.seconds)
         unknown = sorted(set(self.links) - set(LINKS))

@@ -34,6 +34,9 @@ shared change their speed for seconds."""
 SMALL_BYTES = 4096
 """Below this there is only the least size."""
 
+GATHERS = {"gpu", "hierarchical", "cpu", "nvme"}
+"""The routes, all of their ways."""
+
 ISSUED = {"gpu", "hierarchical", "coalesced", "cpu", "publish", "internode", "reduce", "nvme", "publish_nvme"}
 """Operations that return before they are complete."""
 
@@ -49,10 +52,10 @@ Report = Callable[[int, int, str], None]
 def sizes_of(name: str, options: Options) -> list[int]:
     """The grid of one curve. Sparse where the cost is known to be smooth."""
     low, high = options.min_bytes, options.max_bytes
-    if options.sizes and name != "optimizer":
-        return sorted({options.rounded(size) for size in options.sizes})
     if name == "optimizer":
         sizes = grid.factor_2(low, max(options.max_rank_bytes or high, low), factor=4)
+    elif options.sizes:
+        sizes = list(options.sizes)
     elif name == "p2p":
         sizes = grid.factor_2(low, max(min(high, 16 * MIB), low))
     elif name == "coalesced":
@@ -63,6 +66,8 @@ def sizes_of(name: str, options: Options) -> list[int]:
         sizes = grid.factor_2(max(low, min(SMALL_BYTES, high)), high)
         if low < sizes[0]:
             sizes = [low, *sizes]  # below, a call takes what it takes, whatever the bytes
+    if name in GATHERS:
+        sizes = [*sizes, *options.also_sizes]
     return sorted({options.rounded(size) for size in sizes})
 
 

@@ -80,6 +80,13 @@ def test_processors_are_not_kept_busy_until_the_last_rank_is_done():
     assert kept_busy([list(turns) for turns in zip(uneven, even, uneven)], processors=2) == 400 / 500  # the median turn
 
 
+def test_gathers_are_measured_at_further_sizes_beside_the_grid():
+    options = Options(min_bytes=4096, max_bytes=16384, also_sizes=(10000, 70000))
+    assert sizes_of("gpu", options) == sizes_of("cpu", options) == [4096, 8192, 10240, 16384, 70144]
+    assert sizes_of("reduce", options) == [4096, 8192, 16384]  # what is no gather is not asked for
+    assert options.largest == 70144  # and there is memory for it
+
+
 def test_passes_walk_the_same_sizes_in_orders_of_their_own():
     visits = [("gpu", 1 << power) for power in range(12, 24)]
     orders = [shuffled(visits, number) for number in range(5)]

@@ -118,6 +118,7 @@ def test_a_bad_factory_is_the_users_error():
         ({"min_bytes": 8192, "max_bytes": 4096}, "--min-bytes: 8192"),
         ({"seconds": float("nan")}, "--seconds: nan"),
         ({"sizes": (4096, 8)}, "--sizes: 8"),
+        ({"also_sizes": (8,)}, "--also-sizes: 8"),
         ({"links": ("gpu", "warp")}, "--links: 'warp'"),
         ({"modules": "no_colon"}, "--modules: 'no_colon'"),
     ],
@@ -135,7 +136,7 @@ def test_under_a_launcher(tmp_path, world_size, ranks_per_node):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = tmp_path / "T.json"
-    command = [sys.executable, "-m", "megatron_ext", "measure", "--out", str(out), "--json", "--max-bytes", "8192", "--seconds", "4", "--links", "gpu,hierarchical,cpu,internode,contention", "--data-parallel-size", str(world_size)]
+    command = [sys.executable, "-m", "megatron_ext", "measure", "--out", str(out), "--json", "--max-bytes", "8192", "--also-sizes", "5120", "--seconds", "4", "--links", "gpu,hierarchical,cpu,internode,contention", "--data-parallel-size", str(world_size)]
     ranks = []
     for rank in range(world_size):
         environment = os.environ | {
@@ -151,7 +152,8 @@ def test_under_a_launcher(tmp_path, world_size, ranks_per_node):
     assert Costs(table).routes == ("gpu", "cpu")
     flat = [point.size_bytes for point in table.routes.gpu.points]
     two_legs = [point.size_bytes for point in table.routes.gpu.algorithms.get("hierarchical", ())]
-    assert two_legs == ([size for size in flat if size in (4096, 8192)] if world_size == 4 else [])
+    assert 5120 in flat and 5120 in [point.size_bytes for point in table.routes.cpu.points]
+    assert two_legs == ([size for size in flat if size in (4096, 5120, 8192)] if world_size == 4 else [])
     if ranks_per_node == world_size:
         assert table.publish.internode is None
     else:  # half of a group enters each of two nodes
