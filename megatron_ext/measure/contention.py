@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.nvme import NvmeRead
-from megatron_ext.measure.operations import OPERATIONS, MatrixProduct, Operation
+from megatron_ext.measure.operations import OPERATIONS, Internode, MatrixProduct, Operation, PublishAcross
 from megatron_ext.measure.options import MIB
 from megatron_ext.measure.sampling import sample
 
 LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "nvme")
 
 KINDS = OPERATIONS | {NvmeRead.name: NvmeRead}
+"""What stands for each link; see :func:`kinds`."""
 
 SIZE_BYTES = 2 * MIB
 """Size of measured and busy transfers but messages: well into the range where bytes set the time."""
@@ -40,6 +41,12 @@ def pairs(fabric: Fabric) -> list[tuple[str, str]]:
     return [(measured, busy) for busy in present for measured in present if measured != busy]
 
 
+def kinds(fabric: Fabric) -> dict[str, type[Operation]]:
+    """What stands for each link. Publishing to several nodes takes the network, and disturbs
+    whatever else does: it is timed with both its legs here, though each has a curve of its own."""
+    return KINDS | ({PublishAcross.name: PublishAcross} if fabric.options.nodes > 1 else {})
+
+
 def size_of(fabric: Fabric, name: str) -> int:
     """Bytes of a transfer; a message between pipeline ranks has its one size (float32), because
     what it waits for a processor does not grow with it."""
@@ -52,7 +59,8 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
     """Rows ``{measured, busy, size_bytes, p50_us, slowdown}`` for ``wanted``."""
     if not wanted:
         return []
-    measured = {name: KINDS[name](fabric) for name in sorted({pair[0] for pair in wanted})}
+    operations = kinds(fabric)
+    measured = {name: operations[name](fabric) for name in sorted({pair[0] for pair in wanted})}
     deadline = monotonic() + seconds
     alone: dict[str, list[float]] = {name: [] for name in measured}
     beside: dict[tuple[str, str], list[float]] = {}
@@ -66,7 +74,7 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
         alone[name] += sample(fabric, operation, size_of(fabric, name), slot(visits), warmups=1).us
         visits -= 1
     for busy_name in dict.fromkeys(pair[1] for pair in wanted):
-        busy = Busy(fabric, KINDS[busy_name](fabric, busy=True), size_of(fabric, busy_name))
+        busy = Busy(fabric, operations[busy_name](fabric, busy=True), size_of(fabric, busy_name))
         for pair in wanted:
             if pair[1] == busy_name:
                 if fabric.agree(int(monotonic() > deadline)):
@@ -104,10 +112,13 @@ class Busy:
     def __init__(self, fabric: Fabric, operation: Operation, size_bytes: int):
         self.fabric, self.operation, self.size_bytes = fabric, operation, size_bytes
         options = fabric.options
-        alone = isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish", "nvme")
-        if alone:  # nobody waits for anybody: each rank leads itself
+        across = isinstance(operation, Internode)
+        alone = isinstance(operation, MatrixProduct) or (operation.name in ("cpu", "publish", "nvme") and not across)
+        if across:  # the counterparts wait for each other
+            first = operation.exchange.dp_ranks[0]
+            self.word, self.leads = 1 + (fabric.pp_rank * options.data_parallel_size + first) % 60, fabric.dp_rank == first
+        elif alone:  # nobody waits for anybody: each rank leads itself
             self.word, self.leads = 1 + fabric.rank % 60, True
-            self._own_end = NEVER
         elif operation.name == "p2p":
             self.word, self.leads = 1 + fabric.dp_rank + options.data_parallel_size * (fabric.pp_rank // 2), fabric.pp_rank % 2 == 0
         else:

@@ -194,19 +194,42 @@ class Internode(Operation):
         _ = fabric.host
 
     def issue(self, size_bytes: int, turn: int) -> Transfer:
+        host = self.fabric.window(self.fabric.host, size_bytes, turn)
+        return self.worker.submit(lambda transfer: self._bring(host))
+
+    def _bring(self, host: torch.Tensor) -> None:
+        """The other nodes' shards of ``host``."""
         fabric = self.fabric
-        host = fabric.window(fabric.host, size_bytes, turn)
         numel = host.numel() // fabric.options.data_parallel_size
-
-        def exchange(transfer: Transfer) -> None:
-            for dp_rank, shard in self.exchange.shards(fabric.shard(host), fabric.dp_rank):
-                if dp_rank != fabric.dp_rank:
-                    host.narrow(0, dp_rank * numel, numel).copy_(shard)
-
-        return self.worker.submit(exchange)
+        for dp_rank, shard in self.exchange.shards(fabric.shard(host), fabric.dp_rank):
+            if dp_rank != fabric.dp_rank:
+                host.narrow(0, dp_rank * numel, numel).copy_(shard)
 
     def close(self) -> None:
         self.worker.close()
+
+
+class PublishAcross(Internode):
+    """As the run publishes where a group spans nodes: the own shard into the node's host copy, then what
+    the counterparts wrote. For contention: most of its time is the network's, which gathers use too."""
+
+    name = "publish"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
+        self.stream = fabric.device.copy_stream()
+
+    def issue(self, size_bytes: int, turn: int) -> Transfer:
+        fabric = self.fabric
+        host, own = (fabric.window(memory, size_bytes, turn) for memory in (fabric.host, self.memory))
+        after = fabric.device.mark()
+
+        def publish(transfer: Transfer) -> None:
+            fabric.device.synchronize(fabric.device.copy(fabric.shard(host), fabric.shard(own), self.stream, after))
+            self._bring(host)
+
+        return self.worker.submit(publish)
 
 
 def crossing_bytes(size_bytes: int, nodes: int) -> int:

@@ -16,7 +16,7 @@ The bound is the largest of these, and each drops constraints only:
   each other lose at least what the table says (the best mix of links is one fixed set of
   links, because bytes and time are both linear in how long each set runs). What comes for the
   first time over a link that carries host copies has been published before, at no better than
-  publishing's best rate.
+  publishing's best rate, beside all-gathers which disturb it by what the table says.
 * Work: the compute of a rank is slowed while its gathers run, unless they run while it waits
   for its first input.
 
@@ -31,7 +31,7 @@ from megatron_ext.simulator.critical import Durations, alone, earliest_ends, tai
 from megatron_ext.simulator.last_backward import last_backwards, least_tail_us, plannable, processor_bound, replicas, rest_us
 from megatron_ext.simulator.least_loads import layer_bytes, least_loads
 from megatron_ext.simulator.stock import buckets
-from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, NVME, Timing
+from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, NVME, PUBLISH, Timing
 from megatron_ext.workload.model import Workload, group_bytes
 from megatron_ext.workload.order import steps_of_ranks
 from megatron_ext.workload.route import ROUTES
@@ -134,13 +134,15 @@ class Links:
         self.curves = {route: _points(timing, route, largest) for route in offered}
         self.routes = tuple(route for route in offered if self.curves[route])
         self.publishing = {route: _publish_points(timing, pp_rank, route, largest) for route in self.routes if route != "gpu"}
-        self.excess = {(a, b): self._least_excess(a, b) for a in self.routes for b in self.routes if _KIND[a] != _KIND[b]}
+        pairs = [(a, b) for a in self.routes for b in self.routes if _KIND[a] != _KIND[b]]
+        self.excess = {(a, b): self._least_excess(_kinds(a), _kinds(b)) for a, b in pairs}
+        self.excess_of_publishing = {(a, b): self._least_excess(_publishing(a), _publishing(b)) for a, b in pairs}
         self.slows_compute = {route: min(timing.least_excess(COMPUTE, kind) for kind in _kinds(route)) for route in self.routes}
         self.best_rates = {route: max(size / us for size, us in self.curves[route]) for route in self.routes}
         self.best_rate = self._together(self.best_rates) if self.routes else 0.0
 
-    def _least_excess(self, measured: str, busy: str) -> float:
-        return min(self.timing.least_excess(a, b) for a in _kinds(measured) for b in _kinds(busy))
+    def _least_excess(self, measured: tuple[int, ...], busy: tuple[int, ...]) -> float:
+        return min(self.timing.least_excess(a, b) for a in measured for b in busy)
 
     def _sets(self):
         """Sets of links that can be busy at once: ``cpu`` and ``nvme`` end on the same PCIe link."""
@@ -149,10 +151,11 @@ class Links:
                 if len({_KIND[route] for route in chosen}) == len(chosen):
                     yield chosen
 
-    def _together(self, rates: dict[str, float]) -> float:
+    def _together(self, rates: dict[str, float], excess: dict[tuple[str, str], float] | None = None) -> float:
         """Bytes per microsecond of the best set of links."""
+        excess = self.excess if excess is None else excess
         return max(
-            sum(rates.get(a, 0.0) / (1.0 + sum(self.excess[a, b] for b in chosen if b != a)) for a in chosen)
+            sum(rates.get(a, 0.0) / (1.0 + sum(excess[a, b] for b in chosen if b != a)) for a in chosen)
             for chosen in self._sets()
         )
 
@@ -168,11 +171,12 @@ class Links:
 
     def _brings(self, us: float, size: float, first: bool) -> bool:
         rates = {route: _best_rate_within(self.curves[route], us) for route in self.routes}
-        if first:
-            for route, points in self.publishing.items():
-                if points:  # a group is published first, then it comes
-                    rates[route] = min(rates[route], _best_rate_within(points, us))
-        return us * self._together(rates) >= size
+        if us * self._together(rates) < size:
+            return False
+        if first and any(self.publishing.values()):  # a group is published first, then it comes
+            published = {route: _best_rate_within(points, us) for route, points in self.publishing.items() if points}
+            return us * self._together(rates | published, self.excess_of_publishing) >= size
+        return True
 
     def least_work_us(self, compute_us: float, size: float, before_us: float) -> float:
         """Least time after the first ``before_us`` in which ``compute_us`` of compute is done and,
@@ -193,6 +197,11 @@ class Links:
 def _kinds(route: str) -> tuple[int, ...]:
     """What keeps a route's gather busy: the drive, and PCIe where its last leg was measured."""
     return (NVME, CPU) if route == "nvme" else (_KIND[route],)
+
+
+def _publishing(route: str) -> tuple[int, ...]:
+    """What is busy while a group is published for ``route``; what gathers it where it needs no publishing."""
+    return _kinds(route) if route == "gpu" else (PUBLISH,)
 
 
 def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float]]:
