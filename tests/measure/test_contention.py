@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.measure.contention import KINDS, Busy, size_of
+from megatron_ext.measure.contention import KINDS, Busy, kinds, size_of
 from megatron_ext.measure.fabric import Fabric, shared_bytes
+from megatron_ext.measure.operations import Publish, PublishAcross
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.sampling import sample
 
@@ -48,6 +49,12 @@ def rank_program(rank: int, block: int, port: int, queue) -> None:
     queue.close()
     queue.join_thread()
     os._exit(0)
+
+
+@pytest.mark.parametrize("ranks_per_node, across", [(4, False), (2, False), (1, True)])
+def test_publishing_takes_the_network_where_a_group_spans_nodes(ranks_per_node, across):
+    fabric = SimpleNamespace(options=Options(data_parallel_size=2, pipeline_model_parallel_size=2, ranks_per_node=ranks_per_node))
+    assert kinds(fabric)["publish"] is (PublishAcross if across else Publish)
 
 
 def test_no_transfer_is_larger_than_what_is_measured():

@@ -1,14 +1,14 @@
 """No schedule beats the lower bound."""
 
 import random
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 from msgspec.structs import replace
 
 from megatron_ext.cost import model as cost
 from megatron_ext.planner import plan
-from megatron_ext.simulator.bound import lower_bound
+from megatron_ext.simulator.bound import Links, lower_bound
 from megatron_ext.simulator.timing import Timing
 from planning_cases import line, make_table, make_workload, uneven_case
 
@@ -124,7 +124,20 @@ def test_nothing_is_faster_where_host_copies_are_published_between_nodes(seed):
         between = (draw.uniform(1, 50), draw.uniform(100, 5000))
         table = make_table(work, gpu=between, cpu=(2.0, draw.uniform(500, 9000)), publish=(draw.uniform(1, 50), draw.uniform(500, 9000)), forward=draw.uniform(5, 200), backward=draw.uniform(5, 300))
         table = cost.check(replace(table, publish=replace(table.publish, internode=line(*between))))
+        disturbed = [(a, b) for a, b in permutations(("gpu", "cpu", "publish"), 2) if draw.random() < 0.5]
+        table = replace(table, contention=tuple(cost.Contention(measured=a, busy=b, slowdown=draw.uniform(1, 2.5)) for a, b in disturbed))
         full = with_gradients(table, reduce=between, slower=draw.uniform(1, 2), processors=draw.choice((None, 0.9, 2.0)), share=draw.uniform(0, 0.9))
         bound = lower_bound(work, Timing(work, full))
         for policy in ("all-gpu", "all-cpu", "hybrid", "random:1", "random:2"):
             assert plan(work, full, policy=policy).predicted.step_time_us >= bound * (1 - 1e-9), policy
+
+
+def test_publishing_and_gathers_on_one_network_bring_no_more_than_it_carries():
+    """Ten bytes a microsecond each way alone. A short copy from the host disturbs gathers for as long as it
+    takes only, so it costs the mix nearly nothing."""
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline")
+    both = lambda a, b: ((a, b, 2.0), (b, a, 2.0))  # noqa: E731
+    for contention, rate in (((), 20.0), (both("gpu", "publish"), 10.0), (both("gpu", "cpu"), 20.0)):
+        table = make_table(work, gpu=(0.001, 10.0), cpu=(0.001, 1e5), publish=(0.001, 10.0), contention=contention)
+        links = Links(work, Timing(work, table), 0)
+        assert links.least_us(1000.0, first=True) == pytest.approx(1000.0 / rate, rel=0.01)
