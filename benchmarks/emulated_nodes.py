@@ -129,9 +129,9 @@ def _shape(namespace: str, interface: str, gbit_s: float) -> None:
     # What the bucket holds passes without taking any time, so a message of that size behind a pause would
     # seem faster than the link: 0.4 ms of bytes, and at least a segment with its headers, or the kernel would
     # cut it into packets. The queue is deep enough that TCP is slowed by waiting, not by loss.
-    segment = min(max(int(gbit_s * 1e9 / 8 / 2500), 16_384), 65_536)
-    _run("ip", "-n", namespace, "link", "set", "dev", interface, "gso_max_size", str(segment))
-    burst = max(int(gbit_s * 1e9 / 8 / 2500), segment) + 2_000
+    bucket = max(int(gbit_s * 1e9 / 8 / 2500), 16_384)
+    _run("ip", "-n", namespace, "link", "set", "dev", interface, "gso_max_size", str(min(bucket, 65_536)))
+    burst = bucket + 2_000
     limit = max(int(gbit_s * 1e9 / 8 / 20), 4_000_000)
     rate = f"{int(gbit_s * 1e6)}kbit"
     _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", "rate", rate, "burst", str(burst), "limit", str(limit))

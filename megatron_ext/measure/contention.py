@@ -100,6 +100,20 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
     return rows
 
 
+def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:
+    """The control word of those who must repeat ``operation`` equally often (no others have it), whether this
+    rank leads them, and whether it waits for nobody."""
+    dp, pp_rank, dp_rank = fabric.options.data_parallel_size, fabric.pp_rank, fabric.dp_rank
+    if isinstance(operation, Internode):  # the counterparts wait for each other
+        first = operation.exchange.dp_ranks[0]
+        return 1 + pp_rank * dp + first, dp_rank == first, False
+    if isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish", "nvme"):
+        return 0, True, True  # never posted
+    if operation.name == "p2p":
+        return 1 + dp_rank + dp * (pp_rank // 2), pp_rank % 2 == 0, False
+    return 1 + pp_rank, dp_rank == 0, False
+
+
 class Busy:
     """Repeats an operation on a thread until told to stop, on all ranks equally often.
 
@@ -111,19 +125,7 @@ class Busy:
 
     def __init__(self, fabric: Fabric, operation: Operation, size_bytes: int):
         self.fabric, self.operation, self.size_bytes = fabric, operation, size_bytes
-        options = fabric.options
-        across = isinstance(operation, Internode)
-        alone = isinstance(operation, MatrixProduct) or (operation.name in ("cpu", "publish", "nvme") and not across)
-        if across:  # the counterparts wait for each other
-            first = operation.exchange.dp_ranks[0]
-            self.word, self.leads = 1 + (fabric.pp_rank * options.data_parallel_size + first) % 60, fabric.dp_rank == first
-        elif alone:  # nobody waits for anybody: each rank leads itself
-            self.word, self.leads = 1 + fabric.rank % 60, True
-        elif operation.name == "p2p":
-            self.word, self.leads = 1 + fabric.dp_rank + options.data_parallel_size * (fabric.pp_rank // 2), fabric.pp_rank % 2 == 0
-        else:
-            self.word, self.leads = 1 + fabric.pp_rank, fabric.dp_rank == 0
-        self.alone = alone
+        self.word, self.leads, self.alone = control(fabric, operation)
         self.slack = 2
 
     def start(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.measure.contention import KINDS, Busy, kinds, size_of
+from megatron_ext.measure.contention import KINDS, Busy, control, kinds, size_of
 from megatron_ext.measure.fabric import Fabric, shared_bytes
 from megatron_ext.measure.operations import Publish, PublishAcross
 from megatron_ext.measure.options import Options
@@ -55,6 +55,23 @@ def rank_program(rank: int, block: int, port: int, queue) -> None:
 def test_publishing_takes_the_network_where_a_group_spans_nodes(ranks_per_node, across):
     fabric = SimpleNamespace(options=Options(data_parallel_size=2, pipeline_model_parallel_size=2, ranks_per_node=ranks_per_node))
     assert kinds(fabric)["publish"] is (PublishAcross if across else Publish)
+
+
+@pytest.mark.parametrize("name", ["gpu", "p2p", "publish"])
+def test_no_two_leaders_share_a_word(name):
+    """8 pipeline ranks of 4 nodes with 8 ranks each: 64 sets of counterparts for publishing."""
+    options = Options(data_parallel_size=32, pipeline_model_parallel_size=8, ranks_per_node=8)
+    leaders = {}
+    for rank in range(options.world_size):
+        fabric = SimpleNamespace(options=options, rank=rank, pp_rank=rank // 32, dp_rank=rank % 32)
+        operation = object.__new__(KINDS[name] if name != "publish" else PublishAcross)
+        operation.exchange = SimpleNamespace(dp_ranks=tuple(range(fabric.dp_rank % 8, 32, 8)))
+        word, leads, alone = control(fabric, operation)
+        assert not alone and word > 0
+        members = leaders.setdefault(word, [])
+        members.append((rank, leads))
+    assert len(leaders) == {"gpu": 8, "p2p": 4 * 32, "publish": 64}[name]
+    assert all(sum(leads for _, leads in members) == 1 for members in leaders.values())
 
 
 def test_no_transfer_is_larger_than_what_is_measured():
