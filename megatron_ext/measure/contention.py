@@ -27,8 +27,9 @@ LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "nvme")
 KINDS = OPERATIONS | {NvmeRead.name: NvmeRead}
 """What stands for each link; see :func:`kinds`."""
 
-SIZE_BYTES = 2 * MIB
-"""Size of measured and busy transfers but messages: well into the range where bytes set the time."""
+SIZE_BYTES, LEAST_BYTES = 2 * MIB, MIB // 4
+"""Size of measured and busy transfers but messages: well into the range where bytes set the time. Less, and
+at least the second, where a link is so slow that not every pair would be measured."""
 
 NEVER = 1 << 62
 
@@ -38,6 +39,10 @@ def pairs(fabric: Fabric) -> list[tuple[str, str]]:
     options = fabric.options
     missing = {"p2p": fabric.pipe is None, "nvme": options.nvme_path is None}
     present = [name for name in LINKS if name in options.links and not missing.get(name)]
+    if options.nodes > 1 and {"cpu", "publish"} <= set(present):
+        # Where time runs out, rather without the copies: publishing shares the network with all-gathers.
+        present.remove("publish")
+        present.insert(present.index("cpu"), "publish")
     return [(measured, busy) for busy in present for measured in present if measured != busy]
 
 
@@ -47,12 +52,22 @@ def kinds(fabric: Fabric) -> dict[str, type[Operation]]:
     return KINDS | ({PublishAcross.name: PublishAcross} if fabric.options.nodes > 1 else {})
 
 
-def size_of(fabric: Fabric, name: str) -> int:
-    """Bytes of a transfer; a message between pipeline ranks has its one size (float32), because
+def size_of(fabric: Fabric, name: str, most: int = SIZE_BYTES) -> int:
+    """Bytes of a transfer, at most ``most``; a message between pipeline ranks has its one size (float32), because
     what it waits for a processor does not grow with it."""
     options = fabric.options
     message = options.seq_length * options.micro_batch_size * options.hidden_size * 4
-    return options.rounded(min(message if name == "p2p" else SIZE_BYTES, options.largest))
+    return options.rounded(min(message if name == "p2p" else most, options.largest))
+
+
+def fitting(us: dict[str, float], wanted: list[tuple[str, str]], seconds: float) -> int:
+    """The size at which ``wanted`` is measured in ``seconds``, by what each link alone takes for
+    :data:`SIZE_BYTES`: three rounds that may take twice as long, and four that keep the other link busy."""
+    size = SIZE_BYTES
+    most_us = sum(6 * us[measured] + 4 * us[busy] for measured, busy in wanted)
+    while size > LEAST_BYTES and most_us * size / SIZE_BYTES > seconds * 1e6:
+        size //= 2
+    return size
 
 
 def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: Callable) -> list[dict]:
@@ -62,19 +77,30 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
     operations = kinds(fabric)
     measured = {name: operations[name](fabric) for name in sorted({pair[0] for pair in wanted})}
     deadline = monotonic() + seconds
-    alone: dict[str, list[float]] = {name: [] for name in measured}
     beside: dict[tuple[str, str], list[float]] = {}
 
     def slot(still: int) -> float:
         return max(deadline - monotonic(), 0.0) / max(still, 1)
 
-    visits = len(wanted) + 2 * len(measured)
+    visits = len(wanted) + 3 * len(measured)
+
+    def each_alone(most: int) -> dict[str, list[float]]:
+        nonlocal visits
+        taken = {}
+        for name, operation in measured.items():
+            taken[name] = sample(fabric, operation, size_of(fabric, name, most), slot(visits), warmups=1).us
+            visits -= 1
+        return taken
+
+    first = each_alone(SIZE_BYTES)
+    most = fabric.agree(fitting({name: median(us) for name, us in first.items()}, wanted, max(deadline - monotonic(), 0.0)))
     # Alone before and after: a machine that drifts must not look like contention.
-    for name, operation in measured.items():
-        alone[name] += sample(fabric, operation, size_of(fabric, name), slot(visits), warmups=1).us
-        visits -= 1
+    if most == SIZE_BYTES:
+        before, visits = first, visits - len(measured)
+    else:
+        before = each_alone(most)
     for busy_name in dict.fromkeys(pair[1] for pair in wanted):
-        busy = Busy(fabric, operations[busy_name](fabric, busy=True), size_of(fabric, busy_name))
+        busy = Busy(fabric, operations[busy_name](fabric, busy=True), size_of(fabric, busy_name, most))
         for pair in wanted:
             if pair[1] == busy_name:
                 if fabric.agree(int(monotonic() > deadline)):
@@ -82,13 +108,13 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
                 if fabric.rank == 0:
                     report(pair)
                 busy.start()
-                beside[pair] = sample(fabric, measured[pair[0]], size_of(fabric, pair[0]), slot(visits), warmups=1).us
+                beside[pair] = sample(fabric, measured[pair[0]], size_of(fabric, pair[0], most), slot(visits), warmups=1).us
                 busy.stop()
                 visits -= 1
         busy.operation.close()
-    for name, operation in measured.items():
-        alone[name] += sample(fabric, operation, size_of(fabric, name), slot(visits), warmups=1).us
-        visits -= 1
+    after = each_alone(most)
+    alone = {name: before[name] + after[name] for name in measured}
+    for operation in measured.values():
         operation.close()
     everyone: list = [None] * fabric.world_size
     dist.all_gather_object(everyone, (alone, beside))
@@ -96,7 +122,7 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
     for pair in beside:
         us = median(value for _, theirs in everyone for value in theirs[pair])
         base = median(value for theirs, _ in everyone for value in theirs[pair[0]])
-        rows.append({"measured": pair[0], "busy": pair[1], "size_bytes": size_of(fabric, pair[0]), "p50_us": us, "slowdown": us / base})
+        rows.append({"measured": pair[0], "busy": pair[1], "size_bytes": size_of(fabric, pair[0], most), "p50_us": us, "slowdown": us / base})
     return rows
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.measure.contention import KINDS, Busy, control, kinds, size_of
+from megatron_ext.measure.contention import KINDS, Busy, control, fitting, kinds, pairs, size_of
 from megatron_ext.measure.fabric import Fabric, shared_bytes
 from megatron_ext.measure.operations import Publish, PublishAcross
 from megatron_ext.measure.options import Options
@@ -80,6 +80,26 @@ def test_no_transfer_is_larger_than_what_is_measured():
     assert size_of(large, "p2p") == 1 << 28 and size_of(large, "gpu") == 2 << 20
     small = SimpleNamespace(options=Options(hidden_size=128, seq_length=64, micro_batch_size=2))
     assert size_of(small, "p2p") == 64 * 2 * 128 * 4
+
+
+def test_transfers_are_smaller_on_a_network_that_is_too_slow_for_all_pairs():
+    us = {"gpu": 108e3, "publish": 73e3, "compute": 10e3}
+    wanted = [(a, b) for a in us for b in us if a != b]
+    most_s = sum(6 * us[a] + 4 * us[b] for a, b in wanted) / 1e6
+    assert fitting(us, wanted, most_s) == 2 << 20
+    assert fitting(us, wanted, most_s / 2.5) == 1 << 19
+    assert fitting(us, wanted, 0.0) == 1 << 18
+
+
+def test_pairs_on_the_network_come_before_the_copies():
+    def ordered(ranks_per_node):
+        links = ("compute", "gpu", "cpu", "publish")
+        fabric = SimpleNamespace(options=Options(data_parallel_size=4, ranks_per_node=ranks_per_node, links=links), pipe=None)
+        return pairs(fabric)
+
+    assert ordered(4).index(("gpu", "cpu")) < ordered(4).index(("gpu", "publish"))
+    assert ordered(2).index(("gpu", "cpu")) > ordered(2).index(("gpu", "publish"))
+    assert set(ordered(2)) == set(ordered(4)) and len(ordered(2)) == 12
 
 
 @pytest.fixture(scope="module")
