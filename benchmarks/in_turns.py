@@ -30,7 +30,7 @@ class Run:
     """One training run. ``turns``: of every iteration, the turn in which it ended."""
 
     def __init__(self, name: str, command: Sequence[str], world: int, log: Path, environment: dict[str, str] | None = None):
-        self.name, self.log, self.turns, self.turn = name, log, [], -1
+        self.name, self.log, self.world, self.turns, self.turn = name, log, world, [], -1
         shared = {"PYTHONPATH": f"{ROOT}:{ROOT / '.megatron'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_ext.runtime.launch", "--nproc-per-node", str(world), *command, "--log-interval", "1"],
@@ -48,15 +48,31 @@ class Run:
 
     def signal(self, number: int) -> None:
         """To every rank; the launcher goes on."""
-        try:
-            ranks = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        except OSError:
-            return
-        for rank in ranks:
+        for rank in self._ranks():
             try:
-                os.killpg(int(rank), number)
+                os.killpg(rank, number)
             except ProcessLookupError:
                 pass
+
+    def wait_for_ranks(self, timeout_s: float = 60) -> None:
+        """Return when the launcher has started every rank, so that a signal meets all of them, or is over.
+
+        Raises:
+            Ended: it has not after ``timeout_s``.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.over and len(self._ranks()) < self.world:
+            if time.monotonic() > deadline:
+                raise Ended(f"{self.name} has not started its {self.world} ranks after {timeout_s:g} s; see {self.log}")
+            time.sleep(0.01)
+
+    def _ranks(self) -> list[int]:
+        """Ranks that lead their process group already."""
+        try:
+            children = [int(child) for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
+        except OSError:  # the launcher is gone
+            return []
+        return [child for child in children if _leads(child)]
 
     @property
     def over(self) -> bool:
@@ -68,6 +84,13 @@ class Run:
             self.process.terminate()
             self.process.wait()
         self._reader.join()
+
+
+def _leads(process: int) -> bool:
+    try:
+        return os.getpgid(process) == process
+    except ProcessLookupError:
+        return False
 
 
 def in_turns(runs: Sequence[Run], turn_s: float, between: Callable[[int], None] | None = None, report: Callable[[int], None] | None = None) -> None:
@@ -82,7 +105,8 @@ def in_turns(runs: Sequence[Run], turn_s: float, between: Callable[[int], None] 
     """
     number = 0
     try:
-        time.sleep(0.5)  # every launcher has its ranks
+        for run in runs:
+            run.wait_for_ranks()  # what is started later would not be stopped, and go beside the others
         for run in runs[1:]:
             run.signal(signal.SIGSTOP)
         while not all(run.over for run in runs):
