@@ -1,21 +1,22 @@
 """Predicted beside measured: gather time per group and iteration time, over models and layouts.
 
-    python benchmarks/cost_prediction.py [--models small medium large long] [--layouts pp2 dp4] [--train-seconds 24]
+    python benchmarks/cost_prediction.py [--models small medium large long] [--layouts pp2 dp4] [--train-seconds 40]
 
-For every model and layout: the main job (scripts/pretrain_gpt_hybrid.sh: measure, plan, train
-stock and by the schedule, report), then a second cost table, for which every group of the schedule
-is gathered at its own size too, by both routes, on all ranks at once. Prints a table and writes
-benchmarks/results/cost_prediction.json with date, machine and errors. Ends 0 if for three models at
-least all gathers are within 15 % and all iterations within 10 %, 1 otherwise.
+For every model and layout: describe, measure, plan, as the main job does (which builds the corpus:
+scripts/pretrain_gpt_hybrid.sh first). Then stock, the scheduled run and a second measurement go in turns
+of seconds (in_turns.py). In the second every group of the schedule is gathered at its own size too, by both
+routes, on all ranks at once. Prints a table and writes benchmarks/results/cost_prediction.json with date,
+machine and errors. Ends 0 if for three models at least all gathers are within 15 % and all iterations within
+10 %, 1 otherwise.
 
 [Note: Two tables]
 A machine that is shared becomes slower and faster by tens of percent from minute to minute, and no
-table can know. ``error`` is that of the prediction which the main job printed, by the table that was
-measured before training. ``error_between`` takes the mean of what the tables before and after
-predict: drift that is steady cancels, what the model of the machine lacks stays. The exit code
-goes by this one; both are counted, and ``tables_differ`` says by how much the two predictions do.
-The second table predicts gathers from its other sizes; where a group is as large as the
-largest size of the grid nothing is left to predict it from, and only the first table does.
+table can know. ``error`` is that of the prediction by the table that was planned from, ``error_beside`` by the one
+measured in the same turns as training, which meets the same machine: what is left is what the model of the
+machine lacks. The exit code goes by this one; both are counted, and ``tables_differ`` says by how much the two
+predictions do. Gathers are held against those of the second measurement, and it predicts them from its other
+sizes; where a group is as large as the largest size of the grid nothing is left to predict it from, and only
+the first table does.
 """
 
 import argparse
@@ -23,19 +24,20 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
 import msgspec
 import pictures
-from measuring import measure_command
+from in_turns import Run, in_turns, over_turns
+from measuring import CORPUS, measure_command
 
 from megatron_ext import files, simulator
 from megatron_ext.cost import model as cost
 from megatron_ext.cost.predict import Costs
-from megatron_ext.measure.others import OtherPrograms
-from megatron_ext.schedule import model as schedule
+from megatron_ext.report.spread import summarize
 from megatron_ext.schedule import validate
 from megatron_ext.workload import model as workload
 
@@ -57,18 +59,22 @@ SECONDS, MIN_ITERATIONS = {"small": 0.25, "medium": 0.75, "large": 1.5, "long": 
 LAYOUTS = {"pp2": {"PP": 2, "VP": 2, "DP": 2}, "dp4": {"PP": 1, "VP": 1, "DP": 4}}
 
 
-def main_job(name: str, settings: dict) -> Path:
-    """Run the main job; its directory."""
-    environment = os.environ | {key: str(value) for key, value in settings.items()} | {"NAME": name}
-    done = subprocess.run([REPOSITORY / "scripts" / "pretrain_gpt_hybrid.sh"], cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+def model_options(settings: dict) -> list[str]:
+    """Options of the example, as scripts/pretrain_gpt_hybrid.sh makes them of the same settings."""
+    pp, dp, vp, micro = settings["PP"], settings["DP"], settings["VP"], settings["MICRO_BATCH_SIZE"]
+    options = {
+        "num-layers": settings["LAYERS"], "hidden-size": settings["HIDDEN"], "num-attention-heads": 4, "seq-length": settings["SEQ"],
+        "micro-batch-size": micro, "global-batch-size": micro * dp * 2 * pp, "pipeline-model-parallel-size": pp, "data-parallel-size": dp,
+    } | ({"num-virtual-stages-per-pipeline-rank": vp} if vp > 1 else {})  # fmt: skip
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))] + ["--untie-embeddings-and-output-weights"]
+
+
+def product(*arguments: object) -> None:
+    """``megatron-ext ARGUMENTS...``"""
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / '.megatron'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", *map(str, arguments)], cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        raise SystemExit(f"the main job {name} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-    return REPOSITORY / "runs" / name
-
-
-def report(run: Path) -> dict:
-    done = subprocess.run([sys.executable, "-m", "megatron_ext", "report", str(run), "--json"], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+        raise SystemExit(f"{arguments[1]} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
 
 
 def gathers(table: cost.CostTable, sizes: list[int]) -> dict[tuple[str, int], float]:
@@ -88,33 +94,16 @@ def without(table: cost.CostTable, sizes: list[int]) -> cost.CostTable:
     return msgspec.structs.replace(table, routes=msgspec.structs.replace(table.routes, **left))
 
 
-def model_options(run: Path) -> list[str]:
-    """The options of the main job's model."""
-    return (run / "model_options.txt").read_text().split()
-
-
-def measure_after(run: Path, settings: dict, seconds: float, sizes: list[int]) -> cost.CostTable:
-    """A second cost table, as the main job measured the first, but with gathers at ``sizes`` too."""
-    out = run / "cost_table_after.json"
-    work = workload.load(run / "workload.json")
-    command = measure_command(out, work, model_options(run), hidden=settings["HIDDEN"], seq=settings["SEQ"], micro_batch_size=settings["MICRO_BATCH_SIZE"], seconds=seconds)
-    command[2:2] = ["--also-sizes", ",".join(map(str, sizes))]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY / ".megatron"), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", *command], cwd=REPOSITORY, env=environment, check=True, stdout=subprocess.DEVNULL)
-    return cost.load(out)
-
-
-def gather_rows(measured: dict, table: Costs, after: Costs) -> list[dict]:
+def gather_rows(measured: dict, table: Costs, beside: Costs) -> list[dict]:
     """Every gather as the tables predict it."""
     rows = []
     for (route, size), us in measured.items():
-        ends = [point.size_bytes for point in getattr(after.table.routes, route).points]
-        tables = [table, after] if min(ends) <= size <= max(ends) else [table]
+        ends = [point.size_bytes for point in getattr(beside.table.routes, route).points]
+        tables = [table, beside] if min(ends) <= size <= max(ends) else [table]
         found = [one.gather(route, size) for one in tables]
-        between = sum(estimate.us for estimate in found) / len(found)
         rows.append({
-            "route": route, "size_bytes": size, "measured_us": us, "predicted_us": found[0].us, "predicted_after_us": found[1].us if found[1:] else None,
-            "error": found[0].us / us - 1, "error_between": between / us - 1,
+            "route": route, "size_bytes": size, "measured_us": us, "predicted_us": found[0].us, "predicted_beside_us": found[1].us if found[1:] else None,
+            "error": found[0].us / us - 1, "error_beside": found[-1].us / us - 1,
             "in_interval": min(one.low_us for one in found) <= us <= max(one.high_us for one in found),
         })  # fmt: skip
     return rows
@@ -124,33 +113,48 @@ def holding(rows: list[dict]) -> dict[str, list[str]]:
     """Models whose iterations, and whose gathers, are all within their limits, in every layout."""
     names = list(dict.fromkeys(row["model"] for row in rows))
     return {
-        "iterations": [name for name in names if all(abs(row["error_between"]) <= ITERATION_WITHIN for row in rows if row["model"] == name)],
-        "gathers": [name for name in names if all(abs(g["error_between"]) <= GATHER_WITHIN for row in rows if row["model"] == name for g in row["gathers"])],
+        "iterations": [name for name in names if all(abs(row["error_beside"]) <= ITERATION_WITHIN for row in rows if row["model"] == name)],
+        "gathers": [name for name in names if all(abs(g["error_beside"]) <= GATHER_WITHIN for row in rows if row["model"] == name for g in row["gathers"])],
     }  # fmt: skip
 
 
-def compared(model_name: str, layout_name: str, arguments) -> tuple[list[dict], cost.Metadata]:
+def compared(model_name: str, layout_name: str, folder: Path, arguments) -> tuple[list[dict], cost.Metadata]:
     """The rows of one model in one layout, stock and scheduled; and what its table says of the machine."""
+    settings = MODELS[model_name] | LAYOUTS[layout_name]
+    model, world = model_options(settings), settings["PP"] * settings["DP"]
+    product("megatron_ext", "describe", "--out", folder / "workload.json", *model)
+    work = workload.load(folder / "workload.json")
+
+    def measuring(out: Path, seconds: float) -> list[str]:
+        return measure_command(out, work, model, hidden=settings["HIDDEN"], seq=settings["SEQ"], micro_batch_size=settings["MICRO_BATCH_SIZE"], seconds=seconds)
+
+    product(*measuring(folder / "cost_table.json", arguments.measure_seconds))
+    product("megatron_ext", "plan", "--cost-table", folder / "cost_table.json", "--workload", folder / "workload.json", "--out", folder / "schedule.json")
+    table, given = cost.load(folder / "cost_table.json"), validate.load(folder / "schedule.json")
+    sizes = sorted({group.bytes for group in given.groups})
+
+    turn_s = max(arguments.turn, 4 * SECONDS[model_name])  # holds iterations that were not stopped
     iterations = max(MIN_ITERATIONS, round(arguments.train_seconds / SECONDS[model_name]))
-    settings = MODELS[model_name] | LAYOUTS[layout_name] | {"ITERS": iterations, "MEASURE_SECONDS": arguments.measure_seconds}
-    busy = OtherPrograms()
-    run = main_job(f"benchmark-{model_name}-{layout_name}", settings)
-    used = busy.processors()
-    reported, table = report(run), cost.load(run / "cost_table.json")
-    sizes = sorted({group.bytes for group in schedule.decode(run / "schedule.json").groups})
-    again = measure_after(run, settings, arguments.measure_seconds, sizes)
-    after = without(again, sizes)
-    groups = gather_rows(gathers(again, sizes), Costs(table), Costs(after))
-    work, rows = workload.load(run / "workload.json"), []
+    runs = {}
+    for kind, more in {"stock": [], "scheduled": ["--user-defined-schedule", str(folder / "schedule.json")]}.items():
+        command = ["examples/pretrain_gpt_hybrid.py", *model, "--data-path", CORPUS, "--train-iters", str(iterations), "--metrics-path", str(folder / f"{kind}.metrics.json"), *more]
+        runs[kind] = Run(kind, command, world, folder / f"{kind}.log")
+    # Its clock goes on while the others have their turns.
+    command = measuring(folder / "beside.json", arguments.measure_seconds * (len(runs) + 1))[1:]
+    runs["measuring"] = Run("measuring", ["benchmarks/measure_rank.py", command[0], "--also-sizes", ",".join(map(str, sizes)), *command[1:]], world, folder / "measuring.log")
+    in_turns(list(runs.values()), turn_s)
+
+    beside = cost.load(folder / "beside.json")
+    groups, rows = gather_rows(gathers(beside, sizes), Costs(table), Costs(without(beside, sizes))), []
     for kind in ("stock", "scheduled"):
-        predicted, us = reported["predicted_step_time_us"][kind], reported["step_time_us"][kind]
-        given = validate.load(run / "schedule.json") if kind == "scheduled" else None
-        predicted_after = simulator.simulate(work, again, given).step_time_us
+        schedule_of_run = given if kind == "scheduled" else None
+        predicted, again = (simulator.simulate(work, one, schedule_of_run).step_time_us for one in (table, beside))
+        iteration_us = files.load(folder / f"{kind}.metrics.json", dict)["iteration_us"]
+        measured = summarize(over_turns(runs[kind], iteration_us, iteration_us, turn_s).values)
         rows.append({
-            "model": model_name, "layout": layout_name, "run": kind, "iterations": iterations, "measured_us": us,
-            "predicted_us": predicted, "predicted_after_us": predicted_after, "tables_differ": predicted_after / predicted - 1,
-            "error": predicted / us - 1, "error_between": (predicted + predicted_after) / 2 / us - 1,
-            "gathers": groups, "bitwise_equal": reported["bitwise_equal"], "others_processors": used,
+            "model": model_name, "layout": layout_name, "run": kind, "measured_us": measured.median_us, "measured": measured.as_json(),
+            "predicted_us": predicted, "predicted_beside_us": again, "tables_differ": again / predicted - 1,
+            "error": predicted / measured.median_us - 1, "error_beside": again / measured.median_us - 1, "gathers": groups,
         })  # fmt: skip
     return rows, table.metadata
 
@@ -164,9 +168,9 @@ def shares(rows: list[dict]) -> dict[str, str]:
 
     return {
         "iterations_within_10_percent": within(ITERATION_WITHIN, rows, "error"),
-        "iterations_within_10_percent_between": within(ITERATION_WITHIN, rows, "error_between"),
+        "iterations_within_10_percent_beside": within(ITERATION_WITHIN, rows, "error_beside"),
         "gathers_within_15_percent": within(GATHER_WITHIN, groups, "error"),
-        "gathers_within_15_percent_between": within(GATHER_WITHIN, groups, "error_between"),
+        "gathers_within_15_percent_beside": within(GATHER_WITHIN, groups, "error_beside"),
         "gathers_in_interval": f"{sum(group['in_interval'] for group in groups)} of {len(groups)}",
     }
 
@@ -175,20 +179,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--train-seconds", type=float, default=24, help="About as long is each run trained.")
+    parser.add_argument("--train-seconds", type=float, default=40, help="About as long is each run trained.")
     parser.add_argument("--measure-seconds", type=float, default=40)
+    parser.add_argument("--turn", type=float, default=6, help="Least seconds of a turn.")
     arguments = parser.parse_args()
+    os.chdir(REPOSITORY)
     rows, machine = [], None
-    print(f"{'model':8} {'layout':6} {'run':10} {'predicted ms':>13} {'measured ms':>12} {'error':>8} {'between':>8} {'tables differ':>14}   gather error between, median and largest")
+    print(f"{'model':8} {'layout':6} {'run':10} {'predicted ms':>13} {'measured ms':>12} {'error':>8} {'beside':>8} {'tables differ':>14}   gather error beside, median and largest")
     for layout_name in arguments.layouts:
         for model_name in arguments.models:
-            found, machine = compared(model_name, layout_name, arguments)
+            with tempfile.TemporaryDirectory() as folder:
+                found, machine = compared(model_name, layout_name, Path(folder), arguments)
             rows += found
-            errors = sorted(abs(group["error_between"]) for group in found[0]["gathers"])
+            errors = sorted(abs(group["error_beside"]) for group in found[0]["gathers"])
             for row in found:
                 print(
                     f"{model_name:8} {layout_name:6} {row['run']:10} {row['predicted_us'] / 1e3:13.1f} {row['measured_us'] / 1e3:12.1f} {row['error']:+8.1%} "
-                    f"{row['error_between']:+8.1%} {row['tables_differ']:+14.1%}   {median(errors):6.1%} {errors[-1]:6.1%}", flush=True,
+                    f"{row['error_beside']:+8.1%} {row['tables_differ']:+14.1%}   {median(errors):6.1%} {errors[-1]:6.1%}", flush=True,
                 )  # fmt: skip
     result = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

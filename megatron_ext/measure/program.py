@@ -43,6 +43,9 @@ ISSUED = {"gpu", "hierarchical", "coalesced", "cpu", "publish", "internode", "re
 TRANSPORTS = {"gpu", "hierarchical", "cpu", "publish", "reduce", "p2p", "nvme", "publish_nvme"}
 """Operations whose processor time is missing to compute, on machines without a device."""
 
+WRITES = {"publish", "internode", "publish_nvme"}
+"""Complete when the last rank of a node is: what a rank writes is of no use without what the others write."""
+
 CURVES = ("gpu", "hierarchical", "cpu", "publish", "internode", "reduce", "p2p", "optimizer", "flatten", "coalesced", "nvme", "publish_nvme")
 
 Report = Callable[[int, int, str], None]
@@ -164,8 +167,8 @@ def _text(size: int) -> str:
 
 
 def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
-    """Add a pass: ``merged[name, size]`` is a list over passes of (us of all ranks in each round, issued
-    of all ranks, processor time of all ranks)."""
+    """Add a pass: ``merged[name, size]`` is a list over passes of (us of all ranks, or of all that write
+    together, in each round, issued of all ranks, processor time of all ranks)."""
     everyone: list = [None] * fabric.world_size
     dist.all_gather_object(everyone, {key: (value.us, value.issued_us, value.processor_us) for key, value in own.items()})
     for key in own:
@@ -175,9 +178,20 @@ def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
         else:
             ranks = range(fabric.world_size)
         rounds = list(zip(*(everyone[rank][key][0] for rank in ranks)))
+        if key[0] in WRITES:
+            rounds = [tuple(max(us[rank] for rank in together) for together in writers(fabric.options)) for us in rounds]
         issued = [value for rank in ranks for value in everyone[rank][key][1]]
         used = [value for rank in ranks for value in everyone[rank][key][2]]
         merged.setdefault(key, []).append((rounds, issued, used))
+
+
+def writers(options: Options) -> list[list[int]]:
+    """Ranks of one data-parallel group on one node: together they write its host copy, or its files."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for rank in range(options.world_size):
+        pp_rank, dp_rank = divmod(rank, options.data_parallel_size)
+        found.setdefault((pp_rank, options.parallel.node_of(pp_rank, dp_rank, 0)), []).append(rank)
+    return list(found.values())
 
 
 def _refined(fabric: Fabric, visits: list, merged: dict) -> list:

@@ -63,8 +63,8 @@ def assemble(options: Options, raw: dict) -> CostTable:
             nvme=_nvme(raw, "nvme", f"drive to pinned slot to device, {at_once}, each from a file of its own"),
         ),
         publish=Publish(
-            cpu=curve("publish", f"own shard into node-shared host memory, {at_once}"),
-            nvme=_nvme(raw, "publish_nvme", f"own shard onto the drive, {at_once}"),
+            cpu=curve("publish", f"own shard into node-shared host memory, {at_once}, until the last of a node"),
+            nvme=_nvme(raw, "publish_nvme", f"own shard onto the drive, {at_once}, until the last of a node"),
             internode=_internode(curves, options, at_once),
         ),
         group_overhead=GroupOverhead(
@@ -100,7 +100,7 @@ def _internode(curves: dict, options: Options, at_once: str) -> Curve | None:
     if "internode" not in curves:
         return None
     rows = [row | {"size_bytes": crossing_bytes(row["size_bytes"], options.nodes)} for row in curves["internode"]]
-    return Curve(points=_points(rows), source=f"measured: shards exchanged with the counterparts on the other nodes, {at_once}", settings={"nodes": options.nodes})
+    return Curve(points=_points(rows), source=f"measured: shards exchanged with the counterparts on the other nodes, {at_once}, until the last of a node", settings={"nodes": options.nodes})
 
 
 def _nodes(options: Options) -> list[str]:
