@@ -1,22 +1,21 @@
 """Predicted beside measured: gather time per group and iteration time, over models and layouts.
 
-    python benchmarks/cost_prediction.py [--models small medium large long] [--layouts pp2 dp4] [--train-seconds 40]
+    python benchmarks/cost_prediction.py [--models small medium large long] [--layouts pp2 dp4] [--train-seconds 24]
 
 For every model and layout: describe, measure, plan, as the main job does (which builds the corpus:
-scripts/pretrain_gpt_hybrid.sh first). Then stock, the scheduled run and a second measurement go in turns
-of seconds (in_turns.py). In the second every group of the schedule is gathered at its own size too, by both
-routes, on all ranks at once. Prints a table and writes benchmarks/results/cost_prediction.json with date,
-machine and errors. Ends 0 if for three models at least all gathers are within 15 % and all iterations within
-10 %, 1 otherwise.
+scripts/pretrain_gpt_hybrid.sh first). Then stock and the scheduled run go in turns of seconds (in_turns.py); after
+each round of turns both are stopped and a further table is measured, for which every group of the schedule is
+gathered at its own size too, by both routes, on all ranks at once. Prints a table and writes
+benchmarks/results/cost_prediction.json with date, machine and errors. Ends 0 if for three models at least all
+gathers are within 15 % and all iterations within 10 %, 1 otherwise.
 
-[Note: Two tables]
+[Note: Several tables]
 A machine that is shared becomes slower and faster by tens of percent from minute to minute, and no
-table can know. ``error`` is that of the prediction by the table that was planned from, ``error_beside`` by the one
-measured in the same turns as training, which meets the same machine: what is left is what the model of the
-machine lacks. The exit code goes by this one; both are counted, and ``tables_differ`` says by how much the two
-predictions do. Gathers are held against those of the second measurement, and it predicts them from its other
-sizes; where a group is as large as the largest size of the grid nothing is left to predict it from, and only
-the first table does.
+table can know. ``error`` is that of the prediction by the table that was planned from. ``error_between`` takes the
+mean of what all tables predict, before, between and after the turns: drift cancels, what the model of the
+machine lacks stays. The exit code goes by this one; both are counted, and ``tables_differ`` says by how much
+the mean differs from the first. Later tables predict gathers from their other sizes; where a group is as large as the
+largest size of the grid nothing is left to predict it from, and only the first table does.
 """
 
 import argparse
@@ -27,7 +26,7 @@ import sys
 import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import msgspec
 import pictures
@@ -56,6 +55,7 @@ MODELS = {
 row of the table knows, are some percent."""
 SECONDS, MIN_ITERATIONS = {"small": 0.25, "medium": 0.75, "large": 1.5, "long": 2.7}, 12
 """About what an iteration takes on two processors: how many make a run as long as the others."""
+LATER_TABLES = 2
 LAYOUTS = {"pp2": {"PP": 2, "VP": 2, "DP": 2}, "dp4": {"PP": 1, "VP": 1, "DP": 4}}
 
 
@@ -94,16 +94,21 @@ def without(table: cost.CostTable, sizes: list[int]) -> cost.CostTable:
     return msgspec.structs.replace(table, routes=msgspec.structs.replace(table.routes, **left))
 
 
-def gather_rows(measured: dict, table: Costs, beside: Costs) -> list[dict]:
-    """Every gather as the tables predict it."""
-    rows = []
-    for (route, size), us in measured.items():
-        ends = [point.size_bytes for point in getattr(beside.table.routes, route).points]
-        tables = [table, beside] if min(ends) <= size <= max(ends) else [table]
-        found = [one.gather(route, size) for one in tables]
+def gather_rows(first: cost.CostTable, later: list[cost.CostTable], sizes: list[int]) -> list[dict]:
+    """Every gather as the tables predict it; the later ones measured it."""
+    measured = [gathers(table, sizes) for table in later]
+    rows, known = [], Costs(first)
+    for route, size in measured[0]:
+        us = mean(times[route, size] for times in measured)
+        found = [known.gather(route, size)]
+        for table in later:
+            others = without(table, sizes)
+            ends = [point.size_bytes for point in getattr(others.routes, route).points]
+            if min(ends) <= size <= max(ends):
+                found.append(Costs(others).gather(route, size))
         rows.append({
-            "route": route, "size_bytes": size, "measured_us": us, "predicted_us": found[0].us, "predicted_beside_us": found[1].us if found[1:] else None,
-            "error": found[0].us / us - 1, "error_beside": found[-1].us / us - 1,
+            "route": route, "size_bytes": size, "measured_us": us, "predicted_us": found[0].us, "predicted_later_us": [estimate.us for estimate in found[1:]],
+            "error": found[0].us / us - 1, "error_between": mean(estimate.us for estimate in found[1:] or found) / us - 1,
             "in_interval": min(one.low_us for one in found) <= us <= max(one.high_us for one in found),
         })  # fmt: skip
     return rows
@@ -113,8 +118,8 @@ def holding(rows: list[dict]) -> dict[str, list[str]]:
     """Models whose iterations, and whose gathers, are all within their limits, in every layout."""
     names = list(dict.fromkeys(row["model"] for row in rows))
     return {
-        "iterations": [name for name in names if all(abs(row["error_beside"]) <= ITERATION_WITHIN for row in rows if row["model"] == name)],
-        "gathers": [name for name in names if all(abs(g["error_beside"]) <= GATHER_WITHIN for row in rows if row["model"] == name for g in row["gathers"])],
+        "iterations": [name for name in names if all(abs(row["error_between"]) <= ITERATION_WITHIN for row in rows if row["model"] == name)],
+        "gathers": [name for name in names if all(abs(g["error_between"]) <= GATHER_WITHIN for row in rows if row["model"] == name for g in row["gathers"])],
     }  # fmt: skip
 
 
@@ -139,22 +144,26 @@ def compared(model_name: str, layout_name: str, folder: Path, arguments) -> tupl
     for kind, more in {"stock": [], "scheduled": ["--user-defined-schedule", str(folder / "schedule.json")]}.items():
         command = ["examples/pretrain_gpt_hybrid.py", *model, "--data-path", CORPUS, "--train-iters", str(iterations), "--metrics-path", str(folder / f"{kind}.metrics.json"), *more]
         runs[kind] = Run(kind, command, world, folder / f"{kind}.log")
-    # Its clock goes on while the others have their turns.
-    command = measuring(folder / "beside.json", arguments.measure_seconds * (len(runs) + 1))[1:]
-    runs["measuring"] = Run("measuring", ["benchmarks/measure_rank.py", command[0], "--also-sizes", ",".join(map(str, sizes)), *command[1:]], world, folder / "measuring.log")
-    in_turns(list(runs.values()), turn_s)
+    later = []
 
-    beside = cost.load(folder / "beside.json")
-    groups, rows = gather_rows(gathers(beside, sizes), Costs(table), Costs(without(beside, sizes))), []
+    def measure_again(number: int) -> None:
+        if number % len(runs) == len(runs) - 1 and len(later) < LATER_TABLES:
+            out = folder / f"cost_table_{number}.json"
+            command = measuring(out, arguments.measure_seconds)
+            product(*command[:2], "--also-sizes", ",".join(map(str, sizes)), *command[2:])
+            later.append(cost.load(out))
+
+    in_turns(list(runs.values()), turn_s, between=measure_again)
+    groups, rows = gather_rows(table, later, sizes), []
     for kind in ("stock", "scheduled"):
         schedule_of_run = given if kind == "scheduled" else None
-        predicted, again = (simulator.simulate(work, one, schedule_of_run).step_time_us for one in (table, beside))
+        predicted = [simulator.simulate(work, one, schedule_of_run).step_time_us for one in (table, *later)]
         iteration_us = files.load(folder / f"{kind}.metrics.json", dict)["iteration_us"]
         measured = summarize(over_turns(runs[kind], iteration_us, iteration_us, turn_s).values)
         rows.append({
             "model": model_name, "layout": layout_name, "run": kind, "measured_us": measured.median_us, "measured": measured.as_json(),
-            "predicted_us": predicted, "predicted_beside_us": again, "tables_differ": again / predicted - 1,
-            "error": predicted / measured.median_us - 1, "error_beside": again / measured.median_us - 1, "gathers": groups,
+            "predicted_us": predicted[0], "predicted_later_us": predicted[1:], "tables_differ": mean(predicted) / predicted[0] - 1,
+            "error": predicted[0] / measured.median_us - 1, "error_between": mean(predicted) / measured.median_us - 1, "gathers": groups,
         })  # fmt: skip
     return rows, table.metadata
 
@@ -168,9 +177,9 @@ def shares(rows: list[dict]) -> dict[str, str]:
 
     return {
         "iterations_within_10_percent": within(ITERATION_WITHIN, rows, "error"),
-        "iterations_within_10_percent_beside": within(ITERATION_WITHIN, rows, "error_beside"),
+        "iterations_within_10_percent_between": within(ITERATION_WITHIN, rows, "error_between"),
         "gathers_within_15_percent": within(GATHER_WITHIN, groups, "error"),
-        "gathers_within_15_percent_beside": within(GATHER_WITHIN, groups, "error_beside"),
+        "gathers_within_15_percent_between": within(GATHER_WITHIN, groups, "error_between"),
         "gathers_in_interval": f"{sum(group['in_interval'] for group in groups)} of {len(groups)}",
     }
 
@@ -179,23 +188,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--train-seconds", type=float, default=40, help="About as long is each run trained.")
+    parser.add_argument("--train-seconds", type=float, default=24, help="About as long is each run trained.")
     parser.add_argument("--measure-seconds", type=float, default=40)
-    parser.add_argument("--turn", type=float, default=6, help="Least seconds of a turn.")
+    parser.add_argument("--turn", type=float, default=20, help="Least seconds of a turn; the first holds the start.")
     arguments = parser.parse_args()
     os.chdir(REPOSITORY)
     rows, machine = [], None
-    print(f"{'model':8} {'layout':6} {'run':10} {'predicted ms':>13} {'measured ms':>12} {'error':>8} {'beside':>8} {'tables differ':>14}   gather error beside, median and largest")
+    print(f"{'model':8} {'layout':6} {'run':10} {'predicted ms':>13} {'measured ms':>12} {'error':>8} {'between':>8} {'tables differ':>14}   gather error between, median and largest")
     for layout_name in arguments.layouts:
         for model_name in arguments.models:
             with tempfile.TemporaryDirectory() as folder:
                 found, machine = compared(model_name, layout_name, Path(folder), arguments)
             rows += found
-            errors = sorted(abs(group["error_beside"]) for group in found[0]["gathers"])
+            errors = sorted(abs(group["error_between"]) for group in found[0]["gathers"])
             for row in found:
                 print(
                     f"{model_name:8} {layout_name:6} {row['run']:10} {row['predicted_us'] / 1e3:13.1f} {row['measured_us'] / 1e3:12.1f} {row['error']:+8.1%} "
-                    f"{row['error_beside']:+8.1%} {row['tables_differ']:+14.1%}   {median(errors):6.1%} {errors[-1]:6.1%}", flush=True,
+                    f"{row['error_between']:+8.1%} {row['tables_differ']:+14.1%}   {median(errors):6.1%} {errors[-1]:6.1%}", flush=True,
                 )  # fmt: skip
     result = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
