@@ -192,7 +192,6 @@ def main() -> int:
     parser.add_argument("--measure-seconds", type=float, default=40)
     parser.add_argument("--turn", type=float, default=20, help="Least seconds of a turn; the first holds the start.")
     arguments = parser.parse_args()
-    os.chdir(REPOSITORY)
     rows, machine = [], None
     print(f"{'model':8} {'layout':6} {'run':10} {'predicted ms':>13} {'measured ms':>12} {'error':>8} {'between':>8} {'tables differ':>14}   gather error between, median and largest")
     for layout_name in arguments.layouts:

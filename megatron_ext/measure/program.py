@@ -171,6 +171,7 @@ def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
     together, in each round, issued of all ranks, processor time of all ranks)."""
     everyone: list = [None] * fabric.world_size
     dist.all_gather_object(everyone, {key: (value.us, value.issued_us, value.processor_us) for key, value in own.items()})
+    writing = writers(fabric.options)
     for key in own:
         if key[0] == "p2p":  # an odd last pipeline rank has nobody to talk to
             pp, dp = fabric.options.pipeline_model_parallel_size, fabric.options.data_parallel_size
@@ -179,18 +180,19 @@ def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
             ranks = range(fabric.world_size)
         rounds = list(zip(*(everyone[rank][key][0] for rank in ranks)))
         if key[0] in WRITES:
-            rounds = [tuple(max(us[rank] for rank in together) for together in writers(fabric.options)) for us in rounds]
+            rounds = [tuple(max(us[rank] for rank in together) for together in writing) for us in rounds]
         issued = [value for rank in ranks for value in everyone[rank][key][1]]
         used = [value for rank in ranks for value in everyone[rank][key][2]]
         merged.setdefault(key, []).append((rounds, issued, used))
 
 
 def writers(options: Options) -> list[list[int]]:
-    """Ranks of one data-parallel group on one node: together they write its host copy, or its files."""
-    found: dict[tuple[int, int], list[int]] = {}
+    """Ranks of one data-parallel group on one node: together they write its host copy, or its files. Nodes
+    may hold different numbers of them, which ``nodes_of_replicas`` refuses."""
+    parallel, found = options.parallel, {}
     for rank in range(options.world_size):
         pp_rank, dp_rank = divmod(rank, options.data_parallel_size)
-        found.setdefault((pp_rank, options.parallel.node_of(pp_rank, dp_rank, 0)), []).append(rank)
+        found.setdefault((pp_rank, parallel.node_of(pp_rank, dp_rank)), []).append(rank)
     return list(found.values())
 
 
