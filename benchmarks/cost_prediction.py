@@ -4,8 +4,8 @@
 
 For every model and layout: describe, measure, plan, as the main job does (which builds the corpus:
 scripts/pretrain_gpt_hybrid.sh first). Then stock and the scheduled run go in turns of seconds (in_turns.py); after
-each round of turns both are stopped and a further table is measured, for which every group of the schedule is
-gathered at its own size too, by both routes, on all ranks at once. Prints a table and writes
+each round of turns both are stopped and a further table is measured; and gathers alone, of every group of the
+schedule at its own size too, by both routes, on all ranks at once. Prints a table and writes
 benchmarks/results/cost_prediction.json with date, machine and errors. Ends 0 if for three models at least all
 gathers are within 15 % and all iterations within 10 %, 1 otherwise.
 
@@ -14,8 +14,8 @@ A machine that is shared becomes slower and faster by tens of percent from minut
 table can know. ``error`` is that of the prediction by the table that was planned from. ``error_between`` takes the
 mean of what all tables predict, before, between and after the turns: drift cancels, what the model of the
 machine lacks stays. The exit code goes by this one; both are counted, and ``tables_differ`` says by how much
-the mean differs from the first. Later tables predict gathers from their other sizes; where a group is as large as the
-largest size of the grid nothing is left to predict it from, and only the first table does.
+the mean differs from the first. Tables of gathers alone predict them from their other sizes; where a group is as large
+as the largest size of the grid nothing is left to predict it from, and only the first table does.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def without(table: cost.CostTable, sizes: list[int]) -> cost.CostTable:
 
 
 def gather_rows(first: cost.CostTable, later: list[cost.CostTable], sizes: list[int]) -> list[dict]:
-    """Every gather as the tables predict it; the later ones measured it."""
+    """Every gather as the tables predict it; the later ones, of gathers alone, measured it."""
     measured = [gathers(table, sizes) for table in later]
     rows, known = [], Costs(first)
     for route, size in measured[0]:
@@ -130,12 +130,14 @@ def compared(model_name: str, layout_name: str, folder: Path, arguments) -> tupl
     product("megatron_ext", "describe", "--out", folder / "workload.json", *model)
     work = workload.load(folder / "workload.json")
 
-    def measuring(out: Path, seconds: float) -> list[str]:
-        return measure_command(out, work, model, hidden=settings["HIDDEN"], seq=settings["SEQ"], micro_batch_size=settings["MICRO_BATCH_SIZE"], seconds=seconds)
+    def measure(out: Path, seconds: float, links: str | None = None, also_sizes: list[int] | None = None) -> cost.CostTable:
+        command = measure_command(out, work, model, hidden=settings["HIDDEN"], seq=settings["SEQ"], micro_batch_size=settings["MICRO_BATCH_SIZE"], seconds=seconds, links=links)
+        product(*command[:2], *(["--also-sizes", ",".join(map(str, also_sizes))] if also_sizes else []), *command[2:])
+        return cost.load(out)
 
-    product(*measuring(folder / "cost_table.json", arguments.measure_seconds))
+    table = measure(folder / "cost_table.json", arguments.measure_seconds)
     product("megatron_ext", "plan", "--cost-table", folder / "cost_table.json", "--workload", folder / "workload.json", "--out", folder / "schedule.json")
-    table, given = cost.load(folder / "cost_table.json"), validate.load(folder / "schedule.json")
+    given = validate.load(folder / "schedule.json")
     sizes = sorted({group.bytes for group in given.groups})
 
     turn_s = max(arguments.turn, 4 * SECONDS[model_name])  # holds iterations that were not stopped
@@ -144,17 +146,15 @@ def compared(model_name: str, layout_name: str, folder: Path, arguments) -> tupl
     for kind, more in {"stock": [], "scheduled": ["--user-defined-schedule", str(folder / "schedule.json")]}.items():
         command = ["examples/pretrain_gpt_hybrid.py", *model, "--data-path", CORPUS, "--train-iters", str(iterations), "--metrics-path", str(folder / f"{kind}.metrics.json"), *more]
         runs[kind] = Run(kind, command, world, folder / f"{kind}.log")
-    later = []
+    later, of_gathers = [], []
 
     def measure_again(number: int) -> None:
         if number % len(runs) == len(runs) - 1 and len(later) < LATER_TABLES:
-            out = folder / f"cost_table_{number}.json"
-            command = measuring(out, arguments.measure_seconds)
-            product(*command[:2], "--also-sizes", ",".join(map(str, sizes)), *command[2:])
-            later.append(cost.load(out))
+            later.append(measure(folder / f"cost_table_{number}.json", arguments.measure_seconds))
+            of_gathers.append(measure(folder / f"gathers_{number}.json", arguments.gather_seconds, links=",".join(ROUTES), also_sizes=sizes))
 
     in_turns(list(runs.values()), turn_s, between=measure_again)
-    groups, rows = gather_rows(table, later, sizes), []
+    groups, rows = gather_rows(table, of_gathers, sizes), []
     for kind in ("stock", "scheduled"):
         schedule_of_run = given if kind == "scheduled" else None
         predicted = [simulator.simulate(work, one, schedule_of_run).step_time_us for one in (table, *later)]
@@ -184,12 +184,25 @@ def shares(rows: list[dict]) -> dict[str, str]:
     }
 
 
+def save(rows: list[dict], machine: cost.Metadata) -> dict:
+    """Write what there is so far: a run of many configurations may be ended before its last."""
+    result = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": {"hardware": machine.hardware, "software": machine.software},
+        **shares(rows), "models_within": holding(rows), "rows": rows,
+    }  # fmt: skip
+    RESULT.parent.mkdir(exist_ok=True)
+    files.write_atomically(RESULT, json.dumps(result, indent=1).encode() + b"\n")
+    return result
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--train-seconds", type=float, default=24, help="About as long is each run trained.")
     parser.add_argument("--measure-seconds", type=float, default=40)
+    parser.add_argument("--gather-seconds", type=float, default=20)
     parser.add_argument("--turn", type=float, default=20, help="Least seconds of a turn; the first holds the start.")
     arguments = parser.parse_args()
     rows, machine = [], None
@@ -199,19 +212,14 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 found, machine = compared(model_name, layout_name, Path(folder), arguments)
             rows += found
+            save(rows, machine)
             errors = sorted(abs(group["error_between"]) for group in found[0]["gathers"])
             for row in found:
                 print(
                     f"{model_name:8} {layout_name:6} {row['run']:10} {row['predicted_us'] / 1e3:13.1f} {row['measured_us'] / 1e3:12.1f} {row['error']:+8.1%} "
                     f"{row['error_between']:+8.1%} {row['tables_differ']:+14.1%}   {median(errors):6.1%} {errors[-1]:6.1%}", flush=True,
                 )  # fmt: skip
-    result = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"hardware": machine.hardware, "software": machine.software},
-        **shares(rows), "models_within": holding(rows), "rows": rows,
-    }  # fmt: skip
-    RESULT.parent.mkdir(exist_ok=True)
-    files.write_atomically(RESULT, json.dumps(result, indent=1).encode() + b"\n")
+    result = save(rows, machine)
     pictures.draw(RESULT)
     for name, share in shares(rows).items():
         print(f"{name.replace('_', ' ')}: {share}")

@@ -143,7 +143,7 @@ def main() -> int:
     add("--micro-batches", type=int, default=4)
     add("--iters", type=int, default=40)
     add("--turn", type=float, default=6, help=f"Least seconds of a turn; it holds at least {ITERATIONS_OF_A_TURN} iterations of the slowest, as predicted.")
-    add("--measure-seconds", type=float, default=30)
+    add("--measure-seconds", type=float, default=None, help="Of a cost table; by default more where the network is slow.")
     add("--keep", type=Path, default=None, help="Keep logs, plans and traces of the rate that ran last in this new folder.")
     add("--out", type=Path, default=None)
     args = parser.parse_args()
@@ -158,9 +158,15 @@ def main() -> int:
         if not Path(f"{CORPUS}.idx").exists():
             raise InputError("is not there yet: scripts/pretrain_gpt_hybrid.sh builds it", file=CORPUS)
         model_options(args)
-        before = os.getloadavg()[0]
+        name = "emulated_cluster" + ("" if (args.nodes, args.per_node, args.pp, args.zero_stage) == (2, 2, 1, 1) else f"_{args.nodes}x{args.per_node}_pp{args.pp}_zero{args.zero_stage}")
+        out = args.out or ROOT / "benchmarks" / "results" / f"{name}.json"
+        options = {key: value for key, value in vars(args).items() if key not in ("out", "keep")}
+        before, rates = os.getloadavg()[0], []
         with Progress(console=Console(stderr=True)) as bar:
-            rates = [one_rate(gbit_s, args, bar) for gbit_s in args.gbit]
+            for gbit_s in args.gbit:
+                rates.append(one_rate(gbit_s, args, bar))
+                # After every rate: an hour of measuring must not be lost with the last.
+                files.save(out, {"about": about_this_machine(load_before=before), "emulated": True, "options": options, "rates": rates}, indent=1)
     except InputError as error:
         print(f"emulated_cluster: {error}", file=sys.stderr)
         return 2
@@ -169,10 +175,6 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    name = "emulated_cluster" + ("" if (args.nodes, args.per_node, args.pp, args.zero_stage) == (2, 2, 1, 1) else f"_{args.nodes}x{args.per_node}_pp{args.pp}_zero{args.zero_stage}")
-    out = args.out or ROOT / "benchmarks" / "results" / f"{name}.json"
-    options = {key: value for key, value in vars(args).items() if key not in ("out", "keep")}
-    files.save(out, {"about": about_this_machine(load_before=before), "emulated": True, "options": options, "rates": rates}, indent=1)
     pictures.draw(out)
     show(rates)
     return 0

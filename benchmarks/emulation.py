@@ -18,6 +18,7 @@ from megatron_ext.runtime.launch import launch
 from megatron_ext.workload import model as workload_file
 
 ROOT = Path(__file__).resolve().parents[1]
+MEASURE_SECONDS, MEASURE_GBIT = 45, 15
 
 
 class Trained(NamedTuple):
@@ -59,7 +60,8 @@ class Emulation:
         """A cost table, measured by all ranks over the shaped links."""
         args, out = self.args, self.folder / f"{name}.json"
         self.run(name, ["-m", *measure_command(
-            out, work, self.model, hidden=args.hidden, seq=args.seq, micro_batch_size=args.micro_batch_size, seconds=args.measure_seconds,
+            out, work, self.model, hidden=args.hidden, seq=args.seq, micro_batch_size=args.micro_batch_size,
+            seconds=args.measure_seconds or measure_seconds(self.nodes.gbit_s),
         )])  # fmt: skip
         return cost.load(out)
 
@@ -106,6 +108,11 @@ class Emulation:
 
     def _trace(self, kind: str) -> Path:
         return self.folder / f"{file_name(kind)}.trace.json"
+
+
+def measure_seconds(gbit_s: float) -> float:
+    """Enough for as many rounds over a slow network as over a fast one."""
+    return MEASURE_SECONDS + MEASURE_GBIT / gbit_s
 
 
 def file_name(kind: str) -> str:

@@ -12,11 +12,13 @@ SAY = "import os, sys; open(sys.argv[1], 'w').write(os.environ['MALLOC_ARENA_MAX
 
 FAULTS = """
 import resource, sys, torch
-def new(): return [torch.ones(size << 18) for size in (26, 8, 26)]
+from statistics import median
+def new():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(size << 18) for size in (26, 8, 26)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 for _ in range(5): new()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10): new()
-open(sys.argv[1], "w").write(str(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
+open(sys.argv[1], "w").write(str(median([new() for _ in range(11)])))
 """
 
 
@@ -27,6 +29,7 @@ def test_blocks_that_were_freed_cost_no_page_faults(monkeypatch, tmp_path, given
     if given is not None:
         monkeypatch.setenv("MALLOC_MMAP_MAX_", given)
     assert launch([sys.executable, "-c", FAULTS, str(tmp_path / "faults")], 1) == 0
+    # The median: a small block may come to lie where a large one was, and the heap grows once more.
     assert (int((tmp_path / "faults").read_text()) < 100) == kept
 
 
