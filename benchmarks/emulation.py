@@ -13,6 +13,9 @@ from measuring import CORPUS, measure_command
 from megatron_ext import files
 from megatron_ext.cost import model as cost
 from megatron_ext.errors import InputError
+from megatron_ext.megatron.session import STOCK_GATHER
+from megatron_ext.report import metrics as metrics_file
+from megatron_ext.report.equality import compare
 from megatron_ext.report.measured import MeasuredTrace
 from megatron_ext.runtime.launch import launch
 from megatron_ext.workload import model as workload_file
@@ -42,7 +45,7 @@ class Emulation:
         self.world = args.nodes * args.per_node
         self.environment = {"PYTHONPATH": f"{ROOT}:{ROOT / '.megatron'}", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"} | nodes.environment(args.per_node)
 
-    def run(self, name: str, command: list[str]) -> int:
+    def run(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> int:
         """Run ``command`` as one rank each, to its end; returns the bytes sent meanwhile, over all nodes.
 
         Raises:
@@ -51,7 +54,7 @@ class Emulation:
         before = self.nodes.sent_when_idle()
         log = self.folder / f"{name}.log"
         with open(log, "w") as out:
-            code = launch([sys.executable, "benchmarks/enter_node.py", sys.executable, *command], self.world, stdout=out, environment=self.environment)
+            code = launch([sys.executable, "benchmarks/enter_node.py", sys.executable, *command], self.world, stdout=out, environment=self.environment | (environment or {}))
         if code:
             raise RuntimeError(f"{name} ended with exit code {code}: {log.read_text()[-1500:]}")
         return self.nodes.sent_when_idle() - before
@@ -68,6 +71,17 @@ class Emulation:
     def train_short(self, kind: str, iterations: int, schedule: Path | None) -> int:
         """A run of few iterations: the bytes that it sends; it also fills caches."""
         return self.run(f"{file_name(kind)}.short", self._training(kind, iterations, schedule))
+
+    def differences(self, kind: str, base: str, iterations: int, schedule: Path) -> tuple[str, ...]:
+        """In what the short run of ``kind`` differs from ``base``'s; where that is itself, or has other buckets and
+        so other orders of sums, from Megatron's own gathers at the schedule's layout, which are run for it."""
+        mine = metrics_file.load(self._metrics(kind))
+        found = compare(metrics_file.load(self._metrics(base)), mine).differences
+        if found or kind == base:
+            reference = f"{kind}.reference"
+            self.run(f"{file_name(kind)}.reference", self._training(reference, iterations, schedule), {STOCK_GATHER: "1"})
+            found = compare(metrics_file.load(self._metrics(reference)), mine).differences
+        return found
 
     def train(self, kinds: dict[str, Path | None], iterations: int, turn_s: float, work, report) -> dict[str, Trained]:
         """Train by every schedule (None: stock) at once, in turns; ``report(text)`` is told whose turn it is.

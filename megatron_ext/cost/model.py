@@ -49,7 +49,7 @@ class Routes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Write-back after the optimizer step: into the host copy (``cpu``), onto the drive
     (``nvme``), and between nodes (``internode``, bytes that cross the network). Complete when
-    the last rank of a node has written.
+    the last rank of a node has written; between nodes, with a second group on its way behind the first.
     ``points`` is short for ``cpu``."""
 
     cpu: Curve | None = None

@@ -61,7 +61,7 @@ def size_of(fabric: Fabric, name: str, most: int = SIZE_BYTES) -> int:
 
 
 def fitting(us: dict[str, float], wanted: list[tuple[str, str]], seconds: float) -> int:
-    """The size at which ``wanted`` is measured in ``seconds``, by what each link alone takes for
+    """The size at which ``wanted`` is measured in ``seconds``, by what a round of each link alone takes at
     :data:`SIZE_BYTES`: three rounds that may take twice as long, and four that keep the other link busy."""
     size = SIZE_BYTES
     most_us = sum(6 * us[measured] + 4 * us[busy] for measured, busy in wanted)
@@ -93,7 +93,7 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
         return taken
 
     first = each_alone(SIZE_BYTES)
-    most = fabric.agree(fitting({name: median(us) for name, us in first.items()}, wanted, max(deadline - monotonic(), 0.0)))
+    most = fabric.agree(fitting({name: median(us) * measured[name].messages for name, us in first.items()}, wanted, max(deadline - monotonic(), 0.0)))
     # Alone before and after: a machine that drifts must not look like contention.
     if most == SIZE_BYTES:
         before, visits = first, visits - len(measured)

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.runtime import hierarchical
-from megatron_ext.runtime.node_exchange import make_process_groups
+from megatron_ext.runtime.node_exchange import IN_FLIGHT, make_process_groups
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.worker import Transfer, Worker
 
@@ -183,9 +183,11 @@ class Reduce(Gather):
 class Internode(Operation):
     """Between nodes: what a node lacks of a group comes from the counterparts on the others, and is
     copied into the node's host copy. ``size_bytes`` is the whole group; of it a node receives
-    :func:`crossing_bytes`."""
+    :func:`crossing_bytes`. As in the run, a second exchange is on its way behind the first: the time of both is
+    halved by the caller (``messages``)."""
 
     name = "internode"
+    messages = IN_FLIGHT
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
@@ -198,12 +200,13 @@ class Internode(Operation):
         return self.worker.submit(lambda transfer: self._bring(host))
 
     def _bring(self, host: torch.Tensor) -> None:
-        """The other nodes' shards of ``host``."""
+        """The other nodes' shards of ``host``, as often as counted."""
         fabric = self.fabric
         numel = host.numel() // fabric.options.data_parallel_size
-        for dp_rank, shard in self.exchange.shards(fabric.shard(host), fabric.dp_rank):
-            if dp_rank != fabric.dp_rank:
-                host.narrow(0, dp_rank * numel, numel).copy_(shard)
+        for arriving in [self.exchange.begin(fabric.shard(host), fabric.dp_rank) for _ in range(self.messages)]:
+            for dp_rank, shard in arriving.wait():
+                if dp_rank != fabric.dp_rank:
+                    host.narrow(0, dp_rank * numel, numel).copy_(shard)
 
     def close(self) -> None:
         self.worker.close()
@@ -226,7 +229,8 @@ class PublishAcross(Internode):
         after = fabric.device.mark()
 
         def publish(transfer: Transfer) -> None:
-            fabric.device.synchronize(fabric.device.copy(fabric.shard(host), fabric.shard(own), self.stream, after))
+            for _ in range(self.messages):
+                fabric.device.synchronize(fabric.device.copy(fabric.shard(host), fabric.shard(own), self.stream, after))
             self._bring(host)
 
         return self.worker.submit(publish)

@@ -9,13 +9,38 @@ writes them into its node's pool. The shards of the others come with their own c
 The exchange has process groups of its own, over host memory: it runs on the publisher's thread
 while the training thread issues the collectives of forward and backward, and two threads must
 not share a process group.
+
+[Note: Two on their way]
+Of a single exchange, both directions and all counterparts must be over before the next begins, and the network
+idles whenever one of them is late. With a second one behind it the network always has something to carry. A pair's
+bytes go over one connection in the order of the exchanges, so the first is not slower for it.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.workload.parallel import Parallel
+
+
+IN_FLIGHT = 2
+"""Exchanges that may have begun and not yet be over."""
+
+
+class Arriving(NamedTuple):
+    """Shards on their way: ``(data-parallel rank, shard)`` of all counterparts, this rank included."""
+
+    work: object
+    ranks: tuple[int, ...]
+    shards: tuple[torch.Tensor, ...]
+
+    def wait(self) -> list[tuple[int, torch.Tensor]]:
+        """They have come. Raises RuntimeError where a counterpart is gone."""
+        if self.work is not None:
+            self.work.wait()
+        return list(zip(self.ranks, self.shards))
 
 
 class NodeExchange:
@@ -29,24 +54,33 @@ class NodeExchange:
 
     def __init__(self, counterparts=None, dp_ranks: tuple[int, ...] = ()):
         self.counterparts, self.dp_ranks = counterparts, dp_ranks
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._buffers: dict[torch.dtype, list[torch.Tensor | None]] = {}
+        self._begun = 0
         self.received_bytes = 0
 
-    def shards(self, own: torch.Tensor, dp_rank: int):
-        """``(data-parallel rank, shard)`` of all counterparts, this rank included.
+    @property
+    def crosses_nodes(self) -> bool:
+        return self.counterparts is not None
 
-        ``own`` is the shard of ``dp_rank`` in host memory; what comes back is valid until the
-        next call. Collective over the counterparts.
+    def begin(self, own: torch.Tensor, dp_rank: int) -> Arriving:
+        """Exchange ``own``, the shard of ``dp_rank`` in host memory, which must stay as it is until the exchange is
+        over. What comes is valid until :data:`IN_FLIGHT` further ones have begun; so many may not be
+        over. Collective over the counterparts, in the same order on all.
         """
-        if self.counterparts is None:
-            return [(dp_rank, own)]
-        size = own.numel() * len(self.dp_ranks)
-        buffer = self._buffers.get(own.dtype)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[own.dtype] = torch.empty(size, dtype=own.dtype)
-        dist.all_gather_into_tensor(buffer[:size], own, group=self.counterparts)
-        self.received_bytes += (size - own.numel()) * own.element_size()
-        return list(zip(self.dp_ranks, buffer[:size].view(len(self.dp_ranks), -1)))
+        if not self.crosses_nodes:
+            return Arriving(None, (dp_rank,), (own,))
+        buffer = self._buffer(own.dtype, own.numel() * len(self.dp_ranks))
+        work = dist.all_gather_into_tensor(buffer, own, group=self.counterparts, async_op=True)
+        self.received_bytes += (buffer.numel() - own.numel()) * own.element_size()
+        return Arriving(work, self.dp_ranks, buffer.view(len(self.dp_ranks), -1).unbind())
+
+    def _buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
+        """``size`` elements, of which nobody waits any more."""
+        buffers, slot = self._buffers.setdefault(dtype, [None] * IN_FLIGHT), self._begun % IN_FLIGHT
+        self._begun += 1
+        if buffers[slot] is None or buffers[slot].numel() < size:
+            buffers[slot] = torch.empty(size, dtype=dtype)
+        return buffers[slot][:size]
 
 
 def make_process_groups(parallel: Parallel):

@@ -1,5 +1,10 @@
-"""Write fresh shards to the node's copies after the optimizer step, beside the next forwards."""
+"""Write fresh shards to the node's copies after the optimizer step, beside the next forwards.
 
+Where a data-parallel group spans nodes, a second thread writes what the other nodes sent, while the first already sends
+the next group (see the note in node_exchange.py).
+"""
+
+from collections import deque
 from time import perf_counter_ns
 from typing import Callable, NamedTuple
 
@@ -8,7 +13,7 @@ import torch
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import HostPool
-from megatron_ext.runtime.node_exchange import NodeExchange
+from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.worker import Transfer, Worker
 
@@ -41,7 +46,7 @@ class Publisher:
     def __init__(self, targets: list[Target], pool: HostPool, nvme: NvmePool | None, nodes: NodeExchange, dp_rank: int, device, clock: Clock, faults: Faults, recorder=None):
         self.targets, self.pool, self.nvme, self.nodes, self.dp_rank = targets, pool, nvme, nodes, dp_rank
         self.device, self.clock, self.faults, self.recorder = device, clock, faults, recorder
-        self.worker = Worker("publisher")
+        self.worker, self.arrivals = Worker("publisher"), Worker("publisher-arrivals") if nodes.crosses_nodes else None
         self.stream = device.copy_stream()
         self._delay = faults.delayer(faults.publish_delay_ms, salt=31 + dp_rank)
         self._last: Transfer | None = None
@@ -63,24 +68,41 @@ class Publisher:
 
         def write_all() -> None:
             self.pool.wait_reads_done(iterations)
+            begun: deque[Transfer] = deque()
+            last_ns = 0
+
+            def end(target: Target, arriving: Arriving | None, start: int) -> None:
+                nonlocal last_ns
+                if arriving is not None:
+                    with torch.no_grad():
+                        self._end(target, arriving)
+                self.pool.set_published(target.group, version)
+                if self.recorder is not None:  # groups follow each other, also where two are on their way
+                    start, last_ns = max(start, last_ns), perf_counter_ns()
+                    self.recorder.add("publish", f"publish {target.group.index}", start, last_ns)
+
             for target in self.targets:
-                start = perf_counter_ns() if self.recorder is not None else 0
+                if len(begun) == IN_FLIGHT:
+                    begun.popleft().wait()
+                start, arriving = perf_counter_ns(), None
                 if self._delay is not None:
                     self._delay()
                 if target.group.index != self.faults.stale_group or version <= 2:
                     with torch.no_grad():
-                        self._write(target, after)
-                self.pool.set_published(target.group, version)
-                if self.recorder is not None:
-                    self.recorder.add("publish", f"publish {target.group.index}", start, perf_counter_ns())
+                        arriving = self.nodes.begin(self._on_host(target, after), self.dp_rank)
+                if self.arrivals is None:
+                    end(target, arriving, start)
+                else:
+                    begun.append(self.arrivals.submit(lambda transfer, known=(target, arriving, start): end(*known)))
+            for transfer in begun:
+                transfer.wait()
 
         self._last = self.worker.submit(write)
 
-    def _write(self, target: Target, after) -> None:
-        """Write the own shard, and those that the counterparts on other nodes have sent."""
+    def _end(self, target: Target, arriving: Arriving) -> None:
+        """Write the own shard where it is not yet, and those that the counterparts on other nodes have sent."""
         group = target.group
-        own = self._on_host(target, after)
-        for dp_rank, shard in self.nodes.shards(own, self.dp_rank):
+        for dp_rank, shard in arriving.wait():
             if target.host and dp_rank != self.dp_rank:
                 self.pool.slice_of(group, dp_rank).copy_(shard)
             if target.nvme:
@@ -114,10 +136,12 @@ class Publisher:
             self._last = None
 
     def close(self) -> None:
-        """End the thread, not before what is being written has been: its files and memory go next."""
+        """End the threads, not before what is being written has been: its files and memory go next."""
         if self._last is not None:
             try:
                 self._last.wait()
             except Exception:  # nobody will read it; who needed it has heard of it
                 pass
         self.worker.close()
+        if self.arrivals is not None:
+            self.arrivals.close()

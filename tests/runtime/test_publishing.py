@@ -18,7 +18,7 @@ from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError
 from megatron_ext.runtime.host_pool import HostPool, PeerLost
-from megatron_ext.runtime.node_exchange import NodeExchange
+from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool, ReadSettings
 from megatron_ext.runtime.program import Program, StepProgram
 from megatron_ext.runtime.publisher import Publisher, Target
@@ -29,14 +29,14 @@ from megatron_ext.workload.step import Step
 class Node:
     """One rank that publishes three groups to memory and drive."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, nodes=None):
         self.clock, device, faults = Clock(), HostDevice(), Faults()
         self.groups = [Group(index, "chunk 0", torch.full((1 << 12,), float(index)), 0, 1) for index in range(3)]
         self.pool = HostPool(self.groups, {0, 1, 2}, 0, 1, lambda value: [value])
         self.nvme = NvmePool(directory, self.groups, 0, lambda value: [value], slots=1, slot_bytes=self.groups[0].bytes, settings=ReadSettings(), device=device)
         self.cpu = CpuRoute(self.pool, device, self.clock, faults)
         self.route = NvmeRoute(self.nvme, self.pool, device, self.clock, faults, 1)
-        self.publisher = Publisher([Target(group, True, True) for group in self.groups], self.pool, self.nvme, NodeExchange(), 0, device, self.clock, faults)
+        self.publisher = Publisher([Target(group, True, True) for group in self.groups], self.pool, self.nvme, nodes or NodeExchange(), 0, device, self.clock, faults)
 
     def publish(self) -> None:
         self.clock.version += 1
@@ -67,6 +67,76 @@ def within(seconds: float, function):
     thread.join(seconds)
     assert not thread.is_alive(), "still waits"
     return raised[0] if raised else None
+
+
+class SlowNetwork(NodeExchange):
+    """An exchange whose shards, all its own, come when the test says so, or fail to."""
+
+    crosses_nodes = True
+
+    def __init__(self):
+        super().__init__()
+        self.works = []
+
+    def begin(self, own, dp_rank):
+        self.works.append(Coming())
+        return Arriving(self.works[-1], (dp_rank,), (own,))
+
+
+class Coming:
+    def __init__(self):
+        self.come, self.error = threading.Event(), None
+
+    def wait(self):
+        assert self.come.wait(10)
+        if self.error:
+            raise self.error
+
+
+def begun(network: SlowNetwork, count: int) -> int:
+    """How many exchanges have begun, after waiting for ``count``, and a while for one too many."""
+    deadline = time.monotonic() + 5
+    while len(network.works) < count and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    return len(network.works)
+
+
+def published(node: Node) -> list[int]:
+    """Versions of the groups, by their flags."""
+    return [int(node.pool._published[node.pool._line_of[group.index], 0]) for group in node.groups]
+
+
+def test_the_next_exchange_begins_before_the_last_is_over(tmp_path):
+    network = SlowNetwork()
+    node = Node(tmp_path, network)
+    node.publish()
+    version, transfers = node.clock.version, [node.cpu.issue(group) for group in node.groups]
+    assert begun(network, IN_FLIGHT) == IN_FLIGHT  # of three groups
+    network.works[1].come.set()
+    assert begun(network, IN_FLIGHT) == IN_FLIGHT and published(node) == [0, 0, 0]
+    network.works[0].come.set()
+    assert begun(network, 3) == 3
+    for transfer in transfers[:2]:
+        assert within(10, transfer.wait) is None
+    assert published(node) == [version, version, 0]
+    network.works[2].come.set()
+    assert within(10, node.publisher.wait) is None
+    assert published(node) == [version] * 3
+    node.close()
+
+
+def test_a_lost_counterpart_reaches_who_waits(tmp_path):
+    network = SlowNetwork()
+    node = Node(tmp_path, network)
+    node.publish()
+    transfer = node.cpu.issue(node.groups[0])
+    assert begun(network, IN_FLIGHT) == IN_FLIGHT
+    network.works[0].error = RuntimeError("Connection closed by peer")
+    for work in network.works:
+        work.come.set()
+    assert "Connection closed" in str(within(10, node.publisher.wait))
+    assert within(10, transfer.wait) is not None
 
 
 def test_a_drive_that_fills_up_while_publishing_reaches_who_waits(tmp_path, monkeypatch):
@@ -159,7 +229,7 @@ def test_a_process_that_ends_without_closing_keeps_its_exit_code(tmp_path):
         node = Node({str(tmp_path)!r})
         node.publish()
         node.clock.version += 5
-        transfers = [node.cpu.issue(group) for group in node.groups]  # wait for a version that never comes
+        version, transfers = node.clock.version, [node.cpu.issue(group) for group in node.groups]  # wait for a version that never comes
         time.sleep(0.2)
         sys.exit(7)
     """)
