@@ -100,10 +100,12 @@ def in_turns(runs: Sequence[Run], turn_s: float, between: Callable[[int], None] 
         between: called with the turn's number after every turn, while all runs are stopped.
         report: called with the turn's number as it begins, while all runs are stopped.
 
+    All are ended on Ctrl-C and SIGTERM too: a stopped rank would stay for ever.
+
     Raises:
         Ended: a run failed; all are ended.
     """
-    number = 0
+    number, previous = 0, signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for run in runs:
             run.wait_for_ranks()  # what is started later would not be stopped, and go beside the others
@@ -131,6 +133,7 @@ def in_turns(runs: Sequence[Run], turn_s: float, between: Callable[[int], None] 
     finally:
         for run in runs:
             run.end()
+        signal.signal(signal.SIGTERM, previous)
 
 
 class Pair(NamedTuple):

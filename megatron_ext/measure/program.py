@@ -4,7 +4,8 @@
 The whole grid is walked several times, for a machine that is shared changes its speed for seconds:
 samples of one size that lie far apart say more than as many in a row. All count together; where the
 medians of quarters of the time differ, the table says so itself. Sizes are refined behind the first
-pass, where neighbours disagree. Every pass has another order.
+pass, where neighbours disagree. Every pass has another order. A visit takes so many rounds at most that where
+transfers are short time is left after these passes: further ones use it.
 
 [Note: In the surroundings of the run]
 Handed modules are made before anything is measured: what a framework adds to every call, and the
@@ -26,7 +27,7 @@ from megatron_ext.measure.operations import OPERATIONS
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import Samples, sample
 
-PASSES, QUARTERS = 5, 4
+PASSES, MAX_PASSES, QUARTERS = 5, 20, 4
 CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.25, 0.25, 0.1
 """Shares of the time; the curves have the rest. Of an iteration, compute is most, and processors that are
 shared change their speed for seconds."""
@@ -100,12 +101,17 @@ def run(fabric: Fabric, report: Report) -> dict | None:
         turns = processors.Turns(fabric, runners, compute_seconds, PASSES, lambda what: report(done, total, what) if fabric.rank == 0 else None)
     # From here: what making a large model takes must not be taken from the curves.
     curves_end = monotonic() + (options.seconds - contention_seconds - compute_seconds) - (options.seconds * SWEEP_SHARE if drive else 0.0)
-    for number in range(PASSES):
+    for number in range(MAX_PASSES):
         if number == 1 and not options.sizes:
             finer = _refined(fabric, grid_visits, merged)
             visits[1:] = [shuffled(finer, later) for later in range(1, PASSES)]
             refined = {*finer} - {*grid_visits}
             total = sum(map(len, visits)) + len(pairs)
+        if number >= PASSES:
+            if fabric.agree(int(curves_end < monotonic())):
+                break
+            visits.append(shuffled(visits[-1], number))
+            total += len(visits[-1])
         own: dict[tuple[str, int], Samples] = {}
         for name, size in visits[number]:
             if fabric.rank == 0:
@@ -113,12 +119,12 @@ def run(fabric: Fabric, report: Report) -> dict | None:
             left = curves_end - monotonic()
             if number and fabric.agree(int(left < 0)):
                 break  # every size has been visited once; the table says so
-            still = sum(_weight(visit) for later in range(number + 1, PASSES) for visit in visits[later])
+            still = sum(_weight(visit) for later in visits[number + 1 :] for visit in later)
             still += sum(_weight(visit) for visit in visits[number][len(own) :])
             own[name, size] = sample(fabric, operations[name], size, seconds=max(left, 0.0) * _weight((name, size)) / still)
             done += 1
         _merge(fabric, own, merged)
-        if turns is not None:
+        if turns is not None and number < PASSES:
             begin = monotonic()
             turns.take(number)
             curves_end += monotonic() - begin

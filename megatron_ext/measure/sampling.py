@@ -15,7 +15,7 @@ import torch
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operations import Operation
 
-MAX_ROUNDS = 40
+MAX_ROUNDS = 20
 
 
 class Samples:

@@ -15,6 +15,8 @@ from megatron_ext.cost import model
 from megatron_ext.cost.predict import Costs
 from megatron_ext.errors import InputError
 from megatron_ext.measure import Options, launch, measure
+from megatron_ext.measure.program import PASSES
+from megatron_ext.measure.sampling import MAX_ROUNDS
 
 HERE = Path(__file__).parent
 
@@ -92,6 +94,11 @@ def test_exactly_the_sizes_asked_for():
     table = measure(Options(data_parallel_size=2, seconds=2, links=("cpu", "gpu"), sizes=(5000, 70000)))
     assert [point.size_bytes for point in table.routes.cpu.points] == [5120, 70144]  # rounded up to whole buckets
     assert [point.size_bytes for point in table.routes.gpu.points] == [5120, 70144]
+
+
+def test_time_that_is_left_is_used():
+    table = measure(Options(data_parallel_size=2, seconds=3, links=("cpu",), sizes=(5000,)))
+    assert table.routes.cpu.points[0].samples > 2 * PASSES * MAX_ROUNDS  # of two ranks
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
