@@ -16,10 +16,11 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 
+from megatron_ext.measure.ends import sets_of_ranks, until_last
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.nvme import NvmeRead
 from megatron_ext.measure.operations import OPERATIONS, Internode, MatrixProduct, Operation, PublishAcross
-from megatron_ext.measure.options import MIB
+from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import sample
 
 LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "nvme")
@@ -120,10 +121,23 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
     dist.all_gather_object(everyone, (alone, beside))
     rows = []
     for pair in beside:
-        us = median(value for _, theirs in everyone for value in theirs[pair])
-        base = median(value for theirs, _ in everyone for value in theirs[pair[0]])
-        rows.append({"measured": pair[0], "busy": pair[1], "size_bytes": size_of(fabric, pair[0], most), "p50_us": us, "slowdown": us / base})
+        us, slowdown = slowed(pair, fabric.options, everyone)
+        rows.append({"measured": pair[0], "busy": pair[1], "size_bytes": size_of(fabric, pair[0], most), "p50_us": us, "slowdown": slowdown})
     return rows
+
+
+def slowed(pair: tuple[str, str], options: Options, everyone: list[tuple[dict, dict]]) -> tuple[float, float]:
+    """(microseconds of the measured beside the busy, how many times what it takes alone).
+
+    Args:
+        everyone: of every rank, microseconds in every round: alone by name, and beside another by pair.
+    """
+    together = sets_of_ranks(pair[0], options)
+    alone, beside = (
+        median(us for round_us in until_last(together, times) for us in round_us)
+        for times in ([one[pair[0]] for one, _ in everyone], [one[pair] for _, one in everyone])
+    )  # fmt: skip
+    return beside, beside / alone
 
 
 def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:

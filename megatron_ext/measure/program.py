@@ -22,6 +22,7 @@ from time import monotonic
 import torch.distributed as dist
 
 from megatron_ext.measure import contention, grid, nvme, processors
+from megatron_ext.measure.ends import sets_of_ranks, until_last
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operations import OPERATIONS
 from megatron_ext.measure.options import MIB, Options
@@ -43,9 +44,6 @@ ISSUED = {"gpu", "hierarchical", "coalesced", "cpu", "publish", "internode", "re
 
 TRANSPORTS = {"gpu", "hierarchical", "cpu", "publish", "reduce", "p2p", "nvme", "publish_nvme"}
 """Operations whose processor time is missing to compute, on machines without a device."""
-
-WRITES = {"publish", "internode", "publish_nvme"}
-"""Complete when the last rank of a node is: what a rank writes is of no use without what the others write."""
 
 CURVES = ("gpu", "hierarchical", "cpu", "publish", "internode", "reduce", "p2p", "optimizer", "flatten", "coalesced", "nvme", "publish_nvme")
 
@@ -173,33 +171,16 @@ def _text(size: int) -> str:
 
 
 def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
-    """Add a pass: ``merged[name, size]`` is a list over passes of (us of all ranks, or of all that write
-    together, in each round, issued of all ranks, processor time of all ranks)."""
+    """Add a pass: ``merged[name, size]`` is a list over passes of (us that count, see ends.py, in each round,
+    issued of all ranks, processor time of all ranks)."""
     everyone: list = [None] * fabric.world_size
     dist.all_gather_object(everyone, {key: (value.us, value.issued_us, value.processor_us) for key, value in own.items()})
-    writing = writers(fabric.options)
+    sets = {name: sets_of_ranks(name, fabric.options) for name, _ in own}
     for key in own:
-        if key[0] == "p2p":  # an odd last pipeline rank has nobody to talk to
-            pp, dp = fabric.options.pipeline_model_parallel_size, fabric.options.data_parallel_size
-            ranks = [rank for rank in range(fabric.world_size) if (rank // dp) ^ 1 < pp]
-        else:
-            ranks = range(fabric.world_size)
-        rounds = list(zip(*(everyone[rank][key][0] for rank in ranks)))
-        if key[0] in WRITES:
-            rounds = [tuple(max(us[rank] for rank in together) for together in writing) for us in rounds]
-        issued = [value for rank in ranks for value in everyone[rank][key][1]]
-        used = [value for rank in ranks for value in everyone[rank][key][2]]
+        rounds = until_last(sets[key[0]], [theirs[key][0] for theirs in everyone])
+        ranks = [rank for together in sets[key[0]] for rank in together]
+        issued, used = ([value for rank in ranks for value in everyone[rank][key][which]] for which in (1, 2))
         merged.setdefault(key, []).append((rounds, issued, used))
-
-
-def writers(options: Options) -> list[list[int]]:
-    """Ranks of one data-parallel group on one node: together they write its host copy, or its files. Nodes
-    may hold different numbers of them, which ``nodes_of_replicas`` refuses."""
-    parallel, found = options.parallel, {}
-    for rank in range(options.world_size):
-        pp_rank, dp_rank = divmod(rank, options.data_parallel_size)
-        found.setdefault((pp_rank, parallel.node_of(pp_rank, dp_rank)), []).append(rank)
-    return list(found.values())
 
 
 def _refined(fabric: Fabric, visits: list, merged: dict) -> list:

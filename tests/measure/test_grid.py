@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.measure import grid, program, table
+from megatron_ext.measure import grid, table
 from megatron_ext.measure.compute import measure_compute, walk_us
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.processors import Place, Walked, kept_busy, nodes_sharing
-from megatron_ext.measure.program import shuffled, sizes_of, writers
+from megatron_ext.measure.program import shuffled, sizes_of
 
 from layers import Layer
 
@@ -95,22 +95,3 @@ def test_passes_walk_the_same_sizes_in_orders_of_their_own():
     assert all(sorted(order) == visits for order in orders)
     assert len({tuple(order) for order in orders}) == 5 and len({order[0] for order in orders}) > 1
     assert orders[3] == shuffled(visits, 3)  # as on every other rank
-
-
-def test_writers_are_the_ranks_of_a_group_on_a_node():
-    assert writers(Options(data_parallel_size=4, ranks_per_node=2)) == [[0, 1], [2, 3]]
-    assert writers(Options(data_parallel_size=2, pipeline_model_parallel_size=2)) == [[0, 1], [2, 3]]
-    assert writers(Options(data_parallel_size=4, ranks_per_node=1)) == [[0], [1], [2], [3]]
-
-
-@pytest.mark.parametrize(("name", "expected"), [("internode", [(2.0, 4.0), (20.0, 40.0)]), ("publish", [(2.0, 4.0), (20.0, 40.0)]), ("gpu", [(1.0, 2.0, 3.0, 4.0), (10.0, 20.0, 30.0, 40.0)])])
-def test_a_write_lasts_until_the_last_rank_of_the_node(monkeypatch, name, expected):
-    """Two ranks that share a link end one after the other: half of them would say that it is twice as fast."""
-
-    def gathered(everyone, own):
-        everyone[:] = [{key: tuple([factor * value for value in part] for part in parts) for key, parts in own.items()} for factor in (1, 2, 3, 4)]
-
-    monkeypatch.setattr(program.dist, "all_gather_object", gathered)
-    fabric, merged = SimpleNamespace(world_size=4, options=Options(data_parallel_size=4, ranks_per_node=2)), {}
-    program._merge(fabric, {(name, 512): SimpleNamespace(us=[1.0, 10.0], issued_us=[1.0], processor_us=[1.0])}, merged)
-    assert merged[name, 512][0][0] == expected
