@@ -98,7 +98,8 @@ def run(fabric: Fabric, report: Report) -> dict | None:
     if compute_seconds:
         turns = processors.Turns(fabric, runners, compute_seconds, PASSES, lambda what: report(done, total, what) if fabric.rank == 0 else None)
     # From here: what making a large model takes must not be taken from the curves.
-    curves_end = monotonic() + (options.seconds - contention_seconds - compute_seconds) - (options.seconds * SWEEP_SHARE if drive else 0.0)
+    curves_seconds = options.seconds - contention_seconds - compute_seconds - (options.seconds * SWEEP_SHARE if drive else 0.0)
+    curves_end, taken = monotonic() + curves_seconds, 0
     for number in range(MAX_PASSES):
         if number == 1 and not options.sizes:
             finer = _refined(fabric, grid_visits, merged)
@@ -122,10 +123,15 @@ def run(fabric: Fabric, report: Report) -> dict | None:
             own[name, size] = sample(fabric, operations[name], size, seconds=max(left, 0.0) * _weight((name, size)) / still)
             done += 1
         _merge(fabric, own, merged)
-        if turns is not None and number < PASSES:
+        if turns is not None:
             begin = monotonic()
-            turns.take(number)
-            curves_end += monotonic() - begin
+            due = fabric.agree(parts_due(1.0 - (curves_end - begin) / curves_seconds))
+            for part in range(taken, due):
+                turns.take(part)
+            curves_end, taken = curves_end + monotonic() - begin, max(taken, due)
+    if turns is not None:
+        for part in range(taken, PASSES):
+            turns.take(part)
 
     def beside(pair: tuple[str, str]) -> None:
         report(done + pairs.index(pair), total, f"{pair[0]} beside {pair[1]}")
@@ -145,6 +151,12 @@ def run(fabric: Fabric, report: Report) -> dict | None:
         "compute": compute,
         "nvme": drive,
     }
+
+
+def parts_due(used: float) -> int:
+    """How many of the :data:`PASSES` parts of compute belong before the moment when this share of the curves' time
+    is used: the first behind the first pass, the others as far apart as the time allows."""
+    return min(PASSES, 1 + int(used * (PASSES - 1)))
 
 
 def shuffled(visits: list, number: int) -> list:

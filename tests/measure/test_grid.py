@@ -8,7 +8,7 @@ from megatron_ext.measure import grid, table
 from megatron_ext.measure.compute import measure_compute, walk_us
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.processors import Place, Walked, kept_busy, nodes_sharing
-from megatron_ext.measure.program import shuffled, sizes_of
+from megatron_ext.measure.program import PASSES, parts_due, shuffled, sizes_of
 
 from layers import Layer
 
@@ -95,3 +95,9 @@ def test_passes_walk_the_same_sizes_in_orders_of_their_own():
     assert all(sorted(order) == visits for order in orders)
     assert len({tuple(order) for order in orders}) == 5 and len({order[0] for order in orders}) > 1
     assert orders[3] == shuffled(visits, 3)  # as on every other rank
+
+
+def test_compute_is_measured_all_along_however_short_the_passes_are():
+    assert [parts_due(used / 20) for used in range(21)] == sorted(parts_due(used / 20) for used in range(21))
+    assert parts_due(0.01) == 1 and parts_due(0.5) == (PASSES + 1) // 2 and parts_due(0.99) < PASSES
+    assert parts_due(1.0) == parts_due(3.0) == PASSES
