@@ -37,6 +37,6 @@ def test_what_came_stays_while_the_next_is_on_its_way(monkeypatch):
 
     monkeypatch.setattr(node_exchange.dist, "all_gather_into_tensor", all_gather)
     exchange = NodeExchange((0, 1), (0, 1))
-    begun = [exchange.begin(torch.full((size,), float(size)), 0) for size in range(4, 4 + IN_FLIGHT)]
-    for size, arriving in enumerate(begun, 4):
-        assert [(rank, shard.tolist()) for rank, shard in arriving.wait()] == [(0, [size] * size), (1, [size] * size)]
+    begun = [exchange.begin(torch.full((4,), float(number)), 0) for number in range(IN_FLIGHT)]
+    for number, arriving in enumerate(begun):
+        assert [(rank, shard.tolist()) for rank, shard in arriving.wait()] == [(0, [number] * 4), (1, [number] * 4)]
