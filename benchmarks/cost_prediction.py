@@ -202,7 +202,7 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--train-seconds", type=float, default=24, help="About as long is each run trained.")
     parser.add_argument("--measure-seconds", type=float, default=40)
-    parser.add_argument("--gather-seconds", type=float, default=20)
+    parser.add_argument("--gather-seconds", type=float, default=20, help="Of each measurement of gathers alone.")
     parser.add_argument("--turn", type=float, default=20, help="Least seconds of a turn; the first holds the start.")
     arguments = parser.parse_args()
     rows, machine = [], None

@@ -229,7 +229,7 @@ def test_a_process_that_ends_without_closing_keeps_its_exit_code(tmp_path):
         node = Node({str(tmp_path)!r})
         node.publish()
         node.clock.version += 5
-        version, transfers = node.clock.version, [node.cpu.issue(group) for group in node.groups]  # wait for a version that never comes
+        transfers = [node.cpu.issue(group) for group in node.groups]  # wait for a version that never comes
         time.sleep(0.2)
         sys.exit(7)
     """)
