@@ -1,6 +1,6 @@
 """Start the processes of a run on this machine and let none of them outlive it.
 
-    python -m megatron_ext.runtime.launch --nproc-per-node 4 SCRIPT [ARGUMENTS]
+    python -m megatron_ext.runtime.launch --nproc-per-node 4 [-m] SCRIPT_OR_MODULE [ARGUMENTS]
 
 sets the environment that torchrun sets. It differs from torchrun in what the main job needs:
 a rank's own exit code is passed on (2 means bad input), a killed launcher takes its ranks with
@@ -141,11 +141,12 @@ def _end(ranks: list[subprocess.Popen]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="megatron_ext.runtime.launch", description=__doc__.splitlines()[0])
     parser.add_argument("--nproc-per-node", type=int, required=True)
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     if args.nproc_per_node < 1 or not args.command:
         parser.error("need at least one process and a script")
-    return launch([sys.executable, *args.command], args.nproc_per_node)
+    return launch([sys.executable, *(["-m"] if args.module else []), *args.command], args.nproc_per_node)
 
 
 if __name__ == "__main__":

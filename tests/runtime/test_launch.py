@@ -1,5 +1,7 @@
 """What ranks find in their environment."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -40,3 +42,10 @@ def test_one_arena_unless_the_user_says_otherwise(monkeypatch, tmp_path, given, 
         monkeypatch.setenv("MALLOC_ARENA_MAX", given)
     assert launch([sys.executable, "-c", SAY, str(tmp_path / "said")], 1) == 0
     assert (tmp_path / "said").read_text() == found
+
+
+def test_a_module_is_launched_as_python_does(tmp_path):
+    (tmp_path / "said.py").write_text("import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(' '.join(sys.argv[2:]))")
+    command = [sys.executable, "-m", "megatron_ext.runtime.launch", "--nproc-per-node", "2", "-m", "said", str(tmp_path / "rank"), "-m", "--out", "x"]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}"})
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["-m --out x"] * 2
