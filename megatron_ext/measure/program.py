@@ -68,6 +68,7 @@ def sizes_of(name: str, options: Options) -> list[int]:
         sizes = grid.factor_2(max(low, min(SMALL_BYTES, high)), high)
         if low < sizes[0]:
             sizes = [low, *sizes]  # below, a call takes what it takes, whatever the bytes
+        sizes = grid.beside_powers(sizes)
     if name in GATHERS:
         sizes = [*sizes, *options.also_sizes]
     return sorted({options.rounded(size) for size in sizes})

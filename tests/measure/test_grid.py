@@ -18,8 +18,9 @@ def test_factor_2_grid_has_both_ends():
     assert grid.factor_2(5000, 20000) == [5000, 8192, 16384, 20000]
     assert grid.factor_2(4096, 4096) == [4096]
     assert sizes_of("gpu", Options())[0] == 4096 and sizes_of("gpu", Options())[-1] == 256 << 20 and len(sizes_of("gpu", Options())) == 17
-    assert sizes_of("gpu", Options(min_bytes=512, max_bytes=65536)) == [512, 4096, 8192, 16384, 32768, 65536]
+    assert sizes_of("gpu", Options(min_bytes=512, max_bytes=65536)) == [512, 4096, 7680, 15360, 30720, 65536]
     assert sizes_of("gpu", Options(min_bytes=512, max_bytes=2048)) == [512, 2048]
+    assert all(size & (size - 1) for size in sizes_of("gpu", Options())[1:-1]), "shards of these would share sets of the caches"
     assert sizes_of("flatten", Options(min_bytes=512, max_bytes=65536)) == [512, 1024, 4096, 16384, 65536]
 
 
@@ -30,6 +31,8 @@ def test_refined_where_neighbours_disagree_only():
     added = grid.refinement(step)
     assert 3 << 14 in added or 3 << 13 in added
     assert all((1 << 13) < size < (1 << 17) for size in added) and len(added) <= 4
+    # What costs most is refined first, however far off small sizes are.
+    assert all(size > 1 << 14 for size in grid.refinement(step | {1 << 13: 3.0 * (1 << 13)}, at_most=2))
 
 
 def raw(first, second, **more):
@@ -84,8 +87,8 @@ def test_processors_are_not_kept_busy_until_the_last_rank_is_done():
 
 def test_gathers_are_measured_at_further_sizes_beside_the_grid():
     options = Options(min_bytes=4096, max_bytes=16384, also_sizes=(10000, 70000))
-    assert sizes_of("gpu", options) == sizes_of("cpu", options) == [4096, 8192, 10240, 16384, 70144]
-    assert sizes_of("reduce", options) == [4096, 8192, 16384]  # what is no gather is not asked for
+    assert sizes_of("gpu", options) == sizes_of("cpu", options) == [4096, 7680, 10240, 16384, 70144]
+    assert sizes_of("reduce", options) == [4096, 7680, 16384]  # what is no gather is not asked for
     assert options.largest == 70144  # and there is memory for it
 
 
