@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from emulated_nodes import Nodes
 from in_turns import Figure, Run, in_turns, over_turns
-from measuring import CORPUS, measure_command
+from measuring import CORPUS, STRETCH, measure_command
 
 from megatron_ext import files
 from megatron_ext.cost import model as cost
@@ -22,6 +22,8 @@ from megatron_ext.workload import model as workload_file
 ROOT = Path(__file__).resolve().parents[1]
 MEASURE_SECONDS, MEASURE_GBIT = 45, 15
 """A cost table takes so long, and as long as it takes to send so much over a link."""
+PROCESSORS_LINKS = "compute,optimizer"
+"""What follows the pace of the machine's processors, which changes from minute to minute; shaped links do not."""
 
 
 class Trained(NamedTuple):
@@ -61,12 +63,14 @@ class Emulation:
 
     def measure(self, work, name: str) -> cost.CostTable:
         """A cost table, measured by all ranks over the shaped links."""
-        args, out = self.args, self.folder / f"{name}.json"
-        self.run(name, ["-m", *measure_command(
-            out, work, self.model, hidden=args.hidden, seq=args.seq, micro_batch_size=args.micro_batch_size,
-            seconds=args.measure_seconds or measure_seconds(self.nodes.gbit_s),
-        )])  # fmt: skip
+        out = self.folder / f"{name}.json"
+        self.run(name, self._measuring(out, work, self.args.measure_seconds or measure_seconds(self.nodes.gbit_s)))
         return cost.load(out)
+
+    def _measuring(self, out: Path, work, seconds: float, links: str | None = None) -> list[str]:
+        """What follows ``python``."""
+        args = self.args
+        return ["-m", *measure_command(out, work, self.model, hidden=args.hidden, seq=args.seq, micro_batch_size=args.micro_batch_size, seconds=seconds, links=links)]
 
     def train_short(self, kind: str, iterations: int, schedule: Path | None) -> int:
         """A run of few iterations: the bytes that it sends; it also fills caches."""
@@ -83,8 +87,9 @@ class Emulation:
             found = compare(metrics_file.load(self._metrics(reference)), mine).differences
         return found
 
-    def train(self, kinds: dict[str, Path | None], iterations: int, turn_s: float, work, report) -> dict[str, Trained]:
-        """Train by every schedule (None: stock) at once, in turns; ``report(text)`` is told whose turn it is.
+    def train(self, kinds: dict[str, Path | None], iterations: int, turn_s: float, work, report, measure_seconds: float) -> tuple[dict[str, Trained], cost.CostTable]:
+        """Train by every schedule (None: stock) at once, in turns, and measure compute (:data:`PROCESSORS_LINKS`) in turns
+        with them; ``report(text)`` is told whose turn it is.
 
         Raises:
             in_turns.Ended: a run failed.
@@ -93,19 +98,22 @@ class Emulation:
             kind: Run(kind, ["benchmarks/enter_node.py", sys.executable, *self._training(kind, iterations, path, "--user-defined-schedule-trace", str(self._trace(kind)))], self.world, self.folder / f"{file_name(kind)}.log", self.environment)
             for kind, path in kinds.items()
         }  # fmt: skip
-        sent, before = dict.fromkeys(kinds, 0), 0
+        table = self.folder / "cost_table_in_turns.json"
+        measuring = ["benchmarks/enter_node.py", sys.executable, *self._measuring(table, work, measure_seconds, PROCESSORS_LINKS)]
+        everyone = [*runs.values(), Run("measuring", measuring, self.world, self.folder / "measuring.log", self.environment, STRETCH)]
+        sent, before = dict.fromkeys((run.name for run in everyone), 0), 0
 
         def begin(number: int) -> None:
             nonlocal before
             before = self.nodes.sent_when_idle() if number else before
-            report(next(run for run in runs.values() if run.turn == number).name)
+            report(next(run for run in everyone if run.turn == number).name)
 
         def end(number: int) -> None:
-            sent[next(run for run in runs.values() if run.turn == number).name] += self.nodes.sent_when_idle() - before
+            sent[next(run for run in everyone if run.turn == number).name] += self.nodes.sent_when_idle() - before
 
         before = self.nodes.sent_when_idle()
-        in_turns(list(runs.values()), turn_s, between=end, report=begin)
-        return {kind: self._trained(kind, run, iterations, turn_s, sent[kind], work) for kind, run in runs.items()}
+        in_turns(everyone, turn_s, between=end, report=begin)
+        return {kind: self._trained(kind, run, iterations, turn_s, sent[kind], work) for kind, run in runs.items()}, cost.load(table)
 
     def _trained(self, kind: str, run: Run, iterations: int, turn_s: float, sent_bytes: int, work) -> Trained:
         metrics, trace = files.load(self._metrics(kind), dict), MeasuredTrace(self._trace(kind), work.parallel, iterations)

@@ -27,10 +27,14 @@ class Ended(RuntimeError):
 
 
 class Run:
-    """One training run. ``turns``: of every iteration, the turn in which it ended."""
+    """One training run. ``turns``: of every iteration, the turn in which it ended.
 
-    def __init__(self, name: str, command: Sequence[str], world: int, log: Path, environment: dict[str, str] | None = None):
-        self.name, self.log, self.world, self.turns, self.turn = name, log, world, [], -1
+    Args:
+        stretch: its turns are so many times as long as the others'.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], world: int, log: Path, environment: dict[str, str] | None = None, stretch: float = 1.0):
+        self.name, self.log, self.world, self.turns, self.turn, self.stretch = name, log, world, [], -1, stretch
         shared = {"PYTHONPATH": f"{ROOT}:{ROOT / '.megatron'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_ext.runtime.launch", "--nproc-per-node", str(world), *command, "--log-interval", "1"],
@@ -120,7 +124,7 @@ def in_turns(runs: Sequence[Run], turn_s: float, between: Callable[[int], None] 
                     report(number)
                 run.signal(signal.SIGCONT)
                 try:
-                    run.process.wait(timeout=turn_s)
+                    run.process.wait(timeout=turn_s * run.stretch)
                 except subprocess.TimeoutExpired:
                     run.signal(signal.SIGSTOP)
                 if between is not None:

@@ -2,26 +2,38 @@
 
 from pathlib import Path
 
-from megatron_ext.workload.sizes import largest_group_bytes, largest_rank_bytes
+from megatron_ext.cost.combine import combine
+from megatron_ext.cost.model import CostTable
+from megatron_ext.workload.sizes import largest_group_bytes, largest_rank_bytes, likely_group_bytes
 
 LAYERS = "megatron_ext.megatron.layer_runners:layer_runners"
 """Who makes the layers whose compute is measured."""
+STRETCH = 2
+"""A measurement in turns has longer ones than training: what is timed with a stop in it must be the lesser part."""
 CORPUS = "runs/corpus/stdlib"
 """The example's data set, which scripts/pretrain_gpt_hybrid.sh builds."""
 
 
-def measure_command(out: Path, work, model: list[str], *, hidden: int, seq: int, micro_batch_size: int, seconds: float, links: str | None = None) -> list[str]:
+def measure_command(out: Path, work, model: list[str], *, hidden: int, seq: int, micro_batch_size: int, seconds: float, links: str | None = None, also_sizes: list[int] | None = None, beyond: int = 1) -> list[str]:
     """What follows ``python -m``.
 
     Args:
         work: the run's workload, without limits.
         model: the example's options.
         links: what is measured, all by default.
+        also_sizes: of gathers beside the grid; by default those of likely groups, as in the main job.
+        beyond: sizes are measured up to so many times the run's largest group.
     """
+    also = likely_group_bytes(work) if also_sizes is None else also_sizes
     return [
         "megatron_ext", "measure", "--out", str(out), "--device", "cpu", "--dp", str(work.parallel.dp), "--pp", str(work.parallel.pp),
         "--hidden-size", str(hidden), "--seq-length", str(seq), "--micro-batch-size", str(micro_batch_size),
-        "--min-bytes", "512", "--max-bytes", str(largest_group_bytes(work)), "--max-rank-bytes", str(largest_rank_bytes(work)),
-        "--seconds", str(seconds), "--threads", "1", *(["--links", links] if links else []),
+        "--min-bytes", "512", "--max-bytes", str(largest_group_bytes(work) * beyond), "--max-rank-bytes", str(largest_rank_bytes(work)),
+        "--seconds", str(seconds), "--threads", "1", *(["--links", links] if links else []), *(["--also-sizes", ",".join(map(str, also))] if also else []),
         "--modules", LAYERS, "--", *model, "--data-path", CORPUS, "--num-workers", "0",
     ]  # fmt: skip
+
+
+def in_turns_and_before(in_turns: CostTable, before: CostTable) -> CostTable:
+    """What was measured in turns with training runs, completed from a table measured before."""
+    return combine({"in turns": in_turns, "before": before})

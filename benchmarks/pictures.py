@@ -60,16 +60,16 @@ def cost_prediction(result: dict):
     figure, (iterations, gathers) = figure_of(12, 4.5, 1, 2)
     rows = result["rows"]
     iterations.axhspan(-10, 10, color="#e8f0e8")
-    errors = [100 * row["error_between"] for row in rows]
+    errors = [100 * row["error"] for row in rows]
     iterations.bar(range(len(rows)), errors, color=[OURS if abs(error) <= 10 else BAD for error in errors])
     iterations.set_xticks(range(len(rows)), [f"{row['model']} {row['layout']} {row['run']}" for row in rows], rotation=90, fontsize=7)
-    iterations.set_ylabel("predicted over measured iteration, %\n(by tables before, between and after)")
+    iterations.set_ylabel("predicted over measured iteration, %\n(by the table planned from)")
     gathers.axhspan(-15, 15, color="#e8f0e8")
     for route, mark in (("gpu", "o"), ("cpu", "s")):
         for inside, colour in ((True, OURS), (False, BAD)):
             found = [g for row in rows if row["run"] == "stock" for g in row["gathers"] if g["route"] == route and g["in_interval"] == inside]
             label = f"{route}, {'in' if inside else 'outside'} the table's interval"
-            gathers.scatter([g["size_bytes"] / 2**20 for g in found], [100 * g["error_between"] for g in found], marker=mark, color=colour, label=label)
+            gathers.scatter([g["size_bytes"] / 2**20 for g in found], [100 * g["error_by_other_sizes"] for g in found], marker=mark, color=colour, label=label)
     gathers.set_xscale("log")
     gathers.set_xlabel("group, MiB")
     gathers.set_ylabel("predicted over measured gather, %")
