@@ -3,7 +3,7 @@
     python benchmarks/cost_prediction.py [--models small medium large long] [--layouts pp2 dp4] [--train-seconds 45]
 
 For every model and layout: describe, measure, plan, as the main job does (which builds the corpus:
-scripts/pretrain_gpt_hybrid.sh first). Then stock, the scheduled run and the measuring of a second table go in turns of
+scripts/pretrain_gpt_hybrid.sh first). Then stock, the scheduled run and the measuring of compute go in turns of
 seconds (in_turns.py); between rounds of turns, with all stopped, gathers are measured by both routes on all ranks at
 once, of every group of the schedule at its own size too. Prints a table and writes
 benchmarks/results/cost_prediction.json with date, machine and errors. Ends 0 if for three models at least all
@@ -12,16 +12,14 @@ gathers are within 15 % and all iterations within 10 %, 1 otherwise.
 [Note: A table in turns]
 A machine that is shared becomes slower and faster by tens of percent, for seconds and for minutes, and no table can
 know. ``error`` is that of the prediction by the table that was planned from, of minutes before. ``error_in_turns`` is by
-the table that was measured in turns with the runs, so in the same minutes (but contention, which is a
-ratio, from the first): what the machine does by itself is less in it, but stops are. The exit code goes by ``error``, which
-is what the product says; both are counted.
+the same with compute and optimizer as they were measured in turns with the runs, so in the same minutes: what the machine does
+by itself is less in it. The exit code goes by ``error``, which is what the product says; both are counted.
 
 [Note: Gathers]
 They are timed beside nothing else, in the surroundings of a run: the model and its process groups are there (which
 makes them up to a fifth slower). What is measured at the groups' own sizes is predicted by the table that was planned from
 (``error``; it holds the sizes of likely groups, as the main job's does), and from all other sizes of the same measurement, up to
-twice the largest group's (``error_by_other_sizes``; the exit code goes by this one). A table measured in turns is no judge of
-these: a transfer with a stop in it is longer by seconds, and leaves its size few others.
+twice the largest group's (``error_by_other_sizes``; the exit code goes by this one).
 """
 
 import argparse
@@ -37,12 +35,11 @@ from statistics import mean, median
 import msgspec
 import pictures
 from in_turns import Run, in_turns, over_turns
-from measuring import CORPUS, STRETCH, in_turns_and_before, measure_command
+from measuring import CORPUS, PROCESSORS_LINKS, STRETCH, in_turns_and_before, measure_command
 
 from megatron_ext import files, simulator
 from megatron_ext.cost import model as cost
 from megatron_ext.cost.predict import Costs
-from megatron_ext.measure.options import LINKS
 from megatron_ext.report.spread import summarize
 from megatron_ext.schedule import validate
 from megatron_ext.workload import model as workload
@@ -153,8 +150,7 @@ def compared(model_name: str, layout_name: str, folder: Path, arguments) -> tupl
         command = ["examples/pretrain_gpt_hybrid.py", *model, "--data-path", CORPUS, "--train-iters", str(iterations), "--metrics-path", str(folder / f"{kind}.metrics.json"), *more]
         runs[kind] = Run(kind, command, world, folder / f"{kind}.log")
     in_turn = folder / "cost_table_in_turns.json"
-    links = ",".join(link for link in LINKS if link not in ("contention", "nvme"))
-    runs["measuring"] = Run("measuring", ["-m", *measure_command(in_turn, work, model, **shape, seconds=arguments.seconds_in_turns, links=links)], world, folder / "measuring.log", stretch=STRETCH)
+    runs["measuring"] = Run("measuring", ["-m", *measure_command(in_turn, work, model, **shape, seconds=arguments.seconds_in_turns, links=PROCESSORS_LINKS)], world, folder / "measuring.log", stretch=STRETCH)
     of_gathers = []
 
     def measure_gathers(number: int) -> None:

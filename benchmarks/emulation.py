@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from emulated_nodes import Nodes
 from in_turns import Figure, Run, in_turns, over_turns
-from measuring import CORPUS, STRETCH, measure_command
+from measuring import CORPUS, PROCESSORS_LINKS, STRETCH, measure_command
 
 from megatron_ext import files
 from megatron_ext.cost import model as cost
@@ -22,8 +22,6 @@ from megatron_ext.workload import model as workload_file
 ROOT = Path(__file__).resolve().parents[1]
 MEASURE_SECONDS, MEASURE_GBIT = 45, 15
 """A cost table takes so long, and as long as it takes to send so much over a link."""
-PROCESSORS_LINKS = "compute,optimizer"
-"""What follows the pace of the machine's processors, which changes from minute to minute; shaped links do not."""
 
 
 class Trained(NamedTuple):
@@ -88,7 +86,7 @@ class Emulation:
         return found
 
     def train(self, kinds: dict[str, Path | None], iterations: int, turn_s: float, work, report, measure_seconds: float) -> tuple[dict[str, Trained], cost.CostTable]:
-        """Train by every schedule (None: stock) at once, in turns, and measure compute (:data:`PROCESSORS_LINKS`) in turns
+        """Train by every schedule (None: stock) at once, in turns, and measure compute (:data:`measuring.PROCESSORS_LINKS`) in turns
         with them; ``report(text)`` is told whose turn it is.
 
         Raises:
