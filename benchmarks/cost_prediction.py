@@ -108,7 +108,7 @@ def gather_rows(first: cost.CostTable, later: list[cost.CostTable], sizes: list[
         us = mean(times[route, size] for times in measured)
         found = [table.gather(route, size) for table in known]
         rows.append({
-            "route": route, "size_bytes": size, "measured_us": us, "predicted_us": found[0].us, "predicted_by_other_sizes_us": [estimate.us for estimate in found[1:]],
+            "route": route, "size_bytes": size, "measured_us": us, "measured_by_table_us": [times[route, size] for times in measured], "predicted_us": found[0].us, "predicted_by_other_sizes_us": [estimate.us for estimate in found[1:]],
             "error": found[0].us / us - 1, "error_by_other_sizes": mean(estimate.us for estimate in found[1:]) / us - 1,
             "in_interval": min(one.low_us for one in found) <= us <= max(one.high_us for one in found),
         })  # fmt: skip
@@ -155,7 +155,7 @@ def compared(model_name: str, layout_name: str, folder: Path, arguments) -> tupl
 
     def measure_gathers(number: int) -> None:
         if number % len(runs) == len(runs) - 1 and len(of_gathers) < TABLES_OF_GATHERS:
-            of_gathers.append(measure(folder / f"gathers_{number}.json", arguments.gather_seconds, links=",".join(GATHER_LINKS), also_sizes=sizes, beyond=2))
+            of_gathers.append(measure(folder / f"gathers_{number}.json", arguments.gather_seconds, links=",".join(GATHER_LINKS), also_sizes=sizes, max_bytes=2 * max(sizes)))
 
     in_turns(list(runs.values()), turn_s, between=measure_gathers)
     beside = in_turns_and_before(cost.load(in_turn), table)
@@ -205,7 +205,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--train-seconds", type=float, default=45, help="About as long is each run trained.")
-    parser.add_argument("--measure-seconds", type=float, default=40)
+    parser.add_argument("--measure-seconds", type=float, default=60)
     parser.add_argument("--seconds-in-turns", type=float, default=90, help="Of the table measured in turns, the turns of the others included.")
     parser.add_argument("--gather-seconds", type=float, default=27, help="Of each measurement of gathers.")
     parser.add_argument("--turn", type=float, default=7, help="Least seconds of a turn; the first ones hold the start.")

@@ -18,7 +18,7 @@ CORPUS = "runs/corpus/stdlib"
 """The example's data set, which scripts/pretrain_gpt_hybrid.sh builds."""
 
 
-def measure_command(out: Path, work, model: list[str], *, hidden: int, seq: int, micro_batch_size: int, seconds: float, links: str | None = None, also_sizes: list[int] | None = None, beyond: int = 1) -> list[str]:
+def measure_command(out: Path, work, model: list[str], *, hidden: int, seq: int, micro_batch_size: int, seconds: float, links: str | None = None, also_sizes: list[int] | None = None, max_bytes: int | None = None) -> list[str]:
     """What follows ``python -m``.
 
     Args:
@@ -26,13 +26,13 @@ def measure_command(out: Path, work, model: list[str], *, hidden: int, seq: int,
         model: the example's options.
         links: what is measured, all by default.
         also_sizes: of gathers beside the grid; by default those of likely groups, as in the main job.
-        beyond: sizes are measured up to so many times the run's largest group.
+        max_bytes: the largest size; by default the run's largest group, which is stock Megatron's.
     """
     also = likely_group_bytes(work) if also_sizes is None else also_sizes
     return [
         "megatron_ext", "measure", "--out", str(out), "--device", "cpu", "--dp", str(work.parallel.dp), "--pp", str(work.parallel.pp),
         "--hidden-size", str(hidden), "--seq-length", str(seq), "--micro-batch-size", str(micro_batch_size),
-        "--min-bytes", "512", "--max-bytes", str(largest_group_bytes(work) * beyond), "--max-rank-bytes", str(largest_rank_bytes(work)),
+        "--min-bytes", "512", "--max-bytes", str(max_bytes or largest_group_bytes(work)), "--max-rank-bytes", str(largest_rank_bytes(work)),
         "--seconds", str(seconds), "--threads", "1", *(["--links", links] if links else []), *(["--also-sizes", ",".join(map(str, also))] if also else []),
         "--modules", LAYERS, "--", *model, "--data-path", CORPUS, "--num-workers", "0",
     ]  # fmt: skip

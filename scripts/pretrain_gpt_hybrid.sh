@@ -81,7 +81,7 @@ if [ ! -e "$run/cost_table.json" ]; then
     read -r largest whole likely < <(python -m megatron_ext.workload.sizes "$run/workload.json")
     megatron-ext measure --out "$run/cost_table.json" --dp "$DP" --pp "$PP" --hidden-size "$HIDDEN" --seq-length "$SEQ" \
         --micro-batch-size "$MICRO_BATCH_SIZE" --min-bytes 512 --max-bytes "$largest" --max-rank-bytes "$whole" ${likely:+--also-sizes "$likely"} \
-        --seconds "${MEASURE_SECONDS:-40}" --threads "$OMP_NUM_THREADS" \
+        --seconds "${MEASURE_SECONDS:-60}" --threads "$OMP_NUM_THREADS" \
         --modules megatron_ext.megatron.layer_runners:layer_runners -- "${model[@]}" --data-path $corpus --num-workers 0
 fi
 

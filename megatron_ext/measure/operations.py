@@ -169,12 +169,14 @@ class Publish(HostCopy):
 
 
 class Reduce(Gather):
-    """Reduce-scatter of a group's gradients over the data-parallel group, in place."""
+    """Reduce-scatter of a group's gradients over the data-parallel group, in place, as Megatron's
+    ``_ParamAndGradBucketGroup.start_grad_sync`` does it: divided by the replicas first, so that their sum is a mean."""
 
     name = "reduce"
 
     def issue(self, size_bytes: int, turn: int):
         whole = self.fabric.window(self.memory, size_bytes, turn)
+        whole.mul_(1.0)  # takes what dividing takes; divided again and again, figures would become subnormal, which are slow
         with _coalescing_manager(self.group, async_ops=True) as manager:
             dist.reduce_scatter_tensor(self.fabric.shard(whole), whole, group=self.group)
         return manager
