@@ -10,8 +10,7 @@ LAYERS = "megatron_ext.megatron.layer_runners:layer_runners"
 """Who makes the layers whose compute is measured."""
 PROCESSORS_LINKS = "compute,optimizer"
 """What is measured in turns with training runs: it follows the pace of the processors, which changes from minute to minute.
-Gathers do not belong here: a transfer with a stop in it is longer by seconds, and ranks of a launcher, in sessions of their
-own, leave the measurement's barrier up to a millisecond apart."""
+Gathers do not belong here: a transfer with a stop in it is longer by seconds."""
 STRETCH = 2
 """A measurement in turns has longer ones than training: what is timed with a stop in it must be the lesser part."""
 CORPUS = "runs/corpus/stdlib"

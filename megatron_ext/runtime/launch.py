@@ -5,6 +5,11 @@
 sets the environment that torchrun sets. It differs from torchrun in what the main job needs:
 a rank's own exit code is passed on (2 means bad input), a killed launcher takes its ranks with
 it (PR_SET_PDEATHSIG), and the rank that brought the others down is named. On clusters use torchrun or srun.
+
+[Note: One session]
+Ranks have a process group each and the launcher's session. With a session each, as torchrun gives them, Linux shares
+processors among sessions (autogroups) and no longer among threads: where ranks are more than processors and all of them compute,
+a transport's thread waits for tens to hundreds of milliseconds until it runs.
 """
 
 import argparse
@@ -30,8 +35,10 @@ process closes its connections a moment before it counts as ended, and its peers
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent(parent: int) -> None:
-    """In the child: be killed when the launcher ends, however it ends."""
+def _begin(parent: int) -> None:
+    """In the child: lead a process group, see [Note: One session], and be killed when the launcher ends, however it ends."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with "stty tostop" would stop whoever writes to it
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
@@ -82,8 +89,8 @@ def launch(command: list[str], num_processes: int, *, environment: dict[str, str
     try:
         for rank in range(num_processes):
             ranks.append(subprocess.Popen(
-                command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=stdout,
-                preexec_fn=lambda: _die_with_parent(parent), start_new_session=True,
+                command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=stdout,
+                preexec_fn=lambda: _begin(parent),
             ))  # fmt: skip
         return _watch(ranks, interrupted)
     finally:

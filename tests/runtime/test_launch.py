@@ -49,3 +49,11 @@ def test_a_module_is_launched_as_python_does(tmp_path):
     command = [sys.executable, "-m", "megatron_ext.runtime.launch", "--nproc-per-node", "2", "-m", "said", str(tmp_path / "rank"), "-m", "--out", "x"]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}"})
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["-m --out x"] * 2
+
+
+PLACE = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(f'{os.getsid(0)} {os.getpgid(0) == os.getpid()} {sys.stdin.read()!r}')"
+
+
+def test_ranks_share_a_session_and_are_signalled_each(tmp_path):
+    assert launch([sys.executable, "-c", PLACE, str(tmp_path / "rank")], 2) == 0
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [f"{os.getsid(0)} True ''"] * 2
