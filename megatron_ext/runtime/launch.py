@@ -9,7 +9,7 @@ it (PR_SET_PDEATHSIG), and the rank that brought the others down is named. On cl
 [Note: One session]
 Ranks have a process group each and the launcher's session. With a session each, as torchrun gives them, Linux shares
 processors among sessions (autogroups) and no longer among threads: where ranks are more than processors and all of them compute,
-a transport's thread waits for tens to hundreds of milliseconds until it runs.
+a transfer was measured to take tens to hundreds of milliseconds longer.
 """
 
 import argparse

@@ -33,6 +33,7 @@ def test_gradients_are_divided_before_they_are_summed_and_do_not_fade(tmp_path):
                 reduce.issue(4096, turn).wait()
     finally:
         dist.destroy_process_group()
-    scaled = [elements for name, elements in calls.made if name == "mul_"]
-    assert scaled == [1024] * 200  # the whole group, every round
+    made = [call for call in calls.made if call[0] == "mul_" or "reduce_scatter" in call[0]]
+    assert made[::2] == [("mul_", 1024)] * 200  # the whole group, every round
+    assert len(made) == 400 and all("reduce_scatter" in name for name, _ in made[1::2])
     assert arena.eq(1.0).all()
