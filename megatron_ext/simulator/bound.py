@@ -12,7 +12,7 @@ The bound is the largest of these, and each drops constraints only:
   (:mod:`megatron_ext.simulator.least_loads`) have come over the rank's links; after it the rest
   of the pipeline follows, and the rank's own compute on processors that it shares. In ``T``
   microseconds a link brings at most ``T`` times the best rate
-  of any gather that is no larger than a chunk and takes no longer than ``T``; links beside
+  of any gather that is no larger than a group can be and takes no longer than ``T``; links beside
   each other lose at least what the table says (the best mix of links is one fixed set of
   links, because bytes and time are both linear in how long each set runs). What comes for the
   first time over a link that carries host copies has been published before, at no better than
@@ -28,11 +28,10 @@ from itertools import accumulate, combinations
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.errors import InputError
 from megatron_ext.simulator.critical import Durations, alone, earliest_ends, tails
-from megatron_ext.simulator.last_backward import last_backwards, least_tail_us, plannable, processor_bound, replicas, rest_us
+from megatron_ext.simulator.last_backward import largest_group, last_backwards, least_tail_us, plannable, processor_bound, replicas, rest_us
 from megatron_ext.simulator.least_loads import layer_bytes, least_loads
-from megatron_ext.simulator.stock import buckets
 from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, NVME, PUBLISH, Timing
-from megatron_ext.workload.model import Workload, group_bytes
+from megatron_ext.workload.model import Workload
 from megatron_ext.workload.order import steps_of_ranks
 from megatron_ext.workload.route import ROUTES
 
@@ -123,8 +122,7 @@ class Links:
     """What the links of one rank can bring at best."""
 
     def __init__(self, workload: Workload, timing: Timing, pp_rank: int):
-        dp = workload.parallel.dp
-        largest = max((group_bytes(part, dp) for c in workload.chunks_of_rank(pp_rank) for part in buckets(c)), default=0)
+        largest = largest_group(workload, workload.chunks_of_rank(pp_rank))
         offered = [route for route in ROUTES if timing.offers(route)]
         if not workload.limits.nvme_slots and "nvme" in offered:
             offered.remove("nvme")

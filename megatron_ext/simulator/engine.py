@@ -2,7 +2,7 @@
 
 [Note: What the engine holds true]
 * A rank's training thread walks its steps in order: it waits for the step's input, issues
-  the step's gathers (each costs ``call_us`` of the thread), computes, and waits inside the
+  the step's gathers (each keeps the thread for as long as its call takes), computes, and waits inside the
   step, before the first layer that uses a group, until the group has arrived.
 * Links ``gpu``, ``cpu``, ``nvme``, ``publish`` and ``reduce`` are queues in issue order, one
   each a rank; publishing goes in the order of the schedule from time 0, beside everything else
@@ -194,9 +194,9 @@ class Engine:
                     link = GPU if gather.route == GPU else CPU  # a staged group leaves its slot over PCIe
                     rank.queues[link].append(gather)
                     self._serve(rank, link)
-                    if self.timing.call_us:
-                        self._record(rank, "issue", str(gather.group), self.now, self.timing.call_us)
-                        self._push(self.now + self.timing.call_us, _THREAD, rank)
+                    if gather.call_us:
+                        self._record(rank, "issue", str(gather.group), self.now, gather.call_us)
+                        self._push(self.now + gather.call_us, _THREAD, rank)
                         return
                 elif code == REDUCE_GROUP:
                     rank.reducing += 1

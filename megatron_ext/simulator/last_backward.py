@@ -4,10 +4,9 @@
 * Gradients of a layer can be reduced only after its last backward; so from there on are reduced
   all of this layer, of those below it and of chunks whose last backward comes later. Groups are
   whole parameters, so each byte is reduced at no better rate, and with no less of a processor,
-  than in some group at least as large as its parameter. While the rank computes, reducing is
-  slowed by what the table says, and takes processors from that compute. With ``y`` microseconds
-  of reducing beside compute the rest comes after it; the time is linear in ``y``, so the least is
-  at one of its ends.
+  than in some group at least as large as its parameter and no larger than the device may hold.
+  While the rank computes, reducing is slowed by what the table says, and takes processors from
+  that compute: :func:`_from_start` says what is left after compute at least.
 * Data-parallel ranks of one pipeline rank behave alike: all are at their last backward together,
   and before it their compute, and the cheapest transport of all that must have come, take
   processors; what comes by ``cpu`` for the first time has been published before. The engine leaves at least half of the processors to compute, so transports
@@ -55,12 +54,12 @@ class Reducing(NamedTuple):
 
 def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward]]:
     """By pipeline rank, the last backward of each of its chunks, the last first."""
-    pp, dp = workload.parallel.pp, workload.parallel.dp
+    pp = workload.parallel.pp
     found = []
     for rank, steps in enumerate(steps_of_ranks(workload.parallel)):
         count, tail_us = replicas(workload, timing, rank), least_tail_us(workload, timing, rank)
         needs = least_loads(workload, timing, rank)
-        mine, seen, compute, reducing = [], set(), 0.0, Reducing()
+        mine, seen, compute, reducing, waiting = [], set(), 0.0, Reducing(), [(0.0, Reducing())]
         whole = sum(sum(t.forward) + sum(t.backward) for t in timing.layers[rank]) * workload.parallel.num_microbatches
         for index in range(len(steps) - 1, -1, -1):
             chunk, backward = steps[index].stage // pp, steps[index].kind == "B"
@@ -70,13 +69,14 @@ def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward
                 continue
             seen.add(chunk)
             from_start, above = 0.0, sum(times.backward)
-            for layer, least in enumerate(least_reducing(workload.chunk(rank, chunk), timing, dp)):
+            for layer, least in enumerate(least_reducing(workload, workload.chunk(rank, chunk), timing)):
                 reducing += least
                 if least.us:  # not before this layer's own backward
-                    from_start = max(from_start, _compute_us(above, timing, count) + _from_start(compute, reducing, timing, count, tail_us))
+                    waiting.append((compute, reducing))
+                    from_start = max(from_start, _compute_us(above, timing, count) + _from_start(compute, waiting, timing, count, tail_us))
                 above -= times.backward[layer]
                 compute += times.backward[layer]
-            from_start = max(from_start, _from_start(compute, reducing, timing, count, tail_us))
+            from_start = max(from_start, _from_start(compute, waiting, timing, count, tail_us))
             before = [need for need in needs if need.step < index]
             loaded, fresh = max(((need.loaded, need.fresh) for need in before), default=(0.0, 0.0))
             mine.append(LastBackward(index, compute, whole - compute, from_start, loaded, fresh))
@@ -84,12 +84,19 @@ def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward
     return found
 
 
-def least_reducing(chunk: Chunk, timing: Timing, dp: int) -> list[Reducing]:
+def largest_group(workload: Workload, chunks: tuple[Chunk, ...]) -> int:
+    """No group of these chunks is larger: not than a bucket, nor than what the device may hold whole."""
+    largest = max((group_bytes(part, workload.parallel.dp) for chunk in chunks for part in buckets(chunk)), default=0)
+    limit = workload.limits.device_bytes if workload.zero_stage == 3 else None
+    return largest if limit is None else min(largest, limit)
+
+
+def least_reducing(workload: Workload, chunk: Chunk, timing: Timing) -> list[Reducing]:
     """By layer: no grouping of a chunk's parameters is reduced by less, alone; 0 without such a curve."""
     found = [Reducing()] * chunk.num_layers
     if timing.table.reduce is None or not chunk.bytes:
         return found
-    largest = max(group_bytes(part, dp) for part in buckets(chunk))
+    largest = largest_group(workload, (chunk,))
     measured = {point.size_bytes for points in curves_of(timing.table.reduce).values() for point in points}
     sizes = plannable(measured, largest) | {parameter.bytes for parameter in chunk.parameters}
     us, processor_us, least = inf, inf, {}
@@ -155,20 +162,24 @@ def _compute_us(alone_us: float, timing: Timing, count: int) -> float:
     return alone_us if timing.processors is None else alone_us * max(1.0, count / timing.processors)
 
 
-def _from_start(compute_us: float, reducing: Reducing, timing: Timing, count: int, tail_us: float) -> float:
-    """Least time in which ``count`` ranks of a machine each compute ``compute_us`` and reduce."""
-    processors = timing.processors
-    slower = 1.0 + timing.least_excess(REDUCE, COMPUTE)
-    alone, reduce_us = _compute_us(compute_us, timing, count), reducing.us
-    after = alone + reduce_us  # nothing is reduced beside compute
-    takes = 0.0 if processors is None or count < processors or not reduce_us else count / processors * reducing.share * _capped(timing, _shares(timing, REDUCE), count)
-    if takes < slower:
-        compute = alone / (1.0 - takes / slower)
-        beside = compute / slower
-        if beside > reduce_us:
-            beside, compute = reduce_us, alone + takes * reduce_us
-        after = min(after, compute + reduce_us - beside)
-    return max(after, alone + tail_us)
+def _from_start(compute_us: float, waiting: list[tuple[float, Reducing]], timing: Timing, count: int, tail_us: float) -> float:
+    """Least time in which ``count`` ranks of a machine each compute ``compute_us`` and reduce.
+
+    ``waiting``: with so much of that compute still to come, the first of so much may be reduced; all
+    of it, the last. Of ``total`` microseconds of reducing, each done beside compute makes that
+    ``takes`` longer; what is not done beside it comes after. Of the ``part`` that waits for all
+    but ``left`` of compute, with ``s`` by which it is stretched, at most ``(left + s) / slower``
+    can be done beside it, and ``s`` is at least ``takes`` times that: so at most
+    ``left / (slower - takes)``. Stretching compute further, or idling, costs no less than the
+    reducing that it hides.
+    """
+    processors, slower = timing.processors, 1.0 + timing.least_excess(REDUCE, COMPUTE)
+    alone, total = _compute_us(compute_us, timing, count), waiting[-1][1]
+    takes = 0.0
+    if processors is not None and count >= processors and total.us:
+        takes = min(count * total.share / processors, 0.5)  # the engine leaves compute the other half
+    after = (1.0 - takes) * max(part.us - _compute_us(left, timing, count) / (slower - takes) for left, part in waiting)
+    return alone + max(takes * total.us + after, tail_us)
 
 
 def _points(timing: Timing, kind: int):
@@ -196,8 +207,7 @@ class _Gathering:
         self.known = bool(kinds) and not timing.offers("nvme")  # the drive's part has no row of its own
         if not self.known:
             return
-        dp = workload.parallel.dp
-        largest = max((group_bytes(part, dp) for c in workload.chunks_of_rank(rank) for part in buckets(c)), default=0)
+        largest = largest_group(workload, workload.chunks_of_rank(rank))
         per_byte = {kind: _least_per_byte(timing, kind, largest) for kind in (*kinds, PUBLISH)}
         self.again = min(per_byte[kind] for kind in kinds)
         self.first = min(per_byte[kind] + (per_byte[PUBLISH] if kind == CPU else 0.0) for kind in kinds)
@@ -211,5 +221,5 @@ class _Gathering:
 
 def _least_per_byte(timing: Timing, kind: int, largest: int) -> float:
     """Processor time of one byte, in whatever group of at most ``largest`` bytes it goes."""
-    sizes = {size for size, _ in _points(timing, kind)} | ({largest} if largest else set())
+    sizes = plannable({size for size, _ in _points(timing, kind)}, largest)
     return min((timing.processor_us(kind, size) / size for size in sizes), default=0.0)

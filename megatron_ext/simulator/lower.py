@@ -19,10 +19,10 @@ slot, bytes, us)``; ``(REDUCE_GROUP, group, bytes, us)``."""
 class Gather:
     """One unshard of one group: the engine's unit of work on a link."""
 
-    __slots__ = ("group", "route", "bytes", "us", "slot", "issued_us", "start_us", "end_us", "done")
+    __slots__ = ("group", "route", "bytes", "us", "call_us", "slot", "issued_us", "start_us", "end_us", "done")
 
-    def __init__(self, group: int, route: int, size: int, us: float, slot: int):
-        self.group, self.route, self.bytes, self.us, self.slot = group, route, size, us, slot
+    def __init__(self, group: int, route: int, size: int, us: float, call_us: float, slot: int):
+        self.group, self.route, self.bytes, self.us, self.call_us, self.slot = group, route, size, us, call_us, slot
         self.issued_us = self.start_us = self.end_us = -1.0
         self.done = False
 
@@ -58,17 +58,17 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
     groups, gathers, pp = schedule.groups, program.gathers, workload.parallel.pp
     waits: dict[int, list[tuple[int, int]]] = {}  # step index -> (group, gather)
     slot_of: dict[int, int] = {}
-    costs: dict[tuple[str, int, str | None], float] = {}
+    costs: dict[tuple[str, int, str | None], tuple[float, float]] = {}
 
     def gather(action, index: int) -> tuple:
         size, algorithm = groups[action.group].bytes, groups[action.group].algorithm
-        us = costs.get((action.route, size, algorithm))
-        if us is None:
-            us = costs[(action.route, size, algorithm)] = timing.unshard_us(action.route, size, algorithm)
+        key = (action.route, size, algorithm)
+        if key not in costs:
+            costs[key] = timing.unshard_us(action.route, size, algorithm), timing.issue_us(action.route, size)
         slot = slot_of.get(action.group, -1) if action.route == "nvme" else -1
         need_by = index if action.need_by < 0 else action.need_by
         waits.setdefault(need_by, []).append((action.group, len(gathers)))
-        gathers.append(Gather(action.group, _ROUTE_KIND[action.route], size, us, slot))
+        gathers.append(Gather(action.group, _ROUTE_KIND[action.route], size, *costs[key], slot))
         return (ISSUE, len(gathers) - 1)
 
     def stage(action) -> tuple:

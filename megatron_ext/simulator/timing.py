@@ -51,7 +51,6 @@ class Timing:
         parallel = workload.parallel
         self._hierarchy = [hierarchical is not None and has_hierarchy(parallel, rank) for rank in range(parallel.pp)]
         self._hierarchical = (Costs(hierarchical, extrapolate=extrapolate), Costs(hierarchical, extrapolate=True)) if any(self._hierarchy) else None
-        self.call_us = table.group_overhead.call_us or 0.0
         self.processors = table.topology.processors_per_node
         self._nodes_sharing = table.topology.nodes_sharing or 1
         sends = parallel.pp > 1 and workload.p2p_bytes > 0
@@ -152,6 +151,12 @@ class Timing:
         for name in what.split("."):
             curve = getattr(curve, name)
         return _has(curve)
+
+    def issue_us(self, route: str, size_bytes: int) -> float:
+        """How long issuing a gather keeps the training thread: a host copy, and a staged group's way from
+        its slot, as it was measured by itself; an all-gather, and what was not told apart, ``call_us``."""
+        own = self.costs.issued_us("cpu", size_bytes) if route != "gpu" else None
+        return (self.table.group_overhead.call_us or 0.0) if own is None else own
 
     def unshard_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
         """What an unshard occupies its link for: all of the route, or for ``nvme`` its last leg."""

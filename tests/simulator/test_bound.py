@@ -8,7 +8,11 @@ from msgspec.structs import replace
 
 from megatron_ext.cost import model as cost
 from megatron_ext.planner import plan
+from megatron_ext.planner.assemble import Placed, assemble
+from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator import simulate
 from megatron_ext.simulator.bound import Links, lower_bound
+from megatron_ext.simulator.stock import groups_of, layer_buckets
 from megatron_ext.simulator.timing import Timing
 from planning_cases import line, make_table, make_workload, uneven_case
 
@@ -97,6 +101,31 @@ def test_bound_knows_that_compute_slows_reducing_and_shares_processors_with_it()
     compute = 3800.0 / (1 - 0.2 / 1.5)
     assert bound == pytest.approx(8000.0 + 200.0 + compute + 4000.0 - compute / 1.5, rel=1e-3)
     assert plan(work, full).predicted.step_time_us == pytest.approx(bound, rel=0.06)
+
+
+def test_bound_knows_that_the_last_layer_is_reduced_after_all_compute():
+    """Two ranks on one processor, of which each takes a quarter to reduce: a layer in 400 us, while the
+    next one's backward takes 1000 and then 200 more. Only the last one's has nothing to hide behind."""
+    work = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=4, order="no_pipeline")
+    table = make_table(work, gpu=(0.001, 1e9), cpu=None, forward=1000.0, backward=2000.0)
+    full = with_gradients(table, reduce=(0.001, work.chunks[0].bytes / 1600.0), slower=1.0, processors=1.0, share=0.25)
+    bound = lower_bound(work, Timing(work, full))
+    assert bound == pytest.approx(2 * 1000.0 + 2 * 2000.0 + 3 * 200.0 + 400.0, rel=1e-3)
+    groups, _ = groups_of(work, layer_buckets)
+    by_layer = validate(assemble(work, groups, [[Placed(n, "gpu", -1, 0) for n in range(4)]], [[]], planner="test"))
+    assert simulate(work, full, by_layer).step_time_us == pytest.approx(bound, rel=1e-3)
+
+
+def test_no_group_is_larger_than_the_device_may_hold():
+    """Nothing larger than one layer fits, so a rate that only larger groups reach is no bound: a host
+    copy takes 1000 us of latency, and so comes each layer at zero stage 3."""
+    loose = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=8, order="no_pipeline", zero_stage=3)
+    layer = loose.chunks[0].bytes // 8
+    tight = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=8, order="no_pipeline", zero_stage=3, device_bytes=layer + 2048)
+    table = make_table(tight, gpu=None, cpu=(1000.0, 1e9), publish=(0.001, 1e9), forward=1.0, backward=1.0)
+    bounds = [lower_bound(work, Timing(work, table)) for work in (loose, tight)]
+    assert bounds[0] < 2000.0 and bounds[1] > 15 * 1000.0 * layer / (layer + 2048) * 0.99
+    assert plan(tight, table).predicted.step_time_us == pytest.approx(bounds[1], rel=0.1)
 
 
 def test_bound_knows_that_host_copies_are_published_first_and_by_whose_processor():

@@ -50,6 +50,21 @@ def test_second_layer_arrives_while_the_first_computes():
     assert result.group_exposed_us == pytest.approx({0: 100, 1: 50})
 
 
+def test_issuing_keeps_the_thread_as_long_as_its_route_s_call():
+    """An all-gather's call of 70 us, a host copy's own of 5; where copies were not told apart, 70 too."""
+    work = one_rank()
+    table = table_of(work, cpu=20.0, publish=1.0, group_overhead=cost.GroupOverhead(call_us=70.0))
+    own = msgspec.structs.replace(table.routes.cpu, points=tuple(msgspec.structs.replace(point, issued_us=5.0) for point in table.routes.cpu.points))
+    told = msgspec.structs.replace(table, routes=msgspec.structs.replace(table.routes, cpu=own))
+    # Both are called for before the first is waited for; the second is complete before layer 1 computes.
+    for given, route, call in ((table, "gpu", 70), (told, "gpu", 70), (table, "cpu", 70), (told, "cpu", 5)):
+        schedule = by_layer(work, [Placed(0, route, -1, 0), Placed(1, route, 0, 0)])
+        result = simulate(work, given, schedule, trace=True)
+        assert [event.duration_us for event in result.events if event.lane == "issue"] == [call, call], (route, call)
+        if route == "cpu":
+            assert result.step_time_us == pytest.approx(max(2 * call, 1 + 20) + 100 + 200)
+
+
 def test_a_transport_takes_its_processor_time_from_compute():
     """Two replicas on two processors; the gather of 100 us takes half a processor of each replica."""
     work = one_rank()
