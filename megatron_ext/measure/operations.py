@@ -238,11 +238,6 @@ class PublishAcross(Internode):
         return self.worker.submit(publish)
 
 
-def crossing_bytes(size_bytes: int, nodes: int) -> int:
-    """Bytes of a group that enter each node."""
-    return size_bytes * (nodes - 1) // nodes
-
-
 class P2P(Operation):
     """One message from an even pipeline rank to the odd one after it, and one back: the time
     of both is halved by the caller (``messages``). All pairs at once. As in Megatron's

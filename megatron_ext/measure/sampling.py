@@ -28,6 +28,11 @@ class Samples:
         self.issued_us: list[float] = []
         self.processor_us: list[float] = []
 
+    def add(self, later: "Samples") -> None:
+        self.us += later.us
+        self.issued_us += later.issued_us
+        self.processor_us += later.processor_us
+
 
 def timed(fabric: Fabric, operation: Operation, size_bytes: int, turn: int) -> tuple[float, float, float]:
     """(until complete, until issued, processor time of all threads) in microseconds. On CUDA the
@@ -56,11 +61,13 @@ def timed(fabric: Fabric, operation: Operation, size_bytes: int, turn: int) -> t
     return us, (issued - start) * 1e6, (process_time() - used) * 1e6
 
 
-def sample(fabric: Fabric, operation: Operation, size_bytes: int, seconds: float, *, min_rounds: int = 3, warmups: int = 2) -> Samples:
+def sample(
+    fabric: Fabric, operation: Operation, size_bytes: int, seconds: float, *, min_rounds: int = 3, warmups: int = 2, max_rounds: int = MAX_ROUNDS
+) -> Samples:
     """Rounds of ``operation`` for about ``seconds``, all ranks starting together.
 
     The first rounds warm up and tell rank 0 how many more fit; every rank runs that many: at
-    least ``min_rounds``, fewer only where the time is already used up by warming up.
+    least ``min_rounds``, fewer only where the time is already used up by warming up, and at most ``max_rounds``.
     """
     samples = Samples()
     messages = operation.messages
@@ -73,7 +80,7 @@ def sample(fabric: Fabric, operation: Operation, size_bytes: int, seconds: float
         if warm + 1 < warmups and fabric.agree(int(us > seconds * 1e6 / 4)):
             break  # so long that what the first round sets up does not show
     left = seconds - (perf_counter() - begin)
-    rounds = fabric.agree(max(min_rounds if left > 0 else 1, min(MAX_ROUNDS, int(left * 1e6 / max(us, 1.0)))))
+    rounds = fabric.agree(max(min_rounds if left > 0 else 1, min(max_rounds, int(left * 1e6 / max(us, 1.0)))))
     for _ in range(rounds):
         fabric.barrier()
         us, issued, used = timed(fabric, operation, size_bytes, turn)

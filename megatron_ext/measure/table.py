@@ -10,9 +10,10 @@ import msgspec
 from megatron_ext.cost.model import (
     SCHEMA_VERSION, Compute, Contention, CostTable, Curve, GroupOverhead, Metadata, Point, Publish, Routes, Topology, check,
 )  # fmt: skip
-from megatron_ext.measure.operations import CoalescedGather, crossing_bytes
+from megatron_ext.measure.operations import CoalescedGather
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.runtime.machine import environment
+from megatron_ext.workload.nodes import crossing_bytes
 from megatron_ext.workload.route import HIERARCHICAL
 
 WAVERS = 0.10
@@ -65,7 +66,7 @@ def assemble(options: Options, raw: dict) -> CostTable:
         publish=Publish(
             cpu=curve("publish", f"own shard into node-shared host memory, {at_once}, until the last of a node"),
             nvme=_nvme(raw, "publish_nvme", f"own shard onto the drive, {at_once}, until the last of a node"),
-            internode=_internode(curves, options, at_once),
+            internode=_internode(curves, options, at_once, slowdown),
         ),
         group_overhead=GroupOverhead(
             call_us=_call_us(curves.get("gpu", [])),
@@ -95,12 +96,12 @@ def _with_hierarchical(gpu: Curve | None, hierarchical: Curve | None) -> Curve |
     return msgspec.structs.replace(gpu, algorithms={HIERARCHICAL: hierarchical.points})
 
 
-def _internode(curves: dict, options: Options, at_once: str) -> Curve | None:
+def _internode(curves: dict, options: Options, at_once: str, slowdown: float) -> Curve | None:
     """By the bytes that enter each node, which is what a plan asks for."""
     if "internode" not in curves:
         return None
     rows = [row | {"size_bytes": crossing_bytes(row["size_bytes"], options.nodes)} for row in curves["internode"]]
-    return Curve(points=_points(rows), source=f"measured: shards exchanged with the counterparts on the other nodes, {at_once}, until the last of a node", settings={"nodes": options.nodes})
+    return Curve(points=_points(rows, slowdown), source=f"measured: shards exchanged with the counterparts on the other nodes, {at_once}, until the last of a node", settings={"nodes": options.nodes})
 
 
 def _nodes(options: Options) -> list[str]:

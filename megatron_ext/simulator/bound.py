@@ -7,7 +7,8 @@ The bound is the largest of these, and each drops constraints only:
   there, nothing disturbed anything, and every rank had a processor of its own.
 * Room: with zero stage 3, whatever does not fit beside a layer cannot come before that layer
   has computed; so much must come between it and the next layer, with compute idle.
-* Processors and gradients: see :mod:`megatron_ext.simulator.last_backward`.
+* Processors and gradients: see :mod:`megatron_ext.simulator.last_backward` and
+  :mod:`megatron_ext.simulator.processor_work`.
 * Links: before a layer first computes, the least bytes that must have come by then
   (:mod:`megatron_ext.simulator.least_loads`) have come over the rank's links; after it the rest
   of the pipeline follows, and the rank's own compute on processors that it shares. In ``T``
@@ -28,8 +29,9 @@ from itertools import accumulate, combinations
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.errors import InputError
 from megatron_ext.simulator.critical import Durations, alone, earliest_ends, tails
-from megatron_ext.simulator.last_backward import largest_group, last_backwards, least_tail_us, plannable, processor_bound, replicas, rest_us
+from megatron_ext.simulator.last_backward import last_backwards, least_tail_us, processor_bound, rest_us
 from megatron_ext.simulator.least_loads import layer_bytes, least_loads
+from megatron_ext.simulator.processor_work import largest_group, plannable, replicas, total_us
 from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, NVME, PUBLISH, Timing
 from megatron_ext.workload.model import Workload
 from megatron_ext.workload.order import steps_of_ranks
@@ -53,7 +55,7 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
     optimizer = max(timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(r))) for r in range(parallel.pp))
     steps = steps_of_ranks(parallel)
     reducing = [least_tail_us(workload, timing, rank) for rank in range(parallel.pp)]
-    bound = max(processor_bound(workload, timing, last), max(mine[-1] + reducing[rank] for rank, mine in enumerate(ends)))
+    bound = max(processor_bound(workload, timing, last), total_us(workload, timing), max(mine[-1] + reducing[rank] for rank, mine in enumerate(ends)))
     for rank, mine in enumerate(last):
         for one in mine:
             begin = ends[rank][one.step] - least.steps[rank][steps[rank][one.step].stage // parallel.pp][1]

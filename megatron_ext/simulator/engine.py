@@ -13,8 +13,8 @@
   every event the rates of the touched rank are set anew, so a short overlap costs little.
 * On machines without accelerators the ranks of a node share its processors: with more ranks
   computing than processors each gets an even share. Transports whose processor time is known
-  take it from the same processors, evenly over as long as they last: their threads sleep most
-  of the time, so the kernel lets them run when they wake up. Compute keeps half at least.
+  take it from the same processors: their threads sleep most of the time, so the kernel lets them
+  run when they wake up. See processors.py.
 * Data-parallel ranks of one pipeline rank behave alike; one of them is simulated, and all
   of them are counted where a node is shared.
 * Gradients of a group are reduced as soon as the last backward of its chunk is through the
@@ -24,15 +24,17 @@
 """
 
 from collections import deque
+from functools import partial
 from heapq import heappop, heappush
 from operator import mul
 
 from megatron_ext.errors import InputError
 from megatron_ext.schedule.trace import Event
 from megatron_ext.simulator.lower import ISSUE, REDUCE_GROUP, RUN, WAIT
+from megatron_ext.simulator.processors import Processors
 from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, KINDS, NVME, P2P, PUBLISH, REDUCE
 
-_ACTIVITY, _ARRIVE, _THREAD, _LIGHTER = range(4)
+_ACTIVITY, _ARRIVE, _THREAD, _LIGHTER, _REPAID = range(5)
 
 
 class Activity:
@@ -51,12 +53,12 @@ class RankState:
 
     __slots__ = (
         "pp_rank", "program", "index", "pc", "operations", "active", "queues", "busy", "blocked_on", "blocked_since",
-        "messages", "exposed", "first_start", "last_end", "compute_us", "node", "weight", "published", "staged", "slot_busy",
+        "messages", "exposed", "first_start", "last_end", "compute_us", "processors", "weight", "published", "staged", "slot_busy",
         "reducing", "steps_done", "finished_at",
     )  # fmt: skip
 
-    def __init__(self, program, node: int):
-        self.program, self.pp_rank, self.node = program, program.pp_rank, node
+    def __init__(self, program):
+        self.program, self.pp_rank = program, program.pp_rank
         self.index, self.pc, self.operations = -1, 0, ()
         self.active = [None] * len(KINDS)
         self.queues = [deque() for _ in KINDS]
@@ -80,7 +82,7 @@ class Engine:
     Args:
         programs: one :class:`~megatron_ext.simulator.lower.RankProgram` a pipeline rank.
         workload, timing: what is trained, and on what.
-        publish: per pipeline rank, ``(group, size_bytes, us)`` in the order of publishing.
+        publish: per pipeline rank, ``(group, size_bytes, us, processor_us)`` in the order of publishing.
         trace: keep every interval as an event of the trace.
     """
 
@@ -88,7 +90,7 @@ class Engine:
         self.workload, self.timing, self.publish = workload, timing, publish
         parallel = workload.parallel
         self.pp, self.stages, self.microbatches = parallel.pp, parallel.pp * parallel.vp, parallel.num_microbatches
-        self.ranks = [RankState(program, timing.machine_of(program.pp_rank, 0)) for program in programs]
+        self.ranks = [RankState(program) for program in programs]
         self.arrived = bytearray(2 * self.stages * self.microbatches)
         self.edge_free: dict[tuple[int, int], float] = {}
         self.heap: list[tuple] = []
@@ -96,18 +98,18 @@ class Engine:
         self.now = 0.0
         self.events: list[Event] | None = [] if trace else None
         self.group_exposed: dict[int, float] = {}
-        self.processors = timing.processors
-        self.load = dict.fromkeys((rank.node for rank in self.ranks), 0)
-        self.taken = dict.fromkeys(self.load, 0.0)
-        self.ranks_on = dict.fromkeys(self.load, 0)
-        self.on_node: dict[int, list[RankState]] = {}
+        on_machine: dict[int, list[RankState]] = {}
         for rank in self.ranks:
-            self.on_node.setdefault(rank.node, []).append(rank)
-            rank.weight = sum(
-                timing.machine_of(rank.pp_rank, dp, tp) == rank.node
-                for dp in range(parallel.dp) for tp in range(parallel.tensor_model_parallel_size)
-            )  # fmt: skip
-            self.ranks_on[rank.node] += rank.weight
+            on_machine.setdefault(timing.machine_of(rank.pp_rank, 0), []).append(rank)
+        for machine, there in on_machine.items():
+            processors = Processors(timing.processors, partial(self._share, there), self._wake)
+            for rank in there:
+                rank.processors = processors
+                rank.weight = sum(
+                    timing.machine_of(rank.pp_rank, dp, tp) == machine
+                    for dp in range(parallel.dp) for tp in range(parallel.tensor_model_parallel_size)
+                )  # fmt: skip
+                processors.ranks += rank.weight
         self.p2p_disturbs = timing.disturbs[P2P]
         self.takes_processor = timing.takes_processor
         self.waiting_for_optimizer = len(self.ranks)
@@ -135,7 +137,10 @@ class Engine:
                 self.now = time
                 share, *both = subject
                 for rank in both:
-                    self._take(rank, -share)
+                    rank.processors.take(time, -share * rank.weight)
+            elif kind == _REPAID:
+                self.now = time
+                subject.repaid(time, version)
             else:
                 self.now = time
                 self._walk(subject)
@@ -158,12 +163,13 @@ class Engine:
         self.order += 1
         heappush(self.heap, (time, self.order, kind, subject, version))
 
+    def _wake(self, processors: Processors, time: float, version: int) -> None:
+        self._push(time, _REPAID, processors, version)
+
     # -- the training thread ------------------------------------------------------------------
 
     def _begin(self, rank: RankState) -> None:
-        entries = self.publish[rank.pp_rank]
-        for group, size, us in entries:
-            rank.queues[PUBLISH].append((group, size, us))
+        rank.queues[PUBLISH].extend(self.publish[rank.pp_rank])
         self._serve(rank, PUBLISH)
         rank.operations = rank.program.start
         self._walk(rank)
@@ -252,29 +258,14 @@ class Engine:
     def _compute(self, rank: RankState, us: float) -> None:
         rank.compute_us += us
         rank.active[COMPUTE] = Activity(rank, COMPUTE, 0, us, self.now, None)
-        if self.processors is not None:
-            self._add_load(rank, rank.weight)
+        if rank.processors.count is not None:
+            rank.processors.compute(self.now, rank.weight)
 
-    def _add_load(self, rank: RankState, weight: int) -> None:
-        before = self.load[rank.node]
-        self.load[rank.node] = before + weight
-        if max(before, before + weight) > self._left(rank.node):
-            for other in self.on_node[rank.node]:
-                if other is not rank and other.active[COMPUTE] is not None:
-                    self._set_rate(other, other.active[COMPUTE])
-
-    def _take(self, rank: RankState, share: float) -> None:
-        """Transports of a pipeline rank's replicas take (or give back) so much of a processor each."""
-        before = self._left(rank.node)
-        self.taken[rank.node] += share * rank.weight
-        if self.load[rank.node] > min(before, self._left(rank.node)):
-            for other in self.on_node[rank.node]:
-                if other.active[COMPUTE] is not None:
-                    self._set_rate(other, other.active[COMPUTE])
-
-    def _left(self, node: int) -> float:
-        """Processors that transports leave to compute."""
-        return max(self.processors - self.taken[node], self.processors / 2)
+    def _share(self, ranks: list[RankState]) -> None:
+        """The processors left to compute have changed."""
+        for rank in ranks:
+            if rank.active[COMPUTE] is not None:
+                self._set_rate(rank, rank.active[COMPUTE])
 
     def _end_step(self, rank: RankState) -> None:
         stage, backward, microbatch, _ = rank.program.steps[rank.index]
@@ -303,9 +294,10 @@ class Engine:
             # A message is short: its slowdown is that of the moment at which it leaves.
             excess = self.timing.excess(P2P, self.workload.p2p_bytes)
             share = [float(busy is not None) for busy in sender.active]
-            if self.processors is not None:
+            there = receiver.processors
+            if there.count is not None:
                 # It waits for a processor at both ends, and was measured with every rank computing.
-                share[COMPUTE] = self.load[receiver.node] / self.ranks_on[receiver.node]
+                share[COMPUTE] = there.load / there.ranks
             us *= 1.0 + sum(map(mul, excess, share))
         edge = (sender.pp_rank, receiver.pp_rank)
         start = max(self.now, self.edge_free.get(edge, 0.0))
@@ -315,7 +307,7 @@ class Engine:
         if self.takes_processor[P2P]:
             share = self.timing.processor_us(P2P, self.workload.p2p_bytes) / (start + us - self.now)
             for rank in (sender, receiver):
-                self._take(rank, share)
+                rank.processors.take(self.now, share * rank.weight)
             self._push(start + us, _LIGHTER, (share, sender, receiver))
         self._push(start + us, _ARRIVE, self._message(sender, receiver, slot))
 
@@ -326,12 +318,13 @@ class Engine:
         self.waiting_for_optimizer -= 1
         if self.waiting_for_optimizer:
             return
+        done = self.now + max(other.processors.owed_us(self.now) for other in self.ranks)
         for other in self.ranks:
             size = sum(chunk.bytes for chunk in self.workload.chunks_of_rank(other.pp_rank))
             us = self.timing.optimizer_us(size)
-            other.finished_at = self.now + us
+            other.finished_at = done + us
             if us:
-                self._record(other, "optimizer", "optimizer", self.now, us)
+                self._record(other, "optimizer", "optimizer", done, us)
 
     # -- links ------------------------------------------------------------------------------
 
@@ -354,9 +347,11 @@ class Engine:
         elif kind == REDUCE:
             _, _, size, us = head
         else:
-            _, size, us = head
+            _, size, us, used = head
         rank.queues[kind].popleft()
-        share = self.timing.processor_us(kind, size) / us if self.takes_processor[kind] and us else 0.0
+        share = 0.0
+        if self.takes_processor[kind] and us:
+            share = (used if kind == PUBLISH else self.timing.processor_us(kind, size)) / us
         rank.active[kind] = Activity(rank, kind, size, us, self.now, head, share)
 
     def _finish(self, activity: Activity) -> None:
@@ -365,13 +360,13 @@ class Engine:
         lasted = self.now - activity.started
         rank.busy[kind] += lasted
         if kind == COMPUTE:
-            if self.processors is not None:
-                self._add_load(rank, -rank.weight)
+            if rank.processors.count is not None:
+                rank.processors.compute(self.now, -rank.weight)
             self._record(rank, "compute", self._name(rank), activity.started, lasted)
             self._walk(rank)
             return
         if activity.share:
-            self._take(rank, -activity.share * activity.rate)
+            rank.processors.take(self.now, -activity.share * activity.rate * rank.weight)
         what = activity.what
         if kind in (GPU, CPU):
             self._record(rank, KINDS[kind], str(what.group), activity.started, lasted)
@@ -424,14 +419,12 @@ class Engine:
                 if share and other != kind and (active[other] is not None or (other == P2P and rank.messages)):
                     slower += share
             rate = 1.0 / slower
-        if kind == COMPUTE and self.processors is not None:
-            load, left = self.load[rank.node], self._left(rank.node)
-            if load > left:
-                rate *= left / load
+        if kind == COMPUTE and rank.processors.count is not None:
+            rate *= rank.processors.speed()
         if rate == activity.rate:
             return
         if activity.share:
-            self._take(rank, activity.share * (rate - activity.rate))
+            rank.processors.take(self.now, activity.share * (rate - activity.rate) * rank.weight)
         now = self.now
         if activity.rate:
             activity.remaining -= activity.rate * (now - activity.updated)

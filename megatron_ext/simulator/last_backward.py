@@ -2,29 +2,21 @@
 
 [Note: Why these are bounds]
 * Gradients of a layer can be reduced only after its last backward; so from there on are reduced
-  all of this layer, of those below it and of chunks whose last backward comes later. Groups are
-  whole parameters, so each byte is reduced at no better rate, and with no less of a processor,
-  than in some group at least as large as its parameter and no larger than the device may hold.
-  While the rank computes, reducing is slowed by what the table says, and takes processors from
-  that compute: :func:`_from_start` says what is left after compute at least.
+  all of this layer, of those below it and of chunks whose last backward comes later, see
+  :mod:`megatron_ext.simulator.processor_work`. While the rank computes, reducing is slowed by what the table
+  says, and takes processors from that compute: :func:`_from_start` says what is left after compute at least.
 * Data-parallel ranks of one pipeline rank behave alike: all are at their last backward together,
   and before it their compute, and the cheapest transport of all that must have come, take
-  processors; what comes by ``cpu`` for the first time has been published before. The engine leaves at least half of the processors to compute, so transports
-  are counted only as far as all of them together could take the other half.
+  processors; what comes by ``cpu`` for the first time has been published before.
 """
 
-from math import inf
 from typing import NamedTuple
 
-from megatron_ext.cost.curve import curves_of
-from megatron_ext.errors import InputError
 from megatron_ext.simulator.least_loads import least_loads
-from megatron_ext.simulator.stock import buckets
-from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, PADDING_SHARE, PUBLISH, REDUCE, Timing
-from megatron_ext.workload.model import Chunk, Workload, group_bytes
+from megatron_ext.simulator.processor_work import Gathering, Reducing, least_reducing, replicas
+from megatron_ext.simulator.timing import COMPUTE, REDUCE, Timing
+from megatron_ext.workload.model import Workload
 from megatron_ext.workload.order import steps_of_ranks
-
-_LINKS = {"gpu": GPU, "cpu": CPU}
 
 
 class LastBackward(NamedTuple):
@@ -39,17 +31,6 @@ class LastBackward(NamedTuple):
     from_start_us: float
     loaded: float
     fresh: float
-
-
-class Reducing(NamedTuple):
-    """What reducing some parameters takes at least: microseconds alone, and of every one of these
-    the share that it takes from a processor."""
-
-    us: float = 0.0
-    share: float = inf
-
-    def __add__(self, other: "Reducing") -> "Reducing":
-        return Reducing(self.us + other.us, min(self.share, other.share))
 
 
 def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward]]:
@@ -84,43 +65,6 @@ def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward
     return found
 
 
-def largest_group(workload: Workload, chunks: tuple[Chunk, ...]) -> int:
-    """No group of these chunks is larger: not than a bucket, nor than what the device may hold whole."""
-    largest = max((group_bytes(part, workload.parallel.dp) for chunk in chunks for part in buckets(chunk)), default=0)
-    limit = workload.limits.device_bytes if workload.zero_stage == 3 else None
-    return largest if limit is None else min(largest, limit)
-
-
-def least_reducing(workload: Workload, chunk: Chunk, timing: Timing) -> list[Reducing]:
-    """By layer: no grouping of a chunk's parameters is reduced by less, alone; 0 without such a curve."""
-    found = [Reducing()] * chunk.num_layers
-    if timing.table.reduce is None or not chunk.bytes:
-        return found
-    largest = largest_group(workload, (chunk,))
-    measured = {point.size_bytes for points in curves_of(timing.table.reduce).values() for point in points}
-    sizes = plannable(measured, largest) | {parameter.bytes for parameter in chunk.parameters}
-    us, processor_us, least = inf, inf, {}
-    for size in sorted(sizes, reverse=True):
-        try:
-            us = min(us, timing.reduce_us(size) / size)
-            processor_us = min(processor_us, timing.processor_us(REDUCE, size) / size)
-        except InputError:  # larger groups than measured cannot be planned
-            pass
-        least[size] = (us, processor_us / us if 0 < us < inf else 0.0)
-    for parameter in chunk.parameters:
-        per_byte, share = least[parameter.bytes]
-        if 0 < per_byte < inf:
-            found[parameter.layer] += Reducing(parameter.bytes * per_byte, share)
-    return found
-
-
-def plannable(measured: set[int], largest: int) -> set[int]:
-    """Sizes at which a group of at most ``largest`` bytes can have its best rate: measured ones, the
-    largest, and the largest that padding may carry past what was measured."""
-    slack = max(measured, default=0) * PADDING_SHARE // (PADDING_SHARE - 1)
-    return {size for size in (*measured, largest, slack) if 0 < size <= largest}
-
-
 def least_tail_us(workload: Workload, timing: Timing, rank: int) -> float:
     """No less passes between a rank's last compute and the end of reducing its gradients: one group
     holds what its very last layer computes with, if that has parameters."""
@@ -138,23 +82,15 @@ def processor_bound(workload: Workload, timing: Timing, last: list[list[LastBack
     for rank, mine in enumerate(last):
         machine, count = timing.machine_of(rank, 0), replicas(workload, timing, rank)
         work[machine] = work.get(machine, 0.0) + count * (mine[0].before_us + mine[0].compute_us)
-        gathering = _Gathering(workload, timing, rank, count)
+        gathering = Gathering(workload, timing, rank)
         for one in mine:
-            bound = max(bound, count * (one.before_us + gathering.least_us(one)) / timing.processors + one.from_start_us)
+            bound = max(bound, count * (one.before_us + gathering.least_us(one.loaded, one.fresh)) / timing.processors + one.from_start_us)
     return max(bound, max(work.values()) / timing.processors + min(least_tail_us(workload, timing, rank) for rank in range(len(last))))
 
 
 def rest_us(done_us: float, step: int, mine: list[LastBackward], timing: Timing, count: int) -> float:
     """No less follows on a rank that has computed ``done_us``, in step ``step``, with no gradient reduced yet."""
     return max((_compute_us(one.before_us - done_us, timing, count) + one.from_start_us for one in mine if one.step > step), default=0.0)
-
-
-def replicas(workload: Workload, timing: Timing, rank: int) -> int:
-    """How many ranks of a pipeline rank share a machine: that of its first replica, which the engine
-    simulates for all of them."""
-    parallel = workload.parallel
-    places = (timing.machine_of(rank, dp, tp) for dp in range(parallel.dp) for tp in range(parallel.tensor_model_parallel_size))
-    return sum(place == timing.machine_of(rank, 0) for place in places)
 
 
 def _compute_us(alone_us: float, timing: Timing, count: int) -> float:
@@ -180,46 +116,3 @@ def _from_start(compute_us: float, waiting: list[tuple[float, Reducing]], timing
         takes = min(count * total.share / processors, 0.5)  # the engine leaves compute the other half
     after = (1.0 - takes) * max(part.us - _compute_us(left, timing, count) / (slower - takes) for left, part in waiting)
     return alone + max(takes * total.us + after, tail_us)
-
-
-def _points(timing: Timing, kind: int):
-    table = timing.table
-    curve = {REDUCE: table.reduce, GPU: table.routes.gpu, CPU: table.routes.cpu, PUBLISH: table.publish.cpu}[kind]
-    return [(point.size_bytes, point.p50_us) for points in curves_of(curve or ()).values() for point in points if point.size_bytes and point.p50_us]
-
-
-def _shares(timing: Timing, kind: int) -> list[float]:
-    """Of a processor, that transports of ``kind`` take, by measured size."""
-    return [timing.processor_us(kind, size) / us for size, us in _points(timing, kind)]
-
-
-def _capped(timing: Timing, shares: list[float], count: int) -> float:
-    """The part of what transports with these shares of a processor take that compute cannot have back."""
-    most = count * max(shares, default=0.0)
-    return min(1.0, timing.processors / 2 / most) if most else 1.0
-
-
-class _Gathering:
-    """Processor time that transports of one rank's parameters take from compute at least."""
-
-    def __init__(self, workload: Workload, timing: Timing, rank: int, count: int):
-        kinds = [kind for route, kind in _LINKS.items() if timing.offers(route)]
-        self.known = bool(kinds) and not timing.offers("nvme")  # the drive's part has no row of its own
-        if not self.known:
-            return
-        largest = largest_group(workload, workload.chunks_of_rank(rank))
-        per_byte = {kind: _least_per_byte(timing, kind, largest) for kind in (*kinds, PUBLISH)}
-        self.again = min(per_byte[kind] for kind in kinds)
-        self.first = min(per_byte[kind] + (per_byte[PUBLISH] if kind == CPU else 0.0) for kind in kinds)
-        together = [*kinds, PUBLISH] if CPU in kinds else kinds
-        self.capped = _capped(timing, [sum(max(_shares(timing, kind), default=0.0) for kind in together)], count)
-
-    def least_us(self, one: LastBackward) -> float:
-        """Of what has come before ``one``, by the cheapest route, whatever its groups."""
-        return (one.fresh * self.first + (one.loaded - one.fresh) * self.again) * self.capped if self.known else 0.0
-
-
-def _least_per_byte(timing: Timing, kind: int, largest: int) -> float:
-    """Processor time of one byte, in whatever group of at most ``largest`` bytes it goes."""
-    sizes = plannable({size for size, _ in _points(timing, kind)}, largest)
-    return min((timing.processor_us(kind, size) / size for size in sizes), default=0.0)

@@ -100,10 +100,11 @@ def simulate(
 def run(workload: Workload, timing: Timing, schedule: Schedule, *, trace: bool = False, bound_us: float | None = None) -> Result:
     """As :func:`simulate`, for a schedule known to be valid and to match."""
     programs = lower(schedule, workload, timing)
-    publish: list[list[tuple[int, int, float]]] = [[] for _ in programs]
+    publish: list[list[tuple[int, int, float, float]]] = [[] for _ in programs]
     for entry in schedule.publish:
         group = schedule.groups[entry.group]
-        publish[group.pp_rank].append((entry.group, group.bytes, timing.publish_us(group.pp_rank, entry.to, group.bytes)))
+        what = group.pp_rank, entry.to, group.bytes
+        publish[group.pp_rank].append((entry.group, group.bytes, timing.publish_us(*what), timing.publish_processor_us(*what)))
     engine = Engine(programs, workload, timing, publish, trace=trace)
     step_time = engine.run()
     spans = [rank.last_end - rank.first_start for rank in engine.ranks]

@@ -9,7 +9,7 @@ from megatron_ext.cost.model import CostTable
 from megatron_ext.cost.predict import Costs
 from megatron_ext.errors import InputError
 from megatron_ext.workload.model import Chunk, Workload
-from megatron_ext.workload.nodes import has_hierarchy
+from megatron_ext.workload.nodes import crossing_bytes, has_hierarchy
 from megatron_ext.workload.route import HIERARCHICAL
 
 KINDS = ("compute", "gpu", "cpu", "nvme", "publish", "p2p", "reduce")
@@ -61,7 +61,7 @@ class Timing:
         self._reduce = sorted((p for points in curves_of(table.reduce or ()).values() for p in points), key=lambda p: p.size_bytes)
         self.left_out = tuple(name for name in ("reduce", "optimizer") if not _has(getattr(table, name)))
         self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
-        self._processor_us: dict[tuple[int, int], float] = {}
+        self._processor_us: dict[tuple[str, int], float] = {}
         rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0}
         if table.topology.nic_shares_pcie:
             rows |= {(a, b) for a, b in _SHARED_PCIE}
@@ -82,12 +82,15 @@ class Timing:
 
     def processor_us(self, kind: int, size_bytes: int) -> float:
         """Processor time that one rank's transport of ``kind`` takes where compute needs it too; else 0."""
-        if self.processors is None or kind not in _CURVES:
+        return self.curve_processor_us(_CURVES[kind], size_bytes) if kind in _CURVES else 0.0
+
+    def curve_processor_us(self, what: str, size_bytes: int) -> float:
+        """:meth:`processor_us` of one curve: ``routes.gpu``, ``publish.internode``, ..."""
+        if self.processors is None:
             return 0.0
-        key = (kind, size_bytes)
-        found = self._processor_us.get(key)
+        found = self._processor_us.get((what, size_bytes))
         if found is None:
-            found = self._processor_us[key] = self._beyond.processor_us(_CURVES[kind], size_bytes) or 0.0
+            found = self._processor_us[what, size_bytes] = self._beyond.processor_us(what, size_bytes) or 0.0
         return found
 
     def disturbs_kind(self, measured: int, busy: int) -> bool:
@@ -147,10 +150,14 @@ class Timing:
             return beyond.estimate(what, size_bytes)
 
     def offers_curve(self, what: str) -> bool:
-        curve = self.table
+        return _has(self.curve(what))
+
+    def curve(self, what: str):
+        """``routes.gpu``, ``reduce``, ... of the table; None where it has none."""
+        found = self.table
         for name in what.split("."):
-            curve = getattr(curve, name)
-        return _has(curve)
+            found = getattr(found, name)
+        return found
 
     def issue_us(self, route: str, size_bytes: int) -> float:
         """How long issuing a gather keeps the training thread: a host copy, and a staged group's way from
@@ -176,18 +183,26 @@ class Timing:
         Between nodes each byte crosses the network once per node: a node sends for what it
         lacks. Where the table has no ``publish.internode`` curve that is left out, and said so.
         """
-        us = 0.0
+        return sum(self._publish_us(name, part) for name, part in self._publish_parts(pp_rank, destinations, size_bytes))
+
+    def publish_processor_us(self, pp_rank: int, destinations, size_bytes: int) -> float:
+        """Processor time that one rank's part of :meth:`publish_us` takes, between nodes as well."""
+        return sum(self.curve_processor_us(f"publish.{name}", part) for name, part in self._publish_parts(pp_rank, destinations, size_bytes))
+
+    def _publish_parts(self, pp_rank: int, destinations, size_bytes: int) -> list[tuple[str, int]]:
+        """(curve of ``publish``, bytes), one after the other."""
+        parts = []
         for destination in destinations:
             if self.costs.offers_publish(destination):
-                us += self._publish_us(destination, size_bytes)
+                parts.append((destination, size_bytes))
             elif f"publish.{destination}" not in self.left_out:
                 self.left_out += (f"publish.{destination}",)
         nodes = self.crosses_nodes[pp_rank]
-        if nodes > 1 and us and self.costs.offers_publish("internode"):
-            us += self._publish_us("internode", size_bytes * (nodes - 1) // nodes)
-        elif nodes > 1 and us and "publish.internode" not in self.left_out:
+        if nodes > 1 and parts and self.costs.offers_publish("internode"):
+            parts.append(("internode", crossing_bytes(size_bytes, nodes)))
+        elif nodes > 1 and parts and "publish.internode" not in self.left_out:
             self.left_out += ("publish.internode",)
-        return us
+        return parts
 
     def _publish_us(self, destination: str, size_bytes: int) -> float:
         return getattr(self._estimate(f"publish.{destination}", size_bytes), self._lean.get("publish", "us"))

@@ -30,3 +30,8 @@ def has_hierarchy(parallel: Parallel, pp_rank: int) -> bool:
     except InputError:
         return False
     return all(len(ranks) > 1 and len(ranks[0]) > 1 for ranks in nodes)
+
+
+def crossing_bytes(size_bytes: int, nodes: int) -> int:
+    """Bytes of a group that enter each of the nodes that its data-parallel ranks are on, when it is published."""
+    return size_bytes * (nodes - 1) // nodes

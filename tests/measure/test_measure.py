@@ -167,7 +167,7 @@ def test_under_a_launcher(tmp_path, world_size, ranks_per_node):
         assert table.publish.internode is None
     else:  # half of a group enters each of two nodes
         assert [point.size_bytes for point in table.publish.internode.points] == [point.size_bytes // 2 for point in table.routes.gpu.points if point.size_bytes in (4096, 8192)]
-        assert all(point.p50_us > 0 for point in table.publish.internode.points) and table.publish.internode.settings == {"nodes": 2}
+        assert all(point.p50_us > 0 and point.processor_us > 0 for point in table.publish.internode.points) and table.publish.internode.settings == {"nodes": 2}
 
 
 def test_nodes_that_a_group_spans():

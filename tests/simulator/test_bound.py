@@ -143,6 +143,28 @@ def test_bound_knows_that_host_copies_are_published_first_and_by_whose_processor
         assert plan(work, given).predicted.step_time_us == pytest.approx(bound, rel=0.06)
 
 
+def test_bound_counts_all_processor_time_that_gathers_take():
+    """Two ranks on one processor, of which an all-gather takes half of each: all of it, while it lasts.
+    Compute has at least half and owes what it had of the rest."""
+    work = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=10, order="no_pipeline")
+    table = make_table(work, gpu=(0.001, work.chunks[0].bytes / 1000.0), cpu=None, forward=1000.0, backward=2000.0)
+    full = with_gradients(table, reduce=(0.001, work.chunks[0].bytes / 200.0), slower=1.0, processors=1.0, share=0.5)
+    bound = lower_bound(work, Timing(work, full))
+    assert bound == pytest.approx(2 * 3000.0 + 1000.0 + 200.0, rel=1e-3)
+    assert plan(work, full).predicted.step_time_us == pytest.approx(bound, rel=0.02)
+
+
+def test_bound_counts_what_messages_take_of_processors():
+    """Two stages on one processor; each of 2 x 4 messages takes 30 us of it at both ends."""
+    work = make_workload(pp=2, vp=1, dp=1, microbatches=4, order="1f1b", p2p_bytes=4096)
+    table = make_table(work, gpu=(0.001, 1e9), cpu=None, p2p=(50.0, 1e9), forward=100.0, backward=200.0, topology=cost.Topology(processors_per_node=1.0))
+    taking = replace(table, p2p=cost.Curve(points=tuple(replace(point, processor_us=30.0) for point in table.p2p.points)))
+    plain, counted = (lower_bound(work, Timing(work, given)) for given in (table, taking))
+    compute = 2 * 4 * 300.0
+    assert counted == pytest.approx(compute + 2 * 8 * 30.0, rel=1e-3) and plain < counted
+    assert plan(work, taking).predicted.step_time_us >= counted
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_faster_where_host_copies_are_published_between_nodes(seed):
     draw = random.Random(seed)

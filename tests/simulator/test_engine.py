@@ -83,6 +83,58 @@ def test_a_transport_takes_its_processor_time_from_compute():
     assert simulate(work, alone, schedule).step_time_us == pytest.approx(700 + 200 / 3)
 
 
+def crowded(table, **processor_us):
+    """The table on one processor; transports by name take so much of it."""
+    def takes(curve, us):
+        return msgspec.structs.replace(curve, points=tuple(msgspec.structs.replace(point, processor_us=us) for point in curve.points))
+
+    routes = {name: takes(getattr(table.routes, name), us) for name, us in processor_us.items() if name in ("gpu", "cpu")}
+    publish = {name: takes(getattr(table.publish, name), us) for name, us in processor_us.items() if name == "internode"}
+    reduce = takes(table.reduce, processor_us["reduce"]) if "reduce" in processor_us else table.reduce
+    return cost.check(
+        msgspec.structs.replace(
+            table, routes=msgspec.structs.replace(table.routes, **routes), publish=msgspec.structs.replace(table.publish, **publish), reduce=reduce,
+            topology=cost.Topology(processors_per_node=1.0),
+        )
+    )  # fmt: skip
+
+
+def test_what_a_transport_could_not_have_of_a_processor_it_is_owed():
+    """Two replicas on one processor, and each gather takes all of it for its 100 us. Beside compute it gets
+    half, and the other half for 100 us behind it: the second gather costs compute 100 us, not 50."""
+    work = one_rank()
+    schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0)])
+    table = crowded(table_of(work, forward=400.0), gpu=50.0)
+    result = simulate(work, table, schedule)
+    assert result.step_time_us == pytest.approx(100 + 2 * 400 + 100 + 2 * 200)
+    # Layer 0 computes from 100 to 140 with half of it, which owes 20; the gather has all from then to 200.
+    short = crowded(table_of(work, forward=20.0), gpu=50.0)
+    assert simulate(work, short, schedule).step_time_us == pytest.approx(200 + 20 + 20 + 400)
+
+
+def test_an_iteration_is_not_over_while_it_owes():
+    """Reducing takes the whole processor for 100 us a layer. Beside the last 40 us of compute it gets half:
+    20 us are owed when everything else is done."""
+    work = one_rank()
+    schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0)])
+    table = table_of(work, gpu=1.0, forward=2.0, backward=20.0, reduce=flat(100.0))
+    free = simulate(work, msgspec.structs.replace(table, topology=cost.Topology(processors_per_node=1.0)), schedule)
+    assert free.step_time_us == pytest.approx(1 + 4 + 20 + 200)
+    result = simulate(work, crowded(table, reduce=50.0), schedule)
+    assert result.step_time_us == pytest.approx(1 + 4 + 20 + 200 + 20)
+
+
+def test_publishing_takes_the_processor_time_that_it_takes_between_nodes():
+    """One replica on each of two nodes: the host copy of the second layer crosses while the first computes."""
+    work = one_rank(gpus_per_node=1)
+    plain = table_of(work, cpu=1.0, publish=10.0, forward=400.0)
+    table = msgspec.structs.replace(plain, publish=msgspec.structs.replace(plain.publish, internode=flat(50.0)))
+    schedule = by_layer(work, [Placed(0, "cpu", -1, 0), Placed(1, "cpu", -1, 0)])
+    counted = msgspec.structs.replace(table, publish=msgspec.structs.replace(table.publish, cpu=crowded(table, cpu=1e-9).routes.cpu))
+    before, after = (simulate(work, crowded(given, internode=us, cpu=1e-9), schedule).step_time_us for given, us in ((counted, 1e-9), (counted, 20.0)))
+    assert after - before == pytest.approx(20.0, rel=0.03)  # it begins a microsecond before compute does
+
+
 def test_messages_take_processor_time_too():
     work = make_workload(pp=2, vp=1, dp=2, microbatches=2, order="1f1b", p2p_bytes=4096)
     plain = make_table(work, gpu=(1.0, 1e9), p2p=(50.0, 1e9), topology=cost.Topology(processors_per_node=2.0))

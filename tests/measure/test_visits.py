@@ -1,0 +1,48 @@
+"""How often a size is visited, and for how many rounds."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ext.measure import program
+from megatron_ext.measure.options import Options
+from megatron_ext.measure.sampling import MAX_ROUNDS, Samples
+
+TIMES_US = {("cpu", 8192): 100.0, ("cpu", 65536): 5000.0, ("gpu", 8192): 100.0}
+
+
+@pytest.fixture
+def visits(monkeypatch):
+    """(name, bytes, most rounds) of every visit of a measurement with one rank, for which time stands still."""
+    seen = []
+
+    def sample(fabric, operation, size, seconds, max_rounds):
+        seen.append((operation.name, size, max_rounds))
+        found = Samples()
+        found.us = found.issued_us = found.processor_us = [TIMES_US.get((operation.name, size), 9000.0)] * max_rounds
+        return found
+
+    monkeypatch.setattr(program, "sample", sample)
+    monkeypatch.setattr(program, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(program, "OPERATIONS", {name: lambda fabric, name=name: SimpleNamespace(name=name, close=lambda: None) for name in ("cpu", "gpu")})
+    monkeypatch.setattr(program.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(0, own))
+    monkeypatch.setattr(program, "MAX_PASSES", program.PASSES)
+    options = Options(data_parallel_size=1, sizes=(8192, 65536), links=("cpu", "gpu"))
+    fabric = SimpleNamespace(options=options, rank=0, world_size=1, pipe=None, agree=lambda value: value)
+    return SimpleNamespace(seen=seen, raw=program.run(fabric, lambda *_: None))
+
+
+def test_short_host_copies_are_visited_more_often_for_as_many_rounds(visits):
+    counts = Counter(visits.seen)
+    later = program.PASSES - 1
+    assert counts["cpu", 8192, MAX_ROUNDS] == 1 and counts["cpu", 8192, MAX_ROUNDS // program.SHORT_VISITS] == later * program.SHORT_VISITS
+    for long in (("cpu", 65536), ("gpu", 8192), ("gpu", 65536)):
+        assert counts[*long, MAX_ROUNDS] == program.PASSES and counts[*long, MAX_ROUNDS // program.SHORT_VISITS] == 0
+
+
+def test_visits_of_one_pass_count_together(visits):
+    points = {name: {point["size_bytes"]: point for point in rows} for name, rows in visits.raw["curves"].items()}
+    for name in ("cpu", "gpu"):
+        for size in (8192, 65536):
+            assert points[name][size]["samples"] == program.PASSES * MAX_ROUNDS and points[name][size]["passes"] == program.PASSES
