@@ -5,8 +5,8 @@ A transport takes its processor time evenly over as long as it lasts, but never 
 has less than half of the processors. What it cannot have meanwhile it is owed: compute keeps that
 half until it has been made good. So every microsecond that a table says a transport takes is missing
 to compute, or is had from processors that would have been idle; and no schedule can be faster
-than all of its processor time together. Measured as shares at the moment alone, a host copy of
-0.6 ms that takes 0.4 ms from each of two ranks on one processor cost compute a quarter of that.
+than all of its processor time together. Without that, a host copy that takes 0.4 ms of each of two
+ranks on one processor, and 1 ms beside their compute, would cost them half of what it takes.
 """
 
 from __future__ import annotations
