@@ -42,7 +42,7 @@ GATHERS = {"gpu", "hierarchical", "cpu", "nvme"}
 
 SHORT_US, SHORT_VISITS = 3000.0, 4
 """All rounds of a short copy in a row are over within milliseconds, and so meet one mood of a shared machine. Read from
-the other sizes of the same measurement, host copies of 0.5 to 25 MB were up to 17 % off with visits of 20 rounds and up to 11 % with four
+the other sizes of the same measurement, host copies of 0.5 to 25 MB were up to 17 % off with visits of 20 rounds and up to 12 % with four
 of 5, in three measurements of two models each; all-gathers of a millisecond were worse by it."""
 
 ISSUED = {"gpu", "hierarchical", "coalesced", "cpu", "publish", "internode", "reduce", "nvme", "publish_nvme"}

@@ -77,8 +77,8 @@ class Processors:
         self._settled = now
 
     def _change(self, now: float, ranks: int, share: float) -> None:
+        before = self.speed()  # what is made good just now changes it, too
         self._settle(now)
-        before = self.speed()
         self.load += ranks
         self.taken += share
         self._version += 1
