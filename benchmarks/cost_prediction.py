@@ -1,6 +1,6 @@
 """Predicted beside measured: gather time per group and iteration time, over models and layouts.
 
-    python benchmarks/cost_prediction.py [--models small medium large long] [--layouts pp2 dp4] [--train-seconds 45]
+    python benchmarks/cost_prediction.py [--models small medium large long] [--layouts pp2 dp4] [--train-seconds 60]
 
 For every model and layout: describe, measure, plan, as the main job does (which builds the corpus:
 scripts/pretrain_gpt_hybrid.sh first). Then stock, the scheduled run and the measuring of compute go in turns of
@@ -204,10 +204,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--train-seconds", type=float, default=45, help="About as long is each run trained.")
-    parser.add_argument("--measure-seconds", type=float, default=60)
-    parser.add_argument("--seconds-in-turns", type=float, default=90, help="Of the table measured in turns, the turns of the others included.")
-    parser.add_argument("--gather-seconds", type=float, default=27, help="Of each measurement of gathers.")
+    parser.add_argument("--train-seconds", type=float, default=60, help="About as long is each run trained.")
+    parser.add_argument("--measure-seconds", type=float, default=90)
+    parser.add_argument("--seconds-in-turns", type=float, default=120, help="Of the table measured in turns, the turns of the others included.")
+    parser.add_argument("--gather-seconds", type=float, default=30, help="Of each measurement of gathers.")
     parser.add_argument("--turn", type=float, default=7, help="Least seconds of a turn; the first ones hold the start.")
     arguments = parser.parse_args()
     rows, machine = [], None
