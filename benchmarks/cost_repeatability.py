@@ -1,6 +1,6 @@
 """Measure this machine twice in a row and say how well the two cost tables agree.
 
-    python benchmarks/cost_repeatability.py [--seconds 70] [--max-bytes N] [--tables A.json B.json]
+    python benchmarks/cost_repeatability.py [--seconds 90] [--max-bytes N] [--tables A.json B.json]
 
 For every curve and size of 1 MiB and more: how far apart the two medians are, and whether a
 table that is off by more than 10 % says so itself. Writes
@@ -54,7 +54,7 @@ def said(what: str, tables) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=70.0)
+    parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--max-bytes", type=int, default=256 * MIB)
     parser.add_argument("--data-parallel-size", type=int, default=2)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=2)

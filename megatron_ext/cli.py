@@ -275,7 +275,7 @@ def naming_files(cost_table: str, workload_path: str):
 @click.option("--sizes", help="Comma-separated sizes in bytes, in place of the grid.")
 @click.option("--also-sizes", help="Comma-separated sizes in bytes at which gathers are measured beside the grid: a schedule's groups.")
 @click.option("--max-rank-bytes", type=int, help="Whole parameters of one rank, for the optimizer step.")
-@click.option("--seconds", type=float, default=70.0, show_default=True, help="Time for measuring; starting the ranks comes on top.")
+@click.option("--seconds", type=float, default=90.0, show_default=True, help="Time for measuring; starting the ranks comes on top.")
 @click.option("--threads", type=int, default=1, show_default=True, help="Processor threads of one rank.")
 @click.option("--hidden-size", type=int, default=512, show_default=True, help="Shape of the products that stand for compute.")
 @click.option("--seq-length", type=int, default=128, show_default=True)

@@ -45,7 +45,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     sizes: tuple[int, ...] = ()
     also_sizes: tuple[int, ...] = ()
     max_rank_bytes: int | None = None
-    seconds: float = 70.0
+    seconds: float = 90.0
     threads: int = 1
     hidden_size: int = 512
     seq_length: int = 128

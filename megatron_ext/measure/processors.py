@@ -23,6 +23,8 @@ MIN_REPEATS, MAX_REPEATS = 2, 40
 TURNS, MAX_TURNS = 4, 16
 """Turns of one rank alone and of all at once: more where layers are short, for a processor's speed
 changes from second to second."""
+LEAST_TURNS = 2
+"""Where a walk takes seconds, for which there is no time more often."""
 
 IDLE_SECONDS = 0.5
 
@@ -53,6 +55,30 @@ def runners_of(fabric: Fabric) -> Mapping[str, Runner]:
     return {"product": ProductRunner(fabric)}
 
 
+class Walks(NamedTuple):
+    """How often compute is measured: walks of a turn behind those that warm it up."""
+
+    turns: int
+    repeats: int
+    warmup: int
+
+
+def walks_within(seconds: float, walk_us: float, parts: int) -> Walks:
+    """What takes about ``seconds``, of one rank alone and of all at once. Where a walk is so long that there is
+    no time for one in every turn, turns are few, and a walk warms itself up, as an iteration of training does.
+
+    Args:
+        walk_us: a walk through all layers, of one rank alone.
+        parts: in which the turns are taken; each has one at least, unless walks are long.
+    """
+    # All at once take twice as long as one alone, or more where many ranks share processors.
+    walks, least = seconds * 1e6 / 3 / walk_us, max(TURNS, parts)
+    if walks < least:
+        return Walks(max(LEAST_TURNS, int(walks)), 1, 0)
+    repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(walks / least)))
+    return Walks(max(least, min(MAX_TURNS, int(walks / repeats))), repeats, 1)
+
+
 class Turns:
     """One rank alone and all at once in turns: what else the machine does must not look like either.
 
@@ -69,9 +95,7 @@ class Turns:
         self._fabric, self._runners, self._report = fabric, runners, report
         report("compute, once")
         once = max(walk_us(measure_compute(runners, 1, evict_bytes=fabric.options.evict_bytes, warmup=1), runners), 1.0)
-        least = max(TURNS, parts)
-        self._repeats = fabric.agree(max(MIN_REPEATS, min(MAX_REPEATS, int(seconds * 1e6 / 3 / least / once))))
-        turns = fabric.agree(max(least, min(MAX_TURNS, int(seconds * 1e6 / 3 / self._repeats / once))))
+        turns, *self._walks = map(fabric.agree, walks_within(seconds, once, parts))
         self._shares = [turns * (part + 1) // parts - turns * part // parts for part in range(parts)]
         self._turns, self._alone, self._together = turns, [], []
 
@@ -80,9 +104,9 @@ class Turns:
         for _ in range(self._shares[part]):
             number = f"({len(self._alone) + 1}/{self._turns})"
             self._report(f"compute, one rank alone {number}")
-            self._alone.append(_alone(self._fabric, self._runners, self._repeats))
+            self._alone.append(_alone(self._fabric, self._runners, *self._walks))
             self._report(f"compute, all ranks at once {number}")
-            self._together.append(_together(self._fabric, self._runners, self._repeats))
+            self._together.append(_together(self._fabric, self._runners, *self._walks))
 
     def result(self) -> dict:
         """``{"rows": [...], "processors_per_node": float or None}``; rows only for handed modules."""
@@ -117,6 +141,7 @@ def _result(fabric: Fabric, runners: Mapping[str, Runner], alone: list, together
         "nodes_sharing": sharing if at_once is not None and sharing > 1 else None,
         "slowdown": max(slowdown, 1.0),
         "drift": max(totals) / min(totals) - 1,
+        "turns": turns,
     }
 
 
@@ -137,10 +162,10 @@ class Walked(NamedTuple):
     processor_us: float
 
 
-def _together(fabric: Fabric, runners, repeats: int) -> Walked:
+def _together(fabric: Fabric, runners, repeats: int, warmup: int) -> Walked:
     fabric.barrier()
     start, used = perf_counter(), process_time()
-    rows = measure_compute(runners, repeats, evict_bytes=fabric.options.evict_bytes, warmup=1)
+    rows = measure_compute(runners, repeats, evict_bytes=fabric.options.evict_bytes, warmup=warmup)
     return Walked(walk_us(rows, runners), (perf_counter() - start) * 1e6, (process_time() - used) * 1e6)
 
 
@@ -181,10 +206,10 @@ def _idle_processors(fabric: Fabric) -> float:
     return idle
 
 
-def _alone(fabric: Fabric, runners, repeats: int) -> list:
+def _alone(fabric: Fabric, runners, repeats: int, warmup: int) -> list:
     """Rows of rank 0 while all others sleep in the barrier."""
     fabric.barrier()
-    rows = measure_compute(runners, repeats, evict_bytes=fabric.options.evict_bytes, warmup=1) if fabric.rank == 0 else []
+    rows = measure_compute(runners, repeats, evict_bytes=fabric.options.evict_bytes, warmup=warmup) if fabric.rank == 0 else []
     fabric.barrier()
     return rows
 

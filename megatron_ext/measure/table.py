@@ -12,6 +12,7 @@ from megatron_ext.cost.model import (
 )  # fmt: skip
 from megatron_ext.measure.operations import CoalescedGather
 from megatron_ext.measure.options import MIB, Options
+from megatron_ext.measure.processors import TURNS
 from megatron_ext.runtime.machine import environment
 from megatron_ext.workload.nodes import crossing_bytes
 from megatron_ext.workload.route import HIERARCHICAL
@@ -148,6 +149,9 @@ def notes(raw: dict) -> list[str]:
             lines.append(f"{name}: medians waver by more than {WAVERS:.0%} at {sizes} MiB, most by {worst[1]:.0%} at {worst[0] / MIB:.4g} MiB")
     if once:
         lines.append(f"out of time, only one pass over some sizes, so how well they repeat is not known: {', '.join(once)}")
+    turns = raw.get("compute", {}).get("turns", TURNS)
+    if turns < TURNS:
+        lines.append(f"compute: a walk through all layers takes so long that there was time for {turns}; --seconds gives it more")
     drift = raw.get("compute", {}).get("drift", 0.0)
     if drift > WAVERS:
         lines.append(f"compute: turns of one rank alone differ by {drift:.0%}")

@@ -3,8 +3,14 @@
 [Note: Counterparts]
 A data-parallel group that spans nodes has a host pool on each. A ring over all its ranks would
 carry every shard to every rank, hence many times into a node. Instead the ranks with the same
-index on their nodes are counterparts: rank i of a node gathers the shards of all ranks i, and
+index on their nodes are counterparts: rank i of a node gets the shards of all ranks i, and
 writes them into its node's pool. The shards of the others come with their own counterparts.
+
+[Note: Receives first]
+Gloo sends when the other side has said that it receives, and says so over the connection that carries the data. In an
+all-gather of two ranks that word waits behind what is already being sent, so one direction idles while the other works:
+over a link of 0.13 Gbit/s 3 MB took up to 1.55 times as long as they take on the wire. Here receives are issued before sends,
+so every word is on its way before the first byte: 1.02 to 1.10.
 
 The exchange has process groups of its own, over host memory: it runs on the publisher's thread
 while the training thread issues the collectives of forward and backward, and two threads must
@@ -13,7 +19,7 @@ not share a process group.
 [Note: Two on their way]
 Of a single exchange, both directions and all counterparts must be over before the next begins, and the network
 idles whenever one of them is late. With a second one behind it the network always has something to carry. A pair's
-bytes go over one connection in the order of the exchanges, so the first is not slower for it.
+bytes go over one connection in the order of the exchanges, so the first is not slower for it; each has a tag of its own.
 """
 
 from typing import NamedTuple
@@ -32,14 +38,14 @@ IN_FLIGHT = 2
 class Arriving(NamedTuple):
     """Shards on their way: ``(data-parallel rank, shard)`` of all counterparts, this rank included."""
 
-    work: object
+    works: tuple
     ranks: tuple[int, ...]
     shards: tuple[torch.Tensor, ...]
 
     def wait(self) -> list[tuple[int, torch.Tensor]]:
-        """They have come. Raises RuntimeError where a counterpart is gone."""
-        if self.work is not None:
-            self.work.wait()
+        """They have come, and the own has gone. Raises RuntimeError where a counterpart is gone."""
+        for work in self.works:
+            work.wait()
         return list(zip(self.ranks, self.shards))
 
 
@@ -54,6 +60,7 @@ class NodeExchange:
 
     def __init__(self, counterparts=None, dp_ranks: tuple[int, ...] = ()):
         self.counterparts, self.dp_ranks = counterparts, dp_ranks
+        self._ranks = () if counterparts is None else tuple(dist.get_process_group_ranks(counterparts))
         self._buffers: dict[torch.dtype, list[torch.Tensor | None]] = {}
         self._begun = 0
         self.received_bytes = 0
@@ -68,11 +75,15 @@ class NodeExchange:
         over. Collective over the counterparts, in the same order on all.
         """
         if not self.crosses_nodes:
-            return Arriving(None, (dp_rank,), (own,))
-        buffer = self._buffer(own.dtype, own.numel() * len(self.dp_ranks))
-        work = dist.all_gather_into_tensor(buffer, own, group=self.counterparts, async_op=True)
-        self.received_bytes += (buffer.numel() - own.numel()) * own.element_size()
-        return Arriving(work, self.dp_ranks, buffer.view(len(self.dp_ranks), -1).unbind())
+            return Arriving((), (dp_rank,), (own,))
+        nodes, mine, tag = len(self.dp_ranks), self.dp_ranks.index(dp_rank), self._begun % IN_FLIGHT
+        # In turn from the next node on: not all to one node at once.
+        sources, targets = ([(mine + sign * hop) % nodes for hop in range(1, nodes)] for sign in (-1, 1))
+        come = dict(zip(sources, self._buffer(own.dtype, own.numel() * len(sources)).view(len(sources), -1)))
+        works = [dist.irecv(shard, self._ranks[node], group=self.counterparts, tag=tag) for node, shard in come.items()]
+        works += [dist.isend(own, self._ranks[node], group=self.counterparts, tag=tag) for node in targets]
+        self.received_bytes += len(sources) * own.numel() * own.element_size()
+        return Arriving(tuple(works), self.dp_ranks, tuple((come | {mine: own})[node] for node in range(nodes)))
 
     def _buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
         """``size`` elements, of which nobody waits any more."""

@@ -7,7 +7,7 @@ import pytest
 from megatron_ext.measure import grid, table
 from megatron_ext.measure.compute import measure_compute, walk_us
 from megatron_ext.measure.options import Options
-from megatron_ext.measure.processors import Place, Walked, kept_busy, nodes_sharing
+from megatron_ext.measure.processors import LEAST_TURNS, TURNS, Place, Walked, kept_busy, nodes_sharing, walks_within
 from megatron_ext.measure.program import PASSES, parts_due, shuffled, sizes_of
 
 from layers import Layer
@@ -68,6 +68,22 @@ def test_a_walk_comes_by_every_layer_of_a_kind():
     assert runners["b"].calls == (["forward"] * 3 + ["backward"] * 3) * 6 and [row.samples for row in rows] == [5, 15]
     a, b = rows
     assert walk_us(rows, runners) == pytest.approx(a.forward_us + a.backward_us + 3 * (b.forward_us + b.backward_us))
+
+
+@pytest.mark.parametrize("walk_s", [0.001, 0.02, 0.1, 0.2, 0.4, 0.7, 1.5, 4.0, 9.0])
+@pytest.mark.parametrize("seconds", [7.5, 15.0, 30.0])
+def test_walks_take_the_time_there_is_however_long_they_are(walk_s, seconds):
+    """Alone, and all ranks of two on a processor at once: three times a walk."""
+    turns, repeats, warmup = walks_within(seconds, walk_s * 1e6, parts=5)
+    takes = 3 * walk_s * turns * (warmup + repeats)
+    assert takes <= max(3 * seconds, 3 * walk_s * LEAST_TURNS)
+    assert repeats >= 1 and (turns >= 5 if 3 * walk_s * 5 <= seconds else turns >= LEAST_TURNS)
+    assert warmup or repeats == 1
+
+
+def test_a_table_says_that_compute_was_walked_few_times():
+    few, enough = (table.notes(raw(1.0, 1.0, compute={"turns": turns})) for turns in (TURNS - 1, TURNS))
+    assert len(few) == 1 and "takes so long that there was time for 3" in few[0] and enough == []
 
 
 def test_nodes_on_one_kernel_share_the_processors_that_both_may_use():

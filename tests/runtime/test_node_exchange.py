@@ -1,29 +1,20 @@
 """Data-parallel groups that span nodes: who exchanges with whom, and how much crosses the network."""
 
+import sys
+from pathlib import Path
+
 import torch
+from training import run
 
 from megatron_ext.runtime import node_exchange
-from megatron_ext.runtime.node_exchange import IN_FLIGHT, NodeExchange
+from megatron_ext.runtime.node_exchange import NodeExchange
 
 
-def test_every_shard_enters_a_node_once(monkeypatch):
-    """Three nodes of two ranks: together the ranks of a node receive exactly the bytes that the node lacks."""
-    shards = {rank: torch.full((64,), float(rank)) for rank in range(6)}
-    received, total = {}, 0
-    for index in (0, 1):
-        dp_ranks = (index, 2 + index, 4 + index)
-
-        def all_gather(output, own, group, async_op):
-            output.view(3, -1).copy_(torch.stack([shards[rank] for rank in group]))
-
-        monkeypatch.setattr(node_exchange.dist, "all_gather_into_tensor", all_gather)
-        exchange = NodeExchange(dp_ranks, dp_ranks)
-        for dp_rank, shard in exchange.begin(shards[2 + index], 2 + index).wait():
-            assert dp_rank not in received and torch.equal(shard, shards[dp_rank])
-            received[dp_rank] = shard.clone()
-        total += exchange.received_bytes
-    assert sorted(received) == list(range(6))
-    assert total == 4 * 64 * 4  # four shards lie on the other nodes
+def test_every_shard_enters_a_node_once_and_stays_while_the_next_is_on_its_way():
+    """Three nodes of two ranks, real processes: each receives the bytes of its counterparts and no others."""
+    program = Path(__file__).with_name("node_exchange_rank.py")
+    result = run([sys.executable, "-m", "megatron_ext.runtime.launch", "--nproc-per-node", "6", str(program)])
+    assert result.returncode == 0, result.stderr
 
 
 def test_one_node_exchanges_nothing():
@@ -31,12 +22,13 @@ def test_one_node_exchanges_nothing():
     assert exchange.begin(own, 3).wait() == [(3, own)] and exchange.received_bytes == 0
 
 
-def test_what_came_stays_while_the_next_is_on_its_way(monkeypatch):
-    def all_gather(output, own, group, async_op):
-        output.copy_(torch.cat([own, own]))
-
-    monkeypatch.setattr(node_exchange.dist, "all_gather_into_tensor", all_gather)
-    exchange = NodeExchange((0, 1), (0, 1))
-    begun = [exchange.begin(torch.full((4,), float(number)), 0) for number in range(IN_FLIGHT)]
-    for number, arriving in enumerate(begun):
-        assert [(rank, shard.tolist()) for rank, shard in arriving.wait()] == [(0, [number] * 4), (1, [number] * 4)]
+def test_receives_are_issued_before_sends(monkeypatch):
+    """And not all to the same node first; see [Note: Receives first]."""
+    issued = []
+    monkeypatch.setattr(node_exchange.dist, "get_process_group_ranks", lambda group: [4, 5, 6])
+    monkeypatch.setattr(node_exchange.dist, "irecv", lambda tensor, rank, group, tag: issued.append(("receive", rank, tag)))
+    monkeypatch.setattr(node_exchange.dist, "isend", lambda tensor, rank, group, tag: issued.append(("send", rank, tag)))
+    exchange = NodeExchange("counterparts", (0, 1, 2))
+    for _ in range(3):
+        exchange.begin(torch.zeros(4), 1)
+    assert issued == [(what, rank, tag) for tag in (0, 1, 0) for what, rank in (("receive", 4), ("receive", 6), ("send", 6), ("send", 4))]

@@ -80,7 +80,7 @@ class SlowNetwork(NodeExchange):
 
     def begin(self, own, dp_rank):
         self.works.append(Coming())
-        return Arriving(self.works[-1], (dp_rank,), (own,))
+        return Arriving((self.works[-1],), (dp_rank,), (own,))
 
 
 class Coming:
