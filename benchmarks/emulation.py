@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from emulated_nodes import Nodes
 from in_turns import Figure, Run, in_turns, over_turns
-from measuring import CORPUS, PROCESSORS_LINKS, STRETCH, measure_command
+from measuring import CORPUS, PROCESSORS_LINKS, measure_command
 
 from megatron_ext import files
 from megatron_ext.cost import model as cost
@@ -98,7 +98,8 @@ class Emulation:
         }  # fmt: skip
         table = self.folder / "cost_table_in_turns.json"
         measuring = ["benchmarks/enter_node.py", sys.executable, *self._measuring(table, work, measure_seconds, PROCESSORS_LINKS)]
-        everyone = [*runs.values(), Run("measuring", measuring, self.world, self.folder / "measuring.log", self.environment, STRETCH)]
+        compute = Run("measuring", measuring, self.world, self.folder / "measuring.log", self.environment)
+        everyone = behind_every_second(list(runs.values()), compute)
         sent, before = dict.fromkeys((run.name for run in everyone), 0), 0
 
         def begin(number: int) -> None:
@@ -128,6 +129,12 @@ class Emulation:
 
     def _trace(self, kind: str) -> Path:
         return self.folder / f"{file_name(kind)}.trace.json"
+
+
+def behind_every_second(runs: list[Run], compute: Run) -> list[Run]:
+    """The order of turns: ``compute`` comes often in a round, for the machine's pace changes within one."""
+    pairs = [runs[first : first + 2] for first in range(0, len(runs), 2)]
+    return [run for pair in pairs for run in (*pair, compute)]
 
 
 def measure_seconds(gbit_s: float) -> float:

@@ -98,7 +98,7 @@ def _leads(process: int) -> bool:
 
 
 def in_turns(runs: Sequence[Run], turn_s: float, between: Callable[[int], None] | None = None, report: Callable[[int], None] | None = None) -> None:
-    """Let ``runs`` go by turns until each has ended.
+    """Let ``runs`` go by turns until each has ended; one that is named twice has two turns a round.
 
     Args:
         between: called with the turn's number after every turn, while all runs are stopped.

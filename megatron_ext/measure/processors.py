@@ -75,8 +75,9 @@ def walks_within(seconds: float, walk_us: float, parts: int) -> Walks:
     walks, least = seconds * 1e6 / 3 / walk_us, max(TURNS, parts)
     if walks < least:
         return Walks(max(LEAST_TURNS, int(walks)), 1, 0)
-    repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(walks / least)))
-    return Walks(max(least, min(MAX_TURNS, int(walks / repeats))), repeats, 1)
+    # Rather more turns than longer ones: how fast one rank is beside all is compared within a turn.
+    turns = max(least, min(MAX_TURNS, int(walks / (MIN_REPEATS + 1))))
+    return Walks(turns, max(MIN_REPEATS, min(MAX_REPEATS, int(walks / turns) - 1)), 1)
 
 
 class Turns:
