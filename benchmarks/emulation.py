@@ -117,7 +117,7 @@ class Emulation:
     def _trained(self, kind: str, run: Run, iterations: int, turn_s: float, sent_bytes: int, work) -> Trained:
         metrics, trace = files.load(self._metrics(kind), dict), MeasuredTrace(self._trace(kind), work.parallel, iterations)
         us = metrics["iteration_us"]
-        figures = [over_turns(run, us, figure, turn_s) for figure in (us, trace.thread_us(("wait",)), trace.thread_us(("issue", "wait")))]
+        figures = [over_turns(run, us, figure, turn_s, warm_up=self.args.warm_up) for figure in (us, trace.thread_us(("wait",)), trace.thread_us(("issue", "wait")))]
         return Trained(*figures, sent_bytes, metrics["loss"], metrics["parameter_sha256"])
 
     def _training(self, kind: str, iterations: int, schedule: Path | None, *more: str) -> list[str]:

@@ -152,12 +152,12 @@ class Pair(NamedTuple):
         return self.second / self.first
 
 
-def whole_iterations(run: Run, iteration_us: Sequence[float], turn_s: float) -> dict[int, list[int]]:
-    """By turn, the iterations that began and ended in it, warm-up left out."""
+def whole_iterations(run: Run, iteration_us: Sequence[float], turn_s: float, warm_up: int = WARM_UP) -> dict[int, list[int]]:
+    """By turn, the iterations that began and ended in it, the first ``warm_up`` left out."""
     found: dict[int, list[int]] = {}
     for index, (turn, us) in enumerate(zip(run.turns, iteration_us, strict=True)):
         stopped = index > 0 and run.turns[index - 1] != turn  # began before this turn
-        if index >= WARM_UP and not stopped and us < turn_s * 1e6:
+        if index >= warm_up and not stopped and us < turn_s * 1e6:
             found.setdefault(turn, []).append(index)
     return found
 
@@ -169,10 +169,10 @@ class Figure(NamedTuple):
     of_turn: dict[int, float]
 
 
-def over_turns(run: Run, iteration_us: Sequence[float], figure: Sequence[float], turn_s: float, least: int = 2) -> Figure:
-    """``figure``, one value an iteration, of the iterations that were not stopped; a turn with fewer than
-    ``least`` of these has no median."""
-    whole = whole_iterations(run, iteration_us, turn_s)
+def over_turns(run: Run, iteration_us: Sequence[float], figure: Sequence[float], turn_s: float, least: int = 2, warm_up: int = WARM_UP) -> Figure:
+    """``figure``, one value an iteration, of the iterations that were not stopped, behind ``warm_up``; a turn
+    with fewer than ``least`` of these has no median."""
+    whole = whole_iterations(run, iteration_us, turn_s, warm_up)
     values = [figure[index] for indices in whole.values() for index in indices]
     return Figure(values, {turn: median(figure[i] for i in indices) for turn, indices in whole.items() if len(indices) >= least})
 
