@@ -20,7 +20,7 @@ from megatron_ext.measure.operations import MatrixProduct
 
 MIN_REPEATS, MAX_REPEATS = 2, 40
 """Walks through all layers in a turn, behind one that warms up."""
-TURNS, MAX_TURNS = 4, 16
+TURNS, MAX_TURNS = 4, 48
 """Turns of one rank alone and of all at once: more where layers are short, for a processor's speed
 changes from second to second."""
 LEAST_TURNS = 2
