@@ -20,6 +20,7 @@ from statistics import median
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "megatron")]
 
+import pictures
 from cases import LAYOUTS
 from draw_schedule import prepared
 from machine import about_this_machine
@@ -95,6 +96,7 @@ def main() -> int:
         "ranks": ranks,
     }  # fmt: skip
     files.save(args.out, result, indent=1)
+    pictures.draw(args.out)
     grown = [name for rank in ranks for name in NAMES[1:] if rank[name]["late"] > rank[name]["early"]]
     for number, rank in enumerate(ranks):
         print(f"rank {number}: " + ", ".join(f"{name} {rank[name]['early']:.0f} -> {rank[name]['late']:.0f}" for name in NAMES))

@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "megatron")]
 
+import pictures
 from cases import LAYOUTS, MODELS
 from draw_schedule import hosted, prepared
 from machine import about_this_machine
@@ -109,6 +110,7 @@ def main() -> int:
             result = summary(cases, controls)
             about = {"command": f"python benchmarks/parity_500.py --cases {args.cases} --seed {args.seed}", "machine": about_this_machine(load_before=load)}
             files.save(args.out, {**about, **result, "seconds": round(time.time() - begin)}, indent=1)
+            pictures.draw(args.out)
             print(f"{result['equal']} of {len(cases)} cases equal, {result['controls_seen']} of {len(controls)} controls seen, {time.time() - begin:.0f} s", flush=True)
     return 1 if result["different"] or result["controls_unseen"] else 0
 

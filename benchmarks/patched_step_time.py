@@ -22,6 +22,7 @@ from statistics import mean, median, stdev
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import pictures
 from checkout_under_test import MODEL, PROCESSES, Checkout, Failed, build_corpus, extract
 from machine import about_this_machine
 
@@ -107,6 +108,7 @@ def main() -> int:
         **about_this_machine(load_before=load), "release": options.tag, "commit": commit, "processes": PROCESSES, "model": " ".join(MODEL),
         "iterations": options.iterations, "warm_up": options.warm_up, "losses_equal": True, "ratio": ratios, "within_noise": verdict, "rounds": rounds,
     }, indent=1)  # fmt: skip
+    pictures.draw(options.out)
     for kind, figures in ratios.items():
         half = f" +- {figures['resolution']:.4f}" if "resolution" in figures else ""
         print(f"{kind:8} / unpatched: median {figures['median']:.4f}, mean {figures['mean']:.4f}{half}, {figures['least']:.4f} to {figures['most']:.4f}")

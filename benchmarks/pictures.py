@@ -146,7 +146,70 @@ def exact_gaps(result: dict):
     return figure
 
 
-PICTURES = {function.__name__: function for function in (emulated_cluster, cost_prediction, cost_repeatability, main_job, hot_path, planner_suite, exact_gaps)}
+def parity_500(result: dict):
+    """How often each choice was drawn; the title says how many cases were equal and how many controls were seen."""
+    drawn = [(f"{key}: {value or 'none'}", count) for key, counts in result["drawn"].items() for value, count in counts.items()]
+    figure, (axis,) = figure_of(8, 1 + 0.2 * len(drawn))
+    axis.barh(range(len(drawn)), [count for _, count in drawn], color=OURS if not result["different"] else BAD)
+    axis.set_yticks(range(len(drawn)), [label for label, _ in drawn], fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlabel("cases")
+    figure.suptitle(f"{result['equal']} of {result['cases']} cases bitwise equal, {result['controls_seen']} of {result['controls']} negative controls seen", fontsize=9)
+    return figure
+
+
+def patched_step_time(result: dict):
+    """Iteration time to the unpatched checkout's by round: patched without the flag, and the unpatched one once more."""
+    figure, (axis,) = figure_of(6, 3.4)
+    for place, (kind, colour) in enumerate((("patched", OURS), ("control", OTHER))):
+        ratios = [row[kind] for row in result["rounds"]]
+        axis.scatter([place] * len(ratios), ratios, color=colour)
+        axis.plot((place - 0.2, place + 0.2), [result["ratio"][kind]["median"]] * 2, color="black")
+    axis.axhline(1, color="black", linestyle=":", linewidth=1)
+    axis.set_xticks((0, 1), ("patched, no flag", "unpatched again"))
+    axis.set(xlim=(-0.6, 1.6), ylabel="iteration time to unpatched, a round each\n(line: median)")
+    axis.set_title(f"{result['release']}, losses {'equal' if result['losses_equal'] else 'DIFFER'}", fontsize=9)
+    return figure
+
+
+def endurance(result: dict):
+    """What a rank holds early and late in the run."""
+    units = {"anonymous_bytes": ("anonymous memory, MiB", 2**20), "open_files": ("open files", 1), "threads": ("threads", 1)}
+    figure, axes = figure_of(10, 3.2, 1, len(units))
+    for axis, (name, (title, unit)) in zip(axes, units.items()):
+        for shift, when, colour in ((-0.2, "early", OTHER), (0.2, "late", OURS)):
+            axis.bar([rank + shift for rank in range(len(result["ranks"]))], [rank[name][when] / unit for rank in result["ranks"]], width=0.4, color=colour, label=when)
+        axis.set_title(title, fontsize=9)
+        axis.set(xticks=range(len(result["ranks"])), xlabel="rank")
+    axes[0].legend(fontsize=8, loc="lower right")
+    figure.suptitle(f"{result['iterations']} iterations", fontsize=9)
+    return figure
+
+
+def runtime_claims(result: dict):
+    """Ratios of adjacent turns, 10th to 90th percentile, and the limit of each."""
+    parts = [(name, title) for name, title in (("overhead", "all-gpu to stock, iteration time"), ("nvme", "our reads to a plain reader's, bytes a second")) if name in result]
+    figure, axes = figure_of(4.5 * len(parts), 3.4, 1, len(parts))
+    for axis, (name, title) in zip(axes, parts):
+        rows = {key: row for key, row in result[name].items() if isinstance(row, dict)}
+        medians = [row["median"] for row in rows.values()]
+        distances = [[row["median"] - row["p10"] for row in rows.values()], [row["p90"] - row["median"] for row in rows.values()]]
+        axis.bar(range(len(rows)), medians, color=[OURS if row["holds"] else BAD for row in rows.values()], yerr=distances, error_kw={"elinewidth": 1, "ecolor": "#444444"})
+        limit = "at_most" if "at_most" in result[name] else "at_least"
+        axis.axhline(result[name][limit], color="black", linestyle=":", linewidth=1, label=f"asked: {limit.replace('_', ' ')} {result[name][limit]:g}")
+        axis.set_xticks(range(len(rows)), [key.replace("_", " ") for key in rows], fontsize=8)
+        axis.set_title(title, fontsize=9)
+        axis.legend(fontsize=7, loc="lower right")
+    return figure
+
+
+PICTURES = {
+    function.__name__: function
+    for function in (
+        emulated_cluster, cost_prediction, cost_repeatability, main_job, hot_path, planner_suite, exact_gaps,
+        parity_500, patched_step_time, endurance, runtime_claims,
+    )
+}  # fmt: skip
 
 
 def draw(path: Path) -> Path | None:

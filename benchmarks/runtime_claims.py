@@ -27,6 +27,7 @@ from bisect import bisect_right
 from pathlib import Path
 from statistics import median
 
+import pictures
 from in_turns import Pair, Run, in_turns, pairs, ratio_of, whole_iterations
 from machine import about_this_machine
 from msgspec.structs import replace
@@ -318,6 +319,7 @@ def main() -> int:
         found = {name: CLAIMS[name](claims) for name in args.claims}
     options = {key: value for key, value in vars(args).items() if key not in ("out", "keep", "nvme")}
     files.save(args.out, {"about": about_this_machine(load_before=load), "options": options, **found}, indent=1)
+    pictures.draw(args.out)
     show(found)
     return 0 if all(claim["holds"] for claim in found.values()) else 1
 

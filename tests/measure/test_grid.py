@@ -7,7 +7,7 @@ import pytest
 from megatron_ext.measure import grid, table
 from megatron_ext.measure.compute import measure_compute, walk_us
 from megatron_ext.measure.options import Options
-from megatron_ext.measure.processors import LEAST_TURNS, TURNS, Place, Walked, kept_busy, nodes_sharing, walks_within
+from megatron_ext.measure.processors import LEAST_TURNS, MAX_REPEATS, MAX_TURNS, TURNS, Place, Walked, kept_busy, nodes_sharing, walks_within
 from megatron_ext.measure.program import PASSES, parts_due, shuffled, sizes_of
 
 from layers import Layer
@@ -79,6 +79,13 @@ def test_walks_take_the_time_there_is_however_long_they_are(walk_s, seconds):
     assert takes <= max(3 * seconds, 3 * walk_s * LEAST_TURNS)
     assert repeats >= 1 and (turns >= 5 if 3 * walk_s * 5 <= seconds else turns >= LEAST_TURNS)
     assert warmup or repeats == 1
+
+
+def test_turns_are_rather_many_than_long():
+    """A measurement that is stopped now and then must not have a stop in most of its turns."""
+    turns, repeats, warmup = walks_within(94, 0.2e6, parts=5)
+    assert turns >= 40 and warmup + repeats <= 4
+    assert walks_within(94, 100.0, parts=5) == (MAX_TURNS, MAX_REPEATS, 1)
 
 
 def test_a_table_says_that_compute_was_walked_few_times():
