@@ -10,10 +10,11 @@
   processors; what comes by ``cpu`` for the first time has been published before.
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_ext.simulator.least_loads import least_loads
-from megatron_ext.simulator.processor_work import Gathering, Reducing, least_reducing, replicas
+from megatron_ext.simulator.processor_work import Come, Gathering, Reducing, least_reducing, replicas
 from megatron_ext.simulator.timing import COMPUTE, REDUCE, Timing
 from megatron_ext.workload.model import Workload
 from megatron_ext.workload.order import steps_of_ranks
@@ -22,15 +23,13 @@ from megatron_ext.workload.order import steps_of_ranks
 class LastBackward(NamedTuple):
     """The last backward of a chunk, at index ``step`` of its rank's steps. ``compute_us``: compute of
     the rank from there on, ``before_us``: before it. ``from_start_us``: no less from its beginning until
-    all gradients that were not complete are reduced. ``loaded``: bytes that must have come before it,
-    ``fresh`` of them different ones."""
+    all gradients that were not complete are reduced. ``come``: what must have come before it."""
 
     step: int
     compute_us: float
     before_us: float
     from_start_us: float
-    loaded: float
-    fresh: float
+    come: list[Come]
 
 
 def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward]]:
@@ -40,6 +39,8 @@ def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward
     for rank, steps in enumerate(steps_of_ranks(workload.parallel)):
         count, tail_us = replicas(workload, timing, rank), least_tail_us(workload, timing, rank)
         needs = least_loads(workload, timing, rank)
+        durations = [timing.layers[rank][step.stage // pp] for step in steps]
+        done = [0.0, *accumulate(sum(times.forward if step.kind == "F" else times.backward) for step, times in zip(steps, durations))]
         mine, seen, compute, reducing, waiting = [], set(), 0.0, Reducing(), [(0.0, Reducing())]
         whole = sum(sum(t.forward) + sum(t.backward) for t in timing.layers[rank]) * workload.parallel.num_microbatches
         for index in range(len(steps) - 1, -1, -1):
@@ -58,9 +59,8 @@ def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward
                 above -= times.backward[layer]
                 compute += times.backward[layer]
             from_start = max(from_start, _from_start(compute, waiting, timing, count, tail_us))
-            before = [need for need in needs if need.step < index]
-            loaded, fresh = max(((need.loaded, need.fresh) for need in before), default=(0.0, 0.0))
-            mine.append(LastBackward(index, compute, whole - compute, from_start, loaded, fresh))
+            come = [Come(need.loaded, need.fresh, _compute_us(done[index] - done[need.step + 1] + need.rest_us, timing, count)) for need in needs if need.step < index]
+            mine.append(LastBackward(index, compute, whole - compute, from_start, come))
         found.append(mine)
     return found
 
@@ -84,7 +84,7 @@ def processor_bound(workload: Workload, timing: Timing, last: list[list[LastBack
         work[machine] = work.get(machine, 0.0) + count * (mine[0].before_us + mine[0].compute_us)
         gathering = Gathering(workload, timing, rank)
         for one in mine:
-            bound = max(bound, count * (one.before_us + gathering.least_us(one.loaded, one.fresh)) / timing.processors + one.from_start_us)
+            bound = max(bound, (count * one.before_us + gathering.had_us(one.come)) / timing.processors + one.from_start_us)
     return max(bound, max(work.values()) / timing.processors + min(least_tail_us(workload, timing, rank) for rank in range(len(last))))
 
 

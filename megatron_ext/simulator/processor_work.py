@@ -6,8 +6,11 @@
   larger than the device may hold. How often it is gathered: :mod:`megatron_ext.simulator.least_loads`.
 * Processors do no more than all of them can: what they compute and what transports take, over the
   whole iteration, since what transports could not have at once they are owed (processors.py).
-* Until some moment of it, transports may be owed what they have not had; at least half of the processors is
-  compute's. So of what must have come by then is counted as much as transports could have had of the other half.
+* Until some moment of it, transports may be owed what they have not had; while they are, half of the
+  processors is theirs. So with ``D(s)`` what they have asked for until ``s``, they have had by ``t`` at least the
+  least ``D(s) + (t - s) * processors / 2`` of all moments ``s <= t`` (as of a queue: Lindley 1952). What must have
+  come by a moment was asked for by then, before it no faster than all of a rank's transports at once can ask;
+  and two moments are no nearer than the compute between them: :meth:`Gathering.had_us`.
 """
 
 from math import inf
@@ -44,7 +47,7 @@ def total_us(workload: Workload, timing: Timing) -> float:
     for rank, messages in enumerate(_messages(workload)):
         compute = sum(sum(times.forward) + sum(times.backward) for times in timing.layers[rank]) * workload.parallel.num_microbatches
         needs = least_loads(workload, timing, rank)
-        gathering = Gathering(workload, timing, rank).least_us(needs[-1].loaded, needs[-1].fresh, over=True) if needs else 0.0
+        gathering = Gathering(workload, timing, rank).least_us(needs[-1].loaded, needs[-1].fresh) if needs else 0.0
         reducing = sum(least.us * least.share for chunk in workload.chunks_of_rank(rank) for least in least_reducing(workload, chunk, timing) if least.us)
         sending = messages * timing.processor_us(P2P, workload.p2p_bytes) if timing.p2p_us else 0.0
         machine = timing.machine_of(rank, 0)
@@ -119,6 +122,14 @@ def _shares(timing: Timing, curve: str) -> list[float]:
     return [timing.curve_processor_us(curve, size) / us for size, us in _points(timing, curve)]
 
 
+class Come(NamedTuple):
+    """``loaded`` bytes have come, ``fresh`` of them different ones, no less than ``ago_us`` before some moment."""
+
+    loaded: float
+    fresh: float
+    ago_us: float
+
+
 class Gathering:
     """Processor time that transports of one rank's parameters take from compute at least."""
 
@@ -135,13 +146,24 @@ class Gathering:
         shares = [max(_shares(timing, f"routes.{route}"), default=0.0) for route in routes]
         if "cpu" in routes:  # one part of publishing goes after the other
             shares.append(max((*_shares(timing, "publish.cpu"), *_shares(timing, _ACROSS)), default=0.0))
-        most = replicas(workload, timing, rank) * sum(shares)
-        self.capped = min(1.0, timing.processors / 2 / most) if most else 1.0
+        self.count, self.half = replicas(workload, timing, rank), timing.processors / 2
+        most = self.count * sum(shares)
+        self.capped = min(1.0, self.half / most) if most else 1.0
 
-    def least_us(self, loaded: float, fresh: float, *, over: bool = False) -> float:
-        """Of ``loaded`` bytes, ``fresh`` of them different ones, by the cheapest route, whatever their groups;
-        with ``over``, until the iteration is over."""
-        return (fresh * self.first + (loaded - fresh) * self.again) * (1.0 if over else self.capped) if self.known else 0.0
+    def least_us(self, loaded: float, fresh: float) -> float:
+        """Of ``loaded`` bytes, ``fresh`` of them different ones, by the cheapest route, whatever their groups."""
+        return fresh * self.first + (loaded - fresh) * self.again if self.known else 0.0
+
+    def had_us(self, come: list[Come]) -> float:
+        """Processor time that such transports of all ranks on the machine have had by a moment, ``come`` earliest first."""
+        if not self.known:
+            return 0.0
+        least, asked = inf, 0.0
+        for one in come:
+            more = self.count * self.least_us(one.loaded, one.fresh) - asked
+            least = min(least, asked + self.capped * more + self.half * one.ago_us)
+            asked += more
+        return min(least, asked)
 
 
 def _least_per_byte(timing: Timing, curve: str, largest: int) -> float:

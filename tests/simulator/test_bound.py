@@ -12,6 +12,7 @@ from megatron_ext.planner.assemble import Placed, assemble
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator import simulate
 from megatron_ext.simulator.bound import Links, lower_bound
+from megatron_ext.simulator.least_loads import layer_bytes
 from megatron_ext.simulator.stock import groups_of, layer_buckets
 from megatron_ext.simulator.timing import Timing
 from planning_cases import line, make_table, make_workload, uneven_case
@@ -152,6 +153,44 @@ def test_bound_counts_all_processor_time_that_gathers_take():
     bound = lower_bound(work, Timing(work, full))
     assert bound == pytest.approx(2 * 3000.0 + 1000.0 + 200.0, rel=1e-3)
     assert plan(work, full).predicted.step_time_us == pytest.approx(bound, rel=0.02)
+
+
+def test_bound_counts_what_gathers_took_of_processors_before_the_last_backward():
+    """Two ranks on one processor, of which an all-gather takes half of each. Reducing takes longer than the
+    last backward beside it, so what gathers took before that comes on top: all of it, since from one
+    layer to the next there is time to make it good."""
+    work = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=10, order="no_pipeline")
+    size = work.chunks[0].bytes
+    table = make_table(work, gpu=(0.001, size / 1000.0), cpu=None, forward=1000.0, backward=2000.0)
+    full = with_gradients(table, reduce=(0.001, 1e9), slower=1.0, processors=1.0, share=0.5)
+    full = cost.check(replace(full, reduce=line(0.001, size / 5000.0)))
+    bound = lower_bound(work, Timing(work, full))
+    assert bound == pytest.approx(1000.0 + 2 * 1000.0 + 2 * 2000.0 / 10 + 5000.0, rel=1e-3)
+    assert plan(work, full).predicted.step_time_us == pytest.approx(bound, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_faster_where_parameters_come_again_and_take_processors(seed):
+    """Little room on the device, and so few processors that transports are owed much of what they ask for."""
+    draw = random.Random(seed)
+    shape = dict(pp=draw.choice((1, 2)), vp=1, order=draw.choice(("1f1b", "gpipe")), dp=4, gpus_per_node=draw.choice((2, 4)), layers=4, zero_stage=3)
+    layer = max(max(sizes) for sizes in (layer_bytes(chunk) for chunk in make_workload(**shape).chunks))
+    judged = 0
+    for _ in range(2):
+        work = make_workload(**shape, device_bytes=int(layer * draw.uniform(1.2, 3.5)), microbatches=2)
+        routes = dict(gpu=(draw.uniform(1, 50), draw.uniform(100, 5000)), cpu=(2.0, draw.uniform(500, 9000)))
+        table = make_table(work, **routes, publish=(draw.uniform(1, 50), draw.uniform(500, 9000)), forward=draw.uniform(5, 200), backward=draw.uniform(5, 300))
+        reduce = (draw.uniform(1, 50), draw.uniform(50, 5000))
+        full = with_gradients(table, reduce=reduce, slower=draw.uniform(1, 2), processors=draw.choice((0.9, 2.0, 3.0)), share=draw.uniform(0, 0.9))
+        bound = lower_bound(work, Timing(work, full))
+        for policy in ("all-gpu", "hybrid", "random:1", "random:2"):
+            try:
+                planned = plan(work, full, policy=policy)
+            except ValueError:  # a policy may group more than the device has room for
+                continue
+            judged += 1
+            assert planned.predicted.step_time_us >= bound * (1 - 1e-9), policy
+    assert judged > 3
 
 
 def test_bound_counts_what_messages_take_of_processors():
