@@ -6,7 +6,9 @@
   step, before the first layer that uses a group, until the group has arrived.
 * Links ``gpu``, ``cpu``, ``nvme``, ``publish`` and ``reduce`` are queues in issue order, one
   each a rank; publishing goes in the order of the schedule from time 0, beside everything else
-  (the runtime's publisher has a thread or a stream of its own). A ``cpu`` gather also waits until its group is published, a ``nvme`` gather
+  (the runtime's publisher has a thread or a stream of its own). All-gathers and reduces of a rank go over one
+  communicator, that of its data-parallel group, and so one after another in the order in which they were issued
+  (a stream of NCCL's, a thread of gloo's); hierarchical all-gathers have communicators of their own. A ``cpu`` gather also waits until its group is published, a ``nvme`` gather
   until it is staged in, a stage-in until its slot is empty.
 * Messages between stages are a queue for each pair of ranks; two stages on one rank need none.
 * Activities that overlap slow each other down by the measured slowdowns. Work is fluid: at
@@ -54,7 +56,7 @@ class RankState:
     __slots__ = (
         "pp_rank", "program", "index", "pc", "operations", "active", "queues", "busy", "blocked_on", "blocked_since",
         "messages", "exposed", "first_start", "last_end", "compute_us", "processors", "weight", "published", "staged", "slot_busy",
-        "reducing", "steps_done", "finished_at",
+        "reducing", "steps_done", "finished_at", "communicator",
     )  # fmt: skip
 
     def __init__(self, program):
@@ -72,6 +74,7 @@ class RankState:
         self.staged: set[int] = set()
         self.slot_busy: set[int] = set()
         self.reducing = 0
+        self.communicator: deque[int] = deque()  # kinds, of what has been issued to it and is not done
         self.steps_done = False
         self.finished_at = -1.0
 
@@ -199,6 +202,8 @@ class Engine:
                     gather.issued_us = self.now
                     link = GPU if gather.route == GPU else CPU  # a staged group leaves its slot over PCIe
                     rank.queues[link].append(gather)
+                    if gather.flat:
+                        rank.communicator.append(GPU)
                     self._serve(rank, link)
                     if gather.call_us:
                         self._record(rank, "issue", str(gather.group), self.now, gather.call_us)
@@ -207,6 +212,7 @@ class Engine:
                 elif code == REDUCE_GROUP:
                     rank.reducing += 1
                     rank.queues[REDUCE].append(operation)
+                    rank.communicator.append(REDUCE)
                     self._serve(rank, REDUCE)
                 else:
                     rank.queues[NVME].append(operation)
@@ -335,6 +341,8 @@ class Engine:
         head = rank.queues[kind][0]
         if kind in (GPU, CPU):
             gather = head
+            if gather.flat and rank.communicator[0] != GPU:
+                return
             if kind == CPU and gather.group not in (rank.published if gather.route == CPU else rank.staged):
                 return
             size, us = gather.bytes, gather.us
@@ -345,6 +353,8 @@ class Engine:
                 return
             rank.slot_busy.add(slot)
         elif kind == REDUCE:
+            if rank.communicator[0] != REDUCE:
+                return
             _, _, size, us = head
         else:
             _, size, us, used = head
@@ -370,6 +380,9 @@ class Engine:
         what = activity.what
         if kind in (GPU, CPU):
             self._record(rank, KINDS[kind], str(what.group), activity.started, lasted)
+            if what.flat:
+                rank.communicator.popleft()
+                self._serve(rank, REDUCE)
             if what.route == NVME:
                 rank.staged.discard(what.group)
                 rank.slot_busy.discard(what.slot)
@@ -387,6 +400,8 @@ class Engine:
         elif kind == REDUCE:
             self._record(rank, "reduce", str(what[1]), activity.started, lasted)
             rank.reducing -= 1
+            rank.communicator.popleft()
+            self._serve(rank, GPU)
             self._maybe_optimize(rank)
         self._serve(rank, kind)
 

@@ -17,12 +17,13 @@ slot, bytes, us)``; ``(REDUCE_GROUP, group, bytes, us)``."""
 
 
 class Gather:
-    """One unshard of one group: the engine's unit of work on a link."""
+    """One unshard of one group: the engine's unit of work on a link. ``flat``: one all-gather over the
+    communicator that gradients are reduced over, too."""
 
-    __slots__ = ("group", "route", "bytes", "us", "call_us", "slot", "issued_us", "start_us", "end_us", "done")
+    __slots__ = ("group", "route", "bytes", "us", "call_us", "slot", "flat", "issued_us", "start_us", "end_us", "done")
 
-    def __init__(self, group: int, route: int, size: int, us: float, call_us: float, slot: int):
-        self.group, self.route, self.bytes, self.us, self.call_us, self.slot = group, route, size, us, call_us, slot
+    def __init__(self, group: int, route: int, size: int, us: float, call_us: float, slot: int, flat: bool):
+        self.group, self.route, self.bytes, self.us, self.call_us, self.slot, self.flat = group, route, size, us, call_us, slot, flat
         self.issued_us = self.start_us = self.end_us = -1.0
         self.done = False
 
@@ -68,7 +69,7 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
         slot = slot_of.get(action.group, -1) if action.route == "nvme" else -1
         need_by = index if action.need_by < 0 else action.need_by
         waits.setdefault(need_by, []).append((action.group, len(gathers)))
-        gathers.append(Gather(action.group, _ROUTE_KIND[action.route], size, *costs[key], slot))
+        gathers.append(Gather(action.group, _ROUTE_KIND[action.route], size, *costs[key], slot, action.route == "gpu" and algorithm is None))
         return (ISSUE, len(gathers) - 1)
 
     def stage(action) -> tuple:

@@ -221,6 +221,21 @@ def test_gradients_are_reduced_group_by_group_while_the_backward_goes_on():
     assert slow.step_time_us == pytest.approx(end - 100 + 2 * 130)  # one after the other
 
 
+def test_an_all_gather_waits_behind_gradients_that_are_reduced_over_its_communicator():
+    """Layer 1 has computed backward at 350 us, and 250 us of reducing begin; layer 0's all-gather of 100 us,
+    issued then, comes behind them, issued before them or from the host it does not."""
+    work = one_rank(zero_stage=3)
+    table = table_of(work, cpu=100.0, publish=1e-6, reduce=flat(250.0))
+    end = {}
+    for route, at in (("gpu", 0), ("gpu", 1), ("cpu", 0)):
+        placed = [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0), Placed(0, route, 1, 1, at=at)]
+        result = simulate(work, table, by_layer(work, placed, [Freed(0, 0, at=0), Freed(1, 1), Freed(0, 1)]), trace=True)
+        end[route, at] = result.step_time_us
+        busy = sorted((e.start_us, e.start_us + e.duration_us) for e in result.events if e.lane in ("gpu", "reduce"))
+        assert all(first[1] <= second[0] + 1e-6 for first, second in zip(busy, busy[1:]))
+    assert end == pytest.approx({("gpu", 0): 600 + 100 + 100 + 250, ("gpu", 1): 350 + 2 * 250, ("cpu", 0): 350 + 2 * 250})
+
+
 def test_a_staging_slot_is_reused_only_when_it_is_empty():
     """nvme takes 300 of which the last 100 are the copy from the slot: with one slot the second
     read waits for the first copy, with two it does not."""
