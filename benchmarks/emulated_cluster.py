@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pictures
 from emulated_nodes import Nodes, check_possible
-from emulation import ROOT, Emulation, describe, file_name, model_options
+from emulation import ROOT, Emulation, behind_every_second, describe, file_name, model_options
 from in_turns import ratio_of, ratios_to
 from look_ahead import without_look_ahead
 from machine import about_this_machine
@@ -84,8 +84,8 @@ def one_rate(gbit_s: float, args, bar) -> dict:
         differences = {kind: emulation.differences(kind, base, SHORT, path) for kind, path in kinds.items() if path}
         slowest_us = max(simulator.simulate(work, table, schedules.get(kind), extrapolate=True).step_time_us for kind in kinds)
         turn_s = max(args.turn, ITERATIONS_OF_A_TURN * slowest_us / 1e6)
-        # A quarter of this is for compute: as long as each of the others trains.
-        seconds = 4 * args.iters * slowest_us / 1e6
+        # By the clock, which goes on while it is stopped: until the others have trained.
+        seconds = len(behind_every_second(list(kinds), "measuring")) * args.iters * slowest_us / 1e6
         trained, compute = emulation.train(kinds, args.iters, turn_s, work, lambda name: bar.update(task, description=f"{gbit_s:g} Gbit/s: training in turns: {name}"), seconds)
         beside = in_turns_and_before(compute, table)
         bar.update(task, description=f"{gbit_s:g} Gbit/s: done", total=1, completed=1)
@@ -150,7 +150,7 @@ def main() -> int:
     add("--micro-batch-size", type=int, default=2)
     add("--micro-batches", type=int, default=4)
     add("--iters", type=int, default=40)
-    add("--warm-up", type=int, default=12, help="Iterations that are not timed: the first dozen of a run take 10 to 20 %% longer.")
+    add("--warm-up", type=int, default=12, help="Iterations that are not timed: the first few of a run take longer, in some runs a dozen of them.")
     add("--turn", type=float, default=6, help=f"Least seconds of a turn; it holds at least {ITERATIONS_OF_A_TURN} iterations of the slowest, as predicted.")
     add("--measure-seconds", type=float, default=None, help="Of a cost table; by default more where the network is slow.")
     add("--keep", type=Path, default=None, help="Keep logs, plans and traces of the rate that ran last in this new folder.")
