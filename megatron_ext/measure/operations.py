@@ -8,6 +8,7 @@ gives a second instance with process groups of its own, to run beside a measured
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -271,23 +272,31 @@ class P2P(Operation):
 
 
 class Optimizer(Operation):
-    """One Adam step with gradient clipping on this rank's shard of ``size_bytes`` of whole parameters,
-    and zeroes in the whole gradient buffer for the next iteration."""
+    """One Adam step with gradient clipping on this rank's shard of ``size_bytes`` of whole parameters, as
+    Megatron's ``DistributedOptimizer`` does it, and zeroes in the whole gradient buffer for the next iteration.
+
+    Where neither Transformer Engine nor apex is installed, Megatron scales gradients in two passes
+    (``local_multi_tensor_scale``) and takes torch's Adam; with either it has one kernel for each.
+    """
 
     name = "optimizer"
     computes = True
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
+        self.fused = fabric.torch_device.type == "cuda" and any(find_spec(name) for name in ("transformer_engine", "amp_C"))
         self._size, self._optimizer, self._gradients = None, None, []
 
     def issue(self, size_bytes: int, turn: int):
         if size_bytes != self._size:
             self._build(size_bytes)
         norm = torch.nn.utils.get_total_norm(self._gradients)
+        scale = torch.clamp(1.0 / (norm + 1e-6), max=1.0)
         for gradient in self._gradients:
-            gradient.mul_(torch.clamp(1.0 / (norm + 1e-6), max=1.0))
+            gradient.mul_(scale) if self.fused else gradient.copy_(gradient * scale)
         self._optimizer.step()
+        for parameter, main in zip(self._parameters, self._main):
+            parameter.copy_(main.detach())
         self._buffer.zero_()
         return DONE
 
@@ -295,12 +304,13 @@ class Optimizer(Operation):
         numel = size_bytes // 4 // self.fabric.options.data_parallel_size
         # As many tensors as a model has weights of one layer's size; one call each.
         piece = max(min(self.fabric.options.hidden_size**2, numel), 1)
-        shards = [torch.ones(min(piece, numel - start), device=self.fabric.torch_device) for start in range(0, numel, piece)]
-        for shard in shards:
-            shard.requires_grad_().grad = torch.full_like(shard, 1e-3)
-        self._size, self._gradients = size_bytes, [shard.grad for shard in shards]
+        self._main = [torch.ones(min(piece, numel - start), device=self.fabric.torch_device) for start in range(0, numel, piece)]
+        for main in self._main:
+            main.requires_grad_().grad = torch.full_like(main, 1e-3)
+        self._size, self._gradients = size_bytes, [main.grad for main in self._main]
+        self._parameters = [torch.ones_like(main, requires_grad=False) for main in self._main]
         self._buffer = torch.ones(size_bytes // 4, device=self.fabric.torch_device)
-        self._optimizer = torch.optim.AdamW(shards, lr=1e-4, foreach=False)
+        self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True if self.fused else None)
 
 
 class MatrixProduct(Operation):
