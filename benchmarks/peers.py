@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/peers.py [--rounds 3] [--iters 16] [--systems NAME ...] [--layers 8 --hidden 256 ...]
 
 Four processes in two layouts: PP 2 x VP 2 x DP 2, and DP 4; at DP 4 once more in bfloat16 with the
-optimizer and its float32 parameters on the host. Each peer has an opponent of ours in its own layout. Cost tables are measured and plans made first; then all systems train in turns, the
+optimizer and its float32 parameters on the host. Offload in float32 stands among the rows of DP 4: without a
+GPU our optimizer is on the host anyway. Each peer has an opponent of ours in its own layout. Cost tables are measured and plans made first; then all systems train in turns, the
 order reversed every other round. A system that fails is shown with its reason. DeepSpeed is
 installed into runs/peers-packages (benchmarks/peer_requirements.txt), never into .venv.
 Writes benchmarks/results/peers.json and peers.png.
@@ -70,6 +71,8 @@ SYSTEMS = {
     "ours-zero3-all-gpu-dp4": System("ours, zero 3, half, all-gathers alone", "dp4", "zero 3", True, ours(3, "half", policy="all-gpu")),
     "fsdp2-dp4": System("FSDP2", "dp4", "zero 3", False, peer("peer_fsdp2.py", "reshard")),
     "deepspeed-dp4": System("DeepSpeed ZeRO-3", "dp4", "zero 3", False, deepspeed("zero3")),
+    "fsdp2-offload-dp4": System("FSDP2, CPUOffloadPolicy", "dp4", "offload", False, peer("peer_fsdp2.py", "offload")),
+    "deepspeed-offload-dp4": System("DeepSpeed ZeRO-3, offload", "dp4", "offload", False, deepspeed("offload")),
     "megatron-fsdp-dp4": System("Megatron-FSDP", "dp4", "zero 3", False, peer("peer_megatron_fsdp.py", "optim_grads_params")),
     "stock-offload": System("Megatron, overlapped gathers, optimizer on the host", "dp4-bf16", "zero 1", False, ours(None, offload=True)),
     "ours-zero1-offload": System("ours, zero 1, optimizer on the host", "dp4-bf16", "zero 1", True, ours(1, offload=True)),
