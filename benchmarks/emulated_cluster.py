@@ -93,7 +93,18 @@ def one_rate(gbit_s: float, args, bar) -> dict:
         rows = [row_of(kind, trained, sent[kind], work, (table, beside), schedules.get(kind)) | {"differences": differences.get(kind, ())} for kind in kinds]
         against_plan(rows)
         tables = {name: files.load(folder / f"{name}.json", dict) for name in ("cost_table", "cost_table_in_turns")}
-        return {"gbit_s": gbit_s, "turn_s": turn_s, "load_before": load, "load_after": os.getloadavg()[0], "rows": rows, "skipped": skipped, **tables}
+        return {"gbit_s": gbit_s, "gathers_to_compute": gathers_to_compute(work, table), "turn_s": turn_s, "load_before": load, "load_after": os.getloadavg()[0], "rows": rows, "skipped": skipped, **tables}
+
+
+def gathers_to_compute(work, table) -> float:
+    """All-gathers to compute of a rank, both alone by the table but for the processors that ranks share: 1 where
+    gathering by all-gather takes as long as computing."""
+    timing, parallel = Timing(work, table, extrapolate=True), work.parallel
+    gathers_us = simulator.simulate(work, table, planner.plan(work, table, policy="all-gpu", extrapolate=True), extrapolate=True).gather_us
+    compute_us = max(sum(sum(times.forward) + sum(times.backward) for times in layers) for layers in timing.layers) * parallel.num_microbatches
+    machines = [timing.machine_of(rank, replica) for rank in range(parallel.pp) for replica in range(parallel.dp)]
+    ranks = max(map(machines.count, machines))
+    return gathers_us / (compute_us * max(ranks / (timing.processors or ranks), 1.0))
 
 
 def baseline(kinds) -> str:
@@ -212,6 +223,7 @@ def show(rates: list[dict]) -> None:
     for name, by in (("prediction_error", "the table planned from"), ("prediction_error_in_turns", "compute measured in turns with the runs")):
         console.print(f"predicted iteration time by {by}: at most {max(abs(row[name]) for row in rows):.1%} off")
     for rate in rates:
+        console.print(f"{rate['gbit_s']:g} Gbit/s: by the table all-gathers take {rate['gathers_to_compute']:.2f} of what computing takes")
         ratios = {row["policy"]: row["ratio"] for row in rate["rows"]}
         if "hybrid" in ratios:
             best = min(ratios, key=ratios.get)

@@ -40,7 +40,7 @@ DELAYS = "publish_delay_ms=10,copy_delay_ms=5,seed=7"
 def train(options: list[str], folder: Path, name: str, iterations: int, world: int, *more: str, env=None) -> dict:
     """One training run; returns its metrics. Raises RuntimeError if it fails."""
     with open(folder / f"{name}.log", "w") as log:
-        code = launch([sys.executable, *training(options, folder, name, iterations, *more)], world, environment={"PYTHONPATH": str(ROOT / ".megatron"), **(env or {})}, stdout=log)
+        code = launch([sys.executable, *training(options, folder, name, iterations, *more)], world, environment={"PYTHONPATH": str(ROOT / ".megatron"), "PYTHONWARNINGS": "ignore", **(env or {})}, stdout=log)
     if code != 0:
         raise RuntimeError(f"{name} ended with exit code {code}; see {folder / name}.log")
     return files.load(folder / f"{name}.metrics.json", dict)
