@@ -31,6 +31,8 @@ setup(
     ],
     extras_require={
         "train": ["torch>=2.6", "einops", "pybind11"],
+        # What megatron-core imports, where PyTorch is there already.
+        "core": ["einops", "pybind11"],
         # What megatron/training of a checkout imports besides.
         "checkout": ["pyyaml", "regex", "six", "psutil", "pydantic"],
         "megatron": ["megatron-core>=0.12"],

@@ -4,8 +4,8 @@
 
 Both zero stages, tight and loose device memory, some with little host memory, some with
 contention. Writes benchmarks/results/exact_gaps.json: every gap, the mean and the worst, and how
-far the exact schedules are from what the solver proved. Ends 0 if the mean is at most 0.5 %
-and the worst at most 3 %, 1 otherwise.
+far the exact schedules are from what the solver proved. Ends 0 if the mean is at most 0.5 %, the worst at most
+3 % and none below what was proven, 1 otherwise.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> int:
         row = rows[-1]
         print(f"{seed:4d}  zero {row['zero_stage']}  {row['order']:12s} gap {100 * row['gap']:6.3f} %  proven {100 * row['proven_gap']:6.3f} %", flush=True)
         gaps = [r["gap"] for r in rows]
-        proven = sum(r["proven_gap"] <= 1e-4 for r in rows)
+        proven = sum(-1e-6 <= r["proven_gap"] <= 1e-4 for r in rows)
         summary = {
             "cases": len(rows), "mean_gap": sum(gaps) / len(gaps), "worst_gap": max(gaps), "proven_optimal": proven,
             "worse_than_best_baseline": sum(r["hybrid_us"] > r["best_baseline_us"] * (1 + 1e-9) for r in rows),
@@ -58,7 +58,10 @@ def main() -> int:
         files.save(RESULT, {**about_this_machine(load_before=load), "asked": {"mean_gap": MEAN, "worst_gap": WORST}, "summary": summary, "rows": rows}, indent=1)
     pictures.draw(RESULT)
     print(f"{len(rows)} cases: mean {100 * summary['mean_gap']:.3f} %, worst {100 * summary['worst_gap']:.3f} %, {proven} proven optimal")
-    return 0 if summary["mean_gap"] <= MEAN and summary["worst_gap"] <= WORST else 1
+    below = [row["seed"] for row in rows if row["proven_gap"] < -1e-6]
+    if below:
+        print(f"below what was proven, so the proof is wrong: seeds {below}")
+    return 0 if summary["mean_gap"] <= MEAN and summary["worst_gap"] <= WORST and not below else 1
 
 
 if __name__ == "__main__":

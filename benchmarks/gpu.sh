@@ -6,7 +6,8 @@
 # One GPU: measures a cost table on it, then streams a model larger than BUDGET bytes of whole
 # parameters through the cpu route (and nvme, where NVME names a directory on a drive), against
 # torch FSDP2 with CPU offload on the same layers. Several GPUs: stock beside scheduled training.
-# Needs a CUDA PyTorch image and this package's wheels; no network (WHEELS names their folder).
+# Needs a CUDA PyTorch image and this package's wheels; no network (WHEELS names their folder; with several GPUs
+# setuptools, wheel and megatron-core must be there too).
 #
 # Settings (environment): OUT (default runs/gpu)  BUDGET (bytes, 2 GiB)  NVME (directory)
 #   LAYERS HIDDEN SEQ MICRO_BATCH_SIZE ITERS MEASURE_SECONDS  PP VP DP (several GPUs)
@@ -31,10 +32,16 @@ done
 [ "$ITERS" -ge 4 ] || refuse "ITERS = '$ITERS': at least 4 are needed: two warm up"
 [ -z "$NVME" ] || [ -d "$NVME" ] || refuse "NVME = '$NVME': no such directory"
 
-if ! "$PYTHON" -c 'import megatron_ext' 2> /dev/null; then
+# Programs in benchmarks/ find the package by it, installed or not.
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+if [ -n "${WHEELS:-}" ]; then # for scripts/setup.sh as well
+    [ -d "$WHEELS" ] || refuse "WHEELS = '$WHEELS': no such directory"
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS="$WHEELS"
+fi
+if ! "$PYTHON" -c 'import click, matplotlib, msgspec, numpy, ortools, rich' 2> /dev/null; then
     if [ -n "${WHEELS:-}" ]; then
         say "installing from $WHEELS, without a network"
-        "$PYTHON" -m pip install --quiet --no-index --find-links "$WHEELS" --no-build-isolation -e .
+        "$PYTHON" -m pip install --quiet --no-build-isolation -e .
     else
         say "installing"
         "$PYTHON" -m pip install --quiet -e .
@@ -42,8 +49,8 @@ if ! "$PYTHON" -c 'import megatron_ext' 2> /dev/null; then
 fi
 mkdir -p "$OUT"
 
-say "one GPU: measuring what copies and compute cost"
-links=cpu,publish,optimizer,contention
+say "one GPU: measuring what copies cost, alone and beside compute"
+links=cpu,publish,optimizer,compute,contention
 [ -n "$NVME" ] && links=$links,nvme
 "$PYTHON" -m megatron_ext measure --out "$OUT/cost_table.one_gpu.json" --device cuda --dp 1 --links "$links" \
     --hidden-size "$HIDDEN" --seq-length "$SEQ" --micro-batch-size "$MICRO_BATCH_SIZE" --seconds "$MEASURE_SECONDS" \

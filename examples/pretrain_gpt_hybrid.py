@@ -231,6 +231,8 @@ def train(args, model, optimizer, config, datasets) -> dict:
         optimizer.zero_grad()
         losses = run_schedule(args, model, iterators)
         updated, grad_norm, _ = optimizer.step()
+        if cpu_compat.has_cuda():  # Adam and the first gathers are only queued by now
+            torch.cuda.current_stream().synchronize()
         elapsed = (time.perf_counter_ns() - start) / 1e3
         iteration += 1
         metrics["loss"].append(mean_loss(losses))

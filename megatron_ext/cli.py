@@ -124,17 +124,31 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
         from megatron_ext.megatron import cpu_compat
 
         try:
-            cpu_compat.install()
-            from megatron_ext.megatron import describe as description
+            with no_device():  # a model without data goes onto none
+                cpu_compat.install()
+                from megatron_ext.megatron import describe as description
+
+                described = description.describe_options(description.parse(megatron_options))
         except ModuleNotFoundError as error:
             raise InputError(f"there is no package {error.name} here: give a checkout by --checkout, or run in an environment with megatron-core") from None
-
-        described = description.describe_options(description.parse(megatron_options))
         taken = description.sizes_taken(megatron_options)
         if taken:
             click.echo(f"describe: not given, taken to be: {', '.join(f'{option} {size}' for option, size in taken.items())}", err=True)
     workload.save(out, described)
     emit(as_json, {"workload": out, **showing.summary(described)}, showing.text(described, out))
+
+
+@contextlib.contextmanager
+def no_device():
+    """Hide CUDA devices from torch, and from what it starts."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def environment_options(command):
@@ -260,6 +274,21 @@ def naming_files(cost_table: str, workload_path: str):
         raise InputError(str(error), file=None if root == "policy" else workload_path) from None
 
 
+READ_BY = {"nccl-tests": ("placement", "collective", "algorithm"), "curves": ("placement", "system"), "nvbandwidth": ()}
+"""Options of ``measure`` that a format of ``--import`` reads; measuring itself reads none of them."""
+
+
+def refuse_unread(imported: str | None) -> None:
+    """An option that would be passed over is a mistake; InputError names it."""
+    context, read = click.get_current_context(), {"out", "imported", "as_json", *READ_BY.get(imported, ())}
+    of_imports = {name for names in READ_BY.values() for name in names}
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+        if given and (parameter.name not in read if imported in READ_BY else parameter.name in of_imports and imported is None):
+            how = f"is not read with --import {imported}" if imported else "is read with --import alone"
+            raise InputError(how, field=parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.name.upper())
+
+
 @cli.command()
 @click.option("--out", required=True, help="Where the cost table is written.")
 @click.option("--import", "imported", nargs=2, metavar="FORMAT LOG", help="Read another tool's log instead: nccl-tests, nvbandwidth, curves.")
@@ -294,6 +323,7 @@ def measure(out: str, imported, system, placement, collective, algorithm, links,
     from megatron_ext import files
     from megatron_ext.cost import model as cost
 
+    refuse_unread(imported[0] if imported else None)
     if imported:
         from megatron_ext.cost import imports
 

@@ -12,7 +12,7 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str, *, file=None, field: str | None = None, value=...):
-        self.file, self.field, self.value = file, field, value
+        self.message, self.file, self.field, self.value = message, file, field, value
         parts = []
         if file is not None:
             parts.append(str(file))

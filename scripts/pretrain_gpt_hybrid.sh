@@ -42,6 +42,9 @@ model=(--num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HE
     --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size $((MICRO_BATCH_SIZE * DP * MICRO_BATCHES))
     --pipeline-model-parallel-size "$PP" --data-parallel-size "$DP" --untie-embeddings-and-output-weights)
 [ "$VP" -gt 1 ] && model+=(--num-virtual-stages-per-pipeline-rank "$VP")
+# They may change the model: what is described and measured must be what is trained.
+read -r -a extra <<< "${EXTRA:-}"
+model+=(${extra[@]+"${extra[@]}"})
 
 devices=$(python -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 if [ "$devices" -gt 0 ] && [ "$devices" -lt "$world" ]; then
@@ -50,7 +53,7 @@ if [ "$devices" -gt 0 ] && [ "$devices" -lt "$world" ]; then
 fi
 
 mkdir -p "$run"
-printf '%s\n' "${model[@]}" "$ITERS" "$POLICY" "${EXTRA:-}" "${MEGATRON_PATH:-}" > "$run/.settings.new"
+printf '%s\n' "${model[@]}" "$ITERS" "$POLICY" "${MEGATRON_PATH:-}" > "$run/.settings.new"
 if [ -e "$run/report.md" ] || ! cmp -s "$run/.settings.new" "$run/.settings"; then
     rm -f "$run"/*.json "$run"/*.md "$run"/*.png "$run"/*.log
 fi
@@ -96,9 +99,8 @@ train() { # train KIND WHAT OPTIONS...: one training run, kept if it was complet
     shift 2
     [ -e "$run/$kind.metrics.json" ] && return
     say "training $ITERS iterations: $what"
-    # shellcheck disable=SC2086
     python -m megatron_ext.runtime.launch --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
-        --data-path $corpus --train-iters "$ITERS" --metrics-path "$run/$kind.metrics.json" --progress-bar "$kind" "$@" ${EXTRA:-}
+        --data-path $corpus --train-iters "$ITERS" --metrics-path "$run/$kind.metrics.json" --progress-bar "$kind" "$@"
 }
 train stock "Megatron as shipped" --user-defined-schedule-trace "$run/stock.trace.json"
 train scheduled "by the schedule" --user-defined-schedule "$run/schedule.json" --user-defined-schedule-trace "$run/scheduled.trace.json"

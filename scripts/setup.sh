@@ -37,11 +37,16 @@ if [ "$done" != "$stamp" ] && [ "$done" != "$stamp,checkout" ]; then
     if "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
         say "using the installed PyTorch, which sees a CUDA device"
         venv_options+=(--system-site-packages)
-        extras="test$checkout"
+        extras="core,test$checkout"
     fi
     if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then
         say "making .venv with $("$python" --version)"
         "$python" -m venv "${venv_options[@]}" .venv
+    fi
+    if [ ${#venv_options[@]} -gt 0 ] && ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+        # An interpreter that is a venv itself hands on the packages of its base alone.
+        "$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+            > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/megatron_ext_torch.pth"
     fi
     say "installing pinned versions (constraints.txt)"
     PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --quiet --progress-bar on -c constraints.txt -e ".[$extras]"

@@ -16,19 +16,23 @@ def compare(first: CostTable, second: CostTable) -> dict:
     Returns:
         ``curves``: by field ``{median, largest, at_bytes, sizes, beyond}``; ``beyond`` lists the
         sizes where the two intervals do not touch, that is, where noise does not explain the
-        change. ``contention`` and ``compute``: by row. ``only``: parts that one table lacks.
+        change. ``figures``: parts that are one number. ``contention`` and ``compute``: by row.
+        ``only``: parts that one table lacks.
         ``environment``: what differs.
     """
-    result: dict = {"curves": {}, "contention": {}, "compute": {}, "only": {"first": [], "second": []}, "environment": []}
+    result: dict = {"curves": {}, "figures": {}, "contention": {}, "compute": {}, "only": {"first": [], "second": []}, "environment": []}
     for part in PARTS:
         one, other = get(first, part), get(second, part)
         if has(one) != has(other):
             result["only"]["first" if has(one) else "second"].append(part)
         elif isinstance(one, Curve) and has(one):
             result["curves"][part] = _curve(one, other)
+        elif isinstance(one, float | int) and not isinstance(one, bool) and one:
+            result["figures"][part] = other / one - 1
     rows = [{(row.measured, row.busy, row.size_bytes): row.slowdown for row in table.contention} for table in (first, second)]
     for key in sorted(rows[0].keys() & rows[1].keys(), key=str):
-        result["contention"][f"{key[0]} beside {key[1]}"] = rows[1][key] / rows[0][key] - 1
+        size = "" if key[2] is None else f", {key[2]} bytes"
+        result["contention"][f"{key[0]} beside {key[1]}{size}"] = rows[1][key] / rows[0][key] - 1
     layers = [{row.layer_kind or f"rank {row.pp_rank} chunk {row.model_chunk_id}": row for row in table.compute} for table in (first, second)]
     for key in sorted(layers[0].keys() & layers[1].keys()):
         before, after = layers[0][key], layers[1][key]
@@ -72,8 +76,9 @@ def text(changes: dict) -> str:
             continue
         beyond = f", beyond the noise at {len(change['beyond'])} sizes" if change["beyond"] else ""
         lines.append(f"{part:26} {change['median']:+8.1%} median, {change['largest']:+.1%} at {change['at_bytes']} bytes, of {change['sizes']} sizes{beyond}")
+    lines += [f"{part:26} {change:+8.1%}" for part, change in changes["figures"].items()]
     lines += [f"compute {name:18} {change:+8.1%}" for name, change in changes["compute"].items()]
-    lines += [f"contention {name:20} {change:+8.1%}" for name, change in changes["contention"].items()]
+    lines += [f"contention {name:34} {change:+8.1%}" for name, change in changes["contention"].items()]
     for which, parts in changes["only"].items():
         if parts:
             lines.append(f"only in the {which}: {', '.join(parts)}")

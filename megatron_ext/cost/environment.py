@@ -20,11 +20,12 @@ PARTS = ("hardware", "software", "world_sizes")
 
 
 def world_sizes(parallel: Parallel) -> dict[str, int]:
-    """The sizes of a run that its costs depend on."""
+    """The sizes of a run that its costs depend on. A table is measured by one rank of every tensor-parallel
+    group (the program knows no other parallelism), so of a node's ranks only those are counted."""
     return {
         "data_parallel_size": parallel.dp,
         "pipeline_model_parallel_size": parallel.pp,
-        "ranks_per_node": min(parallel.node_size, parallel.world_size),
+        "ranks_per_node": max(min(parallel.node_size, parallel.world_size) // parallel.tensor_model_parallel_size, 1),
     }
 
 
@@ -79,8 +80,9 @@ def model_differences(metadata: Metadata, workload: Workload) -> list[str]:
         lines.append(f"model.dtype: table {model['dtype']}, here {dtype}")
     shape = [model.get(name) for name in ("seq_length", "micro_batch_size", "hidden_size")]
     if workload.p2p_bytes and model.get("dtype") in ITEM_BYTES and all(isinstance(size, int) for size in shape):
-        message = shape[0] * shape[1] * shape[2] * ITEM_BYTES[model["dtype"]] // workload.parallel.tensor_model_parallel_size
-        if message != workload.p2p_bytes:
+        message = shape[0] * shape[1] * shape[2] * ITEM_BYTES[model["dtype"]]
+        # With sequence parallelism a rank sends its part of the sequence; the workload does not say which it is.
+        if workload.p2p_bytes not in (message, message // workload.parallel.tensor_model_parallel_size):
             lines.append(f"model: table {' x '.join(map(str, shape))} (sequence x micro-batch x hidden), {message} bytes a message, here {workload.p2p_bytes}")
     return lines
 

@@ -68,9 +68,13 @@ class GroupOverhead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     coalesced: Curve | None = None
 
 
+KINDS = ("compute", "gpu", "cpu", "nvme", "publish", "p2p", "reduce")
+"""Activities that can disturb each other; the names that rows of ``contention`` use."""
+
+
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """``measured`` takes ``p50_us`` for ``size_bytes`` while ``busy`` works: ``slowdown``
-    times what it takes alone. Names are ``gpu``, ``cpu``, ``nvme``, ``publish``, ``compute``, ``p2p``."""
+    times what it takes alone. Names are those of :data:`KINDS`."""
 
     measured: str
     busy: str
@@ -181,6 +185,11 @@ def check(table: CostTable, *, file=None) -> CostTable:
     if overhead.call_us is not None:
         _positive(overhead.call_us, "group_overhead.call_us", file, zero=True)
     for index, row in enumerate(table.contention):
+        for name in ("measured", "busy"):
+            if getattr(row, name) not in KINDS:
+                raise InputError(f"known: {', '.join(KINDS)}", file=file, field=f"contention[{index}].{name}", value=getattr(row, name))
+        if row.size_bytes is not None and row.size_bytes < 0:
+            raise InputError("must not be negative", file=file, field=f"contention[{index}].size_bytes", value=row.size_bytes)
         _positive(row.slowdown, f"contention[{index}].slowdown", file)
         if row.p50_us is not None:
             _positive(row.p50_us, f"contention[{index}].p50_us", file)
@@ -230,8 +239,9 @@ def _checked(points: tuple[Point, ...], field: str, file) -> tuple[Point, ...]:
             _positive(point.p95_us, f"{where}.p95_us", file)
             if point.p95_us < point.p50_us:
                 raise InputError("is below p50_us", file=file, field=f"{where}.p95_us", value=point.p95_us)
-        if point.processor_us is not None:
-            _positive(point.processor_us, f"{where}.processor_us", file, zero=True)
+        for name in ("issued_us", "processor_us"):
+            if getattr(point, name) is not None:
+                _positive(getattr(point, name), f"{where}.{name}", file, zero=True)
         if point.samples < 1:
             raise InputError("must be at least 1", file=file, field=f"{where}.samples", value=point.samples)
     return tuple(sorted(points, key=lambda point: point.size_bytes))

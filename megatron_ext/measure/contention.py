@@ -28,9 +28,13 @@ LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "nvme")
 KINDS = OPERATIONS | {NvmeRead.name: NvmeRead}
 """What stands for each link; see :func:`kinds`."""
 
-SIZE_BYTES, LEAST_BYTES = 2 * MIB, MIB // 4
-"""Size of measured and busy transfers but messages: well into the range where bytes set the time. Less, and
-at least the second, where a link is so slow that not every pair would be measured."""
+SIZES = {"cpu": (2 * MIB, MIB // 4), "cuda": (64 * MIB, 16 * MIB)}
+"""By kind of device, the size of measured and busy transfers but messages: well into the range where bytes set the time
+(on a device 2 MiB are gone sooner than Python has issued them). Less, and at least the second, where a link is so slow that
+not every pair would be measured."""
+
+IN_FLIGHT = 2
+"""Rounds that a busy thread has on a CUDA device."""
 
 NEVER = 1 << 62
 
@@ -53,7 +57,7 @@ def kinds(fabric: Fabric) -> dict[str, type[Operation]]:
     return KINDS | ({PublishAcross.name: PublishAcross} if fabric.options.nodes > 1 else {})
 
 
-def size_of(fabric: Fabric, name: str, most: int = SIZE_BYTES) -> int:
+def size_of(fabric: Fabric, name: str, most: int) -> int:
     """Bytes of a transfer, at most ``most``; a message between pipeline ranks has its one size (float32), because
     what it waits for a processor does not grow with it."""
     options = fabric.options
@@ -61,12 +65,12 @@ def size_of(fabric: Fabric, name: str, most: int = SIZE_BYTES) -> int:
     return options.rounded(min(message if name == "p2p" else most, options.largest))
 
 
-def fitting(us: dict[str, float], wanted: list[tuple[str, str]], seconds: float) -> int:
+def fitting(us: dict[str, float], wanted: list[tuple[str, str]], seconds: float, largest: int, least: int) -> int:
     """The size at which ``wanted`` is measured in ``seconds``, by what a round of each link alone takes at
-    :data:`SIZE_BYTES`: three rounds that may take twice as long, and four that keep the other link busy."""
-    size = SIZE_BYTES
+    ``largest`` bytes: three rounds that may take twice as long, and four that keep the other link busy."""
+    size = largest
     most_us = sum(6 * us[measured] + 4 * us[busy] for measured, busy in wanted)
-    while size > LEAST_BYTES and most_us * size / SIZE_BYTES > seconds * 1e6:
+    while size > least and most_us * size / largest > seconds * 1e6:
         size //= 2
     return size
 
@@ -75,7 +79,7 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
     """Rows ``{measured, busy, size_bytes, p50_us, slowdown}`` for ``wanted``."""
     if not wanted:
         return []
-    operations = kinds(fabric)
+    operations, (largest, least) = kinds(fabric), SIZES[fabric.torch_device.type]
     measured = {name: operations[name](fabric) for name in sorted({pair[0] for pair in wanted})}
     deadline = monotonic() + seconds
     beside: dict[tuple[str, str], list[float]] = {}
@@ -93,10 +97,10 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
             visits -= 1
         return taken
 
-    first = each_alone(SIZE_BYTES)
-    most = fabric.agree(fitting({name: median(us) * measured[name].messages for name, us in first.items()}, wanted, max(deadline - monotonic(), 0.0)))
+    first = each_alone(largest)
+    most = fabric.agree(fitting({name: median(us) * measured[name].messages for name, us in first.items()}, wanted, max(deadline - monotonic(), 0.0), largest, least))
     # Alone before and after: a machine that drifts must not look like contention.
-    if most == SIZE_BYTES:
+    if most == largest:
         before, visits = first, visits - len(measured)
     else:
         before = each_alone(most)
@@ -160,13 +164,14 @@ class Busy:
     A collective must be called as often by every rank, so the first rank of each data-parallel
     (or pipeline) group decides: before a round it may post that this round is the last but
     ``slack``. No other rank can be further than ``slack`` rounds ahead of it, since a round
-    ends only with the leader's part in it.
+    ends only with the leader's part in it; on CUDA a rank goes on while :data:`IN_FLIGHT` rounds are on
+    the device, and one that has just read the word issues one more.
     """
 
     def __init__(self, fabric: Fabric, operation: Operation, size_bytes: int):
         self.fabric, self.operation, self.size_bytes = fabric, operation, size_bytes
         self.word, self.leads, self.alone = control(fabric, operation)
-        self.slack = 2
+        self.slack = 2 if fabric.torch_device.type == "cpu" else IN_FLIGHT + 2
 
     def start(self) -> None:
         self._stop = threading.Event()
@@ -211,7 +216,7 @@ class Busy:
             self.operation.issue(self.size_bytes, turn).wait()
             if self.fabric.torch_device.type == "cuda":
                 in_flight.append(torch.cuda.current_stream().record_event())
-                if len(in_flight) > 2:  # busy without a gap, yet never far ahead of the device
+                if len(in_flight) > IN_FLIGHT:  # busy without a gap, yet never far ahead of the device
                     in_flight.popleft().synchronize()
             turn += 1
             self._running.set()

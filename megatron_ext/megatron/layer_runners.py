@@ -117,7 +117,8 @@ def layer_runners(options: list[str]) -> dict:
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     layers = max(args.num_layers // args.pipeline_model_parallel_size, 1)
     args.num_layers, args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank = 1, 1, None
-    (empty,) = gpt.build_chunks(args, gpt.transformer_config(args))
+    # Freeing outputs is the pipeline's: Megatron's backward step would take them for freed.
+    (empty,) = gpt.build_chunks(args, gpt.transformer_config(args, deallocate_pipeline_outputs=False))
     layer_bytes = sum(p.numel() * 4 for p in empty.decoder.layers.parameters())
     args.num_layers = max(1, min(layers, COLD_BYTES // max(layer_bytes, 1)))
     config = gpt.transformer_config(args)

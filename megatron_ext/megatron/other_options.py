@@ -39,6 +39,8 @@ FLAGS = """
 """.split()
 """Options without a value."""
 
+FLAGS += ["init-by-name", "no-overlap-param-gather"]  # of examples/pretrain_gpt_hybrid.py alone
+
 VALUES = """
     adam-beta1 adam-beta2 adam-eps async-strategy attention-backend check-weight-hash-across-dp-replicas-interval
     ckpt-format ckpt-step clip-grad cross-entropy-fusion-impl cuda-graph-impl data-cache-path dataloader-type
@@ -56,7 +58,7 @@ VALUES = """
     tensorboard-log-interval tensorboard-queue-size tiktoken-num-special-tokens tiktoken-pattern timing-log-level
     timing-log-option tp-comm-bootstrap-backend tp-comm-overlap-cfg train-iters train-samples train-sync-interval
     wandb-entity wandb-exp-name wandb-project wandb-save-dir weight-decay weight-decay-incr-style wgrad-deferral-limit
-    user-defined-schedule user-defined-schedule-nvme-path user-defined-schedule-trace
+    user-defined-schedule user-defined-schedule-nvme-path user-defined-schedule-trace metrics-path progress-bar
 """.split()
 """Options with one value."""
 

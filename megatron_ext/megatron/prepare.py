@@ -121,16 +121,17 @@ class _Copies:
         hosted = {target.group.index for target in targets if target.host}
         pool = self.pool = HostPool([target.group for target in targets], hosted, rank, size, exchange)
         self.closing.append(pool.close)
-        if hosted:
-            self.routes["cpu"] = CpuRoute(pool, device, clock, faults, recorder)
-            self.closing.append(self.routes["cpu"].close)
-        nvme = None
-        staged = [target.group for target in targets if target.nvme]
+        nvme, staged = None, [target.group for target in targets if target.nvme]
+        # The drive first: it is shared out by messages among the ranks, which all must reach. Pinning may fail on one alone.
         if staged:
             settings = ReadSettings.of(schedule.metadata.options.get("nvme", {}))
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
             slots, slot_size = schedule.limits.nvme_slots, slot_bytes(schedule, pp_rank)
             nvme = NvmePool(nvme_path, staged, rank, exchange, slots=slots, slot_bytes=slot_size, settings=settings, device=device)
+        if hosted:
+            self.routes["cpu"] = CpuRoute(pool, device, clock, faults, recorder)
+            self.closing.append(self.routes["cpu"].close)
+        if nvme is not None:
             route = self.routes["nvme"] = NvmeRoute(nvme, pool, device, clock, faults, slots, recorder)
             self.drop_staged = route.drop
             self.closing += [nvme.close, route.close]

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron_ext.megatron import stock_trace
 from megatron_ext.megatron.hooks import IDLE
 from megatron_ext.megatron.session import Session
+from megatron_ext.runtime.device import has_cuda
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule import match
@@ -19,7 +20,7 @@ class Run:
     def __init__(self, schedule, trace, parallel=None):
         self.trace_path = trace
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-        self.recorder = Recorder(rank) if trace is not None else None
+        self.recorder = Recorder(rank, on_device=has_cuda()) if trace is not None else None
         self.session = Session(schedule, self.recorder) if schedule is not None else None
         if self.session is not None and parallel is not None:
             match.match_parallel(self.session.schedule, parallel, file=schedule)

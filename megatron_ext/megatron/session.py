@@ -32,7 +32,6 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.workload.model import Workload
-from megatron_ext.workload.nodes import nodes_of_replicas
 
 STOCK_GATHER = "MEGATRON_EXT_STOCK_GATHER"
 """Set to 1: lay buckets out by the schedule but gather as Megatron does. The reference that a
@@ -142,8 +141,6 @@ class Session:
         if any("nvme" in entry.to for entry in schedule.publish) and nvme_path is None:
             raise InputError("the schedule publishes to nvme; say where", file=self.path, field="--user-defined-schedule-nvme-path", value=None)
         if schedule.publish:
-            for pp_rank in range(schedule.parallel.pp):
-                nodes_of_replicas(schedule.parallel, pp_rank)
             ReadSettings.of(schedule.metadata.options.get("nvme", {}), file=self.path)
 
     def _gather_chunks(self):

@@ -18,9 +18,9 @@ def record_steps(recorder: Recorder) -> None:
         plain = getattr(plain, "plain", plain)
 
         def step(*args, _plain=plain, _label=label, **kwargs):
-            start = perf_counter_ns()
+            start = recorder.now()
             result = _plain(*args, **kwargs)
-            recorder.add("compute", _label, start, perf_counter_ns())
+            recorder.add("compute", _label, start, recorder.now())
             return result
 
         step.plain = plain
@@ -34,18 +34,17 @@ class _RecordedBucketGroup(upstream._ParamAndGradBucketGroup):
     _issued = 0
 
     def start_param_sync(self, *args, **kwargs):
-        start = perf_counter_ns()
+        start, self._issued = perf_counter_ns(), self.recorder.now()
         super().start_param_sync(*args, **kwargs)
-        self._issued = start
         self.recorder.add("issue", "unshard gpu", start, perf_counter_ns())
 
     def finish_param_sync(self, *args, **kwargs):
         if not self.param_gather_dispatched:
             self.start_param_sync()
         if self.param_gather_handle is not None:
-            start = perf_counter_ns()
+            start = self.recorder.now()
             self.param_gather_handle.wait()
-            end = perf_counter_ns()
+            end = self.recorder.now()
             self.recorder.add("wait", "wait", start, end)
             # When it ended is not known, only that it had ended by now.
             self.recorder.add("gpu", "unshard", self._issued, end)
@@ -64,9 +63,9 @@ def record_optimizer(optimizer, recorder: Recorder) -> None:
     plain = optimizer.step
 
     def step(*args, **kwargs):
-        start = perf_counter_ns()
+        start = recorder.now()
         result = plain(*args, **kwargs)
-        recorder.add("optimizer", "step", start, perf_counter_ns())
+        recorder.add("optimizer", "step", start, recorder.now())
         return result
 
     optimizer.step = step

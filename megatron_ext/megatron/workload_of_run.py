@@ -22,7 +22,7 @@ def parallel_of_megatron(args) -> Parallel:
     """Parallel sizes from Megatron's own validated arguments.
 
     Raises:
-        InputError: the number of micro-batches changes during the run.
+        InputError: the number of micro-batches changes during the run, or this release orders them otherwise.
     """
     for name in ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"):
         if getattr(args, name, None):
@@ -30,13 +30,19 @@ def parallel_of_megatron(args) -> Parallel:
             raise InputError("a schedule holds for one number of micro-batches", field=field, value=getattr(args, name))
     pp, vp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     local = os.environ.get("LOCAL_WORLD_SIZE")
+    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    # core_v0.9.0 has no such option: its groups have PP micro-batches, and with no more than these in an
+    # iteration it runs all forwards before the first backward.
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None) if vp else None
+    if vp and not hasattr(args, "microbatch_group_size_per_vp_stage") and num_microbatches == pp:
+        raise InputError("this Megatron then runs all forwards before the first backward, which no schedule of ours knows", field="num_microbatches", value=num_microbatches)
     return Parallel(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vp or 1,
         data_parallel_size=args.data_parallel_size,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
-        num_microbatches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
-        microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage if vp else None,
+        num_microbatches=num_microbatches,
+        microbatch_group_size_per_vp_stage=group,
         gpus_per_node=int(local) if local else None,
         order="interleaved" if vp else "1f1b" if pp > 1 else "no_pipeline",
     )

@@ -7,7 +7,7 @@ CP-SAT (Google OR-tools; Perron and Didier) proves the optimum.
 [Note: What is proven]
 The model leaves out only what makes a schedule slower (and the ``nvme`` route): links and compute disturbing each
 other, and messages queueing on one edge. So its optimum bounds every schedule with those
-groups from below. The schedule is read off the model, timed by the simulator like any other, and
+groups from below that issues and frees them where blocks begin and end. The schedule is read off the model, timed by the simulator like any other, and
 compared with that bound: without contention the two agree, and ``options.proven_gap`` says
 how far apart they are otherwise.
 """
@@ -73,7 +73,7 @@ def exact_schedule(
     best, best_us, lowest = solve(workload, timing, routes, known, known_us, EXACT)
     if lowest is None:
         raise InputError(f"more than {EXACT.choices} choices of when to gather; use hybrid", field="policy", value="exact")
-    options = {"proven_gap": round(max(best_us / max(lowest, bound_us) - 1, 0.0), 6)}
+    options = {"proven_gap": round(best_us / max(lowest, bound_us) - 1, 6)}
     return msgspec.structs.replace(best, metadata=msgspec.structs.replace(best.metadata, planner="exact", options=options))
 
 
@@ -147,6 +147,7 @@ class _Model:
         self.horizon = UNITS + 1000  # no schedule slower than the known one is asked for
         self.model = cp_model.CpModel()
         parallel = workload.parallel
+        self.steps = steps_of_ranks(parallel)
         self.points = [points_of_rank(workload, timing, blocks, rank) for rank in range(parallel.pp)]
         self.reach = [[self._time(f"r{rank}.{n}") for n in range(len(points) + 1)] for rank, points in enumerate(self.points)]
         self.begin = [[self._time(f"b{rank}.{n}") for n in range(len(points))] for rank, points in enumerate(self.points)]
@@ -196,14 +197,14 @@ class _Model:
         """Turns in order, inputs before steps."""
         model, parallel = self.model, self.workload.parallel
         ends = {}
-        for rank, steps in enumerate(steps_of_ranks(parallel)):
+        for rank, steps in enumerate(self.steps):
             for number, point in enumerate(self.points[rank]):
                 model.add(self.begin[rank][number] >= self.reach[rank][number])
                 end = self.begin[rank][number] + self._units(point.us)
                 model.add(self.reach[rank][number + 1] >= end)
                 ends[rank, steps[point.step]] = end
         final = parallel.pp * parallel.vp - 1
-        for rank, steps in enumerate(steps_of_ranks(parallel)):
+        for rank, steps in enumerate(self.steps):
             for number, point in enumerate(self.points[rank]):
                 if number and self.points[rank][number - 1].step == point.step:
                     continue
@@ -216,6 +217,7 @@ class _Model:
 
     def _gathers(self) -> None:
         model, groups = self.model, self.blocks.groups
+        uses = self._uses()
         lanes: dict[tuple[int, str], list] = {}
         published: dict[int, cp_model.IntVar] = {}
         for gap in self.gaps:
@@ -225,7 +227,7 @@ class _Model:
                 issue.setdefault(-1, model.new_bool_var(f"i{name}.start"))
             kept = model.new_bool_var(f"k{name}") if gap.after >= 0 else None
             model.add_exactly_one([*issue.values(), *([kept] if kept is not None else [])])
-            start = self._time(f"s{name}")
+            start, lead = self._time(f"s{name}"), self._lead(gap, *uses[gap.group])
             for turn, chosen in issue.items():
                 if turn >= 0:
                     model.add(start >= self.reach[gap.rank][turn]).only_enforce_if(chosen)
@@ -236,7 +238,7 @@ class _Model:
                 us = self._units(self.timing.unshard_us(route, groups[gap.group].bytes, groups[gap.group].algorithm))
                 chosen = by[route] = model.new_bool_var(f"{route}{name}")
                 lanes.setdefault((gap.rank, route), []).append(model.new_optional_fixed_size_interval_var(start, us, chosen, f"l{route}{name}"))
-                model.add(self.begin[gap.rank][gap.use] >= start + us).only_enforce_if(chosen)
+                model.add(self.begin[gap.rank][gap.use] + lead >= start + us).only_enforce_if(chosen)
                 if route == "cpu":
                     model.add(start >= self._published(gap, published, lanes, chosen)).only_enforce_if(chosen)
             model.add(sum(by.values()) == (1 if kept is None else 1 - kept))
@@ -244,6 +246,21 @@ class _Model:
         for intervals in lanes.values():
             model.add_no_overlap(intervals)
         self._host_memory({group: there for group, (_, there) in published.items()})
+
+    def _uses(self) -> list[tuple[int, int]]:
+        """First and last layer of its chunk that use each group."""
+        layers = {(c.pp_rank, c.model_chunk_id, p.name): p.uses for c in self.workload.chunks for p in c.parameters}
+        used = [[layer for name in g.parameters for layer in layers[g.pp_rank, g.model_chunk_id, name]] for g in self.blocks.groups]
+        return [(min(found), max(found)) for found in used]
+
+    def _lead(self, gap: Gap, first: int, last: int) -> int:
+        """Units for which the block's turn goes on before a layer uses the group, rounded up: the run waits there, not where the turn begins."""
+        point = self.points[gap.rank][gap.use]
+        block = self.blocks.blocks[point.block]
+        times = self.timing.layers[gap.rank][block.model_chunk_id]
+        backward = self.steps[gap.rank][point.step].kind == "B"
+        before = times.backward[last + 1 : block.last + 1] if backward else times.forward[block.first : first]
+        return self._units(sum(before)) + 1 if before else 0
 
     def _host_memory(self, hosted: dict[int, cp_model.IntVar]) -> None:
         """Host copies of every node within its pinned memory."""

@@ -1,5 +1,6 @@
 """Costs in, schedule out: one function for every policy."""
 
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from megatron_ext.simulator.bound import lower_bound
 from megatron_ext.simulator.simulate import run, with_prediction
 from megatron_ext.simulator.timing import Timing, require
 from megatron_ext.workload.model import Workload
+from megatron_ext.workload.nodes import nodes_of_replicas
 from megatron_ext.workload.route import ROUTES
 
 POLICIES = ("hybrid", "exact", "random:SEED", *BASELINES)
@@ -48,6 +50,8 @@ def plan(
     has_parameters = any(chunk.parameters for chunk in workload.chunks)
     if not routes and has_parameters:
         shut = [route for route in ROUTES if timing.offers(route)]
+        if shut and not _spreads_evenly(workload):
+            raise InputError(f"nodes hold different numbers of replicas, which {' or '.join(shut)} cannot serve: nothing can be gathered", field="parallel.gpus_per_node", value=workload.parallel.gpus_per_node)
         why = f"the limits (pinned_host_bytes, nvme_slots) leave no room for {' or '.join(shut)}" if shut else "no route has points"
         raise InputError(f"{why}: nothing can be gathered", field="limits" if shut else "routes")
     bound_us = lower_bound(workload, timing)
@@ -110,12 +114,23 @@ def _refuse_what_does_not_fit(schedule: Schedule, policy: str) -> None:
 
 
 def usable_routes(workload: Workload, timing: Timing) -> tuple[str, ...]:
-    """Routes that the table offers and the limits leave room for."""
+    """Routes that the table offers, the limits leave room for, and the nodes can serve."""
     limits = workload.limits
     shut = set() if limits.nvme_slots else {"nvme"}
-    if limits.pinned_host_bytes == 0:
+    if limits.pinned_host_bytes == 0 or not _spreads_evenly(workload):
         shut |= {"cpu", "nvme"}
     return tuple(route for route in ROUTES if timing.offers(route) and route not in shut)
+
+
+def _spreads_evenly(workload: Workload) -> bool:
+    """Whether every node has as many of a group's replicas as another: host copies need it."""
+    parallel = workload.parallel
+    try:
+        for pp_rank, tp_rank in product(range(parallel.pp), range(parallel.tensor_model_parallel_size)):
+            nodes_of_replicas(parallel, pp_rank, tp_rank)
+    except InputError:
+        return False
+    return True
 
 
 def _seed(policy: str) -> int:

@@ -4,7 +4,11 @@ The CUDA half is written for PyTorch's stream semantics and has not yet been run
 ``benchmarks/README.md`` says which command does.
 """
 
+from time import perf_counter_ns
+
 import torch
+
+from megatron_ext.runtime.recorder import event_here
 
 
 def has_cuda() -> bool:
@@ -28,9 +32,12 @@ class HostDevice:
         """Work that a copy issued later must come after: nothing, the caller has done it."""
         return None
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream, after):
-        """Copy and return what the reader must wait for (None: it is done)."""
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream, after, marks: list | None = None):
+        """Copy and return what the reader must wait for (None: it is done); ``marks``: begin and end are appended, by the clock."""
+        start = perf_counter_ns()
         destination.copy_(source)
+        if marks is not None:
+            marks += [start, perf_counter_ns()]
         return None
 
     def synchronize(self, event) -> None:
@@ -61,9 +68,16 @@ class CudaDevice:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream, after):
-        """Issue a copy on ``stream`` behind ``after``; returns the event of its end."""
-        return self.on_stream(lambda: destination.copy_(source, non_blocking=True), stream, after)
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream, after, marks: list | None = None):
+        """Issue a copy on ``stream`` behind ``after``; returns the event of its end. ``marks``: begin and end on the stream are appended, as timed events."""
+
+        def copy() -> None:
+            begin = event_here() if marks is not None else None
+            destination.copy_(source, non_blocking=True)
+            if marks is not None:
+                marks.extend((begin, event_here()))
+
+        return self.on_stream(copy, stream, after)
 
     def on_stream(self, function, stream, after):
         """Call ``function``, whose work goes on ``stream`` behind ``after``; returns the event of its end."""
@@ -77,7 +91,8 @@ class CudaDevice:
 
     def synchronize(self, event) -> None:
         if event is not None:
-            event.event.synchronize()
+            with torch.cuda.device(self.device):  # a thread begins on device 0, and would make a context there
+                event.event.synchronize()
 
     def pin(self, tensor: torch.Tensor) -> None:
         """Page-lock shared memory that torch did not allocate, so that copies are asynchronous.

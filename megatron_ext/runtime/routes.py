@@ -54,11 +54,11 @@ class CpuRoute:
                 self.pool.wait_published(group, version)
             if self._delay is not None:
                 self._delay()
-            start = perf_counter_ns() if self.recorder is not None else 0
+            marks = [] if self.recorder is not None else None
             with torch.no_grad():
-                transfer.after = self.device.copy(group.whole, self.pool.copies[group.index], self.stream, after)
-            if self.recorder is not None:
-                self.recorder.add("cpu", f"unshard {group.index}", start, perf_counter_ns())
+                transfer.after = self.device.copy(group.whole, self.pool.copies[group.index], self.stream, after, marks)
+            if marks is not None:
+                self.recorder.add("cpu", f"unshard {group.index}", *marks)
 
         return self.worker.submit(copy)
 
@@ -120,11 +120,11 @@ class NvmeRoute:
 
         def copy(transfer: Transfer) -> None:
             staged.wait()
-            start = perf_counter_ns() if self.recorder is not None else 0
+            marks = [] if self.recorder is not None else None
             with torch.no_grad():
-                transfer.after = self.device.copy(group.whole, self.pool.staged(group, slot), self.stream, after)
-            if self.recorder is not None:
-                self.recorder.add("cpu", f"unshard {group.index}", start, perf_counter_ns())
+                transfer.after = self.device.copy(group.whole, self.pool.staged(group, slot), self.stream, after, marks)
+            if marks is not None:
+                self.recorder.add("cpu", f"unshard {group.index}", *marks)
 
         transfer = self._copied_out[slot] = self.copier.submit(copy)
         return transfer

@@ -57,7 +57,7 @@ def check_layers(schedule: Schedule, workload: Workload, *, file=None) -> None:
                     if schedule.groups[action.group].model_chunk_id != chunk:
                         continue
                     first, last = uses[action.group]
-                    if kind == "unshard" and action.need_by in (-1, index):
+                    if kind == "unshard" and (action.need_by < 0 or action.need_by == index):
                         if action.at < last if backward else action.at > first:
                             fail(f"layer {last if backward else first} computes on group {action.group} before that", field, action.at)
                     elif kind == "reshard":

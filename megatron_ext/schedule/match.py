@@ -1,7 +1,7 @@
 """Is this schedule the schedule of this workload?"""
 
 from megatron_ext.errors import InputError
-from megatron_ext.schedule.footprint import pinned_host_bytes
+from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
 from megatron_ext.schedule.layer_use import check_layers
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.workload.model import Workload, fingerprint, group_bytes
@@ -21,10 +21,7 @@ def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
     if schedule.model.fingerprint != fingerprint(workload):
         raise InputError(f"made for another model; the run's is {fingerprint(workload)[:12]}", file=file, field="model.fingerprint", value=schedule.model.fingerprint[:12])
     check_layers(schedule, workload, file=file)
-    limit = schedule.limits.pinned_host_bytes
-    for node, need in enumerate(pinned_host_bytes(schedule)):
-        if limit is not None and need > limit:
-            raise InputError(f"node {node} needs {need} bytes of pinned host memory, {need - limit} more than allowed", file=file, field="limits.pinned_host_bytes", value=limit)
+    _match_limits(schedule, workload, file)
 
 
 def match_parallel(schedule: Schedule, parallel: Parallel, *, file=None) -> None:
@@ -39,6 +36,19 @@ def match_parallel(schedule: Schedule, parallel: Parallel, *, file=None) -> None
         if have != run:
             field = {"pp": "pipeline_model_parallel_size", "vp": "virtual_pipeline_model_parallel_size", "dp": "data_parallel_size", "microbatch_group_size": "microbatch_group_size_per_vp_stage", "node_size": "gpus_per_node"}.get(name, name)
             raise InputError(f"the run has {run!r}", file=file, field=f"parallel.{field}", value=have)
+
+
+def _match_limits(schedule: Schedule, workload: Workload, file) -> None:
+    """The schedule keeps its own limits; a workload may have others."""
+    limits = workload.limits
+    if limits.device_bytes is not None:
+        for pp_rank, need in enumerate(device_peaks(schedule)):
+            if need > limits.device_bytes:
+                raise InputError(f"pipeline rank {pp_rank} has up to {need} bytes whole, the workload allows {limits.device_bytes}", file=file, field="limits.device_bytes", value=schedule.limits.device_bytes)
+    if limits.pinned_host_bytes is not None:
+        for node, need in enumerate(pinned_host_bytes(schedule)):
+            if need > limits.pinned_host_bytes:
+                raise InputError(f"node {node} needs {need} bytes of pinned host memory, the workload allows {limits.pinned_host_bytes}", file=file, field="limits.pinned_host_bytes", value=schedule.limits.pinned_host_bytes)
 
 
 def _match_groups(schedule: Schedule, workload: Workload, file) -> None:

@@ -10,10 +10,12 @@ still whole is dropped. Zero stage 1 gathers every group exactly once and never 
 """
 
 import math
+from itertools import product
 
 from megatron_ext.errors import InputError
+from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.model import SCHEMA_VERSION, Schedule, decode
-from megatron_ext.workload.nodes import has_hierarchy
+from megatron_ext.workload.nodes import has_hierarchy, nodes_of_replicas
 from megatron_ext.workload.order import steps_of_ranks
 
 
@@ -59,6 +61,8 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
             raise InvalidSchedule(f"expected {index}: ranks are stored in order", file=file, field=f"ranks[{index}].pp_rank", value=rank.pp_rank)
         _check_steps(rank, expected[index], file)
         _RankWalk(schedule, index, destinations, file).run()
+    if schedule.publish:
+        _check_host_copies(schedule, file)
     return schedule
 
 
@@ -97,6 +101,19 @@ def _check_publish(schedule: Schedule, file) -> dict[int, set[str]]:
             raise InvalidSchedule("expected cpu, nvme or both", file=file, field=f"{field}.to", value=list(entry.to))
         destinations[entry.group] = set(entry.to)
     return destinations
+
+
+def _check_host_copies(schedule: Schedule, file) -> None:
+    """Copies need as many replicas on one node as on another, and memory."""
+    parallel, limit = schedule.parallel, schedule.limits.pinned_host_bytes
+    try:
+        for pp_rank, tp_rank in product(range(parallel.pp), range(parallel.tensor_model_parallel_size)):
+            nodes_of_replicas(parallel, pp_rank, tp_rank)
+    except InputError as error:
+        raise InvalidSchedule(error.message, file=file, field=error.field, value=error.value) from None
+    for node, need in enumerate(pinned_host_bytes(schedule) if limit is not None else ()):
+        if need > limit:
+            raise InvalidSchedule(f"node {node} needs {need} bytes of pinned host memory, {need - limit} more than allowed", file=file, field="limits.pinned_host_bytes", value=limit)
 
 
 def _check_steps(rank, expected, file) -> None:
@@ -224,6 +241,9 @@ class _RankWalk:
         self._own_group(group, field, index)
         if group in self.ready_at:
             self._fail(f"group {group} is unsharded already", field, step_index=index)
+        if action.need_by < -1:
+            self._fail("expected a step, or -1 for this one", f"{field}.need_by", action.need_by, index)
+        self._check_at(action, index, field)
         need_by = index if action.need_by < 0 else action.need_by
         if index < 0 and action.need_by < 0:
             self._fail("an unshard at the start must say its need_by", f"{field}.need_by", action.need_by, index)
@@ -247,8 +267,13 @@ class _RankWalk:
             if self.resident > self.limit:
                 self._fail(f"unsharding group {group} makes {self.resident} bytes whole on pipeline rank {self.pp_rank}, {self.resident - self.limit} more than limits.device_bytes", field, step_index=index)
 
+    def _check_at(self, action, index: int, field: str) -> None:
+        if action.at < -1:
+            self._fail("expected a layer, or -1 for none", f"{field}.at", action.at, index)
+
     def _reshard(self, action, index: int, field: str, inside: bool = False) -> None:
         self._own_group(action.group, field, index)
+        self._check_at(action, index, field)
         if self.schedule.zero_stage == 1:
             self._fail("zero stage 1 never frees a group", field, step_index=index)
         ready = self.ready_at.get(action.group)

@@ -117,7 +117,8 @@ def run(workload: Workload, timing: Timing, schedule: Schedule, *, trace: bool =
         step_time_us=step_time,
         bubble_rate=1.0 - engine.ranks[longest].compute_us / spans[longest],
         exposed_us=tuple(rank.exposed for rank in engine.ranks),
-        lower_bound_us=min(bound_us, step_time),
+        # Rounding alone may put it above; more would be a wrong bound, and must show.
+        lower_bound_us=min(bound_us, step_time) if bound_us <= step_time * (1 + 1e-9) else bound_us,
         peak_bytes={
             "device": tuple(device_peaks(schedule)),
             "pinned_host": tuple(pinned_host_bytes(schedule)),

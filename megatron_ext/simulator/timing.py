@@ -5,15 +5,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from megatron_ext.cost.curve import curves_of
-from megatron_ext.cost.model import CostTable
+from megatron_ext.cost.model import KINDS, CostTable
 from megatron_ext.cost.predict import Costs
 from megatron_ext.errors import InputError
 from megatron_ext.workload.model import Chunk, Workload
 from megatron_ext.workload.nodes import crossing_bytes, has_hierarchy
 from megatron_ext.workload.route import HIERARCHICAL
-
-KINDS = ("compute", "gpu", "cpu", "nvme", "publish", "p2p", "reduce")
-"""Activities that can disturb each other; the names that rows of ``contention`` use."""
 
 PADDING_SHARE = 64
 """Megatron's padding makes a group at most about this fraction larger than its parameters."""
@@ -106,8 +103,8 @@ class Timing:
         return self.costs.offers(route)
 
     def leaning(self, lean: dict[str, str]) -> "Timing":
-        """The same timing with some costs at an end of their interval: by route (or ``publish``),
-        ``low_us`` or ``high_us``."""
+        """The same timing with some costs at an end of their interval: by route (or ``publish``, or an algorithm
+        of ``gpu``, which otherwise goes with it), ``low_us`` or ``high_us``."""
         return Timing(self.workload, self.table, extrapolate=self.extrapolate, lean=lean)
 
     def gather_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
@@ -116,7 +113,8 @@ class Timing:
         costs = self._hierarchical if algorithm == HIERARCHICAL else None
         if algorithm is not None and costs is None:
             raise InputError("has no points for it, or the data-parallel groups have no hierarchy", field=f"routes.{route}.algorithms", value=algorithm)
-        return getattr(self._estimate(f"routes.{route}", size_bytes, costs), self._lean.get(route, "us"))
+        end = self._lean.get(route, "us")
+        return getattr(self._estimate(f"routes.{route}", size_bytes, costs), self._lean.get(algorithm, end) if algorithm else end)
 
     def algorithm(self, pp_rank: int, size_bytes: int) -> str | None:
         """The fastest way a group of this pipeline rank can go by ``gpu``; None: one all-gather."""

@@ -10,6 +10,7 @@ from megatron_ext.simulator.simulate import run
 from megatron_ext.simulator.stock import stock_schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Workload
+from megatron_ext.workload.route import HIERARCHICAL
 
 
 class Verdict(NamedTuple):
@@ -86,7 +87,7 @@ def limiting_resource(predicted) -> str:
 
 def pessimistic_gain_us(workload: Workload, timing: Timing, stock: Schedule, schedule: Schedule) -> float:
     """The gain if every cost lies at the end of its interval that speaks against the plan:
-    ``gpu`` gathers as fast as they may be, the other routes and publishing as slow."""
-    against = timing.leaning({"gpu": "low_us", "cpu": "high_us", "nvme": "high_us", "publish": "high_us"})
+    all-gathers as fast as they may be, those in two legs, the other routes and publishing as slow."""
+    against = timing.leaning({"gpu": "low_us", HIERARCHICAL: "high_us", "cpu": "high_us", "nvme": "high_us", "publish": "high_us"})
     ours = run(workload, against, schedule, bound_us=0.0).step_time_us
     return run(workload, against, stock, bound_us=0.0).step_time_us - ours

@@ -88,6 +88,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             value = getattr(self, name)
             if value is not None and not 1 <= value <= LARGEST:
                 refuse(name, f"must be between 1 and {LARGEST}")
+        if self.world_size > LARGEST:
+            refuse("data_parallel_size", f"more than {LARGEST} ranks")
         if self.pp * self.vp * self.num_microbatches > LARGEST:
             refuse("num_microbatches", f"more than {LARGEST} forward steps in one iteration")
         if self.order == "no_pipeline" and self.pp != 1:

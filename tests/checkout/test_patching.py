@@ -167,6 +167,18 @@ def test_an_edited_hook_line_stops_revert(archive):
     assert snapshot(archive) == before
 
 
+def test_an_owners_own_calls_into_hooks_stay(archive):
+    """README asks for them where code of the owner's reads or changes parameters between iterations."""
+    apply(archive)
+    own = "import megatron_ext.megatron.hooks\ndef owners():\n    megatron_ext.megatron.hooks.make_whole()\n    megatron_ext.megatron.hooks.params_changed()\n"
+    append(archive, TRAINING, own)
+    change(archive, TRAINING, '    log.append("train")\n', '    megatron_ext.megatron.hooks.make_whole()\n    log.append("train")\n')
+    assert verify_hooks(archive) == []
+    revert(archive)
+    kept = (archive / TRAINING).read_bytes().decode()
+    assert own in kept and kept.count("make_whole") == 2 and MARKER not in kept
+
+
 def test_windows_line_ends(archive):
     place = archive / TRAINING
     place.write_bytes(place.read_bytes().replace(b"\n", b"\r\n"))

@@ -208,3 +208,18 @@ def test_broken_curves_file(tmp_path, change, message):
     content = {"source": "a test", "collective": "all_gather", "curves": [{"points": [{"size_bytes": 4, "us": 1.0}]}]} | change
     with pytest.raises(InputError, match=message):
         imports.read("curves", write(tmp_path, json.dumps(content)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--import", "nvbandwidth", "LOG", "--dp", "8"], "--data-parallel-size: is not read with --import nvbandwidth"),
+        (["--import", "nccl-tests", "LOG", "--system", "a"], "--system: is not read with --import nccl-tests"),
+        (["--import", "curves", "LOG", "--algorithm", "ring"], "--algorithm: is not read with --import curves"),
+        (["--collective", "all_gather"], "--collective: is read with --import alone"),
+    ],
+)
+def test_options_that_would_be_passed_over_are_refused(tmp_path, options, message, capsys):
+    out = tmp_path / "T.json"
+    assert cli.main(["measure", *options, "--out", str(out)]) == 2
+    assert message in capsys.readouterr().err and not out.exists()

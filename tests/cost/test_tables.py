@@ -8,10 +8,11 @@ from megatron_ext import cli
 from megatron_ext.cost import model, show
 from megatron_ext.cost.combine import combine
 from megatron_ext.cost.compare import compare, text
-from megatron_ext.cost.environment import differences, require_match, world_sizes
-from megatron_ext.cost.model import Compute, Contention, CostTable, Curve, GroupOverhead, Metadata, Point, Routes, check
+from megatron_ext.cost.environment import differences, require_match, run_differences, world_sizes
+from megatron_ext.cost.model import Compute, Contention, CostTable, Curve, GroupOverhead, Metadata, Point, Routes, Topology, check
 from megatron_ext.cost.predict import Costs
 from megatron_ext.errors import InputError
+from megatron_ext.workload import model as workload
 from megatron_ext.workload.parallel import Parallel
 
 
@@ -70,7 +71,49 @@ def test_compare_says_what_changed_and_by_how_much():
     assert "+100.0% median" in text(changes)
     same = compare(ONE_GPU, ONE_GPU)
     assert same["curves"]["routes.gpu"]["largest"] == 0 and not same["curves"]["routes.gpu"]["beyond"]
-    assert same["compute"] == {"transformer": 0} and same["contention"] == {"gpu beside cpu": 0}
+    assert same["compute"] == {"transformer": 0} and same["contention"] == {"gpu beside cpu, 4096 bytes": 0}
+
+
+def test_compare_says_all_sizes_of_a_pair_and_single_figures():
+    def made(slowdowns, call_us, processors):
+        rows = tuple(Contention(measured="gpu", busy="cpu", slowdown=slowdown, size_bytes=size) for size, slowdown in slowdowns)
+        return table(contention=rows, group_overhead=GroupOverhead(call_us=call_us), topology=Topology(processors_per_node=processors, nic_shares_pcie=True))
+
+    changes = compare(made(((1024, 1.0), (4096, 2.0)), 10.0, 2.0), made(((1024, 1.5), (4096, 2.0)), 100.0, 1.0))
+    assert changes["contention"] == {"gpu beside cpu, 1024 bytes": 0.5, "gpu beside cpu, 4096 bytes": 0}
+    assert changes["figures"] == {"group_overhead.call_us": 9.0, "topology.processors_per_node": -0.5}
+    assert "group_overhead.call_us" in text(changes) and "+900.0%" in text(changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"contention": (Contention(measured="gpu", busy="h2d", slowdown=3),)}, r"contention\[0\].busy = 'h2d': known: compute, gpu, cpu"),
+        ({"contention": (Contention(measured="gpu", busy="cpu", slowdown=3, size_bytes=-1),)}, r"contention\[0\].size_bytes = -1: must not be negative"),
+        ({"routes": Routes(cpu=Curve(points=(Point(size_bytes=1, p50_us=1, issued_us=-1.0),)))}, r"routes.cpu.points\[0\].issued_us = -1.0: must be a positive"),
+    ],
+)
+def test_figures_that_would_be_passed_over_are_refused(fields, message):
+    with pytest.raises(InputError, match=message):
+        table(**fields)
+
+
+def test_tensor_parallel_ranks_are_not_counted():
+    """A table is measured by one rank of every tensor-parallel group."""
+
+    def differing(measured_on: int, **sizes):
+        parallel = Parallel(num_microbatches=4, order="no_pipeline" if sizes["pipeline_model_parallel_size"] == 1 else "1f1b", **sizes)
+        work = workload.Workload(schema_version=1, kind="workload", parallel=parallel, zero_stage=1, chunks=(), p2p_bytes=4 * 128 * 64 if parallel.pp > 1 else 0)
+        there = {"data_parallel_size": parallel.dp, "pipeline_model_parallel_size": parallel.pp, "ranks_per_node": measured_on}
+        model_of = {"dtype": "float32", "seq_length": 128, "micro_batch_size": 1, "hidden_size": 64}
+        return run_differences(Metadata(world_sizes=there, model=model_of), work)
+
+    nodes = dict(tensor_model_parallel_size=8, data_parallel_size=8, pipeline_model_parallel_size=1, gpus_per_node=8)
+    assert differing(1, **nodes) == []  # eight nodes, one rank of each group on a node
+    half = dict(tensor_model_parallel_size=2, data_parallel_size=8, pipeline_model_parallel_size=1, gpus_per_node=8)
+    assert differing(8, **half) == ["world_sizes.ranks_per_node: table 8, here 4"] and differing(4, **half) == []
+    # Without sequence parallelism every rank sends the whole message.
+    assert differing(4, tensor_model_parallel_size=2, data_parallel_size=2, pipeline_model_parallel_size=2) == []
 
 
 def test_environment():
@@ -89,7 +132,6 @@ def test_environment():
 
 def test_check_verb(tmp_path, capsys):
     from megatron_ext.runtime.machine import environment
-    from megatron_ext.workload import model as workload
 
     parallel = Parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, data_parallel_size=2, num_microbatches=4)
     workload.save(tmp_path / "W.json", workload.Workload(schema_version=1, kind="workload", parallel=parallel, zero_stage=1, chunks=()))

@@ -25,5 +25,15 @@ def layer_runners(args: list[str]) -> dict[str, Layer]:
     return {"narrow": Layer(width), "wide": Layer(8 * width)}
 
 
+def freeing_outputs(args: list[str]):
+    """The real model's layers as on a CUDA device, where the pipeline frees what it has sent (``deallocate_pipeline_outputs``)."""
+    from megatron_ext.megatron import layer_runners  # before any other module of Megatron's
+    from megatron_ext.megatron import gpt  # isort: skip
+
+    plain = gpt.transformer_config
+    gpt.transformer_config = lambda args, **more: plain(args, **{"deallocate_pipeline_outputs": True} | more)
+    return layer_runners.layer_runners(args)
+
+
 def nothing(args: list[str]) -> dict:
     return {}

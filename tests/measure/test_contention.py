@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.measure.contention import KINDS, Busy, control, fitting, kinds, pairs, size_of
+from megatron_ext.measure.contention import KINDS, SIZES, Busy, control, fitting, kinds, pairs, size_of
 from megatron_ext.measure.fabric import Fabric, shared_bytes
 from megatron_ext.measure.operations import Publish, PublishAcross
 from megatron_ext.measure.options import Options
@@ -77,18 +77,18 @@ def test_no_two_leaders_share_a_word(name):
 def test_no_transfer_is_larger_than_what_is_measured():
     """Shapes of a large model: one message between pipeline ranks is larger than the largest group."""
     large = SimpleNamespace(options=Options(hidden_size=12288, seq_length=8192, micro_batch_size=4, max_bytes=1 << 28))
-    assert size_of(large, "p2p") == 1 << 28 and size_of(large, "gpu") == 2 << 20
+    assert size_of(large, "p2p", 2 << 20) == 1 << 28 and size_of(large, "gpu", 2 << 20) == 2 << 20
     small = SimpleNamespace(options=Options(hidden_size=128, seq_length=64, micro_batch_size=2))
-    assert size_of(small, "p2p") == 64 * 2 * 128 * 4
+    assert size_of(small, "p2p", 2 << 20) == 64 * 2 * 128 * 4
 
 
 def test_transfers_are_smaller_on_a_network_that_is_too_slow_for_all_pairs():
     us = {"gpu": 108e3, "publish": 73e3, "compute": 10e3}
     wanted = [(a, b) for a in us for b in us if a != b]
     most_s = sum(6 * us[a] + 4 * us[b] for a, b in wanted) / 1e6
-    assert fitting(us, wanted, most_s) == 2 << 20
-    assert fitting(us, wanted, most_s / 2.5) == 1 << 19
-    assert fitting(us, wanted, 0.0) == 1 << 18
+    assert fitting(us, wanted, most_s, *SIZES["cpu"]) == 2 << 20
+    assert fitting(us, wanted, most_s / 2.5, *SIZES["cpu"]) == 1 << 19
+    assert fitting(us, wanted, 0.0, *SIZES["cpu"]) == 1 << 18
 
 
 def test_pairs_on_the_network_come_before_the_copies():

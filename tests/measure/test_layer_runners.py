@@ -1,6 +1,10 @@
 """The real model's layers as ``measure --modules`` takes them, and when reading samples is part of a step."""
 
+import os
+from pathlib import Path
+
 import pytest
+from msgspec.structs import replace
 
 from megatron_ext.errors import InputError
 from megatron_ext.measure import Options, measure
@@ -30,3 +34,10 @@ def test_samples_that_cannot_be_read_are_refused_only_where_they_would_be(tmp_pa
     with pytest.raises(InputError, match="no such file"):
         measure(options(*missing, "--num-workers", "0"))
     assert {row.layer_kind for row in measure(options(*missing)).compute} >= {"step"}  # somebody else reads them
+
+
+def test_a_step_is_timed_where_the_pipeline_frees_what_it_has_sent(monkeypatch):
+    """As on a CUDA device; Megatron's backward step then asserts that outputs were freed, which nobody does here."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    rows = {row.layer_kind: row for row in measure(replace(options(), modules="layers:freeing_outputs")).compute}
+    assert rows["step"].backward_us > 0

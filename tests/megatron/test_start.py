@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ext.errors import InputError
 from megatron_ext.megatron.start import elsewhere, refuse_at_zero_stage_3, refuse_unsupported, require_hooks
-from megatron_ext.megatron.workload_of_run import workload_of_run
+from megatron_ext.megatron.workload_of_run import parallel_of_megatron, workload_of_run
 from megatron_ext.runtime import machine
 from megatron_ext.schedule.model import Metadata, Model, Schedule
 from megatron_ext.workload.parallel import Parallel
@@ -112,3 +112,14 @@ def test_a_schedule_planned_from_costs_of_another_machine_is_said_so():
     said = elsewhere(planned(measured_on={"hardware": other}), "s.json")
     assert said.startswith("s.json: planned from costs of another environment (hardware.processor: table another one, here") and "\n" not in said
     assert elsewhere(planned(measured_on="hand-written"), "s.json") is None
+
+
+def test_a_release_without_micro_batch_groups_is_read_as_it_runs():
+    """core_v0.9.0 has no --microbatch-group-size-per-virtual-pipeline-stage."""
+    sizes = dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, data_parallel_size=1, tensor_model_parallel_size=1, micro_batch_size=1)
+    parallel = parallel_of_megatron(SimpleNamespace(global_batch_size=4, **sizes))
+    assert parallel.microbatch_group_size == 2 and parallel.order == "interleaved"
+    with pytest.raises(InputError, match="num_microbatches = 2: this Megatron then runs all forwards before the first backward"):
+        parallel_of_megatron(SimpleNamespace(global_batch_size=2, **sizes))
+    later = SimpleNamespace(global_batch_size=2, microbatch_group_size_per_vp_stage=2, **sizes)
+    assert parallel_of_megatron(later).num_microbatches == 2

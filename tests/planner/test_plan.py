@@ -109,6 +109,25 @@ def test_algorithms_may_be_measured_for_other_sizes():
     assert {group.algorithm for group in planned.groups if group.bytes > 1 << 17} <= {"hierarchical"}
 
 
+def test_a_verdict_counts_how_uncertain_two_legs_are():
+    """Flat and hierarchical gathers err apart: a gain of 5 % between figures of +- 10 % is none."""
+    work = make_workload(dp=4, gpus_per_node=2)
+    table = two_algorithms(make_table(work, cpu=None, gpu=(20.0, 20.0)), 0.95)
+
+    def rough(points, spread: float):
+        return tuple(msgspec.structs.replace(p, p95_us=p.p50_us * (1 + spread), samples=3) for p in points)
+
+    def judged(spread: float):
+        gpu = table.routes.gpu
+        curve = cost.Curve(points=rough(gpu.points, spread), algorithms={"hierarchical": rough(gpu.algorithms["hierarchical"], spread)})
+        given = msgspec.structs.replace(table, routes=cost.Routes(gpu=curve))
+        return verdict(work, given, plan(work, given)).figures
+
+    sure, unsure = judged(1e-6), judged(0.5)
+    assert sure["helps"] is True and sure["gain"] > 0
+    assert unsure["helps"] is False and unsure["uncertainty_us"] > unsure["gain_us"]
+
+
 @pytest.mark.parametrize("gpus_per_node", [None, 1])
 def test_without_a_hierarchy_of_nodes_there_are_no_hierarchical_gathers(gpus_per_node):
     work = make_workload(dp=4, gpus_per_node=gpus_per_node)

@@ -108,3 +108,20 @@ def test_a_group_of_another_chunk_is_not_needed_at_a_layer_of_this_one():
 
     with pytest.raises(InvalidSchedule, match="of chunk 1 is needed when the step begins, not at a layer of chunk 0"):
         validate(streamed(stray)[0])
+
+
+@pytest.mark.parametrize("change", ({"need_by": -2}, {"at": -2}))
+def test_numbers_below_minus_one_mean_nothing_and_are_refused(change):
+    """``need_by`` -2 for layer 0's group, at layer 2: the wait would stand before its unshard."""
+    schedule, _ = streamed()
+    rank = schedule.ranks[0]
+    first = rank.steps[0]
+    changed = replace(first, unshard=(replace(first.unshard[0], **change), *first.unshard[1:]))
+    ranks = (replace(rank, steps=(changed, *rank.steps[1:])), *schedule.ranks[1:])
+    name, value = next(iter(change.items()))
+    with pytest.raises(InvalidSchedule, match=rf"unshard\[0\].{name} = {value}: expected a"):
+        validate(replace(schedule, ranks=ranks))
+    if name == "at":
+        freed = replace(first, reshard=(replace(first.reshard[0], at=-2), *first.reshard[1:]))
+        with pytest.raises(InvalidSchedule, match=r"reshard\[0\].at = -2: expected a layer"):
+            validate(replace(schedule, ranks=(replace(rank, steps=(freed, *rank.steps[1:])), *schedule.ranks[1:])))

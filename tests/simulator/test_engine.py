@@ -8,7 +8,9 @@ from megatron_ext.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator import simulate
+from megatron_ext.simulator.simulate import run
 from megatron_ext.simulator.stock import groups_of, layer_buckets, stock_schedule
+from megatron_ext.simulator.timing import Timing
 from planning_cases import make_table, make_workload
 
 
@@ -78,6 +80,8 @@ def test_a_transport_takes_its_processor_time_from_compute():
     # Layer 0 computes at half speed from 100 until layer 1 has arrived at 200.
     assert result.step_time_us == pytest.approx(750)
     assert result.step_time_us >= result.lower_bound_us
+    # A bound that was wrong would show.
+    assert run(work, Timing(work, table), schedule, bound_us=751.0).lower_bound_us == 751.0
     alone = msgspec.structs.replace(table, topology=cost.Topology())
     # A device: only the row says what is disturbed. 100 us at a third of the speed.
     assert simulate(work, alone, schedule).step_time_us == pytest.approx(700 + 200 / 3)
