@@ -1,6 +1,5 @@
 """Costs in, schedule out: one function for every policy."""
 
-from itertools import product
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from megatron_ext.simulator.bound import lower_bound
 from megatron_ext.simulator.simulate import run, with_prediction
 from megatron_ext.simulator.timing import Timing, require
 from megatron_ext.workload.model import Workload
-from megatron_ext.workload.nodes import nodes_of_replicas
+from megatron_ext.workload.nodes import check_spread
 from megatron_ext.workload.route import ROUTES
 
 POLICIES = ("hybrid", "exact", "random:SEED", *BASELINES)
@@ -124,10 +123,8 @@ def usable_routes(workload: Workload, timing: Timing) -> tuple[str, ...]:
 
 def _spreads_evenly(workload: Workload) -> bool:
     """Whether every node has as many of a group's replicas as another: host copies need it."""
-    parallel = workload.parallel
     try:
-        for pp_rank, tp_rank in product(range(parallel.pp), range(parallel.tensor_model_parallel_size)):
-            nodes_of_replicas(parallel, pp_rank, tp_rank)
+        check_spread(workload.parallel)
     except InputError:
         return False
     return True

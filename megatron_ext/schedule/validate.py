@@ -10,12 +10,11 @@ still whole is dropped. Zero stage 1 gathers every group exactly once and never 
 """
 
 import math
-from itertools import product
 
 from megatron_ext.errors import InputError
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.model import SCHEMA_VERSION, Schedule, decode
-from megatron_ext.workload.nodes import has_hierarchy, nodes_of_replicas
+from megatron_ext.workload.nodes import check_spread, has_hierarchy
 from megatron_ext.workload.order import steps_of_ranks
 
 
@@ -105,10 +104,9 @@ def _check_publish(schedule: Schedule, file) -> dict[int, set[str]]:
 
 def _check_host_copies(schedule: Schedule, file) -> None:
     """Copies need as many replicas on one node as on another, and memory."""
-    parallel, limit = schedule.parallel, schedule.limits.pinned_host_bytes
+    limit = schedule.limits.pinned_host_bytes
     try:
-        for pp_rank, tp_rank in product(range(parallel.pp), range(parallel.tensor_model_parallel_size)):
-            nodes_of_replicas(parallel, pp_rank, tp_rank)
+        check_spread(schedule.parallel)
     except InputError as error:
         raise InvalidSchedule(error.message, file=file, field=error.field, value=error.value) from None
     for node, need in enumerate(pinned_host_bytes(schedule) if limit is not None else ()):

@@ -1,5 +1,7 @@
 """Which data-parallel ranks share a node: host copies and hierarchical gathers go by it."""
 
+from itertools import product
+
 from megatron_ext.errors import InputError
 from megatron_ext.workload.parallel import Parallel
 
@@ -20,6 +22,12 @@ def nodes_of_replicas(parallel: Parallel, pp_rank: int, tp_rank: int = 0) -> lis
             field="parallel.gpus_per_node", value=parallel.gpus_per_node,
         )  # fmt: skip
     return list(nodes.values())
+
+
+def check_spread(parallel: Parallel) -> None:
+    """Refuse nodes that hold different numbers of any group's replicas, as :func:`nodes_of_replicas` does."""
+    for pp_rank, tp_rank in product(range(parallel.pp), range(parallel.tensor_model_parallel_size)):
+        nodes_of_replicas(parallel, pp_rank, tp_rank)
 
 
 def has_hierarchy(parallel: Parallel, pp_rank: int) -> bool:

@@ -31,7 +31,13 @@ def freeing_outputs(args: list[str]):
     from megatron_ext.megatron import gpt  # isort: skip
 
     plain = gpt.transformer_config
-    gpt.transformer_config = lambda args, **more: plain(args, **{"deallocate_pipeline_outputs": True} | more)
+
+    def config_of(args, **more):
+        config = plain(args, **more)  # which has it off without a device, whatever is asked for
+        config.deallocate_pipeline_outputs = more.get("deallocate_pipeline_outputs", True)
+        return config
+
+    gpt.transformer_config = config_of
     return layer_runners.layer_runners(args)
 
 

@@ -1,5 +1,8 @@
 """A user's whole command line: read over, honoured, or refused by name; and read by a checkout's own script."""
 
+import re
+from pathlib import Path
+
 import pytest
 from plans import command_line
 
@@ -149,3 +152,12 @@ def test_what_the_checkout_refuses_is_one_line(checkout, options, said):
 def test_a_core_only_tree_has_no_script(tmp_path):
     result = command_line("describe", "--out", "/nowhere/w.json", "--checkout", tmp_path, *THEIRS)
     assert result.returncode == 2 and "has no pretrain_gpt.py" in result.stderr
+
+
+def test_options_of_the_example_that_change_no_parameter_are_read_over():
+    """The main job hands them to describe too, by EXTRA."""
+    from megatron_ext.megatron.other_options import FLAGS, LISTS, VALUES
+
+    example = Path(__file__).parents[2] / "examples/pretrain_gpt_hybrid.py"
+    options = re.findall(r'training.add_argument\("--([a-z-]+)"', example.read_text())
+    assert len(options) > 15 and set(options) <= {*FLAGS, *VALUES, *LISTS}
