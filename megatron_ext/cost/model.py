@@ -19,8 +19,8 @@ SCHEMA_VERSION = 1
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One measured size. ``issued_us`` is the time until the call returned, where it is
     asynchronous; ``p50_us`` the time until the bytes had arrived. ``processor_us``: processor
-    time of all threads of one rank, on machines where transports take it from compute; as if
-    the rank was alone, like compute."""
+    time of all threads of one rank and of the kernel for its packets, on machines where transports take it
+    from compute; as if the rank was alone, like compute."""
 
     size_bytes: int
     p50_us: float

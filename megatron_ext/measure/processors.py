@@ -187,8 +187,13 @@ class Place(NamedTuple):
     processors: frozenset[int]
 
 
+def kernel_of(fabric: Fabric) -> str:
+    """The same for all ranks on one machine, also where their nodes are emulated there."""
+    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else str(fabric.node)
+
+
 def _place(fabric: Fabric) -> Place:
-    return Place(fabric.node, BOOT_ID.read_text().strip() if BOOT_ID.exists() else str(fabric.node), frozenset(os.sched_getaffinity(0)))
+    return Place(fabric.node, kernel_of(fabric), frozenset(os.sched_getaffinity(0)))
 
 
 def nodes_sharing(places: Sequence[Place]) -> int:

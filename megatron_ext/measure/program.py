@@ -28,11 +28,14 @@ from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operations import OPERATIONS
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
+from megatron_ext.measure.uncharged import Uncharged
 
 PASSES, MAX_PASSES, QUARTERS = 5, 20, 4
 CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.25, 0.25, 0.1
 """Shares of the time; the curves have the rest. Of an iteration, compute is most, and processors that are
 shared change their speed for seconds."""
+
+QUIET_SHARE = 0.02
 
 SMALL_BYTES = 4096
 """Below this there is only the least size."""
@@ -105,6 +108,7 @@ def run(fabric: Fabric, report: Report) -> dict | None:
     def weight(visit: tuple[str, int]) -> float:
         return _weight(visit[1]) / (SHORT_VISITS if visit in short else 1)
 
+    uncharged = Uncharged(fabric, options.seconds * QUIET_SHARE)
     turns = None
     if compute_seconds:
         turns = processors.Turns(fabric, runners, compute_seconds, PASSES, lambda what: report(done, total, what) if fabric.rank == 0 else None)
@@ -133,7 +137,8 @@ def run(fabric: Fabric, report: Report) -> dict | None:
                 break  # every size has been visited once; the table says so
             still = sum(weight(visit) for later in (visits[number][position:], *visits[number + 1 :]) for visit in later)
             often = SHORT_VISITS if number and (name, size) in short else 1
-            found = sample(fabric, operations[name], size, max(left, 0.0) * weight((name, size)) / still, max_rounds=MAX_ROUNDS // often)
+            seconds = max(left, 0.0) * weight((name, size)) / still
+            found = uncharged.watch(name, size, lambda: sample(fabric, operations[name], size, seconds, max_rounds=MAX_ROUNDS // often))
             own.setdefault((name, size), Samples()).add(found)
             done += 1
         _merge(fabric, own, merged)
@@ -155,11 +160,12 @@ def run(fabric: Fabric, report: Report) -> dict | None:
         operation.close()
     done += len(pairs)
     compute = turns.result() if turns is not None else {}
+    us_per_byte = uncharged.us_per_byte(processors.kernel_of(fabric))
     if fabric.rank != 0:
         return None
     known = {(row["measured"], row["busy"]) for row in rows}
     return {
-        "curves": _curves(merged, refined),
+        "curves": _curves(merged, refined, us_per_byte),
         "contention": rows,
         "unmeasured_pairs": [pair for pair in pairs if pair not in known],
         "compute": compute,
@@ -224,8 +230,9 @@ def _refined(fabric: Fabric, visits: list, medians: dict) -> list:
     return sorted({*visits, *added}, key=lambda visit: (CURVES.index(visit[0]), visit[1]))
 
 
-def _curves(merged: dict, refined: set) -> dict[str, list[dict]]:
-    """Medians and 95th percentiles, by name then size; what a table is made of."""
+def _curves(merged: dict, refined: set, uncharged: dict[str, float]) -> dict[str, list[dict]]:
+    """Medians and 95th percentiles, by name then size; what a table is made of. ``uncharged``: by name, processor
+    time of a byte that no rank is charged with, in microseconds."""
     curves: dict[str, list[dict]] = {}
     for (name, size), passes in sorted(merged.items()):
         rounds = [us_of_ranks for times, _, _ in passes for us_of_ranks in times]
@@ -244,7 +251,7 @@ def _curves(merged: dict, refined: set) -> dict[str, list[dict]]:
             point["issued_us"] = median(value for _, issued, _ in passes for value in issued)
         used = median(value for _, _, used in passes for value in used)
         if name in TRANSPORTS and used > 0:
-            point["processor_us"] = used
+            point["processor_us"] = used + size * uncharged.get(name, 0.0)
         curves.setdefault(name, []).append(point)
     return curves
 

@@ -19,19 +19,22 @@ MAX_ROUNDS = 20
 
 
 class Samples:
-    """Times of one operation at one size on this rank, in microseconds."""
+    """Times of one operation at one size on this rank, in microseconds; ``transfers``: how many were made, those
+    that warmed up included."""
 
-    __slots__ = ("us", "issued_us", "processor_us")
+    __slots__ = ("us", "issued_us", "processor_us", "transfers")
 
     def __init__(self) -> None:
         self.us: list[float] = []
         self.issued_us: list[float] = []
         self.processor_us: list[float] = []
+        self.transfers = 0
 
     def add(self, later: "Samples") -> None:
         self.us += later.us
         self.issued_us += later.issued_us
         self.processor_us += later.processor_us
+        self.transfers += later.transfers
 
 
 def timed(fabric: Fabric, operation: Operation, size_bytes: int, turn: int) -> tuple[float, float, float]:
@@ -88,4 +91,5 @@ def sample(
         samples.us.append(us / messages)
         samples.issued_us.append(issued / messages)
         samples.processor_us.append(used / messages)
+    samples.transfers = turn * messages
     return samples

@@ -4,6 +4,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_ext.measure import program
 from megatron_ext.measure.options import Options
@@ -29,7 +30,7 @@ def visits(monkeypatch):
     monkeypatch.setattr(program.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(0, own))
     monkeypatch.setattr(program, "MAX_PASSES", program.PASSES)
     options = Options(data_parallel_size=1, sizes=(8192, 65536), links=("cpu", "gpu"))
-    fabric = SimpleNamespace(options=options, rank=0, world_size=1, pipe=None, agree=lambda value: value)
+    fabric = SimpleNamespace(options=options, rank=0, world_size=1, pipe=None, agree=lambda value: value, barrier=lambda: None, torch_device=torch.device("cpu"))
     return SimpleNamespace(seen=seen, raw=program.run(fabric, lambda *_: None))
 
 

@@ -1,0 +1,97 @@
+"""What the kernel takes for packets and charges to no rank."""
+
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ext.measure import uncharged
+from megatron_ext.measure.sampling import Samples
+from megatron_ext.measure.uncharged import Spent, Uncharged, idle_us, per_byte
+
+STAT = """cpu  900 0 900 9000 90 0 9 9 0 0
+cpu0 100 0 50 1000 5 0 3 2 0 0
+cpu1 200 0 50 2000 7 0 3 4 0 0
+cpu12 300 0 50 4000 9 0 3 6 0 0
+intr 1 2 3
+"""
+SECOND = 1e6
+
+
+@pytest.mark.parametrize(("processors", "ticks"), [({0}, 1007), ({0, 1}, 3018), ({12}, 4015), ({2}, 0)])
+def test_idle_of_the_processors_asked_for(processors, ticks):
+    assert idle_us(STAT, frozenset(processors), 100) == pytest.approx(ticks * 1e4)
+
+
+def test_what_no_rank_was_charged_with_is_by_byte():
+    """Two ranks on two processors for ten seconds: 6 s busy, 4 s charged, of the other 2 s one is there without any gather too."""
+    quiet = Spent(2 * SECOND, 0.0, 0.2 * SECOND)
+    own = {"gpu": Spent(10 * SECOND, 2 * SECOND, 6 * SECOND, 50_000_000)}
+    assert per_byte([("a", quiet, own), ("a", quiet, own)]) == {"gpu": pytest.approx(0.01)}
+
+
+def test_nodes_with_processors_of_their_own_count_each():
+    quiet = Spent(2 * SECOND, 0.0, 0.0)
+    first, second = ({"gpu": Spent(10 * SECOND, 2 * SECOND, busy * SECOND, 50_000_000)} for busy in (3, 5))
+    assert per_byte([("a", quiet, first), ("b", quiet, second)]) == {"gpu": pytest.approx(0.04)}
+
+
+def test_a_rank_without_a_part_counts_with_what_it_was_charged():
+    quiet = Spent(SECOND, 0.0, 0.0)
+    with_part, without = {"p2p": Spent(SECOND, SECOND, 1.5 * SECOND, 1000)}, {"p2p": Spent(SECOND, 0.25 * SECOND, 1.5 * SECOND, 0)}
+    assert per_byte([("a", quiet, with_part), ("a", quiet, without)]) == {"p2p": pytest.approx(250.0)}
+
+
+def test_never_below_nothing():
+    quiet = Spent(SECOND, 0.0, 0.5 * SECOND)
+    assert per_byte([("a", quiet, {"gpu": Spent(SECOND, 0.9 * SECOND, SECOND, 1000)})]) == {"gpu": 0.0}
+
+
+def _fabric(monkeypatch, device="cpu"):
+    monkeypatch.setattr(uncharged.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(0, own))
+    return SimpleNamespace(rank=0, world_size=1, torch_device=torch.device(device), agree=lambda value: value, barrier=lambda: None)
+
+
+def _moved(seconds: float, action) -> Samples:
+    end, samples = time.monotonic() + seconds, Samples()
+    while time.monotonic() < end:
+        action()
+    samples.transfers = 10
+    return samples
+
+
+@pytest.mark.skipif(not uncharged.STAT.exists(), reason="no /proc/stat")
+def test_work_of_others_during_a_visit_is_found_and_own_work_is_not(monkeypatch):
+    """Another process stands for the kernel; real processors, real /proc/stat."""
+    processor = {min(os.sched_getaffinity(0))}
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, processor)
+    try:
+        watch = Uncharged(_fabric(monkeypatch), 0.0)
+        other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            watch.watch("gpu", 1000, lambda: _moved(1.0, lambda: time.sleep(0.01)))
+        finally:
+            other.kill()
+            other.wait()
+        found = watch.us_per_byte("kernel")["gpu"] * 10_000
+        assert 0.5 * SECOND < found < 1.1 * SECOND
+        own = Uncharged(_fabric(monkeypatch), 0.0)
+        own.watch("gpu", 1000, lambda: _moved(1.0, lambda: None))
+        assert own.us_per_byte("kernel")["gpu"] * 10_000 < 0.8 * found
+        assert Uncharged(_fabric(monkeypatch), 0.0).us_per_byte("kernel") == {}
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_copies_and_devices_are_not_watched(monkeypatch):
+    watch = Uncharged(_fabric(monkeypatch), 0.0)
+    watch.watch("cpu", 1000, Samples)
+    assert watch.us_per_byte("kernel") == {}
+    on_device = Uncharged(_fabric(monkeypatch, "cuda"), 0.0)
+    on_device.watch("gpu", 1000, Samples)
+    assert not on_device.active and on_device.us_per_byte("kernel") == {}
