@@ -5,7 +5,8 @@
 Nodes are network namespaces joined by a bridge (benchmarks/emulated_nodes.py). At every rate:
 measure a cost table inside the emulation, plan by every policy, then train stock Megatron and
 every schedule in turns of seconds (benchmarks/in_turns.py), and count the bytes that leave each
-node. Compute is measured once more in turns with the runs, because a machine changes its pace. With --zero-stage 3 the policies are
+node. Compute is measured once more in turns with the runs, because a machine changes its pace: "in turns" compares every turn with
+what is predicted at the pace of compute in the turns just before and behind it (benchmarks/pace.py). With --zero-stage 3 the policies are
 compared with ``all-gpu``, because stock Megatron has no zero stage 3.
 Needs root and iproute2. Writes benchmarks/results/emulated_cluster.json, or with other nodes,
 pipeline or zero stage a file that says so.
@@ -16,14 +17,17 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import pictures
 from emulated_nodes import Nodes, check_possible
 from emulation import ROOT, Emulation, behind_every_second, describe, file_name, model_options
-from in_turns import ratio_of, ratios_to
+from in_turns import Ended, at_turn, ratio_of, ratios_to
 from look_ahead import without_look_ahead
 from machine import about_this_machine
-from measuring import CORPUS, in_turns_and_before
+from measuring import CORPUS
+from pace import at_pace, relative_pace
 from planned_traffic import planned_network_bytes
 from rich.console import Console
 from rich.progress import Progress
@@ -43,6 +47,8 @@ SHORT = 4
 
 ITERATIONS_OF_A_TURN = 4
 """One of them is stopped in its middle."""
+
+MEASURE_LONGER = 1.1
 
 LATE = "-late"
 """Behind a policy's name: its plan without look-ahead."""
@@ -84,16 +90,16 @@ def one_rate(gbit_s: float, args, bar) -> dict:
         differences = {kind: emulation.differences(kind, base, SHORT, path) for kind, path in kinds.items() if path}
         slowest_us = max(simulator.simulate(work, table, schedules.get(kind), extrapolate=True).step_time_us for kind in kinds)
         turn_s = max(args.turn, ITERATIONS_OF_A_TURN * slowest_us / 1e6)
-        # By the clock, which goes on while it is stopped: until the others have trained.
-        seconds = len(behind_every_second(list(kinds), "measuring")) * args.iters * slowest_us / 1e6
-        trained, compute = emulation.train(kinds, args.iters, turn_s, work, lambda name: bar.update(task, description=f"{gbit_s:g} Gbit/s: training in turns: {name}"), seconds)
-        beside = in_turns_and_before(compute, table)
+        # Of its own turns, until the others have trained, or a little longer: the last turn too has one behind it.
+        seconds = MEASURE_LONGER * behind_every_second(list(kinds), "measuring").count("measuring") * args.iters * slowest_us / 1e6
+        trained, compute, times = emulation.train(kinds, args.iters, turn_s, work, lambda name: bar.update(task, description=f"{gbit_s:g} Gbit/s: training in turns: {name}"), seconds)
+        pace = relative_pace(table, compute, times)
         bar.update(task, description=f"{gbit_s:g} Gbit/s: done", total=1, completed=1)
         sent = {kind: (one.sent_bytes - short[kind]) / (args.iters - SHORT) for kind, one in trained.items()}
-        rows = [row_of(kind, trained, sent[kind], work, (table, beside), schedules.get(kind)) | {"differences": differences.get(kind, ())} for kind in kinds]
+        rows = [row_of(kind, trained, sent[kind], work, table, pace, schedules.get(kind)) | {"differences": differences.get(kind, ())} for kind in kinds]
         against_plan(rows)
         tables = {name: files.load(folder / f"{name}.json", dict) for name in ("cost_table", "cost_table_in_turns")}
-        return {"gbit_s": gbit_s, "gathers_to_compute": gathers_to_compute(work, table), "turn_s": turn_s, "load_before": load, "load_after": os.getloadavg()[0], "rows": rows, "skipped": skipped, **tables}
+        return {"gbit_s": gbit_s, "gathers_to_compute": gathers_to_compute(work, table), "turn_s": turn_s, "pace_of_turns": pace, "load_before": load, "load_after": os.getloadavg()[0], "rows": rows, "skipped": skipped, **tables}
 
 
 def gathers_to_compute(work, table) -> float:
@@ -112,16 +118,18 @@ def baseline(kinds) -> str:
     return next((kind for kind in ("stock", "all-gpu") if kind in kinds), next(iter(kinds)))
 
 
-def row_of(kind: str, trained: dict, sent_bytes: float, work, tables, schedule) -> dict:
-    """The figures of one policy beside the baseline's; predicted by the table that was planned from,
-    and by the same with compute as it was measured in turns with the runs."""
+def row_of(kind: str, trained: dict, sent_bytes: float, work, table, pace: dict[int, float], schedule) -> dict:
+    """The figures of one policy beside the baseline's; predicted by the table that was planned from, and, of every
+    turn, by the same at the pace of compute in the turns just before and behind it."""
     base = baseline(trained)
     mine, us = trained[kind], summarize(trained[kind].iteration_us.values)
-    predicted, in_turns = (simulator.simulate(work, table, schedule, extrapolate=True).step_time_us for table in tables)
+    predicted = simulator.simulate(work, table, schedule, extrapolate=True).step_time_us
+    turns = at_their_pace(mine.iteration_us.of_turn, pace, work, table, schedule)
     row = {
         "policy": kind, "baseline": base, **{name: summarize(getattr(mine, name).values).as_json() for name in ("iteration_us", "exposed_us", "gather_us")},
         "ratio": 1.0, "predicted_us": predicted, "prediction_error": predicted / us.median_us - 1,
-        "predicted_in_turns_us": in_turns, "prediction_error_in_turns": in_turns / us.median_us - 1,
+        "predicted_in_turns_us": median(turn.predicted_us for turn in turns), "prediction_error_in_turns": median(turn.predicted_us / turn.us for turn in turns) - 1,
+        "turns": [turn._asdict() for turn in turns],
         "sent_bytes_per_iteration": sent_bytes, "loss": mine.loss, "same_parameters": mine.parameter_sha256 == trained[base].parameter_sha256,
     }  # fmt: skip
     if kind != base:
@@ -129,9 +137,38 @@ def row_of(kind: str, trained: dict, sent_bytes: float, work, tables, schedule) 
         row |= {"ratio": ratio.median, "ratio_of_turns": ratio._asdict()}
     row["planned_parameter_bytes"] = planned_network_bytes(schedule or stock_schedule(work))
     if schedule:
-        bound, in_turns = (lower_bound(work, Timing(work, table, extrapolate=True)) for table in tables)
-        row |= {"lower_bound_us": bound, "over_bound": us.median_us / bound - 1, "over_bound_in_turns": us.median_us / in_turns - 1}
+        bound = lower_bound(work, Timing(work, table, extrapolate=True))
+        row |= {"lower_bound_us": bound, "over_bound": us.median_us / bound - 1, "over_bound_in_turns": median(turn.us / turn.lower_bound_us for turn in turns) - 1}
     return row
+
+
+class AtPace(NamedTuple):
+    """A turn of a policy: an iteration's median, and what is predicted and proven at the pace of its time."""
+
+    turn: int
+    pace: float
+    us: float
+    predicted_us: float
+    lower_bound_us: float | None
+
+
+def at_their_pace(of_turn: dict[int, float], pace: dict[int, float], work, table, schedule) -> list[AtPace]:
+    """Every turn with a turn of compute before and behind it.
+
+    Raises:
+        Ended: there is none.
+    """
+    found = []
+    for turn, us in sorted(of_turn.items()):
+        factor = at_turn(pace, turn)
+        if factor is None:
+            continue
+        then = at_pace(table, factor)
+        bound = lower_bound(work, Timing(work, then, extrapolate=True)) if schedule else None
+        found.append(AtPace(turn, factor, us, simulator.simulate(work, then, schedule, extrapolate=True).step_time_us, bound))
+    if not found:
+        raise Ended("no turn has turns of compute before and behind it: more iterations or longer turns are needed")
+    return found
 
 
 def against_plan(rows: list[dict]) -> None:
@@ -217,10 +254,10 @@ def show(rates: list[dict]) -> None:
             table.add_row(f"{rate['gbit_s']:g}", policy, f"not applicable: {reason}")
     console = Console(width=190)
     console.print(table)
-    console.print("ratio: to the baseline's turns just before and behind, +- two standard errors of the median; in turns: by compute measured in turns with the runs")
+    console.print("ratio: to the baseline's turns just before and behind, +- two standard errors of the median; in turns: every turn by compute in the turns just before and behind it")
     console.print(f"bitwise: over the first {SHORT} iterations losses, gradient norms and parameters are those of the baseline, or of Megatron's own gathers at the schedule's bucket layout")
     rows = [row for rate in rates for row in rate["rows"]]
-    for name, by in (("prediction_error", "the table planned from"), ("prediction_error_in_turns", "compute measured in turns with the runs")):
+    for name, by in (("prediction_error", "the table planned from"), ("prediction_error_in_turns", "compute in the turns beside each")):
         console.print(f"predicted iteration time by {by}: at most {max(abs(row[name]) for row in rows):.1%} off")
     for rate in rates:
         console.print(f"{rate['gbit_s']:g} Gbit/s: by the table all-gathers take {rate['gathers_to_compute']:.2f} of what computing takes")

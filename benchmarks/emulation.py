@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 from emulated_nodes import Nodes
 from in_turns import Figure, Run, in_turns, over_turns
-from measuring import CORPUS, PROCESSORS_LINKS, measure_command
+from measuring import CORPUS, measure_command
 
 from megatron_ext import files
 from megatron_ext.cost import model as cost
@@ -85,9 +86,9 @@ class Emulation:
             found = compare(metrics_file.load(self._metrics(reference)), mine).differences
         return found
 
-    def train(self, kinds: dict[str, Path | None], iterations: int, turn_s: float, work, report, measure_seconds: float) -> tuple[dict[str, Trained], cost.CostTable]:
-        """Train by every schedule (None: stock) at once, in turns, and measure compute (:data:`measuring.PROCESSORS_LINKS`) in turns
-        with them; ``report(text)`` is told whose turn it is.
+    def train(self, kinds: dict[str, Path | None], iterations: int, turn_s: float, work, report, measure_seconds: float) -> tuple[dict[str, Trained], cost.CostTable, dict[int, tuple[float, float]]]:
+        """Train by every schedule (None: stock) at once, in turns, and measure compute in turns with them; ``report(text)``
+        is told whose turn it is. Returns also what was measured, and when every turn began and ended (Unix time, s).
 
         Raises:
             in_turns.Ended: a run failed.
@@ -97,22 +98,24 @@ class Emulation:
             for kind, path in kinds.items()
         }  # fmt: skip
         table = self.folder / "cost_table_in_turns.json"
-        measuring = ["benchmarks/enter_node.py", sys.executable, *self._measuring(table, work, measure_seconds, PROCESSORS_LINKS)]
+        measuring = ["benchmarks/enter_node.py", sys.executable, *self._measuring(table, work, measure_seconds, "compute")]
         compute = Run("measuring", measuring, self.world, self.folder / "measuring.log", self.environment)
         everyone = behind_every_second(list(runs.values()), compute)
-        sent, before = dict.fromkeys((run.name for run in everyone), 0), 0
+        sent, before, times, since = dict.fromkeys((run.name for run in everyone), 0), 0, {}, 0.0
 
         def begin(number: int) -> None:
-            nonlocal before
+            nonlocal before, since
             before = self.nodes.sent_when_idle() if number else before
             report(next(run for run in everyone if run.turn == number).name)
+            since = time.time()
 
         def end(number: int) -> None:
+            times[number] = (since, time.time())
             sent[next(run for run in everyone if run.turn == number).name] += self.nodes.sent_when_idle() - before
 
         before = self.nodes.sent_when_idle()
         in_turns(everyone, turn_s, between=end, report=begin)
-        return {kind: self._trained(kind, run, iterations, turn_s, sent[kind], work) for kind, run in runs.items()}, cost.load(table)
+        return {kind: self._trained(kind, run, iterations, turn_s, sent[kind], work) for kind, run in runs.items()}, cost.load(table), times
 
     def _trained(self, kind: str, run: Run, iterations: int, turn_s: float, sent_bytes: int, work) -> Trained:
         metrics, trace = files.load(self._metrics(kind), dict), MeasuredTrace(self._trace(kind), work.parallel, iterations)

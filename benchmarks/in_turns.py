@@ -180,14 +180,18 @@ def over_turns(run: Run, iteration_us: Sequence[float], figure: Sequence[float],
 def ratios_to(base: dict[int, float], other: dict[int, float]) -> list[float]:
     """By turn of ``other``: its median over that of ``base`` at the same time, which is the mean of
     base's turns just before and just behind it; a drift of the machine's pace falls out."""
-    found = []
-    for turn, value in sorted(other.items()):
-        before = max((t for t in base if t < turn), default=None)
-        behind = min((t for t in base if t > turn), default=None)
-        if before is not None and behind is not None:
-            share = (turn - before) / (behind - before)
-            found.append(value / (base[before] * (1 - share) + base[behind] * share))
-    return found
+    at_the_time = {turn: at_turn(base, turn) for turn in sorted(other)}
+    return [other[turn] / value for turn, value in at_the_time.items() if value is not None]
+
+
+def at_turn(base: dict[int, float], turn: int) -> float | None:
+    """``base``, a figure of other turns, at the time of ``turn``; None where there is none just before or just behind it."""
+    before = max((t for t in base if t < turn), default=None)
+    behind = min((t for t in base if t > turn), default=None)
+    if before is None or behind is None:
+        return None
+    share = (turn - before) / (behind - before)
+    return base[before] * (1 - share) + base[behind] * share
 
 
 class Ratio(NamedTuple):

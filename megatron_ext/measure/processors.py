@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time, sleep
+from time import perf_counter, process_time, sleep, time
 from typing import NamedTuple
 
 import msgspec
@@ -20,9 +20,9 @@ from megatron_ext.measure.operations import MatrixProduct
 
 MIN_REPEATS, MAX_REPEATS = 2, 40
 """Walks through all layers in a turn, behind one that warms up."""
-TURNS, MAX_TURNS = 4, 48
-"""Turns of one rank alone and of all at once: more where layers are short, for a processor's speed
-changes from second to second."""
+TURNS, MAX_TURNS = 4, 192
+"""Turns of one rank alone and of all at once: more where layers are short or there is much time, for a processor's
+speed changes from second to second."""
 LEAST_TURNS = 2
 """Where a walk takes seconds, for which there is no time more often."""
 
@@ -143,6 +143,7 @@ def _result(fabric: Fabric, runners: Mapping[str, Runner], alone: list, together
         "slowdown": max(slowdown, 1.0),
         "drift": max(totals) / min(totals) - 1,
         "turns": turns,
+        "pace": [(together[turn].ended_s, median(walked[turn].walk_us for walked, *_ in everyone)) for turn in range(turns)],
     }
 
 
@@ -155,19 +156,20 @@ def _model(fabric: Fabric, runners: Mapping[str, Runner]) -> dict:
 
 
 class Walked(NamedTuple):
-    """One turn of all ranks at once, as one rank saw it: a walk, the whole turn from the barrier on, and
-    the processor time of all its threads in it."""
+    """One turn of all ranks at once, as one rank saw it: a walk, the whole turn from the barrier on, the
+    processor time of all its threads in it, and when it ended, in seconds of Unix time."""
 
     walk_us: float
     whole_us: float
     processor_us: float
+    ended_s: float = 0.0
 
 
 def _together(fabric: Fabric, runners, repeats: int, warmup: int) -> Walked:
     fabric.barrier()
     start, used = perf_counter(), process_time()
     rows = measure_compute(runners, repeats, evict_bytes=fabric.options.evict_bytes, warmup=warmup)
-    return Walked(walk_us(rows, runners), (perf_counter() - start) * 1e6, (process_time() - used) * 1e6)
+    return Walked(walk_us(rows, runners), (perf_counter() - start) * 1e6, (process_time() - used) * 1e6, time())
 
 
 def kept_busy(turns_of_ranks: Sequence[Sequence[Walked]], processors: int) -> float:

@@ -101,7 +101,8 @@ def run(fabric: Fabric, report: Report) -> dict | None:
     visits = [shuffled(grid_visits, number) for number in range(PASSES)]
     pairs = contention.pairs(fabric) if "contention" in options.links else []
     contention_seconds = options.seconds * CONTENTION_SHARE if pairs else 0.0
-    compute_seconds = options.seconds * COMPUTE_SHARE if "compute" in options.links else 0.0
+    # Measured alone it has all of the time.
+    compute_seconds = options.seconds * (COMPUTE_SHARE if names or pairs else 1.0) if "compute" in options.links else 0.0
     total = sum(map(len, visits)) + len(pairs)
     done, merged, refined, short = 0, {}, set(), set()
 
@@ -144,7 +145,7 @@ def run(fabric: Fabric, report: Report) -> dict | None:
         _merge(fabric, own, merged)
         if turns is not None:
             begin = monotonic()
-            due = fabric.agree(parts_due(1.0 - (curves_end - begin) / curves_seconds))
+            due = fabric.agree(parts_due(1.0 - (curves_end - begin) / curves_seconds if curves_seconds > 0 else 1.0))
             for part in range(taken, due):
                 turns.take(part)
             curves_end, taken = curves_end + monotonic() - begin, max(taken, due)

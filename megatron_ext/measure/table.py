@@ -56,7 +56,7 @@ def assemble(options: Options, raw: dict) -> CostTable:
             software=here["software"],
             world_sizes=world_sizes,
             model=raw.get("compute", {}).get("model"),
-            source={"program": "megatron-ext measure", "options": msgspec.to_builtins(options)},
+            source={"program": "megatron-ext measure", "options": msgspec.to_builtins(options), **_pace(compute)},
             notes=(*notes(raw), *_nodes(options)),
         ),
         routes=Routes(
@@ -82,6 +82,12 @@ def assemble(options: Options, raw: dict) -> CostTable:
         topology=Topology(processors_per_node=compute.get("processors_per_node"), nodes_sharing=compute.get("nodes_sharing")),
     )
     return check(table)
+
+
+def _pace(compute: dict) -> dict:
+    """How fast all ranks at once computed, in the order of time: when a turn ended (Unix time, s) and what a walk through
+    all layers took in it (us)."""
+    return {"pace": [[round(ended_s, 2), round(us, 1)] for ended_s, us in compute["pace"]]} if compute.get("pace") else {}
 
 
 def _points(rows: list[dict], slowdown: float = 1.0) -> tuple[Point, ...]:
