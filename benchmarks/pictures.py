@@ -47,9 +47,9 @@ def emulated_cluster(result: dict):
         axis.set_title(f"{rate['gbit_s']:g} Gbit/s", fontsize=10)
     axes[0].set_ylabel("iteration, ms: median, p10 to p90")
     figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
-    options = result["options"]
+    options, narrow = result["options"], "\n" if len(result["rates"]) == 1 else " "
     figure.suptitle(
-        f"Emulated cluster, {options['nodes']} nodes x {options['per_node']} ranks, PP {options['pp']}, zero stage {options['zero_stage']}: "
+        f"Emulated cluster, {options['nodes']} nodes x {options['per_node']} ranks, PP {options['pp']}, zero stage {options['zero_stage']}:{narrow}"
         f"measured over shaped links; below the names: ratio to {result['rates'][0]['rows'][0]['baseline']}", fontsize=9,
     )  # fmt: skip
     return figure
