@@ -31,7 +31,8 @@ def spread_ms(summaries: list[dict]) -> tuple[list[float], list[list[float]]]:
 
 
 def emulated_cluster(result: dict):
-    """Bars by policy, one picture a rate: measured, what of it is exposed, predicted, and the proven bound."""
+    """Bars by policy, one picture a rate: measured, what of it is exposed, predicted, and the proven bound; the last two by the
+    cost table, in whose minutes the machine may have had another pace, and by compute in turns with the runs."""
     figure, axes = figure_of(4.2 * len(result["rates"]) + 1, 4.2, 1, len(result["rates"]))
     for axis, rate in zip(axes, result["rates"]):
         rows = rate["rows"]
@@ -39,14 +40,18 @@ def emulated_cluster(result: dict):
         colours = [OURS if row["policy"].startswith("hybrid") else OTHER for row in rows]
         axis.bar(places, medians, color=colours, yerr=distances, error_kw={"elinewidth": 1, "ecolor": "#444444"})
         axis.bar(places, [row["exposed_us"]["median_us"] / 1e3 for row in rows], width=0.4, color=BAD, label="exposed: waits for parameters")
-        axis.plot(places, [row["predicted_us"] / 1e3 for row in rows], "kx", label="predicted")
+        axis.plot(places, [row["predicted_us"] / 1e3 for row in rows], "kx", label="predicted by the table")
+        axis.plot(places, [median * (1 + row["prediction_error_in_turns"]) for row, median in zip(rows, medians)], "k+", markersize=9, label="predicted by compute in turns")
         bounds = [row["lower_bound_us"] / 1e3 for row in rows if row.get("lower_bound_us")]
         if bounds:
-            axis.axhline(max(bounds), color="black", linestyle=":", linewidth=1, label="proven lower bound")
+            axis.axhline(max(bounds), color="black", linestyle=":", linewidth=1, label="lower bound by the table")
+        proven = [(place, median / (1 + row["over_bound_in_turns"])) for place, row, median in zip(places, rows, medians) if "over_bound_in_turns" in row]
+        if proven:
+            axis.plot(*zip(*proven), "k_", markersize=22, label="lower bound by compute in turns")
         axis.set_xticks(places, [f"{row['policy']}\n{row['ratio']:.3f}" for row in rows], fontsize=7)
         axis.set_title(f"{rate['gbit_s']:g} Gbit/s", fontsize=10)
     axes[0].set_ylabel("iteration, ms: median, p10 to p90")
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=min(len(axes) + 1, 3))
     options, narrow = result["options"], "\n" if len(result["rates"]) == 1 else " "
     figure.suptitle(
         f"Emulated cluster, {options['nodes']} nodes x {options['per_node']} ranks, PP {options['pp']}, zero stage {options['zero_stage']}:{narrow}"
