@@ -217,8 +217,9 @@ PICTURES = {
 }  # fmt: skip
 
 
-def draw(path: Path) -> Path | None:
+def draw(path: str | Path) -> Path | None:
     """Draw the picture of the result at ``path`` beside it; None where its kind has none."""
+    path = Path(path)
     name = next((name for name in PICTURES if path.stem.startswith(name)), None)
     if name is None:
         return None
