@@ -7,7 +7,7 @@ compute was measured and what a walk through all layers took then (``metadata.so
 from collections.abc import Mapping
 from statistics import median
 
-import msgspec
+from msgspec.structs import replace
 
 from megatron_ext.cost.model import CostTable, Curve
 
@@ -36,15 +36,16 @@ def at_pace(table: CostTable, factor: float) -> CostTable:
     """``table`` with all that processors do taking ``factor`` times as long: compute, the optimizer, and what
     transports take of processors. Links are as they are."""
 
-    def points(curve: Curve | None, *names: str) -> Curve | None:
-        if curve is None:
-            return None
-        slower = lambda rows: tuple(msgspec.structs.replace(row, **{name: getattr(row, name) * factor for name in names if getattr(row, name) is not None}) for row in rows)  # noqa: E731
-        return msgspec.structs.replace(curve, points=slower(curve.points), algorithms={name: slower(rows) for name, rows in curve.algorithms.items()})
+    def slower(rows, *names: str) -> tuple:
+        return tuple(replace(row, **{name: getattr(row, name) * factor for name in names if getattr(row, name) is not None}) for row in rows)
 
-    used = lambda holder, *names: msgspec.structs.replace(holder, **{name: points(getattr(holder, name), "processor_us") for name in names})  # noqa: E731
-    compute = [msgspec.structs.replace(row, forward_us=row.forward_us * factor, backward_us=row.backward_us * factor) for row in table.compute]
-    return msgspec.structs.replace(
-        table, compute=tuple(compute), optimizer=points(table.optimizer, "p50_us"), reduce=points(table.reduce, "processor_us"),
-        routes=used(table.routes, "gpu", "cpu", "nvme"), publish=used(table.publish, "cpu", "nvme", "internode"),
-    )  # fmt: skip
+    def curve(given: Curve, *names: str) -> Curve:
+        return replace(given, points=slower(given.points, *names), algorithms={name: slower(rows, *names) for name, rows in given.algorithms.items()})
+
+    def transports(holder):
+        curves = {name: value for name in holder.__struct_fields__ if isinstance(value := getattr(holder, name), Curve)}
+        return replace(holder, **{name: curve(value, "processor_us") for name, value in curves.items()})
+
+    optimizer = None if table.optimizer is None else curve(table.optimizer, "p50_us")
+    compute = slower(table.compute, "forward_us", "backward_us")
+    return replace(transports(table), compute=compute, optimizer=optimizer, routes=transports(table.routes), publish=transports(table.publish))

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from planning_cases import random_case
 
+from megatron_ext.cost.model import Curve, Point, Publish, Routes
 from megatron_ext.simulator import simulate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -36,11 +37,17 @@ def test_what_processors_do_takes_longer_and_links_do_not():
     assert [row.forward_us for row in slow.compute] == [2 * row.forward_us for row in TABLE.compute]
     assert [row.backward_us for row in slow.compute] == [2 * row.backward_us for row in TABLE.compute]
     assert [point.p50_us for point in slow.routes.gpu.points] == [point.p50_us for point in TABLE.routes.gpu.points]
-    with_use = msgspec.structs.replace(
-        TABLE, routes=msgspec.structs.replace(TABLE.routes, gpu=msgspec.structs.replace(TABLE.routes.gpu, points=tuple(msgspec.structs.replace(p, processor_us=3.0) for p in TABLE.routes.gpu.points)))
-    )
-    assert {point.processor_us for point in at_pace(with_use, 2.0).routes.gpu.points} == {6.0}
     assert at_pace(TABLE, 1.0) == TABLE
+
+
+def test_what_every_transport_takes_of_processors_takes_longer():
+    used = Curve(points=(Point(size_bytes=8, p50_us=5.0, processor_us=3.0),), algorithms={"tree": (Point(size_bytes=8, p50_us=6.0, processor_us=4.0),)})
+    routes, publish = Routes(gpu=used, cpu=used, nvme=used), Publish(cpu=used, nvme=used, internode=used)
+    slow = at_pace(msgspec.structs.replace(TABLE, routes=routes, publish=publish, reduce=used, p2p=used, optimizer=used), 2.0)
+    for curve in (slow.routes.gpu, slow.routes.cpu, slow.routes.nvme, slow.publish.cpu, slow.publish.nvme, slow.publish.internode, slow.reduce, slow.p2p):
+        assert curve.points == (Point(size_bytes=8, p50_us=5.0, processor_us=6.0),)
+        assert curve.algorithms["tree"] == (Point(size_bytes=8, p50_us=6.0, processor_us=8.0),)
+    assert slow.optimizer.points[0].p50_us == 10.0
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -35,7 +35,8 @@ CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.25, 0.25, 0.1
 """Shares of the time; the curves have the rest. Of an iteration, compute is most, and processors that are
 shared change their speed for seconds."""
 
-QUIET_SHARE = 0.02
+QUIET_SHARE = 0.05
+"""Of the time, beside it, in which the processors are watched while no rank does anything."""
 
 SMALL_BYTES = 4096
 """Below this there is only the least size."""

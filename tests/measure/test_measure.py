@@ -15,6 +15,7 @@ from megatron_ext.cost import model
 from megatron_ext.cost.predict import Costs
 from megatron_ext.errors import InputError
 from megatron_ext.measure import Options, launch, measure
+from megatron_ext.measure.processors import TURNS
 from megatron_ext.measure.program import PASSES
 from megatron_ext.measure.sampling import MAX_ROUNDS
 
@@ -68,6 +69,12 @@ def test_layers_and_processors(run):
     # Not the speed of either, but 64 times the arithmetic must show.
     assert wide.forward_us + wide.backward_us > narrow.forward_us + narrow.backward_us
     assert 0 < run.topology.processors_per_node <= 4
+
+
+def test_a_table_says_when_compute_was_measured_and_how_fast_it_was(run):
+    times, us = zip(*run.metadata.source["pace"])
+    assert list(times) == sorted(times) and time.time() - 3600 < times[0] <= times[-1] <= time.time()
+    assert len(us) >= TURNS and min(us) > 0
 
 
 def test_contention_is_measured_both_ways_or_said_not_to_be(run):

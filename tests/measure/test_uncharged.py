@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ext.measure import uncharged
-from megatron_ext.measure.sampling import Samples
+from megatron_ext.measure import program, uncharged
+from megatron_ext.measure.sampling import Samples, sample
 from megatron_ext.measure.uncharged import Spent, Uncharged, idle_us, per_byte
 
 STAT = """cpu  900 0 900 9000 90 0 9 9 0 0
@@ -64,7 +64,6 @@ def _moved(seconds: float, action) -> Samples:
     return samples
 
 
-@pytest.mark.skipif(not uncharged.STAT.exists(), reason="no /proc/stat")
 def test_work_of_others_during_a_visit_is_found_and_own_work_is_not(monkeypatch):
     """Another process stands for the kernel; real processors, real /proc/stat."""
     processor = {min(os.sched_getaffinity(0))}
@@ -86,6 +85,20 @@ def test_work_of_others_during_a_visit_is_found_and_own_work_is_not(monkeypatch)
         assert Uncharged(_fabric(monkeypatch), 0.0).us_per_byte("kernel") == {}
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_it_is_what_a_curve_holds_beside_what_ranks_were_charged_with():
+    passes = {(name, 1000): [([(5.0,)], [1.0], [2.0])] for name in ("gpu", "cpu")}
+    curves = program._curves(passes, set(), {"gpu": 0.01})
+    assert curves["gpu"][0]["processor_us"] == pytest.approx(12.0) and curves["cpu"][0]["processor_us"] == 2.0
+
+
+def test_transfers_that_warm_up_count_as_bytes(monkeypatch):
+    """Their packets are in what the processors did."""
+    seen = []
+    operation = SimpleNamespace(messages=2, computes=False, issue=lambda size, turn: seen.append(size) or SimpleNamespace(wait=lambda: None))
+    samples = sample(_fabric(monkeypatch), operation, 1000, 0.01, max_rounds=5)
+    assert samples.transfers == 2 * len(seen) and len(samples.us) == len(seen) - 2
 
 
 def test_copies_and_devices_are_not_watched(monkeypatch):

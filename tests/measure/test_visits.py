@@ -30,8 +30,32 @@ def visits(monkeypatch):
     monkeypatch.setattr(program.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(0, own))
     monkeypatch.setattr(program, "MAX_PASSES", program.PASSES)
     options = Options(data_parallel_size=1, sizes=(8192, 65536), links=("cpu", "gpu"))
-    fabric = SimpleNamespace(options=options, rank=0, world_size=1, pipe=None, agree=lambda value: value, barrier=lambda: None, torch_device=torch.device("cpu"))
-    return SimpleNamespace(seen=seen, raw=program.run(fabric, lambda *_: None))
+    return SimpleNamespace(seen=seen, raw=program.run(fabric_of(options), lambda *_: None))
+
+
+def fabric_of(options):
+    return SimpleNamespace(options=options, rank=0, world_size=1, pipe=None, agree=lambda value: value, barrier=lambda: None, torch_device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("links", "share"), [(("compute",), 1.0), (("compute", "cpu"), program.COMPUTE_SHARE)])
+def test_compute_asked_for_alone_has_all_of_the_time(visits, monkeypatch, links, share):
+    given, taken = [], []
+
+    class Turns:
+        def __init__(self, fabric, runners, seconds, parts, report):
+            given.append(seconds)
+
+        def take(self, part):
+            taken.append(part)
+
+        def result(self):
+            return {}
+
+    monkeypatch.setattr(program.processors, "Turns", Turns)
+    monkeypatch.setattr(program.processors, "runners_of", lambda fabric: {})
+    options = Options(data_parallel_size=1, sizes=(8192,), seconds=10, links=links)
+    program.run(fabric_of(options), lambda *_: None)
+    assert given == [pytest.approx(10 * share)] and taken == list(range(program.PASSES))
 
 
 def test_short_host_copies_are_visited_more_often_for_as_many_rounds(visits):
