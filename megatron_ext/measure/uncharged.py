@@ -26,7 +26,8 @@ STAT = Path("/proc/stat")
 NETWORKED = {"gpu", "hierarchical", "internode", "reduce", "p2p"}
 """Curves whose bytes go through sockets between processes; copies are done by the rank that is charged with them."""
 
-QUIET_SECONDS = 2.0
+QUIET_SECONDS = (0.2, 2.0)
+"""How long to look at processors that have nothing to do: within less, steps of 10 ms tell nothing."""
 
 
 class Spent(NamedTuple):
@@ -53,7 +54,7 @@ class Uncharged:
     """Watches the visits of every curve on this rank. ``active`` where ranks compute on processors and the kernel tells.
 
     Args:
-        seconds: how long to look at the processors while no rank does anything, at most :data:`QUIET_SECONDS`.
+        seconds: how long to look at the processors while no rank does anything, within :data:`QUIET_SECONDS`.
     """
 
     def __init__(self, fabric: Fabric, seconds: float):
@@ -65,7 +66,8 @@ class Uncharged:
         if self.active:
             fabric.barrier()
             before = self._now()
-            sleep(min(QUIET_SECONDS, seconds))
+            shortest, longest = QUIET_SECONDS
+            sleep(min(max(seconds, shortest), longest))
             self._quiet = self._since(before)
             fabric.barrier()
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ cpu12 300 0 50 4000 9 0 3 6 0 0
 intr 1 2 3
 """
 SECOND = 1e6
+TICK_US = 1e6 / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.parametrize(("processors", "ticks"), [({0}, 1007), ({0, 1}, 3018), ({12}, 4015), ({2}, 0)])
@@ -56,6 +58,12 @@ def _fabric(monkeypatch, device="cpu"):
     return SimpleNamespace(rank=0, world_size=1, torch_device=torch.device(device), agree=lambda value: value, barrier=lambda: None)
 
 
+def _at_rest(watch: Uncharged) -> Uncharged:
+    """As on processors that had nothing to do before: what they have is not for a test to say."""
+    watch._quiet = Spent(SECOND, 0.0, 0.0)
+    return watch
+
+
 def _moved(seconds: float, action) -> Samples:
     end, samples = time.monotonic() + seconds, Samples()
     while time.monotonic() < end:
@@ -64,24 +72,38 @@ def _moved(seconds: float, action) -> Samples:
     return samples
 
 
+def _charged_us(pid: int) -> float:
+    """What the scheduler charged a process with, schedstat in proc(5): microseconds."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e3
+
+
 def test_work_of_others_during_a_visit_is_found_and_own_work_is_not(monkeypatch):
-    """Another process stands for the kernel; real processors, real /proc/stat."""
+    """Another process stands for the kernel; real processors, real /proc/stat.
+
+    It is held to what that process was charged with, and to all that the processor had beside it: how much of a
+    second a process gets is for the machine to say.
+    """
     processor = {min(os.sched_getaffinity(0))}
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, processor)
     try:
-        watch = Uncharged(_fabric(monkeypatch), 0.0)
-        other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        try:
-            watch.watch("gpu", 1000, lambda: _moved(1.0, lambda: time.sleep(0.01)))
-        finally:
-            other.kill()
-            other.wait()
+        watch = _at_rest(Uncharged(_fabric(monkeypatch), 0.0))
+        with subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE) as other:
+            try:
+                other.stdout.readline()
+                charged_us, began = _charged_us(other.pid), time.monotonic()
+                watch.watch("gpu", 1000, lambda: _moved(1.0, lambda: time.sleep(0.01)))
+                charged_us, had_us = _charged_us(other.pid) - charged_us, (time.monotonic() - began) * 1e6
+            finally:
+                other.kill()
         found = watch.us_per_byte("kernel")["gpu"] * 10_000
-        assert 0.5 * SECOND < found < 1.1 * SECOND
-        own = Uncharged(_fabric(monkeypatch), 0.0)
+        assert 0.7 * charged_us < found < had_us + TICK_US
+        own = _at_rest(Uncharged(_fabric(monkeypatch), 0.0))
+        began_us, began = time.process_time() * 1e6, time.monotonic()
         own.watch("gpu", 1000, lambda: _moved(1.0, lambda: None))
-        assert own.us_per_byte("kernel")["gpu"] * 10_000 < 0.8 * found
+        spent_us, had_us = time.process_time() * 1e6 - began_us, (time.monotonic() - began) * 1e6
+        assert own.us_per_byte("kernel")["gpu"] * 10_000 < had_us - spent_us + 2 * TICK_US
+        assert spent_us > 10 * TICK_US, "too little for the line above to tell own work from that of others"
         assert Uncharged(_fabric(monkeypatch), 0.0).us_per_byte("kernel") == {}
     finally:
         os.sched_setaffinity(0, before)
@@ -108,3 +130,8 @@ def test_copies_and_devices_are_not_watched(monkeypatch):
     on_device = Uncharged(_fabric(monkeypatch, "cuda"), 0.0)
     on_device.watch("gpu", 1000, Samples)
     assert not on_device.active and on_device.us_per_byte("kernel") == {}
+
+
+def test_processors_are_watched_at_rest_for_long_enough_to_tell(monkeypatch):
+    """Idle time comes in steps: over no time at all, one step would be everything."""
+    assert Uncharged(_fabric(monkeypatch), 0.0)._quiet.wall_us > 15 * TICK_US
