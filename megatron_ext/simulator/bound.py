@@ -6,7 +6,7 @@ The bound is the largest of these, and each drops constraints only:
 * Pipeline: the longest path through all steps and messages as if parameters were always
   there, nothing disturbed anything, and every rank had a processor of its own.
 * Room: with zero stage 3, whatever does not fit beside a layer cannot come before that layer
-  has computed; so much must come between it and the next layer, with compute idle.
+  has computed, see :mod:`megatron_ext.simulator.room`.
 * Processors and gradients: see :mod:`megatron_ext.simulator.last_backward` and
   :mod:`megatron_ext.simulator.processor_work`.
 * Links: before a layer first computes, the least bytes that must have come by then
@@ -28,10 +28,11 @@ from itertools import accumulate, combinations
 
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.errors import InputError
-from megatron_ext.simulator.critical import Durations, alone, earliest_ends, tails
+from megatron_ext.simulator.critical import alone, earliest_ends, tails
 from megatron_ext.simulator.last_backward import last_backwards, least_tail_us, processor_bound, rest_us
-from megatron_ext.simulator.least_loads import layer_bytes, least_loads
+from megatron_ext.simulator.least_loads import least_loads
 from megatron_ext.simulator.processor_work import largest_group, plannable, replicas, total_us
+from megatron_ext.simulator.room import with_room
 from megatron_ext.simulator.timing import COMPUTE, CPU, GPU, NVME, PUBLISH, Timing
 from megatron_ext.workload.model import Workload
 from megatron_ext.workload.order import steps_of_ranks
@@ -49,7 +50,7 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
     parallel = workload.parallel
     links_of = [Links(workload, timing, rank) for rank in range(parallel.pp)]
     alone_us = alone(workload, timing).steps
-    least = with_gaps(workload, timing, links_of)
+    least = with_room(workload, timing, [links.least_us if links.routes else None for links in links_of])
     ends = earliest_ends(workload, timing, least)
     last = last_backwards(workload, timing)
     optimizer = max(timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(r))) for r in range(parallel.pp))
@@ -81,43 +82,6 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
         head = ends[rank][0] - least.steps[rank][steps[rank][0].stage // parallel.pp][0]
         bound = max(bound, head + links.least_work_us(compute, needs[-1].loaded, head) + reducing[rank])
     return bound + optimizer
-
-
-def with_gaps(workload: Workload, timing: Timing, links_of: list["Links"]) -> Durations:
-    """Compute, and between adjacent layers the time in which what cannot fit beside both must come."""
-    least = alone(workload, timing)
-    limit = workload.limits.device_bytes
-    if workload.zero_stage == 1 or limit is None:
-        return least
-    pp = workload.parallel.pp
-    steps, gaps = [], []
-    for rank, order in enumerate(steps_of_ranks(workload.parallel)):
-        sizes = [layer_bytes(chunk) for chunk in workload.chunks_of_rank(rank)]
-        gap = _gap_rule(links_of[rank], limit)
-        inside = [sum(gap(a, b) for a, b in zip(row, row[1:])) for row in sizes]
-        steps.append([(f + extra, b + extra) for (f, b), extra in zip(least.steps[rank], inside)])
-        mine = [0.0]
-        for one, two in zip(order, order[1:]):
-            first, second = sizes[one.stage // pp], sizes[two.stage // pp]
-            left = (one.stage, len(first) - 1 if one.kind == "F" else 0)
-            right = (two.stage, 0 if two.kind == "F" else len(second) - 1)
-            mine.append(0.0 if left == right else gap(first[left[1]], second[right[1]]))
-        gaps.append(mine)
-    return Durations(steps, gaps)
-
-
-def _gap_rule(links: "Links", limit: int):
-    known: dict[int, float] = {}
-
-    def gap(before: int, after: int) -> float:
-        size = before + after - limit
-        if not before or not after or size <= 0 or not links.routes:
-            return 0.0
-        if size not in known:
-            known[size] = links.least_us(size)
-        return known[size]
-
-    return gap
 
 
 class Links:

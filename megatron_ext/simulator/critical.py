@@ -9,10 +9,12 @@ from megatron_ext.workload.order import steps_of_ranks
 
 class Durations(NamedTuple):
     """``steps[rank][chunk]``: (forward, backward) at least; ``gaps[rank][i]``: what must pass
-    between steps ``i - 1`` and ``i`` of a rank."""
+    between steps ``i - 1`` and ``i`` of a rank; ``spans[rank]``: ``(i, j, us)``, no less passes from the begin of
+    step ``i`` of a rank to the end of its later step ``j``."""
 
     steps: list[list[tuple[float, float]]]
     gaps: list[list[float]]
+    spans: list[list[tuple[int, int, float]]] = []
 
 
 def alone(workload: Workload, timing: Timing) -> Durations:
@@ -21,11 +23,16 @@ def alone(workload: Workload, timing: Timing) -> Durations:
     return Durations(steps, [[0.0] * len(order) for order in steps_of_ranks(workload.parallel)])
 
 
-def _sweep(workload: Workload, timing: Timing, times, gaps, orders, source_of) -> list[list[float]]:
+def _sweep(workload: Workload, timing: Timing, times, gaps, spans, orders, source_of) -> list[list[float]]:
     """Longest path to the end of every step, each rank's steps taken in the order of ``orders``."""
     pp = workload.parallel.pp
     last = pp * workload.parallel.vp - 1
     ends: list[list[float]] = [[] for _ in range(pp)]
+    begins: list[list[float]] = [[] for _ in range(pp)]
+    until: list[dict[int, list[tuple[int, float]]]] = [{} for _ in range(pp)]
+    for rank, mine in enumerate(spans):
+        for first, last_of, us in mine:
+            until[rank].setdefault(last_of, []).append((first, us))
     done: dict[tuple, float] = {}
     waiting: dict[tuple, int] = {}
     ready = list(range(pp))
@@ -45,6 +52,8 @@ def _sweep(workload: Workload, timing: Timing, times, gaps, orders, source_of) -
                     break
                 begin = max(begin, arrival + (timing.p2p_us if source % pp != rank else 0.0))
             end = begin + times[rank][stage // pp][kind == "B"]
+            end = max([end, *(begins[rank][first] + us for first, us in until[rank].get(len(mine), ()))])
+            begins[rank].append(begin)
             mine.append(end)
             key = (stage, kind, microbatch)
             done[key] = end
@@ -57,12 +66,13 @@ def earliest_ends(workload: Workload, timing: Timing, least: Durations) -> list[
     """By rank and step index: the earliest end if no gather held a step up but as ``least`` says."""
     orders = steps_of_ranks(workload.parallel)
     forward = lambda stage, kind: stage - 1 if kind == "F" else stage + 1  # noqa: E731
-    return _sweep(workload, timing, least.steps, least.gaps, orders, forward)
+    return _sweep(workload, timing, least.steps, least.gaps, least.spans, orders, forward)
 
 
 def tails(workload: Workload, timing: Timing, least: Durations) -> list[list[float]]:
     """By rank and step index: the least time from the begin of a step to the end of all steps."""
     orders = [steps[::-1] for steps in steps_of_ranks(workload.parallel)]
     gaps = [[0.0, *mine[:0:-1]] for mine in least.gaps]
+    spans = [[(len(steps) - 1 - last, len(steps) - 1 - first, us) for first, last, us in mine] for steps, mine in zip(orders, least.spans)]
     backward = lambda stage, kind: stage + 1 if kind == "F" else stage - 1  # noqa: E731
-    return [mine[::-1] for mine in _sweep(workload, timing, least.steps, gaps, orders, backward)]
+    return [mine[::-1] for mine in _sweep(workload, timing, least.steps, gaps, spans, orders, backward)]

@@ -1,8 +1,8 @@
 """The least bytes that any schedule must bring onto a device, at every moment of an iteration."""
 
-from math import inf
 from typing import NamedTuple
 
+from megatron_ext.simulator.farthest import missing_bytes
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Chunk, Workload
 from megatron_ext.workload.order import steps_of_ranks
@@ -27,12 +27,9 @@ def layer_bytes(chunk: Chunk) -> list[int]:
 
 
 def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
-    """Moments at which a rank must have brought more bytes than before.
+    """Moments at which a rank must have brought more bytes than before, with room for ``limits.device_bytes``.
 
-    Every byte is its own page of a cache of ``limits.device_bytes``; a layer asks for all its
-    bytes. Freeing what is needed farthest in the future brings the fewest (Belady 1966), for
-    every beginning of the sequence of requests at once. Real schedules move groups, which can
-    only bring more. Zero stage 1 brings everything once.
+    Zero stage 1 brings everything once.
     """
     pp = workload.parallel.pp
     limit = workload.limits.device_bytes if workload.zero_stage == 3 else None
@@ -40,38 +37,18 @@ def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
     steps = steps_of_ranks(workload.parallel)[pp_rank]
     if limit is None or sum(map(sum, sizes)) <= limit:
         return _once(steps, sizes, timing, pp_rank, pp)
-    requests, turns = [], {}
+    requests = []
     for index, step in enumerate(steps):
         chunk = step.stage // pp
         layers = range(len(sizes[chunk]))
-        for layer in layers if step.kind == "F" else reversed(layers):
-            if sizes[chunk][layer]:
-                turns.setdefault((chunk, layer), []).append(len(requests))
-                requests.append((index, step.kind, chunk, layer))
-    for positions in turns.values():
-        positions.reverse()
-    held: dict[tuple[int, int], int] = {}
-    free, loaded, fresh = limit, 0, 0
-    needs, seen = [], set()
-    for index, kind, chunk, layer in requests:
-        page = (chunk, layer)
-        turns[page].pop()
-        missing = sizes[chunk][layer] - held.get(page, 0)
+        requests += [(index, step.kind, chunk, layer) for layer in (layers if step.kind == "F" else reversed(layers)) if sizes[chunk][layer]]
+    loaded, fresh, needs, seen = 0, 0, [], set()
+    for (index, kind, chunk, layer), missing in zip(requests, missing_bytes([((c, l), sizes[c][l]) for _, _, c, l in requests], limit)):
         if not missing:
             continue
-        if page not in seen:
-            seen.add(page)
+        if (chunk, layer) not in seen:
+            seen.add((chunk, layer))
             fresh += missing
-        held[page] = sizes[chunk][layer]
-        free -= missing
-        while free < 0:
-            victim = max((p for p in held if p != page), key=lambda p: turns[p][-1] if turns[p] else inf)
-            taken = min(held[victim], -free)
-            free += taken
-            if taken == held[victim]:
-                del held[victim]
-            else:
-                held[victim] -= taken
         loaded += missing
         needs.append(Need(index, _rest(timing, pp_rank, chunk, layer, kind), loaded, fresh))
     return needs
