@@ -13,7 +13,8 @@ the last visit of the iteration. So each rank walks its turns with an estimate o
   Looking further ahead hides more, but frees groups earlier; the best horizon is found by
   simulation.
 * Each gather goes by the link on which it would arrive first, counting what is queued there,
-  what the links lose beside each other, and when the group is published.
+  what the links lose beside each other, and when the group is published. Behind a block's last
+  backward its gradients are reduced on the communicator of the all-gathers, which queue behind.
 
 With zero stage 1 there is room for everything and nothing is freed: all groups are brought
 in the order of their first turns, which has the least lateness on each link (earliest
@@ -35,7 +36,7 @@ from megatron_ext.workload.order import steps_of_ranks
 
 
 class Plan(NamedTuple):
-    """Unshards and reshards by rank, and the estimated end of the last step."""
+    """Unshards and reshards by rank, and the estimated end of the last step and of reducing."""
 
     placed: list[list[Placed]]
     freed: list[list[Freed]]
@@ -78,6 +79,7 @@ class RankWalk:
             self.ideal.append(self.ideal[-1] + point.us)
         self.front = 0  # every turn before this one has its block whole or on its way
         self.link_free = dict.fromkeys(choices.routes, 0.0)
+        self.reduced = 0.0  # when what was issued to be reduced is
         self.published: dict[int, float] = {}
         self.publish_free = 0.0
         self.staged: dict[int, list[int]] = {}  # step -> groups staged in there, by slot
@@ -116,7 +118,15 @@ class RankWalk:
                 self.now = max([self.now, *(self.arrives[group] for group in groups)])
             self.now += point.us
             self.number += 1
+            if block >= 0 and not self.turns[block]:
+                self._reduce(groups)
         return self.now
+
+    def _reduce(self, groups: tuple[int, ...]) -> None:
+        """Reduce the gradients of ``groups``, behind what was issued before."""
+        us = sum(self.timing.reduce_us(self.blocks.groups[group].bytes) for group in groups)
+        if us:
+            self.reduced = max(self.now, self.reduced, self.link_free.get("gpu", 0.0)) + us
 
     def _look_ahead(self, number: int) -> None:
         """Bring blocks of turns to come, as far as horizon and room allow."""
@@ -222,6 +232,8 @@ class RankWalk:
             elif route == "nvme" and not self._has_slot(group, issue):
                 continue
             begin = max(ready, self.link_free[route])
+            if route == "gpu" and self.blocks.groups[group].algorithm is None:
+                begin = max(begin, self.reduced)
             us, delay = self._beside(route, size, begin, self.timing.unshard_us(route, size, self.blocks.groups[group].algorithm))
             found = route, begin + us, delay
             if route == forced:
@@ -285,4 +297,4 @@ def walk(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices) -
             position[rank] += 1
             if step in waiting:
                 ready.append(waiting.pop(step))
-    return Plan([one.placed for one in walks], [one.freed for one in walks], max(one.now for one in walks))
+    return Plan([one.placed for one in walks], [one.freed for one in walks], max(max(one.now, one.reduced) for one in walks))

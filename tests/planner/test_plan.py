@@ -1,15 +1,18 @@
 """What hybrid promises: valid, never worse than a baseline, honest about small gains, in the limits."""
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from megatron_ext.cost import model as cost
 from megatron_ext.errors import InputError
 from megatron_ext.planner import plan, verdict
+from megatron_ext.planner.search import search
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import validate
-from planning_cases import make_table, make_workload, uneven_case
+from megatron_ext.simulator.bound import lower_bound
+from megatron_ext.simulator.timing import Timing
+from planning_cases import line, make_table, make_workload, uneven_case
 
 WORKLOADS = {
     "interleaved": dict(),
@@ -81,7 +84,7 @@ def two_algorithms(table: cost.CostTable, factor: float) -> cost.CostTable:
     """``table`` with hierarchical all-gathers that take ``factor`` of the flat ones' time."""
     gpu = table.routes.gpu
     points = tuple(cost.Point(size_bytes=p.size_bytes, p50_us=p.p50_us * factor) for p in gpu.points)
-    return msgspec.structs.replace(table, routes=cost.Routes(gpu=cost.Curve(points=gpu.points, algorithms={"hierarchical": points})))
+    return replace(table, routes=cost.Routes(gpu=cost.Curve(points=gpu.points, algorithms={"hierarchical": points})))
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -104,8 +107,8 @@ def test_algorithms_may_be_measured_for_other_sizes():
     work = make_workload(dp=4, gpus_per_node=2)
     table = two_algorithms(make_table(work, cpu=None), 2.0)
     longer = table.routes.gpu
-    longer = msgspec.structs.replace(longer, points=tuple(p for p in longer.points if p.size_bytes <= 1 << 16))
-    planned = plan(work, msgspec.structs.replace(table, routes=cost.Routes(gpu=longer)))
+    longer = replace(longer, points=tuple(p for p in longer.points if p.size_bytes <= 1 << 16))
+    planned = plan(work, replace(table, routes=cost.Routes(gpu=longer)))
     assert {group.algorithm for group in planned.groups if group.bytes > 1 << 17} <= {"hierarchical"}
 
 
@@ -115,12 +118,12 @@ def test_a_verdict_counts_how_uncertain_two_legs_are():
     table = two_algorithms(make_table(work, cpu=None, gpu=(20.0, 20.0)), 0.95)
 
     def rough(points, spread: float):
-        return tuple(msgspec.structs.replace(p, p95_us=p.p50_us * (1 + spread), samples=3) for p in points)
+        return tuple(replace(p, p95_us=p.p50_us * (1 + spread), samples=3) for p in points)
 
     def judged(spread: float):
         gpu = table.routes.gpu
         curve = cost.Curve(points=rough(gpu.points, spread), algorithms={"hierarchical": rough(gpu.algorithms["hierarchical"], spread)})
-        given = msgspec.structs.replace(table, routes=cost.Routes(gpu=curve))
+        given = replace(table, routes=cost.Routes(gpu=curve))
         return verdict(work, given, plan(work, given)).figures
 
     sure, unsure = judged(1e-6), judged(0.5)
@@ -135,6 +138,22 @@ def test_without_a_hierarchy_of_nodes_there_are_no_hierarchical_gathers(gpus_per
     assert {group.algorithm for group in planned.groups} == {None} and "hierarchical" not in planned.predicted.baselines_us
     with pytest.raises(InputError, match="spans nodes with several ranks on each"):
         plan(work, two_algorithms(make_table(work, cpu=None), 0.5), policy="hierarchical")
-    asked = msgspec.structs.replace(planned, groups=tuple(msgspec.structs.replace(g, algorithm="hierarchical") for g in planned.groups))
+    asked = replace(planned, groups=tuple(replace(g, algorithm="hierarchical") for g in planned.groups))
     with pytest.raises(InputError, match=r"groups\[0\].algorithm = 'hierarchical': needs data-parallel groups that span nodes"):
         validate(asked)
+
+
+def test_gathers_keep_out_of_the_way_of_gradients_that_are_reduced():
+    """All-gathers queue behind reduces, on one communicator: both links before the last backward, the host's copies in it."""
+    shape = dict(pp=2, vp=1, microbatches=4, order="1f1b", layers=6, zero_stage=3)
+    layer = make_workload(**shape).chunks[0].bytes // 6
+    work = make_workload(**shape, device_bytes=3 * layer + 4096)
+    table = make_table(work, gpu=(1.0, layer / 300.0), cpu=(1.0, layer / 300.0), publish=(0.1, 1e9), forward=600.0, backward=900.0)
+    table = cost.check(replace(table, reduce=line(1.0, layer / 900.0)))
+    found, found_us = search(work, Timing(work, table), ("gpu", "cpu"))
+    for rank in found.ranks:
+        *before, last = [[action.route for action in entry.unshard] for entry in rank.steps if entry.unshard]
+        assert {route for routes in before for route in routes} == {"gpu", "cpu"}
+        assert 2 * last.count("gpu") < last.count("cpu"), "some may be on their way before the first reduce"
+    assert found_us < 0.85 * search(work, Timing(work, table), ("cpu",))[1]
+    assert found_us < 1.1 * lower_bound(work, Timing(work, table))
