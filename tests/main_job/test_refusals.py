@@ -110,14 +110,23 @@ def edit_order_of_steps(schedule):
 EDITS = [edit_unknown_field, edit_missing_parameter, edit_parameter_in_two_groups, edit_need_by_before_unshard, edit_version, edit_order_of_steps]
 
 
+@pytest.fixture(scope="module")
+def planned_for_two(megatron_tree, tmp_path_factory):
+    """Options for one replica, so for two processes, and a schedule for them as JSON."""
+    folder = tmp_path_factory.mktemp("planned_for_two")
+    options = [*SMALL, *PP2_VP2_DP2[:-1], "1"]
+    make_schedule(folder / "schedule.json", describe(folder / "workload.json", options))
+    return options, json.loads((folder / "schedule.json").read_text())
+
+
 @pytest.mark.parametrize("edit", EDITS)
-def test_edited_schedule(edit, planned, corpus_prefix, tmp_path):
-    _, schedule = planned
+def test_edited_schedule(edit, planned_for_two, corpus_prefix, tmp_path):
+    options, schedule = planned_for_two
     edited = json.loads(json.dumps(schedule))
     words = edit(edited)
     path = tmp_path / "edited.json"
     path.write_text(json.dumps(edited))
-    refused(train(path, corpus_prefix), "edited.json", *words)
+    refused(train(path, corpus_prefix, options=options, nproc=2), "edited.json", *words)
 
 
 def test_cost_table_without_the_route_that_was_asked_for(planned, tmp_path):

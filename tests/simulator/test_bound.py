@@ -183,7 +183,7 @@ def test_nothing_is_faster_where_parameters_come_again_and_take_processors(seed)
         reduce = (draw.uniform(1, 50), draw.uniform(50, 5000))
         full = with_gradients(table, reduce=reduce, slower=draw.uniform(1, 2), processors=draw.choice((0.9, 2.0, 3.0)), share=draw.uniform(0, 0.9))
         bound = lower_bound(work, Timing(work, full))
-        for policy in ("all-gpu", "hybrid", "random:1", "random:2"):
+        for policy in ("all-gpu", "urgency", "random:1", "random:2", *(["hybrid"] if not judged else [])):
             try:
                 planned = plan(work, full, policy=policy)
             except ValueError:  # a policy may group more than the device has room for
