@@ -22,11 +22,11 @@ import msgspec
 from megatron_ext.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import cut_evenly, make_blocks
-from megatron_ext.planner.fit import pinned_need
 from megatron_ext.planner.pipelined_groups import pipelined_cut
 from megatron_ext.planner.residency import Choices, walk
 from megatron_ext.planner.split import part_of
 from megatron_ext.schedule.model import Metadata, PublishGroup, Schedule
+from megatron_ext.simulator.fit import pinned_need
 from megatron_ext.simulator.stock import buckets, groups_of, layer_buckets, stock_schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Workload

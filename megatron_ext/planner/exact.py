@@ -21,10 +21,10 @@ from ortools.sat.python import cp_model
 from megatron_ext.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import Blocks, points_of_rank
-from megatron_ext.planner.fit import pinned_need
 from megatron_ext.planner.residency import Choices
 from megatron_ext.planner.search import Grid, Search, Settings
 from megatron_ext.schedule.model import Schedule
+from megatron_ext.simulator.fit import pinned_need
 from megatron_ext.simulator.last_backward import least_tail_us
 from megatron_ext.simulator.simulate import run
 from megatron_ext.simulator.timing import Timing

@@ -7,13 +7,13 @@ import msgspec
 from megatron_ext.cost.model import CostTable
 from megatron_ext.errors import InputError
 from megatron_ext.planner.baselines import BASELINES
-from megatron_ext.planner.fit import check_fits
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.search import is_tiny, search
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.model import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.bound import lower_bound
+from megatron_ext.simulator.fit import check_fits
 from megatron_ext.simulator.simulate import run, with_prediction
 from megatron_ext.simulator.timing import Timing, require
 from megatron_ext.workload.model import Workload

@@ -8,9 +8,9 @@ import random
 
 from megatron_ext.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
-from megatron_ext.planner.fit import check_fits, pinned_need
 from megatron_ext.planner.visits import visits_of_rank
 from megatron_ext.schedule.model import Schedule
+from megatron_ext.simulator.fit import check_fits, pinned_need
 from megatron_ext.simulator.stock import buckets, layer_buckets, stream
 from megatron_ext.workload.model import Chunk, Workload, group_bytes
 from megatron_ext.workload.order import steps_of_ranks

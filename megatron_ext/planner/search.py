@@ -12,11 +12,11 @@ from typing import NamedTuple
 from megatron_ext.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.blocks import Blocks, cut_evenly, make_blocks, points_of_rank
-from megatron_ext.planner.fit import pinned_need
 from megatron_ext.planner.pipelined_groups import pipelined_cut
 from megatron_ext.planner.residency import Choices, walk
 from megatron_ext.planner.split import splitter
 from megatron_ext.schedule.model import Schedule
+from megatron_ext.simulator.fit import pinned_need
 from megatron_ext.simulator.simulate import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.model import Parameter, Workload

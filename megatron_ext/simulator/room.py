@@ -39,7 +39,6 @@ def with_room(workload: Workload, timing: Timing, bring_us: Sequence[BringUs | N
         return least
     pp = workload.parallel.pp
     steps, gaps, spans = [], [], []
-    known: dict[tuple, dict[int, float]] = {}
     for rank, order in enumerate(steps_of_ranks(workload.parallel)):
         sizes = [layer_bytes(chunk) for chunk in workload.chunks_of_rank(rank)]
         window = _window_rule(bring_us[rank], limit)

@@ -11,6 +11,7 @@ from megatron_ext.schedule.model import Predicted, Schedule
 from megatron_ext.schedule.trace import Event
 from megatron_ext.simulator.bound import lower_bound
 from megatron_ext.simulator.engine import Engine
+from megatron_ext.simulator.fit import check_fits
 from megatron_ext.simulator.lower import lower
 from megatron_ext.simulator.stock import stock_schedule
 from megatron_ext.simulator.timing import COMPUTE, KINDS, Timing
@@ -87,8 +88,10 @@ def simulate(
         timing, bound_us: what was made from the same workload and table before, to save time.
 
     Raises:
-        InputError: the schedule is not for this workload, or the table lacks a figure.
+        InputError: the schedule is not for this workload, without one no schedule can fit, or the table lacks a figure.
     """
+    if schedule is None:
+        check_fits(workload)
     timing = timing or Timing(workload, table, extrapolate=extrapolate)
     if schedule is None:
         schedule = stock_schedule(workload)

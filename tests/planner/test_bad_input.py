@@ -81,10 +81,11 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("verb", ["plan", "simulate"])
 @pytest.mark.parametrize("name", BAD)
-def test_one_line_and_exit_code_2(case, name):
+def test_one_line_and_exit_code_2(case, name, verb):
     change, expected = BAD[name]
-    result = case("plan", change)
+    result = case(verb, change)
     assert result.returncode == 2, result.stderr
     assert len(result.stderr.strip().splitlines()) == 1 and result.stdout == ""
     for part in expected:
