@@ -3,23 +3,24 @@
     python benchmarks/cost_prediction.py [--models small medium large long] [--layouts pp2 dp4] [--train-seconds 60]
 
 For every model and layout: describe, measure, plan, as the main job does (which builds the corpus:
-scripts/pretrain_gpt_hybrid.sh first). Then stock, the scheduled run and the measuring of compute go in turns of
-seconds (in_turns.py); between rounds of turns, with all stopped, gathers are measured by both routes on all ranks at
-once, of every group of the schedule at its own size too. Prints a table and writes
+scripts/pretrain_gpt_hybrid.sh first). Then stock, the scheduled run and the measuring of compute are interleaved in
+time slices of seconds (interleaved_ab.py); between rounds of slices, with all stopped, gathers are measured by both
+routes on all ranks at once, of every group of the schedule at its own size too. Prints a table and writes
 benchmarks/results/cost_prediction.json with date, machine and errors. Ends 0 if for three models at least all
 gathers are within 15 % and all iterations within 10 %, 1 otherwise.
 
-[Note: A table in turns]
+[Note: An interleaved table]
 A machine that is shared becomes slower and faster by tens of percent, for seconds and for minutes, and no table can
-know. ``error`` is that of the prediction by the table that was planned from, of minutes before. ``error_in_turns`` is by
-the same with compute and optimizer as they were measured in turns with the runs, so in the same minutes: what the machine does
-by itself is less in it. The exit code goes by ``error``, which is what the product says; both are counted.
+know. ``error`` is that of the prediction by the table that was planned from, of minutes before. ``error_interleaved``
+is by the same with compute and optimizer as they were measured interleaved with the runs, so in the same minutes: what
+the machine does by itself is less in it. The exit code goes by ``error``, which is what the product says; both are
+counted.
 
 [Note: Gathers]
 They are timed beside nothing else, in the surroundings of a run: the model and its process groups are there (which
-makes them up to a fifth slower). What is measured at the groups' own sizes is predicted by the table that was planned from
-(``error``; it holds the sizes of likely groups, as the main job's does), and from all other sizes of the same measurement, up to
-twice the largest group's (``error_by_other_sizes``; the exit code goes by this one).
+makes them up to a fifth slower). What is measured at the groups' own sizes is predicted by the table that was planned
+from (``error``; it holds the sizes of likely groups, as the main job's does), and from all other sizes of the same
+measurement, up to twice the largest group's (``error_by_other_sizes``; the exit code goes by this one).
 """
 
 import argparse
@@ -34,15 +35,16 @@ from statistics import mean, median
 
 import msgspec
 import pictures
-from in_turns import Run, in_turns, over_turns
-from measuring import CORPUS, PROCESSORS_LINKS, STRETCH, in_turns_and_before, measure_command
+from interleaved_ab import Run, interleave, over_slices
+from measuring import CORPUS, PROCESSORS_LINKS, STRETCH, interleaved_and_before, measure_command
 
-from megatron_ext import files, simulator
-from megatron_ext.cost import model as cost
-from megatron_ext.cost.predict import Costs
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.cost.estimates import Costs
+from megatron_ext.formats import json_files
+from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.report.spread import summarize
 from megatron_ext.schedule import validate
-from megatron_ext.workload import model as workload
+from megatron_ext.workload import workload
 
 ROUTES = ("gpu", "cpu")
 GATHER_LINKS = (*ROUTES, "compute")
@@ -69,23 +71,47 @@ def model_options(settings: dict) -> list[str]:
     """Options of the example, as scripts/pretrain_gpt_hybrid.sh makes them of the same settings."""
     pp, dp, vp, micro = settings["PP"], settings["DP"], settings["VP"], settings["MICRO_BATCH_SIZE"]
     options = {
-        "num-layers": settings["LAYERS"], "hidden-size": settings["HIDDEN"], "num-attention-heads": 4, "seq-length": settings["SEQ"],
-        "micro-batch-size": micro, "global-batch-size": micro * dp * 2 * pp, "pipeline-model-parallel-size": pp, "data-parallel-size": dp,
-    } | ({"num-virtual-stages-per-pipeline-rank": vp} if vp > 1 else {})  # fmt: skip
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))] + ["--untie-embeddings-and-output-weights"]
+        "num-layers": settings["LAYERS"],
+        "hidden-size": settings["HIDDEN"],
+        "num-attention-heads": 4,
+        "seq-length": settings["SEQ"],
+        "micro-batch-size": micro,
+        "global-batch-size": micro * dp * 2 * pp,
+        "pipeline-model-parallel-size": pp,
+        "data-parallel-size": dp,
+    } | ({"num-virtual-stages-per-pipeline-rank": vp} if vp > 1 else {})
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))] + [
+        "--untie-embeddings-and-output-weights"
+    ]
 
 
 def product(*arguments: object) -> None:
     """``megatron-ext ARGUMENTS...``"""
-    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / '.megatron'}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", *map(str, arguments)], cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {
+        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / '.megatron'}",
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     if done.returncode:
         raise SystemExit(f"{arguments[1]} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
 
 
 def gathers(table: cost.CostTable, sizes: list[int]) -> dict[tuple[str, int], float]:
     """Microseconds that ``table`` measured at the groups' own sizes, by route and bytes."""
-    return {(route, point.size_bytes): point.p50_us for route in ROUTES for point in getattr(table.routes, route).points if point.size_bytes in sizes}
+    return {
+        (route, point.size_bytes): point.p50_us
+        for route in ROUTES
+        for point in getattr(table.routes, route).points
+        if point.size_bytes in sizes
+    }
 
 
 def without(table: cost.CostTable, sizes: list[int]) -> cost.CostTable:
@@ -95,7 +121,9 @@ def without(table: cost.CostTable, sizes: list[int]) -> cost.CostTable:
         curve = getattr(table.routes, route)
         points = tuple(point for point in curve.points if point.size_bytes not in sizes)
         # Curves by algorithm are measured at the same sizes.
-        algorithms = {name: tuple(p for p in own if p.size_bytes not in sizes) for name, own in curve.algorithms.items()}
+        algorithms = {
+            name: tuple(p for p in own if p.size_bytes not in sizes) for name, own in curve.algorithms.items()
+        }
         left[route] = msgspec.structs.replace(curve, points=points, algorithms=algorithms)
     return msgspec.structs.replace(table, routes=msgspec.structs.replace(table.routes, **left))
 
@@ -107,11 +135,19 @@ def gather_rows(first: cost.CostTable, later: list[cost.CostTable], sizes: list[
     for route, size in measured[0]:
         us = mean(times[route, size] for times in measured)
         found = [table.gather(route, size) for table in known]
-        rows.append({
-            "route": route, "size_bytes": size, "measured_us": us, "measured_by_table_us": [times[route, size] for times in measured], "predicted_us": found[0].us, "predicted_by_other_sizes_us": [estimate.us for estimate in found[1:]],
-            "error": found[0].us / us - 1, "error_by_other_sizes": mean(estimate.us for estimate in found[1:]) / us - 1,
-            "in_interval": min(one.low_us for one in found) <= us <= max(one.high_us for one in found),
-        })  # fmt: skip
+        rows.append(
+            {
+                "route": route,
+                "size_bytes": size,
+                "measured_us": us,
+                "measured_by_table_us": [times[route, size] for times in measured],
+                "predicted_us": found[0].us,
+                "predicted_by_other_sizes_us": [estimate.us for estimate in found[1:]],
+                "error": found[0].us / us - 1,
+                "error_by_other_sizes": mean(estimate.us for estimate in found[1:]) / us - 1,
+                "in_interval": min(one.low_us for one in found) <= us <= max(one.high_us for one in found),
+            }
+        )
     return rows
 
 
@@ -119,9 +155,20 @@ def holding(rows: list[dict]) -> dict[str, list[str]]:
     """Models whose iterations, and whose gathers, are all within their limits, in every layout."""
     names = list(dict.fromkeys(row["model"] for row in rows))
     return {
-        "iterations": [name for name in names if all(abs(row["error"]) <= ITERATION_WITHIN for row in rows if row["model"] == name)],
-        "gathers": [name for name in names if all(abs(g["error_by_other_sizes"]) <= GATHER_WITHIN for row in rows if row["model"] == name for g in row["gathers"])],
-    }  # fmt: skip
+        "iterations": [
+            name for name in names if all(abs(row["error"]) <= ITERATION_WITHIN for row in rows if row["model"] == name)
+        ],
+        "gathers": [
+            name
+            for name in names
+            if all(
+                abs(g["error_by_other_sizes"]) <= GATHER_WITHIN
+                for row in rows
+                if row["model"] == name
+                for g in row["gathers"]
+            )
+        ],
+    }
 
 
 def compared(model_name: str, layout_name: str, folder: Path, arguments) -> tuple[list[dict], cost.Metadata]:
@@ -138,37 +185,86 @@ def compared(model_name: str, layout_name: str, folder: Path, arguments) -> tupl
         return cost.load(out)
 
     table = measure(folder / "cost_table.json", arguments.measure_seconds)
-    product("megatron_ext", "plan", "--cost-table", folder / "cost_table.json", "--workload", folder / "workload.json", "--out", folder / "schedule.json")
+    product(
+        "megatron_ext",
+        "plan",
+        "--cost-table",
+        folder / "cost_table.json",
+        "--workload",
+        folder / "workload.json",
+        "--out",
+        folder / "schedule.json",
+    )
     given = validate.load(folder / "schedule.json")
     sizes = sorted({group.bytes for group in given.groups})
 
     # Holds iterations that were not stopped; short, so that all meet the same machine.
-    turn_s = max(arguments.turn, 4 * SECONDS[model_name])
+    slice_s = max(arguments.slice, 4 * SECONDS[model_name])
     iterations = max(MIN_ITERATIONS, round(arguments.train_seconds / SECONDS[model_name]))
     runs = {}
     for kind, more in {"stock": [], "scheduled": ["--user-defined-schedule", str(folder / "schedule.json")]}.items():
-        command = ["examples/pretrain_gpt_hybrid.py", *model, "--data-path", CORPUS, "--train-iters", str(iterations), "--metrics-path", str(folder / f"{kind}.metrics.json"), *more]
+        command = [
+            "examples/pretrain_gpt_hybrid.py",
+            *model,
+            "--data-path",
+            CORPUS,
+            "--train-iters",
+            str(iterations),
+            "--metrics-path",
+            str(folder / f"{kind}.metrics.json"),
+            *more,
+        ]
         runs[kind] = Run(kind, command, world, folder / f"{kind}.log")
-    in_turn = folder / "cost_table_in_turns.json"
-    runs["measuring"] = Run("measuring", ["-m", *measure_command(in_turn, work, model, **shape, seconds=arguments.seconds_in_turns, links=PROCESSORS_LINKS)], world, folder / "measuring.log", stretch=STRETCH)
+    interleaved_path = folder / "cost_table_interleaved.json"
+    runs["measuring"] = Run(
+        "measuring",
+        [
+            "-m",
+            *measure_command(
+                interleaved_path, work, model, **shape, seconds=arguments.seconds_interleaved, links=PROCESSORS_LINKS
+            ),
+        ],
+        world,
+        folder / "measuring.log",
+        stretch=STRETCH,
+    )
     of_gathers = []
 
     def measure_gathers(number: int) -> None:
         if number % len(runs) == len(runs) - 1 and len(of_gathers) < TABLES_OF_GATHERS:
-            of_gathers.append(measure(folder / f"gathers_{number}.json", arguments.gather_seconds, links=",".join(GATHER_LINKS), also_sizes=sizes, max_bytes=2 * max(sizes)))
+            of_gathers.append(
+                measure(
+                    folder / f"gathers_{number}.json",
+                    arguments.gather_seconds,
+                    links=",".join(GATHER_LINKS),
+                    also_sizes=sizes,
+                    max_bytes=2 * max(sizes),
+                )
+            )
 
-    in_turns(list(runs.values()), turn_s, between=measure_gathers)
-    beside = in_turns_and_before(cost.load(in_turn), table)
+    interleave(list(runs.values()), slice_s, between=measure_gathers)
+    beside = interleaved_and_before(cost.load(interleaved_path), table)
     groups, rows = gather_rows(table, of_gathers, sizes), []
     for kind in ("stock", "scheduled"):
-        predicted, predicted_in_turns = (simulator.simulate(work, one, given if kind == "scheduled" else None).step_time_us for one in (table, beside))
-        iteration_us = files.load(folder / f"{kind}.metrics.json", dict)["iteration_us"]
-        measured = summarize(over_turns(runs[kind], iteration_us, iteration_us, turn_s).values)
-        rows.append({
-            "model": model_name, "layout": layout_name, "run": kind, "measured_us": measured.median_us, "measured": measured.as_json(),
-            "predicted_us": predicted, "predicted_in_turns_us": predicted_in_turns,
-            "error": predicted / measured.median_us - 1, "error_in_turns": predicted_in_turns / measured.median_us - 1, "gathers": groups,
-        })  # fmt: skip
+        predicted, predicted_interleaved = (
+            evaluate(work, one, given if kind == "scheduled" else None).iteration_time_us for one in (table, beside)
+        )
+        iteration_us = json_files.load(folder / f"{kind}.metrics.json", dict)["iteration_us"]
+        measured = summarize(over_slices(runs[kind], iteration_us, iteration_us, slice_s).values)
+        rows.append(
+            {
+                "model": model_name,
+                "layout": layout_name,
+                "run": kind,
+                "measured_us": measured.median_us,
+                "measured": measured.as_json(),
+                "predicted_us": predicted,
+                "predicted_interleaved_us": predicted_interleaved,
+                "error": predicted / measured.median_us - 1,
+                "error_interleaved": predicted_interleaved / measured.median_us - 1,
+                "gathers": groups,
+            }
+        )
     return rows, table.metadata
 
 
@@ -181,7 +277,7 @@ def shares(rows: list[dict]) -> dict[str, str]:
 
     return {
         "iterations_within_10_percent": within(ITERATION_WITHIN, rows, "error"),
-        "iterations_within_10_percent_in_turns": within(ITERATION_WITHIN, rows, "error_in_turns"),
+        "iterations_within_10_percent_interleaved": within(ITERATION_WITHIN, rows, "error_interleaved"),
         "gathers_within_15_percent": within(GATHER_WITHIN, groups, "error"),
         "gathers_within_15_percent_by_other_sizes": within(GATHER_WITHIN, groups, "error_by_other_sizes"),
         "gathers_in_interval": f"{sum(group['in_interval'] for group in groups)} of {len(groups)}",
@@ -193,10 +289,12 @@ def save(rows: list[dict], machine: cost.Metadata) -> dict:
     result = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": {"hardware": machine.hardware, "software": machine.software},
-        **shares(rows), "models_within": holding(rows), "rows": rows,
-    }  # fmt: skip
+        **shares(rows),
+        "models_within": holding(rows),
+        "rows": rows,
+    }
     RESULT.parent.mkdir(exist_ok=True)
-    files.write_atomically(RESULT, json.dumps(result, indent=1).encode() + b"\n")
+    json_files.write_atomically(RESULT, json.dumps(result, indent=1).encode() + b"\n")
     return result
 
 
@@ -206,12 +304,22 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--train-seconds", type=float, default=60, help="About as long is each run trained.")
     parser.add_argument("--measure-seconds", type=float, default=90)
-    parser.add_argument("--seconds-in-turns", type=float, default=120, help="Of the table measured in turns, the turns of the others included.")
+    parser.add_argument(
+        "--seconds-interleaved",
+        type=float,
+        default=120,
+        help="Of the table measured interleaved, the slices of the others included.",
+    )
     parser.add_argument("--gather-seconds", type=float, default=30, help="Of each measurement of gathers.")
-    parser.add_argument("--turn", type=float, default=7, help="Least seconds of a turn; the first ones hold the start.")
+    parser.add_argument(
+        "--slice", type=float, default=7, help="Least seconds of a slice; the first ones hold the start."
+    )
     arguments = parser.parse_args()
     rows, machine = [], None
-    print(f"{'model':8} {'layout':6} {'run':10} {'predicted ms':>13} {'in turns':>9} {'measured ms':>12} {'error':>8} {'in turns':>9}   gather error by other sizes, median and largest")
+    print(
+        f"{'model':8} {'layout':6} {'run':10} {'predicted ms':>13} {'interleaved':>9} {'measured ms':>12} "
+        f"{'error':>8} {'interleaved':>9}   gather error by other sizes, median and largest"
+    )
     for model_name in arguments.models:
         for layout_name in arguments.layouts:
             with tempfile.TemporaryDirectory() as folder:
@@ -221,14 +329,19 @@ def main() -> int:
             errors = sorted(abs(group["error_by_other_sizes"]) for group in found[0]["gathers"])
             for row in found:
                 print(
-                    f"{model_name:8} {layout_name:6} {row['run']:10} {row['predicted_us'] / 1e3:13.1f} {row['predicted_in_turns_us'] / 1e3:9.1f} {row['measured_us'] / 1e3:12.1f} "
-                    f"{row['error']:+8.1%} {row['error_in_turns']:+9.1%}   {median(errors):6.1%} {errors[-1]:6.1%}", flush=True,
-                )  # fmt: skip
+                    f"{model_name:8} {layout_name:6} {row['run']:10} {row['predicted_us'] / 1e3:13.1f} "
+                    f"{row['predicted_interleaved_us'] / 1e3:9.1f} {row['measured_us'] / 1e3:12.1f} "
+                    f"{row['error']:+8.1%} {row['error_interleaved']:+9.1%}   {median(errors):6.1%} {errors[-1]:6.1%}",
+                    flush=True,
+                )
     result = save(rows, machine)
     pictures.draw(RESULT)
     for name, share in shares(rows).items():
         print(f"{name.replace('_', ' ')}: {share}")
-    print(f"models with all iterations within 10 %: {', '.join(result['models_within']['iterations']) or 'none'}; with all gathers within 15 %: {', '.join(result['models_within']['gathers']) or 'none'}")
+    print(
+        f"models with all iterations within 10 %: {', '.join(result['models_within']['iterations']) or 'none'}; with "
+        f"all gathers within 15 %: {', '.join(result['models_within']['gathers']) or 'none'}"
+    )
     return 0 if min(map(len, result["models_within"].values())) >= 3 else 1
 
 

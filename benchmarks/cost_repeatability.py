@@ -18,19 +18,19 @@ from statistics import median
 
 import pictures
 
-from megatron_ext import files
-from megatron_ext.cost import model
+from megatron_ext.cost import cost_table
+from megatron_ext.cost.cost_table_text import all_curves
 from megatron_ext.cost.curve import curves_of
-from megatron_ext.cost.show import all_curves
+from megatron_ext.formats import json_files
 from megatron_ext.measure import Options, measure
-from megatron_ext.measure.progress import bar
+from megatron_ext.measure.progress_bar import bar
 
 RESULT = Path(__file__).parent / "results" / "cost_repeatability.json"
 WITHIN = 0.10
 MIB = 1 << 20
 
 
-def differences(first: model.CostTable, second: model.CostTable) -> list[dict]:
+def differences(first: cost_table.CostTable, second: cost_table.CostTable) -> list[dict]:
     """One row for every curve and measured size of at least 1 MiB that both tables hold."""
     rows = []
     others = dict(all_curves(second))
@@ -41,15 +41,31 @@ def differences(first: model.CostTable, second: model.CostTable) -> list[dict]:
         for point in curves_of(curve)[None]:
             if point.size_bytes >= MIB and point.size_bytes in after:
                 times = point.p50_us, after[point.size_bytes].p50_us
-                rows.append({"curve": what, "size_bytes": point.size_bytes, "first_us": times[0], "second_us": times[1], "apart": max(times) / min(times) - 1})
+                rows.append(
+                    {
+                        "curve": what,
+                        "size_bytes": point.size_bytes,
+                        "first_us": times[0],
+                        "second_us": times[1],
+                        "apart": max(times) / min(times) - 1,
+                    }
+                )
     return rows
 
 
 def said(what: str, tables) -> bool:
     """Whether a table itself warns of this curve, or of the machine as a whole."""
-    names = {what.rpartition(".")[2], {"routes.gpu": "gpu", "routes.cpu": "cpu", "publish.cpu": "publish"}.get(what, what)}
+    names = {
+        what.rpartition(".")[2],
+        {"routes.gpu": "gpu", "routes.cpu": "cpu", "publish.cpu": "publish"}.get(what, what),
+    }
     notes = [note for table in tables for note in table.metadata.notes]
-    return any(note.startswith("other programs") or any(note.startswith(f"{name}:") for name in names) or ("one pass" in note and any(name in note for name in names)) for note in notes)
+    return any(
+        note.startswith("other programs")
+        or any(note.startswith(f"{name}:") for name in names)
+        or ("one pass" in note and any(name in note for name in names))
+        for note in notes
+    )
 
 
 def main() -> int:
@@ -62,12 +78,14 @@ def main() -> int:
     arguments = parser.parse_args()
     took = []
     if arguments.tables:
-        tables = [model.load(path) for path in arguments.tables]
+        tables = [cost_table.load(path) for path in arguments.tables]
     else:
         options = Options(
-            seconds=arguments.seconds, max_bytes=arguments.max_bytes, data_parallel_size=arguments.data_parallel_size,
+            seconds=arguments.seconds,
+            max_bytes=arguments.max_bytes,
+            data_parallel_size=arguments.data_parallel_size,
             pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
-        )  # fmt: skip
+        )
         tables = []
         for _ in range(2):
             start = time.monotonic()
@@ -81,24 +99,40 @@ def main() -> int:
     silent = [row for row in off if not row["said"]]
     result = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"hardware": tables[0].metadata.hardware, "software": tables[0].metadata.software, "world_sizes": tables[0].metadata.world_sizes},
+        "machine": {
+            "hardware": tables[0].metadata.hardware,
+            "software": tables[0].metadata.software,
+            "world_sizes": tables[0].metadata.world_sizes,
+        },
         "measured_in_s": took,
-        "sizes": len(rows), "within_10_percent": len(rows) - len(off), "off_and_said": len(off) - len(silent), "off_and_silent": len(silent),
+        "sizes": len(rows),
+        "within_10_percent": len(rows) - len(off),
+        "off_and_said": len(off) - len(silent),
+        "off_and_silent": len(silent),
         "median_apart": median(row["apart"] for row in rows) if rows else None,
         "notes": [list(table.metadata.notes) for table in tables],
         "rows": rows,
-    }  # fmt: skip
+    }
     RESULT.parent.mkdir(exist_ok=True)
-    files.write_atomically(RESULT, json.dumps(result, indent=1).encode() + b"\n")
+    json_files.write_atomically(RESULT, json.dumps(result, indent=1).encode() + b"\n")
     pictures.draw(RESULT)
     by_curve: dict[str, list[dict]] = {}
     for row in rows:
         by_curve.setdefault(row["curve"], []).append(row)
     print(f"{'curve':26} {'sizes':>5} {'median apart':>13} {'largest':>9}  said by the table")
     for what, its in by_curve.items():
-        print(f"{what:26} {len(its):5} {median(row['apart'] for row in its):13.1%} {max(row['apart'] for row in its):9.1%}  {'yes' if its[0]['said'] else 'no'}")
-    print(f"{len(rows) - len(off)} of {len(rows)} sizes of 1 MiB and more within 10 %; {len(off) - len(silent)} off and said, {len(silent)} off and not said")
-    print(f"measured in {', '.join(f'{seconds:.0f} s' for seconds in took) or 'files given'}; written to benchmarks/results/{RESULT.name}")
+        print(
+            f"{what:26} {len(its):5} {median(row['apart'] for row in its):13.1%} "
+            f"{max(row['apart'] for row in its):9.1%}  {'yes' if its[0]['said'] else 'no'}"
+        )
+    print(
+        f"{len(rows) - len(off)} of {len(rows)} sizes of 1 MiB and more within 10 %; {len(off) - len(silent)} off and "
+        f"said, {len(silent)} off and not said"
+    )
+    print(
+        f"measured in {', '.join(f'{seconds:.0f} s' for seconds in took) or 'files given'}; written to "
+        f"benchmarks/results/{RESULT.name}"
+    )
     return 1 if silent else 0
 
 

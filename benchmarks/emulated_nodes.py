@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 
 NETWORK = "10.77.0"
 INTERFACE = "net0"
@@ -78,9 +78,11 @@ class Nodes:
     def environment(self, ranks_per_node: int) -> dict[str, str]:
         """Variables for ``enter_node.py`` and the ranks that it becomes."""
         return {
-            "EMULATED_NODES": ",".join(self.names), "EMULATED_PER_NODE": str(ranks_per_node), "EMULATED_MASTER": f"{NETWORK}.1",
+            "EMULATED_NODES": ",".join(self.names),
+            "EMULATED_PER_NODE": str(ranks_per_node),
+            "EMULATED_MASTER": f"{NETWORK}.1",
             "GLOO_SOCKET_IFNAME": INTERFACE,
-        }  # fmt: skip
+        }
 
     def sent_when_idle(self) -> int:
         """:meth:`sent_bytes` of all nodes once nothing more leaves them: what a stopped program has
@@ -132,8 +134,9 @@ def _steady_tcp(namespace: str, gbit_s: float) -> None:
     """A sender is slowed by the link and by nothing else; both settings are the namespace's own.
 
     A host's default may be BBR, which guesses a flow's rate from what it got before: flows of 2 and 8 MiB that come
-    and go had 0.68 to 0.96 of a free link of 0.13 Gbit/s, with Reno 0.93 to 0.96. Windows of 2 ms of the link's bytes keep queues short, so nothing is lost
-    and a small message does not wait for a quarter of a second of others; a window is kept over pauses, as on links that are not TCP's.
+    and go had 0.68 to 0.96 of a free link of 0.13 Gbit/s, with Reno 0.93 to 0.96. Windows of 2 ms of the link's bytes
+    keep queues short, so nothing is lost and a small message does not wait for a quarter of a second of others; a
+    window is kept over pauses, as on links that are not TCP's.
     """
     window = max(int(gbit_s * 1e9 / 8 / 500), 262_144)
     settings = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_wmem": f"4096 16384 {window}"}
@@ -144,9 +147,10 @@ def _steady_tcp(namespace: str, gbit_s: float) -> None:
 def bucket_bytes(gbit_s: float) -> tuple[int, int]:
     """The largest segment that the kernel hands over in one piece, and the token bucket that it has to fit, in bytes.
 
-    What the bucket holds passes without taking any time, so a message of that size behind a pause would seem faster than the link: 0.4 ms
-    of bytes, and room for the headers of every packet of the segment, which ``tbf`` counts: a segment that does not fit is cut into its
-    packets, and each of them takes processor time (at 1.05 Gbit/s, where it lacked four bytes, all-gathers took half as long again).
+    What the bucket holds passes without taking any time, so a message of that size behind a pause would seem faster
+    than the link: 0.4 ms of bytes, and room for the headers of every packet of the segment, which ``tbf`` counts: a
+    segment that does not fit is cut into its packets, and each of them takes processor time (at 1.05 Gbit/s, where it
+    lacked four bytes, all-gathers took half as long again).
     """
     segment = max(int(gbit_s * 1e9 / 8 / 2500), 16_384)
     return min(segment, 65_536), segment + (segment // _PAYLOAD + 1) * _HEADERS + 2_000
@@ -158,7 +162,23 @@ def _shape(namespace: str, interface: str, gbit_s: float) -> None:
     _run("ip", "-n", namespace, "link", "set", "dev", interface, "gso_max_size", str(segment))
     limit = max(int(gbit_s * 1e9 / 8 / 20), 4_000_000)
     rate = f"{int(gbit_s * 1e6)}kbit"
-    _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", "rate", rate, "burst", str(bucket), "limit", str(limit))
+    _run(
+        "tc",
+        "-n",
+        namespace,
+        "qdisc",
+        "add",
+        "dev",
+        interface,
+        "root",
+        "tbf",
+        "rate",
+        rate,
+        "burst",
+        str(bucket),
+        "limit",
+        str(limit),
+    )
 
 
 def _run(*command: str) -> str:

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from emulated_nodes import Nodes
-from in_turns import Figure, Run, in_turns, over_turns
+from interleaved_ab import Figure, Run, interleave, over_slices
 from measuring import CORPUS, measure_command
 
-from megatron_ext import files
-from megatron_ext.cost import model as cost
-from megatron_ext.errors import InputError
-from megatron_ext.report import metrics as metrics_file
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.cpubench.launcher import launch
+from megatron_ext.formats import json_files
+from megatron_ext.formats import metrics as metrics_file
+from megatron_ext.formats.errors import InputError
 from megatron_ext.report.equality import compare
-from megatron_ext.report.measured import MeasuredTrace
-from megatron_ext.runtime.launch import launch
-from megatron_ext.workload import model as workload_file
+from megatron_ext.report.measured_trace import MeasuredTrace
+from megatron_ext.workload import workload as workload_file
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURE_SECONDS, MEASURE_GBIT = 45, 15
@@ -26,7 +26,7 @@ MEASURE_SECONDS, MEASURE_GBIT = 45, 15
 
 
 class Trained(NamedTuple):
-    """What a run of several in turns was like: figures over its whole iterations, and the bytes that
+    """What one of several interleaved runs was like: figures over its whole iterations, and the bytes that
     were sent while it ran."""
 
     iteration_us: Figure
@@ -44,7 +44,11 @@ class Emulation:
         self.nodes, self.args, self.folder = nodes, args, folder
         self.model = model_options(args)
         self.world = args.nodes * args.per_node
-        self.environment = {"PYTHONPATH": f"{ROOT}:{ROOT / '.megatron'}", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"} | nodes.environment(args.per_node)
+        self.environment = {
+            "PYTHONPATH": f"{ROOT}:{ROOT / '.megatron'}",
+            "PYTHONWARNINGS": "ignore",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        } | nodes.environment(args.per_node)
 
     def run(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> int:
         """Run ``command`` as one rank each, to its end; returns the bytes sent meanwhile, over all nodes.
@@ -55,7 +59,12 @@ class Emulation:
         before = self.nodes.sent_when_idle()
         log = self.folder / f"{name}.log"
         with open(log, "w") as out:
-            code = launch([sys.executable, "benchmarks/enter_node.py", sys.executable, *command], self.world, stdout=out, environment=self.environment | (environment or {}))
+            code = launch(
+                [sys.executable, "benchmarks/enter_node.py", sys.executable, *command],
+                self.world,
+                stdout=out,
+                environment=self.environment | (environment or {}),
+            )
         if code:
             raise RuntimeError(f"{name} ended with exit code {code}: {log.read_text()[-1500:]}")
         return self.nodes.sent_when_idle() - before
@@ -69,7 +78,19 @@ class Emulation:
     def _measuring(self, out: Path, work, seconds: float, links: str | None = None) -> list[str]:
         """What follows ``python``."""
         args = self.args
-        return ["-m", *measure_command(out, work, self.model, hidden=args.hidden, seq=args.seq, micro_batch_size=args.micro_batch_size, seconds=seconds, links=links)]
+        return [
+            "-m",
+            *measure_command(
+                out,
+                work,
+                self.model,
+                hidden=args.hidden,
+                seq=args.seq,
+                micro_batch_size=args.micro_batch_size,
+                seconds=seconds,
+                links=links,
+            ),
+        ]
 
     def train_short(self, kind: str, iterations: int, schedule: Path | None) -> int:
         """A run of few iterations: the bytes that it sends; it also fills caches."""
@@ -82,23 +103,44 @@ class Emulation:
         found = compare(metrics_file.load(self._metrics(base)), mine).differences
         if found or kind == base:
             reference = f"{kind}.reference"
-            self.run(file_name(reference), self._training(reference, iterations, schedule), {"MEGATRON_EXT_STOCK_GATHER": "1"})
+            self.run(
+                file_name(reference),
+                self._training(reference, iterations, schedule),
+                {"MEGATRON_EXT_STOCK_GATHER": "1"},
+            )
             found = compare(metrics_file.load(self._metrics(reference)), mine).differences
         return found
 
-    def train(self, kinds: dict[str, Path | None], iterations: int, turn_s: float, work, report, measure_seconds: float) -> tuple[dict[str, Trained], cost.CostTable, dict[int, tuple[float, float]]]:
-        """Train by every schedule (None: stock) at once, in turns, and measure compute in turns with them; ``report(text)``
-        is told whose turn it is. Returns also what was measured, and when every turn began and ended (Unix time, s).
+    def train(
+        self, kinds: dict[str, Path | None], iterations: int, slice_s: float, work, report, measure_seconds: float
+    ) -> tuple[dict[str, Trained], cost.CostTable, dict[int, tuple[float, float]]]:
+        """Train by every schedule (None: stock) at once, interleaved, and measure compute interleaved with them;
+        ``report(text)`` is told whose slice it is. Returns also what was measured, and when every slice began and ended
+        (Unix time, s).
 
         Raises:
-            in_turns.Ended: a run failed.
+            interleaved_ab.Ended: a run failed.
         """
         runs = {
-            kind: Run(kind, ["benchmarks/enter_node.py", sys.executable, *self._training(kind, iterations, path, "--user-defined-schedule-trace", str(self._trace(kind)))], self.world, self.folder / f"{file_name(kind)}.log", self.environment)
+            kind: Run(
+                kind,
+                [
+                    "benchmarks/enter_node.py",
+                    sys.executable,
+                    *self._training(kind, iterations, path, "--user-defined-schedule-trace", str(self._trace(kind))),
+                ],
+                self.world,
+                self.folder / f"{file_name(kind)}.log",
+                self.environment,
+            )
             for kind, path in kinds.items()
-        }  # fmt: skip
-        table = self.folder / "cost_table_in_turns.json"
-        measuring = ["benchmarks/enter_node.py", sys.executable, *self._measuring(table, work, measure_seconds, "compute")]
+        }
+        table = self.folder / "cost_table_interleaved.json"
+        measuring = [
+            "benchmarks/enter_node.py",
+            sys.executable,
+            *self._measuring(table, work, measure_seconds, "compute"),
+        ]
         compute = Run("measuring", measuring, self.world, self.folder / "measuring.log", self.environment)
         everyone = behind_every_second(list(runs.values()), compute)
         sent, before, times, since = dict.fromkeys((run.name for run in everyone), 0), 0, {}, 0.0
@@ -106,26 +148,47 @@ class Emulation:
         def begin(number: int) -> None:
             nonlocal before, since
             before = self.nodes.sent_when_idle() if number else before
-            report(next(run for run in everyone if run.turn == number).name)
+            report(next(run for run in everyone if run.slice == number).name)
             since = time.time()
 
         def end(number: int) -> None:
             times[number] = (since, time.time())
-            sent[next(run for run in everyone if run.turn == number).name] += self.nodes.sent_when_idle() - before
+            sent[next(run for run in everyone if run.slice == number).name] += self.nodes.sent_when_idle() - before
 
         before = self.nodes.sent_when_idle()
-        in_turns(everyone, turn_s, between=end, report=begin)
-        return {kind: self._trained(kind, run, iterations, turn_s, sent[kind], work) for kind, run in runs.items()}, cost.load(table), times
+        interleave(everyone, slice_s, between=end, report=begin)
+        return (
+            {kind: self._trained(kind, run, iterations, slice_s, sent[kind], work) for kind, run in runs.items()},
+            cost.load(table),
+            times,
+        )
 
-    def _trained(self, kind: str, run: Run, iterations: int, turn_s: float, sent_bytes: int, work) -> Trained:
-        metrics, trace = files.load(self._metrics(kind), dict), MeasuredTrace(self._trace(kind), work.parallel, iterations)
+    def _trained(self, kind: str, run: Run, iterations: int, slice_s: float, sent_bytes: int, work) -> Trained:
+        metrics, trace = (
+            json_files.load(self._metrics(kind), dict),
+            MeasuredTrace(self._trace(kind), work.parallel, iterations),
+        )
         us = metrics["iteration_us"]
-        figures = [over_turns(run, us, figure, turn_s, warm_up=self.args.warm_up) for figure in (us, trace.thread_us(("wait",)), trace.thread_us(("issue", "wait")))]
+        figures = [
+            over_slices(run, us, figure, slice_s, warm_up=self.args.warm_up)
+            for figure in (us, trace.thread_us(("wait",)), trace.thread_us(("issue", "wait")))
+        ]
         return Trained(*figures, sent_bytes, metrics["loss"], metrics["parameter_sha256"])
 
     def _training(self, kind: str, iterations: int, schedule: Path | None, *more: str) -> list[str]:
         by = ["--user-defined-schedule", str(schedule)] if schedule else []
-        return ["examples/pretrain_gpt_hybrid.py", *self.model, "--data-path", CORPUS, "--train-iters", str(iterations), "--metrics-path", str(self._metrics(kind)), *by, *more]
+        return [
+            "examples/pretrain_gpt_hybrid.py",
+            *self.model,
+            "--data-path",
+            CORPUS,
+            "--train-iters",
+            str(iterations),
+            "--metrics-path",
+            str(self._metrics(kind)),
+            *by,
+            *more,
+        ]
 
     def _metrics(self, kind: str) -> Path:
         return self.folder / f"{file_name(kind)}.metrics.json"
@@ -135,7 +198,7 @@ class Emulation:
 
 
 def behind_every_second(runs: list[Run], compute: Run) -> list[Run]:
-    """The order of turns: ``compute`` comes often in a round, for the machine's pace changes within one."""
+    """The order of slices: ``compute`` comes often in a round, for the machine's speed changes within one."""
     pairs = [runs[first : first + 2] for first in range(0, len(runs), 2)]
     return [run for pair in pairs for run in (*pair, compute)]
 
@@ -154,13 +217,32 @@ def model_options(args) -> list[str]:
     world = args.nodes * args.per_node
     dp = world // args.pp
     if world % args.pp or dp <= args.per_node:
-        raise InputError(f"with {args.nodes} nodes of {args.per_node} ranks, no data-parallel group would cross nodes", field="--pp", value=args.pp)
+        raise InputError(
+            f"with {args.nodes} nodes of {args.per_node} ranks, no data-parallel group would cross nodes",
+            field="--pp",
+            value=args.pp,
+        )
     options = [
-        "--num-layers", str(args.layers), "--hidden-size", str(args.hidden), "--num-attention-heads", "4", "--seq-length", str(args.seq),
-        "--micro-batch-size", str(args.micro_batch_size), "--global-batch-size", str(args.micro_batch_size * dp * args.micro_batches),
-        "--pipeline-model-parallel-size", str(args.pp), "--data-parallel-size", str(dp), "--gpus-per-node", str(args.per_node),
+        "--num-layers",
+        str(args.layers),
+        "--hidden-size",
+        str(args.hidden),
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        str(args.seq),
+        "--micro-batch-size",
+        str(args.micro_batch_size),
+        "--global-batch-size",
+        str(args.micro_batch_size * dp * args.micro_batches),
+        "--pipeline-model-parallel-size",
+        str(args.pp),
+        "--data-parallel-size",
+        str(dp),
+        "--gpus-per-node",
+        str(args.per_node),
         "--untie-embeddings-and-output-weights",
-    ]  # fmt: skip
+    ]
     if args.pp > 1 and args.vp > 1:
         options += ["--num-virtual-stages-per-pipeline-rank", str(args.vp)]
     return options
@@ -168,9 +250,22 @@ def model_options(args) -> list[str]:
 
 def describe(args, folder: Path):
     path = folder / "workload.json"
-    limit = ["--limit-device-bytes", str(args.device_bytes)] if args.device_bytes else []
-    command = [sys.executable, "-m", "megatron_ext", "describe", "--out", str(path), "--zero-stage", str(args.zero_stage), *limit, *model_options(args)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT / ".megatron")})
+    limit = ["--limit-whole-parameter-bytes", str(args.whole_parameter_bytes)] if args.whole_parameter_bytes else []
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ext",
+        "describe",
+        "--out",
+        str(path),
+        "--zero-stage",
+        str(args.zero_stage),
+        *limit,
+        *model_options(args),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT / ".megatron")}
+    )
     if done.returncode:
         raise InputError(done.stderr.strip().splitlines()[-1], field="describe", value=done.returncode)
     return workload_file.load(path)

@@ -27,11 +27,21 @@ from machine import about_this_machine
 from msgspec.structs import replace
 from training import environment
 
-from megatron_ext import files
-from megatron_ext.workload import model as workload_file
+from megatron_ext.formats import json_files
+from megatron_ext.workload import workload as workload_file
 
 LAYOUT = LAYOUTS["interleaved"]
-SIZE = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16", "--untie-embeddings-and-output-weights"]
+SIZE = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "16",
+    "--untie-embeddings-and-output-weights",
+]
 NAMES = ("anonymous_bytes", "open_files", "threads")
 
 
@@ -42,7 +52,11 @@ def look(pid: int) -> tuple[int, int, int] | None:
     """
     try:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        return int(status["RssAnon"].split()[0]) * 1024, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+        return (
+            int(status["RssAnon"].split()[0]) * 1024,
+            len(os.listdir(f"/proc/{pid}/fd")),
+            len(os.listdir(f"/proc/{pid}/task")),
+        )
     except (OSError, KeyError):
         return None
 
@@ -54,7 +68,9 @@ def children(pid: int) -> list[int]:
 def growth(samples: list[tuple[int, int, int]]) -> dict:
     quarter = len(samples) // 4
     early, late = samples[quarter : 2 * quarter], samples[-quarter:]
-    return {name: {"early": median(s[n] for s in early), "late": median(s[n] for s in late)} for n, name in enumerate(NAMES)}
+    return {
+        name: {"early": median(s[n] for s in early), "late": median(s[n] for s in late)} for n, name in enumerate(NAMES)
+    }
 
 
 def main() -> int:
@@ -66,18 +82,45 @@ def main() -> int:
     args = parser.parse_args()
     about = about_this_machine(load_before=os.getloadavg()[0])
     with tempfile.TemporaryDirectory() as folder:
-        describe = [sys.executable, "-m", "megatron_ext", "describe", "--out", f"{folder}/workload.json", "--zero-stage", str(args.zero_stage), *LAYOUT, *SIZE]
+        describe = [
+            sys.executable,
+            "-m",
+            "megatron_ext",
+            "describe",
+            "--out",
+            f"{folder}/workload.json",
+            "--zero-stage",
+            str(args.zero_stage),
+            *LAYOUT,
+            *SIZE,
+        ]
         subprocess.run(describe, env=environment(), check=True)
         workload = replace(workload_file.load(f"{folder}/workload.json"), limits=workload_file.Limits(nvme_slots=2))
         prepared(random.Random(5), workload, f"{folder}/schedule.json")
-        options = [*LAYOUT, *SIZE, "--train-iters", str(args.iterations), "--log-interval", str(max(args.iterations // 10, 1))]
+        options = [
+            *LAYOUT,
+            *SIZE,
+            "--train-iters",
+            str(args.iterations),
+            "--log-interval",
+            str(max(args.iterations // 10, 1)),
+        ]
         options += ["--data-path", args.data_path, "--metrics-path", f"{folder}/metrics.json"]
         options += ["--user-defined-schedule", f"{folder}/schedule.json", "--user-defined-schedule-nvme-path", folder]
         begin = time.time()
         run = subprocess.Popen(
-            [sys.executable, "-m", "megatron_ext.runtime.launch", "--nproc-per-node", "4", str(ROOT / "examples/pretrain_gpt_hybrid.py"), *options],
-            cwd=ROOT, env=environment(),
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "megatron_ext.cpubench.launcher",
+                "--nproc-per-node",
+                "4",
+                str(ROOT / "examples/pretrain_gpt_hybrid.py"),
+                *options,
+            ],
+            cwd=ROOT,
+            env=environment(),
+        )
         samples: dict[int, list] = {}
         while run.poll() is None:
             time.sleep(1)
@@ -87,19 +130,28 @@ def main() -> int:
                     samples.setdefault(pid, []).append(seen)
         if run.returncode:
             return run.returncode
-        iteration_us = files.load(f"{folder}/metrics.json", dict)["iteration_us"]
+        iteration_us = json_files.load(f"{folder}/metrics.json", dict)["iteration_us"]
     ranks = [growth(found) for found in samples.values() if len(found) > 8]
     result = {
-        "command": f"python benchmarks/endurance.py --iterations {args.iterations} --zero-stage {args.zero_stage}", "machine": about,
-        "iterations": args.iterations, "seconds": round(time.time() - begin), "samples": min(map(len, samples.values())),
-        "iteration_us": {"early": median(iteration_us[len(iteration_us) // 4 : len(iteration_us) // 2]), "late": median(iteration_us[-len(iteration_us) // 4 :])},
+        "command": f"python benchmarks/endurance.py --iterations {args.iterations} --zero-stage {args.zero_stage}",
+        "machine": about,
+        "iterations": args.iterations,
+        "seconds": round(time.time() - begin),
+        "samples": min(map(len, samples.values())),
+        "iteration_us": {
+            "early": median(iteration_us[len(iteration_us) // 4 : len(iteration_us) // 2]),
+            "late": median(iteration_us[-len(iteration_us) // 4 :]),
+        },
         "ranks": ranks,
-    }  # fmt: skip
-    files.save(args.out, result, indent=1)
+    }
+    json_files.save(args.out, result, indent=1)
     pictures.draw(args.out)
     grown = [name for rank in ranks for name in NAMES[1:] if rank[name]["late"] > rank[name]["early"]]
     for number, rank in enumerate(ranks):
-        print(f"rank {number}: " + ", ".join(f"{name} {rank[name]['early']:.0f} -> {rank[name]['late']:.0f}" for name in NAMES))
+        print(
+            f"rank {number}: "
+            + ", ".join(f"{name} {rank[name]['early']:.0f} -> {rank[name]['late']:.0f}" for name in NAMES)
+        )
     return 1 if grown else 0
 
 

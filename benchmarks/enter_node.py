@@ -20,7 +20,12 @@ def main() -> None:
     every = sorted(os.sched_getaffinity(0))
     own = every[node :: len(nodes)] if len(every) >= len(nodes) else every
     os.sched_setaffinity(0, own)
-    os.environ |= {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "MASTER_ADDR": os.environ["EMULATED_MASTER"]}
+    os.environ |= {
+        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "MASTER_ADDR": os.environ["EMULATED_MASTER"],
+    }
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 makes the store, inside its node
     os.execvp(sys.argv[1], sys.argv[1:])
 
 

@@ -23,18 +23,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from megatron_ext import files
-from megatron_ext.cost import model as cost
-from megatron_ext.cost.predict import Costs
-from megatron_ext.errors import InputError
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.cost.estimates import Costs
+from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
 from megatron_ext.report.spread import summarize, warm_up
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, FreedGroup, Residency, State
 from megatron_ext.runtime.host_pool import HostPool
-from megatron_ext.runtime.launch import free_port
-from megatron_ext.runtime.nvme_pool import NvmePool, ReadSettings
+from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.routes import CpuRoute, NvmeRoute
+from megatron_ext.workload.drive_reads import DriveReads
 
 
 class Layer(nn.Module):
@@ -91,7 +91,16 @@ class Streamed:
             self.route = CpuRoute(self.pool, transport, self.clock, Faults())
         else:
             self.slots = max(min(self.ahead, 4), 1)
-            self.nvme = NvmePool(args.nvme_path, self.groups, 0, alone, slots=self.slots, slot_bytes=largest, settings=ReadSettings(), device=transport)
+            self.nvme = NvmePool(
+                args.nvme_path,
+                self.groups,
+                0,
+                alone,
+                slots=self.slots,
+                slot_bytes=largest,
+                settings=DriveReads(),
+                device=transport,
+            )
             for group in self.groups:
                 self.nvme.write(group, 0, group.shard)
                 self.nvme.flush(group)
@@ -99,7 +108,10 @@ class Streamed:
         for group in self.groups:
             self.pool.set_published(group, self.clock.version)
         sizes = [p.shape for p in self.layers[0].parameters()]
-        self.gradients = [[torch.empty(size, dtype=torch.bfloat16, pin_memory=device.type == "cuda") for size in sizes] for _ in self.layers]
+        self.gradients = [
+            [torch.empty(size, dtype=torch.bfloat16, pin_memory=device.type == "cuda") for size in sizes]
+            for _ in self.layers
+        ]
 
     def _begin(self, order: list[int], position: int) -> None:
         """Issue what fits beside the layer at ``position``; a layer comes again only once it has gone."""
@@ -166,7 +178,12 @@ class Sharded:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=torch.distributed.HashStore(),
+            rank=0,
+            world_size=1,
+        )
         mesh = init_device_mesh(device.type, (1,))
         policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         self.model = nn.Sequential(*(make_layer(number, args.hidden_size) for number in range(args.layers)))
@@ -201,7 +218,12 @@ def one_way(name: str, args, device: torch.device, x: torch.Tensor) -> dict:
             start = time.perf_counter_ns()
             loss = way.step(x)
             times.append((time.perf_counter_ns() - start) / 1e3)
-        row = {"way": name, "step_us": summarize(times[warm_up(args.iters) :]).as_json(), "loss": loss.item(), "grad_norm": way.norm()}
+        row = {
+            "way": name,
+            "step_us": summarize(times[warm_up(args.iters) :]).as_json(),
+            "loss": loss.item(),
+            "grad_norm": way.norm(),
+        }
         if isinstance(way, Streamed):
             row |= {"whole_peak_bytes": way.residency.peak, "model_bytes": way.bytes, "ahead": way.ahead}
         row["device_peak_bytes"] = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
@@ -213,7 +235,9 @@ def one_way(name: str, args, device: torch.device, x: torch.Tensor) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--cost-table", type=Path, default=None, help="Measured on this GPU: says how long the copies alone would take.")
+    add(
+        "--cost-table", type=Path, default=None, help="Measured on this GPU: says how long the copies alone would take."
+    )
     add("--budget-bytes", type=int, default=2 << 30, help="Whole parameters on the device at a time.")
     add("--layers", type=int, default=24)
     add("--hidden-size", type=int, default=4096)
@@ -230,7 +254,7 @@ def main() -> int:
     except InputError as error:
         print(f"gpu_streaming: {error}", file=sys.stderr)
         return 2
-    files.save(args.out, result, indent=1)
+    json_files.save(args.out, result, indent=1)
     show(result)
     return 0
 
@@ -243,7 +267,11 @@ def run(args) -> dict:
     rows = [one_way(name, args, device, x) for name in ("cpu", *(["nvme"] if args.nvme_path else []), "fsdp2-offload")]
     streamed = rows[0]
     if streamed["model_bytes"] <= args.budget_bytes:
-        raise InputError(f"the model has only {streamed['model_bytes']} bytes: it fits", field="--budget-bytes", value=args.budget_bytes)
+        raise InputError(
+            f"the model has only {streamed['model_bytes']} bytes: it fits",
+            field="--budget-bytes",
+            value=args.budget_bytes,
+        )
     if args.cost_table:
         costs = Costs(cost.load(args.cost_table), extrapolate=True)
         layer = streamed["model_bytes"] // args.layers
@@ -251,23 +279,44 @@ def run(args) -> dict:
             if row["way"] in costs.routes:
                 row["copies_alone_us"] = (2 * args.layers - 1) * costs.gather_us(row["way"], layer)
     return {
-        "about": about_this_machine(load_before=load), "device": torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu: only a check of the program",
-        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items() if key not in ("out", "cost_table", "nvme_path")}, "rows": rows,
-    }  # fmt: skip
+        "about": about_this_machine(load_before=load),
+        "device": torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu: only a check of the program",
+        "options": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(args).items()
+            if key not in ("out", "cost_table", "nvme_path")
+        },
+        "rows": rows,
+    }
 
 
 def show(result: dict) -> None:
-    table = Table("way", "step ms (p10 - p90)", "copies alone ms", "whole parameters at most, MB", "device peak MB", "loss", "gradient norm", title=f"streaming on {result['device']}")
+    table = Table(
+        "way",
+        "step ms (p10 - p90)",
+        "copies alone ms",
+        "whole parameters at most, MB",
+        "device peak MB",
+        "loss",
+        "gradient norm",
+        title=f"streaming on {result['device']}",
+    )
     for row in result["rows"]:
         us = row["step_us"]
         cells = [row.get("copies_alone_us"), row.get("whole_peak_bytes"), row["device_peak_bytes"]]
         table.add_row(
-            row["way"], f"{us['median_us'] / 1e3:.1f} ({us['p10_us'] / 1e3:.1f} - {us['p90_us'] / 1e3:.1f})",
-            *("" if value is None else f"{value / scale:.1f}" for value, scale in zip(cells, (1e3, 1e6, 1e6))), f"{row['loss']:.6f}", f"{row['grad_norm']:.6f}",
-        )  # fmt: skip
+            row["way"],
+            f"{us['median_us'] / 1e3:.1f} ({us['p10_us'] / 1e3:.1f} - {us['p90_us'] / 1e3:.1f})",
+            *("" if value is None else f"{value / scale:.1f}" for value, scale in zip(cells, (1e3, 1e6, 1e6))),
+            f"{row['loss']:.6f}",
+            f"{row['grad_norm']:.6f}",
+        )
     console = Console(width=150)
     console.print(table)
-    console.print("fsdp2-offload: with one rank FSDP2 copies on the stream that computes, so nothing of it is hidden; hold a way to 'copies alone' too")
+    console.print(
+        "fsdp2-offload: with one rank FSDP2 copies on the stream that computes, so nothing of it is hidden; hold a "
+        "way to 'copies alone' too"
+    )
 
 
 if __name__ == "__main__":

@@ -36,19 +36,26 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from msgspec.structs import replace
 from torch_calls import Nothing, TorchCalls
 
-from megatron_ext import files
-from megatron_ext.megatron import describe, gpt
-from megatron_ext.megatron.layers import Boundaries, Layer
+from megatron_ext.formats import json_files
+from megatron_ext.megatron import describe_model, gpt_model
+from megatron_ext.megatron.boundaries import Boundaries, Layer
 from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
-from megatron_ext.runtime.launch import free_port
 from megatron_ext.runtime.program import compile_program
 from megatron_ext.schedule.layer_use import uses_of_groups
-from megatron_ext.workload.order import steps_of_ranks
+from megatron_ext.workload.step_order import steps_of_ranks
 
-PARALLEL = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2", "--data-parallel-size", "2", "--untie-embeddings-and-output-weights"]
+PARALLEL = [
+    "--pipeline-model-parallel-size",
+    "2",
+    "--num-virtual-stages-per-pipeline-rank",
+    "2",
+    "--data-parallel-size",
+    "2",
+    "--untie-embeddings-and-output-weights",
+]
 
 
 class Route:
@@ -74,7 +81,11 @@ def executor_of(schedule, workload, boundaries) -> Executor:
     for index, group in enumerate(schedule.groups):
         if group.pp_rank == 0:
             whole = torch.zeros(256)  # sizes do not matter here
-            groups[index] = FreedGroup(index, "", whole, 0, 2, residency) if schedule.zero_stage == 3 else Group(index, "", whole, 0, 2)
+            groups[index] = (
+                FreedGroup(index, "", whole, 0, 2, residency)
+                if schedule.zero_stage == 3
+                else Group(index, "", whole, 0, 2)
+            )
     boundaries._uses = dict(enumerate(uses_of_groups(schedule, workload)))
     program = compile_program(schedule, schedule.ranks[0], groups, {"gpu": route, "cpu": route}, clock, boundaries)
     executor = Executor(program, groups, clock, residency, route.issue)
@@ -126,26 +137,36 @@ def scheduled(workload, schedule, rounds: int) -> dict:
         for _ in range(rounds):
             ours.append((iteration_ns(workload, layers, executor) - iteration_ns(workload, layers, None)) / 1e3)
             of_torch.append(calls.ns() / 1e3)
-    pairs = sum(len(workload.chunk(0, step.stage // workload.parallel.pp).parameters) for step in steps_of_ranks(workload.parallel)[0])
+    pairs = sum(
+        len(workload.chunk(0, step.stage // workload.parallel.pp).parameters)
+        for step in steps_of_ranks(workload.parallel)[0]
+    )
     tenths = quantiles(ours, n=10)
     own = median(ours) - median(of_torch)
     return {
-        "us_per_iteration": median(ours), "p10_us": tenths[0], "p90_us": tenths[-1], "us_per_parameter_and_step": median(ours) / pairs,
-        "torch_us_per_iteration": median(of_torch), "hooks": calls.hooks, "resizes": calls.resizes,
-        "own_us_per_parameter_and_step": own / pairs, "groups": len(schedule.groups),
-    }  # fmt: skip
+        "us_per_iteration": median(ours),
+        "p10_us": tenths[0],
+        "p90_us": tenths[-1],
+        "us_per_parameter_and_step": median(ours) / pairs,
+        "torch_us_per_iteration": median(of_torch),
+        "hooks": calls.hooks,
+        "resizes": calls.resizes,
+        "own_us_per_parameter_and_step": own / pairs,
+        "groups": len(schedule.groups),
+    }
 
 
 def stock(options, rounds: int) -> dict:
     """Megatron's own pre-hook on every module of a model of the same size."""
-    args = describe.parse([*options, "--untie-embeddings-and-output-weights"])
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    dist.init_process_group("gloo", rank=0, world_size=1)
+    args = describe_model.parse([*options, "--untie-embeddings-and-output-weights"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = gpt.transformer_config(args)
-    (chunk,) = gpt.build_chunks(args, config)
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+    config = gpt_model.transformer_config(args)
+    (chunk,) = gpt_model.build_chunks(args, config)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
     ddp = DistributedDataParallel(config, ddp_config, chunk)
     hook, modules = ddp._make_forward_pre_hook(), list(ddp.module.modules())
     for module in modules:
@@ -158,7 +179,12 @@ def stock(options, rounds: int) -> dict:
                 hook(module)
             found.append((time.thread_time_ns() - begin) / 1e3)
     dist.destroy_process_group()
-    return {"us_per_forward": median(found), "us_per_parameter_and_step": median(found) / parameters, "modules": len(modules), "parameters": parameters}
+    return {
+        "us_per_forward": median(found),
+        "us_per_parameter_and_step": median(found) / parameters,
+        "modules": len(modules),
+        "parameters": parameters,
+    }
 
 
 def main() -> int:
@@ -168,7 +194,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/hot_path.json")
     args = parser.parse_args()
     size = ["--num-layers", str(args.layers), "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"]
-    workload = describe.describe_options(describe.parse([*PARALLEL, *size]))
+    workload = describe_model.describe_options(describe_model.parse([*PARALLEL, *size]))
     third = replace(workload, zero_stage=3)
     largest_chunk = max(chunk.bytes for chunk in workload.chunks)
     schedules = {
@@ -178,14 +204,22 @@ def main() -> int:
         "random, zero stage 3": (third, random_schedule(third, ("gpu", "cpu"), 1)),
         "layer by layer, zero stage 3": None,
     }
-    tight = replace(third, limits=replace(third.limits, device_bytes=largest_chunk * 3 // 4))
+    tight = replace(third, limits=replace(third.limits, whole_parameter_bytes=largest_chunk * 3 // 4))
     schedules["layer by layer, zero stage 3"] = (tight, random_schedule(tight, ("gpu", "cpu"), 1))
     found = {name: scheduled(*pair, args.rounds) for name, pair in schedules.items()}
     found["Megatron's pre-hooks"] = stock(size, args.rounds)
     for name, row in found.items():
         own = f", our own Python {row['own_us_per_parameter_and_step']:.4f}" if "hooks" in row else ""
         print(f"{name:32} {row['us_per_parameter_and_step']:.4f} us a parameter and step{own}")
-    files.save(args.out, {"command": f"python benchmarks/hot_path.py --layers {args.layers}", "machine": about_this_machine(load_before=os.getloadavg()[0]), **found}, indent=1)
+    json_files.save(
+        args.out,
+        {
+            "command": f"python benchmarks/hot_path.py --layers {args.layers}",
+            "machine": about_this_machine(load_before=os.getloadavg()[0]),
+            **found,
+        },
+        indent=1,
+    )
     pictures.draw(args.out)
     return 0
 

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule.layer_use import uses_of_groups
-from megatron_ext.schedule.model import Schedule, Unshard
+from megatron_ext.schedule.user_defined_schedule import Schedule, Unshard
 
 
 def without_look_ahead(schedule: Schedule, workload) -> Schedule:
@@ -17,7 +17,9 @@ def without_look_ahead(schedule: Schedule, workload) -> Schedule:
             for action in entry.unshard:
                 step = index if action.need_by < 0 else action.need_by
                 first, last = uses[action.group]
-                late.setdefault(step, []).append(Unshard(action.group, action.route, -1, first if "F" in rank.steps[step].step else last))
+                late.setdefault(step, []).append(
+                    Unshard(action.group, action.route, -1, first if "F" in rank.steps[step].step else last)
+                )
         for index, actions in late.items():
             actions.sort(key=lambda action: action.at if "F" in rank.steps[index].step else -action.at)
         steps = tuple(replace(entry, unshard=tuple(late.get(index, ()))) for index, entry in enumerate(rank.steps))

@@ -2,22 +2,35 @@
 
 from pathlib import Path
 
-from megatron_ext.cost.combine import combine
-from megatron_ext.cost.model import CostTable
-from megatron_ext.workload.sizes import largest_group_bytes, largest_rank_bytes, likely_group_bytes
+from megatron_ext.cost.combine_tables import combine
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.workload.measured_sizes import largest_group_bytes, largest_rank_bytes, likely_group_bytes
 
-LAYERS = "megatron_ext.megatron.layer_runners:layer_runners"
+LAYERS = str(Path(__file__).parents[1] / "examples" / "example_layers.py") + ":layer_runners"
 """Who makes the layers whose compute is measured."""
 PROCESSORS_LINKS = "compute,optimizer"
-"""What is measured in turns with training runs: it follows the pace of the processors, which changes from minute to minute.
+"""What is measured interleaved with training runs: it follows the speed of the processors, which changes by the minute.
 Gathers do not belong here: a transfer with a stop in it is longer by seconds."""
 STRETCH = 2
-"""A measurement in turns has longer ones than training: what is timed with a stop in it must be the lesser part."""
+"""The slices of a measurement are longer than those of training: what is timed with a stop in it must be the lesser
+part."""
 CORPUS = "runs/corpus/stdlib"
 """The example's data set, which scripts/pretrain_gpt_hybrid.sh builds."""
 
 
-def measure_command(out: Path, work, model: list[str], *, hidden: int, seq: int, micro_batch_size: int, seconds: float, links: str | None = None, also_sizes: list[int] | None = None, max_bytes: int | None = None) -> list[str]:
+def measure_command(
+    out: Path,
+    work,
+    model: list[str],
+    *,
+    hidden: int,
+    seq: int,
+    micro_batch_size: int,
+    seconds: float,
+    links: str | None = None,
+    also_sizes: list[int] | None = None,
+    max_bytes: int | None = None,
+) -> list[str]:
     """What follows ``python -m``.
 
     Args:
@@ -29,14 +42,45 @@ def measure_command(out: Path, work, model: list[str], *, hidden: int, seq: int,
     """
     also = likely_group_bytes(work) if also_sizes is None else also_sizes
     return [
-        "megatron_ext", "measure", "--out", str(out), "--device", "cpu", "--dp", str(work.parallel.dp), "--pp", str(work.parallel.pp),
-        "--hidden-size", str(hidden), "--seq-length", str(seq), "--micro-batch-size", str(micro_batch_size),
-        "--min-bytes", "512", "--max-bytes", str(max_bytes or largest_group_bytes(work)), "--max-rank-bytes", str(largest_rank_bytes(work)),
-        "--seconds", str(seconds), "--threads", "1", *(["--links", links] if links else []), *(["--also-sizes", ",".join(map(str, also))] if also else []),
-        "--modules", LAYERS, "--", *model, "--data-path", CORPUS, "--num-workers", "0",
-    ]  # fmt: skip
+        "megatron_ext",
+        "measure",
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+        "--dp",
+        str(work.parallel.dp),
+        "--pp",
+        str(work.parallel.pp),
+        "--hidden-size",
+        str(hidden),
+        "--seq-length",
+        str(seq),
+        "--micro-batch-size",
+        str(micro_batch_size),
+        "--min-bytes",
+        "512",
+        "--max-bytes",
+        str(max_bytes or largest_group_bytes(work)),
+        "--max-rank-bytes",
+        str(largest_rank_bytes(work)),
+        "--seconds",
+        str(seconds),
+        "--threads",
+        "1",
+        *(["--links", links] if links else []),
+        *(["--also-sizes", ",".join(map(str, also))] if also else []),
+        "--modules",
+        LAYERS,
+        "--",
+        *model,
+        "--data-path",
+        CORPUS,
+        "--num-workers",
+        "0",
+    ]
 
 
-def in_turns_and_before(in_turns: CostTable, before: CostTable) -> CostTable:
-    """What was measured in turns with training runs, completed from a table measured before."""
-    return combine({"in turns": in_turns, "before": before})
+def interleaved_and_before(interleaved: CostTable, before: CostTable) -> CostTable:
+    """What was measured interleaved with training runs, completed from a table measured before."""
+    return combine({"interleaved": interleaved, "before": before})

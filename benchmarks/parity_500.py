@@ -31,11 +31,17 @@ from msgspec.structs import replace
 from parity_service import Died, ParityService, differences
 from training import environment
 
-from megatron_ext import files
+from megatron_ext.formats import json_files
 from megatron_ext.schedule import footprint
-from megatron_ext.workload import model as workload_file
+from megatron_ext.workload import workload as workload_file
 
-DELAYS = ("", "publish_delay_ms=8,copy_delay_ms=4,read_delay_ms=4", "publish_delay_ms=20", "copy_delay_ms=8", "read_delay_ms=12")
+DELAYS = (
+    "",
+    "publish_delay_ms=8,copy_delay_ms=4,read_delay_ms=4",
+    "publish_delay_ms=20",
+    "copy_delay_ms=8",
+    "read_delay_ms=12",
+)
 BLOCK = 40
 """Cases of one layout between two launches; results are saved after each."""
 
@@ -54,15 +60,29 @@ def parity(service: ParityService, draw: random.Random, workloads: Path, folder:
     gpus_per_node, delays, evaluate = draw.choice((4, 2, 1)), draw.choice(DELAYS), draw.random() < 0.3
     workload = workload_file.load(workloads / f"{service.layout}.{name}.json")
     workload = replace(
-        workload, zero_stage=zero_stage, limits=workload_file.Limits(nvme_slots=draw.choice((1, 2, 4))),
+        workload,
+        zero_stage=zero_stage,
+        limits=workload_file.Limits(nvme_slots=draw.choice((1, 2, 4))),
         parallel=replace(workload.parallel, gpus_per_node=gpus_per_node),
-    )  # fmt: skip
+    )
     schedule = prepared(draw, workload, folder / "schedule.json", routes)
     options = [*MODELS[name], "--gpus-per-node", str(gpus_per_node), "--user-defined-schedule-nvme-path", str(folder)]
     options += ["--eval-interval", "2", "--eval-iters", "1"] if evaluate else []
-    case = dict(layout=service.layout, model=name, zero_stage=zero_stage, routes=routes, gpus_per_node=gpus_per_node, delays=delays, evaluate=evaluate)
+    case = dict(
+        layout=service.layout,
+        model=name,
+        zero_stage=zero_stage,
+        routes=routes,
+        gpus_per_node=gpus_per_node,
+        delays=delays,
+        evaluate=evaluate,
+    )
     try:
-        answer = service.run(options=options, schedule=folder / "schedule.json", environment={"MEGATRON_EXT_FAULTS": delays, "MEGATRON_EXT_DEBUG": "1"})
+        answer = service.run(
+            options=options,
+            schedule=folder / "schedule.json",
+            environment={"MEGATRON_EXT_FAULTS": delays, "MEGATRON_EXT_DEBUG": "1"},
+        )
     except Died as died:
         return {**case, "differences": [f"died: {str(died)[-600:]}"]}
     found = differences(answer)
@@ -80,7 +100,15 @@ def control(service: ParityService, number: int, workloads: Path, folder: Path) 
     largest = max(range(len(schedule.groups)), key=lambda index: schedule.groups[index].bytes)
     fault = CONTROLS[number % len(CONTROLS)].format(largest=largest) + f",seed={number}"
     try:
-        seen = bool(differences(service.run(options=MODELS["fp32"], schedule=folder / "schedule.json", environment={"MEGATRON_EXT_FAULTS": fault})))
+        seen = bool(
+            differences(
+                service.run(
+                    options=MODELS["fp32"],
+                    schedule=folder / "schedule.json",
+                    environment={"MEGATRON_EXT_FAULTS": fault},
+                )
+            )
+        )
     except Died:
         seen = True
     return dict(layout=service.layout, zero_stage=zero_stage, fault=fault, seen=seen)
@@ -108,10 +136,17 @@ def main() -> int:
                     print(f"case {n}: {cases[-1]}", file=sys.stderr, flush=True)
             service.close()
             result = summary(cases, controls)
-            about = {"command": f"python benchmarks/parity_500.py --cases {args.cases} --seed {args.seed}", "machine": about_this_machine(load_before=load)}
-            files.save(args.out, {**about, **result, "seconds": round(time.time() - begin)}, indent=1)
+            about = {
+                "command": f"python benchmarks/parity_500.py --cases {args.cases} --seed {args.seed}",
+                "machine": about_this_machine(load_before=load),
+            }
+            json_files.save(args.out, {**about, **result, "seconds": round(time.time() - begin)}, indent=1)
             pictures.draw(args.out)
-            print(f"{result['equal']} of {len(cases)} cases equal, {result['controls_seen']} of {len(controls)} controls seen, {time.time() - begin:.0f} s", flush=True)
+            print(
+                f"{result['equal']} of {len(cases)} cases equal, {result['controls_seen']} of {len(controls)} "
+                f"controls seen, {time.time() - begin:.0f} s",
+                flush=True,
+            )
     return 1 if result["different"] or result["controls_unseen"] else 0
 
 
@@ -123,9 +158,14 @@ def summary(cases: list[dict], controls: list[dict]) -> dict:
     for key in ("layout", "model", "zero_stage", "routes", "gpus_per_node", "delays", "evaluate"):
         drawn[key] = dict(sorted(Counter(str(case[key]) for case in cases).items()))
     return {
-        "cases": len(cases), "equal": len(cases) - len(different), "different": different,
-        "controls": len(controls), "controls_seen": len(controls) - len(unseen), "controls_unseen": unseen, "drawn": drawn,
-    }  # fmt: skip
+        "cases": len(cases),
+        "equal": len(cases) - len(different),
+        "different": different,
+        "controls": len(controls),
+        "controls_seen": len(controls) - len(unseen),
+        "controls_unseen": unseen,
+        "drawn": drawn,
+    }
 
 
 if __name__ == "__main__":

@@ -15,22 +15,24 @@ import os
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("DS_BUILD_OPS", "0")
 
-from peer_training import Peer, adam, batch_loss, main  # noqa: E402, I001  first: it makes Megatron work without a GPU
+from peer_training import Peer, adam, batch_loss, main  # noqa: I001  first: it makes Megatron work without a GPU
 
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-from deepspeed.runtime.zero import partition_parameters  # noqa: E402
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus  # noqa: E402
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator  # noqa: E402
-from deepspeed.utils import set_z3_leaf_modules  # noqa: E402
-from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
+import deepspeed
+import torch
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import set_z3_leaf_modules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 def pass_hidden_states_by_position() -> None:
     """DeepSpeed sees only positional inputs of a module; Megatron calls its layers by keywords, and
     DeepSpeed would reduce a layer's gradients before they are there."""
     call = TransformerLayer.__call__
-    TransformerLayer.__call__ = lambda layer, *args, hidden_states=None, **kwargs: call(layer, *((hidden_states,) if hidden_states is not None else ()), *args, **kwargs)
+    TransformerLayer.__call__ = lambda layer, *args, hidden_states=None, **kwargs: call(
+        layer, *((hidden_states,) if hidden_states is not None else ()), *args, **kwargs
+    )
 
 
 class DeepSpeed(Peer):
@@ -44,19 +46,30 @@ class DeepSpeed(Peer):
         set_z3_leaf_modules(model, [TransformerLayer])
         layer = sum(p.numel() for p in model.decoder.layers[0].parameters())
         zero = {
-            "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": layer,
-            "stage3_prefetch_bucket_size": layer, "stage3_param_persistence_threshold": 10 * args.hidden_size,
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": layer,
+            "stage3_prefetch_bucket_size": layer,
+            "stage3_param_persistence_threshold": 10 * args.hidden_size,
             "stage3_max_live_parameters": sum(p.numel() for p in model.parameters()) // 2,
             "stage3_max_reuse_distance": 0,
-        }  # fmt: skip
+        }
         if way == "offload":  # without DeepSpeedCPUAdam, which must be built: torch's AdamW, as for everybody
             zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
         settings = {
-            "train_micro_batch_size_per_gpu": args.micro_batch_size, "gradient_accumulation_steps": args.num_microbatches,
-            "gradient_clipping": args.clip_grad, "zero_optimization": zero, "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1 << 30, "bf16": {"enabled": args.bf16},
-        }  # fmt: skip
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=adam(args, model.named_parameters()), config=settings)
+            "train_micro_batch_size_per_gpu": args.micro_batch_size,
+            "gradient_accumulation_steps": args.num_microbatches,
+            "gradient_clipping": args.clip_grad,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 1 << 30,
+            "bf16": {"enabled": args.bf16},
+        }
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=adam(args, model.named_parameters()), config=settings
+        )
         self.clock.gathering(PartitionedParameterCoordinator, "fetch_sub_module")
         self.clock.waiting(partition_parameters.AllGatherHandle, "wait")
         self.clock.waiting(partition_parameters.AllGatherCoalescedHandle, "wait")
@@ -83,7 +96,9 @@ class DeepSpeed(Peer):
 
         def counting(*args, **kwargs):
             fetch(*args, **kwargs)
-            held = sum(p.ds_numel * p.element_size() for p in parameters if p.ds_status != ZeroParamStatus.NOT_AVAILABLE)
+            held = sum(
+                p.ds_numel * p.element_size() for p in parameters if p.ds_status != ZeroParamStatus.NOT_AVAILABLE
+            )
             self.whole.peak = max(self.whole.peak, held)
 
         PartitionedParameterCoordinator.fetch_sub_module = counting

@@ -24,10 +24,14 @@ from torch.distributed.tensor import DTensor
 def shard(chunk: nn.Module, mesh, *, reshard_after_forward: bool, offload: bool = False, bf16: bool = False) -> None:
     """Shard a GPT chunk layer by layer, and let each layer prefetch the next."""
     policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    precision = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    )
     layers = list(chunk.decoder.layers)
     for module in (*layers, chunk):
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy, mp_policy=precision)
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy, mp_policy=precision
+        )
     chunk._set_unshard_async_op(True)  # [Note: FSDP2 without streams]
     for earlier, later in zip(layers, layers[1:]):
         earlier.set_modules_to_forward_prefetch([later])
@@ -36,7 +40,11 @@ def shard(chunk: nn.Module, mesh, *, reshard_after_forward: bool, offload: bool 
 
 def watch(clock, whole) -> None:
     """Note what all parameter groups gather, wait for and hold."""
-    wait_for_unshard, unshard, to_sharded = FSDPParamGroup.wait_for_unshard, FSDPParamGroup.unshard, FSDPParamGroup._to_sharded
+    wait_for_unshard, unshard, to_sharded = (
+        FSDPParamGroup.wait_for_unshard,
+        FSDPParamGroup.unshard,
+        FSDPParamGroup._to_sharded,
+    )
 
     def waiting(group):
         result = group._all_gather_result
@@ -47,7 +55,10 @@ def watch(clock, whole) -> None:
     def unsharding(group, async_op=False):
         unshard(group, async_op)
         if group._all_gather_result is not None:
-            whole.hold(id(group), sum(p._orig_size.numel() * (p.param_dtype or p.orig_dtype).itemsize for p in group.fsdp_params))
+            whole.hold(
+                id(group),
+                sum(p._orig_size.numel() * (p.param_dtype or p.orig_dtype).itemsize for p in group.fsdp_params),
+            )
 
     def sharding(group):
         to_sharded(group)
@@ -72,7 +83,13 @@ class Fsdp2(Peer):
         watch(self.clock, self.whole)
         if args.bf16:
             self.model.float()  # the values that bfloat16 has, as Megatron's float32 copies
-        shard(self.model, data_parallel_mesh(), reshard_after_forward=way != "whole", offload=way == "offload", bf16=args.bf16)
+        shard(
+            self.model,
+            data_parallel_mesh(),
+            reshard_after_forward=way != "whole",
+            offload=way == "offload",
+            bf16=args.bf16,
+        )
         assert isinstance(self.model, FSDPModule)
         self.optimizer = adam(args, self.model.named_parameters())
 

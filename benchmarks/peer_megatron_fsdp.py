@@ -42,20 +42,29 @@ class MegatronFsdp(Peer):
         super().__init__(args, way, config, chunks)
         watch(self.clock, self.whole)
         sharding = DistributedDataParallelConfig(
-            use_megatron_fsdp=True, data_parallel_sharding_strategy=way, use_distributed_optimizer=True,
-            overlap_grad_reduce=True, overlap_param_gather=True,
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy=way,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
             gradient_reduce_div_fusion=False,  # gloo has no premultiplied sum
-            # Twice a layer. Its default is at least 1e9 elements (a maximum where "cap" is written), which holds a small model whole.
+            # Twice a layer. Its default is at least 1e9 elements (a maximum where "cap" is written), which holds a
+            # small model whole.
             suggested_communication_unit_size=2 * sum(p.numel() for p in chunks[0].decoder.layers[0].parameters()),
-        )  # fmt: skip
+        )
         self.model = [FullyShardedDataParallel(config, sharding, chunks[0], device=torch.device("cpu"))]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam", lr=args.lr, weight_decay=args.weight_decay, clip_grad=args.clip_grad, params_dtype=config.params_dtype,
-                use_distributed_optimizer=True, overlap_param_gather=True,
+                optimizer="adam",
+                lr=args.lr,
+                weight_decay=args.weight_decay,
+                clip_grad=args.clip_grad,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=True,
+                overlap_param_gather=True,
             ),
             self.model,
-        )  # fmt: skip
+        )
         config.no_sync_func, config.finalize_model_grads_func = self.model[0].no_sync, finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
 

@@ -42,7 +42,10 @@ class TorchPipelining(Peer):
 
     def __init__(self, args, way, config, chunks):
         super().__init__(args, way, config, chunks)
-        pp, rank = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_rank()
+        pp, rank = (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
         watch(self.clock, self.whole)
         mesh, device = data_parallel_mesh(), torch.device("cpu")
         stages = []
@@ -50,12 +53,18 @@ class TorchPipelining(Peer):
             index = number * pp + rank
             module = Stage(chunk, index == 0)
             shard(module, mesh, reshard_after_forward=False)  # the schedule says when
-            stages.append(PipelineStage(module, index, pp * len(chunks), device, group=parallel_state.get_pipeline_model_parallel_group()))
+            stages.append(
+                PipelineStage(
+                    module, index, pp * len(chunks), device, group=parallel_state.get_pipeline_model_parallel_group()
+                )
+            )
         self.stages = stages
         if way == "one-stage":
             add = schedules._add_unshard_reshard
             schedules._add_unshard_reshard = lambda actions, max_active_stages=1: add(actions, 1)
-        self.schedule = ScheduleInterleaved1F1B(stages, args.num_microbatches, loss_fn=lambda output, target: output.float().mean())
+        self.schedule = ScheduleInterleaved1F1B(
+            stages, args.num_microbatches, loss_fn=lambda output, target: output.float().mean()
+        )
         self.clock.gathering(self.schedule, "_assert_unsharded")
         self.parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
         self.optimizer = adam(args, [named for stage in stages for named in stage.submod.named_parameters()])
@@ -66,7 +75,9 @@ class TorchPipelining(Peer):
         losses: list[torch.Tensor] = []
         inputs = (keys["tokens"],) if self.stages[0].is_first else ()
         target = keys["labels"] if self.stages[-1].is_last else None
-        self.schedule.step(*inputs, target=target, losses=losses if target is not None else None, return_outputs=False, **keys)
+        self.schedule.step(
+            *inputs, target=target, losses=losses if target is not None else None, return_outputs=False, **keys
+        )
         return [{"lm loss": loss.detach()} for loss in losses]
 
     def step(self):

@@ -14,13 +14,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+import corpus
 import pretrain_gpt_hybrid as job  # first: it makes Megatron work without a CUDA device
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from model_and_optimizer import initialize_by_name
 
-from megatron_ext import files
-from megatron_ext.megatron import corpus, gpt, gpt_arguments
+from megatron_ext.formats import json_files
+from megatron_ext.megatron import gpt_arguments, gpt_model
 
 FIGURES = ("loss", "grad_norm", "iteration_us", "optimizer_us", "gather_us", "exposed_us")
 
@@ -184,9 +186,9 @@ def main(make_peer) -> None:
     gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
     corpus.check(args.data_path, args.seq_length)
     job.initialize(args)
-    config = gpt.transformer_config(args)
-    chunks = gpt.build_chunks(args, config)
-    gpt.initialize_by_name(chunks, args.seed)
+    config = gpt_model.transformer_config(args)
+    chunks = gpt_model.build_chunks(args, config)
+    initialize_by_name(chunks, args.seed)
     for chunk in chunks:
         chunk.train()
     peer = make_peer(args, way, config, chunks)
@@ -194,7 +196,7 @@ def main(make_peer) -> None:
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, metrics)
     if dist.get_rank() == 0:
-        files.save(args.metrics_path, merge(everybody), indent=1)
+        json_files.save(args.metrics_path, merge(everybody), indent=1)
     dist.barrier()
     os._exit(0)  # threads of collectives may abort a normal end
 

@@ -4,9 +4,9 @@
 
 Four processes in two layouts: PP 2 x VP 2 x DP 2, and DP 4; at DP 4 once more in bfloat16 with the
 optimizer and its float32 parameters on the host. Offload in float32 stands among the rows of DP 4: without a
-GPU our optimizer is on the host anyway. Each peer has an opponent of ours in its own layout. Cost tables are measured and plans made first; then all systems train in turns, the
-order reversed every other round. A system that fails is shown with its reason. DeepSpeed is
-installed into runs/peers-packages (benchmarks/peer_requirements.txt), never into .venv.
+GPU our optimizer is on the host anyway. Each peer has an opponent of ours in its own layout. Cost tables are measured
+and plans made first; then all systems train in turn, the order reversed every other round. A system that fails is shown
+with its reason. DeepSpeed is installed into runs/peers-packages (benchmarks/peer_requirements.txt), never into .venv.
 Writes benchmarks/results/peers.json and peers.png.
 """
 
@@ -14,9 +14,10 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import peer_packages
 from machine import about_this_machine
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from megatron_ext import files
+from megatron_ext.formats import json_files
 from megatron_ext.report.spread import summarize, warm_up
 
 FIGURES = ("iteration_us", "optimizer_us", "gather_us", "exposed_us")
@@ -61,23 +62,51 @@ SYSTEMS = {
     "stock-pp2": System("Megatron, overlapped gathers", "pp2", "zero 1", False, ours(None)),
     "ours-zero1-pp2": System("ours, zero 1", "pp2", "zero 1", True, ours(1)),
     "ours-zero3-pp2": System("ours, zero 3, half", "pp2", "zero 3", True, ours(3, "half")),
-    "torch-pp2": System("torch interleaved 1F1B + FSDP2", "pp2", "zero 1", False, peer("peer_torch_pipelining.py", "shipped"), "the same chunks as torch stages"),
-    "torch-one-stage-pp2": System("torch interleaved 1F1B + FSDP2, one stage whole", "pp2", "zero 3", False, peer("peer_torch_pipelining.py", "one-stage"), "the same chunks as torch stages"),
+    "torch-pp2": System(
+        "torch interleaved 1F1B + FSDP2",
+        "pp2",
+        "zero 1",
+        False,
+        peer("peer_torch_pipelining.py", "shipped"),
+        "the same chunks as torch stages",
+    ),
+    "torch-one-stage-pp2": System(
+        "torch interleaved 1F1B + FSDP2, one stage whole",
+        "pp2",
+        "zero 3",
+        False,
+        peer("peer_torch_pipelining.py", "one-stage"),
+        "the same chunks as torch stages",
+    ),
     "stock-dp4": System("Megatron, overlapped gathers", "dp4", "zero 1", False, ours(None)),
     "ours-zero1-dp4": System("ours, zero 1", "dp4", "zero 1", True, ours(1)),
-    "fsdp2-whole-dp4": System("FSDP2, whole through the iteration", "dp4", "zero 1", False, peer("peer_fsdp2.py", "whole")),
+    "fsdp2-whole-dp4": System(
+        "FSDP2, whole through the iteration", "dp4", "zero 1", False, peer("peer_fsdp2.py", "whole")
+    ),
     "ours-zero3-dp4": System("ours, zero 3, half", "dp4", "zero 3", True, ours(3, "half")),
     "ours-zero3-two-layers-dp4": System("ours, zero 3, two layers", "dp4", "zero 3", True, ours(3, "two-layers")),
-    "ours-zero3-all-gpu-dp4": System("ours, zero 3, half, all-gathers alone", "dp4", "zero 3", True, ours(3, "half", policy="all-gpu")),
+    "ours-zero3-all-gpu-dp4": System(
+        "ours, zero 3, half, all-gathers alone", "dp4", "zero 3", True, ours(3, "half", policy="all-gpu")
+    ),
     "fsdp2-dp4": System("FSDP2", "dp4", "zero 3", False, peer("peer_fsdp2.py", "reshard")),
     "deepspeed-dp4": System("DeepSpeed ZeRO-3", "dp4", "zero 3", False, deepspeed("zero3")),
     "fsdp2-offload-dp4": System("FSDP2, CPUOffloadPolicy", "dp4", "offload", False, peer("peer_fsdp2.py", "offload")),
     "deepspeed-offload-dp4": System("DeepSpeed ZeRO-3, offload", "dp4", "offload", False, deepspeed("offload")),
-    "megatron-fsdp-dp4": System("Megatron-FSDP", "dp4", "zero 3", False, peer("peer_megatron_fsdp.py", "optim_grads_params")),
-    "stock-offload": System("Megatron, overlapped gathers, optimizer on the host", "dp4-bf16", "zero 1", False, ours(None, offload=True)),
-    "ours-zero1-offload": System("ours, zero 1, optimizer on the host", "dp4-bf16", "zero 1", True, ours(1, offload=True)),
-    "ours-offload": System("ours, zero 3, half, optimizer on the host", "dp4-bf16", "offload", True, ours(3, "half", True)),
-    "ours-offload-two-layers": System("ours, zero 3, two layers, optimizer on the host", "dp4-bf16", "offload", True, ours(3, "two-layers", True)),
+    "megatron-fsdp-dp4": System(
+        "Megatron-FSDP", "dp4", "zero 3", False, peer("peer_megatron_fsdp.py", "optim_grads_params")
+    ),
+    "stock-offload": System(
+        "Megatron, overlapped gathers, optimizer on the host", "dp4-bf16", "zero 1", False, ours(None, offload=True)
+    ),
+    "ours-zero1-offload": System(
+        "ours, zero 1, optimizer on the host", "dp4-bf16", "zero 1", True, ours(1, offload=True)
+    ),
+    "ours-offload": System(
+        "ours, zero 3, half, optimizer on the host", "dp4-bf16", "offload", True, ours(3, "half", True)
+    ),
+    "ours-offload-two-layers": System(
+        "ours, zero 3, two layers, optimizer on the host", "dp4-bf16", "offload", True, ours(3, "two-layers", True)
+    ),
     "fsdp2-offload": System("FSDP2, CPUOffloadPolicy", "dp4-bf16", "offload", False, peer("peer_fsdp2.py", "offload")),
     "deepspeed-offload": System("DeepSpeed ZeRO-3, offload", "dp4-bf16", "offload", False, deepspeed("offload")),
 }
@@ -91,7 +120,9 @@ def run(args) -> dict:
     with tempfile.TemporaryDirectory() as temporary, Progress(console=Console(stderr=True)) as bar:
         folder = args.keep or Path(temporary)
         folder.mkdir(exist_ok=True)
-        layouts = {name: Layout(name, args, folder) for name in LAYOUTS if any(SYSTEMS[s].layout == name for s in names)}
+        layouts = {
+            name: Layout(name, args, folder) for name in LAYOUTS if any(SYSTEMS[s].layout == name for s in names)
+        }
         task = bar.add_task("measuring cost tables", total=len(layouts))
         for layout in layouts.values():
             layout.measure()
@@ -99,7 +130,9 @@ def run(args) -> dict:
         if any(name.startswith("deepspeed") for name in names):
             bar.update(task, description="installing DeepSpeed and letting it build its extension", total=None)
             try:  # a short run compiles what DeepSpeed compiles
-                next(layout for layout in layouts.values() if layout.pp == 1).train_peer("deepspeed-first", "peer_deepspeed.py", "zero3", peer_packages.environment(), 2)
+                next(layout for layout in layouts.values() if layout.pp == 1).train_peer(
+                    "deepspeed-first", "peer_deepspeed.py", "zero3", peer_packages.environment(), 2
+                )
             except RuntimeError as error:
                 failed |= {name: str(error) for name in names if name.startswith("deepspeed")}
         bar.update(task, description="training", total=args.rounds * len(names), completed=0)
@@ -113,45 +146,74 @@ def run(args) -> dict:
                     except (RuntimeError, ValueError) as error:
                         failed[name] = " ".join(str(error).split())
                 bar.advance(task)
-        parameters = {name: sum(p.bytes for c in layout.work.chunks for p in c.parameters) for name, layout in layouts.items()}
+        parameters = {
+            name: sum(p.bytes for c in layout.work.chunks for p in c.parameters) for name, layout in layouts.items()
+        }
         plans = {name: layout.plans_as_json() for name, layout in layouts.items()}
-        limits = {name: {limit: layout.device_bytes(limit) for limit in ("half", "two-layers")} for name, layout in layouts.items()}
+        limits = {
+            name: {limit: layout.whole_parameter_bytes(limit) for limit in ("half", "two-layers")}
+            for name, layout in layouts.items()
+        }
     rows = [row_of(name, found[name], args) for name in names if name not in failed]
     for row in rows:
         if not SYSTEMS[row["system"]].ours:
             row["opponent"] = opponent_of(row, rows)
-    about = about_this_machine(load_before=load) | {"load_after": os.getloadavg()[0], "peer_packages": peer_packages.REQUIREMENTS.read_text().splitlines()[1:], "megatron_core": megatron_core}
+    about = about_this_machine(load_before=load) | {
+        "load_after": os.getloadavg()[0],
+        "peer_packages": peer_packages.REQUIREMENTS.read_text().splitlines()[1:],
+        "megatron_core": megatron_core,
+    }
     options = {key: value for key, value in vars(args).items() if key not in ("out", "keep")}
-    return {"about": about, "options": options, "parameter_bytes": parameters, "limits_bytes": limits, "plans": plans, "rows": rows, "failed": failed}
+    return {
+        "about": about,
+        "options": options,
+        "parameter_bytes": parameters,
+        "limits_bytes": limits,
+        "plans": plans,
+        "rows": rows,
+        "failed": failed,
+    }
 
 
 def row_of(name: str, runs: list[dict], args) -> dict:
     """The figures of one system over all rounds, warm-up left out."""
     system, skip = SYSTEMS[name], warm_up(args.iters)
-    pooled = {figure: summarize([value for one in runs for value in one[figure][skip:]]).as_json() for figure in FIGURES}
+    pooled = {
+        figure: summarize([value for one in runs for value in one[figure][skip:]]).as_json() for figure in FIGURES
+    }
     return {
-        "system": name, "title": system.title, "layout": system.layout, "keeps": system.keeps, "ours": system.ours, "model": system.same_model, **pooled,
+        "system": name,
+        "title": system.title,
+        "layout": system.layout,
+        "keeps": system.keeps,
+        "ours": system.ours,
+        "model": system.same_model,
+        **pooled,
         "tokens_per_s": args.global_batch_size * args.seq / pooled["iteration_us"]["median_us"] * 1e6,
         "round_medians_us": [summarize(one["iteration_us"][skip:]).median_us for one in runs],
-        "whole_peak_bytes": max(one["whole_peak_bytes"] for one in runs), "loss": runs[-1]["loss"], "loss_at_end": runs[-1]["loss"][-1],
-    }  # fmt: skip
+        "whole_peak_bytes": max(one["whole_peak_bytes"] for one in runs),
+        "loss": runs[-1]["loss"],
+        "loss_at_end": runs[-1]["loss"][-1],
+    }
 
 
 def opponent_of(row: dict, rows: list[dict]) -> dict | None:
-    """Our fastest system of the same layout that holds no more whole parameters, and how its times compare.
-    """
+    """Our fastest system of the same layout that holds no more whole parameters, and how its times compare."""
     fits = [
-        other for other in rows
+        other
+        for other in rows
         if other["ours"] and other["layout"] == row["layout"] and other["whole_peak_bytes"] <= row["whole_peak_bytes"]
-    ]  # fmt: skip
+    ]
     if not fits:
         return None
     best = min(fits, key=lambda other: other["iteration_us"]["median_us"])
     by_round = [mine / theirs for mine, theirs in zip(best["round_medians_us"], row["round_medians_us"])]
     return {
-        "system": best["system"], "ratio": best["iteration_us"]["median_us"] / row["iteration_us"]["median_us"],
-        "ratio_by_round": by_round, "whole_peak_bytes": best["whole_peak_bytes"],
-    }  # fmt: skip
+        "system": best["system"],
+        "ratio": best["iteration_us"]["median_us"] / row["iteration_us"]["median_us"],
+        "ratio_by_round": by_round,
+        "whole_peak_bytes": best["whole_peak_bytes"],
+    }
 
 
 def show(result: dict) -> None:
@@ -160,16 +222,47 @@ def show(result: dict) -> None:
         rows = [row for row in result["rows"] if row["layout"] == layout]
         if not rows:
             continue
-        about = " ".join([f"PP {pp} x VP {vp} x DP {WORLD // pp}: {result['parameter_bytes'][layout] / 1e6:.1f} MB of parameters", *more])
-        table = Table("system", "keeps", "iteration ms (p10 - p90)", "tokens/s", "gather ms", "exposed ms", "optimizer ms", "whole parameters MB", "loss at end", "ours / this, rounds", "against", title=about)
+        about = " ".join(
+            [
+                f"PP {pp} x VP {vp} x DP {WORLD // pp}: {result['parameter_bytes'][layout] / 1e6:.1f} MB of parameters",
+                *more,
+            ]
+        )
+        table = Table(
+            "system",
+            "keeps",
+            "iteration ms (p10 - p90)",
+            "tokens/s",
+            "gather ms",
+            "exposed ms",
+            "optimizer ms",
+            "whole parameters MB",
+            "loss at end",
+            "ours / this, rounds",
+            "against",
+            title=about,
+        )
         for row in rows:
             us, opponent = row["iteration_us"], row.get("opponent")
-            ratio = f"{opponent['ratio']:.2f} ({min(opponent['ratio_by_round']):.2f} - {max(opponent['ratio_by_round']):.2f})" if opponent else "" if row["ours"] else "-"
+            ratio = (
+                f"{opponent['ratio']:.2f} ({min(opponent['ratio_by_round']):.2f} - "
+                f"{max(opponent['ratio_by_round']):.2f})"
+                if opponent
+                else ""
+                if row["ours"]
+                else "-"
+            )
             table.add_row(
-                f"[bold]{row['title']}[/]" if row["ours"] else row["title"], row["keeps"], f"{us['median_us'] / 1e3:.0f} ({us['p10_us'] / 1e3:.0f} - {us['p90_us'] / 1e3:.0f})",
-                f"{row['tokens_per_s']:.0f}", *(f"{row[figure]['median_us'] / 1e3:.1f}" for figure in ("gather_us", "exposed_us", "optimizer_us")),
-                f"{row['whole_peak_bytes'] / 1e6:.2f}", f"{row['loss_at_end']:.5f}", ratio, opponent["system"] if opponent else "" if row["ours"] else "none holds as little",
-            )  # fmt: skip
+                f"[bold]{row['title']}[/]" if row["ours"] else row["title"],
+                row["keeps"],
+                f"{us['median_us'] / 1e3:.0f} ({us['p10_us'] / 1e3:.0f} - {us['p90_us'] / 1e3:.0f})",
+                f"{row['tokens_per_s']:.0f}",
+                *(f"{row[figure]['median_us'] / 1e3:.1f}" for figure in ("gather_us", "exposed_us", "optimizer_us")),
+                f"{row['whole_peak_bytes'] / 1e6:.2f}",
+                f"{row['loss_at_end']:.5f}",
+                ratio,
+                opponent["system"] if opponent else "" if row["ours"] else "none holds as little",
+            )
         console.print(table)
     for name, why in result["failed"].items():
         console.print(f"{name} did not run: {why}")
@@ -207,7 +300,7 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    files.save(args.out, result, indent=1)
+    json_files.save(args.out, result, indent=1)
     draw(result, args.out.with_suffix(".png"))
     show(result)
     return 0 if result["rows"] else 1

@@ -8,7 +8,7 @@ Benchmarks draw their own when they have written their result; this draws all of
 import sys
 from pathlib import Path
 
-from megatron_ext import files
+from megatron_ext.formats import json_files
 
 RESULTS = Path(__file__).parent / "results"
 OURS, LIGHT, OTHER, BAD = "#1f77b4", "#a6cbe8", "#b0b0b0", "#d62728"
@@ -27,36 +27,60 @@ def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **mo
 def spread_ms(summaries: list[dict]) -> tuple[list[float], list[list[float]]]:
     """Medians, and distances to the 10th and 90th percentile, in milliseconds."""
     medians = [s["median_us"] / 1e3 for s in summaries]
-    return medians, [[m - s["p10_us"] / 1e3 for m, s in zip(medians, summaries)], [s["p90_us"] / 1e3 - m for m, s in zip(medians, summaries)]]
+    return medians, [
+        [m - s["p10_us"] / 1e3 for m, s in zip(medians, summaries)],
+        [s["p90_us"] / 1e3 - m for m, s in zip(medians, summaries)],
+    ]
 
 
 def emulated_cluster(result: dict):
-    """Bars by policy, one picture a rate: measured, what of it is exposed, predicted, and the proven bound; the last two by the
-    cost table, in whose minutes the machine may have had another pace, and by compute in turns with the runs."""
+    """Bars by policy, one picture a rate: measured, what of it is exposed, predicted, and the proven bound; the last
+    two by the cost table, in whose minutes the machine may have had another speed, and by compute interleaved with the
+    runs."""
     figure, axes = figure_of(4.2 * len(result["rates"]) + 1, 4.2, 1, len(result["rates"]))
     for axis, rate in zip(axes, result["rates"]):
         rows = rate["rows"]
         places, (medians, distances) = range(len(rows)), spread_ms([row["iteration_us"] for row in rows])
         colours = [OURS if row["policy"].startswith("hybrid") else OTHER for row in rows]
         axis.bar(places, medians, color=colours, yerr=distances, error_kw={"elinewidth": 1, "ecolor": "#444444"})
-        axis.bar(places, [row["exposed_us"]["median_us"] / 1e3 for row in rows], width=0.4, color=BAD, label="exposed: waits for parameters")
+        axis.bar(
+            places,
+            [row["exposed_us"]["median_us"] / 1e3 for row in rows],
+            width=0.4,
+            color=BAD,
+            label="exposed: waits for parameters",
+        )
         axis.plot(places, [row["predicted_us"] / 1e3 for row in rows], "kx", label="predicted by the table")
-        axis.plot(places, [median * (1 + row["prediction_error_in_turns"]) for row, median in zip(rows, medians)], "k+", markersize=9, label="predicted by compute in turns")
+        axis.plot(
+            places,
+            [median * (1 + row["prediction_error_interleaved"]) for row, median in zip(rows, medians)],
+            "k+",
+            markersize=9,
+            label="predicted by compute interleaved",
+        )
         bounds = [row["lower_bound_us"] / 1e3 for row in rows if row.get("lower_bound_us")]
         if bounds:
             axis.axhline(max(bounds), color="black", linestyle=":", linewidth=1, label="lower bound by the table")
-        proven = [(place, median / (1 + row["over_bound_in_turns"])) for place, row, median in zip(places, rows, medians) if "over_bound_in_turns" in row]
+        proven = [
+            (place, median / (1 + row["over_bound_interleaved"]))
+            for place, row, median in zip(places, rows, medians)
+            if "over_bound_interleaved" in row
+        ]
         if proven:
-            axis.plot(*zip(*proven), "k_", markersize=22, label="lower bound by compute in turns")
+            axis.plot(*zip(*proven), "k_", markersize=22, label="lower bound by compute interleaved")
         axis.set_xticks(places, [f"{row['policy']}\n{row['ratio']:.3f}" for row in rows], fontsize=7)
         axis.set_title(f"{rate['gbit_s']:g} Gbit/s", fontsize=10)
     axes[0].set_ylabel("iteration, ms: median, p10 to p90")
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=min(len(axes) + 1, 3))
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=min(len(axes) + 1, 3)
+    )
     options, narrow = result["options"], "\n" if len(result["rates"]) == 1 else " "
     figure.suptitle(
-        f"Emulated cluster, {options['nodes']} nodes x {options['per_node']} ranks, PP {options['pp']}, zero stage {options['zero_stage']}:{narrow}"
-        f"measured over shaped links; below the names: ratio to {result['rates'][0]['rows'][0]['baseline']}", fontsize=9,
-    )  # fmt: skip
+        f"Emulated cluster, {options['nodes']} nodes x {options['per_node']} ranks, PP {options['pp']}, zero stage "
+        f"{options['zero_stage']}:{narrow}"
+        f"measured over shaped links; below the names: ratio to {result['rates'][0]['rows'][0]['baseline']}",
+        fontsize=9,
+    )
     return figure
 
 
@@ -67,14 +91,28 @@ def cost_prediction(result: dict):
     iterations.axhspan(-10, 10, color="#e8f0e8")
     errors = [100 * row["error"] for row in rows]
     iterations.bar(range(len(rows)), errors, color=[OURS if abs(error) <= 10 else BAD for error in errors])
-    iterations.set_xticks(range(len(rows)), [f"{row['model']} {row['layout']} {row['run']}" for row in rows], rotation=90, fontsize=7)
+    iterations.set_xticks(
+        range(len(rows)), [f"{row['model']} {row['layout']} {row['run']}" for row in rows], rotation=90, fontsize=7
+    )
     iterations.set_ylabel("predicted over measured iteration, %\n(by the table planned from)")
     gathers.axhspan(-15, 15, color="#e8f0e8")
     for route, mark in (("gpu", "o"), ("cpu", "s")):
         for inside, colour in ((True, OURS), (False, BAD)):
-            found = [g for row in rows if row["run"] == "stock" for g in row["gathers"] if g["route"] == route and g["in_interval"] == inside]
+            found = [
+                g
+                for row in rows
+                if row["run"] == "stock"
+                for g in row["gathers"]
+                if g["route"] == route and g["in_interval"] == inside
+            ]
             label = f"{route}, {'in' if inside else 'outside'} the table's interval"
-            gathers.scatter([g["size_bytes"] / 2**20 for g in found], [100 * g["error_by_other_sizes"] for g in found], marker=mark, color=colour, label=label)
+            gathers.scatter(
+                [g["size_bytes"] / 2**20 for g in found],
+                [100 * g["error_by_other_sizes"] for g in found],
+                marker=mark,
+                color=colour,
+                label=label,
+            )
     gathers.set_xscale("log")
     gathers.set_xlabel("group, MiB")
     gathers.set_ylabel("predicted over measured gather, %")
@@ -87,11 +125,25 @@ def cost_repeatability(result: dict):
     figure, (axis,) = figure_of(6, 5.5)
     for said, face in ((True, "none"), (False, OURS)):
         rows = [row for row in result["rows"] if row["said"] == said]
-        axis.scatter([row["first_us"] for row in rows], [row["second_us"] for row in rows], facecolors=face, edgecolors=OURS, label="the table says it wavers" if said else "steady")
+        axis.scatter(
+            [row["first_us"] for row in rows],
+            [row["second_us"] for row in rows],
+            facecolors=face,
+            edgecolors=OURS,
+            label="the table says it wavers" if said else "steady",
+        )
     ends = [min(row["first_us"] for row in result["rows"]), max(row["first_us"] for row in result["rows"])]
     axis.plot(ends, ends, color="black", linewidth=0.8)
-    axis.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="#e8f0e8", label="within 10 %")
-    axis.set(xscale="log", yscale="log", xlabel="first measurement, us", ylabel="second, us", title="Two measurements in a row, sizes of 1 MiB and more")
+    axis.fill_between(
+        ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="#e8f0e8", label="within 10 %"
+    )
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlabel="first measurement, us",
+        ylabel="second, us",
+        title="Two measurements in a row, sizes of 1 MiB and more",
+    )
     axis.legend(fontsize=8)
     return figure
 
@@ -99,12 +151,21 @@ def cost_repeatability(result: dict):
 def main_job(result: dict):
     """Stock beside scheduled: iteration, thread's time in gathers, what of it is exposed."""
     figure, axes = figure_of(9, 3.6, 1, 3)
-    titles = {"step_time_us": "iteration, ms", "gather_us": "thread's time in gathers, ms", "exposed_us": "of it exposed, ms"}
+    titles = {
+        "iteration_time_us": "iteration, ms",
+        "gather_us": "thread's time in gathers, ms",
+        "exposed_us": "of it exposed, ms",
+    }
     for axis, (name, title) in zip(axes, titles.items()):
         medians, distances = spread_ms([result["times"][kind][name] for kind in ("stock", "scheduled")])
         axis.bar((0, 1), medians, color=[OTHER, OURS], yerr=distances, error_kw={"elinewidth": 1, "ecolor": "#444444"})
-        if name == "step_time_us":
-            axis.plot((0, 1), [result["predicted_step_time_us"][kind] / 1e3 for kind in ("stock", "scheduled")], "kx", label="predicted")
+        if name == "iteration_time_us":
+            axis.plot(
+                (0, 1),
+                [result["predicted_iteration_time_us"][kind] / 1e3 for kind in ("stock", "scheduled")],
+                "kx",
+                label="predicted",
+            )
             axis.legend(fontsize=8, loc="lower right")
         axis.set_xticks((0, 1), ("stock", "scheduled"))
         axis.set_title(f"{title}\nratio {result['ratio_scheduled_to_stock'][name]:.3f}", fontsize=9)
@@ -121,10 +182,13 @@ def hot_path(result: dict):
     axis.barh(places, whole, color=[OTHER if name.startswith("Megatron") else LIGHT for name in rows])
     axis.barh(places, own, color=OURS)
     axis.axvline(0.1, color="black", linestyle=":", linewidth=1)
-    axis.set_yticks(places, [name for name in rows], fontsize=8)
+    axis.set_yticks(places, list(rows), fontsize=8)
     for place, us, ours in zip(places, whole, own):
         axis.annotate(f" {us:.3f}" + (f", ours {ours:.3f}" if ours else ""), (us, place), va="center", fontsize=7)
-    axis.set(xlim=(0, max(whole) * 1.3), xlabel="us a parameter and step: our Python, lighter what it calls of torch (dotted: 0.1)")
+    axis.set(
+        xlim=(0, max(whole) * 1.3),
+        xlabel="us a parameter and step: our Python, lighter what it calls of torch (dotted: 0.1)",
+    )
     return figure
 
 
@@ -134,7 +198,9 @@ def planner_suite(result: dict):
     figure, (gains, gaps) = figure_of(11, 1 + 0.22 * len(rows), 1, 2, sharey=True)
     places = range(len(rows))
     gains.barh(places, [100 * row["gain_over_all_gpu"] for row in rows], color=OURS)
-    gains.set_yticks(places, [f"{row['shape']}, {row['machine']}, zero {row['zero_stage']}" for row in rows], fontsize=7)
+    gains.set_yticks(
+        places, [f"{row['shape']}, {row['machine']}, zero {row['zero_stage']}" for row in rows], fontsize=7
+    )
     gains.invert_yaxis()
     gains.set_xlabel("SIMULATED gain over all-gpu, %")
     gaps.barh(places, [100 * row["gap"] for row in rows], color=OTHER)
@@ -147,24 +213,55 @@ def exact_gaps(result: dict):
     figure, (axis,) = figure_of(7, 3.2)
     gaps = sorted(100 * row["gap"] for row in result["rows"])
     axis.step(range(len(gaps)), gaps, where="post", color=OURS)
-    axis.set(xlabel="random small cases, sorted", ylabel="hybrid over exact, %", title=f"mean {100 * result['summary']['mean_gap']:.3f} %, worst {100 * result['summary']['worst_gap']:.2f} %")
+    axis.set(
+        xlabel="random small cases, sorted",
+        ylabel="hybrid over exact, %",
+        title=f"mean {100 * result['summary']['mean_gap']:.3f} %, worst {100 * result['summary']['worst_gap']:.2f} %",
+    )
+    return figure
+
+
+def verdict(result: dict):
+    """Intervals of gains beside the gain that is true, or was measured, sorted by it; coloured by the answer."""
+    figure, (axis,) = figure_of(7, 3.6)
+    true = "true_gain" if "true_gain" in result["rows"][0] else "measured_gain"
+    rows = sorted(result["rows"], key=lambda row: row[true])
+    colours = {"helps": OURS, "does not help": "tab:red", "cannot tell": "0.75"}
+    for answer, colour in colours.items():
+        places = [place for place, row in enumerate(rows) if row["answer"] == answer]
+        low, high = ([100 * rows[place][end] for place in places] for end in ("gain_low", "gain_high"))
+        axis.vlines(places, low, high, color=colour, lw=2, label=f"{answer} ({len(places)})")
+    axis.plot(range(len(rows)), [100 * row[true] for row in rows], "k.", ms=4, label=true.replace("_", " "))
+    axis.axhline(1, color="0.4", lw=0.8, ls=":")
+    axis.set(xlabel="cases, sorted", ylabel="gain, %")
+    axis.set_ylim(max(-60, axis.get_ylim()[0]), None)
+    axis.legend(fontsize=7)
     return figure
 
 
 def parity_500(result: dict):
     """How often each choice was drawn; the title says how many cases were equal and how many controls were seen."""
-    drawn = [(f"{key}: {value or 'none'}", count) for key, counts in result["drawn"].items() for value, count in counts.items()]
+    drawn = [
+        (f"{key}: {value or 'none'}", count)
+        for key, counts in result["drawn"].items()
+        for value, count in counts.items()
+    ]
     figure, (axis,) = figure_of(8, 1 + 0.2 * len(drawn))
     axis.barh(range(len(drawn)), [count for _, count in drawn], color=OURS if not result["different"] else BAD)
     axis.set_yticks(range(len(drawn)), [label for label, _ in drawn], fontsize=7)
     axis.invert_yaxis()
     axis.set_xlabel("cases")
-    figure.suptitle(f"{result['equal']} of {result['cases']} cases bitwise equal, {result['controls_seen']} of {result['controls']} negative controls seen", fontsize=9)
+    figure.suptitle(
+        f"{result['equal']} of {result['cases']} cases bitwise equal, {result['controls_seen']} of "
+        f"{result['controls']} negative controls seen",
+        fontsize=9,
+    )
     return figure
 
 
-def patched_step_time(result: dict):
-    """Iteration time to the unpatched checkout's by round: patched without the flag, and the unpatched one once more."""
+def patched_iteration_time(result: dict):
+    """Iteration time to the unpatched checkout's by round: patched without the flag, and the unpatched one once
+    more."""
     figure, (axis,) = figure_of(6, 3.4)
     for place, (kind, colour) in enumerate((("patched", OURS), ("control", OTHER))):
         ratios = [row[kind] for row in result["rounds"]]
@@ -179,11 +276,21 @@ def patched_step_time(result: dict):
 
 def endurance(result: dict):
     """What a rank holds early and late in the run."""
-    units = {"anonymous_bytes": ("anonymous memory, MiB", 2**20), "open_files": ("open files", 1), "threads": ("threads", 1)}
+    units = {
+        "anonymous_bytes": ("anonymous memory, MiB", 2**20),
+        "open_files": ("open files", 1),
+        "threads": ("threads", 1),
+    }
     figure, axes = figure_of(10, 3.2, 1, len(units))
     for axis, (name, (title, unit)) in zip(axes, units.items()):
         for shift, when, colour in ((-0.2, "early", OTHER), (0.2, "late", OURS)):
-            axis.bar([rank + shift for rank in range(len(result["ranks"]))], [rank[name][when] / unit for rank in result["ranks"]], width=0.4, color=colour, label=when)
+            axis.bar(
+                [rank + shift for rank in range(len(result["ranks"]))],
+                [rank[name][when] / unit for rank in result["ranks"]],
+                width=0.4,
+                color=colour,
+                label=when,
+            )
         axis.set_title(title, fontsize=9)
         axis.set(xticks=range(len(result["ranks"])), xlabel="rank")
     axes[0].legend(fontsize=8, loc="lower right")
@@ -192,16 +299,38 @@ def endurance(result: dict):
 
 
 def runtime_claims(result: dict):
-    """Ratios of adjacent turns, 10th to 90th percentile, and the limit of each."""
-    parts = [(name, title) for name, title in (("overhead", "all-gpu to stock, iteration time"), ("nvme", "our reads to a plain reader's, bytes a second")) if name in result]
+    """Ratios of adjacent slices, 10th to 90th percentile, and the limit of each."""
+    parts = [
+        (name, title)
+        for name, title in (
+            ("overhead", "all-gpu to stock, iteration time"),
+            ("nvme", "our reads to a plain reader's, bytes a second"),
+        )
+        if name in result
+    ]
     figure, axes = figure_of(4.5 * len(parts), 3.4, 1, len(parts))
     for axis, (name, title) in zip(axes, parts):
         rows = {key: row for key, row in result[name].items() if isinstance(row, dict)}
         medians = [row["median"] for row in rows.values()]
-        distances = [[row["median"] - row["p10"] for row in rows.values()], [row["p90"] - row["median"] for row in rows.values()]]
-        axis.bar(range(len(rows)), medians, color=[OURS if row["holds"] else BAD for row in rows.values()], yerr=distances, error_kw={"elinewidth": 1, "ecolor": "#444444"})
+        distances = [
+            [row["median"] - row["p10"] for row in rows.values()],
+            [row["p90"] - row["median"] for row in rows.values()],
+        ]
+        axis.bar(
+            range(len(rows)),
+            medians,
+            color=[OURS if row["holds"] else BAD for row in rows.values()],
+            yerr=distances,
+            error_kw={"elinewidth": 1, "ecolor": "#444444"},
+        )
         limit = "at_most" if "at_most" in result[name] else "at_least"
-        axis.axhline(result[name][limit], color="black", linestyle=":", linewidth=1, label=f"asked: {limit.replace('_', ' ')} {result[name][limit]:g}")
+        axis.axhline(
+            result[name][limit],
+            color="black",
+            linestyle=":",
+            linewidth=1,
+            label=f"asked: {limit.replace('_', ' ')} {result[name][limit]:g}",
+        )
         axis.set_xticks(range(len(rows)), [key.replace("_", " ") for key in rows], fontsize=8)
         axis.set_title(title, fontsize=9)
         axis.legend(fontsize=7, loc="lower right")
@@ -211,10 +340,20 @@ def runtime_claims(result: dict):
 PICTURES = {
     function.__name__: function
     for function in (
-        emulated_cluster, cost_prediction, cost_repeatability, main_job, hot_path, planner_suite, exact_gaps,
-        parity_500, patched_step_time, endurance, runtime_claims,
+        emulated_cluster,
+        cost_prediction,
+        cost_repeatability,
+        main_job,
+        hot_path,
+        planner_suite,
+        exact_gaps,
+        verdict,
+        parity_500,
+        patched_iteration_time,
+        endurance,
+        runtime_claims,
     )
-}  # fmt: skip
+}
 
 
 def draw(path: str | Path) -> Path | None:
@@ -224,7 +363,7 @@ def draw(path: str | Path) -> Path | None:
     if name is None:
         return None
     out = path.with_suffix(".png")
-    PICTURES[name](files.load(path, dict)).savefig(out, dpi=120)
+    PICTURES[name](json_files.load(path, dict)).savefig(out, dpi=120)
     return out
 
 

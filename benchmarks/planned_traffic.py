@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from megatron_ext.schedule.model import Schedule
+from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
 def planned_network_bytes(schedule: Schedule) -> float:
@@ -23,6 +23,8 @@ def planned_network_bytes(schedule: Schedule) -> float:
         nodes = len({parallel.node_of(group.pp_rank, dp) for dp in range(parallel.dp)})
         if nodes > 1:
             once = (nodes - 1) * group.bytes
-            total += gathers[index] * (once if group.algorithm else nodes * group.bytes * (parallel.dp - 1) / parallel.dp)
+            total += gathers[index] * (
+                once if group.algorithm else nodes * group.bytes * (parallel.dp - 1) / parallel.dp
+            )
             total += (index in published) * once
     return total

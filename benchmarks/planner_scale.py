@@ -19,14 +19,21 @@ from pathlib import Path
 from machine import about_this_machine
 from planning_cases_large import MACHINES, SHAPES, make_table, make_workload
 
-from megatron_ext import files
+from megatron_ext.formats import json_files
 from megatron_ext.planner import plan
-from megatron_ext.schedule import model as schedule_file
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
-from megatron_ext.simulator import simulate
 
 RESULT = Path(__file__).parent / "results" / "planner_scale.json"
-LIMITS = {"plan_zero_3": 60.0, "plan_zero_1": 5.0, "simulate": 20.0, "load_and_validate": 1.0, "schedule_bytes": 5e6, "peak_gib": 4.0}
+LIMITS = {
+    "plan_zero_3": 60.0,
+    "plan_zero_1": 5.0,
+    "simulate": 20.0,
+    "load_and_validate": 1.0,
+    "schedule_bytes": 5e6,
+    "peak_gib": 4.0,
+}
 MACHINE = next(machine for machine in MACHINES if machine.name == "2x8xH100-slow")
 
 
@@ -48,15 +55,23 @@ def measure(work, runs: int, plan_runs: int = 1) -> dict:
     size = path.stat().st_size
     loading, _ = timed(runs, lambda: validate.load(path))
     path.unlink()
-    simulating, result = timed(runs, lambda: simulate(work, table, planned, bound_us=0.0))
+    simulating, result = timed(runs, lambda: evaluate(work, table, planned, bound_us=0.0))
     parallel = work.parallel
     return {
-        "pp": parallel.pp, "vp": parallel.vp, "microbatches": parallel.num_microbatches, "zero_stage": work.zero_stage,
-        "steps": 2 * parallel.pp * parallel.vp * parallel.num_microbatches, "groups": len(planned.groups),
+        "pp": parallel.pp,
+        "vp": parallel.vp,
+        "microbatches": parallel.num_microbatches,
+        "zero_stage": work.zero_stage,
+        "steps": 2 * parallel.pp * parallel.vp * parallel.num_microbatches,
+        "groups": len(planned.groups),
         "gathers": sum(len(e.unshard) for r in planned.ranks for e in (r.start, *r.steps)),
-        "plan": planning, "simulate": simulating, "load_and_validate": loading, "schedule_bytes": size,
-        "step_time_us": result.step_time_us, "lower_bound_us": planned.predicted.lower_bound_us,
-    }  # fmt: skip
+        "plan": planning,
+        "simulate": simulating,
+        "load_and_validate": loading,
+        "schedule_bytes": size,
+        "iteration_time_us": result.iteration_time_us,
+        "lower_bound_us": planned.predicted.lower_bound_us,
+    }
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -94,21 +109,39 @@ def main() -> int:
     rows = []
     pp = 2
     while pp <= options.largest:
-        rows.append(measure(make_workload(shape._replace(layers=2 * pp), zero_stage=3, microbatches=64, pp=pp, vp=2), options.runs))
+        rows.append(
+            measure(
+                make_workload(shape._replace(layers=2 * pp), zero_stage=3, microbatches=64, pp=pp, vp=2), options.runs
+            )
+        )
         print(rows[-1], flush=True)
         pp *= 2
     ends = [(row["steps"] + row["gathers"], row["simulate"]["seconds"]) for row in (rows[0], rows[-1])]
     exponent = math.log(ends[1][1] / ends[0][1]) / math.log(ends[1][0] / ends[0][0])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     met = {
-        "plan_zero_3": large[0]["plan"]["seconds"] <= LIMITS["plan_zero_3"], "plan_zero_1": large[1]["plan"]["seconds"] <= LIMITS["plan_zero_1"],
+        "plan_zero_3": large[0]["plan"]["seconds"] <= LIMITS["plan_zero_3"],
+        "plan_zero_1": large[1]["plan"]["seconds"] <= LIMITS["plan_zero_1"],
         "simulate": large[0]["simulate"]["seconds"] <= LIMITS["simulate"],
         "load_and_validate": large[0]["load_and_validate"]["seconds"] <= LIMITS["load_and_validate"],
-        "schedule_bytes": large[0]["schedule_bytes"] <= LIMITS["schedule_bytes"], "peak_gib": peak <= LIMITS["peak_gib"],
+        "schedule_bytes": large[0]["schedule_bytes"] <= LIMITS["schedule_bytes"],
+        "peak_gib": peak <= LIMITS["peak_gib"],
         "growth": exponent <= 1.25,
-    }  # fmt: skip
+    }
     about = about_this_machine(load_before=load)
-    files.save(RESULT, {**about, "asked": LIMITS, "met": met, "growth_exponent": exponent, "peak_gib": peak, "large": large, "rows": rows}, indent=1)
+    json_files.save(
+        RESULT,
+        {
+            **about,
+            "asked": LIMITS,
+            "met": met,
+            "growth_exponent": exponent,
+            "peak_gib": peak,
+            "large": large,
+            "rows": rows,
+        },
+        indent=1,
+    )
     plot(rows, RESULT.with_suffix(".png"))
     print(f"growth of simulating: steps + gathers to the power {exponent:.2f}; peak memory {peak:.2f} GiB; met: {met}")
     return 0 if all(met.values()) else 1

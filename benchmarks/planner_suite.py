@@ -18,12 +18,12 @@ import pictures
 from machine import about_this_machine
 from planning_cases_large import MACHINES, SHAPES, make_table, make_workload
 
-from megatron_ext import files
-from megatron_ext.errors import InputError
+from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan, verdict
 from megatron_ext.planner.baselines import BASELINES
+from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator import simulate
 from megatron_ext.simulator.timing import Timing
 
 RESULT = Path(__file__).parent / "results" / "planner_suite.json"
@@ -41,17 +41,25 @@ def row_of(shape, machine, zero_stage: int, per_rank: int) -> dict:
     timing = Timing(work, table)
     for name, (_, make) in BASELINES.items():
         try:
-            baselines[name] = simulate(work, table, validate(make(work, timing)), bound_us=0.0).step_time_us
+            baselines[name] = evaluate(work, table, validate(make(work, timing)), bound_us=0.0).iteration_time_us
         except InputError:  # the rule does not fit these limits
             baselines[name] = None
     best = min(us for us in baselines.values() if us is not None)
-    ours = planned.predicted.step_time_us
+    ours = planned.predicted.iteration_time_us
     return {
-        "shape": shape.name, "machine": machine.name, "zero_stage": zero_stage, "step_time_us": ours,
-        "lower_bound_us": planned.predicted.lower_bound_us, "gap": judged["distance_to_bound"], "gain_over_all_gpu": judged["gain"],
-        "helps": judged["helps"], "limit": judged["limit"], "baselines_us": baselines, "over_best_baseline": ours / best - 1,
+        "shape": shape.name,
+        "machine": machine.name,
+        "zero_stage": zero_stage,
+        "iteration_time_us": ours,
+        "lower_bound_us": planned.predicted.lower_bound_us,
+        "gap": judged["distance_to_bound"],
+        "gain_over_all_gpu": judged["gain"],
+        "helps": judged["helps"],
+        "limit": judged["limit"],
+        "baselines_us": baselines,
+        "over_best_baseline": ours / best - 1,
         "plan_cpu_seconds": round(seconds, 2),
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
@@ -66,17 +74,26 @@ def main() -> int:
                 rows.append(row)
                 print(
                     f"{row['shape']:11s} {row['machine']:14s} zero {zero_stage}  gap {100 * row['gap']:6.2f} %  "
-                    f"gain {100 * row['gain_over_all_gpu']:6.2f} %  beside best baseline {100 * row['over_best_baseline']:6.2f} %  "
-                    f"limit {row['limit']:8s} {row['plan_cpu_seconds']:6.1f} s", flush=True,
-                )  # fmt: skip
+                    f"gain {100 * row['gain_over_all_gpu']:6.2f} %  beside best baseline "
+                    f"{100 * row['over_best_baseline']:6.2f} %  "
+                    f"limit {row['limit']:8s} {row['plan_cpu_seconds']:6.1f} s",
+                    flush=True,
+                )
                 summary = {
-                    "rows": len(rows), "median_gap": median(r["gap"] for r in rows), "worst_gap": max(r["gap"] for r in rows),
+                    "rows": len(rows),
+                    "median_gap": median(r["gap"] for r in rows),
+                    "worst_gap": max(r["gap"] for r in rows),
                     "worse_than_best_baseline": sum(r["over_best_baseline"] > 1e-9 for r in rows),
-                }  # fmt: skip
+                }
                 about = about_this_machine(load_before=load)
-                files.save(RESULT, {**about, "asked": {"median_gap": MEDIAN}, "summary": summary, "rows": rows}, indent=1)
+                json_files.save(
+                    RESULT, {**about, "asked": {"median_gap": MEDIAN}, "summary": summary, "rows": rows}, indent=1
+                )
     pictures.draw(RESULT)
-    print(f"median gap {100 * summary['median_gap']:.2f} %, worst {100 * summary['worst_gap']:.2f} %, {summary['worse_than_best_baseline']} rows worse than their best baseline")
+    print(
+        f"median gap {100 * summary['median_gap']:.2f} %, worst {100 * summary['worst_gap']:.2f} %, "
+        f"{summary['worse_than_best_baseline']} rows worse than their best baseline"
+    )
     return 0 if summary["median_gap"] <= MEDIAN and not summary["worse_than_best_baseline"] else 1
 
 

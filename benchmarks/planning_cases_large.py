@@ -11,8 +11,8 @@ the tables say so.
 from math import prod
 from typing import NamedTuple
 
-from megatron_ext.cost import model as cost
-from megatron_ext.workload import model as workload
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.workload import workload
 from megatron_ext.workload.parallel import Parallel
 
 
@@ -56,39 +56,66 @@ MACHINES = (
 SEQUENCE = 4096
 
 
-def make_workload(shape: Shape, *, zero_stage: int, microbatches: int, data_parallel: int = 8, pp: int | None = None, vp: int | None = None) -> workload.Workload:
+def make_workload(
+    shape: Shape,
+    *,
+    zero_stage: int,
+    microbatches: int,
+    data_parallel: int = 8,
+    pp: int | None = None,
+    vp: int | None = None,
+) -> workload.Workload:
     """Every stage has as even a share of the layers as divides; embeddings are left out, since
     they differ most between implementations. With zero stage 3 there is room for two chunks and
     a half."""
     pp, vp = pp or shape.pp, vp or shape.vp
     parallel = Parallel(
-        pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vp, data_parallel_size=data_parallel,
-        tensor_model_parallel_size=shape.tp, num_microbatches=microbatches, gpus_per_node=8,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp,
+        data_parallel_size=data_parallel,
+        tensor_model_parallel_size=shape.tp,
+        num_microbatches=microbatches,
+        gpus_per_node=8,
         order="interleaved" if vp > 1 else "1f1b",
-    )  # fmt: skip
+    )
     hidden, tp = shape.hidden, shape.tp
     matrices = {
-        "qkv": ((hidden + 2 * shape.key_value) // tp, hidden), "proj": (hidden, hidden // tp),
-        "fc1": (shape.feed_forward * (2 if shape.gated else 1) // tp, hidden), "fc2": (hidden, shape.feed_forward // tp),
-        "norm1": (hidden,), "norm2": (hidden,),
-    }  # fmt: skip
+        "qkv": ((hidden + 2 * shape.key_value) // tp, hidden),
+        "proj": (hidden, hidden // tp),
+        "fc1": (shape.feed_forward * (2 if shape.gated else 1) // tp, hidden),
+        "fc2": (hidden, shape.feed_forward // tp),
+        "norm1": (hidden,),
+        "norm2": (hidden,),
+    }
     order = ("norm1", "qkv", "proj", "norm2", "fc1", "fc2")
     stages = pp * vp
     counts = [shape.layers // stages + (stage < shape.layers % stages) for stage in range(stages)]
     chunks = []
     for stage, count in enumerate(counts):
         parameters = tuple(
-            workload.Parameter(name=f"layers.{n}.{name}", shape=matrices[name], dtype="bfloat16", bytes=2 * prod(matrices[name]), layer=n)
-            for n in range(count) for name in order
+            workload.Parameter(
+                name=f"layers.{n}.{name}",
+                shape=matrices[name],
+                dtype="bfloat16",
+                bytes=2 * prod(matrices[name]),
+                layer=n,
+            )
+            for n in range(count)
+            for name in order
         )
         chunks.append(workload.Chunk(pp_rank=stage % pp, model_chunk_id=stage // pp, parameters=parameters))
     limit = None if zero_stage == 1 else int(2.5 * max(chunk.bytes for chunk in chunks))
     return workload.check(
         workload.Workload(
-            schema_version=1, kind="workload", parallel=parallel, zero_stage=zero_stage, chunks=tuple(chunks),
-            p2p_bytes=SEQUENCE * hidden * 2 // tp, limits=workload.Limits(device_bytes=limit),
+            schema_version=2,
+            kind="workload",
+            parallel=parallel,
+            zero_stage=zero_stage,
+            chunks=tuple(chunks),
+            p2p_bytes=SEQUENCE * hidden * 2 // tp,
+            limits=workload.Limits(whole_parameter_bytes=limit),
         )
-    )  # fmt: skip
+    )
 
 
 def make_table(machine: Machine, work: workload.Workload) -> cost.CostTable:
@@ -99,16 +126,32 @@ def make_table(machine: Machine, work: workload.Workload) -> cost.CostTable:
     compute = []
     for chunk in work.chunks:
         forward = 2 * (chunk.bytes / 2) * SEQUENCE / (0.45 * machine.peak) or 1.0
-        compute.append(cost.Compute(pp_rank=chunk.pp_rank, model_chunk_id=chunk.model_chunk_id, forward_us=forward, backward_us=2 * forward))
-    pairs = (("gpu", "cpu", 1.10), ("cpu", "gpu", 1.05), ("compute", "gpu", 1.03), ("publish", "cpu", 1.2), ("cpu", "publish", 1.2))
+        compute.append(
+            cost.Compute(
+                pp_rank=chunk.pp_rank, model_chunk_id=chunk.model_chunk_id, forward_us=forward, backward_us=2 * forward
+            )
+        )
+    pairs = (
+        ("gpu", "cpu", 1.10),
+        ("cpu", "gpu", 1.05),
+        ("compute", "gpu", 1.03),
+        ("publish", "cpu", 1.2),
+        ("cpu", "publish", 1.2),
+    )
     return cost.check(
         cost.CostTable(
-            schema_version=1, kind="cost_table", metadata=cost.Metadata(synthetic=True, hardware=machine.name),
-            routes=cost.Routes(gpu=line(machine.gather), cpu=line(machine.copy)), publish=cost.Publish(cpu=line(machine.publish)),
+            schema_version=2,
+            kind="cost_table",
+            metadata=cost.Metadata(synthetic=True, hardware=machine.name),
+            routes=cost.Routes(gpu=line(machine.gather), cpu=line(machine.copy)),
+            publish=cost.Publish(cpu=line(machine.publish)),
             contention=tuple(
-                cost.Contention(measured=m, busy=b, slowdown=s) for m, b, s in pairs
+                cost.Contention(measured=m, busy=b, slowdown=s)
+                for m, b, s in pairs
                 if not (machine.nic_shares_pcie and {m, b} == {"gpu", "cpu"})
             ),
-            compute=tuple(compute), p2p=line(20e3), topology=cost.Topology(nic_shares_pcie=machine.nic_shares_pcie),
+            compute=tuple(compute),
+            p2p=line(20e3),
+            topology=cost.Topology(nic_shares_pcie=machine.nic_shares_pcie),
         )
-    )  # fmt: skip
+    )

@@ -5,10 +5,11 @@
 Nothing here was measured: costs are made from published figures (benchmarks/systems.py and
 benchmarks/data/published_links.json, each figure with its source), shapes from papers
 (benchmarks/model_shapes.py), times from the project's event engine. A row says what a hybrid
-plan gains over stock Megatron's rule (zero stage 3: FSDP's), how far it is from the bound that
-the planner proves, and from the physical limit: all links of a rank busy at their best rate
-at once, without latency or disturbance. ``of it routes`` is the gain over the best plan by
-all-gathers alone: the rest comes from issuing them earlier.
+plan gains over stock Megatron (zero stage 3, which stock Megatron does not have: over the best
+plan by all-gathers alone), how far it is from the bound that the planner proves, and from the
+physical limit: all links of a rank busy at their best rate at once, without latency or
+disturbance. ``timing`` is what the best plan by all-gathers alone gains over stock Megatron (zero
+stage 3: over gathering every layer anew), ``routes`` what the hybrid plan gains beyond that plan.
 Writes benchmarks/results/simulated_clusters.json and .png.
 """
 
@@ -26,15 +27,16 @@ from rich.progress import Progress
 from rich.table import Table
 from systems import PUBLISHED, SYSTEMS, all_links_busy, cost_table
 
-from megatron_ext import files, planner, simulator
-from megatron_ext.simulator.bound import lower_bound
+from megatron_ext import planner
+from megatron_ext.bounds.lower_bound import lower_bound
+from megatron_ext.formats import json_files
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.verdict import compare_with
 from megatron_ext.simulator.timing import Timing
 
 RESULT = Path(__file__).parent / "results" / "simulated_clusters.json"
 HELPS_FROM = 0.02
 """A smaller gain is called no help: published costs are not known better than that."""
-GATHERS_ONLY = ("all-gpu", "window-1", "window-2", "urgency", "pipeswitch")
-"""Rules that use all-gathers alone (planner/baselines.py)."""
 
 
 class Layout(NamedTuple):
@@ -63,34 +65,64 @@ def simulated_row(layout: Layout, name: str) -> dict:
     """One layout on one system: planned, simulated and judged. Times in microseconds."""
     system = SYSTEMS[name]
     work = make_workload(
-        layout.model, zero_stage=layout.zero_stage, pp=layout.pp, vp=layout.vp, dp=system.ranks // layout.tp, tp=layout.tp,
-        microbatches=layout.microbatches, tokens=layout.tokens,
-    )  # fmt: skip
+        layout.model,
+        zero_stage=layout.zero_stage,
+        pp=layout.pp,
+        vp=layout.vp,
+        dp=system.ranks // layout.tp,
+        tp=layout.tp,
+        microbatches=layout.microbatches,
+        tokens=layout.tokens,
+    )
     assert state_bytes(work) < system.memory_gb * 1e9, f"{layout} does not fit {system.title}"
     table = cost_table(system, layout.model, layout.tokens, tp=layout.tp)
     planned = planner.plan(work, table, extrapolate=True)
-    stock = simulator.simulate(work, table, extrapolate=True, bound_us=0.0)
+    naive = evaluate(work, table, extrapolate=True, bound_us=0.0)
     predicted = planned.predicted
     limit = lower_bound(work, Timing(work, all_links_busy(system, table), extrapolate=True))
-    gain = 1 - predicted.step_time_us / stock.step_time_us
-    # What all-gathers alone reach when they are issued at better times: the rest is the routes' merit.
-    gathers = min([stock.step_time_us] + [us for rule, us in predicted.baselines_us.items() if rule in GATHERS_ONLY])
+    against = compare_with(work, Timing(work, table, extrapolate=True), predicted.baselines_us)
+    gathers_only, _, gathers_us = against.gathers
+    compared_with, _, compared_us = against.other
+    gain = 1 - predicted.iteration_time_us / compared_us
     return {
-        "simulated": True, "system": name, "title": system.title, **layout._asdict(), "dp": work.parallel.dp,
-        "stock_us": stock.step_time_us, "hybrid_us": predicted.step_time_us, "baselines_us": predicted.baselines_us,
-        "gathers_only_us": gathers, "gain_of_routes": 1 - predicted.step_time_us / gathers, "gain": gain, "helps": gain >= HELPS_FROM, "bound_us": predicted.lower_bound_us, "limit_us": limit,
-        "over_bound": predicted.step_time_us / predicted.lower_bound_us - 1, "over_limit": predicted.step_time_us / limit - 1,
-        "exposed_stock_us": max(stock.exposed_us), "exposed_hybrid_us": max(predicted.exposed_us), "left_out": list(predicted.left_out),
-        "host_bytes_per_node": max(predicted.peak_bytes.get("pinned_host", (0,)), default=0), "state_bytes": state_bytes(work),
-    }  # fmt: skip
+        "simulated": True,
+        "system": name,
+        "title": system.title,
+        **layout._asdict(),
+        "dp": work.parallel.dp,
+        "stock_us": naive.iteration_time_us if layout.zero_stage == 1 else None,
+        "layers_anew_us": naive.iteration_time_us if layout.zero_stage == 3 else None,
+        "hybrid_us": predicted.iteration_time_us,
+        "baselines_us": predicted.baselines_us,
+        "gathers_only": gathers_only,
+        "gathers_only_us": gathers_us,
+        "compared_with": compared_with,
+        "compared_with_us": compared_us,
+        "gain_of_timing": 1 - gathers_us / naive.iteration_time_us,
+        "gain_of_routes": (gathers_us - predicted.iteration_time_us) / compared_us,
+        "gain": gain,
+        "helps": gain >= HELPS_FROM,
+        "bound_us": predicted.lower_bound_us,
+        "limit_us": limit,
+        "over_bound": predicted.iteration_time_us / predicted.lower_bound_us - 1,
+        "over_limit": predicted.iteration_time_us / limit - 1,
+        "exposed_naive_us": max(naive.exposed_us),
+        "exposed_hybrid_us": max(predicted.exposed_us),
+        "left_out": list(predicted.left_out),
+        "host_bytes_per_node": max(predicted.peak_bytes.get("pinned_host", (0,)), default=0),
+        "state_bytes": state_bytes(work),
+    }
 
 
 def rows_of(models, systems) -> list[tuple[Layout, str]]:
     """Layouts on systems; tensor parallelism over a whole node needs a network for the gathers."""
     return [
-        (layout, name) for layout in LAYOUTS if layout.model in models for name in systems
+        (layout, name)
+        for layout in LAYOUTS
+        if layout.model in models
+        for name in systems
         if layout.tp == 1 or (SYSTEMS[name].nodes > 1)
-    ]  # fmt: skip
+    ]
 
 
 def main() -> int:
@@ -108,14 +140,23 @@ def main() -> int:
     cells = [] if args.no_picture else grid_cells()
     with ProcessPoolExecutor(args.jobs) as pool, Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("planning (simulated)", total=len(todo) + len(cells))
-        futures = [pool.submit(simulated_row, *item) for item in todo] + [pool.submit(picture_point, *cell) for cell in cells]
+        futures = [pool.submit(simulated_row, *item) for item in todo] + [
+            pool.submit(picture_point, *cell) for cell in cells
+        ]
         for future in futures:
             future.add_done_callback(lambda _: bar.advance(task))
         done = [future.result() for future in futures]
     rows, points = done[: len(todo)], done[len(todo) :]
-    result = {"simulated": True, "about": about_this_machine(load_before=load), "published": PUBLISHED, "helps_from": HELPS_FROM, "rows": rows, "picture": points}
+    result = {
+        "simulated": True,
+        "about": about_this_machine(load_before=load),
+        "published": PUBLISHED,
+        "helps_from": HELPS_FROM,
+        "rows": rows,
+        "picture": points,
+    }
     args.out.parent.mkdir(exist_ok=True)
-    files.save(args.out, result, indent=1)
+    json_files.save(args.out, result, indent=1)
     if points:
         draw(points, args.out.with_suffix(".png"))
     show(rows)
@@ -124,18 +165,47 @@ def main() -> int:
 
 def show(rows: list[dict]) -> None:
     table = Table(
-        "model", "zero", "TP x PP x VP x DP", "tokens", "system", "stock ms", "hybrid ms", "gain", "of it routes", "over bound", "over limit", "exposed ms, stock -> hybrid", "verdict",
+        "model",
+        "zero",
+        "TP x PP x VP x DP",
+        "tokens",
+        "system",
+        "layers anew ms",
+        "compared with ms",
+        "hybrid ms",
+        "gain",
+        "timing",
+        "routes",
+        "over bound",
+        "over limit",
+        "exposed ms -> hybrid",
+        "verdict",
         title="SIMULATED from published costs",
-    )  # fmt: skip
+    )
     for row in rows:
         table.add_row(
-            row["model"], str(row["zero_stage"]), f"{row['tp']} x {row['pp']} x {row['vp']} x {row['dp']}", str(row["tokens"]), row["title"],
-            f"{row['stock_us'] / 1e3:.1f}", f"{row['hybrid_us'] / 1e3:.1f}", f"{row['gain']:.1%}", f"{row['gain_of_routes']:.1%}", f"{row['over_bound']:.1%}", f"{row['over_limit']:.1%}",
-            f"{row['exposed_stock_us'] / 1e3:.1f} -> {row['exposed_hybrid_us'] / 1e3:.1f}", "helps" if row["helps"] else "does not help",
-        )  # fmt: skip
+            row["model"],
+            str(row["zero_stage"]),
+            f"{row['tp']} x {row['pp']} x {row['vp']} x {row['dp']}",
+            str(row["tokens"]),
+            row["title"],
+            f"{row['layers_anew_us'] / 1e3:.1f}" if row["layers_anew_us"] else "",
+            f"{row['compared_with_us'] / 1e3:.1f}",
+            f"{row['hybrid_us'] / 1e3:.1f}",
+            f"{row['gain']:.1%}",
+            f"{row['gain_of_timing']:.1%}",
+            f"{row['gain_of_routes']:.1%}",
+            f"{row['over_bound']:.1%}",
+            f"{row['over_limit']:.1%}",
+            f"{row['exposed_naive_us'] / 1e3:.1f} -> {row['exposed_hybrid_us'] / 1e3:.1f}",
+            "helps" if row["helps"] else "does not help",
+        )
     console = Console(width=200)
     console.print(table)
-    console.print(f"hybrid helps (by {HELPS_FROM:.0%} or more) in {sum(row['helps'] for row in rows)} of {len(rows)} rows; in the others it does not.")
+    console.print(
+        f"hybrid helps (by {HELPS_FROM:.0%} or more) in {sum(row['helps'] for row in rows)} of {len(rows)} rows; in "
+        "the others it does not."
+    )
 
 
 if __name__ == "__main__":

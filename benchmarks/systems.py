@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 from model_shapes import flop_of_kinds
 
-from megatron_ext.cost import model as cost
+from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost.curve import lookup
 
 DATA = Path(__file__).parent / "data"
@@ -20,7 +20,9 @@ SIZES = tuple(1 << n for n in range(16, 38))
 """Sizes at which made-up curves have points."""
 
 PUBLISHED = json.loads((DATA / "published_links.json").read_text())
-GATHERS = {c["system"]: c["points"] for c in json.loads((DATA / "published_allgather_curves.json").read_text())["curves"]}
+GATHERS = {
+    c["system"]: c["points"] for c in json.loads((DATA / "published_allgather_curves.json").read_text())["curves"]
+}
 
 
 class System(NamedTuple):
@@ -54,7 +56,9 @@ SYSTEMS = {
     "tcpx-h100": System("2 x 8 H100, TCPX (50 GB/s)", 16, "H100", "2x8 H100 TCPX", _rate("2x8 H100 TCPX") / 8),
     "pcie-only": System("one node, 8 A100 without NVLink", 8, "A100", "pcie"),
     "offload-nvlink": System("one NVLink node, 8xH100, parameters on the host", 8, "H100", "8xH100", offloaded=True),
-    "offload-pcie": System("one node, 8 A100 without NVLink, parameters on the host", 8, "A100", "pcie", offloaded=True),
+    "offload-pcie": System(
+        "one node, 8 A100 without NVLink, parameters on the host", 8, "A100", "pcie", offloaded=True
+    ),
 }
 
 
@@ -73,7 +77,9 @@ def _read(curve: cost.Curve, size: float) -> float:
 def gather_curve(system: System) -> cost.Curve:
     """The all-gather alone; where parameters live on the host, behind the copy of the shard."""
     if system.gather in GATHERS:
-        published = cost.Curve(points=tuple(cost.Point(size_bytes=p["size_bytes"], p50_us=p["us"]) for p in GATHERS[system.gather]))
+        published = cost.Curve(
+            points=tuple(cost.Point(size_bytes=p["size_bytes"], p50_us=p["us"]) for p in GATHERS[system.gather])
+        )
         curve = _curve(lambda size: _read(published, size))
     else:
         latency = PUBLISHED["all_gather_latency_us"]["two nodes" if system.nodes > 1 else "one node"]["value"]
@@ -88,7 +94,11 @@ def gather_curve(system: System) -> cost.Curve:
 def copy_curve(system: System) -> cost.Curve:
     """Host copy to device, one GPU's link."""
     rates = PUBLISHED["host_to_device_gb_s"][system.gpu]["points"]
-    published = cost.Curve(points=tuple(cost.Point(size_bytes=s, p50_us=PUBLISHED["copy_latency_us"]["value"] + s / r / 1e3) for s, r in rates))
+    published = cost.Curve(
+        points=tuple(
+            cost.Point(size_bytes=s, p50_us=PUBLISHED["copy_latency_us"]["value"] + s / r / 1e3) for s, r in rates
+        )
+    )
     return _curve(lambda size: _read(published, size))
 
 
@@ -128,7 +138,8 @@ def cost_table(system: System, model: str, tokens: int, *, tp: int = 1) -> cost.
         gather = _curve(lambda size: _read(wide, size * (1 / 2) * 8 * 16 / 15))
     rate = PUBLISHED["tflop_s"][system.gpu]["value"] * 1e6  # FLOP a microsecond
     compute = tuple(
-        cost.Compute(layer_kind=kind, forward_us=flop / rate, backward_us=2 * flop / rate) for kind, flop in flop_of_kinds(model, tokens, tp).items()
+        cost.Compute(layer_kind=kind, forward_us=flop / rate, backward_us=2 * flop / rate)
+        for kind, flop in flop_of_kinds(model, tokens, tp).items()
     )
     # A node sends what the other lacks, all its cards at once: half of what a ring of all ranks sends.
     two_nodes = PUBLISHED["all_gather_latency_us"]["two nodes"]["value"]
@@ -136,12 +147,17 @@ def cost_table(system: System, model: str, tokens: int, *, tp: int = 1) -> cost.
     p2p = system.network_gb_s or PUBLISHED["between_stages_gb_s"]["value"]
     shard = publish_curve(system if tp == 1 else system._replace(ranks=system.ranks // tp))
     table = cost.CostTable(
-        schema_version=1, kind="cost_table", metadata=cost.Metadata(synthetic=True, source=f"simulated from published figures: {system.title}"),
-        routes=cost.Routes(gpu=gather, cpu=copy_curve(system)), publish=cost.Publish(cpu=shard, internode=across),
-        contention=contention(system), compute=compute, p2p=line(PUBLISHED["copy_latency_us"]["value"], p2p),
+        schema_version=2,
+        kind="cost_table",
+        metadata=cost.Metadata(synthetic=True, source=f"simulated from published figures: {system.title}"),
+        routes=cost.Routes(gpu=gather, cpu=copy_curve(system)),
+        publish=cost.Publish(cpu=shard, internode=across),
+        contention=contention(system),
+        compute=compute,
+        p2p=line(PUBLISHED["copy_latency_us"]["value"], p2p),
         # Gradients are float32: twice the bytes of a gather, the same way round.
         reduce=_curve(lambda size: _read(gather, 2 * size)),
-    )  # fmt: skip
+    )
     return cost.check(table)
 
 
@@ -150,5 +166,6 @@ def all_links_busy(system: System, table: cost.CostTable) -> cost.CostTable:
     and no planner can do better. The largest rate of every curve counts."""
     rate = sum(max(p.size_bytes / p.p50_us for p in curve.points) for curve in (table.routes.gpu, table.routes.cpu))
     free = cost.Curve(points=tuple(cost.Point(size_bytes=s, p50_us=s / rate) for s in SIZES))
-    return cost.check(msgspec.structs.replace(table, routes=cost.Routes(gpu=free), contention=(), publish=cost.Publish()))
-
+    return cost.check(
+        msgspec.structs.replace(table, routes=cost.Routes(gpu=free), contention=(), publish=cost.Publish())
+    )

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import torch
 
-from megatron_ext.megatron import layers as boundary_layers
+from megatron_ext.megatron import boundaries as boundary_layers
 from megatron_ext.runtime.group import FreedGroup
 
 

@@ -8,10 +8,8 @@ training begins and one that it has ended. Options are named as Megatron's are.
         --data-path runs/corpus/stdlib --train-iters 24 --user-defined-schedule schedule.json
 """
 
-import argparse
 import functools
 import hashlib
-import logging
 import os
 import random
 import sys
@@ -20,23 +18,26 @@ import traceback
 from datetime import timedelta
 from functools import partial
 
+import msgspec
 import numpy
 import torch
 import torch.distributed as dist
 
-from megatron_ext import files
-from megatron_ext.errors import InputError
-from megatron_ext.megatron import cpu_compat, gpt_arguments, hooks
+from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import cpu_compat, gpt_arguments, hooks, one_line_end
+from megatron_ext.runtime.device import has_cuda
 
 cpu_compat.install()  # does nothing where there is a CUDA device
 
+import batches
+import checkpoint
+import corpus
+from iteration_log import iteration_log
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
-
-from megatron_ext.megatron import batches, checkpoint, corpus, gpt, progress
+from model_and_optimizer import build_model_and_optimizer
+from turns import Turns
 
 
 def parse_args():
@@ -50,11 +51,15 @@ def parse_args():
     training.add_argument("--lr", type=float, default=1e-3)
     training.add_argument("--clip-grad", type=float, default=1.0)
     training.add_argument("--weight-decay", type=float, default=0.01)
-    training.add_argument("--optimizer-cpu-offload", action="store_true", help="Keep the optimizer's state on the host and step there.")
+    training.add_argument(
+        "--optimizer-cpu-offload", action="store_true", help="Keep the optimizer's state on the host and step there."
+    )
     training.add_argument("--loss-scale", type=float, default=None)
     training.add_argument("--initial-loss-scale", type=float, default=2**16)
     training.add_argument("--seed", type=int, default=1234)
-    training.add_argument("--init-by-name", action="store_true", help="Initial values that do not depend on the parallel sizes.")
+    training.add_argument(
+        "--init-by-name", action="store_true", help="Initial values that do not depend on the parallel sizes."
+    )
     training.add_argument("--no-overlap-param-gather", action="store_false", dest="overlap_param_gather")
     training.add_argument("--eval-interval", type=int, default=None)
     training.add_argument("--eval-iters", type=int, default=2)
@@ -62,19 +67,27 @@ def parse_args():
     training.add_argument("--load", default=None)
     training.add_argument("--save-interval", type=int, default=None)
     training.add_argument("--log-interval", type=int, default=1)
-    training.add_argument("--progress-bar", default=None, metavar="TITLE", help="Show a progress bar in place of one line an iteration.")
-    training.add_argument("--metrics-path", default=None, help="Write losses, gradient norms, times and parameter hashes as JSON.")
+    training.add_argument(
+        "--progress-bar", default=None, metavar="TITLE", help="Show a progress bar in place of one line an iteration."
+    )
+    training.add_argument(
+        "--interleave",
+        default=None,
+        metavar="DIRECTORY,NUMBER,ITERATIONS",
+        help="Take turns of so many iterations with another run: see turns.py.",
+    )
+    training.add_argument(
+        "--metrics-path", default=None, help="Write losses, gradient norms, times and parameter hashes as JSON."
+    )
     return parser.parse_args()
 
 
 def initialize(args) -> None:
-    backend = args.distributed_backend or ("nccl" if cpu_compat.has_cuda() else "gloo")
-    if cpu_compat.has_cuda():
+    backend = args.distributed_backend or ("nccl" if has_cuda() else "gloo")
+    if has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-        # Without a GPU there is one generator for both, which Megatron would warn of every time.
-        logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     dist.init_process_group(backend, timeout=timedelta(minutes=args.distributed_timeout_minutes))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -93,63 +106,24 @@ def set_seeds(args) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def build_model_and_optimizer(args):
-    config = gpt.transformer_config(args)
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=args.bf16 or args.fp16,
-        overlap_grad_reduce=True,
-        overlap_param_gather=args.overlap_param_gather,
-        align_param_gather=args.overlap_param_gather and args.num_virtual_stages_per_pipeline_rank is not None,
-        use_distributed_optimizer=True,
-    )
-    chunks = gpt.build_chunks(args, config)
-    if args.init_by_name:
-        gpt.initialize_by_name(chunks, args.seed)
-    if cpu_compat.has_cuda():
-        chunks = [chunk.cuda() for chunk in chunks]
-    if args.bf16 or args.fp16:
-        chunks = [Float16Module(config, chunk) for chunk in chunks]
-    model = [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
-    for chunk in model:
-        chunk.broadcast_params()
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=args.lr,
-            weight_decay=args.weight_decay,
-            clip_grad=args.clip_grad,
-            bf16=args.bf16,
-            fp16=args.fp16,
-            loss_scale=args.loss_scale,
-            initial_loss_scale=args.initial_loss_scale,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=True,
-            overlap_param_gather=args.overlap_param_gather,
-            **(gpt.optimizer_offload_options() if args.optimizer_cpu_offload else {}),
-        ),
-        model,
-    )
-    config.no_sync_func = [chunk.no_sync for chunk in model]
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    if ddp_config.align_param_gather:
-        config.param_sync_func = [chunk.start_param_sync for chunk in model]
-    if len(model) == 1:
-        config.no_sync_func = config.no_sync_func[0]
-        config.param_sync_func = config.param_sync_func[0] if config.param_sync_func else None
-    return model, optimizer, config
-
-
 def build_datasets(args):
     return batches.build_datasets(
-        args.data_path, seq_length=args.seq_length, seed=args.seed, cache_path=args.data_cache_path,
+        args.data_path,
+        seq_length=args.seq_length,
+        seed=args.seed,
+        cache_path=args.data_cache_path,
         train_samples=args.train_iters * args.global_batch_size,
         valid_samples=args.eval_iters * args.global_batch_size if args.eval_interval else 1,
-    )  # fmt: skip
+    )
 
 
 def batches_of(args, dataset, start_iteration: int = 0):
-    return batches.batches(dataset, micro_batch_size=args.micro_batch_size, global_batch_size=args.global_batch_size, start_iteration=start_iteration)
+    return batches.batches(
+        dataset,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size,
+        start_iteration=start_iteration,
+    )
 
 
 def loss_func(loss_mask, output):
@@ -188,7 +162,7 @@ def mean_loss(losses: list[dict]) -> float:
     value = torch.zeros(1)
     if losses:
         value[0] = torch.stack([row["lm loss"] for row in losses]).float().mean().cpu()
-    if cpu_compat.has_cuda():
+    if has_cuda():
         value = value.cuda()
     dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
     last = torch.distributed.get_world_size() - 1
@@ -219,11 +193,18 @@ def train(args, model, optimizer, config, datasets) -> dict:
     iteration = checkpoint.load(args.load, model, optimizer) if args.load else 0
     hooks.on_train_setup(args, model, optimizer, config)
     iterators = [batches_of(args, datasets[0], iteration) for _ in model]
-    metrics = {"loss": [], "grad_norm": [], "iteration_us": [], "eval_loss": [], "peak_bytes": 0}
+    metrics = {"loss": [], "grad_norm": [], "iteration_us": [], "eval_loss": [], "peak_bytes": 0, "census": []}
     for chunk in model:
         chunk.train()
-    log = progress.iteration_log(args.train_iters, start=iteration, every=args.log_interval, title=args.progress_bar, silent=dist.get_rank() > 0)
+    log = iteration_log(
+        args.train_iters, start=iteration, every=args.log_interval, title=args.progress_bar, silent=dist.get_rank() > 0
+    )
+    turns = Turns(args.interleave, writes=dist.get_rank() == 0) if args.interleave else None
+    if turns is not None:
+        metrics["turn_iterations"] = turns.iterations
     while iteration < args.train_iters:
+        if turns is not None:
+            turns.before(iteration)
         dist.barrier()
         start = time.perf_counter_ns()
         for chunk in model:
@@ -231,7 +212,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
         optimizer.zero_grad()
         losses = run_schedule(args, model, iterators)
         updated, grad_norm, _ = optimizer.step()
-        if cpu_compat.has_cuda():  # Adam and the first gathers are only queued by now
+        if has_cuda():  # Adam and the first gathers are only queued by now
             torch.cuda.current_stream().synchronize()
         elapsed = (time.perf_counter_ns() - start) / 1e3
         iteration += 1
@@ -239,7 +220,11 @@ def train(args, model, optimizer, config, datasets) -> dict:
         metrics["grad_norm"].append(float(grad_norm) if updated and grad_norm is not None else None)
         metrics["iteration_us"].append(elapsed)
         metrics["peak_bytes"] = max(metrics["peak_bytes"], hooks.peak_bytes())
+        if args.metrics_path and args.user_defined_schedule and (held := hooks.census()) is not None:
+            metrics["census"].append(msgspec.to_builtins(held))
         log.iteration(iteration, metrics["loss"][-1], metrics["grad_norm"][-1], elapsed)
+        if turns is not None:
+            turns.after(iteration - 1, last=iteration == args.train_iters)
         if args.eval_interval and iteration % args.eval_interval == 0:
             force_param_sync(model, args)
             metrics["eval_loss"].append(evaluate(args, model, datasets[1]))
@@ -251,6 +236,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
     if args.save:
         checkpoint.save(args.save, iteration, model, optimizer)
     metrics["parameter_sha256"] = parameter_hash(model)
+    metrics["cuda_peak_bytes"] = torch.cuda.max_memory_allocated() if has_cuda() else 0
     return metrics
 
 
@@ -272,8 +258,12 @@ def save_metrics(args, metrics: dict) -> None:
         merged = dict(everybody[0])
         merged["iteration_us"] = [max(times) for times in zip(*(m["iteration_us"] for m in everybody))]
         merged["peak_bytes"] = [m["peak_bytes"] for m in everybody] if args.user_defined_schedule else []
+        total = lambda held: sum(held["device_bytes"].values())
+        merged["census"] = [max(m["census"], key=total) for m in everybody if m["census"]]
+        merged["device_bytes"] = [max(map(total, ranks)) for ranks in zip(*(m["census"] for m in everybody))]
+        merged["cuda_peak_bytes"] = [m["cuda_peak_bytes"] for m in everybody] if has_cuda() else []
         merged["parameter_sha256"] = [m["parameter_sha256"] for m in everybody]
-        files.save(args.metrics_path, merged, indent=1)
+        json_files.save(args.metrics_path, merged, indent=1)
 
 
 def main() -> int:
@@ -281,8 +271,13 @@ def main() -> int:
     gpt_arguments.check(args, world_size=int(os.environ.get("WORLD_SIZE", 1)))
     corpus.check(args.data_path, args.seq_length)
     if args.metrics_path and int(os.environ.get("RANK", 0)) == 0:
-        files.check_writable(args.metrics_path)
-    hooks.configure(args.user_defined_schedule, args.user_defined_schedule_trace, parallel=gpt_arguments.parallel_of(args))
+        json_files.check_writable(args.metrics_path)
+    hooks.configure(
+        args.user_defined_schedule,
+        args.user_defined_schedule_trace,
+        parallel=gpt_arguments.parallel_of(args),
+        check=args.user_defined_schedule_check,
+    )
     initialize(args)
     model, optimizer, config = build_model_and_optimizer(args)
     metrics = train(args, model, optimizer, config, build_datasets(args))
@@ -296,11 +291,8 @@ if __name__ == "__main__":
     # Threads of collectives may still wait for a rank that is gone: leave without them.
     try:
         code = main()
-    except InputError as error:
-        if int(os.environ.get("RANK", 0)) > 0:
-            time.sleep(2)  # rank 0 mostly says the same, and the launcher then ends this rank
-        print(f"pretrain_gpt_hybrid: {error}", file=sys.stderr)
-        code = 2
+    except InputError as refused:
+        one_line_end.end(refused)
     except Exception:
         traceback.print_exc()
         code = 1

@@ -2,7 +2,7 @@
 
 Losses (of evaluation as well), gradient norms, parameters and optimizer states are compared, the latter
 two from checkpoints. Used by test_checkouts.py, edited_checkouts.py and
-benchmarks/patched_step_time.py.
+benchmarks/patched_iteration_time.py.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_ext import checkout
 from megatron_ext.checkout.hook_table import FILES
 from megatron_ext.checkout.verify import count_hooks
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 
 BUILT_BY_MEGATRON = re.compile(r"helpers_cpp.*\.so$")
 """The dataset helper that Megatron compiles into its own tree when it first trains."""
@@ -60,9 +60,14 @@ def run(command: list, log: Path, *, tree: Path, timeout_s: float = 600, **more:
         Failed: it ended with an error; with the line that says most.
     """
     with subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", env=environment(tree, **more), cwd=log.parent,
-    ) as process:  # fmt: skip
+        list(map(str, command)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment(tree, **more),
+        cwd=log.parent,
+    ) as process:
         try:
             out, _ = process.communicate(timeout=timeout_s)
         except BaseException as error:
@@ -107,7 +112,7 @@ class Checkout:
         self.iterations, self.timeout_s = iterations, timeout_s
         self.before = snapshot(tree)
         self.losses: dict[str, list] = {}
-        self.step_times_ms: dict[str, list[float]] = {}
+        self.iteration_times_ms: dict[str, list[float]] = {}
 
     def stock(self) -> str:
         """Train the unpatched tree."""
@@ -169,7 +174,9 @@ class Checkout:
         begin = time.perf_counter()
         options = [*self.options(layout), "--save", self.work / name, "--save-interval", self.iterations]
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", PROCESSES]
-        out = run([*launch, *script, *options], self.work / f"{name}.log", tree=self.tree, timeout_s=self.timeout_s, **more)
+        out = run(
+            [*launch, *script, *options], self.work / f"{name}.log", tree=self.tree, timeout_s=self.timeout_s, **more
+        )
         row = r"iteration +(\d+)/.*?elapsed time per iteration \(ms\): (\S+) .*?lm loss: (\S+) .*?grad norm: (\S+)"
         rows = re.findall(row, out)
         found = [(number, loss, norm) for number, _, loss, norm in rows]
@@ -181,7 +188,7 @@ class Checkout:
         self.losses[name] = found + re.findall(r"validation loss at .*? lm loss value: (\S+)", out)
         if len(self.losses[name]) <= len(found):
             raise Failed(f"no evaluation; see {name}.log")
-        self.step_times_ms[name] = [float(milliseconds) for _, milliseconds, _, _ in rows]
+        self.iteration_times_ms[name] = [float(milliseconds) for _, milliseconds, _, _ in rows]
         return f"{time.perf_counter() - begin:.0f} s"
 
     def compare(self, one: str, two: str) -> str:
@@ -210,7 +217,7 @@ class Checkout:
 
 def write_cost_table(place: Path) -> None:
     """A made-up table, in which both routes are worth something."""
-    from megatron_ext.cost import model as cost
+    from megatron_ext.cost import cost_table as cost
 
     def line(latency_us: float, bytes_per_us: float) -> cost.Curve:
         sizes = [4**n for n in range(2, 16)]
@@ -223,10 +230,14 @@ def write_cost_table(place: Path) -> None:
         for chunk in range(2)
     ]
     table = cost.CostTable(
-        schema_version=1, kind="cost_table", metadata=cost.Metadata(synthetic=True),
-        routes=cost.Routes(gpu=line(50, 1e3), cpu=line(20, 8e2)), publish=cost.Publish(cpu=line(10, 2e3)),
-        compute=tuple(compute), p2p=line(20, 1e3),
-    )  # fmt: skip
+        schema_version=cost.SCHEMA_VERSION,
+        kind="cost_table",
+        metadata=cost.Metadata(synthetic=True),
+        routes=cost.Routes(gpu=line(50, 1e3), cpu=line(20, 8e2)),
+        publish=cost.Publish(cpu=line(10, 2e3)),
+        compute=tuple(compute),
+        p2p=line(20, 1e3),
+    )
     cost.save(place, cost.check(table))
 
 
@@ -234,11 +245,8 @@ def build_corpus(tree: Path, work: Path) -> Path:
     """Real text, tokenized: the prefix of an indexed dataset."""
     prefix = work / "corpus" / "stdlib"
     prefix.parent.mkdir(parents=True)
-    code = (
-        "import sys; from megatron_ext.megatron import cpu_compat; cpu_compat.install(); "
-        "from megatron_ext.megatron import corpus; corpus.build(sys.argv[1])"
-    )
-    run([sys.executable, "-c", code, prefix], work / "corpus.log", tree=tree)
+    program = Path(__file__).parents[1] / "examples" / "corpus.py"
+    run([sys.executable, program, prefix], work / "corpus.log", tree=tree)
     return prefix
 
 

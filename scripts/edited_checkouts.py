@@ -1,9 +1,9 @@
-"""Train trees that were edited at random and then patched by a merge; prints one table.
+"""Train trees that were edited at random and then patched by the syntax tree; prints one table.
 
     python scripts/edited_checkouts.py MIRROR [TAG] [--trees 5]
 
-The edits are those of tests/checkout/random_edits.py: one to three within six lines of a hook, in one
-or two files. Of every edit in turn: if the hooks are refused, or no file had to be merged, it is counted
+The edits are those of tests/helpers/random_edits.py: one to three within six lines of a hook, in one
+or two files. Of every edit in turn: if the hooks are refused, or every file is exact, it is counted
 and left. If the edited tree does not train by itself either, it is counted and left. Otherwise its patched
 training must equal its own unpatched training to the last bit, and a scheduled one Megatron's own gather
 at the same buckets. TAG is core_v0.16.1 where none is given.
@@ -11,7 +11,6 @@ at the same buckets. TAG is core_v0.16.1 where none is given.
 
 import argparse
 import random
-import subprocess
 import sys
 import tempfile
 from datetime import datetime, timezone
@@ -22,16 +21,10 @@ from checkout_under_test import Checkout, Failed, build_corpus, extract
 from megatron_ext import checkout
 from megatron_ext.checkout.hook_table import FILES
 from megatron_ext.checkout.patchset import blob_id, insertions_by_blob
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "checkout"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
 from random_edits import EDITS, edit_files
-
-
-def keep_history(tree: Path) -> None:
-    """Make ``tree`` a clone whose history holds the release, for git to merge from."""
-    for command in ("init -q", "add .", "-c user.name=t -c user.email=t@t commit -q -m release"):
-        subprocess.run(["git", "-C", str(tree), *command.split()], check=True, stdout=subprocess.DEVNULL)
 
 
 class Edited:
@@ -46,7 +39,7 @@ class Edited:
         self.tree, self.work, self.data, self.iterations, self.timeout_s = tree, work, data, iterations, timeout_s
         self.originals = {f: (tree / f).read_bytes().decode() for f in FILES}
         self.insertions = [insertions_by_blob()[f, blob_id(text.encode())] for f, text in self.originals.items()]
-        self.outcomes = {"refused": 0, "nothing to merge": 0, "does not train unpatched": 0, "trained": 0}
+        self.outcomes = {"refused": 0, "every file is exact": 0, "does not train unpatched": 0, "trained": 0}
         self.rows: list[list[str]] = []
 
     def try_edit(self, seed: int) -> str:
@@ -60,11 +53,11 @@ class Edited:
             (self.tree / file).write_bytes(text.encode())
         edited = [file for file in FILES if texts[file] != self.originals[file]]
         try:
-            merged = [f.file for f in checkout.apply(self.tree, dry_run=True).files if f.detail == "merged"]
+            placed = [f.file for f in checkout.apply(self.tree, dry_run=True).files if f.detail == "syntax tree"]
         except InputError:
             return "refused"
-        if not merged:
-            return "nothing to merge"
+        if not placed:
+            return "every file is exact"
         tested = Checkout(str(seed), self.tree, self.work / str(seed), self.data, self.iterations, self.timeout_s)
         tested.work.mkdir()
         try:
@@ -90,7 +83,7 @@ class Edited:
 
 def main() -> int:
     """Train edited trees; 1 if one differs from its own unpatched run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("mirror", help="git clone or mirror of Megatron-LM with its tags")
     parser.add_argument("tag", nargs="?", default="core_v0.16.1")
     parser.add_argument("--trees", type=int, default=5, help="so many edited trees are trained")
@@ -101,7 +94,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch).resolve()
         tree = extract(options.mirror, options.tag, work / "tree")
-        keep_history(tree)
         edits = Edited(tree, work, build_corpus(tree, work), options.iterations, options.timeout_s)
         seed = -1
         try:
@@ -109,8 +101,15 @@ def main() -> int:
                 print(f"edit {seed}: {outcome}", file=sys.stderr, flush=True)
         except Failed as error:
             failure = f"FAILED: edit {seed + 1}: {error}"
-    print(f"`scripts/edited_checkouts.py MIRROR {options.tag} --trees {options.trees}`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC\n")
-    for row in (["edit", "edited", "patch", "patched = unpatched", "scheduled = reference", "revert", "bytes"], ["---"] * 7, *edits.rows):
+    print(
+        f"`scripts/edited_checkouts.py MIRROR {options.tag} --trees {options.trees}`, "
+        f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC\n"
+    )
+    for row in (
+        ["edit", "edited", "patch", "patched = unpatched", "scheduled = reference", "revert", "bytes"],
+        ["---"] * 7,
+        *edits.rows,
+    ):
         print("| " + " | ".join(row) + " |")
     print("\n" + ", ".join(f"{name}: {count}" for name, count in edits.outcomes.items()))
     if failure:

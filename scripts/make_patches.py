@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ext import checkout, files
+from megatron_ext import checkout
 from megatron_ext.checkout.hook_table import CORE_FILES, FILES, HOOKS
 from megatron_ext.checkout.patchset import (
     MANIFEST,
@@ -24,7 +24,8 @@ from megatron_ext.checkout.patchset import (
 )
 from megatron_ext.checkout.places import find_gaps
 from megatron_ext.checkout.verify import verify_text
-from megatron_ext.errors import InputError
+from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
 
 REFS = {
     version: f"core_v{version}"
@@ -40,9 +41,7 @@ MODE = "100644"
 
 def git(mirror: Path, *arguments: str) -> bytes:
     """Output of one git command; its error text goes to standard error."""
-    return subprocess.run(
-        ["git", "-C", str(mirror), *arguments], check=True, stdout=subprocess.PIPE
-    ).stdout
+    return subprocess.run(["git", "-C", str(mirror), *arguments], check=True, stdout=subprocess.PIPE).stdout
 
 
 def patch_file(path: str, before: bytes) -> tuple[str, PatchedFile]:
@@ -55,12 +54,7 @@ def patch_file(path: str, before: bytes) -> tuple[str, PatchedFile]:
     problems = verify_text(path, after)
     assert not problems, problems
     ids = blob_id(before), blob_id(after.encode())
-    text = [
-        f"diff --git a/{path} b/{path}",
-        f"index {ids[0]}..{ids[1]} {MODE}",
-        f"--- a/{path}",
-        f"+++ b/{path}",
-    ]
+    text = [f"diff --git a/{path} b/{path}", f"index {ids[0]}..{ids[1]} {MODE}", f"--- a/{path}", f"+++ b/{path}"]
     numbers = {}
     for shift, gap in enumerate(gaps, start=1):
         numbers[gap.hook.name] = gap.chosen + shift
@@ -98,7 +92,7 @@ def main() -> int:
     parser.add_argument("--packages", type=Path, help="compare with the packages; keep them in this directory")
     options = parser.parse_args()
     # What is not compared again stays as it was found.
-    known = files.load(options.out / MANIFEST, Manifest).releases if (options.out / MANIFEST).exists() else []
+    known = json_files.load(options.out / MANIFEST, Manifest).releases if (options.out / MANIFEST).exists() else []
     compared = {(r.version, r.commit): r.same_core_on_pypi for r in known}
     releases, written = [], {}
     for version, ref in REFS.items():
@@ -108,7 +102,7 @@ def main() -> int:
             release.patch = written[text]
         else:
             written[text] = release.patch
-            files.write_atomically(options.out / release.patch, text.encode())
+            json_files.write_atomically(options.out / release.patch, text.encode())
         releases.append(release)
         release.same_core_on_pypi = compared.get((version, release.commit))
         if options.packages:
@@ -117,7 +111,7 @@ def main() -> int:
         print(f"{version}: {count} lines in {len(release.files)} files, {release.patch}")
     hooks = [HookEntry(h.name, h.file, h.text, h.place, h.purpose) for h in HOOKS]
     manifest = Manifest(SCHEMA_VERSION, "patch_manifest", hooks, releases)
-    files.save(options.out / MANIFEST, manifest, indent=1)
+    json_files.save(options.out / MANIFEST, manifest, indent=1)
     return 0
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job: measure, plan, train a real GPT by the schedule beside stock Megatron, compare.
 #
-# Settings (environment): ITERS PP VP DP MICRO_BATCHES LAYERS HIDDEN HEADS SEQ MICRO_BATCH_SIZE
+# Settings (environment): ITERS TURN_ITERS PP VP DP MICRO_BATCHES LAYERS HIDDEN HEADS SEQ MICRO_BATCH_SIZE
 #   POLICY (hybrid, all-gpu, all-cpu, random:SEED)  NAME (directory under runs/)
 #   MEGATRON_PATH (a Megatron-LM checkout to patch and use)  EXTRA (further options of the example)
 #   ALLOW_DIFFERENCES=1 (use a cost table that lies there although it was measured elsewhere)
@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-ITERS=${ITERS:-24} PP=${PP:-2} DP=${DP:-2}
+ITERS=${ITERS:-24} TURN_ITERS=${TURN_ITERS:-3} PP=${PP:-2} DP=${DP:-2}
 if [ "$PP" = 1 ]; then VP=${VP:-1}; else VP=${VP:-2}; fi
 LAYERS=${LAYERS:-8} HIDDEN=${HIDDEN:-256} HEADS=${HEADS:-4} SEQ=${SEQ:-128} MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-2}
 MICRO_BATCHES=${MICRO_BATCHES:-$((2 * PP))} POLICY=${POLICY:-hybrid}
@@ -19,7 +19,7 @@ say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }
 refuse() { printf 'pretrain_gpt_hybrid: %s\n' "$*" >&2; exit 2; }
 
 # A wrong value is refused before anything is started.
-for name in ITERS PP VP DP LAYERS HIDDEN HEADS SEQ MICRO_BATCH_SIZE MICRO_BATCHES; do
+for name in ITERS TURN_ITERS PP VP DP LAYERS HIDDEN HEADS SEQ MICRO_BATCH_SIZE MICRO_BATCHES; do
     [[ ${!name} =~ ^[1-9][0-9]{0,6}$ ]] || refuse "$name = '${!name}': expected a whole number of at least 1"
 done
 [[ $POLICY =~ ^(hybrid|all-gpu|all-cpu|exact|random:[0-9]+)$ ]] || refuse "POLICY = '$POLICY': expected hybrid, all-gpu, all-cpu, exact or random:SEED"
@@ -69,7 +69,7 @@ fi
 corpus=runs/corpus/stdlib
 if [ ! -e $corpus.idx ]; then
     say "building a corpus from the Python standard library's source"
-    python -m megatron_ext.megatron.corpus $corpus
+    python examples/corpus.py $corpus
 fi
 
 # Costs of an earlier run are used again only where they hold: on this machine, for these sizes.
@@ -81,11 +81,11 @@ if [ -e "$run/cost_table.json" ]; then
 fi
 if [ ! -e "$run/cost_table.json" ]; then
     say "measuring what gathers, copies and compute cost on $world ranks"
-    read -r largest whole likely < <(python -m megatron_ext.workload.sizes "$run/workload.json")
+    read -r largest whole likely < <(python -m megatron_ext.workload.measured_sizes "$run/workload.json")
     megatron-ext measure --out "$run/cost_table.json" --dp "$DP" --pp "$PP" --hidden-size "$HIDDEN" --seq-length "$SEQ" \
         --micro-batch-size "$MICRO_BATCH_SIZE" --min-bytes 512 --max-bytes "$largest" --max-rank-bytes "$whole" ${likely:+--also-sizes "$likely"} \
         --seconds "${MEASURE_SECONDS:-60}" --threads "$OMP_NUM_THREADS" \
-        --modules megatron_ext.megatron.layer_runners:layer_runners -- "${model[@]}" --data-path $corpus --num-workers 0
+        --modules examples/example_layers.py:layer_runners -- "${model[@]}" --data-path $corpus --num-workers 0
 fi
 
 if [ ! -e "$run/schedule.json" ]; then
@@ -94,17 +94,38 @@ if [ ! -e "$run/schedule.json" ]; then
         ${ALLOW_DIFFERENCES:+--allow-differences}
 fi
 
-train() { # train KIND WHAT OPTIONS...: one training run, kept if it was complete
-    local kind=$1 what=$2
-    shift 2
-    [ -e "$run/$kind.metrics.json" ] && return
-    say "training $ITERS iterations: $what"
-    python -m megatron_ext.runtime.launch --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
-        --data-path $corpus --train-iters "$ITERS" --metrics-path "$run/$kind.metrics.json" --progress-bar "$kind" "$@"
+train() { # train KIND OPTIONS...: one training run, in place of the subshell that calls it, so that signals reach it
+    local kind=$1
+    shift
+    exec python -m megatron_ext.cpubench.launcher --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
+        --data-path $corpus --train-iters "$ITERS" --metrics-path "$run/$kind.metrics.json" "$@"
 }
-train stock "Megatron as shipped" --user-defined-schedule-trace "$run/stock.trace.json"
-train scheduled "by the schedule" --user-defined-schedule "$run/schedule.json" --user-defined-schedule-trace "$run/scheduled.trace.json"
-MEGATRON_EXT_STOCK_GATHER=1 train reference "Megatron's own gather at the schedule's bucket layout, for equality" --user-defined-schedule "$run/schedule.json"
+
+# Stock and schedule take turns of a few iterations, so that the machine's drift is in neither. A half of the pair is no pair.
+if [ ! -e "$run/stock.metrics.json" ] || [ ! -e "$run/scheduled.metrics.json" ]; then
+    say "training $ITERS iterations of each, in turns of $TURN_ITERS: Megatron as shipped, and by the schedule"
+    rm -rf "$run"/{stock,scheduled}.metrics.json "$run"/{stock,scheduled}.trace.json "$run/turns"
+    mkdir "$run/turns"
+    pair=()
+    trap 'kill "${pair[@]}" 2> /dev/null || true' EXIT
+    train stock --user-defined-schedule-trace "$run/stock.trace.json" --interleave "$run/turns,0,$TURN_ITERS" > "$run/stock.log" 2>&1 &
+    pair+=($!)
+    train scheduled --user-defined-schedule "$run/schedule.json" --user-defined-schedule-trace "$run/scheduled.trace.json" \
+        --interleave "$run/turns,1,$TURN_ITERS" --progress-bar "stock and scheduled" &
+    pair+=($!)
+    for _ in "${pair[@]}"; do
+        code=0
+        wait -n || code=$?
+        # One that waits for the turn of a run that has failed would wait for ever: the trap ends it.
+        [ "$code" = 0 ] || { tail -n 5 "$run/stock.log" >&2; exit "$code"; }
+    done
+    trap - EXIT
+    rm -rf "$run/turns"
+fi
+if [ ! -e "$run/reference.metrics.json" ]; then
+    say "training $ITERS iterations: Megatron's own gather at the schedule's bucket layout, for equality"
+    (MEGATRON_EXT_STOCK_GATHER=1 train reference --user-defined-schedule "$run/schedule.json" --progress-bar reference)
+fi
 
 say "reporting"
 megatron-ext report "$run"

@@ -1,9 +1,25 @@
 #!/usr/bin/env bash
-# Set up as the main job does, then run the tests. Arguments go to pytest.
+# Set up as the main job does, check code and docs, then run all tests but those of tests/nightly.
+#
+#   scripts/test.sh                    # everything that CI runs
+#   scripts/test.sh tests/unit/cost    # pytest alone, with these arguments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Tests run against the pinned release; a checkout is tested by scripts/test_checkouts.sh.
 unset MEGATRON_PATH
-scripts/setup.sh
-export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
-exec .venv/bin/python -m pytest -q "$@"
+WITH_TESTS=1 scripts/setup.sh
+export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PATH="$PWD/.venv/bin:$PATH"
+
+if [ $# -gt 0 ]; then
+    exec python -m pytest "$@"
+fi
+
+status=0
+ruff check || status=1
+ruff format --check || status=1
+pyright || status=1
+mkdocs build --strict --quiet --site-dir "$(mktemp -d)/site" || status=1
+# These start no processes, or one at a time, so they run on all processors; the others share processors among their ranks.
+python -m pytest -n auto tests/unit tests/end_to_end/cli tests/end_to_end/checkout || status=1
+python -m pytest tests/distributed tests/end_to_end/adopting tests/end_to_end/main_job || status=1
+exit $status

@@ -12,10 +12,11 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
+import checkout_matrix
 from checkout_under_test import LAYOUTS, Checkout, Failed, build_corpus, extract
 
 from megatron_ext import checkout
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 
 TAGS = (
     "core_v0.10.0 core_v0.11.0 core_v0.12.3 core_v0.13.1 core_v0.14.0 core_v0.15.3 "
@@ -44,11 +45,17 @@ def chosen_cells(options) -> list[str]:
     train = not (options.mirror == "pypi" or options.no_train)
     cells = CELLS if train else PACKAGE_CELLS
     if options.layouts and train:
-        cells = [*cells[:-2], *(name for name, layout in LAYOUT_CELLS.items() if layout != ("interleaved", 1)), *cells[-2:]]
+        cells = [
+            *cells[:-2],
+            *(name for name, layout in LAYOUT_CELLS.items() if layout != ("interleaved", 1)),
+            *cells[-2:],
+        ]
     if options.cells:
         unknown = set(options.cells.split(",")) - {*cells, *(LAYOUT_CELLS if train else ())}
         if unknown:
-            raise InputError(f"expected some of {','.join([*cells, *LAYOUT_CELLS])}", field="--cells", value=options.cells)
+            raise InputError(
+                f"expected some of {','.join([*cells, *LAYOUT_CELLS])}", field="--cells", value=options.cells
+            )
         cells = options.cells.split(",")
     return cells
 
@@ -60,15 +67,24 @@ def step(tested: Checkout, cell: str):
 
 def main() -> int:
     """Test every release; 1 if a cell of the table failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("mirror", help="git clone or mirror of Megatron-LM with its tags, or pypi")
     parser.add_argument("tags", nargs="*", help="tags (or versions, for pypi); by default all we serve")
     parser.add_argument("--no-train", action="store_true", help="only patch, verify and revert")
-    parser.add_argument("--layouts", action="store_true", help="also 1F1B, no pipeline, tensor parallelism, and zero stage 3")
+    parser.add_argument(
+        "--layouts", action="store_true", help="also 1F1B, no pipeline, tensor parallelism, and zero stage 3"
+    )
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--cells", help="run only these steps, e.g. patch,check,1f1b-3,revert,bytes")
     parser.add_argument("--keep", type=Path, help="keep trees, logs and checkpoints in this directory")
+    parser.add_argument("--commits", type=int, default=0, help="no training: so many drawn commits of main since 0.12")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing")
+    parser.add_argument("--at", nargs="+", default=[], help="no training: these commits of the mirror")
+    parser.add_argument("--forks", nargs="+", default=[], type=Path, help="no training: all heads of these git clones")
     options = parser.parse_args()
+    if options.commits or options.forks or options.at:
+        print_command(options)
+        return checkout_matrix.run(options.mirror, options.commits, options.seed, options.forks, options.at)
     cells = chosen_cells(options)
     rows, failures = [], []
     with tempfile.TemporaryDirectory() as scratch:
@@ -91,12 +107,19 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def print_table(head, rows, failures, options) -> None:
-    """The table in Markdown, with what failed and what was not run."""
+def print_command(options) -> None:
+    """The command and the time, above the tables."""
     # Paths of this machine say nothing to whoever reads the table elsewhere.
     names = {str(options.keep): "DIR", options.mirror: "MIRROR" if "/" in options.mirror else options.mirror}
-    print(f"`scripts/test_checkouts.sh {' '.join(names.get(word, word) for word in sys.argv[1:])}`, ", end="")
+    names |= {str(fork): "" for fork in options.forks[1:]} | {str(fork): "DIR..." for fork in options.forks[:1]}
+    words = [names.get(word, word) for word in sys.argv[1:]]
+    print(f"`scripts/test_checkouts.sh {' '.join(filter(None, words))}`, ", end="")
     print(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC\n")
+
+
+def print_table(head, rows, failures, options) -> None:
+    """The table in Markdown, with what failed and what was not run."""
+    print_command(options)
     for row in (head, ["---"] * len(head), *rows):
         print("| " + " | ".join(row) + " |")
     print()

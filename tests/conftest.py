@@ -1,14 +1,17 @@
 """What all tests share: the patched Megatron tree, and a corpus to train on."""
 
+import fcntl
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent / "helpers"), str(Path(__file__).parents[1] / "examples")]
 
 from places import MEGATRON, ROOT
+
+pytest_plugins = ["checkout_fixtures"]
 
 if MEGATRON.is_dir():
     sys.path.insert(0, str(MEGATRON))
@@ -18,10 +21,16 @@ if MEGATRON.is_dir():
 @pytest.fixture(scope="session")
 def megatron_tree() -> Path:
     """The patched megatron-core tree that scripts/setup.sh makes; made here where it is not."""
-    from megatron_ext.checkout import private
+    from megatron_ext.checkout import private_tree
 
-    release = next(line.partition("==")[2].strip() for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("megatron-core=="))
-    private.prepare(release, MEGATRON)
+    release = next(
+        line.partition("==")[2].strip()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line.startswith("megatron-core==")
+    )
+    with (MEGATRON.parent / ".megatron.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of the processes of pytest-xdist one at a time looks at the tree
+        private_tree.prepare(release, MEGATRON)
     return MEGATRON
 
 
@@ -31,6 +40,6 @@ def corpus_prefix(megatron_tree, tmp_path_factory) -> Path:
     from training import run
 
     prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
-    result = run([sys.executable, "-m", "megatron_ext.megatron.corpus", str(prefix)])
+    result = run([sys.executable, "examples/corpus.py", str(prefix)])
     assert result.returncode == 0, result.stderr
     return prefix

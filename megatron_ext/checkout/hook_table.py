@@ -1,7 +1,7 @@
 """Every line the patches insert: its text, the file it goes to, and what it is for.
 
-A hook is one physical line that ends in :data:`MARKER`, so that a person, ``check`` and
-``revert`` all find it by its end. The text calls into ``megatron_ext.megatron.hooks`` and
+A hook is one physical line that ends in :data:`MARKER`, so that a person finds it; ``check`` and
+``revert`` know it by its whole text. The text calls into ``megatron_ext.megatron.hooks`` and
 holds no policy. Imports stand on the hook line itself: an import at the top of the file
 would be one more place to merge, and the import block is what changes most between releases.
 """
@@ -108,8 +108,7 @@ HOOKS = (
         "ddp.built",
         DDP,
         IMPORT + "hooks.on_ddp_built(self)",
-        "gives every group of the schedule its own bucket and storage, before the optimizer "
-        "takes its views",
+        "gives every group of the schedule its own bucket and storage, before the optimizer takes its views",
         "DistributedDataParallel.__init__, at its end",
     ),
     Hook(
@@ -117,14 +116,12 @@ HOOKS = (
         OPTIMIZER,
         IMPORT + "hooks.on_params_updated(self, update_successful)",
         "the shards hold new parameters: publish them, and mark whole copies stale",
-        "DistributedOptimizer.step_with_ready_grads, after the parent's step and before the "
-        "parameters are gathered",
+        "DistributedOptimizer.step_with_ready_grads, after the parent's step and before the parameters are gathered",
     ),
     Hook(
         "schedules.interleaved.begin",
         SCHEDULES,
-        IMPORT
-        + "gather_schedule = hooks.begin_iteration(config, model, num_microbatches, forward_only)",
+        IMPORT + "gather_schedule = hooks.begin_iteration(config, model, num_microbatches, forward_only)",
         "one iteration begins; the nested helpers close over gather_schedule",
         f"{_INTERLEAVED}, before the first two chunks are synchronised",
     ),
@@ -159,6 +156,17 @@ HOOKS = (
     *_plain_schedule("1f1b", "forward_backward_pipelining_without_interleaving", "[model]"),
     *_plain_schedule("no_pipelining", "forward_backward_no_pipelining", "[model]"),
 )
+
+
+SCHEDULE_FUNCTIONS = {hook.place.split(",")[0] for hook in HOOKS if hook.file == SCHEDULES}
+"""Megatron's pipeline schedules that have hooks in them."""
+
+FORMER_LINES: tuple[str, ...] = ()
+"""Whole lines, without indentation, that an earlier version inserted and this one does not: ``revert`` takes them out.
+A line whose text changes moves here."""
+
+LINES = {hook.line(name): hook.text for hook in HOOKS for name in ("virtual_microbatch_id", "microbatch_id")}
+"""Every inserted line without indentation -> the text of its hook, which several hooks may share."""
 
 
 def hooks_of(file: str) -> tuple[Hook, ...]:

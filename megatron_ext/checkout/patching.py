@@ -5,11 +5,13 @@ import re
 from dataclasses import dataclass, field
 
 from megatron_ext.checkout.hook_table import HOOKS, hooks_of
-from megatron_ext.checkout.merge import Placed, place_hooks
+from megatron_ext.checkout.patchset import known_releases, manifest
+from megatron_ext.checkout.place_hooks import place_hooks
+from megatron_ext.checkout.syntax import PlaceError
 from megatron_ext.checkout.transaction import locked, recover, replace_files
 from megatron_ext.checkout.tree import Tree
-from megatron_ext.checkout.verify import count_hooks, strip_hooks, verify_text
-from megatron_ext.errors import InputError
+from megatron_ext.checkout.verify import count_hooks, is_hook_line, strip_hooks, verify_text
+from megatron_ext.formats.errors import InputError
 
 
 @dataclass
@@ -20,13 +22,15 @@ class FileState:
         file: path below the root.
         state: ``clean`` (no hook, and they can be placed), ``applied``, ``drifted`` (hooks are
             there but not all in their place) or ``conflict`` (no hook, and they cannot be placed).
-        detail: how the hooks are or would be placed (``exact`` or ``merged``), where that is
+        detail: how the hooks are or would be placed (``exact`` or ``syntax tree``), where that is
             known; otherwise what is wrong.
+        lines: numbers of the hook lines, as they are or, of a clean file, would be.
     """
 
     file: str
     state: str
     detail: str = ""
+    lines: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -69,7 +73,7 @@ def apply(path, *, dry_run: bool = False) -> Report:
 
     Args:
         path: root of the tree.
-        dry_run: only say what would be done.
+        dry_run: only say what would be done; refuses what would be refused otherwise.
 
     Raises:
         InputError: as in :func:`check`, and where the hooks cannot be placed, are there in
@@ -79,6 +83,7 @@ def apply(path, *, dry_run: bool = False) -> Report:
     tree = Tree(path)
     with locked(tree.root):
         report, patched = _examine(tree, recover(tree.root))
+        contents = {f: new.encode() for f, new in patched.items()}
         if report.state == "applied":
             return report
         if report.state == "drifted":
@@ -90,29 +95,25 @@ def apply(path, *, dry_run: bool = False) -> Report:
             )
         if report.state == "conflict":
             raise InputError(f"nothing was changed: {_first(report, 'conflict')}", file=path)
-        report.diff = "".join(_diff(f, strip_hooks(new), new) for f, new in patched.items())
-        if dry_run:
-            return report
-        for file in patched:
-            tree.check_writable(file)
-        replace_files(tree.root, {f: new.encode() for f, new in patched.items()})
-        after, _ = _examine(tree, report.repaired)
-        assert after.state == "applied", after.problems()
-        after.changed, after.diff, after.files = True, report.diff, report.files
-        for entry in after.files:
-            entry.state = "applied"
-        return after
+        report.diff = "".join(_diff(f, tree.read(f), new) for f, new in patched.items())
+        _replace(tree, contents, dry_run)
+        if not dry_run:
+            assert all((tree.root / f).read_bytes() == data for f, data in contents.items())
+            report.changed, report.state = True, "applied"
+            for entry in report.files:
+                entry.state = "applied"
+        return report
 
 
 def revert(path, *, dry_run: bool = False) -> Report:
-    """Take every hook line out, of this version of megatron-ext or another.
+    """Take out the lines that ``apply`` wrote, of this version of megatron-ext or an earlier one.
 
-    What the owner changed in the files stays: only whole lines of ours go, so the tree is byte for
-    byte as it was.
+    They are known by their whole text and, where the owner has copied one, by their place. All else
+    stays, so the tree is byte for byte as it was.
 
     Raises:
-        InputError: as in :func:`check`, a read-only file, or a line of ours that was edited so
-            that it no longer ends in our mark. The tree is then untouched.
+        InputError: as in :func:`check`, a file that cannot be written, a line of ours that was
+            edited, or copies of one that cannot be told apart. The tree is then untouched.
     """
     tree = Tree(path)
     with locked(tree.root):
@@ -120,28 +121,43 @@ def revert(path, *, dry_run: bool = False) -> Report:
         stripped, diff = {}, ""
         for file in tree.present:
             text = tree.read(file)
-            clean = strip_hooks(text)
-            for number, line in enumerate(clean.split("\n"), start=1):
-                if _LEFT_OVER.search(line):
-                    raise InputError(
-                        f"line {number} without our lines: a hook line was edited by hand; "
-                        "delete it, then revert again",
-                        file=tree.root / file,
-                    )
+            try:
+                clean = strip_hooks(file, text)
+            except PlaceError as error:
+                raise InputError(str(error), file=tree.root / file) from None
+            _refuse_edited(tree, file, text)
             if clean != text:
                 stripped[file] = clean.encode()
                 diff += _diff(file, text, clean)
-        if stripped and not dry_run:
-            for file in stripped:
-                tree.check_writable(file)
-            replace_files(tree.root, stripped)
+        if stripped:
+            _replace(tree, stripped, dry_run)
         report, _ = _examine(tree, repaired)
         report.changed, report.diff = bool(stripped) and not dry_run, diff
         return report
 
 
-_LEFT_OVER = re.compile(r"gather_schedule|megatron_ext.*\bhooks\.(?!make_whole\b|params_changed\b)\w")
-"""A hook line whose mark is gone. Two functions of ``hooks`` are for the owner's own code, and stay."""
+_CALLED = "|".join(re.findall(r"(?:hooks|gather_schedule)\.(\w+)\(", " ".join(hook.text for hook in HOOKS)))
+_LEFT_OVER = re.compile(
+    r'\s*(if __name__ == "__main__": )?(from megatron_ext\.megatron import hooks;.*hooks|gather_schedule)'
+    rf"\.({_CALLED})\("
+)
+
+
+def _refuse_edited(tree: Tree, file: str, text: str) -> None:
+    """Refuse a file that lacks hooks and has another line that calls one: it was ours, and was edited."""
+    if count_hooks(text) >= len(hooks_of(file)):
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if _LEFT_OVER.match(line) and not is_hook_line(line):
+            raise InputError(
+                f"line {number}: a hook line was edited by hand; delete it, then revert again", file=tree.root / file
+            )
+
+
+def _replace(tree: Tree, contents: dict[str, bytes], dry_run: bool) -> None:
+    for file in contents:
+        tree.check_writable(file)
+    replace_files(tree.root, contents, rehearse=dry_run)
 
 
 def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
@@ -154,14 +170,16 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
         if count_hooks(text):
             problems = verify_text(file, text)
             detail = "; ".join(f"{p.hook + ': ' if p.hook else ''}{p.message}" for p in problems)
-            report.files.append(FileState(file, "drifted" if problems else "applied", detail))
+            report.files.append(FileState(file, "drifted" if problems else "applied", detail, _numbers(text)))
             continue
-        placed = place_hooks(tree, file, text)
-        if isinstance(placed, Placed):
-            patched[file] = placed.text
-            report.files.append(FileState(file, "clean", placed.how))
+        try:
+            placed = place_hooks(file, text)
+        except PlaceError as error:
+            reason = str(error).removeprefix(f"{file} ") + _unknown_release(tree)
+            report.files.append(FileState(file, "conflict", reason))
         else:
-            report.files.append(FileState(file, "conflict", placed.reason))
+            patched[file] = placed.text
+            report.files.append(FileState(file, "clean", placed.how, _numbers(placed.text)))
     states = {f.state for f in report.files}
     if states == {"applied"}:
         report.state = "applied"
@@ -173,6 +191,17 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
     else:
         report.state = "conflict" if "conflict" in states else "clean"
     return report, patched
+
+
+def _numbers(text: str) -> list[int]:
+    return [number for number, line in enumerate(text.split("\n"), start=1) if is_hook_line(line)]
+
+
+def _unknown_release(tree: Tree) -> str:
+    """What to add where a hook's place is missing in a release that no patch was made for."""
+    if tree.version in (release.version for release in manifest().releases):
+        return ""
+    return f" (this is megatron-core {tree.version}; known are {known_releases()})"
 
 
 _NO_HOOK = "has no hook, while other files have"
@@ -194,9 +223,7 @@ def _expected(tree: Tree) -> int:
 
 def _diff(file: str, before: str, after: str) -> str:
     """A diff without context lines, as git would print it."""
-    rows = difflib.unified_diff(
-        before.split("\n"), after.split("\n"), f"a/{file}", f"b/{file}", n=0, lineterm=""
-    )
+    rows = difflib.unified_diff(before.split("\n"), after.split("\n"), f"a/{file}", f"b/{file}", n=0, lineterm="")
     return "".join(f"{row}\n" for row in rows)
 
 

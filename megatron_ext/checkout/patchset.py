@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ext import files
 from megatron_ext.checkout.hook_table import MARKER
-from megatron_ext.errors import InputError
+from megatron_ext.formats import json_files as files
+from megatron_ext.formats.errors import InputError
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -45,6 +45,11 @@ class Release(msgspec.Struct, forbid_unknown_fields=True):
     patch: str
     files: list[PatchedFile]
     same_core_on_pypi: bool | None = None
+
+    @property
+    def name(self) -> str:
+        """The version; of a branch, also the commit that is meant."""
+        return f"{self.version} at {self.commit[:10]}" if self.ref == self.version else self.version
 
 
 class HookEntry(msgspec.Struct, forbid_unknown_fields=True):
@@ -109,6 +114,12 @@ def manifest() -> Manifest:
     return found
 
 
+def known_releases() -> str:
+    """The releases that the patches were made for, in words."""
+    names = [release.name for release in manifest().releases]
+    return f"{names[0]} to {names[-2]}, and {names[-1]}"
+
+
 @functools.cache
 def read_patch(name: str) -> tuple[Insertion, ...]:
     """The insertions of one patch file, in the order of the file."""
@@ -122,16 +133,17 @@ def parse_patch(text: str, name: str) -> tuple[Insertion, ...]:
         InputError: the text is anything else; a patch that removes a line, or that has
             lines of the original file, is never applied.
     """
-    insertions, path, ids, lines, after, left = [], None, None, [], 0, 0
+    insertions, path, lines, after, left = [], None, [], 0, 0
+    ids: tuple[str, ...] = ()
 
     def close():
-        if path is not None:
+        if path is not None and len(ids) == 2:
             insertions.append(Insertion(path, *ids, tuple(lines)))
 
     for number, row in enumerate(text.splitlines(), start=1):
         if row.startswith("diff --git a/"):
             close()
-            path, ids, lines = row.split(" b/", 1)[1], None, []
+            path, ids, lines = row.split(" b/", 1)[1], (), []
         elif match := re.fullmatch(r"index ([0-9a-f]{40})\.\.([0-9a-f]{40})( \d+)?", row):
             ids = match.groups()[:2]
         elif row.startswith(("--- ", "+++ ")) and left == 0:

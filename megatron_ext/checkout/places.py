@@ -1,11 +1,14 @@
 """Where each hook belongs, described by the syntax tree and by nothing else.
 
 A place is a gap between two statements of one body. It is found in the text *without*
-our lines, so the same code places a hook (``scripts/make_patches.py``) and judges where a
-merge has put it (``verify.py``).
+our lines, so the same code places a hook (``place_hooks.py``, ``scripts/make_patches.py``) and
+judges where a hook line stands (``verify.py``). A finder proves that its place is the only one of
+its form, that control reaches it, that the names the hook uses are bound there, and that it comes
+before or after the calls whose order matters.
 """
 
 import ast
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,12 +17,17 @@ from megatron_ext.checkout.syntax import (
     FunctionNode,
     PlaceError,
     assigned_name,
+    assigned_value,
     bodies,
+    calls,
+    end_line,
     function_named,
     is_not_none,
     method_named,
     only,
+    own_nodes,
     parameters,
+    span,
     statement_where,
     tests_attribute,
 )
@@ -54,7 +62,8 @@ def find_gaps(file: str, text: str) -> list[Gap]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        raise PlaceError(f"{file} does not parse: {error}") from None
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise PlaceError(f"{file} does not parse in Python {version}: {error}") from None
     lines = text.split("\n")
     gaps = []
     for hook in hooks_of(file):
@@ -75,40 +84,63 @@ def _first_line(statement: ast.stmt) -> int:
 
 def _gap_before(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:
     """The gap in front of ``body[index]``; our patches go above its comment, if it has one."""
-    _check_reachable(body[:index])
     statement = body[index]
     last = _first_line(statement) - 1
     chosen = last
     while chosen > 0 and lines[chosen - 1].strip().startswith("#"):
         chosen -= 1
-    first = body[index - 1].end_lineno if index else chosen
-    return _gap(hook, statement, first, last, max(first, chosen), **names)
+    first = end_line(body[index - 1]) if index else last
+    while not index and first > 0 and (not lines[first - 1].strip() or lines[first - 1].strip().startswith("#")):
+        first -= 1
+    return _gap(hook, statement, (first, last, max(first, chosen)), lines, **names)
 
 
 def _gap_after(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:
     """The gap behind ``body[index]``; our patches go directly below it."""
-    _check_reachable(body[: index + 1])
     statement = body[index]
-    first = last = statement.end_lineno
+    first = last = end_line(statement)
     # What follows may be blank lines and comments only, up to the next line of code.
     while last < len(lines) and (not lines[last].strip() or lines[last].strip().startswith("#")):
         last += 1
-    return _gap(hook, statement, first, last, first, **names)
+    return _gap(hook, statement, (first, last, first), lines, **names)
 
 
-def _check_reachable(before: list[ast.stmt]) -> None:
-    if any(isinstance(s, (ast.Return, ast.Raise, ast.Continue, ast.Break)) for s in before):
-        raise PlaceError("the code there is never reached")
+def _gap(hook: Hook, beside: ast.stmt, bounds: tuple[int, int, int], lines: list[str], **names) -> Gap:
+    text = lines[_first_line(beside) - 1]
+    indentation = text[: len(text) - len(text.lstrip())]
+    if len(indentation) != beside.col_offset:
+        raise PlaceError(f"line {beside.lineno} holds several statements")
+    return Gap(hook, indentation + hook.line(**names), *bounds)
 
 
-def _gap(hook: Hook, beside: ast.stmt, first: int, last: int, chosen: int, **names) -> Gap:
-    line = " " * beside.col_offset + hook.line(**names)
-    return Gap(hook, line, first, last, chosen)
+# --- proofs -------------------------------------------------------------------------------
 
 
-def _check_names(
-    functions: list[FunctionNode], gap_line: int, needed: set[str], rebound: set[str]
-) -> None:
+def _check_reached(function: FunctionNode, gap: Gap) -> None:
+    """Control comes to the gap whenever the function ends without an exception."""
+    for node in own_nodes(function):
+        if isinstance(node, ast.Return) and node.lineno <= gap.first:
+            raise PlaceError(f"{function.name} may return at line {node.lineno}, before the hook is reached")
+    for body in bodies(function):
+        for index, statement in enumerate(body):
+            leaves = isinstance(statement, (ast.Raise, ast.Continue, ast.Break)) and index + 1 < len(body)
+            if leaves and statement.lineno <= gap.first < end_line(body[-1]):
+                raise PlaceError(f"the hook is never reached, because of line {statement.lineno}")
+
+
+def _check_above(gap: Gap, lines: list[int], what: str) -> None:
+    """The hook comes before all of ``lines``."""
+    if lines and min(lines) <= gap.last:
+        raise PlaceError(f"{what} at line {min(lines)}, before the hook")
+
+
+def _check_below(gap: Gap, lines: list[int], what: str) -> None:
+    """The hook comes after all of ``lines``."""
+    if lines and max(lines) > gap.first:
+        raise PlaceError(f"{what} at line {max(lines)}, after the hook")
+
+
+def _check_names(functions: list[FunctionNode], gap_line: int, needed: set[str], rebound: set[str]) -> None:
     """Names mean at the hook what the hook takes them to mean.
 
     ``needed`` must be bound in ``functions`` (outermost first) above the hook. ``rebound`` are
@@ -120,33 +152,42 @@ def _check_names(
     for function in functions:
         bound |= parameters(function)
         for node in ast.walk(function):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                if node.lineno <= gap_line or function is not inner:
-                    bound.add(node.id)
+            if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Store):
+                continue
+            if node.lineno <= gap_line or function is not inner:
+                bound.add(node.id)
     for name in sorted(needed - bound):
-        raise PlaceError(f"no variable {name} in {inner.name}")
+        raise PlaceError(f"no variable {name} in {span(inner)}")
     for node in ast.walk(outer):
         name = node.id if isinstance(node, ast.Name) else getattr(node, "arg", None)
+        if not isinstance(node, (ast.Name, ast.arg)):
+            continue
         if isinstance(node, ast.Name) and name in rebound and node.lineno <= gap_line:
-            raise PlaceError(f"{name} is used above it in {outer.name}")
-        if isinstance(node, (ast.Name, ast.arg)) and name in ("hooks", "gather_schedule"):
-            raise PlaceError(f"{outer.name} has a variable {name} of its own")
+            raise PlaceError(f"{name} is used at line {node.lineno} of {outer.name}, before the hook")
+        if name in ("hooks", "gather_schedule"):
+            raise PlaceError(f"{outer.name} has a variable {name} of its own, line {node.lineno}")
 
 
 # --- one finder a hook --------------------------------------------------------------------
 
 
 def _pretrain_start(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    def imports_torch(s: ast.stmt) -> bool:
-        return isinstance(s, ast.Import) and [a.name for a in s.names] == ["torch"]
+    def imports(statement: ast.stmt) -> bool:
+        """Whether it imports torch or a module of Megatron when the script starts."""
+        if isinstance(statement, (*FunctionNode.__args__, ast.ClassDef)):
+            return False
+        names = []
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.append(node.module or "")
+        return bool({name.split(".")[0] for name in names} & {"torch", "megatron"})
 
-    found = [i for i, s in enumerate(tree.body) if imports_torch(s)]
-    index = only(found, "import of torch at the top of the module")
-    for statement in tree.body[:index]:
-        module = getattr(statement, "module", None) or ""
-        if isinstance(statement, ast.ImportFrom) and module.split(".")[0] == "megatron":
-            raise PlaceError("a module of megatron is imported before torch")
-    return _gap_before(hook, tree.body, index, lines)
+    found = [index for index, statement in enumerate(tree.body) if imports(statement)]
+    if not found:
+        raise PlaceError("the script imports neither torch nor megatron")
+    return _gap_before(hook, tree.body, found[0], lines)
 
 
 def _arguments_add(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
@@ -158,8 +199,10 @@ def _arguments_add(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
         tested = {n.id for n in ast.walk(s.test) if isinstance(n, ast.Name)}
         return "extra_args_provider" in tested and assigned_name(s.body[-1]) == "parser"
 
-    body, index = statement_where(function, applies_provider, "use of extra_args_provider")
+    body, index = statement_where(function, applies_provider, "`parser = extra_args_provider(parser)` in an `if`")
     gap = _gap_after(hook, body, index, lines)
+    _check_reached(function, gap)
+    _check_above(gap, calls(function, "parse_args", "parse_known_args"), "the options are parsed")
     _check_names([function], gap.chosen, {"parser"}, set())
     return gap
 
@@ -170,8 +213,13 @@ def _training_setup(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     def sets_param_sync(s: ast.stmt) -> bool:
         return tests_attribute(s, "args", "overlap_param_gather", "align_param_gather")
 
-    body, index = statement_where(function, sets_param_sync, "choice of param_sync_func")
+    body, index = statement_where(
+        function, sets_param_sync, "`if args.overlap_param_gather and args.align_param_gather`"
+    )
     gap = _gap_before(hook, body, index, lines)
+    _check_reached(function, gap)
+    loops = [node.lineno for node in own_nodes(function) if isinstance(node, ast.While)]
+    _check_above(gap, loops, "the loop of train begins")
     _check_names([function], gap.chosen, {"args", "model", "optimizer", "config"}, set())
     return gap
 
@@ -181,7 +229,7 @@ def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     body = function.body
     loops = [i for i, s in enumerate(body) if isinstance(s, ast.While)]
     if not loops or not isinstance(body[-1], ast.Return):
-        raise PlaceError("train does not end with a loop and a return")
+        raise PlaceError(f"{span(function)} does not end with a loop and a return")
 
     def exits(statement: ast.stmt) -> bool:
         called = [n.func for n in ast.walk(statement) if isinstance(n, ast.Call)]
@@ -190,6 +238,8 @@ def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     # A training that a limit or a signal has ended leaves the process in front of the return.
     leaving = [i for i in range(loops[-1] + 1, len(body)) if exits(body[i])]
     gap = _gap_before(hook, body, leaving[0] if leaving else len(body) - 1, lines)
+    _check_reached(function, gap)
+    _check_above(gap, calls(function, "exit", "_exit"), "train leaves the process")
     _check_names([function], gap.chosen, set(), set())
     return gap
 
@@ -204,10 +254,15 @@ def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
             and s.targets[0].attr == "overlap_param_gather_with_optimizer_step"
         )
 
-    body, index = statement_where(function, last_attribute, "last attribute set by __init__")
+    attribute = "self.overlap_param_gather_with_optimizer_step"
+    body, index = statement_where(function, last_attribute, f"`{attribute} = ...`")
     if body is not function.body or index != len(body) - 1:
-        raise PlaceError("__init__ does not end where it is expected to")
+        raise PlaceError(
+            f"{span(function)} does not end with `{attribute} = ...` (line {body[index].lineno}) "
+            f"but with the statement at line {function.body[-1].lineno}"
+        )
     gap = _gap_after(hook, body, index, lines)
+    _check_reached(function, gap)
     _check_names([function], gap.chosen, {"self"}, set())
     return gap
 
@@ -216,9 +271,10 @@ def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) ->
     function = method_named(tree, "DistributedOptimizer", "step_with_ready_grads")
 
     def parents_step(s: ast.stmt) -> bool:
-        if assigned_name(s) != "update_successful" or not isinstance(s.value, ast.Call):
+        value = assigned_value(s, "update_successful")
+        if not isinstance(value, ast.Call):
             return False
-        called = s.value.func
+        called = value.func
         return (
             isinstance(called, ast.Attribute)
             and called.attr == "step_with_ready_grads"
@@ -227,10 +283,13 @@ def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) ->
             and called.value.func.id == "super"
         )
 
-    body, index = statement_where(function, parents_step, "call of the parent's step_with_ready_grads")
+    wanted = "`update_successful = super().step_with_ready_grads()`"
+    body, index = statement_where(function, parents_step, wanted)
     if body is not function.body:
-        raise PlaceError("the parent's step_with_ready_grads is called conditionally")
+        raise PlaceError(f"{wanted} at line {body[index].lineno} is conditional")
     gap = _gap_after(hook, body, index, lines)
+    _check_reached(function, gap)
+    _check_above(gap, calls(function, "start_param_sync"), "the parameters are gathered")
     _check_names([function], gap.chosen, {"self", "update_successful"}, set())
     return gap
 
@@ -243,14 +302,15 @@ def _interleaved_begin(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     function = _interleaved(tree)
 
     def synchronises_two_chunks(s: ast.stmt) -> bool:
-        return is_not_none(s, "config", "param_sync_func") and not isinstance(
-            s.test, ast.BoolOp
-        )
+        return is_not_none(s, "config", "param_sync_func")
 
-    body, index = statement_where(function, synchronises_two_chunks, "first synchronisation of chunks")
+    wanted = "`if config.param_sync_func is not None`"
+    body, index = statement_where(function, synchronises_two_chunks, wanted)
     if body is not function.body:
-        raise PlaceError("the first synchronisation of chunks is conditional")
+        raise PlaceError(f"{wanted} at line {body[index].lineno} is conditional")
     gap = _gap_before(hook, body, index, lines)
+    _check_reached(function, gap)
+    _check_above(gap, calls(function, "forward_step_helper", "backward_step_helper"), "a step runs")
     needed = {"config", "model", "num_microbatches", "forward_only"}
     _check_names([function], gap.chosen, needed, {"gather_schedule"})
     return gap
@@ -260,20 +320,41 @@ def _microbatch_name(function: FunctionNode) -> str:
     for name in ("virtual_microbatch_id", "microbatch_id"):
         if name in parameters(function):
             return name
-    raise PlaceError(f"{function.name} has no micro-batch parameter")
+    raise PlaceError(f"{span(function)} has no micro-batch parameter")
 
 
-def _helper_gap(hook, tree, lines, names: tuple[str, ...], test, what: str, needed: set) -> Gap:
+def _helper_gap(hook, tree, lines, part: str, test, what: str, needed: set) -> Gap:
+    """The gap before the one statement for which ``test`` holds, in a helper of the interleaved schedule.
+
+    ``part`` names the helper, e.g. ``forward_step_helper_preprocess``; before Megatron split it
+    in three, the whole helper.
+    """
     outer = _interleaved(tree)
-    helper = function_named(outer.body, *names)
+    step, side = part.split("_helper_")
+    helper = function_named(outer.body, part, f"{step}_helper", where=span(outer))
     body, index = statement_where(helper, test, what)
     if body is not helper.body:
-        raise PlaceError(f"{what} is conditional")
+        raise PlaceError(f"{what} at line {body[index].lineno} is conditional")
     microbatch = _microbatch_name(helper)
     gap = _gap_before(hook, body, index, lines, microbatch=microbatch)
+    _check_reached(helper, gap)
+    _check_step_order(outer, helper, gap, step, before=side == "preprocess")
     # Only the helper's own names count: the outer function's model_chunk_id is a loop variable.
     _check_names([helper], gap.chosen, needed | {microbatch}, set())
     return gap
+
+
+def _check_step_order(outer: FunctionNode, helper: FunctionNode, gap: Gap, step: str, *, before: bool) -> None:
+    """The hook comes before, or after, the call of ``step``, in its helper or in the one that calls it."""
+    if lines := calls(helper, step):
+        check = _check_above if before else _check_below
+        return check(gap, lines, f"{step} is called")
+    whole = function_named(outer.body, f"{step}_helper", where=span(outer))
+    steps, parts = calls(whole, step), calls(whole, helper.name)
+    if not steps or not parts:
+        raise PlaceError(f"{span(whole)} does not call {helper.name if steps else step}")
+    if max(parts) >= min(steps) if before else min(parts) <= max(steps):
+        raise PlaceError(f"{whole.name} calls {helper.name} {'after' if before else 'before'} {step}, line {parts[0]}")
 
 
 def _interleaved_pre_forward(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
@@ -281,29 +362,25 @@ def _interleaved_pre_forward(hook: Hook, tree: ast.Module, lines: list[str]) -> 
         hook,
         tree,
         lines,
-        ("forward_step_helper_preprocess", "forward_step_helper"),
+        "forward_step_helper_preprocess",
         lambda s: is_not_none(s, "config", "param_sync_func"),
-        "test of param_sync_func in the forward helper",
+        "`if config.param_sync_func is not None`",
         {"model_chunk_id"},
     )
 
 
 def _interleaved_pre_backward(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     def pops_output(s: ast.stmt) -> bool:
-        return (
-            assigned_name(s) == "output_tensor"
-            and isinstance(s.value, ast.Call)
-            and isinstance(s.value.func, ast.Attribute)
-            and s.value.func.attr == "pop"
-        )
+        value = assigned_value(s, "output_tensor")
+        return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "pop"
 
     return _helper_gap(
         hook,
         tree,
         lines,
-        ("backward_step_helper_preprocess", "backward_step_helper"),
+        "backward_step_helper_preprocess",
         pops_output,
-        "pop of the output tensor in the backward helper",
+        "`output_tensor = ....pop(...)`",
         {"model_chunk_id"},
     )
 
@@ -313,29 +390,22 @@ def _interleaved_post_backward(hook: Hook, tree: ast.Module, lines: list[str]) -
         hook,
         tree,
         lines,
-        ("backward_step_helper_postprocess", "backward_step_helper"),
+        "backward_step_helper_postprocess",
         lambda s: is_not_none(s, "config", "grad_sync_func"),
-        "test of grad_sync_func in the backward helper",
+        "`if config.grad_sync_func is not None`",
         set(),
     )
 
 
 def _end(function: FunctionNode, hook: Hook, lines: list[str], begin: Gap) -> Gap:
     """Before the function's last statement that tests ``finalize_model_grads_func``."""
-    found = [
-        i
-        for i, s in enumerate(function.body)
-        if tests_attribute(s, "config", "finalize_model_grads_func")
-    ]
+    found = [i for i, s in enumerate(function.body) if tests_attribute(s, "config", "finalize_model_grads_func")]
     if not found:
-        raise PlaceError(f"{function.name} does not finalize gradients")
+        raise PlaceError(f"no `if config.finalize_model_grads_func` in the body of {span(function)}")
     gap = _gap_before(hook, function.body, found[-1], lines)
-    if gap.first <= begin.last:
-        raise PlaceError(f"{function.name} finalizes gradients before the iteration begins")
+    _check_below(gap, [begin.last + 1], "the iteration begins")
     # An early return between begin and end would leave the iteration open.
-    for node in (n for s in bodies(function) for n in s):
-        if isinstance(node, ast.Return) and begin.last < node.lineno <= gap.first:
-            raise PlaceError(f"{function.name} returns before the iteration ends")
+    _check_reached(function, gap)
     return gap
 
 
@@ -348,11 +418,15 @@ def _plain_begin(name: str):
         function = function_named(tree.body, name)
         # As early as config is known: later releases pick their backward function early, too.
         found = [i for i, s in enumerate(function.body) if assigned_name(s) == "config"]
-        index = only(found, "assignment of config")
+        index = only(found, "`config = ...`", span(function), [function.body[i].lineno for i in found])
         gap = _gap_after(hook, function.body, index, lines)
+        _check_reached(function, gap)
         needed = {"config", "model", "num_microbatches", "forward_only"}
         rebound = {"forward_step", "backward_step"}
         _check_names([function], gap.last, needed, rebound)
+        for step in sorted(rebound):
+            if not any(isinstance(node, ast.Name) and node.id == step for node in ast.walk(function)):
+                raise PlaceError(f"{span(function)} does not call {step}")
         return gap
 
     return find

@@ -6,10 +6,11 @@ journal is renamed into that directory: from this moment the change counts as ma
 none of it does. Then each file is renamed over its target, and the hidden directory goes away.
 Whoever comes next (apply, check or revert) finds either no journal, and drops what lies there,
 or a journal, and finishes the renames. A target that someone has changed in between is never
-overwritten.
+overwritten. A target on another file system than the tree (a link, a mount) is first copied beside itself.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -18,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ext import files
 from megatron_ext.checkout.patchset import blob_id
-from megatron_ext.errors import InputError
+from megatron_ext.formats import json_files as files
+from megatron_ext.formats.errors import InputError
 
 STAGE = ".megatron-ext-patch"
 JOURNAL = "journal.json"
@@ -49,7 +50,10 @@ def locked(root: Path) -> Iterator[None]:
     Raises:
         InputError: another command is at work on this tree.
     """
-    handle = os.open(root, os.O_RDONLY)
+    try:
+        handle = os.open(root, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"cannot be read: {error}", file=root) from None
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,10 +66,11 @@ def locked(root: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def replace_files(root: Path, contents: dict[str, bytes]) -> None:
+def replace_files(root: Path, contents: dict[str, bytes], *, rehearse: bool = False) -> None:
     """Replace each of ``contents`` (path below root -> new bytes) or none; hold the lock.
 
-    File modes stay as they are. A link is followed, and what it points to is replaced.
+    Owners and modes of files stay as they are. A link is followed, and what it points to is replaced.
+    With ``rehearse`` the new contents are written beside the tree's files and taken away again.
 
     Raises:
         InputError: the tree cannot be written; it is then as it was.
@@ -78,13 +83,16 @@ def replace_files(root: Path, contents: dict[str, bytes]) -> None:
             target = root / path
             originals[path] = target.read_bytes()
             staged = stage / str(number)
-            _write(staged, data)
-            shutil.copymode(target, staged)
+            _write(staged, data, like=target)
             entries.append(Entry(path, staged.name, blob_id(originals[path]), blob_id(data)))
         files.save(stage / JOURNAL, Journal("patch_journal", entries))
     except (OSError, InputError) as error:
         shutil.rmtree(stage, ignore_errors=True)
         raise InputError(f"nothing was changed: {error}", file=root) from None
+    if rehearse:
+        (stage / JOURNAL).unlink()
+        shutil.rmtree(stage)
+        return
     try:
         _finish(root, stage, entries)
     except OSError as error:
@@ -92,9 +100,8 @@ def replace_files(root: Path, contents: dict[str, bytes]) -> None:
             target = (root / path).resolve()
             if target.read_bytes() != data:
                 with contextlib.suppress(OSError):
-                    _write(stage / "undo", data)
-                    shutil.copymode(target, stage / "undo")
-                    os.replace(stage / "undo", target)
+                    _write(stage / "undo", data, like=target)
+                    _move(stage / "undo", target)
         shutil.rmtree(stage, ignore_errors=True)
         raise InputError(f"nothing was changed: {error}", file=root) from None
 
@@ -116,8 +123,7 @@ def recover(root: Path) -> str | None:
         found = blob_id((root / entry.path).read_bytes())
         if found not in (entry.before, entry.after):
             raise InputError(
-                f"was changed after a patch command was interrupted; look it through, then "
-                f"delete {stage}",
+                f"was changed after a patch command was interrupted; look it through, then delete {stage}",
                 file=root / entry.path,
             )
     _finish(root, stage, entries)
@@ -128,14 +134,40 @@ def _finish(root: Path, stage: Path, entries: list[Entry]) -> None:
     for entry in entries:
         staged = stage / entry.staged
         if staged.exists():
-            os.replace(staged, (root / entry.path).resolve())
+            _move(staged, (root / entry.path).resolve())
     # The journal goes first: a stage without one is dropped, and there is nothing left to do.
     (stage / JOURNAL).unlink()
     shutil.rmtree(stage)
 
 
-def _write(place: Path, data: bytes) -> None:
+def _move(staged: Path, target: Path) -> None:
+    """Rename ``staged`` over ``target``, also where they are on two file systems."""
+    try:
+        os.replace(staged, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        beside = target.with_name(f".{target.name}{STAGE}")
+        try:
+            _write(beside, staged.read_bytes(), like=target)
+            os.replace(beside, target)
+        finally:
+            beside.unlink(missing_ok=True)
+        staged.unlink()
+
+
+def _write(place: Path, data: bytes, like: Path) -> None:
+    """Write ``data`` to disk under the owner, mode and extended attributes of ``like``."""
     with open(place, "wb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
+    wanted, made = like.stat(), place.stat()
+    if (wanted.st_uid, wanted.st_gid) != (made.st_uid, made.st_gid):
+        try:
+            os.chown(place, wanted.st_uid, wanted.st_gid)
+        except OSError:
+            owner = f"user {wanted.st_uid}, group {wanted.st_gid}"
+            raise InputError(f"this user cannot keep the owner ({owner}); run as it", file=like) from None
+    shutil.copystat(like, place)
+    os.utime(place)

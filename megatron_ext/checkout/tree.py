@@ -1,13 +1,12 @@
-"""A Megatron tree on disk: a git clone, an unpacked archive, or the core-only tree from PyPI."""
+"""A Megatron tree on disk: a clone, a fork, an unpacked archive, or the core-only tree from PyPI."""
 
 import os
 import re
 import stat
-import subprocess
 from pathlib import Path
 
 from megatron_ext.checkout.hook_table import CORE_FILES, FILES
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 
 _CORE_SIGN = "megatron/core/package_info.py"
 
@@ -29,6 +28,12 @@ class Tree:
     """
 
     def __init__(self, path):
+        try:
+            self._look(path)
+        except (OSError, RuntimeError) as error:  # no right to look, or a link that points to itself
+            raise InputError(f"cannot be read: {error}", file=path) from None
+
+    def _look(self, path) -> None:
         self.root = Path(path).resolve()
         if not (self.root / _CORE_SIGN).is_file():
             hint = "give the directory that holds megatron/core"
@@ -39,6 +44,9 @@ class Tree:
                 raise InputError("no such directory", file=path)
             raise InputError(f"not a Megatron tree; {hint}", file=path)
         self.version = _version((self.root / _CORE_SIGN).read_text(errors="replace"))
+        for place in map(self.root.joinpath, FILES):
+            if place.is_symlink() and not place.exists():
+                raise InputError(f"is a link to {os.readlink(place)}, which is not there", file=place)
         self.present = tuple(f for f in FILES if (self.root / f).is_file())
         self.absent = tuple(f for f in FILES if f not in self.present)
         lost = [f for f in CORE_FILES if f in self.absent]
@@ -78,41 +86,17 @@ class Tree:
         """Refuse a file that its owner has protected, or a directory without room for a rename.
 
         Raises:
-            InputError: with the command that makes it writable.
+            InputError: with the command that makes it writable, or why it cannot be.
         """
-        place = self.root / file
-        # Root may write anything, yet a file without a write bit was protected on purpose.
-        if not place.stat().st_mode & stat.S_IWUSR or not os.access(place, os.W_OK):
-            raise InputError(f"is read-only; run `chmod u+w {place}` first", file=place)
-        folder = place.resolve().parent
-        if not folder.stat().st_mode & stat.S_IWUSR or not os.access(folder, os.W_OK):
-            raise InputError(f"is in a read-only directory; run `chmod u+w {folder}`", file=place)
-
-    def blob(self, blob: str) -> bytes | None:
-        """Content of a git blob from the tree's own object store, if it has one."""
-        result = _git(self.root, "cat-file", "blob", blob)
-        return result.stdout if result is not None and result.returncode == 0 else None
-
-    def has_history(self) -> bool:
-        """Whether the tree is the working directory of a git repository (not inside another's)."""
-        result = _git(self.root, "rev-parse", "--show-toplevel")
-        if result is None or result.returncode != 0:
-            return False
-        return Path(result.stdout.decode().strip()).resolve() == self.root
-
-
-def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess | None:
-    """Run git in ``root``; None where there is no git."""
-    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
-    # A hook of another repository may have set these; they would point git elsewhere.
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
-        environment.pop(name, None)
-    try:
-        return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, env=environment, check=False
-        )
-    except FileNotFoundError:
-        return None
+        place = (self.root / file).resolve()
+        for what, kind in ((place, "is"), (place.parent, "is in a directory that is")):
+            if os.statvfs(what).f_flag & os.ST_RDONLY:
+                raise InputError("is on a read-only file system; patch a copy of the tree", file=place)
+            # Root may write anything, yet a file without a write bit was protected on purpose.
+            if not what.stat().st_mode & stat.S_IWUSR:
+                raise InputError(f"{kind} read-only; run `chmod u+w {what}` first", file=place)
+            if not os.access(what, os.W_OK):
+                raise InputError(f"{kind} not writable for this user; run as the owner of {what}", file=place)
 
 
 def _version(package_info: str) -> str:
@@ -121,4 +105,4 @@ def _version(package_info: str) -> str:
     if not all(parts):
         return "unknown"
     pre = re.search(r"^PRE_RELEASE = ['\"](.*)['\"]", package_info, re.M)
-    return ".".join(p[1] for p in parts) + (pre[1] if pre else "")
+    return ".".join(p[1] for p in parts if p) + (pre[1] if pre else "")

@@ -1,15 +1,17 @@
 """Is every hook in its place? Judged in the syntax tree, file by file.
 
-A hook line that a merge, or a person, has put elsewhere still runs, often without an error,
+A hook line that a merge, or a person, has moved still runs, often without an error,
 and gathers at the wrong time. So presence is not enough: each line must stand in the one
-gap that ``places.py`` describes.
+gap that ``places.py`` describes, and must add a statement to the syntax tree and change nothing else in it.
 """
 
+import ast
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.checkout.hook_table import FILES, MARKER
-from megatron_ext.checkout.places import find_gaps
+from megatron_ext.checkout.hook_table import FILES, FORMER_LINES, LINES, hooks_of
+from megatron_ext.checkout.places import Gap, find_gaps
 from megatron_ext.checkout.syntax import PlaceError
 
 
@@ -32,49 +34,105 @@ class Problem:
 
 
 def is_hook_line(line: str) -> bool:
-    """Whether a physical line is one of ours, of this version or of another."""
-    body = line.rstrip()
-    return body.endswith(MARKER) and ("megatron_ext" in body or "gather_schedule" in body)
-
-
-def strip_hooks(text: str) -> str:
-    """``text`` without our lines: byte for byte what it was before they were inserted."""
-    # Not splitlines: it also cuts at form feeds and the like, which do not end a line of Python.
-    return "\n".join(line for line in text.split("\n") if not is_hook_line(line))
+    """Whether a physical line is, by its whole text, one that ``apply`` writes or has written."""
+    return line.strip() in LINES or line.strip() in FORMER_LINES
 
 
 def count_hooks(text: str) -> int:
-    """Number of our lines in ``text``."""
+    """Number of lines in ``text`` that have the text of one of ours."""
     return sum(map(is_hook_line, text.split("\n")))
+
+
+def hook_lines(file: str, text: str) -> dict[int, Gap]:
+    """Number of every hook line that stands in its place -> its gap.
+
+    Raises:
+        PlaceError: a place of ``file`` is not there, or a hook line is no statement of its own.
+    """
+    rows = text.split("\n")
+    ours = {number for number, row in enumerate(rows, start=1) if is_hook_line(row)}
+    # Blank lines in their stead, so that line numbers stay those of the file.
+    without = "\n".join("" if number in ours else row for number, row in enumerate(rows, start=1))
+    left = {gap.hook.name: gap for gap in find_gaps(file, without)}
+    found = {}
+    for number in sorted(ours):
+        row = rows[number - 1].rstrip()
+        for gap in left.values():
+            if gap.line == row and gap.first < number <= gap.last:
+                found[number] = left.pop(gap.hook.name)
+                break
+    _check_statements(file, text, without, ours)
+    return found
+
+
+def _check_statements(file: str, text: str, without: str, ours: set[int]) -> None:
+    """Besides whole statements on the lines ``ours``, both texts have the same syntax tree."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise PlaceError(f"{file} does not parse with its hooks: {error}") from None
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            body = getattr(node, name, None)
+            if isinstance(body, list):
+                setattr(node, name, [statement for statement in body if statement.lineno not in ours])
+    if ast.dump(tree) != ast.dump(ast.parse(without)):
+        raise PlaceError(f"a hook line of {file} is not a statement of its own")
+
+
+def strip_hooks(file: str, text: str) -> str:
+    """``text`` without the lines that ``apply`` wrote: byte for byte what it was before.
+
+    A line is taken out where the file has no more lines of its text than ``apply`` writes there. Where
+    it has more, some are the owner's copies: then those in their place are taken out.
+
+    Raises:
+        PlaceError: more lines of one text than ``apply`` writes, and not all of its own are in place.
+    """
+    # Not splitlines: it also cuts at form feeds and the like, which do not end a line of Python.
+    rows = text.split("\n")
+    numbers: dict[str, list[int]] = {}
+    for number, row in enumerate(rows, start=1):
+        if is_hook_line(row):
+            numbers.setdefault(LINES.get(row.strip(), ""), []).append(number)
+    written = Counter(hook.text for hook in hooks_of(file))
+    going = set(numbers.pop("", ()))  # of an earlier version
+    for hook_text, lines in numbers.items():
+        if len(lines) <= written[hook_text]:
+            going.update(lines)
+        elif written[hook_text]:
+            going.update(_of_ours(file, text, lines, written[hook_text]))
+    return "\n".join(row for number, row in enumerate(rows, start=1) if number not in going)
+
+
+def _of_ours(file: str, text: str, lines: list[int], count: int) -> list[int]:
+    """Those of ``lines``, which all have the same text, that ``apply`` wrote."""
+    try:
+        found = [number for number in lines if number in hook_lines(file, text)]
+    except PlaceError:
+        found = []
+    if len(found) != count:
+        raise PlaceError(
+            f"lines {', '.join(map(str, lines))} are the same hook line, which belongs in {count} "
+            f"place{'s' if count > 1 else ''}; delete those that you have added"
+        )
+    return found
 
 
 def verify_text(file: str, text: str) -> list[Problem]:
     """Problems of one patched file; empty means that every hook of it is in its place."""
     try:
-        gaps = find_gaps(file, strip_hooks(text))
+        in_place = hook_lines(file, text)
     except PlaceError as error:
         return [Problem(file, "", str(error).removeprefix(f"{file} "))]
     problems = []
-    missing = {gap.hook.name: gap for gap in gaps}
-    pristine_lines = 0
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not is_hook_line(line):
-            pristine_lines += 1
-            continue
-        at_home = [
-            gap
-            for gap in missing.values()
-            if gap.line == line and gap.first <= pristine_lines <= gap.last
-        ]
-        if at_home:
-            del missing[at_home[0].hook.name]
-        elif any(gap.line.strip() == line.strip() for gap in gaps):
-            problems.append(Problem(file, "", f"line {number} is not where its hook belongs"))
-        else:
-            problems.append(
-                Problem(file, "", f"line {number} is a hook line of another megatron-ext version")
-            )
-    problems += [Problem(file, name, "not in its place") for name in missing]
+    for number, row in enumerate(text.split("\n"), start=1):
+        if is_hook_line(row) and number not in in_place:
+            former = row.strip() in FORMER_LINES
+            what = "is a hook line of an earlier version" if former else "is not where its hook belongs"
+            problems.append(Problem(file, "", f"line {number} {what}"))
+    there = {gap.hook.name for gap in in_place.values()}
+    problems += [Problem(file, hook.name, "not in its place") for hook in hooks_of(file) if hook.name not in there]
     return problems
 
 

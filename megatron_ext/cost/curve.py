@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_ext.cost.model import Curve, Point
-from megatron_ext.errors import InputError
+from megatron_ext.cost.cost_table import Curve, Point
+from megatron_ext.formats.errors import InputError
 
 NEIGHBOURS = 4
 """Inner points on each side whose leave-one-out misses set the half-width."""
@@ -46,7 +46,7 @@ class Estimate(NamedTuple):
     algorithm: str | None = None
     extrapolated: bool = False
 
-    def scaled(self, factor: float, low: float | None = None, high: float | None = None) -> "Estimate":
+    def scaled(self, factor: float, low: float | None = None, high: float | None = None) -> Estimate:
         """This estimate times ``factor`` (``low`` and ``high`` for the ends where they differ)."""
         low_us = self.low_us * (factor if low is None else low)
         high_us = self.high_us * (factor if high is None else high)
@@ -59,7 +59,7 @@ def lookup(
     """Time for ``size_bytes`` on ``curve``.
 
     Args:
-        curve: a curve, or points sorted by size (as :func:`megatron_ext.cost.model.check` leaves them).
+        curve: a curve, or points sorted by size (as :func:`megatron_ext.cost.cost_table.check` leaves them).
         size_bytes: bytes of the whole (gathered) group.
         extrapolate: outside the measured range, go on along the nearest segment instead of failing.
         what: the curve's field in the table, for the error.
@@ -80,8 +80,10 @@ def lookup(
         largest = max(points[-1].size_bytes for points in candidates.values())
         raise InputError(
             f"outside the measured range {smallest} to {largest} bytes; measure that size or ask for extrapolation",
-            file=file, field=f"{what}.size_bytes", value=size_bytes,
-        )  # fmt: skip
+            file=file,
+            field=f"{what}.size_bytes",
+            value=size_bytes,
+        )
     # An algorithm that was measured at this size is believed over one that was not.
     estimates = {name: _read(tuple(points), size_bytes) for name, points in (covering or candidates).items()}
     name = min(estimates, key=lambda key: estimates[key].us)
@@ -114,12 +116,14 @@ def _read(points: tuple[Point, ...], size_bytes: int) -> Estimate:
     right = points[index]
     left = right if right.size_bytes == size_bytes else points[index - 1]
     us = right.p50_us if left is right else between(left, right, size_bytes)
-    spread = max(_spread(left), _spread(right))
+    spread = max(spread_of_samples(left), spread_of_samples(right))
     half = _half_width(points, index if left is right else index - 0.5)
     return _around(us, us, us, half, spread)
 
 
-def _around(us: float, lowest: float, highest: float, half: float, spread: float, *, extrapolated: bool = False) -> Estimate:
+def _around(
+    us: float, lowest: float, highest: float, half: float, spread: float, *, extrapolated: bool = False
+) -> Estimate:
     """``lowest`` to ``highest``, widened by a relative half-width and the spread of the samples.
 
     Times spread upwards; below the median they are taken to spread by the same ratio.
@@ -136,15 +140,16 @@ def _beyond(points: tuple[Point, ...], size_bytes: int) -> Estimate:
     guesses = [proportional] + ([end.p50_us] if low_end else [])
     us = proportional
     if inner:
-        line = between(*sorted((end, inner[0]), key=lambda point: point.size_bytes), size_bytes)
+        low, high = sorted((end, inner[0]), key=lambda point: point.size_bytes)
+        line = between(low, high, size_bytes)
         # A falling last segment is noise; below the range a line may cross zero.
         us = min(max(line, proportional), end.p50_us) if low_end else (line if line > end.p50_us else proportional)
         guesses.append(us)
     half = _half_width(points, 0 if low_end else len(points) - 1)
-    return _around(us, min(guesses), max(guesses), half, _spread(end), extrapolated=True)
+    return _around(us, min(guesses), max(guesses), half, spread_of_samples(end), extrapolated=True)
 
 
-def _spread(point: Point) -> float:
+def spread_of_samples(point: Point) -> float:
     """How far off the median of a point's samples may be, relative: as far as p95 lies above
     it for one sample, less with more of them, but not much less, since samples taken in one
     go do not know how the machine changes."""

@@ -6,11 +6,10 @@ import math
 
 import msgspec
 
-from megatron_ext import files
-from megatron_ext.cost.imports import COLLECTIVES, table_of
-from megatron_ext.cost.model import CostTable, Curve, Point
-from megatron_ext.errors import InputError
-
+from megatron_ext.cost.cost_table import CostTable, Curve, Point, Source
+from megatron_ext.cost.imported_table import COLLECTIVES, table_of
+from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
 
 MAX_FALL = 0.25
 """A time may fall by so much from one size to the next larger, and is then noted: published
@@ -46,7 +45,7 @@ def read(path, *, system: str | None = None, placement: str = "in_place") -> Cos
         InputError: naming the field: an unknown collective, several systems and none named,
             no points, a size twice, a time that is not positive.
     """
-    content = files.load(path, _File)
+    content = json_files.load(path, _File)
     if content.collective not in COLLECTIVES:
         raise InputError(f"known: {', '.join(COLLECTIVES)}", file=path, field="collective", value=content.collective)
     systems = [curve.system for curve in content.curves if curve.system is not None]
@@ -64,9 +63,14 @@ def read(path, *, system: str | None = None, placement: str = "in_place") -> Cos
     for index in chosen:
         curve, field = content.curves[index], f"curves[{index}]"
         read_points = _points(path, curve, field, placement)
-        falls = [after.size_bytes for before, after in zip(read_points, read_points[1:]) if after.p50_us < before.p50_us]
+        falls = [
+            after.size_bytes for before, after in zip(read_points, read_points[1:]) if after.p50_us < before.p50_us
+        ]
         if falls:
-            notes.append(f"{curve.algorithm or curve.system or content.collective}: times fall with size at {', '.join(map(str, falls))} bytes")
+            notes.append(
+                f"{curve.algorithm or curve.system or content.collective}: times fall with size at "
+                f"{', '.join(map(str, falls))} bytes"
+            )
         if curve.algorithm is not None:
             if curve.algorithm in algorithms:
                 raise InputError("is there twice", file=path, field=f"{field}.algorithm", value=curve.algorithm)
@@ -81,7 +85,7 @@ def read(path, *, system: str | None = None, placement: str = "in_place") -> Cos
     return table_of(
         content.collective,
         Curve(points=points, algorithms=algorithms, source=source),
-        source={"format": "curves", "source": content.source, "system": content.curves[chosen[0]].system},
+        source=Source(program="curves", description=f"{content.source} ({content.curves[chosen[0]].system})"),
         hardware={"device": content.curves[chosen[0]].system} if content.curves[chosen[0]].system else None,
         world_sizes={"data_parallel_size": world_size} if world_size else None,
         notes=tuple(notes),
@@ -100,8 +104,18 @@ def _points(path, curve: _Curve, field: str, placement: str) -> tuple[Point, ...
         if not math.isfinite(us) or us <= 0:
             raise InputError("must be a positive, finite number", file=path, field=f"{where}.us", value=us)
         if points and row.size_bytes <= points[-1].size_bytes:
-            raise InputError(f"does not grow from {points[-1].size_bytes}", file=path, field=f"{where}.size_bytes", value=row.size_bytes)
+            raise InputError(
+                f"does not grow from {points[-1].size_bytes}",
+                file=path,
+                field=f"{where}.size_bytes",
+                value=row.size_bytes,
+            )
         if points and us < points[-1].p50_us * (1 - MAX_FALL):
-            raise InputError(f"is below {points[-1].p50_us} us for {points[-1].size_bytes} bytes: not monotone", file=path, field=f"{where}.us", value=us)
+            raise InputError(
+                f"is below {points[-1].p50_us} us for {points[-1].size_bytes} bytes: not monotone",
+                file=path,
+                field=f"{where}.us",
+                value=us,
+            )
         points.append(Point(size_bytes=row.size_bytes, p50_us=us))
     return tuple(points)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
-from megatron_ext.cost.model import Metadata
-from megatron_ext.errors import InputError
-from megatron_ext.workload.model import ITEM_BYTES, Workload
+from megatron_ext.cost.cost_table import Metadata
+from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import ITEM_BYTES, Workload
 
 PARTS = ("hardware", "software", "world_sizes")
 
@@ -78,12 +79,17 @@ def model_differences(metadata: Metadata, workload: Workload) -> list[str]:
     dtype = dtypes.most_common(1)[0][0] if dtypes else None
     if dtype is not None and model.get("dtype") not in (None, dtype):
         lines.append(f"model.dtype: table {model['dtype']}, here {dtype}")
-    shape = [model.get(name) for name in ("seq_length", "micro_batch_size", "hidden_size")]
-    if workload.p2p_bytes and model.get("dtype") in ITEM_BYTES and all(isinstance(size, int) for size in shape):
-        message = shape[0] * shape[1] * shape[2] * ITEM_BYTES[model["dtype"]]
+    sizes = [model.get(name) for name in ("seq_length", "micro_batch_size", "hidden_size")]
+    shape = [size for size in sizes if isinstance(size, int)]
+    item_bytes = ITEM_BYTES.get(str(model.get("dtype")))
+    if workload.p2p_bytes and item_bytes is not None and len(shape) == len(sizes):
+        message = prod(shape) * item_bytes
         # With sequence parallelism a rank sends its part of the sequence; the workload does not say which it is.
         if workload.p2p_bytes not in (message, message // workload.parallel.tensor_model_parallel_size):
-            lines.append(f"model: table {' x '.join(map(str, shape))} (sequence x micro-batch x hidden), {message} bytes a message, here {workload.p2p_bytes}")
+            lines.append(
+                f"model: table {' x '.join(map(str, shape))} (sequence x micro-batch x hidden), {message} bytes a "
+                f"message, here {workload.p2p_bytes}"
+            )
     return lines
 
 
@@ -91,15 +97,8 @@ def refuse(lines: list[str], *, allow: bool, file=None, how: str = "allow it") -
     """``lines``, if there are none or they are allowed; ``how`` says by what. Raises InputError naming all."""
     if lines and not allow:
         raise InputError(
-            f"was measured in another environment ({'; '.join(lines)}); measure here or {how}", file=file, field="metadata"
+            f"was measured in another environment ({'; '.join(lines)}); measure here or {how}",
+            file=file,
+            field="metadata",
         )
     return lines
-
-
-def require_match(metadata: Metadata, environment: Mapping[str, Mapping[str, Any]], *, allow: bool = False, file=None) -> list[str]:
-    """The differences, if ``allow``; otherwise an error where there are any.
-
-    Raises:
-        InputError: naming everything that differs.
-    """
-    return refuse(differences(metadata, environment), allow=allow, file=file)

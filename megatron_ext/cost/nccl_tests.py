@@ -11,15 +11,17 @@ from __future__ import annotations
 import math
 import re
 
-from megatron_ext.cost.imports import check_rising, line_error, lines_of, named, table_of
-from megatron_ext.cost.model import CostTable, Point
-from megatron_ext.errors import InputError
+from megatron_ext.cost.cost_table import CostTable, Point, Source
+from megatron_ext.cost.imported_table import check_rising, line_error, lines_of, named, table_of
+from megatron_ext.formats.errors import InputError
 
 RATE_ERROR = 0.05
 """algbw is size over time: where the two differ by more, the time is in another unit."""
 
 
-def read(path, *, placement: str = "in_place", collective: str | None = None, algorithm: str | None = None) -> CostTable:
+def read(
+    path, *, placement: str = "in_place", collective: str | None = None, algorithm: str | None = None
+) -> CostTable:
     """Read one log. Raises InputError naming the line that is wrong."""
     lines = lines_of(path)
     header = _header(path, lines)
@@ -30,11 +32,14 @@ def read(path, *, placement: str = "in_place", collective: str | None = None, al
     points = tuple(Point(size_bytes=size, p50_us=us) for _, _, size, us, _ in rows)
     devices = [match for line in lines if (match := re.match(r"#\s+Rank\s+(\d+).*\[\S+\]\s*(.*)", line))]
     hosts = {match[1] for line in lines if (match := re.match(r"#\s+Rank\s+\d+.*\bon\s+(\S+)\s+device", line))}
-    source = f"nccl-tests {collective}_perf, {placement.replace('_', ' ')}, mean times, {len(devices) or 'unknown number of'} ranks"
+    source = (
+        f"nccl-tests {collective}_perf, {placement.replace('_', ' ')}, mean times, "
+        f"{len(devices) or 'unknown number of'} ranks"
+    )
     return table_of(
         collective,
         named(points, algorithm, source=source),
-        source={"format": "nccl-tests", "lines": len(lines), "points": len(rows)},
+        source=Source(program="nccl-tests"),
         hardware={"device": devices[0][2].strip(), "devices": len(devices) // max(len(hosts), 1)} if devices else None,
         software=_versions(lines) or None,
         world_sizes={"data_parallel_size": len(devices)} if devices else None,
@@ -49,7 +54,12 @@ def _header(path, lines: list[str]) -> tuple[int, list[str]]:
         if line.startswith("#") and columns[:1] == ["size"] and columns.count("time") == 2:
             units = lines[index + 1] if index + 1 < len(lines) else ""
             found = re.findall(r"\(([^)]*)\)", units)
-            if not found or found[0] != "B" or [unit for unit in found if unit.endswith("s") and "/" not in unit and unit != "elements"] != ["us", "us"]:
+            if (
+                not found
+                or found[0] != "B"
+                or [unit for unit in found if unit.endswith("s") and "/" not in unit and unit != "elements"]
+                != ["us", "us"]
+            ):
                 raise line_error(path, index + 2, units, "units are not (B) and (us)")
             rates = [unit for unit in found if "/" in unit]
             if any(unit != "GB/s" for unit in rates):
@@ -83,7 +93,9 @@ def _rows(path, lines: list[str], header: tuple[int, list[str]], placement: str)
         read = size / us / 1e3
         # algbw is printed with two digits.
         if abs(rate - read) > max(RATE_ERROR * read, 0.006):
-            raise line_error(path, number, line, f"algbw {rate} GB/s is not {size} bytes in {us} us ({read:.4g} GB/s): another unit?")
+            raise line_error(
+                path, number, line, f"algbw {rate} GB/s is not {size} bytes in {us} us ({read:.4g} GB/s): another unit?"
+            )
         wrong = cells[time_column + 3]
         if wrong not in ("N/A", "0", "0e+00", "0.0"):
             raise line_error(path, number, line, "the collective's results were wrong")
@@ -110,7 +122,9 @@ def _complete(path, lines: list[str], rows) -> None:
     last_number, last_line, last_size = rows[-1][:3]
     largest = next((int(match[1]) for line in lines if (match := re.search(r"\bmaxBytes\s+(\d+)", line))), None)
     if largest is None or last_size * 2 <= largest or lines[-1].strip():
-        raise line_error(path, last_number, last_line, "the log ends here, without its summary line '# Avg bus bandwidth': cut off")
+        raise line_error(
+            path, last_number, last_line, "the log ends here, without its summary line '# Avg bus bandwidth': cut off"
+        )
 
 
 def _collective(path, lines: list[str], rows) -> str:
@@ -120,7 +134,12 @@ def _collective(path, lines: list[str], rows) -> str:
         return match[1]
     if all(row[4] == "none" for row in rows):
         return "all_gather"  # of what we import, only it has no reduction and no peer
-    raise line_error(path, rows[0][0], rows[0][1], "a reduction, and the log does not name its program: say --collective all_reduce or reduce_scatter")
+    raise line_error(
+        path,
+        rows[0][0],
+        rows[0][1],
+        "a reduction, and the log does not name its program: say --collective all_reduce or reduce_scatter",
+    )
 
 
 def _versions(lines: list[str]) -> dict[str, str]:

@@ -11,9 +11,20 @@ import math
 import re
 from statistics import median
 
-from megatron_ext.cost.imports import line_error, lines_of
-from megatron_ext.cost.model import SCHEMA_VERSION, Contention, CostTable, Curve, Metadata, Point, Publish, Routes, check
-from megatron_ext.errors import InputError
+from megatron_ext.cost.cost_table import (
+    SCHEMA_VERSION,
+    Contention,
+    CostTable,
+    Curve,
+    Metadata,
+    Point,
+    Publish,
+    Routes,
+    Source,
+    check,
+)
+from megatron_ext.cost.imported_table import line_error, lines_of
+from megatron_ext.formats.errors import InputError
 
 BUFFER_BYTES = 512 << 20
 """nvbandwidth's default ``--bufferSize``, where the log does not say another."""
@@ -60,16 +71,19 @@ def read(path) -> CostTable:
     )
     return check(
         CostTable(
-            schema_version=SCHEMA_VERSION, kind="cost_table",
+            schema_version=SCHEMA_VERSION,
+            kind="cost_table",
             metadata=Metadata(
-                source={"format": "nvbandwidth", "tests": sorted(tests)},
+                source=Source(program="nvbandwidth", description=f"tests {', '.join(sorted(tests))}"),
                 hardware={"device": devices[0], "devices": len(devices)} if devices else None,
                 software=_versions(lines) or None,
                 notes=("nvbandwidth: rates at one buffer size, without latency; other sizes are extrapolated",),
             ),
-            routes=Routes(cpu=cpu), publish=Publish(cpu=publish), contention=contention,
+            routes=Routes(cpu=cpu),
+            publish=Publish(cpu=publish),
+            contention=contention,
         )
-    )  # fmt: skip
+    )
 
 
 def _tests(path, lines: list[str]) -> dict[str, list[float]]:
@@ -96,7 +110,9 @@ def _tests(path, lines: list[str]) -> dict[str, list[float]]:
                 raise line_error(path, number, line, "a sum without rates in (GB/s) above it")
             total = _rate(path, number, line, match[2])
             if match[1] == "SUM" and abs(total - sum(rates)) > 0.01 * total + 0.01 * len(rates):
-                raise line_error(path, number, line, f"the rates above it add up to {sum(rates):.2f}: a part is missing")
+                raise line_error(
+                    path, number, line, f"the rates above it add up to {sum(rates):.2f}: a part is missing"
+                )
             tests[name], name = rates, None
         elif unit_seen and re.match(r"\s*\d+\s+(N/A|-?\d+\.\d|nan|inf)", line):  # a row: its index, then rates
             rates += [_rate(path, number, line, text) for text in line.split()[1:] if text != "N/A"]
@@ -127,5 +143,11 @@ def _buffer_bytes(lines: list[str]) -> int:
 
 
 def _versions(lines: list[str]) -> dict[str, str]:
-    patterns = {"nvbandwidth": r"nvbandwidth Version:\s*(\S+)", "driver": r"^Driver Version:\s*(\S+)", "cuda": r"CUDA Runtime Version:\s*(\S+)"}
-    return {name: match[1] for name, pattern in patterns.items() for line in lines if (match := re.search(pattern, line))}
+    patterns = {
+        "nvbandwidth": r"nvbandwidth Version:\s*(\S+)",
+        "driver": r"^Driver Version:\s*(\S+)",
+        "cuda": r"CUDA Runtime Version:\s*(\S+)",
+    }
+    return {
+        name: match[1] for name, pattern in patterns.items() for line in lines if (match := re.search(pattern, line))
+    }

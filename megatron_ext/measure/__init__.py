@@ -19,10 +19,10 @@ def measure(options: Options, progress=lambda done, total, what: None):
         InputError: an option that cannot be measured.
         RankFailed: a rank's process ended early.
     """
-    from megatron_ext.measure import cluster, launch, table
+    from megatron_ext.measure import assemble_table, cluster_launch, local_launch
 
-    if cluster.is_launched():
-        options = cluster.with_nodes(options)
-        raw = cluster.run(options, progress)
-        return table.assemble(options, raw) if raw is not None else None
-    return table.assemble(options, launch.run(options, progress))
+    if cluster_launch.is_launched():
+        options = cluster_launch.with_nodes(options)
+        raw = cluster_launch.run(options, progress)
+        return assemble_table.assemble(options, raw) if raw is not None else None
+    return assemble_table.assemble(options, local_launch.run(options, progress))

@@ -16,9 +16,9 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 
-from megatron_ext.measure.ends import sets_of_ranks, until_last
+from megatron_ext.measure.completion import sets_of_ranks, until_last
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.nvme import NvmeRead
+from megatron_ext.measure.nvme_route import NvmeRead
 from megatron_ext.measure.operations import OPERATIONS, Internode, MatrixProduct, Operation, PublishAcross
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import sample
@@ -30,8 +30,8 @@ KINDS = OPERATIONS | {NvmeRead.name: NvmeRead}
 
 SIZES = {"cpu": (2 * MIB, MIB // 4), "cuda": (64 * MIB, 16 * MIB)}
 """By kind of device, the size of measured and busy transfers but messages: well into the range where bytes set the time
-(on a device 2 MiB are gone sooner than Python has issued them). Less, and at least the second, where a link is so slow that
-not every pair would be measured."""
+(on a device 2 MiB are gone sooner than Python has issued them). Less, and at least the second, where a link is so slow
+that not every pair would be measured."""
 
 IN_FLIGHT = 2
 """Rounds that a busy thread has on a CUDA device."""
@@ -54,7 +54,7 @@ def pairs(fabric: Fabric) -> list[tuple[str, str]]:
 def kinds(fabric: Fabric) -> dict[str, type[Operation]]:
     """What stands for each link. Publishing to several nodes takes the network, and disturbs
     whatever else does: it is timed with both its legs here, though each has a curve of its own."""
-    return KINDS | ({PublishAcross.name: PublishAcross} if fabric.options.nodes > 1 else {})
+    return dict[str, type[Operation]](KINDS) | ({PublishAcross.name: PublishAcross} if fabric.options.nodes > 1 else {})
 
 
 def size_of(fabric: Fabric, name: str, most: int) -> int:
@@ -98,7 +98,15 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
         return taken
 
     first = each_alone(largest)
-    most = fabric.agree(fitting({name: median(us) * measured[name].messages for name, us in first.items()}, wanted, max(deadline - monotonic(), 0.0), largest, least))
+    most = fabric.agree(
+        fitting(
+            {name: median(us) * measured[name].messages for name, us in first.items()},
+            wanted,
+            max(deadline - monotonic(), 0.0),
+            largest,
+            least,
+        )
+    )
     # Alone before and after: a machine that drifts must not look like contention.
     if most == largest:
         before, visits = first, visits - len(measured)
@@ -113,7 +121,9 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
                 if fabric.rank == 0:
                     report(pair)
                 busy.start()
-                beside[pair] = sample(fabric, measured[pair[0]], size_of(fabric, pair[0], most), slot(visits), warmups=1).us
+                beside[pair] = sample(
+                    fabric, measured[pair[0]], size_of(fabric, pair[0], most), slot(visits), warmups=1
+                ).us
                 busy.stop()
                 visits -= 1
         busy.operation.close()
@@ -123,10 +133,17 @@ def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: C
         operation.close()
     everyone: list = [None] * fabric.world_size
     dist.all_gather_object(everyone, (alone, beside))
+    sizes = {name: size_of(fabric, name, most) for name in measured}
+    return _rows(sizes, fabric.options, everyone, list(beside))
+
+
+def _rows(sizes: dict[str, int], options: Options, everyone: list, pairs: list[tuple[str, str]]) -> list[dict]:
+    """The table's rows of the pairs that were measured; ``everyone``: what every rank measured alone and beside."""
     rows = []
-    for pair in beside:
-        us, slowdown = slowed(pair, fabric.options, everyone)
-        rows.append({"measured": pair[0], "busy": pair[1], "size_bytes": size_of(fabric, pair[0], most), "p50_us": us, "slowdown": slowdown})
+    for measured, busy in pairs:
+        us, slowdown = slowed((measured, busy), options, everyone)
+        row = {"measured": measured, "busy": busy, "size_bytes": sizes[measured], "p50_us": us, "slowdown": slowdown}
+        rows.append(row)
     return rows
 
 
@@ -140,7 +157,7 @@ def slowed(pair: tuple[str, str], options: Options, everyone: list[tuple[dict, d
     alone, beside = (
         median(us for round_us in until_last(together, times) for us in round_us)
         for times in ([one[pair[0]] for one, _ in everyone], [one[pair] for _, one in everyone])
-    )  # fmt: skip
+    )
     return beside, beside / alone
 
 
@@ -202,23 +219,23 @@ class Busy:
             self._running.set()
 
     def _rounds(self) -> None:
-        turn, end = 0, NEVER
+        round_index, end = 0, NEVER
         in_flight: deque = deque()
         while True:
             if self.leads and end == NEVER and self._stop.is_set():
-                end = turn + self.slack
+                end = round_index + self.slack
                 if not self.alone:
                     self.fabric.board.post(self.word, end)
             elif not self.leads:
                 end = self.fabric.board.read(self.word)
-            if turn >= end:
+            if round_index >= end:
                 break
-            self.operation.issue(self.size_bytes, turn).wait()
+            self.operation.issue(self.size_bytes, round_index).wait()
             if self.fabric.torch_device.type == "cuda":
                 in_flight.append(torch.cuda.current_stream().record_event())
                 if len(in_flight) > IN_FLIGHT:  # busy without a gap, yet never far ahead of the device
                     in_flight.popleft().synchronize()
-            turn += 1
+            round_index += 1
             self._running.set()
         for event in in_flight:
             event.synchronize()

@@ -12,12 +12,12 @@ import os
 import torch
 import torch.distributed as dist
 
-from megatron_ext.measure.board import Board, SharedBoard
+from megatron_ext.measure.hostcpu.board import Board, SharedBoard
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.runtime.device import device_of
 
 ARENA_BYTES = 64 * MIB
-"""Successive rounds walk through at least this much memory: in a run one group follows the
+"""Successive rounds go through at least this much memory: in a run one group follows the
 other, so none of them is found in the caches."""
 
 
@@ -52,7 +52,9 @@ class Fabric:
         self.pp_rank, self.dp_rank = divmod(rank, dp)
         self.node, self.local_rank = divmod(rank, options.node_size)
         use_cuda = options.uses_cuda()
-        self.torch_device = torch.device("cuda", self.local_rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
+        self.torch_device = (
+            torch.device("cuda", self.local_rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
+        )
         if use_cuda:
             torch.cuda.set_device(self.torch_device)
         self.device = device_of(torch.empty(0, device=self.torch_device))
@@ -63,17 +65,24 @@ class Fabric:
         self._arena: torch.Tensor | None = None
         backend = "nccl" if use_cuda else "gloo"
         self.data, self.data_busy = (
-            self._own_group([[first * dp + index for index in range(dp)] for first in range(pp)], backend) for _ in range(2)
+            self._own_group([[first * dp + index for index in range(dp)] for first in range(pp)], backend)
+            for _ in range(2)
         )
         self.pipe, self.pipe_busy = (
-            (self._own_group([[stage * dp + index for stage in range(pp)] for index in range(dp)], backend) if pp > 1 else None)
+            (
+                self._own_group([[stage * dp + index for stage in range(pp)] for index in range(dp)], backend)
+                if pp > 1
+                else None
+            )
             for _ in range(2)
         )
 
-    def _own_group(self, lists: list[list[int]], backend: str):
+    def _own_group(self, lists: list[list[int]], backend: str) -> dist.ProcessGroup:
         """Make all groups (every rank has to) and return the one that this rank is in."""
         groups = [dist.new_group(ranks, backend=backend) for ranks in lists]
-        return next(group for group, ranks in zip(groups, lists) if self.rank in ranks)
+        own = next(group for group, ranks in zip(groups, lists) if self.rank in ranks)
+        assert isinstance(own, dist.ProcessGroup)
+        return own
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -113,11 +122,11 @@ class Fabric:
             self._arena = torch.ones(arena_bytes(self.options) // 4, device=self.torch_device)
         return self._arena
 
-    def window(self, memory: torch.Tensor, size_bytes: int, turn: int) -> torch.Tensor:
-        """A group of ``size_bytes`` in ``memory``; successive turns lie side by side."""
+    def window(self, memory: torch.Tensor, size_bytes: int, round_index: int) -> torch.Tensor:
+        """A group of ``size_bytes`` in ``memory``; successive rounds lie side by side."""
         numel = size_bytes // 4
         places = memory.numel() // numel
-        return memory.narrow(0, (turn % places) * numel, numel)
+        return memory.narrow(0, (round_index % places) * numel, numel)
 
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
         """This data-parallel rank's share, a view of ``whole`` as in Megatron's buckets."""

@@ -1,6 +1,6 @@
 """The operations that are timed, each issued the way the run issues it.
 
-An operation is ``issue(size_bytes, turn) -> handle``; the bytes are there when
+An operation is ``issue(size_bytes, round_index) -> handle``; the bytes are there when
 ``handle.wait()`` returns (on CUDA: for what the current stream does next). ``busy=True``
 gives a second instance with process groups of its own, to run beside a measured one.
 """
@@ -9,16 +9,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.runtime import hierarchical
+from megatron_ext.runtime import cpu_shard, hierarchical
+from megatron_ext.runtime.cpu_shard import make_data_group
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, make_process_groups
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.worker import Transfer, Worker
+
+
+class Handle(Protocol):
+    """What is waited for: a collective's work, a transfer."""
+
+    def wait(self) -> object: ...
 
 
 class Done:
@@ -46,10 +54,10 @@ class Operation(ABC):
         self.fabric, self.busy = fabric, busy
 
     @abstractmethod
-    def issue(self, size_bytes: int, turn: int):
+    def issue(self, size_bytes: int, round_index: int) -> Handle:
         """Begin; returns what is waited for."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional to override
         """End threads: most have none."""
 
 
@@ -64,8 +72,8 @@ class Gather(Operation):
         self.group = fabric.data_busy if busy else fabric.data
         self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
 
-    def issue(self, size_bytes: int, turn: int):
-        whole = self.fabric.window(self.memory, size_bytes, turn)
+    def issue(self, size_bytes: int, round_index: int):
+        whole = self.fabric.window(self.memory, size_bytes, round_index)
         with _coalescing_manager(self.group, async_ops=True) as manager:
             dist.all_gather_into_tensor(whole, self.fabric.shard(whole), group=self.group)
         return manager
@@ -79,51 +87,15 @@ class HierarchicalGather(Operation):
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         groups = make_node_groups(fabric.options.parallel, "nccl" if fabric.torch_device.type == "cuda" else "gloo")
+        assert groups is not None  # the link is offered where nodes and replicas make two legs
         self.gather = hierarchical.HierarchicalGather(groups, fabric.device)
 
-    def issue(self, size_bytes: int, turn: int) -> Transfer:
-        whole = self.fabric.window(self.fabric.arena, size_bytes, turn)
+    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+        whole = self.fabric.window(self.fabric.arena, size_bytes, round_index)
         return self.gather.issue(whole, self.fabric.shard(whole))
 
     def close(self) -> None:
         self.gather.close()
-
-
-class CoalescedGather(Gather):
-    """Several groups in one coalesced call; ``size_bytes`` is their sum."""
-
-    name = "coalesced"
-    GROUPS = 4
-
-    def issue(self, size_bytes: int, turn: int):
-        part = size_bytes // self.GROUPS
-        with _coalescing_manager(self.group, async_ops=True) as manager:
-            for index in range(self.GROUPS):
-                whole = self.fabric.window(self.memory, part, turn * self.GROUPS + index)
-                dist.all_gather_into_tensor(whole, self.fabric.shard(whole), group=self.group)
-        return manager
-
-
-class Flatten(Operation):
-    """Copy into one flat tensor, or out of it, on the device: what gathering parameters that
-    do not lie in one buffer costs each way, beside the gather."""
-
-    name = "flatten"
-
-    def issue(self, size_bytes: int, turn: int):
-        places = max(self.fabric.arena.numel() * 4 // size_bytes, 1)
-        source = self.fabric.window(self.fabric.arena, size_bytes, turn)
-        if places > 1:
-            target = self.fabric.window(self.fabric.arena, size_bytes, turn + places // 2)
-        else:  # one group fills the arena: it needs a second one
-            target = self._second()[: source.numel()]
-        target.copy_(source)
-        return DONE
-
-    def _second(self) -> torch.Tensor:
-        if not hasattr(self, "_memory"):
-            self._memory = torch.ones_like(self.fabric.arena)
-        return self._memory
 
 
 class HostCopy(Operation):
@@ -139,9 +111,9 @@ class HostCopy(Operation):
         self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
         _ = fabric.host
 
-    def issue(self, size_bytes: int, turn: int) -> Transfer:
-        source = self.fabric.window(self.fabric.host, size_bytes, turn)
-        target = self.fabric.window(self.memory, size_bytes, turn)
+    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+        source = self.fabric.window(self.fabric.host, size_bytes, round_index)
+        target = self.fabric.window(self.memory, size_bytes, round_index)
         after = self.fabric.device.mark()
 
         def copy(transfer: Transfer) -> None:
@@ -153,14 +125,34 @@ class HostCopy(Operation):
         self.worker.close()
 
 
+class ShardGather(Operation):
+    """The own shard from host memory, then an all-gather, one after the other as the run does it."""
+
+    name = "cpu_shard"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        backend = "nccl" if fabric.torch_device.type == "cuda" else "gloo"
+        self.gather = cpu_shard.ShardGather(make_data_group(fabric.options.parallel, backend), fabric.device)
+        _ = fabric.host
+
+    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+        source = self.fabric.shard(self.fabric.window(self.fabric.host, size_bytes, round_index))
+        whole = self.fabric.window(self.fabric.arena, size_bytes, round_index)
+        return self.gather.issue(whole, self.fabric.dp_rank * source.numel(), source)
+
+    def close(self) -> None:
+        self.gather.close()
+
+
 class Publish(HostCopy):
     """Every rank writes its shard into the node's host copy; ``size_bytes`` is the whole group."""
 
     name = "publish"
 
-    def issue(self, size_bytes: int, turn: int) -> Transfer:
-        source = self.fabric.shard(self.fabric.window(self.memory, size_bytes, turn))
-        target = self.fabric.shard(self.fabric.window(self.fabric.host, size_bytes, turn))
+    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+        source = self.fabric.shard(self.fabric.window(self.memory, size_bytes, round_index))
+        target = self.fabric.shard(self.fabric.window(self.fabric.host, size_bytes, round_index))
         after = self.fabric.device.mark()
 
         def copy(transfer: Transfer) -> None:
@@ -175,9 +167,10 @@ class Reduce(Gather):
 
     name = "reduce"
 
-    def issue(self, size_bytes: int, turn: int):
-        whole = self.fabric.window(self.memory, size_bytes, turn)
-        whole.mul_(1.0)  # takes what dividing takes; divided again and again, figures would become subnormal, which are slow
+    def issue(self, size_bytes: int, round_index: int):
+        whole = self.fabric.window(self.memory, size_bytes, round_index)
+        # Takes what dividing takes; divided again and again, figures would become subnormal, which are slow.
+        whole.mul_(1.0)
         with _coalescing_manager(self.group, async_ops=True) as manager:
             dist.reduce_scatter_tensor(self.fabric.shard(whole), whole, group=self.group)
         return manager
@@ -198,8 +191,8 @@ class Internode(Operation):
         _, self.exchange = make_process_groups(fabric.options.parallel)
         _ = fabric.host
 
-    def issue(self, size_bytes: int, turn: int) -> Transfer:
-        host = self.fabric.window(self.fabric.host, size_bytes, turn)
+    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+        host = self.fabric.window(self.fabric.host, size_bytes, round_index)
         return self.worker.submit(lambda transfer: self._bring(host))
 
     def _bring(self, host: torch.Tensor) -> None:
@@ -226,9 +219,9 @@ class PublishAcross(Internode):
         self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
         self.stream = fabric.device.copy_stream()
 
-    def issue(self, size_bytes: int, turn: int) -> Transfer:
+    def issue(self, size_bytes: int, round_index: int) -> Transfer:
         fabric = self.fabric
-        host, own = (fabric.window(memory, size_bytes, turn) for memory in (fabric.host, self.memory))
+        host, own = (fabric.window(memory, size_bytes, round_index) for memory in (fabric.host, self.memory))
         after = fabric.device.mark()
 
         def publish(transfer: Transfer) -> None:
@@ -255,10 +248,10 @@ class P2P(Operation):
         self.peer = other * dp + fabric.dp_rank if other < pp else None
         self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
 
-    def issue(self, size_bytes: int, turn: int):
+    def issue(self, size_bytes: int, round_index: int):
         if self.peer is None:
             return DONE
-        message = self.fabric.window(self.memory, size_bytes, turn)
+        message = self.fabric.window(self.memory, size_bytes, round_index)
 
         def send():
             return dist.isend(message, self.peer, group=self.group)
@@ -267,8 +260,12 @@ class P2P(Operation):
             return dist.irecv(torch.empty_like(message), self.peer, group=self.group)
 
         first, second = (send, receive) if self.fabric.pp_rank % 2 == 0 else (receive, send)
-        first().wait()
-        return second()
+        begun = first()
+        assert begun is not None  # None is for ranks outside of the group
+        begun.wait()
+        last = second()
+        assert last is not None
+        return last
 
 
 class Optimizer(Operation):
@@ -284,10 +281,13 @@ class Optimizer(Operation):
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self.fused = fabric.torch_device.type == "cuda" and any(find_spec(name) for name in ("transformer_engine", "amp_C"))
-        self._size, self._optimizer, self._gradients = None, None, []
+        self.fused = fabric.torch_device.type == "cuda" and any(
+            find_spec(name) for name in ("transformer_engine", "amp_C")
+        )
+        self._size: int | None = None
+        self._gradients: list[torch.Tensor] = []
 
-    def issue(self, size_bytes: int, turn: int):
+    def issue(self, size_bytes: int, round_index: int):
         if size_bytes != self._size:
             self._build(size_bytes)
         norm = torch.nn.utils.get_total_norm(self._gradients)
@@ -304,10 +304,13 @@ class Optimizer(Operation):
         numel = size_bytes // 4 // self.fabric.options.data_parallel_size
         # As many tensors as a model has weights of one layer's size; one call each.
         piece = max(min(self.fabric.options.hidden_size**2, numel), 1)
-        self._main = [torch.ones(min(piece, numel - start), device=self.fabric.torch_device) for start in range(0, numel, piece)]
+        self._main = [
+            torch.ones(min(piece, numel - start), device=self.fabric.torch_device) for start in range(0, numel, piece)
+        ]
         for main in self._main:
             main.requires_grad_().grad = torch.full_like(main, 1e-3)
-        self._size, self._gradients = size_bytes, [main.grad for main in self._main]
+        self._size = size_bytes
+        self._gradients = [main.grad for main in self._main if main.grad is not None]
         self._parameters = [torch.ones_like(main, requires_grad=False) for main in self._main]
         self._buffer = torch.ones(size_bytes // 4, device=self.fabric.torch_device)
         self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True if self.fused else None)
@@ -331,11 +334,25 @@ class MatrixProduct(Operation):
         rate = 5e10 if fabric.torch_device.type == "cpu" else 2e14
         self.products = max(int(1e-3 * rate / (16 * rows * hidden * hidden)), 1)
 
-    def issue(self, size_bytes: int, turn: int):
+    def issue(self, size_bytes: int, round_index: int):
         with torch.no_grad():
             for _ in range(self.products):
                 self.input @ self.up @ self.down
         return DONE
 
 
-OPERATIONS = {kind.name: kind for kind in (Gather, HierarchicalGather, CoalescedGather, Flatten, HostCopy, Publish, Internode, Reduce, P2P, Optimizer, MatrixProduct)}
+OPERATIONS = {
+    kind.name: kind
+    for kind in (
+        Gather,
+        HierarchicalGather,
+        HostCopy,
+        ShardGather,
+        Publish,
+        Internode,
+        Reduce,
+        P2P,
+        Optimizer,
+        MatrixProduct,
+    )
+}

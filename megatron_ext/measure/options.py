@@ -5,13 +5,26 @@ from typing import Literal
 
 import msgspec
 
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.nodes import has_hierarchy, nodes_of_replicas
 from megatron_ext.workload.parallel import Parallel
 
 KIB, MIB = 1 << 10, 1 << 20
 
-LINKS = ("gpu", "hierarchical", "cpu", "publish", "internode", "reduce", "p2p", "optimizer", "flatten", "coalesced", "nvme", "contention", "compute")
+LINKS = (
+    "gpu",
+    "hierarchical",
+    "cpu",
+    "cpu_shard",
+    "publish",
+    "internode",
+    "reduce",
+    "p2p",
+    "optimizer",
+    "nvme",
+    "contention",
+    "compute",
+)
 """What can be measured; ``--links`` picks among them."""
 
 
@@ -31,7 +44,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         hidden_size, seq_length, micro_batch_size: shapes of the matrix products that compute
             stands for in contention.
         modules, module_args: ``package.module:function`` that gives layer runners (see
-            :mod:`megatron_ext.measure.compute`), and the arguments it is called with.
+            :mod:`megatron_ext.measure.layer_times`), and the arguments it is called with.
         evict_bytes: bytes touched between two visits of a layer, as layers would that the runners lack.
         nvme_path: a directory on the drive; without it the ``nvme`` route is not measured.
         ranks_per_node: ranks that share a node; None is all of them. A launcher says it.
@@ -82,9 +95,12 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def parallel(self) -> Parallel:
         """The run's ranks on their nodes."""
         return Parallel(
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size, data_parallel_size=self.data_parallel_size,
-            num_microbatches=1, gpus_per_node=self.node_size, order="1f1b",
-        )  # fmt: skip
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            data_parallel_size=self.data_parallel_size,
+            num_microbatches=1,
+            gpus_per_node=self.node_size,
+            order="1f1b",
+        )
 
     @property
     def nodes(self) -> int:
@@ -115,7 +131,14 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def check(self) -> "Options":
         """Raise InputError on a value that cannot be measured, naming the option."""
-        for name in ("data_parallel_size", "pipeline_model_parallel_size", "threads", "hidden_size", "seq_length", "micro_batch_size"):
+        for name in (
+            "data_parallel_size",
+            "pipeline_model_parallel_size",
+            "threads",
+            "hidden_size",
+            "seq_length",
+            "micro_batch_size",
+        ):
             if getattr(self, name) < 1:
                 raise InputError("must be at least 1", file=_flag(name), value=getattr(self, name))
         for name in ("evict_bytes", "max_rank_bytes"):
@@ -124,7 +147,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.node_size > 64:
             raise InputError("more than 64 ranks on one node", file=_flag("data_parallel_size"), value=self.world_size)
         if not 512 <= self.min_bytes <= self.max_bytes:
-            raise InputError(f"must be between 512 and --max-bytes {self.max_bytes}", file=_flag("min_bytes"), value=self.min_bytes)
+            raise InputError(
+                f"must be between 512 and --max-bytes {self.max_bytes}", file=_flag("min_bytes"), value=self.min_bytes
+            )
         for name in ("sizes", "also_sizes"):
             if any(size < 512 for size in getattr(self, name)):
                 raise InputError("must be at least 512", file=_flag(name), value=min(getattr(self, name)))
@@ -134,7 +159,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if unknown or not self.links:
             raise InputError(f"known: {', '.join(LINKS)}", file=_flag("links"), value=",".join(unknown))
         if self.modules is not None and self.modules.count(":") != 1:
-            raise InputError("expected package.module:function", file=_flag("modules"), value=self.modules)
+            raise InputError(
+                "expected package.module:function or file.py:function", file=_flag("modules"), value=self.modules
+            )
         return self
 
 

@@ -4,7 +4,29 @@
 def add_arguments(parser):
     """Add the options of user-defined schedules to an argparse parser, and return it."""
     group = parser.add_argument_group(title="user-defined schedule")
-    group.add_argument("--user-defined-schedule", metavar="FILE", default=None, help="Gather parameters by this schedule (made by `megatron-ext plan`) instead of Megatron's own rule.")
-    group.add_argument("--user-defined-schedule-trace", metavar="FILE", default=None, help="Write a trace of what ran when, in Chrome's format. Works without a schedule as well.")
-    group.add_argument("--user-defined-schedule-nvme-path", metavar="DIR", default=None, help="Directory on the drive for NVMe copies of parameters; used by schedules with the nvme route.")
+    group.add_argument(
+        "--user-defined-schedule",
+        metavar="FILE",
+        default=None,
+        help="Gather parameters by this schedule (made by `megatron-ext plan`) instead of Megatron's own rule.",
+    )
+    group.add_argument(
+        "--user-defined-schedule-trace",
+        metavar="FILE",
+        default=None,
+        help="Write a trace of what ran when, in Chrome's format. Works without a schedule as well.",
+    )
+    group.add_argument(
+        "--user-defined-schedule-nvme-path",
+        metavar="DIR",
+        default=None,
+        help="Directory on the drive for NVMe copies of parameters; used by schedules with the nvme route.",
+    )
+    group.add_argument(
+        "--user-defined-schedule-check",
+        metavar="FILE",
+        default=None,
+        help="Equality check. While FILE is not there, train with Megatron's own gather at the schedule's bucket "
+        "layout and write FILE; afterwards train by the schedule, and fail where it differs from FILE in any bit.",
+    )
     return parser

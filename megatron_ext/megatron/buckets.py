@@ -15,10 +15,10 @@ import inspect
 import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.group import ScheduleError
-from megatron_ext.schedule.model import Group
-from megatron_ext.workload.layout import PARAMETER_ALIGNMENT, bucket_numel
+from megatron_ext.schedule.user_defined_schedule import Group
+from megatron_ext.workload.bucket_layout import PARAMETER_ALIGNMENT, bucket_numel
 
 
 def parameter_names(ddp) -> dict[str, torch.nn.Parameter]:
@@ -27,12 +27,14 @@ def parameter_names(ddp) -> dict[str, torch.nn.Parameter]:
     for name, parameter in ddp.module.named_parameters():
         if parameter.requires_grad:
             while name.startswith("module."):  # precision wrappers
-                name = name[len("module."):]
+                name = name[len("module.") :]
             names[name] = parameter
     return names
 
 
-def lay_out(ddp, groups: dict[int, Group], *, file, bucket_group_class=upstream._ParamAndGradBucketGroup) -> dict[int, object]:
+def lay_out(
+    ddp, groups: dict[int, Group], *, file, bucket_group_class=upstream._ParamAndGradBucketGroup
+) -> dict[int, object]:
     """Lay the buckets of ``ddp`` out by ``groups`` and return the bucket groups by group index.
 
     Args:
@@ -66,7 +68,9 @@ def lay_out(ddp, groups: dict[int, Group], *, file, bucket_group_class=upstream.
                 raise InputError("mixes dtypes; a bucket has one", file=file, field=f"groups[{index}].parameters")
         _lay_out_buffer(buffer, {index: members[index] for index in indices})
         for index, bucket in zip(indices, buffer.buckets):
-            bucket_group = bucket_group_class([bucket], buffer.ddp_config, buffer.data_parallel_group, buffer.data_parallel_world_size)
+            bucket_group = bucket_group_class(
+                [bucket], buffer.ddp_config, buffer.data_parallel_group, buffer.data_parallel_world_size
+            )
             by_index[index] = bucket_group
             ordered.append(bucket_group)
 
@@ -82,10 +86,17 @@ def _members(index: int, group: Group, names, file) -> list[torch.nn.Parameter]:
     members = []
     for name in group.parameters:
         if name not in names:
-            raise InputError(f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}", file=file, field=f"groups[{index}].parameters", value=name)
+            raise InputError(
+                f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}",
+                file=file,
+                field=f"groups[{index}].parameters",
+                value=name,
+            )
         members.append(names[name])
     if len(members) > 1 and any(getattr(parameter, "shared_embedding", False) for parameter in members):
-        raise InputError("the shared embedding must be a group of its own", file=file, field=f"groups[{index}].parameters")
+        raise InputError(
+            "the shared embedding must be a group of its own", file=file, field=f"groups[{index}].parameters"
+        )
     return members
 
 
@@ -128,11 +139,15 @@ def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]]) -> Non
                 view = storage[first - begin : last - begin].view(parameter.shape)
                 view.copy_(parameter.data)
                 parameter.data = view
-            parameter.main_grad = buffer.grad_data[first:last].view(parameter.shape)
+            vars(parameter)["main_grad"] = buffer.grad_data[first:last].view(parameter.shape)
         bucket = buffer._new_bucket(
-            bucket_params=list(reversed(parameters)), start_index=begin, end_index=end,
-            numel_unpadded=unpadded, bucket_id=bucket_id, **none_extra,
-        )  # fmt: skip
+            bucket_params=list(reversed(parameters)),
+            start_index=begin,
+            end_index=end,
+            numel_unpadded=unpadded,
+            bucket_id=bucket_id,
+            **none_extra,
+        )
         bucket.param_data = storage
         buffer.buckets.append(bucket)
 
@@ -148,12 +163,15 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
 
     def start_grad_sync(self, *args, **kwargs):
         if self.executor is None:
-            raise ScheduleError("training goes on without its schedule: megatron_ext.megatron.hooks.on_train_setup was not called, or finish was")
+            raise ScheduleError(
+                "training goes on without its schedule: megatron_ext.megatron.hooks.on_train_setup was not called, "
+                "or finish was"
+            )
         return super().start_grad_sync(*args, **kwargs)
 
     def start_param_sync(self, force_sync: bool = False):
         if force_sync and self.executor is not None:
-            self.executor.make_whole()
+            self.executor.unshard_all()
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False):
         """Nothing to finish: the program waits for groups."""

@@ -9,13 +9,18 @@ Options that a run needs besides: ``--distributed-backend gloo --transformer-imp
 --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
 --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion``.
 
-An unpatched tree runs by ``torchrun ... -m megatron_ext.megatron.cpu_compat pretrain_gpt.py ...``.
+``megatron-ext run-on-cpu -- pretrain_gpt.py ...`` gives all of them but ``--transformer-impl local``, and runs an
+unpatched tree as well.
 """
+
+# Functions of torch and Megatron are replaced here on purpose.
+# pyright: reportAttributeAccessIssue=false
 
 import atexit
 import contextlib
 import importlib
 import importlib.util
+import logging
 import os
 import runpy
 import sys
@@ -27,7 +32,8 @@ import unittest.mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_ext.runtime import gloo
+from megatron_ext.cpubench import gloo
+from megatron_ext.formats.errors import InputError
 
 _installed = False
 
@@ -39,13 +45,19 @@ def install() -> bool:
         Whether it did anything: not on a machine with a CUDA device.
 
     Raises:
-        RuntimeError: a module of Megatron was imported before.
+        InputError: a module of Megatron was imported before.
     """
     global _installed
     if _installed or torch.cuda.is_available():
         return _installed
-    if any(name.split(".")[0] == "megatron" for name in sys.modules):
-        raise RuntimeError("CPU compatibility must be installed before megatron is imported")
+    first = next((name for name in sys.modules if name.split(".")[0] == "megatron"), None)
+    if first is not None:
+        raise InputError(
+            "CPU compatibility must be installed before megatron is imported; "
+            "an import above the first hook of the training script brings it in",
+            field="module",
+            value=first,
+        )
     # Compiling the small functions takes longer than running them.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _build_helpers_for_this_python()
@@ -55,15 +67,17 @@ def install() -> bool:
     _replace_tensor_methods()
     _OnCpu().__enter__()  # for as long as the process lives
     _replace_in_megatron()
+    # "CPU RNG state changed within GPU RNG context", once a parameter: here they are one.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     gloo.run_collectives_in_order()
     atexit.register(_leave_process_groups)
     _installed = True
     return True
 
 
-def has_cuda() -> bool:
-    """Whether there is a real CUDA device; ``torch.cuda.is_available`` says yes once installed."""
-    return not _installed and torch.cuda.is_available()
+def is_installed() -> bool:
+    """Whether this process trains on the CPU."""
+    return _installed
 
 
 # --- devices ------------------------------------------------------------------------------
@@ -310,9 +324,11 @@ def main() -> None:
     del sys.argv[0]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     # Not this module, which is __main__, but the one that everybody else imports.
-    from megatron_ext.megatron import cpu_compat
+    from megatron_ext.megatron import cpu_compat, cpu_options, one_line_end
 
-    cpu_compat.install()
+    one_line_end.install()
+    if cpu_compat.install():
+        cpu_options.without_a_gpu()
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -1,8 +1,9 @@
 """Options of the example and of ``describe``: a subset of Megatron's own, under its names."""
 
 import argparse
+from typing import NoReturn
 
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -30,7 +31,9 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     model.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     model.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     model.add_argument("--position-embedding-type", choices=("learned_absolute", "rope"), default="learned_absolute")
-    model.add_argument("--use-rotary-position-embeddings", dest="position_embedding_type", action="store_const", const="rope")
+    model.add_argument(
+        "--use-rotary-position-embeddings", dest="position_embedding_type", action="store_const", const="rope"
+    )
     model.add_argument("--swiglu", action="store_true")
     model.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     model.add_argument("--attention-dropout", type=float, default=0.0)
@@ -44,10 +47,20 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     parallel.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
     parallel.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, default=None)
     parallel.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    parallel.add_argument("--data-parallel-size", type=int, default=None, help="Number of replicas; by default what the number of processes leaves.")
+    parallel.add_argument(
+        "--data-parallel-size",
+        type=int,
+        default=None,
+        help="Number of replicas; by default what the number of processes leaves.",
+    )
     parallel.add_argument("--microbatch-group-size-per-virtual-pipeline-stage", type=int, default=None)
     _add_gpus_per_node(parallel)
-    parallel.add_argument("--distributed-backend", choices=("nccl", "gloo"), default=None, help="Default: nccl where there is a CUDA device, else gloo.")
+    parallel.add_argument(
+        "--distributed-backend",
+        choices=("nccl", "gloo"),
+        default=None,
+        help="Default: nccl where there is a CUDA device, else gloo.",
+    )
     parallel.add_argument("--distributed-timeout-minutes", type=float, default=10)
     batch = parser.add_argument_group("batch")
     batch.add_argument("--micro-batch-size", type=int, default=1)
@@ -59,7 +72,9 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def _add_gpus_per_node(group) -> None:
-    group.add_argument("--gpus-per-node", type=int, default=None, help="Ranks that share one node; by default all of them.")
+    group.add_argument(
+        "--gpus-per-node", type=int, default=None, help="Ranks that share one node; by default all of them."
+    )
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -67,6 +82,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     plan = parser.add_argument_group("plan")
     plan.add_argument("--zero-stage", type=int, choices=(1, 3), default=1)
     plan.add_argument("--limit-device-bytes", type=int, default=None)
+    plan.add_argument("--limit-whole-parameter-bytes", type=int, default=None)
     plan.add_argument("--limit-pinned-host-bytes", type=int, default=None)
     plan.add_argument("--limit-nvme-slots", type=int, default=0)
     if "--gpus-per-node" not in parser._option_string_actions:
@@ -76,12 +92,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 def limits_of(args):
     """The workload's limits for the options of :func:`add_plan_arguments`."""
-    from megatron_ext.workload.model import Limits
+    from megatron_ext.workload.workload import Limits
 
     return Limits(
-        device_bytes=args.limit_device_bytes, pinned_host_bytes=args.limit_pinned_host_bytes,
-        nvme_slots=args.limit_nvme_slots, nvme_slot_bytes=None,
-    )  # fmt: skip
+        device_bytes=args.limit_device_bytes,
+        whole_parameter_bytes=args.limit_whole_parameter_bytes,
+        pinned_host_bytes=args.limit_pinned_host_bytes,
+        nvme_slots=args.limit_nvme_slots,
+        nvme_slot_bytes=None,
+    )
 
 
 def check(args, *, world_size: int | None = None) -> None:
@@ -95,69 +114,133 @@ def check(args, *, world_size: int | None = None) -> None:
     Raises:
         InputError: naming the option and its value.
     """
+    _check_sizes(args)
+    _check_shapes(args)
+    _check_stages(args)
+    if world_size is not None:
+        _check_processes(args, world_size)
+    _fill_batch(args)
+    parallel_of(args).check(field="options")
 
-    def refuse(name: str, message: str):
-        raise InputError(message, field="--" + name.replace("_", "-"), value=getattr(args, name))
 
+def _refuse(args, name: str, message: str) -> NoReturn:
+    raise InputError(message, field="--" + name.replace("_", "-"), value=getattr(args, name))
+
+
+def _check_sizes(args) -> None:
+    """Sizes that are given are positive."""
     positive = (
-        "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "pipeline_model_parallel_size",
-        "tensor_model_parallel_size", "micro_batch_size",
-    )  # fmt: skip
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "vocab_size",
+        "pipeline_model_parallel_size",
+        "tensor_model_parallel_size",
+        "micro_batch_size",
+    )
     for name in positive:
         if getattr(args, name) < 1:
-            refuse(name, "must be at least 1")
-    for name in ("num_virtual_stages_per_pipeline_rank", "data_parallel_size", "global_batch_size", "gpus_per_node", "ffn_hidden_size", "kv_channels", "num_query_groups", "num_layers_per_virtual_pipeline_stage"):
+            _refuse(args, name, "must be at least 1")
+    for name in (
+        "num_virtual_stages_per_pipeline_rank",
+        "data_parallel_size",
+        "global_batch_size",
+        "gpus_per_node",
+        "ffn_hidden_size",
+        "kv_channels",
+        "num_query_groups",
+        "num_layers_per_virtual_pipeline_stage",
+    ):
         if getattr(args, name) is not None and getattr(args, name) < 1:
-            refuse(name, "must be at least 1")
+            _refuse(args, name, "must be at least 1")
+
+
+def _check_shapes(args) -> None:
+    """The layers' shapes fit together; the default of ``ffn_hidden_size``, the sizes of positions and vocabulary."""
     if args.hidden_size % args.num_attention_heads:
-        refuse("num_attention_heads", f"does not divide --hidden-size {args.hidden_size}")
+        _refuse(args, "num_attention_heads", f"does not divide --hidden-size {args.hidden_size}")
     if args.num_attention_heads % args.tensor_model_parallel_size:
-        refuse("tensor_model_parallel_size", f"does not divide --num-attention-heads {args.num_attention_heads}")
+        _refuse(args, "tensor_model_parallel_size", f"does not divide --num-attention-heads {args.num_attention_heads}")
     if args.group_query_attention and args.num_attention_heads % args.num_query_groups:
-        refuse("num_query_groups", f"does not divide --num-attention-heads {args.num_attention_heads}")
+        _refuse(args, "num_query_groups", f"does not divide --num-attention-heads {args.num_attention_heads}")
     if args.ffn_hidden_size is None and args.swiglu:
         # Megatron's own choice: as many parameters as without the gate, in whole tiles.
-        args.ffn_hidden_size = int(4 * args.hidden_size * 2 / 3) // 64 * 64 or refuse("ffn_hidden_size", f"is needed: --hidden-size {args.hidden_size} is too small for --swiglu to choose one")
+        args.ffn_hidden_size = int(4 * args.hidden_size * 2 / 3) // 64 * 64 or _refuse(
+            args,
+            "ffn_hidden_size",
+            f"is needed: --hidden-size {args.hidden_size} is too small for --swiglu to choose one",
+        )
     if args.fp16 and args.bf16:
-        refuse("fp16", "cannot be combined with --bf16")
+        _refuse(args, "fp16", "cannot be combined with --bf16")
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    if args.max_position_embeddings < args.seq_length:
+        _refuse(args, "max_position_embeddings", f"is below --seq-length {args.seq_length}")
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+
+
+def _check_stages(args) -> None:
+    """Layers divide into stages; ``num_virtual_stages_per_pipeline_rank`` from either of the options that give it."""
     pp, vp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
     per_stage = args.num_layers_per_virtual_pipeline_stage
     if per_stage is not None:
         if vp is not None:
-            refuse("num_layers_per_virtual_pipeline_stage", f"says the same as --num-virtual-stages-per-pipeline-rank {vp}; give one of them")
+            _refuse(
+                args,
+                "num_layers_per_virtual_pipeline_stage",
+                f"says the same as --num-virtual-stages-per-pipeline-rank {vp}; give one of them",
+            )
         if args.num_layers % (pp * per_stage):
-            refuse("num_layers_per_virtual_pipeline_stage", f"does not divide the {args.num_layers / pp:g} layers of a pipeline rank")
+            _refuse(
+                args,
+                "num_layers_per_virtual_pipeline_stage",
+                f"does not divide the {args.num_layers / pp:g} layers of a pipeline rank",
+            )
         vp = args.num_virtual_stages_per_pipeline_rank = args.num_layers // (pp * per_stage)
     if vp == 1:
         vp = args.num_virtual_stages_per_pipeline_rank = None
     if vp is not None and pp == 1:
-        refuse("num_virtual_stages_per_pipeline_rank", "needs --pipeline-model-parallel-size of at least 2")
+        _refuse(args, "num_virtual_stages_per_pipeline_rank", "needs --pipeline-model-parallel-size of at least 2")
     if args.num_layers % (pp * (vp or 1)):
-        refuse("num_layers", f"does not divide into {pp * (vp or 1)} stages")
+        _refuse(args, "num_layers", f"does not divide into {pp * (vp or 1)} stages")
+
+
+def _check_processes(args, world_size: int) -> None:
+    """The processes make whole replicas; the default of ``data_parallel_size``."""
+    pp = args.pipeline_model_parallel_size
     replica = pp * args.tensor_model_parallel_size
-    if world_size is not None:
-        if args.data_parallel_size is None:
-            if world_size % replica:
-                raise InputError(f"is no multiple of pipeline {pp} x tensor {args.tensor_model_parallel_size}", field="WORLD_SIZE", value=world_size)
-            args.data_parallel_size = world_size // replica
-        if world_size != replica * args.data_parallel_size:
+    if args.data_parallel_size is None:
+        if world_size % replica:
             raise InputError(
-                f"need {replica * args.data_parallel_size} processes: pipeline {pp} x tensor {args.tensor_model_parallel_size} x data {args.data_parallel_size}",
-                field="WORLD_SIZE", value=world_size,
-            )  # fmt: skip
+                f"is no multiple of pipeline {pp} x tensor {args.tensor_model_parallel_size}",
+                field="WORLD_SIZE",
+                value=world_size,
+            )
+        args.data_parallel_size = world_size // replica
+    if world_size != replica * args.data_parallel_size:
+        raise InputError(
+            f"need {replica * args.data_parallel_size} processes: pipeline {pp} x tensor "
+            f"{args.tensor_model_parallel_size} x data {args.data_parallel_size}",
+            field="WORLD_SIZE",
+            value=world_size,
+        )
+
+
+def _fill_batch(args) -> None:
+    """``global_batch_size`` and ``num_microbatches``."""
+    pp = args.pipeline_model_parallel_size
     args.data_parallel_size = args.data_parallel_size or 1
     dp = args.data_parallel_size
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * dp * 2 * pp
     if args.global_batch_size % (args.micro_batch_size * dp):
-        refuse("global_batch_size", f"is no multiple of micro-batch size {args.micro_batch_size} times data-parallel size {dp}")
+        _refuse(
+            args,
+            "global_batch_size",
+            f"is no multiple of micro-batch size {args.micro_batch_size} times data-parallel size {dp}",
+        )
     args.num_microbatches = args.global_batch_size // (args.micro_batch_size * dp)
-    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
-    if args.max_position_embeddings < args.seq_length:
-        refuse("max_position_embeddings", f"is below --seq-length {args.seq_length}")
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    parallel_of(args).check(field="options")
 
 
 def parallel_of(args):
@@ -175,4 +258,47 @@ def parallel_of(args):
         microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage if vp else None,
         gpus_per_node=args.gpus_per_node,
         order=order,
+    )
+
+
+def dtype_of(args) -> str:
+    """The parameters' dtype, by torch's name."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+
+
+def shape_of(args):
+    """The model's sizes for checked options."""
+    from megatron_ext.workload.gpt_shapes import GptShape
+
+    return GptShape(
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn=args.ffn_hidden_size or 4 * args.hidden_size,
+        heads=args.num_attention_heads,
+        query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        vocab=args.padded_vocab_size,
+        head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
+        positions=args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
+        gated=args.swiglu,
+        rms_norm=args.normalization == "RMSNorm",
+        linear_bias=args.add_bias_linear,
+        qkv_bias=args.add_bias_linear or args.add_qkv_bias,
+        tied=not args.untie_embeddings_and_output_weights,
+        dtype=dtype_of(args),
+    )
+
+
+def batch_of(args):
+    """What one step computes on, for checked options."""
+    from megatron_ext.workload.gpt_shapes import MicroBatch
+
+    tp = args.tensor_model_parallel_size
+    backend = getattr(args, "attention_backend", None) or "auto"
+    fused = args.transformer_impl != "local" or getattr(args, "use_flash_attn", False) or backend in ("flash", "fused")
+    return MicroBatch(
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        sequence_parallel=getattr(args, "sequence_parallel", False) and tp > 1,
+        recompute=args.recompute_granularity,
+        score_heads=0 if fused and backend not in ("unfused", "local") else args.num_attention_heads // tp,
     )

@@ -3,39 +3,26 @@
 Without ``--user-defined-schedule`` (and without a trace) every hook returns at once.
 """
 
+import atexit
 import os
+import sys
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.arguments import add_arguments as add_arguments
+from megatron_ext.megatron.step_calls import IDLE
 
 _run = None
-"""The active :class:`megatron_ext.megatron.run.Run`, or None: plain Megatron."""
+"""The active :class:`megatron_ext.megatron.lifecycle.Run`, or None: plain Megatron."""
 
 _looked = False
 
-
-class _Idle:
-    """What a schedule function holds when nothing is scheduled."""
-
-    __slots__ = ()
-
-    def pre_forward(self, virtual_microbatch_id, model_chunk_id):
-        """Nothing is scheduled."""
-
-    def pre_backward(self, virtual_microbatch_id, model_chunk_id):
-        """Nothing is scheduled."""
-
-    def post_backward(self, virtual_microbatch_id):
-        """Nothing is scheduled."""
-
-    def end_iteration(self):
-        """Nothing is scheduled."""
+_ended = False
+"""Whether a run has written what it was to write."""
 
 
-IDLE = _Idle()
-
-
-def configure(schedule=None, trace=None, *, parallel=None):
-    """Make a run active: gather by ``schedule`` (a path), write a trace to ``trace`` (a path).
+def configure(schedule=None, trace=None, *, parallel=None, check=None):
+    """Make a run active: gather by ``schedule`` (a path), write a trace to ``trace`` (a path), make or compare with
+    the reference ``check`` (a path, see :mod:`megatron_ext.megatron.equality_check`).
 
     ``parallel`` (a :class:`megatron_ext.workload.parallel.Parallel`) lets a schedule for other
     sizes be refused at once, before processes have found each other.
@@ -47,15 +34,35 @@ def configure(schedule=None, trace=None, *, parallel=None):
     """
     global _run, _looked
     _looked = True
+    if check is not None and schedule is None:
+        raise InputError("needs --user-defined-schedule", field="--user-defined-schedule-check", value=str(check))
     if schedule is None and trace is None:
         return None
-    from megatron_ext import files
-    from megatron_ext.megatron.run import Run
+    from megatron_ext.formats import json_files
+    from megatron_ext.megatron.lifecycle import Run
 
     if trace is not None and int(os.environ.get("RANK", 0)) == 0:
-        files.check_writable(trace)  # before hours of training whose trace would be lost
-    _run = Run(schedule, trace, parallel)
+        json_files.check_writable(trace)  # before hours of training whose trace would be lost
+    _run = Run(schedule, trace, parallel, check)
     return _run
+
+
+def _require_end() -> None:
+    """Fail a process that ends without an error before its trace, or its equality check, is written."""
+    args = _megatron_args()
+    wanted = [getattr(args, f"user_defined_schedule_{name}", None) for name in ("trace", "check")]
+    if _ended or not any(wanted) or getattr(sys, "last_value", None) is not None:
+        return
+    if int(os.environ.get("RANK", 0)) == 0:
+        text = f"{wanted[0] or wanted[1]} was not written: the process ended before the end of training"
+        print(f"megatron-ext: {text}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _megatron_args():
+    """Megatron's arguments; None before they are parsed."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 def active():
@@ -63,10 +70,7 @@ def active():
     global _looked
     if not _looked:
         _looked = True
-        import sys
-
-        global_vars = sys.modules.get("megatron.training.global_vars")
-        args = getattr(global_vars, "_GLOBAL_ARGS", None) if global_vars is not None else None
+        args = _megatron_args()
         if args is None:
             _looked = False
         else:
@@ -77,21 +81,27 @@ def active():
 def _configure_from(args) -> None:
     schedule, parallel = getattr(args, "user_defined_schedule", None), None
     if schedule is not None:
-        from megatron_ext.megatron import start
+        from megatron_ext.megatron import refusals
         from megatron_ext.megatron.workload_of_run import parallel_of_megatron
 
-        start.check_start(args)
+        refusals.check_start(args)
         parallel = parallel_of_megatron(args)
-    run = configure(schedule, getattr(args, "user_defined_schedule_trace", None), parallel=parallel)
-    if schedule is not None and run.session.schedule.zero_stage == 3:
-        start.refuse_at_zero_stage_3(args)
+    trace, check = (getattr(args, f"user_defined_schedule_{name}", None) for name in ("trace", "check"))
+    run = configure(schedule, trace, parallel=parallel, check=check)
+    if run is not None and run.schedule is not None and run.schedule.zero_stage == 3:
+        refusals.refuse_at_zero_stage_3(args)
 
 
 def on_pretrain() -> None:
     """Start of pretrain_gpt.py, before Megatron is imported."""
-    from megatron_ext.megatron import cpu_compat
+    from megatron_ext.megatron import cpu_compat, one_line_end
 
-    cpu_compat.install()
+    one_line_end.install()
+    atexit.register(_require_end)
+    asked_for = cpu_compat.is_installed()
+    if cpu_compat.install() and not asked_for and os.environ.get("RANK", "0") == "0":
+        text = "torch sees no CUDA device, so this trains on the CPU, as `megatron-ext run-on-cpu` does"
+        print(f"megatron-ext: {text}", file=sys.stderr, flush=True)
 
 
 def on_ddp_built(ddp) -> None:
@@ -111,7 +121,7 @@ def on_train_setup(args, model, optimizer, config) -> None:
 def on_train_end() -> None:
     """Training is over; evaluation and saving may follow, and find whole parameters."""
     if _run is not None:
-        _run.make_whole()
+        _run.unshard_all()
         finish()
 
 
@@ -159,11 +169,11 @@ def params_changed() -> None:
         _run.params_changed()
 
 
-def make_whole() -> None:
+def unshard_all() -> None:
     """Bring all parameters whole onto the device; collective. Evaluation and checkpoints of
     Megatron reach this by themselves."""
     if _run is not None:
-        _run.make_whole()
+        _run.unshard_all()
 
 
 def peak_bytes() -> int:
@@ -172,9 +182,16 @@ def peak_bytes() -> int:
     return _run.peak_bytes() if _run is not None else 0
 
 
+def census():
+    """What this rank held at the peak of the last training iteration, by kind, as a
+    :class:`megatron_ext.formats.rank_memory.RankMemory`; None without a schedule. Walks over the optimizer's states."""
+    return _run.census() if _run is not None else None
+
+
 def finish() -> None:
     """End of training: collective; writes the trace and frees threads and host memory."""
-    global _run
+    global _run, _ended
     if _run is not None:
         run, _run = _run, None
         run.finish()
+        _ended = True

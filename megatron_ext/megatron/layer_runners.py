@@ -1,12 +1,11 @@
 """Layers of the real model, for the measuring program: ``--modules`` of ``megatron-ext measure``.
 
 ``megatron-ext measure --modules megatron_ext.megatron.layer_runners:layer_runners -- OPTIONS``
-with Megatron's options behind ``--``. Where these say that the training thread itself reads one data set
-(``--data-path PREFIX --num-workers 0``, as the example does), reading is measured too.
+with Megatron's options behind ``--``. A step's batch is stacked from rows in memory, as where other processes read the
+samples; a training script whose own thread reads them passes ``read_batches`` (see examples/example_layers.py).
 """
 
 import inspect
-import logging
 
 import torch
 
@@ -18,12 +17,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_ext.megatron import batches, corpus, describe, gpt
-from megatron_ext.megatron.layers import layers_of
-
-
-SAMPLES = 1000
-"""Samples of the data set that are looked up: in the order of training, far apart from each other."""
+from megatron_ext.megatron import describe_model, gpt_model
+from megatron_ext.megatron.boundaries import layers_of
+from megatron_ext.runtime.device import has_cuda
 
 COLD_BYTES = 1 << 30
 """More layers than this holds are not made: no cache holds them."""
@@ -46,6 +42,7 @@ class LayerRunner:
         for parameter in every:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         self._outputs, self._gradient = [], None
+        self.not_saved: list[torch.Tensor] = []  # tensors that are no activations: parameters, the mask
 
     def forward(self) -> None:
         self._outputs.append(self._run(len(self._outputs)))
@@ -84,46 +81,63 @@ class StepRunner:
 
     def forward(self) -> None:
         result = _call(
-            schedules.forward_step, forward_step_func=self._forward_step, data_iterator=self._batches, model=self.model, num_microbatches=1,
-            input_tensor=self._boundary, forward_data_store=[], config=self.model.config, cp_group_size=1, is_last_stage=False,
-        )  # fmt: skip
+            schedules.forward_step,
+            forward_step_func=self._forward_step,
+            data_iterator=self._batches,
+            model=self.model,
+            num_microbatches=1,
+            input_tensor=self._boundary,
+            forward_data_store=[],
+            config=self.model.config,
+            cp_group_size=1,
+            is_last_stage=False,
+        )
         self._output = result[0] if isinstance(result, tuple) else result
 
     def backward(self) -> None:
         _call(
-            schedules.backward_step, input_tensor=self._boundary, output_tensor=self._output,
-            output_tensor_grad=torch.ones_like(self._boundary), model_type=ModelType.encoder_or_decoder, config=self.model.config,
-        )  # fmt: skip
+            schedules.backward_step,
+            input_tensor=self._boundary,
+            output_tensor=self._output,
+            output_tensor_grad=torch.ones_like(self._boundary),
+            model_type=ModelType.encoder_or_decoder,
+            config=self.model.config,
+        )
         self._boundary.grad = self._output = None
 
 
 def _call(function, **arguments):
     """``function`` with those of ``arguments`` that it takes in this release."""
-    return function(**{name: value for name, value in arguments.items() if name in inspect.signature(function).parameters})
+    return function(
+        **{name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
+    )
 
 
-def layer_runners(options: list[str]) -> dict:
+def layer_runners(options: list[str], read_batches=None) -> dict:
     """Runners by layer kind (``embedding``, ``transformer``, ``output``) for Megatron's options, and
     ``step``: what a step takes beside its layers.
+
+    Args:
+        options: Megatron's, of the run.
+        read_batches: ``read_batches(args)`` gives micro-batches without end as the training thread reads them: dicts
+            with ``tokens``, ``labels`` and ``position_ids`` of shape (micro-batch, sequence).
 
     Raises:
         InputError: an option is wrong.
     """
-    args = describe.parse(options)
-    if not cpu_compat.has_cuda():  # "CPU RNG state changed within GPU RNG context", once a parameter: here they are one
-        logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    args = describe_model.parse(options)
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tensor_model_parallel_size)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     layers = max(args.num_layers // args.pipeline_model_parallel_size, 1)
     args.num_layers, args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank = 1, 1, None
     # Freeing outputs is the pipeline's: Megatron's backward step would take them for freed.
-    (empty,) = gpt.build_chunks(args, gpt.transformer_config(args, deallocate_pipeline_outputs=False))
+    (empty,) = gpt_model.build_chunks(args, gpt_model.transformer_config(args, deallocate_pipeline_outputs=False))
     layer_bytes = sum(p.numel() * 4 for p in empty.decoder.layers.parameters())
     args.num_layers = max(1, min(layers, COLD_BYTES // max(layer_bytes, 1)))
-    config = gpt.transformer_config(args)
-    (model,) = gpt.build_chunks(args, config)
-    device = torch.device("cuda", torch.cuda.current_device()) if cpu_compat.has_cuda() else torch.device("cpu")
+    config = gpt_model.transformer_config(args)
+    (model,) = gpt_model.build_chunks(args, config)
+    device = torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
     model = model.to(device=device, dtype=config.params_dtype)
     model.train()
     batch, seq = args.micro_batch_size, args.seq_length
@@ -140,6 +154,7 @@ def layer_runners(options: list[str]) -> dict:
         return model.decoder.layers[index](hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
 
     def output(index):
+        assert model.decoder.final_layernorm is not None  # it is taken away from the embedding's model only
         logits, _ = model.output_layer(model.decoder.final_layernorm(hidden), weight=_output_weight(model))
         return model.compute_language_model_loss(tokens, logits).float().mean()
 
@@ -148,31 +163,24 @@ def layer_runners(options: list[str]) -> dict:
     for layer in layers_of(model):
         owned.setdefault(layer.kind, []).append([parameter for _, parameter in layer.parameters])
     runners = {kind: LayerRunner(run, owned[kind], boundary) for kind, (run, boundary) in runs.items()}
-    micro_batches = _read_batches(args) if _reads_samples(args) else _stacked_batches(tokens, positions)
+    micro_batches = read_batches(args) if read_batches is not None else _stacked_batches(tokens, positions)
     empty = empty.to(device=device, dtype=config.params_dtype)
+    for runner in runners.values():
+        runner.not_saved = [*model.parameters(), mask]
     return runners | {"step": StepRunner(empty, micro_batches, mask, hidden.detach().clone().requires_grad_())}
-
-
-def _reads_samples(args) -> bool:
-    """Whether the training thread reads samples of one data set itself."""
-    return len(getattr(args, "data_path", ())) == 1 and getattr(args, "num_workers", None) == "0"
-
-
-def _read_batches(args):
-    """Micro-batches that are read from the run's data set."""
-    (prefix,) = args.data_path
-    corpus.check(prefix, args.seq_length)
-    size = args.micro_batch_size * parallel_state.get_data_parallel_world_size()
-    train, _ = batches.build_datasets(prefix, seq_length=args.seq_length, seed=1234, train_samples=SAMPLES)
-    return batches.batches(train, micro_batch_size=args.micro_batch_size, global_batch_size=size)
 
 
 def _stacked_batches(tokens, positions):
     """Micro-batches that are stacked of rows, the samples of which somebody else has read."""
-    batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones_like(tokens, dtype=torch.float32), "position_ids": positions}
+    batch = {
+        "tokens": tokens,
+        "labels": tokens,
+        "loss_mask": torch.ones_like(tokens, dtype=torch.float32),
+        "position_ids": positions,
+    }
     rows = [{key: value[index] for key, value in batch.items()} for index in range(len(tokens))]
     while True:
-        yield {key: torch.stack([row[key] for row in rows]) for key in batches.KEYS}
+        yield {key: torch.stack([row[key] for row in rows]) for key in batch}
 
 
 def _output_weight(model):

@@ -5,9 +5,9 @@ all layers of a block again, in ascending order, and then their backwards. All o
 whole from the first to the last of it: nothing can be brought or freed in between.
 """
 
-from megatron_ext.errors import InputError
-from megatron_ext.schedule.model import Schedule
-from megatron_ext.workload.model import Chunk, Workload
+from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload.workload import Chunk, Workload
 
 
 def blocks_of(chunk: Chunk, config) -> list[tuple[int, int]]:
@@ -49,6 +49,9 @@ def check_recompute(schedule: Schedule, workload: Workload, config, *, file=None
                     if action.at >= 0 and of_chunk[action.at][end] != action.at:
                         first, last = of_chunk[action.at]
                         raise InputError(
-                            f"layers {first} to {last} are recomputed together in step {entry.step}; place it at layer {of_chunk[action.at][end]}, or set --recompute-num-layers 1",
-                            file=file, field=f"ranks[{rank.pp_rank}].steps[{index}].{kind}[{n}].at", value=action.at,
-                        )  # fmt: skip
+                            f"layers {first} to {last} are recomputed together in step {entry.step}; place it at "
+                            f"layer {of_chunk[action.at][end]}, or set --recompute-num-layers 1",
+                            file=file,
+                            field=f"ranks[{rank.pp_rank}].steps[{index}].{kind}[{n}].at",
+                            value=action.at,
+                        )

@@ -9,7 +9,8 @@ optimizer know them by identity.
 """
 
 import copy
-from typing import Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -46,10 +47,10 @@ def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]]) -> None:
     for _, group, start, end, shard in _pieces(optimizers, groups):
         shard.data = group.shard[start:end]
     for bucket, group in groups:
-        bucket.param_data = ShardOfBucket(group)
+        setattr(bucket, "param_data", ShardOfBucket(group))  # noqa: B010 - upstream's attribute
 
 
-def offloaded_shards(optimizers, groups: list[tuple[object, Group]]) -> dict[int, Callable]:
+def offloaded_shards(optimizers, groups: list[tuple[Any, Group]]) -> dict[int, Callable]:
     """Where the optimizer steps on the host, its own copies of each group's shard.
 
     Publishing takes them from there: the host copy then costs no copy from the device.
@@ -112,7 +113,10 @@ class _Whole:
     def check(self, *state_dict_arguments) -> None:
         for group in self.groups:
             if group.state is not State.WHOLE:
-                raise ScheduleError(f"{group} is {group.state.value}: call megatron_ext.megatron.hooks.make_whole() on all ranks before parameters are saved or copied")
+                raise ScheduleError(
+                    f"{group} is {group.state.value}: call megatron_ext.megatron.hooks.unshard_all() on all ranks "
+                    "before parameters are saved or copied"
+                )
 
     def sharded_state_dict(self, *args, **kwargs):
         self.check()
@@ -125,4 +129,4 @@ def refuse_state_of_freed(module: torch.nn.Module, groups: list[Group]) -> None:
     whole = _Whole(groups, getattr(module, "sharded_state_dict", None))
     module.register_state_dict_pre_hook(whole.check)
     if whole.inner is not None:
-        module.sharded_state_dict = whole.sharded_state_dict
+        vars(module)["sharded_state_dict"] = whole.sharded_state_dict

@@ -2,10 +2,11 @@
 
 import os
 
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.gpt_arguments import parallel_of
-from megatron_ext.workload.model import SCHEMA_VERSION, Workload
+from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import SCHEMA_VERSION, Workload
 
 
 def workload_of_run(args) -> Workload:
@@ -15,7 +16,14 @@ def workload_of_run(args) -> Workload:
         InputError: the number of micro-batches changes during the run.
     """
     parallel = parallel_of(args) if hasattr(args, "num_microbatches") else parallel_of_megatron(args)
-    return Workload(schema_version=SCHEMA_VERSION, kind="workload", parallel=parallel, zero_stage=1, chunks=())
+    return Workload(
+        schema_version=SCHEMA_VERSION,
+        kind="workload",
+        parallel=parallel,
+        zero_stage=1,
+        chunks=(),
+        optimizer=optimizer_settings(args),
+    )
 
 
 def parallel_of_megatron(args) -> Parallel:
@@ -35,7 +43,11 @@ def parallel_of_megatron(args) -> Parallel:
     # iteration it runs all forwards before the first backward.
     group = getattr(args, "microbatch_group_size_per_vp_stage", None) if vp else None
     if vp and not hasattr(args, "microbatch_group_size_per_vp_stage") and num_microbatches == pp:
-        raise InputError("this Megatron then runs all forwards before the first backward, which no schedule of ours knows", field="num_microbatches", value=num_microbatches)
+        raise InputError(
+            "this Megatron then runs all forwards before the first backward, which no schedule of ours knows",
+            field="num_microbatches",
+            value=num_microbatches,
+        )
     return Parallel(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vp or 1,

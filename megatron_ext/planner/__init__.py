@@ -1,6 +1,6 @@
 """Costs in, schedule out."""
 
-from megatron_ext.planner.plan import POLICIES, plan
-from megatron_ext.simulator.verdict import Verdict, verdict
+from megatron_ext.planner.policies import POLICIES, plan, search_note
+from megatron_ext.planner.verdict import Verdict, verdict
 
-__all__ = ["POLICIES", "Verdict", "plan", "verdict"]
+__all__ = ["POLICIES", "Verdict", "plan", "search_note", "verdict"]

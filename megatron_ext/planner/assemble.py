@@ -1,12 +1,13 @@
 """From decisions to a schedule: what every planner and baseline hands its choices to."""
 
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
-from megatron_ext.schedule.model import (
+from megatron_ext.schedule.user_defined_schedule import (
     SCHEMA_VERSION,
     Group,
     Metadata,
     Model,
+    PlanOptions,
     PublishGroup,
     Rank,
     Reshard,
@@ -16,8 +17,9 @@ from megatron_ext.schedule.model import (
     StepActions,
     Unshard,
 )
-from megatron_ext.workload.model import Workload, fingerprint, group_bytes
-from megatron_ext.workload.order import steps_of_ranks
+from megatron_ext.workload.route import Route
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Workload, fingerprint, group_bytes
 
 
 class Placed(NamedTuple):
@@ -25,7 +27,7 @@ class Placed(NamedTuple):
     awaited by step index ``need_by``; ``slot`` and ``stage`` (a step index) for ``nvme``."""
 
     group: int
-    route: str
+    route: Route
     issue: int
     need_by: int
     at: int = -1
@@ -48,9 +50,12 @@ def make_group(workload: Workload, pp_rank: int, model_chunk_id: int, parameters
     """
     size = group_bytes(parameters, workload.parallel.dp)
     return Group(
-        pp_rank=pp_rank, model_chunk_id=model_chunk_id, parameters=tuple(p.name for p in parameters), bytes=size,
+        pp_rank=pp_rank,
+        model_chunk_id=model_chunk_id,
+        parameters=tuple(p.name for p in parameters),
+        bytes=size,
         algorithm=algorithm(pp_rank, size) if algorithm else None,
-    )  # fmt: skip
+    )
 
 
 def assemble(
@@ -60,7 +65,7 @@ def assemble(
     freed: list[list[Freed]] | None = None,
     *,
     planner: str,
-    options: dict[str, Any] | None = None,
+    options: PlanOptions | None = None,
 ) -> Schedule:
     """The schedule of these decisions.
 
@@ -73,7 +78,7 @@ def assemble(
     unshards reads from.
     """
     ranks = []
-    publish: dict[int, list[str]] = {}
+    publish: dict[int, list[Literal["cpu", "nvme"]]] = {}
     for pp_rank, steps in enumerate(steps_of_ranks(workload.parallel)):
         unshards: dict[int, list[Unshard]] = {}
         stages: dict[int, list[StageIn]] = {}
@@ -81,7 +86,7 @@ def assemble(
         for item in placed[pp_rank]:
             need_by = -1 if item.need_by == item.issue else item.need_by
             unshards.setdefault(item.issue, []).append(Unshard(item.group, item.route, need_by, item.at))
-            if item.route != "gpu":
+            if item.route in ("cpu", "nvme"):
                 to = publish.setdefault(item.group, [])
                 if item.route not in to:
                     to.append(item.route)
@@ -98,9 +103,14 @@ def assemble(
         start = Start(tuple(stages.get(-1, ())), tuple(unshards.get(-1, ())))
         ranks.append(Rank(pp_rank=pp_rank, start=start, steps=entries))
     return Schedule(
-        schema_version=SCHEMA_VERSION, kind="user_defined_schedule",
-        metadata=Metadata(planner=planner, options=options or {}),
-        parallel=workload.parallel, zero_stage=workload.zero_stage, model=Model(fingerprint=fingerprint(workload)),
-        limits=workload.limits, groups=tuple(groups), ranks=tuple(ranks),
+        schema_version=SCHEMA_VERSION,
+        kind="user_defined_schedule",
+        metadata=Metadata(planner=planner, options=options or PlanOptions()),
+        parallel=workload.parallel,
+        zero_stage=workload.zero_stage,
+        model=Model(fingerprint=fingerprint(workload)),
+        limits=workload.limits,
+        groups=tuple(groups),
+        ranks=tuple(ranks),
         publish=tuple(PublishGroup(group=group, to=tuple(to)) for group, to in publish.items()),
-    )  # fmt: skip
+    )

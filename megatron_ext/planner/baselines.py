@@ -11,6 +11,7 @@ urgency                   all-gather by layer in the order of first use (TicTac,
 pipeswitch                all-gather in groups sized by dynamic programming (PipeSwitch, OSDI 2020)
 hierarchical              as all-gpu, every all-gather between nodes first and inside them after
                           (BlueConnect, MLSys 2019)
+gathers-only              our own search with all-gathers alone
 ========================= ==================================================================
 
 """
@@ -19,20 +20,25 @@ from math import inf
 
 import msgspec
 
-from megatron_ext.errors import InputError
+from megatron_ext.bounds.feasibility import pinned_need
+from megatron_ext.bounds.lower_bound import lower_bound
+from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
-from megatron_ext.planner.blocks import cut_evenly, make_blocks
+from megatron_ext.planner.blocks import cut_by_layer, make_blocks
+from megatron_ext.planner.link_split import part_of
 from megatron_ext.planner.pipelined_groups import pipelined_cut
 from megatron_ext.planner.residency import Choices, walk
-from megatron_ext.planner.split import part_of
-from megatron_ext.schedule.model import Metadata, PublishGroup, Schedule
-from megatron_ext.simulator.fit import pinned_need
-from megatron_ext.simulator.stock import buckets, groups_of, layer_buckets, stock_schedule
+from megatron_ext.planner.search import search
+from megatron_ext.planner.stock import groups_of, stock_schedule
+from megatron_ext.schedule.user_defined_schedule import Metadata, PublishGroup, Schedule
+from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.model import Workload
+from megatron_ext.workload.bucket_rules import buckets, layer_buckets
 from megatron_ext.workload.nodes import has_hierarchy
-from megatron_ext.workload.order import steps_of_ranks
 from megatron_ext.workload.route import HIERARCHICAL
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Workload
 
 
 def all_gpu(workload: Workload) -> Schedule:
@@ -82,7 +88,7 @@ def window(workload: Workload, ahead: int) -> Schedule:
         InputError: they do not fit the device.
     """
     groups, of_stage = groups_of(workload)
-    pp, limit = workload.parallel.pp, workload.limits.device_bytes
+    pp, limit = workload.parallel.pp, workload.limits.whole_parameter_bytes
     placed, freed = [], []
     for rank, steps in enumerate(steps_of_ranks(workload.parallel)):
         stages = [step.stage for step in steps]
@@ -99,7 +105,11 @@ def window(workload: Workload, ahead: int) -> Schedule:
                     whole.add(stage)
             need = sum(groups[g].bytes for stage in whole for g in of_stage[stage])
             if workload.zero_stage == 3 and limit is not None and need > limit:
-                raise InputError(f"a window of {ahead} needs {need} bytes on pipeline rank {rank}", field="limits.device_bytes", value=limit)
+                raise InputError(
+                    f"a window of {ahead} needs {need} bytes on pipeline rank {rank}",
+                    field="limits.whole_parameter_bytes",
+                    value=limit,
+                )
         assert all(stage % pp == rank for stage in stages)
         placed.append(mine)
         freed.append(gone)
@@ -108,19 +118,21 @@ def window(workload: Workload, ahead: int) -> Schedule:
 
 def urgency(workload: Workload, timing: Timing) -> Schedule:
     """Every layer by all-gather, as early as there is room, in the order of first use."""
-    return _walked(workload, timing, [cut_evenly(chunk, chunk.num_layers) for chunk in workload.chunks], "urgency")
+    return _walked(workload, timing, [cut_by_layer(chunk) for chunk in workload.chunks], "urgency")
 
 
 def pipeswitch(workload: Workload, timing: Timing) -> Schedule:
     """As :func:`urgency`, in groups that trade calls against waiting."""
-    return _walked(workload, timing, [pipelined_cut(timing, chunk, "gpu") for chunk in workload.chunks], "pipeswitch")
+    limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
+    cuts = [pipelined_cut(timing, chunk, "gpu", limit) for chunk in workload.chunks]
+    return _walked(workload, timing, cuts, "pipeswitch")
 
 
 def _walked(workload: Workload, timing: Timing, cuts, name: str) -> Schedule:
     blocks = make_blocks(workload, cuts)
-    limit = workload.limits.device_bytes
+    limit = workload.limits.whole_parameter_bytes
     if workload.zero_stage == 3 and limit is not None and any(block.bytes > limit for block in blocks.blocks):
-        raise InputError(f"a group of {name} does not fit", field="limits.device_bytes", value=limit)
+        raise InputError(f"a group of {name} does not fit", field="limits.whole_parameter_bytes", value=limit)
     plan = walk(workload, timing, blocks, Choices(inf, ("gpu",), frozenset()))
     return assemble(workload, blocks.groups, plan.placed, plan.freed, planner=name)
 
@@ -134,9 +146,50 @@ def hierarchical(workload: Workload, timing: Timing) -> Schedule:
     schedule = stock_schedule(workload)
     ranks = [rank for rank in range(workload.parallel.pp) if has_hierarchy(workload.parallel, rank)]
     if not ranks:
-        raise InputError("no data-parallel group spans nodes with several ranks on each", field="parallel.gpus_per_node", value=workload.parallel.gpus_per_node)
-    groups = tuple(msgspec.structs.replace(group, algorithm=HIERARCHICAL if group.pp_rank in ranks else None) for group in schedule.groups)
+        raise InputError(
+            "no data-parallel group spans nodes with several ranks on each",
+            field="parallel.gpus_per_node",
+            value=workload.parallel.gpus_per_node,
+        )
+    groups = tuple(
+        msgspec.structs.replace(group, algorithm=HIERARCHICAL if group.pp_rank in ranks else None)
+        for group in schedule.groups
+    )
     return _named(msgspec.structs.replace(schedule, groups=groups), "hierarchical")
+
+
+def gathers_only(workload: Workload, timing: Timing) -> Schedule:
+    """What the search of ``hybrid`` finds with the route ``gpu`` alone.
+
+    Raises:
+        InputError: it finds nothing that fits.
+    """
+    return _named(search(workload, timing, ("gpu",), lower_bound(workload, timing))[0], "gathers-only")
+
+
+def best_of_gathers(
+    workload: Workload, timing: Timing, known_us: dict[str, float] | None = None
+) -> tuple[str, Schedule, float] | None:
+    """Name, schedule and iteration time in microseconds of the fastest rule that uses all-gathers alone, of those that
+    fit the limits; None where the table has no route ``gpu`` or nothing fits.
+
+    Args:
+        known_us: iteration times by name on the same costs, where they are known.
+    """
+    best = None
+    names = [name for name, (needs, _) in BASELINES.items() if needs == {"gpu"}]
+    if known_us and any(name in known_us for name in names):
+        names = [min((name for name in names if name in known_us), key=lambda name: known_us[name])]
+    for name in names:
+        try:
+            schedule = BASELINES[name][1](workload, timing)
+            validate(schedule)
+            us = run(workload, timing, schedule).iteration_time_us
+        except InputError:  # not for these nodes, these limits or the sizes that were measured
+            continue
+        if best is None or us < best[2]:
+            best = name, schedule, us
+    return best
 
 
 def check_pinned(workload: Workload, groups, routed) -> None:
@@ -146,8 +199,9 @@ def check_pinned(workload: Workload, groups, routed) -> None:
         if limit is not None and need > limit:
             raise InputError(
                 f"cannot fit: host copies on node {node} need {need} bytes, {need - limit} bytes short",
-                field="limits.pinned_host_bytes", value=limit,
-            )  # fmt: skip
+                field="limits.pinned_host_bytes",
+                value=limit,
+            )
 
 
 def rerouted(schedule: Schedule, routed: list[str]) -> Schedule:
@@ -182,5 +236,6 @@ BASELINES = {
     "urgency": ({"gpu"}, urgency),
     "pipeswitch": ({"gpu"}, pipeswitch),
     "hierarchical": ({"gpu"}, hierarchical),
+    "gathers-only": ({"gpu"}, gathers_only),
 }
 """By name: the routes it needs, and the rule (workload, timing) -> schedule."""

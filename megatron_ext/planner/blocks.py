@@ -4,15 +4,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron_ext.planner.assemble import make_group
-from megatron_ext.schedule.model import Group
+from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.model import Chunk, Parameter, Workload
-from megatron_ext.workload.order import steps_of_ranks
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Chunk, Parameter, Workload, group_bytes
 
 
 class Block(NamedTuple):
-    """Layers ``first`` to ``last`` of a chunk, held by ``groups`` (one a dtype, and the shared
-    embedding apart); ``bytes`` of all of them, with padding."""
+    """Layers ``first`` to ``last`` of a chunk and the ``groups`` that they compute with (one a dtype, and the shared
+    embedding apart); ``bytes`` of all of them, with padding. A parameter that layers of several blocks use is a group
+    of its own and belongs to all blocks from its first use to its last: within a step it stays."""
 
     pp_rank: int
     model_chunk_id: int
@@ -33,11 +34,17 @@ class Blocks(NamedTuple):
     of_stage: tuple[tuple[int, ...], ...]
 
 
-def cut_evenly(chunk: Chunk, parts: int) -> list[int]:
-    """First layers of ``parts`` blocks with about equal bytes; fewer where there are fewer layers."""
+def layer_sizes(chunk: Chunk) -> list[int]:
+    """Bytes of each layer of a chunk, without padding and without what it borrows."""
     sizes = [0] * chunk.num_layers
     for parameter in chunk.parameters:
         sizes[parameter.layer] += parameter.bytes
+    return sizes
+
+
+def cut_evenly(chunk: Chunk, parts: int) -> list[int]:
+    """First layers of ``parts`` blocks with about equal bytes; fewer where there are fewer layers."""
+    sizes = layer_sizes(chunk)
     total, seen, starts = sum(sizes), 0, [0]
     for layer, size in enumerate(sizes):
         if layer and len(starts) < parts and seen * parts >= total * len(starts):
@@ -46,7 +53,36 @@ def cut_evenly(chunk: Chunk, parts: int) -> list[int]:
     return starts
 
 
-def make_blocks(workload: Workload, cuts: Sequence[Sequence[int]], split: Split | None = None, algorithm=None) -> Blocks:
+def cut_by_layer(chunk: Chunk) -> list[int]:
+    """Every layer a block of its own."""
+    return list(range(chunk.num_layers))
+
+
+def cut_within(workload: Workload, chunk: Chunk, limit: float) -> list[int]:
+    """First layers of the fewest blocks of at most ``limit`` bytes each, with padding; a larger layer is alone.
+
+    Layers are put into a block as long as they fit: in a fixed order that needs the fewest blocks.
+    """
+    starts = [0]
+    for layer in range(1, chunk.num_layers):
+        if _padded_bytes(workload, chunk, starts[-1], layer) > limit:
+            starts.append(layer)
+    return starts
+
+
+def _padded_bytes(workload: Workload, chunk: Chunk, first: int, last: int) -> int:
+    """Bytes of one block of these layers, with what they borrow."""
+    members: dict[tuple, list[Parameter]] = {}
+    for parameter in chunk.parameters:
+        if parameter.uses[-1] >= first and parameter.layer <= last:
+            alone = parameter.shared_embedding or parameter.borrowed_by
+            members.setdefault((parameter.dtype, parameter.name if alone else None), []).append(parameter)
+    return sum(group_bytes(part, workload.parallel.dp) for part in members.values())
+
+
+def make_blocks(
+    workload: Workload, cuts: Sequence[Sequence[int]], split: Split | None = None, algorithm=None
+) -> Blocks:
     """Blocks whose first layers are ``cuts[stage]``; stages without parameters have none.
 
     ``split`` divides the parameters of one dtype of a block into groups that can go by
@@ -56,29 +92,29 @@ def make_blocks(workload: Workload, cuts: Sequence[Sequence[int]], split: Split 
     blocks: list[Block] = []
     of_stage = []
     for chunk, starts in zip(workload.chunks, cuts):
-        ids = []
-        borrowed = [(p.layer, p.borrowed_by[-1]) for p in chunk.parameters if p.borrowed_by]
-        # What further layers compute with stays until then: no cut in between.
-        starts = [start for start in starts if not any(low < start <= high for low, high in borrowed)]
-        ends = [*starts[1:], chunk.num_layers]
-        for first, end in zip(starts, ends) if chunk.parameters else ():
-            members: dict[tuple, list] = {}
+        ids: list[int] = []
+        lasting: dict[int, int] = {}  # group that further blocks use -> its last layer
+        for first, end in zip(starts, [*starts[1:], chunk.num_layers]) if chunk.parameters else ():
+            members: dict[tuple, list[Parameter]] = {}
             for parameter in chunk.parameters:
                 if first <= parameter.layer < end:
-                    key = (parameter.dtype, parameter.name if parameter.shared_embedding else None)
-                    members.setdefault(key, []).append(parameter)
-            if not members:  # layers without parameters belong to the block before, or else behind
+                    alone = parameter.shared_embedding or parameter.uses[-1] >= end
+                    members.setdefault((parameter.dtype, parameter.name if alone else None), []).append(parameter)
+            own = [group for group, last in lasting.items() if last >= first]
+            if not members and not own:  # layers without parameters belong to the block before, or else behind
                 if ids:
                     blocks[ids[-1]] = blocks[ids[-1]]._replace(last=end - 1)
                 continue
-            own = []
             for whole in members.values():
                 for part in split(whole) if split else [whole]:
+                    lasting[len(groups)] = max(parameter.uses[-1] for parameter in part)
                     own.append(len(groups))
                     groups.append(make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part, algorithm))
             ids.append(len(blocks))
             size = sum(groups[g].bytes for g in own)
-            blocks.append(Block(chunk.pp_rank, chunk.model_chunk_id, first if len(ids) > 1 else 0, end - 1, tuple(own), size))
+            blocks.append(
+                Block(chunk.pp_rank, chunk.model_chunk_id, first if len(ids) > 1 else 0, end - 1, tuple(own), size)
+            )
         of_stage.append(tuple(ids))
     return Blocks(tuple(groups), tuple(blocks), tuple(of_stage))
 

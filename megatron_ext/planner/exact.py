@@ -7,9 +7,9 @@ CP-SAT (Google OR-tools; Perron and Didier) proves the optimum.
 [Note: What is proven]
 The model leaves out only what makes a schedule slower (and the ``nvme`` route): links and compute disturbing each
 other, and messages queueing on one edge. So its optimum bounds every schedule with those
-groups from below that issues and frees them where blocks begin and end. The schedule is read off the model, timed by the simulator like any other, and
-compared with that bound: without contention the two agree, and ``options.proven_gap`` says
-how far apart they are otherwise.
+groups from below that issues and frees them where blocks begin and end. The schedule is read off the model, timed by
+the simulator like any other, and compared with that bound: without contention the two agree, and ``options.proven_gap``
+says how far apart they are otherwise.
 """
 
 from itertools import product
@@ -18,18 +18,19 @@ from typing import NamedTuple
 import msgspec
 from ortools.sat.python import cp_model
 
-from megatron_ext.errors import InputError
+from megatron_ext.bounds.feasibility import pinned_need
+from megatron_ext.bounds.reduce_tail import least_tail_us
+from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import Blocks, points_of_rank
 from megatron_ext.planner.residency import Choices
 from megatron_ext.planner.search import Grid, Search, Settings
-from megatron_ext.schedule.model import Schedule
-from megatron_ext.simulator.fit import pinned_need
-from megatron_ext.simulator.last_backward import least_tail_us
-from megatron_ext.simulator.simulate import run
+from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
+from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.model import Workload
-from megatron_ext.workload.order import steps_of_ranks
+from megatron_ext.workload.route import Route
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Workload
 
 UNITS = 2_000_000
 """Time is counted in whole units, so many of them in the longest schedule considered."""
@@ -61,37 +62,37 @@ SMALL = Effort(choices=1000, work=0.3, models=5)
 
 
 def exact_schedule(
-    workload: Workload, timing: Timing, routes: tuple[str, ...], known: Schedule, known_us: float, bound_us: float
+    workload: Workload, timing: Timing, routes: tuple[Route, ...], known: Schedule, known_us: float, bound_us: float
 ) -> Schedule:
     """The best schedule, with ``options.proven_gap``: how far above the proven bound of its groups it is.
 
     ``known`` is the hybrid policy's schedule, to start from.
 
     Raises:
-        InputError: the case is too large.
+        InputError: no grouping fits the limits, each has too many choices, or a needed size was not measured.
     """
     best, best_us, lowest = solve(workload, timing, routes, known, known_us, EXACT)
     if lowest is None:
-        raise InputError(f"more than {EXACT.choices} choices of when to gather; use hybrid", field="policy", value="exact")
-    options = {"proven_gap": round(best_us / max(lowest, bound_us) - 1, 6)}
-    return msgspec.structs.replace(best, metadata=msgspec.structs.replace(best.metadata, planner="exact", options=options))
+        raise InputError(f"{_why_unsolved(workload, timing, routes, EXACT)}; use hybrid", field="policy", value="exact")
+    options = PlanOptions(proven_gap=round(best_us / max(lowest, bound_us) - 1, 6))
+    return msgspec.structs.replace(
+        best, metadata=msgspec.structs.replace(best.metadata, planner="exact", options=options)
+    )
 
 
 def solve(
-    workload: Workload, timing: Timing, routes: tuple[str, ...], known: Schedule, known_us: float, effort: Effort
+    workload: Workload, timing: Timing, routes: tuple[Route, ...], known: Schedule, known_us: float, effort: Effort
 ) -> tuple[Schedule, float, float | None]:
     """The best of ``known`` and the optima of all groupings that are small enough.
 
     Returns:
-        The schedule, its simulated step time, and the least proven bound of the groupings that
-        were solved; None where every grouping was too large.
+        The schedule, its simulated iteration time, and the least proven bound of the groupings that
+        were solved; None where none could be solved, see :func:`_why_unsolved`.
     """
-    grid = Grid(Search(workload, timing, routes, 0.0))
     best, best_us, lowest, models = known, known_us, None, 0
-    groupings = [grid.made(Settings(cut, divide, grid.sizes[2] - 1, 0)) for divide, cut in product(range(grid.sizes[1]), range(grid.sizes[0]))]
     # The known schedule's own groups first, where the search can begin at it.
-    for made in sorted(groupings, key=lambda made: made is None or made[0].groups != known.groups):
-        if made is None or models == effort.models or not _small(workload, timing, made[0], effort.choices):
+    for made in sorted(_groupings(workload, timing, routes), key=lambda made: made[0].groups != known.groups):
+        if models == effort.models or not _small(workload, timing, made[0], effort.choices):
             continue
         try:
             schedule, bound = _solve(workload, timing, *made, known, known_us, effort.work)
@@ -100,10 +101,30 @@ def solve(
         models += 1
         lowest = bound if lowest is None else min(lowest, bound)
         if schedule is not None:
-            us = run(workload, timing, schedule, bound_us=0.0).step_time_us
+            us = run(workload, timing, schedule, bound_us=0.0).iteration_time_us
             if us < best_us * (1 - 1e-9):
                 best, best_us = schedule, us
     return best, best_us, lowest
+
+
+def _groupings(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> list[tuple[Blocks, Choices]]:
+    """Every way to cut and divide the blocks that fits the workload's limits."""
+    grid = Grid(Search(workload, timing, routes, 0.0))
+    made = (
+        grid.made(Settings(cut, divide, grid.sizes[2] - 1, 0))
+        for divide, cut in product(range(grid.sizes[1]), range(grid.sizes[0]))
+    )
+    return [one for one in made if one is not None]
+
+
+def _why_unsolved(workload: Workload, timing: Timing, routes: tuple[Route, ...], effort: Effort) -> str:
+    """Why :func:`solve` solved no grouping."""
+    groupings = _groupings(workload, timing, routes)
+    if not groupings:
+        return "no grouping that this policy tries fits the limits"
+    if not any(_small(workload, timing, blocks, effort.choices) for blocks, _ in groupings):
+        return f"more than {effort.choices} choices of when to gather in each grouping that fits the limits"
+    return "each grouping that is small enough has a group of a size that was not measured"
 
 
 def _small(workload: Workload, timing: Timing, blocks: Blocks, choices: int) -> bool:
@@ -111,7 +132,11 @@ def _small(workload: Workload, timing: Timing, blocks: Blocks, choices: int) -> 
     total = 0
     for rank in range(workload.parallel.pp):
         points = points_of_rank(workload, timing, blocks, rank)
-        per_turn = sum(len(blocks.blocks[b].groups) for c in range(workload.parallel.vp) for b in blocks.of_stage[c * workload.parallel.pp + rank])
+        per_turn = sum(
+            len(blocks.blocks[b].groups)
+            for c in range(workload.parallel.vp)
+            for b in blocks.of_stage[c * workload.parallel.pp + rank]
+        )
         total += len(points) * per_turn
         if total > choices:
             return False
@@ -149,12 +174,16 @@ class _Model:
         parallel = workload.parallel
         self.steps = steps_of_ranks(parallel)
         self.points = [points_of_rank(workload, timing, blocks, rank) for rank in range(parallel.pp)]
-        self.reach = [[self._time(f"r{rank}.{n}") for n in range(len(points) + 1)] for rank, points in enumerate(self.points)]
-        self.begin = [[self._time(f"b{rank}.{n}") for n in range(len(points))] for rank, points in enumerate(self.points)]
+        self.reach = [
+            [self._time(f"r{rank}.{n}") for n in range(len(points) + 1)] for rank, points in enumerate(self.points)
+        ]
+        self.begin = [
+            [self._time(f"b{rank}.{n}") for n in range(len(points))] for rank, points in enumerate(self.points)
+        ]
         self.gaps = self._gaps()
         self.issue: dict[Gap, dict[int, cp_model.IntVar]] = {}
         self.keep: dict[Gap, cp_model.IntVar | None] = {}
-        self.by: dict[Gap, dict[str, cp_model.IntVar]] = {}
+        self.by: dict[Gap, dict[Route, cp_model.IntVar]] = {}
         self.starts: dict[Gap, cp_model.IntVar] = {}
         self._pipeline()
         self._gathers()
@@ -179,7 +208,8 @@ class _Model:
     def _optimizer(self) -> float:
         workload = self.workload
         return max(
-            self.timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(rank))) for rank in range(workload.parallel.pp)
+            self.timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(rank)))
+            for rank in range(workload.parallel.pp)
         )
 
     def _gaps(self) -> list[Gap]:
@@ -219,10 +249,13 @@ class _Model:
         model, groups = self.model, self.blocks.groups
         uses = self._uses()
         lanes: dict[tuple[int, str], list] = {}
-        published: dict[int, cp_model.IntVar] = {}
+        published: dict[int, tuple[cp_model.LinearExprT, cp_model.IntVar]] = {}
         for gap in self.gaps:
             name = f"{gap.rank}.{gap.group}.{gap.use}"
-            issue = {turn: model.new_bool_var(f"i{name}.{turn}") for turn in range(gap.after + (gap.after >= 0), gap.use + 1)}
+            # A group of several blocks stays within a step.
+            stays = gap.after >= 0 and self.points[gap.rank][gap.after].step == self.points[gap.rank][gap.use].step
+            turns = () if stays else range(gap.after + (gap.after >= 0), gap.use + 1)
+            issue = {turn: model.new_bool_var(f"i{name}.{turn}") for turn in turns}
             if gap.after < 0:
                 issue.setdefault(-1, model.new_bool_var(f"i{name}.start"))
             kept = model.new_bool_var(f"k{name}") if gap.after >= 0 else None
@@ -231,13 +264,15 @@ class _Model:
             for turn, chosen in issue.items():
                 if turn >= 0:
                     model.add(start >= self.reach[gap.rank][turn]).only_enforce_if(chosen)
-            by = {}
+            by: dict[Route, cp_model.IntVar] = {}
             for route in self.choices.routes:
                 if route == "nvme":
                     continue
                 us = self._units(self.timing.unshard_us(route, groups[gap.group].bytes, groups[gap.group].algorithm))
                 chosen = by[route] = model.new_bool_var(f"{route}{name}")
-                lanes.setdefault((gap.rank, route), []).append(model.new_optional_fixed_size_interval_var(start, us, chosen, f"l{route}{name}"))
+                lanes.setdefault((gap.rank, route), []).append(
+                    model.new_optional_fixed_size_interval_var(start, us, chosen, f"l{route}{name}")
+                )
                 model.add(self.begin[gap.rank][gap.use] + lead >= start + us).only_enforce_if(chosen)
                 if route == "cpu":
                     model.add(start >= self._published(gap, published, lanes, chosen)).only_enforce_if(chosen)
@@ -245,16 +280,20 @@ class _Model:
             self.issue[gap], self.keep[gap], self.by[gap], self.starts[gap] = issue, kept, by, start
         for intervals in lanes.values():
             model.add_no_overlap(intervals)
-        self._host_memory({group: there for group, (_, there) in published.items()})
+        self._host_memory({group: pair[1] for group, pair in published.items()})
 
     def _uses(self) -> list[tuple[int, int]]:
         """First and last layer of its chunk that use each group."""
         layers = {(c.pp_rank, c.model_chunk_id, p.name): p.uses for c in self.workload.chunks for p in c.parameters}
-        used = [[layer for name in g.parameters for layer in layers[g.pp_rank, g.model_chunk_id, name]] for g in self.blocks.groups]
+        used = [
+            [layer for name in g.parameters for layer in layers[g.pp_rank, g.model_chunk_id, name]]
+            for g in self.blocks.groups
+        ]
         return [(min(found), max(found)) for found in used]
 
     def _lead(self, gap: Gap, first: int, last: int) -> int:
-        """Units for which the block's turn goes on before a layer uses the group, rounded up: the run waits there, not where the turn begins."""
+        """Units for which the block's turn goes on before a layer uses the group, rounded up: the run waits there, not
+        where the turn begins."""
         point = self.points[gap.rank][gap.use]
         block = self.blocks.blocks[point.block]
         times = self.timing.layers[gap.rank][block.model_chunk_id]
@@ -278,14 +317,16 @@ class _Model:
             us = self._units(self.timing.publish_us(gap.rank, ("cpu",), self.blocks.groups[gap.group].bytes))
             start = self._time(f"p{gap.group}")
             there = self.model.new_bool_var(f"P{gap.group}")
-            lanes.setdefault((gap.rank, "publish"), []).append(self.model.new_optional_fixed_size_interval_var(start, us, there, f"lp{gap.group}"))
+            lanes.setdefault((gap.rank, "publish"), []).append(
+                self.model.new_optional_fixed_size_interval_var(start, us, there, f"lp{gap.group}")
+            )
             published[gap.group] = (start + us, there)
         end, there = published[gap.group]
         self.model.add_implication(chosen, there)
         return end
 
     def _room(self) -> None:
-        limit = self.workload.limits.device_bytes
+        limit = self.workload.limits.whole_parameter_bytes
         if self.workload.zero_stage == 1 or limit is None:
             return
         groups = self.blocks.groups
@@ -297,8 +338,9 @@ class _Model:
                 size = groups[gap.group].bytes
                 for turn in range(gap.after + (gap.after >= 0), gap.use + 1):
                     whole = [chosen for issue, chosen in self.issue[gap].items() if issue <= turn]
-                    if self.keep[gap] is not None:
-                        whole.append(self.keep[gap])
+                    kept = self.keep[gap]
+                    if kept is not None:
+                        whole.append(kept)
                     use[turn + 1].append(size * sum(whole))
             for terms in use:
                 if terms:
@@ -320,9 +362,12 @@ class _Model:
                 if gap.rank != rank:
                     continue
                 first = gap.after + (gap.after >= 0)
-                turn, route = next(((t, r) for t, r in issued.get(gap.group, ()) if first <= t <= gap.use), (None, None))
-                if self.keep[gap] is not None:
-                    self.model.add_hint(self.keep[gap], turn is None)
+                turn, route = next(
+                    ((t, r) for t, r in issued.get(gap.group, ()) if first <= t <= gap.use), (None, None)
+                )
+                kept = self.keep[gap]
+                if kept is not None:
+                    self.model.add_hint(kept, turn is None)
                 for number, chosen in self.issue[gap].items():
                     self.model.add_hint(chosen, number == turn)
                 for name, chosen in self.by[gap].items():
@@ -339,7 +384,7 @@ class _Model:
             issue = next(turn for turn, chosen in self.issue[gap].items() if solver.value(chosen))
             while issue < gap.use and solver.value(self.reach[gap.rank][issue + 1]) <= start:
                 issue += 1
-            route = next(route for route, chosen in self.by[gap].items() if solver.value(chosen))
+            route: Route = next(route for route, chosen in self.by[gap].items() if solver.value(chosen))
             points = self.points[gap.rank]
             step, at = (-1, -1) if issue < 0 else (points[issue].step, points[issue].before)
             placed[gap.rank].append((issue, start, Placed(gap.group, route, step, points[gap.use].step, at)))

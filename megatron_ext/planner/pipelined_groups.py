@@ -6,18 +6,21 @@ of each prefix the groupings are kept that no other beats in both end of transfe
 compute.
 """
 
+from megatron_ext.planner.blocks import layer_sizes
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.model import Chunk
+from megatron_ext.workload.workload import Chunk
 
 MOST_KEPT = 16
 """Groupings kept of one prefix: the front is short in practice."""
 
 
-def pipelined_cut(timing: Timing, chunk: Chunk, route: str) -> list[int]:
-    """First layers of the groups for the earliest end of the chunk's forward, all gathered by ``route``."""
-    sizes = [0] * chunk.num_layers
-    for parameter in chunk.parameters:
-        sizes[parameter.layer] += parameter.bytes
+def pipelined_cut(timing: Timing, chunk: Chunk, route: str, limit: int | None = None) -> list[int]:
+    """First layers of the groups for the earliest end of the chunk's forward, all gathered by ``route``.
+
+    Args:
+        limit: most bytes of a group of several layers; None is unlimited.
+    """
+    sizes = layer_sizes(chunk)
     compute = timing.layers[chunk.pp_rank][chunk.model_chunk_id].forward
     # By number of layers: (end of compute, end of transfer, first layers of the groups).
     fronts: list[list[tuple[float, float, tuple[int, ...]]]] = [[(0.0, 0.0, ())]]
@@ -25,6 +28,8 @@ def pipelined_cut(timing: Timing, chunk: Chunk, route: str) -> list[int]:
         found = []
         for begin in range(end):
             size = sum(sizes[begin:end])
+            if limit is not None and size > limit and end - begin > 1:
+                continue
             gather = timing.gather_us(route, size) if size else 0.0
             work = sum(compute[begin:end])
             found += [

@@ -6,17 +6,19 @@ Everything that is free is drawn at random: groups (contiguous or not), routes, 
 
 import random
 
-from megatron_ext.errors import InputError
+from megatron_ext.bounds.feasibility import check_fits, pinned_need
+from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
-from megatron_ext.planner.visits import visits_of_rank
-from megatron_ext.schedule.model import Schedule
-from megatron_ext.simulator.fit import check_fits, pinned_need
-from megatron_ext.simulator.stock import buckets, layer_buckets, stream
-from megatron_ext.workload.model import Chunk, Workload, group_bytes
-from megatron_ext.workload.order import steps_of_ranks
+from megatron_ext.planner.chunk_visits import visits_of_rank
+from megatron_ext.planner.stock import stream
+from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
+from megatron_ext.workload.bucket_rules import buckets, layer_buckets
+from megatron_ext.workload.route import Route
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Chunk, Workload, group_bytes
 
 
-def random_schedule(workload: Workload, routes: tuple[str, ...], seed: int) -> Schedule:
+def random_schedule(workload: Workload, routes: tuple[Route, ...], seed: int) -> Schedule:
     """A valid schedule drawn with ``seed``; ``routes`` are those the cost table offers.
 
     Raises:
@@ -28,7 +30,13 @@ def random_schedule(workload: Workload, routes: tuple[str, ...], seed: int) -> S
     streams = [_must_stream(workload, rank) for rank in range(workload.parallel.pp)]
     whole = [_must_not_part(workload, rank) for rank in range(workload.parallel.pp)]
     for chunk in workload.chunks:
-        parts = layer_buckets(chunk) if streams[chunk.pp_rank] else buckets(chunk) if whole[chunk.pp_rank] else random_groups(chunk, draw)
+        parts = (
+            layer_buckets(chunk)
+            if streams[chunk.pp_rank]
+            else buckets(chunk)
+            if whole[chunk.pp_rank]
+            else random_groups(chunk, draw)
+        )
         of_stage.append(list(range(len(groups), len(groups) + len(parts))))
         groups += [make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part) for part in parts]
     routed = _affordable_routes(workload, groups, routes, draw)
@@ -43,12 +51,12 @@ def random_schedule(workload: Workload, routes: tuple[str, ...], seed: int) -> S
             unshards, reshards = _zero3(workload, pp_rank, own, groups, routed, draw)
         placed.append(_with_slots(unshards, workload, groups, draw, routes))
         freed.append(reshards)
-    return assemble(workload, groups, placed, freed, planner="random", options={"seed": seed})
+    return assemble(workload, groups, placed, freed, planner="random", options=PlanOptions(seed=seed))
 
 
 def _must_stream(workload: Workload, pp_rank: int) -> bool:
     """Whether a chunk of the rank may not fit whole; padding is worst with a group a parameter."""
-    limit = workload.limits.device_bytes
+    limit = workload.limits.whole_parameter_bytes
     if workload.zero_stage == 1 or limit is None:
         return False
     chunks = workload.chunks_of_rank(pp_rank)
@@ -57,10 +65,17 @@ def _must_stream(workload: Workload, pp_rank: int) -> bool:
 
 def _must_not_part(workload: Workload, pp_rank: int) -> bool:
     """Whether, with everything whole at once, the padding of more groups may not fit."""
-    limit = workload.limits.device_bytes
+    limit = workload.limits.whole_parameter_bytes
     if workload.zero_stage == 3 or limit is None:
         return False
-    return sum(group_bytes([p], workload.parallel.dp) for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters) > limit
+    return (
+        sum(
+            group_bytes([p], workload.parallel.dp)
+            for chunk in workload.chunks_of_rank(pp_rank)
+            for p in chunk.parameters
+        )
+        > limit
+    )
 
 
 def random_groups(chunk: Chunk, draw: random.Random) -> list[list]:
@@ -93,11 +108,21 @@ def _affordable_routes(workload: Workload, groups, routes, draw: random.Random) 
     size = workload.limits.nvme_slot_bytes
     for group in groups:
         if usable == ["nvme"] and size is not None and group.bytes > size:
-            raise InputError(f"cannot fit: a group of {group.bytes} bytes has no other route", field="limits.nvme_slot_bytes", value=size)
-    routed = [draw.choice([r for r in usable if r != "nvme" or size is None or group.bytes <= size]) for group in groups]
+            raise InputError(
+                f"cannot fit: a group of {group.bytes} bytes has no other route",
+                field="limits.nvme_slot_bytes",
+                value=size,
+            )
+    routed = [
+        draw.choice([r for r in usable if r != "nvme" or size is None or group.bytes <= size]) for group in groups
+    ]
     limit = workload.limits.pinned_host_bytes
     if "gpu" not in usable and limit is not None and max(pinned_need(workload, groups, routed), default=0) > limit:
-        raise InputError("cannot fit: without the gpu route all of it needs pinned memory", field="limits.pinned_host_bytes", value=limit)
+        raise InputError(
+            "cannot fit: without the gpu route all of it needs pinned memory",
+            field="limits.pinned_host_bytes",
+            value=limit,
+        )
     order = list(range(len(groups)))
     draw.shuffle(order)
     while limit is not None and max(pinned_need(workload, groups, routed)) > limit and order:
@@ -119,9 +144,9 @@ def _zero1(workload, pp_rank, own, routed, draw) -> list[Placed]:
 
 def _zero3(workload, pp_rank, own, groups, routed, draw) -> tuple[list[Placed], list[Freed]]:
     """Walk the steps; before each, free what must go and fetch what it needs, some of it early."""
-    pp, limit = workload.parallel.pp, workload.limits.device_bytes
+    pp, limit = workload.parallel.pp, workload.limits.whole_parameter_bytes
     chunks = [step.stage // pp for step in steps_of_ranks(workload.parallel)[pp_rank]]
-    size = lambda ids: sum(groups[g].bytes for g in ids)  # noqa: E731
+    size = lambda ids: sum(groups[g].bytes for g in ids)
     keep = draw.choice((0.0, 0.5, 0.9))
     eager = draw.choice((0.0, 0.3, 0.8))
     whole: set[int] = set()
@@ -140,9 +165,11 @@ def _zero3(workload, pp_rank, own, groups, routed, draw) -> tuple[list[Placed], 
             for group in own[chunks[later]]:
                 # Until it is due it stays: every step in between must still have room.
                 held = {*due, group}
-                room = limit is None or all(
-                    size(held.union(own[chunks[s]])) <= limit for s in range(max(index, 0), later + 1)
-                ) and size(whole | {group}) <= limit
+                room = (
+                    limit is None
+                    or all(size(held.union(own[chunks[s]])) <= limit for s in range(max(index, 0), later + 1))
+                    and size(whole | {group}) <= limit
+                )
                 if group not in whole and draw.random() < eager and room:
                     unshards.append(Placed(group, routed[group], index, later))
                     whole.add(group)
@@ -186,7 +213,9 @@ def _with_slots(unshards, workload, groups, draw, routes) -> list[Placed]:
             usable = [slot for slot, step in free_after.items() if max(step, before) < item.issue]
             if not usable:
                 if "gpu" not in routes:
-                    raise InputError("cannot fit: no slot is free, and there is no gpu route", field="limits.nvme_slots", value=slots)
+                    raise InputError(
+                        "cannot fit: no slot is free, and there is no gpu route", field="limits.nvme_slots", value=slots
+                    )
                 item = item._replace(route="gpu")
             else:
                 slot = draw.choice(usable)

@@ -28,11 +28,13 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_ext.planner.assemble import Freed, Placed
-from megatron_ext.planner.best_fill import best_fill, least_cover
 from megatron_ext.planner.blocks import Blocks, points_of_rank
-from megatron_ext.simulator.timing import CPU, GPU, Timing
-from megatron_ext.workload.model import Workload
-from megatron_ext.workload.order import steps_of_ranks
+from megatron_ext.planner.knapsack import best_fill, least_cover
+from megatron_ext.simulator.activity_kinds import CPU, GPU
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import Route
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Workload
 
 
 class Plan(NamedTuple):
@@ -53,7 +55,7 @@ class Choices(NamedTuple):
     """
 
     horizon_us: float
-    routes: tuple[str, ...]
+    routes: tuple[Route, ...]
     hosted: frozenset[int]
     staged: frozenset[int] = frozenset()
     forced: dict[tuple[int, int], str] = {}
@@ -66,14 +68,20 @@ class RankWalk:
     def __init__(self, workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, pp_rank: int):
         self.workload, self.timing, self.blocks, self.choices, self.pp_rank = workload, timing, blocks, choices, pp_rank
         self.points = points_of_rank(workload, timing, blocks, pp_rank)
-        limit = workload.limits.device_bytes if workload.zero_stage == 3 else None
+        limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
         self.free = inf if limit is None else limit
         self.whole: dict[int, int] = {}  # group -> the turn up to which it must stay
         self.arrives: dict[int, float] = {}  # group -> estimated time at which it is whole
-        self.block_of = {g: b for b, block in enumerate(blocks.blocks) if block.pp_rank == pp_rank for g in block.groups}
-        self.turns: dict[int, list[int]] = {}  # block -> its turns to come, last first
+        self.turns: dict[int, list[int]] = {}  # group -> its turns to come, last first
+        self.stays: dict[
+            tuple[int, int], int
+        ] = {}  # (group, turn) -> last turn of that step, of groups of several blocks
         for number in range(len(self.points) - 1, -1, -1):
-            self.turns.setdefault(self.points[number].block, []).append(number)
+            for group in self._groups_of(number):
+                turns = self.turns.setdefault(group, [])
+                if turns and self.points[turns[-1]].step == self.points[number].step:
+                    self.stays[group, number] = self.stays.get((group, turns[-1]), turns[-1])
+                turns.append(number)
         self.ideal = [0.0]
         for point in self.points:
             self.ideal.append(self.ideal[-1] + point.us)
@@ -102,12 +110,13 @@ class RankWalk:
             block = point.block
             if block >= 0:
                 groups = self.blocks.blocks[block].groups
-                self.turns[block].pop()
+                for group in groups:
+                    self.turns[group].pop()
                 if self.front <= number:
                     # What is still whole stays, before room is made for what is not.
                     for group in groups:
                         if group in self.whole:
-                            self.whole[group] = number
+                            self.whole[group] = self.stays.get((group, number), number)
                     missing = [group for group in groups if group not in self.whole]
                     roomy = self._make_room(number, missing, beyond=number)
                     assert roomy, "the largest block fits, and nothing else must stay"
@@ -118,11 +127,16 @@ class RankWalk:
                 self.now = max([self.now, *(self.arrives[group] for group in groups)])
             self.now += point.us
             self.number += 1
-            if block >= 0 and not self.turns[block]:
-                self._reduce(groups)
+            if block >= 0 and (done := [group for group in groups if not self.turns[group]]):
+                self._reduce(done)
         return self.now
 
-    def _reduce(self, groups: tuple[int, ...]) -> None:
+    def _groups_of(self, number: int) -> tuple[int, ...]:
+        """Groups of a turn; none where its chunk has no parameters."""
+        block = self.points[number].block
+        return self.blocks.blocks[block].groups if block >= 0 else ()
+
+    def _reduce(self, groups: list[int]) -> None:
         """Reduce the gradients of ``groups``, behind what was issued before."""
         us = sum(self.timing.reduce_us(self.blocks.groups[group].bytes) for group in groups)
         if us:
@@ -132,15 +146,14 @@ class RankWalk:
         """Bring blocks of turns to come, as far as horizon and room allow."""
         points, ideal = self.points, self.ideal
         reach = ideal[max(number, 0)] + self.choices.horizon_us
-        current = points[number].block if number >= 0 else -1
+        current = self._groups_of(number) if number >= 0 else ()
         while self.front < len(points) and ideal[self.front] <= reach:
-            block = points[self.front].block
             if self.choices.held and (self.pp_rank, self.front) in self.choices.held:
                 return
-            groups = self.blocks.blocks[block].groups if block >= 0 else ()
+            groups = self._groups_of(self.front)
             for group in groups:
                 if group in self.whole:
-                    self.whole[group] = max(self.whole[group], self.front)
+                    self.whole[group] = max(self.whole[group], self.stays.get((group, self.front), self.front))
             missing = [group for group in groups if group not in self.whole]
             roomy = self._make_room(number, missing, beyond=self.front, keep=current)
             if not roomy:
@@ -157,10 +170,10 @@ class RankWalk:
         return sorted(missing, key=lambda group: (-self.blocks.groups[group].bytes, group))
 
     def _next_turn(self, group: int) -> float:
-        turns = self.turns[self.block_of[group]]
+        turns = self.turns[group]
         return turns[-1] if turns else inf
 
-    def _make_room(self, number: int, missing: list[int], *, beyond: int, keep: int = -1) -> bool:
+    def _make_room(self, number: int, missing: list[int], *, beyond: int, keep: tuple[int, ...] = ()) -> bool:
         """Free groups whose next turn lies beyond ``beyond``, farthest first, until all of
         ``missing`` fit; of those with the same next turn the ones that leave least room unused.
 
@@ -173,7 +186,7 @@ class RankWalk:
             return True
         usable: dict[float, list[int]] = {}
         for other, until in self.whole.items():
-            if until < number and self.block_of[other] != keep and (turn := self._next_turn(other)) > beyond:
+            if until < number and other not in keep and (turn := self._next_turn(other)) > beyond:
                 usable.setdefault(turn, []).append(other)
         for turn in sorted(usable, reverse=True):
             others = sorted(usable[turn])
@@ -200,7 +213,7 @@ class RankWalk:
     def _bring(self, number: int, group: int, turn: int) -> None:
         """Unshard ``group`` just before turn ``number`` (-1: at the start), to be whole for ``turn``."""
         issue, at = (-1, -1) if number < 0 else (self.points[number].step, self.points[number].before)
-        self.whole[group] = turn
+        self.whole[group] = self.stays.get((group, turn), turn)
         size = self.blocks.groups[group].bytes
         self.free -= size
         route, arrival, delay = self._route(group, size, issue)
@@ -218,7 +231,7 @@ class RankWalk:
         self.arrives[group] = arrival
         self.placed.append(Placed(group, route, issue, self.points[turn].step, at, slot, issue))
 
-    def _route(self, group: int, size: int, issue: int) -> tuple[str, float, float]:
+    def _route(self, group: int, size: int, issue: int) -> tuple[Route, float, float]:
         """The route on which the group arrives first, counting what the others lose: route, arrival, and
         by how much the other link's queue is delayed."""
         best, least = None, inf
@@ -234,7 +247,9 @@ class RankWalk:
             begin = max(ready, self.link_free[route])
             if route == "gpu" and self.blocks.groups[group].algorithm is None:
                 begin = max(begin, self.reduced)
-            us, delay = self._beside(route, size, begin, self.timing.unshard_us(route, size, self.blocks.groups[group].algorithm))
+            us, delay = self._beside(
+                route, size, begin, self.timing.unshard_us(route, size, self.blocks.groups[group].algorithm)
+            )
             found = route, begin + us, delay
             if route == forced:
                 return found
@@ -297,4 +312,6 @@ def walk(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices) -
             position[rank] += 1
             if step in waiting:
                 ready.append(waiting.pop(step))
-    return Plan([one.placed for one in walks], [one.freed for one in walks], max(max(one.now, one.reduced) for one in walks))
+    return Plan(
+        [one.placed for one in walks], [one.freed for one in walks], max(max(one.now, one.reduced) for one in walks)
+    )

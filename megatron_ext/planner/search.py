@@ -4,24 +4,27 @@ Nothing here looks at a clock: the effort is a number of simulated steps, so the
 give the same plan on every machine.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product, zip_longest
 from math import inf
 from typing import NamedTuple
 
-from megatron_ext.errors import InputError
+import msgspec
+
+from megatron_ext.bounds.feasibility import pinned_need
+from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
-from megatron_ext.planner.blocks import Blocks, cut_evenly, make_blocks, points_of_rank
+from megatron_ext.planner.blocks import Blocks, cut_by_layer, cut_evenly, cut_within, make_blocks, points_of_rank
+from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.pipelined_groups import pipelined_cut
 from megatron_ext.planner.residency import Choices, walk
-from megatron_ext.planner.split import splitter
-from megatron_ext.schedule.model import Schedule
-from megatron_ext.simulator.fit import pinned_need
-from megatron_ext.simulator.simulate import run
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.model import Parameter, Workload
+from megatron_ext.workload.route import Route
+from megatron_ext.workload.workload import Parameter, Workload
 
-EFFORT = {1: 400_000, 3: 800_000}
+EFFORT = {1: 400_000, 3: 1_200_000}
 """By zero stage: steps, turns of blocks and gathers that one search may walk and simulate."""
 
 CLOSE_ENOUGH = 5e-4
@@ -31,16 +34,34 @@ LEAST_CANDIDATES = 4
 """However large the workload, so many candidates are tried."""
 
 
-class Search:
-    """Tries choices, keeps the best schedule by simulated step time."""
+GROUPS_OF_MICROBATCHES = 2
+"""Estimates walk so many groups of micro-batches, where there are more: the steps in between repeat themselves."""
 
-    def __init__(self, workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us: float):
+
+def number_of_steps(workload: Workload) -> int:
+    """Steps of all pipeline ranks in one iteration."""
+    return 2 * workload.parallel.pp * workload.parallel.vp * workload.parallel.num_microbatches
+
+
+def shortened(workload: Workload) -> Workload:
+    """The same workload with at most :data:`GROUPS_OF_MICROBATCHES` groups of micro-batches."""
+    parallel = workload.parallel
+    most = GROUPS_OF_MICROBATCHES * parallel.microbatch_group_size
+    if parallel.num_microbatches <= most or number_of_steps(workload) <= POLISHED_STEPS:
+        return workload
+    return msgspec.structs.replace(workload, parallel=msgspec.structs.replace(parallel, num_microbatches=most))
+
+
+class Search:
+    """Tries choices, keeps the best schedule by simulated iteration time."""
+
+    def __init__(self, workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float):
         self.workload, self.timing, self.routes, self.bound_us = workload, timing, routes, bound_us
-        parallel = workload.parallel
-        self.steps = 2 * parallel.pp * parallel.vp * parallel.num_microbatches
+        self.steps = number_of_steps(workload)
         self.effort = EFFORT[workload.zero_stage]
         self.tried = 0
-        self.best_us, self.best = inf, None
+        self.best_us = inf
+        self.best: Schedule | None = None
 
     def spent(self) -> bool:
         near = self.best_us <= self.bound_us * (1 + (1e-9 if is_tiny(self.workload) else CLOSE_ENOUGH))
@@ -51,14 +72,14 @@ class Search:
         return assemble(self.workload, blocks.groups, plan.placed, plan.freed, planner="hybrid")
 
     def judge(self, schedule: Schedule) -> float:
-        """Simulated step time; counts against the effort."""
+        """Simulated iteration time; counts against the effort."""
         self.tried += 1
         unshards = sum(len(r.start.unshard) + sum(len(e.unshard) for e in r.steps) for r in schedule.ranks)
         self.effort -= self.steps + 4 * unshards
-        return run(self.workload, self.timing, schedule, bound_us=0.0).step_time_us
+        return run(self.workload, self.timing, schedule, bound_us=0.0).iteration_time_us
 
     def time_of(self, blocks: Blocks, choices: Choices) -> float:
-        """Simulated step time with these choices; the best schedule so far is kept."""
+        """Simulated iteration time with these choices; the best schedule so far is kept."""
         self.effort -= self.steps  # the walk
         schedule = self.schedule(blocks, choices)
         us = self.judge(schedule)
@@ -69,21 +90,20 @@ class Search:
 
 def fits(workload: Workload, blocks: Blocks) -> bool:
     """Whether every block fits on its device."""
-    limit = workload.limits.device_bytes
+    limit = workload.limits.whole_parameter_bytes
     if limit is None:
         return True
     if workload.zero_stage == 3:
         return all(block.bytes <= limit for block in blocks.blocks)
     totals = [0] * workload.parallel.pp
-    for block in blocks.blocks:
-        totals[block.pp_rank] += block.bytes
+    for group in blocks.groups:
+        totals[group.pp_rank] += group.bytes
     return max(totals) <= limit
 
 
 def is_tiny(workload: Workload) -> bool:
     """Few enough steps that a solver may look at all of them."""
-    parallel = workload.parallel
-    return 2 * parallel.pp * parallel.vp * parallel.num_microbatches <= 48
+    return number_of_steps(workload) <= 48
 
 
 def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozenset[int]:
@@ -130,56 +150,70 @@ def staged_groups(workload: Workload, blocks: Blocks, hosted: frozenset[int]) ->
     routed = ["cpu" if g in hosted else "gpu" for g in range(len(blocks.groups))]
     for group in usable:
         routed[group] = "nvme"
-    if limits.pinned_host_bytes is not None and max(pinned_need(workload, blocks.groups, routed)) > limits.pinned_host_bytes:
+    if (
+        limits.pinned_host_bytes is not None
+        and max(pinned_need(workload, blocks.groups, routed)) > limits.pinned_host_bytes
+    ):
         return frozenset()
     return frozenset(usable)
 
 
-def cuttings(workload: Workload, timing: Timing, routes: tuple[str, ...]) -> Iterator[list[list[int]]]:
-    """Ways to cut all chunks into blocks: whole, in 2, 4, ... parts, by layer; and the first
-    chunk finer than the others (by layer, and by dynamic programming), which starts the first
-    compute early at few calls."""
+PARTS_OF_LIMIT = (1, 2, 3, 4)
+"""Where device memory is limited, blocks of the limit and of these parts of it are tried: so many fit at once."""
+
+
+def cuttings(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> Iterator[list[list[int]]]:
+    """Ways to cut all chunks into blocks, without repetitions.
+
+    Whole; in 2, 4, ... parts of about equal bytes; by layer; the fewest blocks that the limit of device memory, or a
+    part of it, has room for; and the first chunk finer than the others (by layer, and by dynamic programming), which
+    starts the first compute early at few calls. By layer every workload fits that fits at all.
+    """
     deepest = max(chunk.num_layers for chunk in workload.chunks)
-    seen = []
-    parts = 1
-    numbers = []
-    while parts < deepest:
-        numbers.append(parts)
-        parts *= 2
-    numbers.append(deepest)
-    for number in numbers:
-        cut = [cut_evenly(chunk, number) for chunk in workload.chunks]
-        if cut not in seen:
+    limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
+    chunks, seen = workload.chunks, []
+    found = [[cut_evenly(chunk, 2**n) for chunk in chunks] for n in range((deepest - 1).bit_length())]
+    found.append([cut_by_layer(chunk) for chunk in chunks])
+    if limit is not None and deepest > 1:
+        found += [[cut_within(workload, chunk, limit / part) for chunk in chunks] for part in PARTS_OF_LIMIT]
+    if deepest > 1:
+        found.append([cut_by_layer(chunk) if chunk.model_chunk_id == 0 else [0] for chunk in chunks])
+        found.append(_pipelined(workload, timing, routes) or [])
+    for cut in found:
+        if cut and cut not in seen:
             seen.append(cut)
             yield cut
-    if deepest > 1:
-        mixed = [cut_evenly(chunk, deepest if chunk.model_chunk_id == 0 else 1) for chunk in workload.chunks]
-        for cut in (mixed, _pipelined(workload, timing, routes)):
-            if cut is not None and cut not in seen:
-                seen.append(cut)
-                yield cut
 
 
-def _pipelined(workload: Workload, timing: Timing, routes: tuple[str, ...]) -> list[list[int]] | None:
-    """Groups that let the first chunk's gather and forward overlap best; None where not measured, or nothing to gather."""
+def _pipelined(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> list[list[int]] | None:
+    """Groups that let the first chunk's gather and forward overlap best; None where not measured, or nothing to
+    gather."""
     if not routes:
         return None
+    route = "gpu" if "gpu" in routes else routes[0]
+    limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
     try:
         return [
-            pipelined_cut(timing, chunk, "gpu" if "gpu" in routes else routes[0]) if chunk.model_chunk_id == 0 else [0]
+            pipelined_cut(timing, chunk, route, limit)
+            if chunk.model_chunk_id == 0
+            else [0]
+            if limit is None
+            else cut_within(workload, chunk, limit)
             for chunk in workload.chunks
         ]
     except InputError:
         return None
 
 
-def route_sets(routes: tuple[str, ...]) -> list[tuple[str, ...]]:
+def route_sets(routes: tuple[Route, ...]) -> list[tuple[Route, ...]]:
     """Sets of routes worth trying, the richest first. A set without ``gpu`` cannot fall back on
     an all-gather, so it must be ``cpu`` alone."""
-    sets = [routes]
+    sets: list[tuple[Route, ...]] = [routes]
     if "gpu" in routes and len(routes) > 1:
         sets.append(("gpu",))
-        sets += [("gpu", route) for route in routes if route != "gpu" and len(routes) > 2]
+        others: list[Route] = [route for route in routes if route != "gpu"]
+        if len(others) > 1:
+            sets.extend(("gpu", route) for route in others)
     if "cpu" in routes and routes != ("cpu",):
         sets.append(("cpu",))
     return sets
@@ -201,13 +235,15 @@ class Grid:
 
     def __init__(self, state: Search):
         workload, timing, routes = state.workload, state.timing, state.routes
-        self.state = state
+        self.state, self.rough = state, shortened(workload)
         self.cuts = list(cuttings(workload, timing, routes))
-        self.divides = [None]
+        self.divides: list[Callable[[list[Parameter]], list[list[Parameter]]] | None] = [None]
         if len(routes) > 1:
             self.divides.append(splitter(timing, routes))
         limits = workload.limits
-        if (workload.zero_stage == 3 and limits.device_bytes is not None) or limits.pinned_host_bytes is not None:
+        if (
+            workload.zero_stage == 3 and limits.whole_parameter_bytes is not None
+        ) or limits.pinned_host_bytes is not None:
             self.divides.append(by_parameter)
         self.horizons = _horizons(workload, timing)
         self.sets = route_sets(routes)
@@ -222,7 +258,9 @@ class Grid:
         workload = self.state.workload
         key = (settings.cut, settings.divide)
         if key not in self._blocks:
-            self._blocks[key] = make_blocks(workload, self.cuts[settings.cut], self.divides[settings.divide], self.state.timing.algorithm)
+            self._blocks[key] = make_blocks(
+                workload, self.cuts[settings.cut], self.divides[settings.divide], self.state.timing.algorithm
+            )
         blocks, allowed = self._blocks[key], self.sets[settings.routes]
         hosted = hosted_groups(workload, blocks, settings.hosts) if "cpu" in allowed else frozenset()
         staged = staged_groups(workload, blocks, hosted) if "nvme" in allowed else frozenset()
@@ -231,14 +269,16 @@ class Grid:
         return blocks, Choices(self.horizons[settings.horizon], allowed, hosted, staged)
 
     def estimate(self, settings: Settings) -> float:
-        """Estimated end of the last step, by a walk."""
-        workload = self.state.workload
+        """Estimated end of the last step, by a walk of the :func:`shortened` workload."""
+        workload = self.rough
         if settings not in self.estimates:
             made = self.made(settings)
             if made is None:
                 self.estimates[settings] = inf
             else:
-                self.state.effort -= self.state.steps + 2 * sum(map(len, made[0].of_stage)) * workload.parallel.num_microbatches
+                self.state.effort -= (
+                    number_of_steps(workload) + 2 * sum(map(len, made[0].of_stage)) * workload.parallel.num_microbatches
+                )
                 try:
                     self.estimates[settings] = walk(workload, self.state.timing, *made).end_us
                 except InputError as error:  # a group of a size that was not measured
@@ -306,8 +346,10 @@ POLISHED_STEPS = 2048
 """With more steps one decision is too small a part of the whole to be worth a simulation."""
 
 
-def search(workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us: float = 0.0) -> tuple[Schedule, float]:
-    """The best schedule found, and its simulated step time.
+def search(
+    workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float = 0.0
+) -> tuple[Schedule, float]:
+    """The best schedule found, and its simulated iteration time.
 
     Raises:
         InputError: no groups can be gathered within the limits and the measured sizes.
@@ -323,9 +365,12 @@ def search(workload: Workload, timing: Timing, routes: tuple[str, ...], bound_us
         if judged and state.spent():
             break
         made = grid.made(settings)
-        judged.append((state.time_of(*made), len(judged), made))
-    for us, _, made in sorted(judged)[: POLISHED if state.steps <= POLISHED_STEPS else 0]:
-        _polish(state, *made, us)
+        assert made is not None  # its estimate is finite
+        blocks, choices = made
+        judged.append((state.time_of(blocks, choices), len(judged), blocks, choices))
+    for us, _, blocks, choices in sorted(judged)[: POLISHED if state.steps <= POLISHED_STEPS else 0]:
+        _polish(state, blocks, choices, us)
+    assert state.best is not None  # something was judged
     return state.best, state.best_us
 
 
@@ -334,13 +379,15 @@ def _to_judge(estimates: dict[Settings, float]) -> list[Settings]:
     disturb each other than the simulator. Of those that differ in nothing that the walk noticed, one."""
     by_routes: dict[int, dict[tuple, Settings]] = {}
     for us, settings in sorted((us, settings) for settings, us in estimates.items() if us < inf):
-        by_routes.setdefault(settings.routes, {}).setdefault((us, settings.cut, settings.divide, settings.hosts), settings)
+        by_routes.setdefault(settings.routes, {}).setdefault(
+            (us, settings.cut, settings.divide, settings.hosts), settings
+        )
     turns = zip_longest(*(found.values() for found in sorted(by_routes.values(), key=lambda found: min(found)[0])))
     return [settings for turn in turns for settings in turn if settings is not None][:SIMULATED]
 
 
 def _polish(state: Search, blocks: Blocks, choices: Choices, us: float) -> None:
-    """Change one decision at a time while the simulated step time falls.
+    """Change one decision at a time while the simulated iteration time falls.
 
     A change sends one gather by another link, holds back looking ahead at one turn, or gives or
     takes a host copy.
@@ -372,10 +419,11 @@ def _changes(state: Search, blocks: Blocks, choices: Choices) -> Iterator[Choice
             staged = choices.staged - hosted
             # Slots of ranks that stage are pinned too.
             routed = ["cpu" if g in hosted else "nvme" if g in staged else "gpu" for g in range(len(blocks.groups))]
-            if ("gpu" in choices.routes or len(hosted) == len(routed)) and max(pinned_need(workload, blocks.groups, routed)) <= limit:
+            if ("gpu" in choices.routes or len(hosted) == len(routed)) and max(
+                pinned_need(workload, blocks.groups, routed)
+            ) <= limit:
                 yield choices._replace(hosted=hosted, staged=staged)
     if workload.zero_stage == 3:
-        for pp_rank, mine in enumerate(placed):
+        for pp_rank in range(len(placed)):
             for turn in range(1, len(points_of_rank(workload, state.timing, blocks, pp_rank))):
                 yield choices._replace(held=choices.held ^ {(pp_rank, turn)})
-

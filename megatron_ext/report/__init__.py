@@ -1,8 +1,8 @@
 """Timelines, and predicted beside measured."""
 
-from megatron_ext.report import show
-from megatron_ext.report.build import Report, build
+from megatron_ext.report import report_text
+from megatron_ext.report.build_report import Report, build
 from megatron_ext.report.run_dir import RunDir, load
-from megatron_ext.report.write import write
+from megatron_ext.report.write_report import write
 
-__all__ = ["Report", "RunDir", "build", "load", "show", "write"]
+__all__ = ["Report", "RunDir", "build", "load", "report_text", "write"]

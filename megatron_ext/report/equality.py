@@ -8,8 +8,7 @@ therefore Megatron's own gather at the schedule's bucket layout.
 
 from typing import NamedTuple
 
-from megatron_ext.report.metrics import Metrics
-
+from megatron_ext.formats.metrics import Metrics
 
 REFERENCE = "Megatron's own gather at the schedule's bucket layout"
 
@@ -38,8 +37,14 @@ def compare(reference: Metrics | None, scheduled: Metrics) -> Equality:
     if reference is None:
         return Equality(None, ())
     differences = []
-    for name, what, where in (("loss", "loss", "iteration"), ("grad_norm", "gradient norm", "iteration"), ("eval_loss", "evaluation loss", "evaluation")):
-        differences += _first_difference(what, where, getattr(reference, name), getattr(scheduled, name), numbers_only="loss" in name)
+    for name, what, where in (
+        ("loss", "loss", "iteration"),
+        ("grad_norm", "gradient norm", "iteration"),
+        ("eval_loss", "evaluation loss", "evaluation"),
+    ):
+        differences += _first_difference(
+            what, where, getattr(reference, name), getattr(scheduled, name), numbers_only="loss" in name
+        )
     differences += _different_hashes(reference.parameter_sha256, scheduled.parameter_sha256)
     return Equality(not differences, tuple(differences))
 
@@ -55,7 +60,9 @@ def _first_difference(what: str, where: str, theirs, ours, *, numbers_only: bool
     two values that are not numbers need not have the same bits."""
     if len(theirs) != len(ours):
         return [f"{what}: {len(ours)} entries, the reference has {len(theirs)}"]
-    differing = [index for index, (a, b) in enumerate(zip(theirs, ours)) if _bits(a) != _bits(b) or (numbers_only and a is None)]
+    differing = [
+        index for index, (a, b) in enumerate(zip(theirs, ours)) if _bits(a) != _bits(b) or (numbers_only and a is None)
+    ]
     if not differing:
         return []
     index = differing[0]

@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ext import files
-from megatron_ext.cost import model as cost
-from megatron_ext.errors import InputError
-from megatron_ext.report import metrics as metrics_file
-from megatron_ext.report.measured import MeasuredTrace
-from megatron_ext.report.metrics import Metrics
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.formats import json_files
+from megatron_ext.formats import metrics as metrics_file
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.metrics import Metrics
+from megatron_ext.report.measured_trace import MeasuredTrace
 from megatron_ext.schedule import match, validate
-from megatron_ext.schedule.model import Schedule
-from megatron_ext.workload import model as workload_file
-from megatron_ext.workload.model import Workload
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload import workload as workload_file
+from megatron_ext.workload.workload import Workload
 
 READ = {
     "cost_table": "cost_table.json",
@@ -47,6 +47,11 @@ class RunDir(NamedTuple):
     def iterations(self) -> int:
         return self.scheduled.iterations
 
+    @property
+    def turn_iterations(self) -> int | None:
+        """Iterations of a turn, where stock and scheduled training took turns."""
+        return self.scheduled.turn_iterations if self.stock.turn_iterations == self.scheduled.turn_iterations else None
+
     def file(self, name: str) -> Path:
         """Path of a file by its key in ``READ`` or ``WRITTEN``."""
         return self.path / {**READ, **WRITTEN}[name]
@@ -67,21 +72,32 @@ def load(directory) -> RunDir:
     schedule = validate.load(at["schedule"])
     match.match(schedule, workload, file=at["schedule"])
     planned_by = schedule.metadata.cost_table_sha256
-    if planned_by is not None and planned_by != files.sha256(at["cost_table"]):
-        raise InputError("planned by another cost table than the one beside it", file=at["schedule"], field="metadata.cost_table_sha256", value=planned_by[:12])
+    if planned_by is not None and planned_by != json_files.sha256(at["cost_table"]):
+        raise InputError(
+            "planned by another cost table than the one beside it",
+            file=at["schedule"],
+            field="metadata.cost_table_sha256",
+            value=planned_by[:12],
+        )
     scheduled = metrics_file.load(at["scheduled_metrics"])
     stock = _same_length(at["stock_metrics"], scheduled)
     reference = _same_length(at["reference_metrics"], scheduled) if at["reference_metrics"].exists() else None
     world = workload.parallel.world_size
     for key, metrics in (("scheduled_metrics", scheduled), ("stock_metrics", stock), ("reference_metrics", reference)):
         if metrics is not None and len(metrics.parameter_sha256) != world:
-            raise InputError(f"has {len(metrics.parameter_sha256)} entries for {world} ranks", file=at[key], field="parameter_sha256")
-    traces = [MeasuredTrace(at[key], workload.parallel, scheduled.iterations) for key in ("stock_trace", "scheduled_trace")]
+            raise InputError(
+                f"has {len(metrics.parameter_sha256)} entries for {world} ranks", file=at[key], field="parameter_sha256"
+            )
+    traces = [
+        MeasuredTrace(at[key], workload.parallel, scheduled.iterations) for key in ("stock_trace", "scheduled_trace")
+    ]
     return RunDir(path, table, workload, schedule, stock, scheduled, reference, *traces)
 
 
 def _same_length(path: Path, scheduled: Metrics) -> Metrics:
     metrics = metrics_file.load(path)
     if metrics.iterations != scheduled.iterations:
-        raise InputError(f"has {metrics.iterations} iterations, the scheduled run {scheduled.iterations}", file=path, field="loss")
+        raise InputError(
+            f"has {metrics.iterations} iterations, the scheduled run {scheduled.iterations}", file=path, field="loss"
+        )
     return metrics

@@ -1,6 +1,7 @@
 """A figure that was measured once an iteration: its median and its spread."""
 
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy
 
@@ -32,15 +33,10 @@ def summarize(values_us: Sequence[float]) -> Spread:
     return Spread(median, p10, p90, len(values_us))
 
 
-def spread(per_iteration_us: Sequence[float]) -> Spread:
-    """Summarize one figure, one entry an iteration, warm-up left out."""
-    return summarize(per_iteration_us[warm_up(len(per_iteration_us)) :])
-
-
 def median_iteration(per_iteration_us: Sequence[float], usable: Sequence[bool]) -> int:
     """Number (from 1) of the iteration nearest to the median, among the usable ones if any is."""
     first = warm_up(len(per_iteration_us))
-    middle = spread(per_iteration_us).median_us
+    middle = summarize(per_iteration_us[first:]).median_us
     indices = range(first, len(per_iteration_us))
     chosen = [index for index in indices if usable[index]] or list(indices)
     return 1 + min(chosen, key=lambda index: (abs(per_iteration_us[index] - middle), index))

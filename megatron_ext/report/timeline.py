@@ -2,25 +2,42 @@
 
 import io
 
-from megatron_ext import files
-from megatron_ext.report.build import Report
-from megatron_ext.report.panels import Panel, panels, zoom_us
-from megatron_ext.report.rows import Row
+from megatron_ext.formats import json_files
+from megatron_ext.report.build_report import Report
+from megatron_ext.report.timeline_panels import Panel, panels, zoom_us
+from megatron_ext.report.timeline_rows import Row
 
 WIDTH_PX, DPI = 1600, 100
 
 COLORS = {
-    "F": "#b5d3ea", "B": "#3f7fb5", "optimizer": "#8c8c8c", "wait": "#e31a1c", "issue": "#1a1a1a",
-    "gpu": "#33a02c", "cpu": "#ff7f00", "nvme": "#6a3d9a", "publish": "#b15928", "reduce": "#e7a6c8", "p2p": "#b9b9b9",
-}  # fmt: skip
+    "F": "#b5d3ea",
+    "B": "#3f7fb5",
+    "optimizer": "#8c8c8c",
+    "wait": "#e31a1c",
+    "issue": "#1a1a1a",
+    "gpu": "#33a02c",
+    "cpu": "#ff7f00",
+    "nvme": "#6a3d9a",
+    "publish": "#b15928",
+    "reduce": "#e7a6c8",
+    "p2p": "#b9b9b9",
+}
 
 BETWEEN_ITERATIONS = "#f0f0e4"
 
 MEANING = {
-    "F": "forward step", "B": "backward step", "optimizer": "optimizer step", "wait": "exposed: waits for a gather",
-    "issue": "thread issues gathers", "gpu": "gather, route gpu (all-gather)", "cpu": "gather, route cpu (copy from host)",
-    "nvme": "stage in from nvme", "publish": "publish to the host copy", "reduce": "gradient reduction", "p2p": "message between stages",
-}  # fmt: skip
+    "F": "forward step",
+    "B": "backward step",
+    "optimizer": "optimizer step",
+    "wait": "exposed: waits for a gather",
+    "issue": "thread issues gathers",
+    "gpu": "gather, route gpu (all-gather)",
+    "cpu": "gather, route cpu (copy from host)",
+    "nvme": "stage in from nvme",
+    "publish": "publish to the host copy",
+    "reduce": "gradient reduction",
+    "p2p": "message between stages",
+}
 
 THREAD_HEIGHT, LINK_HEIGHT, GAP = 1.0, 0.5, 0.35
 """Row heights, and the space between ranks, in the same unit."""
@@ -30,11 +47,14 @@ UNIT_INCH = 0.3
 LEFT, RIGHT, ZOOM_FROM, WHOLE_TO = 0.07, 0.872, 0.66, 0.645
 """Places of the axes in the picture's width; the larger view stands right of the whole."""
 
-TITLE_TO, STEP_TIME = 0.8, 0.13
-"""Shares of a panel's width: what its title and a step time behind it may take, and the step time alone."""
+TITLE_TO, ITERATION_TIME = 0.8, 0.13
+"""Shares of a panel's width: what its title and a iteration time behind it may take, and the iteration time alone."""
 
 SHORTEST_PX = 1.2
 """A shorter interval is drawn as long as this, so that it is seen at all."""
+
+HATCH = "//////"
+"""Of gathers whose end is not known, drawn to the return of the wait for them."""
 
 STRIP = 0.45
 """A wait covers this share of its step's bar, so that the step's name stays readable."""
@@ -77,7 +97,7 @@ def save(report: Report, path) -> None:
     _write_words(figure, report, drawn, inches)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
-    files.write_atomically(path, buffer.getvalue())
+    json_files.write_atomically(path, buffer.getvalue())
 
 
 def _height(panel: Panel) -> float:
@@ -116,8 +136,16 @@ def _draw(axes, panel: Panel, span_us: tuple[float, float], width_px: float) -> 
         axes.axvline(end / 1e3, color="black", linewidth=1, linestyle="--")
         # The title is on the left: where the step ends below it, its time stands right of both.
         late = end > TITLE_TO * until_us
-        place_us = end if late else max(end, (TITLE_TO - STEP_TIME) * until_us)
-        axes.annotate(f"step time {(end - begin) / 1e3:.1f} ms", (place_us / 1e3, height), xytext=(3, 4), textcoords="offset points", ha="right" if late else "left", va="bottom", fontsize=10)
+        place_us = end if late else max(end, (TITLE_TO - ITERATION_TIME) * until_us)
+        axes.annotate(
+            f"iteration time {(end - begin) / 1e3:.1f} ms",
+            (place_us / 1e3, height),
+            xytext=(3, 4),
+            textcoords="offset points",
+            ha="right" if late else "left",
+            va="bottom",
+            fontsize=10,
+        )
     axes.set_yticks([])
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
@@ -128,45 +156,77 @@ def _draw(axes, panel: Panel, span_us: tuple[float, float], width_px: float) -> 
 
 def _draw_row(axes, row: Row, y: float, tall: float, span_us: tuple[float, float], us_per_px: float) -> None:
     from_us, until_us = span_us
-    by_kind: dict[str, list] = {}
+    by_kind: dict[tuple[str, bool], list] = {}
     for bar in row.bars:
         if bar.start_us < until_us and bar.start_us + bar.duration_us >= from_us:
-            by_kind.setdefault(bar.kind, []).append(bar)
-    for kind, bars in by_kind.items():
+            by_kind.setdefault((bar.kind, bar.end_known), []).append(bar)
+    for (kind, known), bars in by_kind.items():
         spans = [(bar.start_us / 1e3, max(bar.duration_us, SHORTEST_PX * us_per_px) / 1e3) for bar in bars]
         edge = "white" if kind in "FB" else "none"
         part = STRIP if kind == "wait" else 1.0
-        axes.broken_barh(spans, (y, tall * part), facecolors=COLORS[kind], edgecolor=edge, linewidth=0.6, zorder=3)
+        style = dict(facecolors=COLORS[kind], edgecolor=edge)
+        if not known:
+            style = dict(facecolors="white", edgecolor=COLORS[kind], hatch=HATCH)
+        axes.broken_barh(spans, (y, tall * part), linewidth=0.6, zorder=3, **style)
     for bar in row.bars:
         start, end = max(bar.start_us, from_us), min(bar.start_us + bar.duration_us, until_us)
         if bar.kind in "FB" and (end - start) / us_per_px > 6 * len(bar.name) + 2:
             color = "white" if bar.kind == "B" else "black"
-            axes.text((start + end) / 2e3, y + tall * 0.52, bar.name, ha="center", va="center", fontsize=7.5, color=color, zorder=4)
+            axes.text(
+                (start + end) / 2e3,
+                y + tall * 0.52,
+                bar.name,
+                ha="center",
+                va="center",
+                fontsize=7.5,
+                color=color,
+                zorder=4,
+            )
 
 
 def _name_rows(axes, panel: Panel) -> None:
     for row, y in _places(panel):
         thread = row.lane == "thread"
         axes.text(
-            -0.008, y + _tall(row) / 2, f"rank {row.rank}" if thread else row.lane, transform=axes.get_yaxis_transform(),
-            ha="right", va="center", fontsize=9.5 if thread else 8, fontweight="bold" if thread else "normal",
-        )  # fmt: skip
+            -0.008,
+            y + _tall(row) / 2,
+            f"rank {row.rank}" if thread else row.lane,
+            transform=axes.get_yaxis_transform(),
+            ha="right",
+            va="center",
+            fontsize=9.5 if thread else 8,
+            fontweight="bold" if thread else "normal",
+        )
 
 
 def _sum_up_rows(axes, panel: Panel) -> None:
     """What each row adds up to, in the right margin."""
     for row, y in _places(panel):
-        said = f"{len(row.bars)} x, {row.total_us(row.lane) / 1e3:.2f} ms"
+        at_most = "" if all(bar.end_known for bar in row.bars) else "at most "
+        said = f"{len(row.bars)} x, {at_most}{row.total_us(row.lane) / 1e3:.2f} ms"
         if row.lane == "thread":
             said = f"exposed {row.total_us('wait') / 1e3:.2f} ms\nissuing {row.total_us('issue') / 1e3:.2f} ms"
-        axes.annotate(said, (1, y + _tall(row) / 2), xycoords=axes.get_yaxis_transform(), xytext=(8, 0), textcoords="offset points", ha="left", va="center", fontsize=8, color="#333333")
+        axes.annotate(
+            said,
+            (1, y + _tall(row) / 2),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(8, 0),
+            textcoords="offset points",
+            ha="left",
+            va="center",
+            fontsize=8,
+            color="#333333",
+        )
 
 
 def _write_words(figure, report: Report, drawn: list[Panel], inches: float) -> None:
     from matplotlib.patches import Patch
 
     parallel = report.run.workload.parallel
-    title = f"One training iteration at PP {parallel.pp} x VP {parallel.vp} x DP {parallel.dp}, {parallel.num_microbatches} micro-batches"
+    title = (
+        f"One training iteration at PP {parallel.pp} x VP {parallel.vp} x DP {parallel.dp}, "
+        f"{parallel.num_microbatches} micro-batches"
+    )
     figure.text(0.01, 1 - 0.24 / inches, title, fontsize=14, fontweight="bold", va="center")
     how = (
         "One row a rank: its steps, named <stage><F or B><micro-batch>; white: it waits for a neighbouring stage. "
@@ -174,8 +234,19 @@ def _write_words(figure, report: Report, drawn: list[Panel], inches: float) -> N
         "Milliseconds since the first rank had fresh parameters."
     )
     figure.text(0.01, 1 - 0.54 / inches, how, fontsize=9.5, va="center")
-    used = {bar.kind for panel in drawn for row in panel.rows for bar in row.bars}
+    bars = [bar for panel in drawn for row in panel.rows for bar in row.bars]
+    used = {bar.kind for bar in bars}
     handles = [Patch(facecolor=COLORS[kind], label=meaning) for kind, meaning in MEANING.items() if kind in used]
+    if not all(bar.end_known for bar in bars):
+        meaning = "gather that ended at some time within"
+        handles.append(Patch(facecolor="white", edgecolor=COLORS["gpu"], hatch=HATCH, label=meaning))
     if any(panel.step[0] for panel in drawn):
         handles.append(Patch(facecolor=BETWEEN_ITERATIONS, edgecolor="#cccccc", label="between iterations"))
-    figure.legend(handles=handles, loc="lower center", ncols=min(len(handles), 6), fontsize=9.5, frameon=False, bbox_to_anchor=(0.5, 0.0))
+    figure.legend(
+        handles=handles,
+        loc="lower center",
+        ncols=min(len(handles), 6),
+        fontsize=9.5,
+        frameon=False,
+        bbox_to_anchor=(0.5, 0.0),
+    )

@@ -13,8 +13,9 @@ import platform
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 SYSTEM_CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 """io_setup, io_destroy, io_getevents, io_submit (asm/unistd.h)."""
@@ -36,16 +37,30 @@ class _Control(ctypes.Structure):
     """struct iocb (linux/aio_abi.h)."""
 
     _fields_ = [
-        ("data", ctypes.c_uint64), ("key", ctypes.c_uint32), ("rw_flags", ctypes.c_int32), ("opcode", ctypes.c_uint16),
-        ("priority", ctypes.c_int16), ("descriptor", ctypes.c_uint32), ("buffer", ctypes.c_uint64), ("bytes", ctypes.c_uint64),
-        ("offset", ctypes.c_int64), ("reserved", ctypes.c_uint64), ("flags", ctypes.c_uint32), ("event", ctypes.c_uint32),
-    ]  # fmt: skip
+        ("data", ctypes.c_uint64),
+        ("key", ctypes.c_uint32),
+        ("rw_flags", ctypes.c_int32),
+        ("opcode", ctypes.c_uint16),
+        ("priority", ctypes.c_int16),
+        ("descriptor", ctypes.c_uint32),
+        ("buffer", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("offset", ctypes.c_int64),
+        ("reserved", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("event", ctypes.c_uint32),
+    ]
 
 
 class _Event(ctypes.Structure):
     """struct io_event."""
 
-    _fields_ = [("data", ctypes.c_uint64), ("control", ctypes.c_uint64), ("result", ctypes.c_int64), ("second", ctypes.c_int64)]
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("control", ctypes.c_uint64),
+        ("result", ctypes.c_int64),
+        ("second", ctypes.c_int64),
+    ]
 
 
 class KernelReads:
@@ -90,28 +105,38 @@ class KernelReads:
         _tell(failed)
 
     def _fill(self) -> list[tuple[Request, int]]:
-        """Submit what there is room for; returns what the kernel refused."""
-        room = min(self._depth - len(self._in_kernel), len(self._pending))
-        if not room:
+        """Submit what there is space for; returns what the kernel refused."""
+        free = min(self._depth - len(self._in_kernel), len(self._pending))
+        if not free:
             return []
         entries = []
-        for _ in range(room):
+        for _ in range(free):
             request = self._pending.popleft()
             memory = (ctypes.c_char * len(request.view)).from_buffer(request.view)
             self._number += 1
             control = _Control(
-                data=self._number, opcode=READ, descriptor=self._descriptor, buffer=ctypes.addressof(memory), bytes=len(request.view), offset=request.offset
+                data=self._number,
+                opcode=READ,
+                descriptor=self._descriptor,
+                buffer=ctypes.addressof(memory),
+                bytes=len(request.view),
+                offset=request.offset,
             )
             entries.append((self._number, control, memory, request))
-        pointers = (ctypes.c_void_p * room)(*(ctypes.addressof(entry[1]) for entry in entries))
+        pointers = (ctypes.c_void_p * free)(*(ctypes.addressof(entry[1]) for entry in entries))
         taken, failed = 0, []
-        while taken < room:
+        while taken < free:
             try:
-                count = self._call(self._submit, self._context, ctypes.c_long(room - taken), ctypes.byref(pointers, taken * ctypes.sizeof(ctypes.c_void_p)))
+                count = self._call(
+                    self._submit,
+                    self._context,
+                    ctypes.c_long(free - taken),
+                    ctypes.byref(pointers, taken * ctypes.sizeof(ctypes.c_void_p)),
+                )
             except InterruptedError:
                 continue
             except OSError as error:  # of the first that is left
-                failed.append((entries[taken][3], -error.errno))
+                failed.append((entries[taken][3], -(error.errno or errno.EIO)))
                 taken += 1
                 continue
             for entry in entries[taken : taken + count]:
@@ -138,7 +163,9 @@ class KernelReads:
                         return
                     self._changed.wait()
             try:
-                count = self._call(self._get_events, self._context, ctypes.c_long(1), ctypes.c_long(self._depth), events, None)
+                count = self._call(
+                    self._get_events, self._context, ctypes.c_long(1), ctypes.c_long(self._depth), events, None
+                )
             except InterruptedError:
                 continue
             with self._lock:
@@ -181,7 +208,7 @@ class ThreadReads:
         try:
             result = os.preadv(self._descriptor, [request.view], request.offset)
         except OSError as error:
-            result = -error.errno
+            result = -(error.errno or errno.EIO)
         _tell([(request, result)])
 
     def close(self) -> None:

@@ -62,6 +62,12 @@ class Checks:
         everybody = self.exchange((peak_bytes, *self.order.so_far()))
         for rank, (peak, count, digest) in enumerate(everybody):
             if peak != self.promised_bytes:
-                raise ScheduleError(f"iteration {iteration}: data-parallel rank {rank} held {peak} bytes of whole parameters, the schedule promises {self.promised_bytes}")
+                raise ScheduleError(
+                    f"iteration {iteration}: data-parallel rank {rank} held {peak} bytes of whole parameters, the "
+                    f"schedule promises {self.promised_bytes}"
+                )
             if (count, digest) != everybody[0][1:]:
-                raise ScheduleError(f"iteration {iteration}: data-parallel ranks 0 and {rank} issued their {everybody[0][1]} and {count} gathers in different orders")
+                raise ScheduleError(
+                    f"iteration {iteration}: data-parallel ranks 0 and {rank} issued their {everybody[0][1]} and "
+                    f"{count} gathers in different orders"
+                )

@@ -5,6 +5,7 @@ The CUDA half is written for PyTorch's stream semantics and has not yet been run
 """
 
 from time import perf_counter_ns
+from typing import Any
 
 import torch
 
@@ -33,7 +34,8 @@ class HostDevice:
         return None
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream, after, marks: list | None = None):
-        """Copy and return what the reader must wait for (None: it is done); ``marks``: begin and end are appended, by the clock."""
+        """Copy and return what the reader must wait for (None: it is done); ``marks``: begin and end are appended, by
+        the clock."""
         start = perf_counter_ns() if marks is not None else 0
         destination.copy_(source)
         if marks is not None:
@@ -69,7 +71,8 @@ class CudaDevice:
         return event
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream, after, marks: list | None = None):
-        """Issue a copy on ``stream`` behind ``after``; returns the event of its end. ``marks``: begin and end on the stream are appended, as timed events."""
+        """Issue a copy on ``stream`` behind ``after``; returns the event of its end. ``marks``: begin and end on the
+        stream are appended, as timed events."""
 
         def copy() -> None:
             begin = event_here() if marks is not None else None
@@ -100,7 +103,7 @@ class CudaDevice:
         Raises:
             RuntimeError: the driver refuses (too much locked memory, for example).
         """
-        runtime = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # a module of bindings
         size = tensor.numel() * tensor.element_size()
         code = int(runtime.cudaHostRegister(tensor.data_ptr(), size, 0))
         if code != 0:
@@ -108,7 +111,8 @@ class CudaDevice:
 
     def unpin(self, tensor: torch.Tensor) -> None:
         torch.cuda.synchronize(self.device)  # copies from here may still be on their way
-        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        runtime: Any = torch.cuda.cudart()
+        runtime.cudaHostUnregister(tensor.data_ptr())
 
 
 class _StreamWait:

@@ -1,7 +1,7 @@
 """A file without a name on a drive, read past the page cache; in training and when measuring.
 
 [Note: Direct reads, buffered writes]
-Reads use ``O_DIRECT``: they take what the drive gives and leave the page cache to others; memory,
+Reads use ``O_DIRECT``: they get the full rate of the drive and leave the page cache to other programs; memory,
 offsets and lengths are multiples of :data:`BLOCK`. Writes go through the page cache, because
 shards end anywhere, and are flushed to the drive before they count as published. The kernel
 keeps the two coherent on one machine (open(2), "O_DIRECT").
@@ -14,13 +14,14 @@ import errno
 import os
 import tempfile
 import threading
-from typing import Callable
+from collections.abc import Callable
 
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.block_reads import Request, open_reads
 from megatron_ext.runtime.worker import Transfer
+from megatron_ext.workload.drive_reads import SECTOR_BYTES
 
-BLOCK = 4096
+BLOCK = SECTOR_BYTES
 """Alignment that every drive takes for direct reads."""
 
 OPTION = "--user-defined-schedule-nvme-path"
@@ -56,7 +57,7 @@ def create(directory, size_bytes: int, *, option: str = OPTION, memory: bool = F
         memory: take a directory that is in memory, too.
 
     Raises:
-        InputError: no directory, not a drive, not writable, or not enough room.
+        InputError: no directory, not a drive, not writable, or not enough free space.
     """
     where = dict(field=option, value=str(directory))
     if not os.path.isdir(directory):
@@ -115,16 +116,17 @@ class DriveFile:
         except OSError as error:
             if need_direct:
                 os.close(self._buffered)
-                raise InputError(f"cannot be read past the page cache: {error.strerror}", field=OPTION, value=label) from None
+                raise InputError(
+                    f"cannot be read past the page cache: {error.strerror}", field=OPTION, value=label
+                ) from None
             self.direct = False
             self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._reads = None
-        self.configure(block_bytes, queue_depth)
+        self.block_bytes, self.queue_depth = block_bytes, queue_depth
+        self._reads = open_reads(self._direct, queue_depth, self.direct)
 
     def configure(self, block_bytes: int, queue_depth: int) -> None:
         """Read by requests of another size, another number in flight. Not while something is read."""
-        if self._reads is not None:
-            self._reads.close()
+        self._reads.close()
         self.block_bytes, self.queue_depth = block_bytes, queue_depth
         self._reads = open_reads(self._direct, queue_depth, self.direct)
 
@@ -188,7 +190,9 @@ class _Read:
     def begin(self) -> None:
         starts = range(0, len(self.memory), self.file.block_bytes)
         self._left = len(starts)
-        self.file._reads.read([self._request(start, min(start + self.file.block_bytes, len(self.memory))) for start in starts])
+        self.file._reads.read(
+            [self._request(start, min(start + self.file.block_bytes, len(self.memory))) for start in starts]
+        )
 
     def _request(self, start: int, end: int) -> Request:
         return Request(self.memory[start:end], self.offset + start, lambda count: self._came(start, end, count))

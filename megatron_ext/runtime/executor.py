@@ -1,14 +1,15 @@
 """Runs a compiled program beside the training loop: what the hooks call."""
 
 import time
-from typing import Callable
+from collections.abc import Callable
 
+from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, State
 from megatron_ext.runtime.program import Program
 
 
 class Executor:
-    """Walks a program; one instance a rank.
+    """Runs a compiled program; one instance a rank.
 
     Args:
         program: what to call at each step.
@@ -22,15 +23,30 @@ class Executor:
         recorder: where publishing is recorded, or None.
         checks: of the debug mode, or None.
         drop_staged: empties the staging slots, or None.
+        census: counts what this rank holds, or None.
     """
 
-    def __init__(self, program: Program, groups: dict[int, Group], clock: Clock, residency: Residency, gather: Callable, *, publisher=None, pool=None, recorder=None, checks=None, drop_staged=None):
+    def __init__(
+        self,
+        program: Program,
+        groups: dict[int, Group],
+        clock: Clock,
+        residency: Residency,
+        gather: Callable,
+        *,
+        publisher=None,
+        pool=None,
+        recorder=None,
+        checks=None,
+        drop_staged=None,
+        census: Census | None = None,
+    ):
         self.program, self.groups, self.clock, self.residency = program, groups, clock, residency
         self.gather, self.publisher, self.pool, self.recorder, self.checks = gather, publisher, pool, recorder, checks
         self._forwards, self._backwards, self._end = _by_hook(program)
         self._num_microbatches = len(self._forwards) // (len({chunk for chunk, _ in self._forwards}) or 1)
         self._count_forward = self._count_backward = 0
-        self.iterations, self._drop_staged = 0, drop_staged
+        self.iterations, self._drop_staged, self.census = 0, drop_staged, census
         self.peak_bytes = 0  # of whole parameters in the iteration that ended last
         self._started = False
         self._undisturbed = True
@@ -51,11 +67,15 @@ class Executor:
         self._count_forward = self._count_backward = 0
         if not self._started:
             self.start()
+        if self.census is not None:
+            self.census.begin()
 
     def expect(self, num_microbatches: int) -> None:
         """Raise ScheduleError if an iteration of so many micro-batches is not what the program is for."""
         if num_microbatches != self._num_microbatches:
-            raise ScheduleError(f"the iteration has {num_microbatches} micro-batches, the schedule {self._num_microbatches}")
+            raise ScheduleError(
+                f"the iteration has {num_microbatches} micro-batches, the schedule {self._num_microbatches}"
+            )
 
     def pre_forward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
         chunk, actions = self._forwards[self._count_forward]
@@ -83,11 +103,19 @@ class Executor:
         for action in self._end:
             action()
         if self._count_forward != len(self._forwards) or self._count_backward != len(self._backwards):
-            raise ScheduleError(f"the iteration ended after {self._count_forward} forwards and {self._count_backward} backwards; the schedule has {len(self._forwards)} and {len(self._backwards)}")
+            raise ScheduleError(
+                f"the iteration ended after {self._count_forward} forwards and {self._count_backward} backwards; the "
+                f"schedule has {len(self._forwards)} and {len(self._backwards)}"
+            )
         self.peak_bytes = self.residency.peak
+        if self.census is not None:
+            self.census.end(self.peak_bytes)
         for group in self.groups.values():
             if group.state is State.UNSHARDING:
-                raise ScheduleError(f"{group} was gathered but nothing waited for it: its layers were not run by their forward (a replayed CUDA graph, a module put in their place?)")
+                raise ScheduleError(
+                    f"{group} was gathered but nothing waited for it: its layers were not run by their forward (a "
+                    "replayed CUDA graph, a module put in their place?)"
+                )
         self._drop_all()
         self.iterations += 1
         if self.checks is not None:
@@ -96,6 +124,7 @@ class Executor:
             # The optimizer changes the shards next: what is still being written of them must be.
             start = time.perf_counter_ns()
             self.publisher.wait()
+            assert self.pool is not None  # a publisher writes into it
             self.pool.set_reads_done(self.iterations)
             if self.recorder is not None:
                 self.recorder.add("issue", "end of publishing", start, time.perf_counter_ns())
@@ -122,12 +151,13 @@ class Executor:
         if self.publisher is not None:
             # Counts like an iteration: nobody overwrites copies that a slower rank still makes whole.
             self.iterations += 1
+            assert self.pool is not None
             self.pool.set_reads_done(self.iterations)
         self.params_updated()
 
     # Called from outside of training steps.
 
-    def make_whole(self) -> None:
+    def unshard_all(self) -> None:
         """Bring every group whole and fresh; for evaluation, checkpoints, hashes, exit.
 
         Collective over the data-parallel group where anything has to be gathered: all its
@@ -160,7 +190,10 @@ class Executor:
         self.residency.restart()
 
     def _out_of_order(self, kind: str, virtual_microbatch_id: int, model_chunk_id: int):
-        raise ScheduleError(f"Megatron runs {kind} {virtual_microbatch_id} of chunk {model_chunk_id}, which the schedule does not expect after {self._count_forward} forwards and {self._count_backward} backwards")
+        raise ScheduleError(
+            f"Megatron runs {kind} {virtual_microbatch_id} of chunk {model_chunk_id}, which the schedule does not "
+            f"expect after {self._count_forward} forwards and {self._count_backward} backwards"
+        )
 
 
 def _by_hook(program: Program):

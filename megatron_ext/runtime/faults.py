@@ -11,7 +11,7 @@ import random
 import time
 from typing import NamedTuple
 
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 
 VARIABLE = "MEGATRON_EXT_FAULTS"
 

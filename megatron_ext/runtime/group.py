@@ -19,8 +19,8 @@ Source: torch FSDP2, ``_fsdp_param.py`` (``alloc_storage``, ``free_storage``).
 """
 
 import warnings
+from collections.abc import Callable
 from enum import Enum
-from typing import Callable
 
 import torch
 
@@ -78,9 +78,10 @@ class Group:
         shard_start: element of ``whole`` at which the shard begins.
         version: the version that ``whole`` was gathered at.
         handle: what the gather in flight is waited by; None unless UNSHARDING.
+        on_host: the shard rests in host memory.
     """
 
-    __slots__ = ("index", "name", "whole", "shard", "shard_start", "state", "version", "handle")
+    __slots__ = ("index", "name", "whole", "shard", "shard_start", "state", "version", "handle", "on_host")
 
     def __init__(self, index: int, name: str, whole: torch.Tensor, dp_rank: int, dp_size: int):
         assert whole.dim() == 1 and whole.numel() % dp_size == 0
@@ -88,7 +89,7 @@ class Group:
         numel = whole.numel() // dp_size
         self.shard_start = dp_rank * numel
         self.shard = whole.narrow(0, self.shard_start, numel)
-        self.state, self.version, self.handle = _SHARDED, 0, None
+        self.state, self.version, self.handle, self.on_host = _SHARDED, 0, None, False
 
     def __str__(self) -> str:
         return f"group {self.index} ({self.name})"
@@ -135,8 +136,13 @@ class Group:
         """Raise unless the group is whole and fresh; the debug mode calls it at every use."""
         if self.state is not _WHOLE or self.version != clock.version:
             raise ScheduleError(
-                f"a step computes on {self} while it is {self.state.value} at version {self.version}; parameters are at {clock.version}"
+                f"a step computes on {self} while it is {self.state.value} at version {self.version}; parameters are "
+                f"at {clock.version}"
             )
+
+
+def _host_copy(shard: torch.Tensor) -> torch.Tensor:
+    return torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda").copy_(shard)
 
 
 def _keep_size(size: int) -> None:
@@ -145,15 +151,29 @@ def _keep_size(size: int) -> None:
 
 class FreedGroup(Group):
     """A group whose whole copy has bytes only from its unshard to its reshard; the shard has
-    storage of its own. Starts out whole. See [Note: Freed storage]."""
+    storage of its own, on the device or in host memory. Starts out whole. See [Note: Freed storage].
+
+    Args:
+        on_host: the shard rests in host memory, page-locked where the whole copy is on a GPU.
+    """
 
     __slots__ = ("residency", "_resize", "_bytes")
 
-    def __init__(self, index: int, name: str, whole: torch.Tensor, dp_rank: int, dp_size: int, residency: Residency):
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        whole: torch.Tensor,
+        dp_rank: int,
+        dp_size: int,
+        residency: Residency,
+        on_host: bool = False,
+    ):
         super().__init__(index, name, whole, dp_rank, dp_size)
         assert whole.storage_offset() == 0 and whole.untyped_storage().nbytes() == self.bytes
+        self.on_host = on_host
         with torch.no_grad():
-            self.shard = self.shard.clone()
+            self.shard = _host_copy(self.shard) if on_host else self.shard.clone()
         self._resize, self._bytes, self.residency = whole.untyped_storage().resize_, self.bytes, residency
         self.state = _WHOLE
         residency.add(self._bytes)
@@ -185,19 +205,17 @@ class FreedGroup(Group):
             if self.handle is not None:
                 self.handle.wait()
                 self.handle = None
-            self.state = _SHARDED
-            try:
-                self._resize(0)
-            except RuntimeError as error:
-                self._keep(error)
-            self.residency.bytes -= self._bytes
+            self.state = _WHOLE
+            self.reshard()
 
     def _keep(self, error: RuntimeError) -> None:
         """Leave the storage as large as it is from now on, where torch does not resize it any more."""
         if self.whole.untyped_storage().resizable():
             raise error
         self._resize = _keep_size
-        warnings.warn(f"{self} keeps its {self._bytes} bytes: somebody has made a NumPy array of a parameter", stacklevel=2)
+        warnings.warn(
+            f"{self} keeps its {self._bytes} bytes: somebody has made a NumPy array of a parameter", stacklevel=2
+        )
 
     def adopt(self) -> None:
         if self.state is _WHOLE:

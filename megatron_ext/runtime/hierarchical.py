@@ -87,10 +87,11 @@ class HierarchicalRoute:
         self.gather, self.recorder = gather, recorder
 
     def issue(self, group: Group) -> Transfer:
-        if self.recorder is None:
+        recorder = self.recorder
+        if recorder is None:
             return self.gather.issue(group.whole, group.shard)
         name = f"unshard {group.index}"
-        return self.gather.issue(group.whole, group.shard, lambda start, end: self.recorder.add("gpu", name, start, end))
+        return self.gather.issue(group.whole, group.shard, lambda start, end: recorder.add("gpu", name, start, end))
 
     def close(self) -> None:
         self.gather.close()

@@ -7,6 +7,7 @@ import platform
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from megatron_ext.runtime.device import has_cuda
 
@@ -33,7 +34,7 @@ def environment(device: str = "auto", ranks_per_node: int | None = None) -> dict
     if use_cuda:
         hardware["devices"] = torch.cuda.device_count()
         software["cuda"] = torch.version.cuda
-        software["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        software["nccl"] = ".".join(map(str, nccl.version()))
     return {"hardware": hardware, "software": software}
 
 

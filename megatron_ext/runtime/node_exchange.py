@@ -7,9 +7,10 @@ index on their nodes are counterparts: rank i of a node gets the shards of all r
 writes them into its node's pool. The shards of the others come with their own counterparts.
 
 [Note: Receives first]
-Gloo's all-gather of two ranks leaves a slow link idle at times: over one of 0.13 Gbit/s 3 MB took up to 1.55 times as long as
-they take on the wire, where plain TCP in both directions took 1.1 and nothing was lost. With receives issued before sends it is
-1.02 to 1.10. (Presumably a rank's word that it receives waits behind what it is sending, on the one connection of both.)
+Gloo's all-gather of two ranks leaves a slow link idle at times: over one of 0.13 Gbit/s 3 MB took up to 1.55 times as
+long as they take on the wire, where plain TCP in both directions took 1.1 and nothing was lost. With receives issued
+before sends it is 1.02 to 1.10. (Presumably a rank's word that it receives waits behind what it is sending, on the one
+connection of both.)
 
 The exchange has process groups of its own, over host memory: it runs on the publisher's thread
 while the training thread issues the collectives of forward and backward, and two threads must
@@ -18,17 +19,17 @@ not share a process group.
 [Note: Two on their way]
 Of a single exchange, both directions and all counterparts must be over before the next begins, and the network
 idles whenever one of them is late. With a second one behind it the network always has something to carry. A pair's
-bytes go over one connection in the order of the exchanges, so the first is not slower for it; each has a tag of its own.
+bytes go over one connection in the order of the exchanges, so the first is not slower for it; each has a tag of its
+own.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.workload.parallel import Parallel
-
 
 IN_FLIGHT = 2
 """Exchanges that may have begun and not yet be over."""
@@ -60,7 +61,7 @@ class NodeExchange:
     def __init__(self, counterparts=None, dp_ranks: tuple[int, ...] = ()):
         self.counterparts, self.dp_ranks = counterparts, dp_ranks
         self._ranks = () if counterparts is None else tuple(dist.get_process_group_ranks(counterparts))
-        self._buffers: dict[torch.dtype, list[torch.Tensor | None]] = {}
+        self._buffers: dict[torch.dtype, list[torch.Tensor]] = {}
         self._begun = 0
         self.received_bytes = 0
 
@@ -86,14 +87,15 @@ class NodeExchange:
 
     def _buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
         """``size`` elements, of which nobody waits any more."""
-        buffers, slot = self._buffers.setdefault(dtype, [None] * IN_FLIGHT), self._begun % IN_FLIGHT
+        buffers = self._buffers.setdefault(dtype, [torch.empty(0, dtype=dtype)] * IN_FLIGHT)
+        slot = self._begun % IN_FLIGHT
         self._begun += 1
-        if buffers[slot] is None or buffers[slot].numel() < size:
+        if buffers[slot].numel() < size:
             buffers[slot] = torch.empty(size, dtype=dtype)
         return buffers[slot][:size]
 
 
-def make_process_groups(parallel: Parallel):
+def make_process_groups(parallel: Parallel) -> tuple[Any, Any]:
     """``(local, exchange)`` of this rank: a process group of the data-parallel ranks on its node
     (None: the whole data-parallel group), and its :class:`NodeExchange`.
 
@@ -101,4 +103,6 @@ def make_process_groups(parallel: Parallel):
     :func:`megatron_ext.workload.nodes.nodes_of_replicas`.
     """
     groups = make_node_groups(parallel)
-    return (None, NodeExchange()) if groups is None else (groups.local, NodeExchange(groups.across, groups.counterparts))
+    return (
+        (None, NodeExchange()) if groups is None else (groups.local, NodeExchange(groups.across, groups.counterparts))
+    )

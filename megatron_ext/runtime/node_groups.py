@@ -41,9 +41,19 @@ def make_node_groups(parallel: Parallel, backend: str = "gloo") -> NodeGroups | 
             nodes = nodes_of_replicas(parallel, pp_rank, tp_rank)
             if len(nodes) == 1:
                 continue
-            places = {parallel.global_rank(pp_rank, dp_rank, tp_rank): (node, index) for node, ranks in enumerate(nodes) for index, dp_rank in enumerate(ranks)}
-            local = [_new_group([rank for rank, place in places.items() if place[0] == node], backend) for node in range(len(nodes))]
-            across = [_new_group([rank for rank, place in places.items() if place[1] == index], backend) for index in range(len(nodes[0]))]
+            places = {
+                parallel.global_rank(pp_rank, dp_rank, tp_rank): (node, index)
+                for node, ranks in enumerate(nodes)
+                for index, dp_rank in enumerate(ranks)
+            }
+            local = [
+                _new_group([rank for rank, place in places.items() if place[0] == node], backend)
+                for node in range(len(nodes))
+            ]
+            across = [
+                _new_group([rank for rank, place in places.items() if place[1] == index], backend)
+                for index in range(len(nodes[0]))
+            ]
             if dist.get_rank() in places:
                 node, index = places[dist.get_rank()]
                 found = NodeGroups(local[node], across[index], nodes, index)

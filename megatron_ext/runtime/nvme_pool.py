@@ -1,32 +1,15 @@
 """The node's NVMe copy: one nameless file that the data-parallel ranks of a node share."""
 
+import contextlib
 import mmap
 import os
-from typing import NamedTuple
 
 import torch
 
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import drive
 from megatron_ext.runtime.group import Group
-
-
-class ReadSettings(NamedTuple):
-    """How the drive is read: the names under which a measured nvme route stores its best."""
-
-    block_bytes: int = 4 << 20
-    queue_depth: int = 32
-
-    @classmethod
-    def of(cls, values: dict, *, file=None) -> "ReadSettings":
-        """From a mapping that may hold more. Raises InputError where a value cannot be used."""
-        settings = cls(**{name: values[name] for name in cls._fields if name in values})
-        for name, value in settings._asdict().items():
-            if not isinstance(value, int) or value < 1:
-                raise InputError("expected a positive whole number", file=file, field=f"metadata.options.nvme.{name}", value=value)
-        if settings.block_bytes % drive.BLOCK:
-            raise InputError(f"expected a multiple of {drive.BLOCK}", file=file, field="metadata.options.nvme.block_bytes", value=settings.block_bytes)
-        return settings
+from megatron_ext.workload.drive_reads import DriveReads
 
 
 class NvmePool:
@@ -45,7 +28,18 @@ class NvmePool:
         InputError: on every rank of the pool, where the drive cannot hold the copies.
     """
 
-    def __init__(self, directory, groups: list[Group], rank: int, exchange, *, slots: int, slot_bytes: int, settings: ReadSettings, device):
+    def __init__(
+        self,
+        directory,
+        groups: list[Group],
+        rank: int,
+        exchange,
+        *,
+        slots: int,
+        slot_bytes: int,
+        settings: DriveReads,
+        device,
+    ):
         self._offset_of, size = {}, 0
         for group in groups:
             self._offset_of[group.index] = size
@@ -62,7 +56,9 @@ class NvmePool:
     def write(self, group: Group, dp_rank: int, shard: torch.Tensor) -> None:
         """Write one data-parallel rank's shard (host memory). Raises DriveError."""
         size = shard.numel() * shard.element_size()
-        self.file.write(shard.detach().view(torch.uint8).numpy(), self._offset_of[group.index] + dp_rank * size, str(group))
+        self.file.write(
+            shard.detach().view(torch.uint8).numpy(), self._offset_of[group.index] + dp_rank * size, str(group)
+        )
 
     def flush(self, group: Group) -> None:
         """What was written of ``group`` is on the drive when this returns. Raises DriveError."""
@@ -71,7 +67,9 @@ class NvmePool:
     def start(self, group: Group, slot: int, done) -> None:
         """Begin to read the whole group into ``slot``; then ``done(error)`` is called, see DriveFile.start."""
         start = slot * self.slot_bytes
-        self.file.start(self._memory[start : start + drive.aligned(group.bytes)], self._offset_of[group.index], str(group), done)
+        self.file.start(
+            self._memory[start : start + drive.aligned(group.bytes)], self._offset_of[group.index], str(group), done
+        )
 
     def staged(self, group: Group, slot: int) -> torch.Tensor:
         """``slot`` as the flat tensor that it holds of ``group``."""
@@ -87,14 +85,12 @@ class NvmePool:
         self.file.close()
         self._device.unpin(self._slots)
         self._memory.release()
-        self._slots = None
-        try:
+        del self._slots  # it views the mapping
+        with contextlib.suppress(BufferError):  # a view still lives; the mapping ends with the process
             self._map.close()
-        except BufferError:
-            pass  # a view still lives; the mapping ends with the process
 
 
-def _open_shared(directory, size: int, rank: int, exchange, settings: ReadSettings) -> drive.DriveFile:
+def _open_shared(directory, size: int, rank: int, exchange, settings: DriveReads) -> drive.DriveFile:
     """The pool's first rank makes the file, all open it, all fail alike."""
     own = error = None
     if rank == 0:
@@ -108,7 +104,9 @@ def _open_shared(directory, size: int, rank: int, exchange, settings: ReadSettin
     label = f"the file of process {pid} in {directory}"
     opened = failed = None
     try:
-        opened = drive.DriveFile(f"/proc/{pid}/fd/{handle}", label, block_bytes=settings.block_bytes, queue_depth=settings.queue_depth)
+        opened = drive.DriveFile(
+            f"/proc/{pid}/fd/{handle}", label, block_bytes=settings.block_bytes, queue_depth=settings.queue_depth
+        )
     except (InputError, OSError) as refused:
         failed = str(refused)
     failures = [text for text in exchange(failed) if text is not None]
@@ -118,4 +116,5 @@ def _open_shared(directory, size: int, rank: int, exchange, settings: ReadSettin
         if opened is not None:
             opened.close()
         raise InputError(failures[0])
+    assert opened is not None  # or it had failed
     return opened

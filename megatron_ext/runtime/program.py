@@ -13,15 +13,38 @@ Whatever stands at a layer is done at the boundary before or behind it, or, at t
 chunk, when the step begins or ends. Nothing is hooked into a layer where nothing happens.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Callable, NamedTuple
+from typing import NamedTuple, Protocol
 
 from megatron_ext.runtime.group import Clock, Group
+from megatron_ext.runtime.routes import Route
 from megatron_ext.schedule.footprint import in_order
-from megatron_ext.schedule.model import Rank, Reshard, Schedule
+from megatron_ext.schedule.user_defined_schedule import Rank, Reshard, Schedule
 from megatron_ext.workload.step import Step
 
 Action = Callable[[], None]
+
+
+class Layers(Protocol):
+    """The layers of this rank's chunks, as the compiler uses them."""
+
+    def uses(self, group_index: int) -> tuple[int, int]:
+        """The first and the last layer of its chunk that use a group."""
+        ...
+
+    def num_layers(self, model_chunk_id: int) -> int: ...
+
+    def backward_begins(self, model_chunk_id: int, layer: int) -> int:
+        """The layer at which the backward of ``layer`` begins, where several are recomputed together."""
+        ...
+
+    def arm(
+        self, model_chunk_id: int, boundary: int, forward: tuple[Action, ...], backward: tuple[Action, ...]
+    ) -> Action:
+        """A function that, called as a forward step begins, makes ``forward`` run at that boundary of
+        this step and ``backward`` at the same boundary of its micro-batch's backward."""
+        ...
 
 
 class StepProgram(NamedTuple):
@@ -48,7 +71,17 @@ class _Placed(NamedTuple):
     end: list[Action]
 
 
-def compile_program(schedule: Schedule, rank: Rank, groups: dict[int, Group], routes: dict[str, object], clock: Clock, layers, recorder=None, skip_group: int = -1, check_uses: bool = False) -> Program:
+def compile_program(
+    schedule: Schedule,
+    rank: Rank,
+    groups: dict[int, Group],
+    routes: dict[str, Route],
+    clock: Clock,
+    layers: Layers,
+    recorder=None,
+    skip_group: int = -1,
+    check_uses: bool = False,
+) -> Program:
     """Turn a validated schedule into calls.
 
     Args:
@@ -57,13 +90,7 @@ def compile_program(schedule: Schedule, rank: Rank, groups: dict[int, Group], ro
         routes: route objects by name, see :mod:`megatron_ext.runtime.routes`, and the gpu route's
             ``hierarchical`` algorithm under this name.
         clock: the version that every gather must bring.
-        layers: ``layers.uses(group_index) -> (first, last)``, the layers of its chunk that use
-            a group; ``layers.num_layers(model_chunk_id)``;
-            ``layers.backward_begins(model_chunk_id, layer)``, the layer at which the backward of
-            ``layer`` begins, where several are recomputed together; and
-            ``layers.arm(model_chunk_id, boundary, forward, backward) -> Action``, a function
-            that, called as a forward step begins, makes ``forward`` run at that boundary of
-            this step and ``backward`` at the same boundary of its micro-batch's backward.
+        layers: this rank's layers.
         recorder: where issues and waits are recorded, or None.
         skip_group: negative control; whatever the schedule says of this group is left out.
         check_uses: check state and version of every group at every layer that uses it.
@@ -73,7 +100,10 @@ def compile_program(schedule: Schedule, rank: Rank, groups: dict[int, Group], ro
     start = [compiler.stage_in(action) for action in rank.start.stage_in if action.group != skip_group]
     start += [compiler.unshard(action) for action in rank.start.unshard if action.group != skip_group]
     steps = [Step.parse(entry.step) for entry in rank.steps]
-    placed = [compiler.place(step, entry, waits.get(index, ()), check_uses) for index, (step, entry) in enumerate(zip(steps, rank.steps))]
+    placed = [
+        compiler.place(step, entry, waits.get(index, ()), check_uses)
+        for index, (step, entry) in enumerate(zip(steps, rank.steps))
+    ]
     backward_of = {(step.stage, step.microbatch): place.at for step, place in zip(steps, placed) if step.kind == "B"}
     compiled = []
     for step, place in zip(steps, placed):
@@ -82,7 +112,9 @@ def compile_program(schedule: Schedule, rank: Rank, groups: dict[int, Group], ro
         if step.kind == "F":
             backward = backward_of[step.stage, step.microbatch]
             for boundary in sorted({*place.at, *backward}):
-                before.append(layers.arm(chunk, boundary, tuple(place.at.get(boundary, ())), tuple(backward.get(boundary, ()))))
+                before.append(
+                    layers.arm(chunk, boundary, tuple(place.at.get(boundary, ())), tuple(backward.get(boundary, ())))
+                )
         compiled.append(StepProgram(step, chunk, tuple(before), tuple(place.end)))
     return Program(tuple(start), tuple(compiled))
 
@@ -149,7 +181,11 @@ class _Compiler:
     def unshard(self, action) -> Action:
         algorithm = self.schedule.groups[action.group].algorithm if action.route == "gpu" else None
         issue = self.routes[algorithm or action.route].issue
-        return self._recorded("issue", f"unshard {action.group} {action.route}", partial(self.groups[action.group].unshard, issue, self.clock))
+        return self._recorded(
+            "issue",
+            f"unshard {action.group} {action.route}",
+            partial(self.groups[action.group].unshard, issue, self.clock),
+        )
 
     def wait(self, index: int) -> Action:
         return self._recorded("wait", f"wait {index}", partial(self.groups[index].wait, self.clock))

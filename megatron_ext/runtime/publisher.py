@@ -4,9 +4,11 @@ Where a data-parallel group spans nodes, a second thread writes what the other n
 the next group (see the note in node_exchange.py).
 """
 
+import contextlib
 from collections import deque
+from collections.abc import Callable
 from time import perf_counter_ns
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -43,7 +45,18 @@ class Publisher:
         dp_rank: this rank's index among all data-parallel ranks.
     """
 
-    def __init__(self, targets: list[Target], pool: HostPool, nvme: NvmePool | None, nodes: NodeExchange, dp_rank: int, device, clock: Clock, faults: Faults, recorder=None):
+    def __init__(
+        self,
+        targets: list[Target],
+        pool: HostPool,
+        nvme: NvmePool | None,
+        nodes: NodeExchange,
+        dp_rank: int,
+        device,
+        clock: Clock,
+        faults: Faults,
+        recorder=None,
+    ):
         self.targets, self.pool, self.nvme, self.nodes, self.dp_rank = targets, pool, nvme, nodes, dp_rank
         self.device, self.clock, self.faults, self.recorder = device, clock, faults, recorder
         self.worker, self.arrivals = Worker("publisher"), Worker("publisher-arrivals") if nodes.crosses_nodes else None
@@ -105,9 +118,9 @@ class Publisher:
         for dp_rank, shard in arriving.wait():
             if target.host and dp_rank != self.dp_rank:
                 self.pool.slice_of(group, dp_rank).copy_(shard)
-            if target.nvme:
+            if target.nvme and self.nvme is not None:
                 self.nvme.write(group, dp_rank, shard)
-        if target.nvme:
+        if target.nvme and self.nvme is not None:
             self.nvme.flush(group)
 
     def _on_host(self, target: Target, after) -> torch.Tensor:
@@ -138,10 +151,8 @@ class Publisher:
     def close(self) -> None:
         """End the threads, not before what is being written has been: its files and memory go next."""
         if self._last is not None:
-            try:
+            with contextlib.suppress(Exception):  # nobody will read it; who needed it has heard of it
                 self._last.wait()
-            except Exception:  # nobody will read it; who needed it has heard of it
-                pass
         self.worker.close()
         if self.arrivals is not None:
             self.arrivals.close()

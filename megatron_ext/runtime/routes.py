@@ -1,11 +1,14 @@
 """Routes: how a whole group reaches the device.
 
-A route is ``prepare`` (once, before the first step), ``issue(group) -> handle`` and
-``handle.wait()``. Issuing never blocks; waiting returns when the bytes are there for the
-compute that follows (on CUDA: it makes the compute stream wait, not the host).
+Issuing never blocks. Waiting returns when the bytes are there for the compute that follows.
+
+On CUDA ``wait`` of the ``gpu`` route makes the compute stream wait and not the host. ``wait`` of the
+``cpu`` and ``nvme`` routes does both: it blocks the host until the route's thread has issued the copy
+(see Transfer in worker.py), then makes the compute stream wait for the copy's end.
 """
 
 from time import perf_counter_ns
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,8 +20,21 @@ from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
+class Handle(Protocol):
+    """A group on its way."""
+
+    def wait(self) -> object: ...
+
+
+class Route(Protocol):
+    """Brings groups onto the device, see the note above."""
+
+    def issue(self, group: Group) -> Handle: ...
+
+
 class GpuRoute:
-    """All-gather of the ranks' shards over ``process_group``, in place.
+    """All-gather of the ranks' shards over ``process_group``, in place. A shard that rests in host memory is
+    copied to its place in the whole group first.
 
     Collectives are issued by the training thread alone, in schedule order, which is the same
     on all ranks of the process group.
@@ -30,7 +46,14 @@ class GpuRoute:
         self.process_group = process_group
 
     def issue(self, group: Group):
-        return dist.all_gather_into_tensor(group.whole, group.shard, group=self.process_group, async_op=True)
+        shard = group.shard
+        if group.on_host:
+            shard = group.whole.narrow(0, group.shard_start, shard.numel())
+            with torch.no_grad():
+                shard.copy_(group.shard, non_blocking=True)
+        work = dist.all_gather_into_tensor(group.whole, shard, group=self.process_group, async_op=True)
+        assert work is not None  # async_op
+        return work
 
 
 class CpuRoute:
@@ -57,7 +80,7 @@ class CpuRoute:
             marks = [] if self.recorder is not None else None
             with torch.no_grad():
                 transfer.after = self.device.copy(group.whole, self.pool.copies[group.index], self.stream, after, marks)
-            if marks is not None:
+            if self.recorder is not None and marks is not None:
                 self.recorder.add("cpu", f"unshard {group.index}", *marks)
 
         return self.worker.submit(copy)
@@ -78,8 +101,17 @@ class NvmeRoute:
 
     name = "nvme"
 
-    def __init__(self, pool: NvmePool, flags: HostPool, device, clock: Clock, faults: Faults, slots: int, recorder=None):
-        self.pool, self.flags, self.device, self.clock, self.faults, self.recorder = pool, flags, device, clock, faults, recorder
+    def __init__(
+        self, pool: NvmePool, flags: HostPool, device, clock: Clock, faults: Faults, slots: int, recorder=None
+    ):
+        self.pool, self.flags, self.device, self.clock, self.faults, self.recorder = (
+            pool,
+            flags,
+            device,
+            clock,
+            faults,
+            recorder,
+        )
         self.reader, self.copier = Worker("nvme-read"), Worker("nvme-copy")
         self.stream = device.copy_stream()
         self._delay = faults.delayer(faults.read_delay_ms, salt=43 + flags.rank)
@@ -123,7 +155,7 @@ class NvmeRoute:
             marks = [] if self.recorder is not None else None
             with torch.no_grad():
                 transfer.after = self.device.copy(group.whole, self.pool.staged(group, slot), self.stream, after, marks)
-            if marks is not None:
+            if self.recorder is not None and marks is not None:
                 self.recorder.add("cpu", f"unshard {group.index}", *marks)
 
         transfer = self._copied_out[slot] = self.copier.submit(copy)

@@ -9,7 +9,7 @@ import atexit
 import queue
 import threading
 import weakref
-
+from typing import Protocol
 
 CLOSE_SECONDS = 60
 """How long closing waits for what is on its way: longer than any transfer that still gets on."""
@@ -38,8 +38,20 @@ def _end_threads() -> None:
         worker._thread.join(timeout=2)
 
 
+class Waitable(Protocol):
+    """An event of a stream: the current stream waits for it."""
+
+    def wait(self) -> None: ...
+
+
 class Transfer:
-    """Handle of one transfer; ``wait`` returns when it is done and raises what it raised."""
+    """Handle of one transfer; ``wait`` returns when it is done and raises what it raised.
+
+    On CUDA a transfer is done when its copy is on the stream; ``wait`` then makes the current stream wait for the
+    copy's end. Until the copy is issued ``wait`` blocks the host, because the worker first waits for the flags of the
+    other ranks. After an optimizer step the training thread therefore waits until the group is published, and cannot
+    queue later kernels in that time. Its effect on a GPU has not been measured.
+    """
 
     __slots__ = ("_done", "_ended", "error", "after")
 
@@ -50,7 +62,7 @@ class Transfer:
         self._done.acquire()
         self._ended = False
         self.error: BaseException | None = None
-        self.after = None  # CUDA: event that the compute stream must wait for
+        self.after: Waitable | None = None  # CUDA: event that the compute stream must wait for
 
     def wait(self) -> None:
         with self._done:

@@ -1,6 +1,7 @@
 """Memory that a schedule promises: whole parameters on devices, host copies on nodes."""
 
-from megatron_ext.schedule.model import Schedule
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload.nodes import pinned_bytes_of_nodes
 
 
 def device_peaks(schedule: Schedule) -> list[int]:
@@ -13,7 +14,6 @@ def device_peaks(schedule: Schedule) -> list[int]:
         if schedule.zero_stage == 1:
             peaks.append(sum(g.bytes for g in schedule.groups if g.pp_rank == rank.pp_rank))
             continue
-        resident = peak = 0
         resident = sum(schedule.groups[a.group].bytes for a in rank.start.unshard)
         peak = resident
         whole = {a.group for a in rank.start.unshard}
@@ -46,7 +46,11 @@ def in_order(entry):
 
 def slot_bytes(schedule: Schedule, pp_rank: int) -> int:
     """Bytes of one NVMe staging slot of ``pp_rank``; 0 where it stages nothing."""
-    staged = [schedule.groups[entry.group].bytes for entry in schedule.publish if "nvme" in entry.to and schedule.groups[entry.group].pp_rank == pp_rank]
+    staged = [
+        schedule.groups[entry.group].bytes
+        for entry in schedule.publish
+        if "nvme" in entry.to and schedule.groups[entry.group].pp_rank == pp_rank
+    ]
     if not staged:
         return 0
     return schedule.limits.nvme_slot_bytes or max(staged)
@@ -54,20 +58,15 @@ def slot_bytes(schedule: Schedule, pp_rank: int) -> int:
 
 def pinned_host_bytes(schedule: Schedule) -> list[int]:
     """Pinned bytes of each node: one host copy of every published group of the pipeline
-    ranks on the node, plus the staging slots of its ranks."""
+    ranks on the node, plus the staging slots of its ranks and their shards that rest in host memory."""
     parallel = schedule.parallel
     copies = [0] * parallel.pp
     for entry in schedule.publish:
         if "cpu" in entry.to:
             group = schedule.groups[entry.group]
             copies[group.pp_rank] += group.bytes
-    nodes = [0] * parallel.num_nodes
-    # Tensor-parallel ranks hold different parameters, hence copies of their own.
-    for pp_rank in range(parallel.pp):
-        for tp_rank in range(parallel.tensor_model_parallel_size):
-            places = [parallel.node_of(pp_rank, dp_rank, tp_rank) for dp_rank in range(parallel.dp)]
-            for node in set(places):
-                nodes[node] += copies[pp_rank]
-            for node in places:
-                nodes[node] += slot_bytes(schedule, pp_rank) * schedule.limits.nvme_slots
-    return nodes
+    of_ranks = [slot_bytes(schedule, pp_rank) * schedule.limits.nvme_slots for pp_rank in range(parallel.pp)]
+    for group in schedule.groups:
+        if group.shard_rests == "host":
+            of_ranks[group.pp_rank] += group.bytes // parallel.dp
+    return pinned_bytes_of_nodes(parallel, copies, of_ranks)

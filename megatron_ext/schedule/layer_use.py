@@ -5,9 +5,9 @@ workload does. Within a step, a group must be unsharded no later than before its
 the direction of the step, and freed no earlier than behind its last.
 """
 
-from megatron_ext.schedule.model import Schedule
+from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import InvalidSchedule
-from megatron_ext.workload.model import Workload
+from megatron_ext.workload.workload import Workload
 
 
 def uses_of_groups(schedule: Schedule, workload: Workload) -> list[tuple[int, int]]:
@@ -44,8 +44,15 @@ def check_layers(schedule: Schedule, workload: Workload, *, file=None) -> None:
             num_layers = workload.chunk(rank.pp_rank, chunk).num_layers
             where = f"ranks[{rank.pp_rank}].steps[{index}]"
 
-            def fail(message: str, field: str, at: int):
-                raise InvalidSchedule(f"step {entry.step}: {message}", pp_rank=rank.pp_rank, step_index=index, file=file, field=f"{where}.{field}.at", value=at)
+            def fail(message: str, field: str, at: int, entry=entry, rank=rank, index=index, where=where):
+                raise InvalidSchedule(
+                    f"step {entry.step}: {message}",
+                    pp_rank=rank.pp_rank,
+                    step_index=index,
+                    file=file,
+                    field=f"{where}.{field}.at",
+                    value=at,
+                )
 
             for kind in ("unshard", "reshard"):
                 for n, action in enumerate(getattr(entry, kind)):
@@ -59,7 +66,11 @@ def check_layers(schedule: Schedule, workload: Workload, *, file=None) -> None:
                     first, last = uses[action.group]
                     if kind == "unshard" and (action.need_by < 0 or action.need_by == index):
                         if action.at < last if backward else action.at > first:
-                            fail(f"layer {last if backward else first} computes on group {action.group} before that", field, action.at)
-                    elif kind == "reshard":
-                        if action.at > first if backward else action.at < last:
-                            fail(f"layer {first if backward else last} still computes on group {action.group} after that", field, action.at)
+                            fail(
+                                f"layer {last if backward else first} computes on group {action.group} before that",
+                                field,
+                                action.at,
+                            )
+                    elif kind == "reshard" and (action.at > first if backward else action.at < last):
+                        layer = first if backward else last
+                        fail(f"layer {layer} still computes on group {action.group} after that", field, action.at)

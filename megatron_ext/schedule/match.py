@@ -1,11 +1,15 @@
 """Is this schedule the schedule of this workload?"""
 
-from megatron_ext.errors import InputError
+import re
+
+from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
+from megatron_ext.schedule.host_shards import check_host_shards
 from megatron_ext.schedule.layer_use import check_layers
-from megatron_ext.schedule.model import Schedule
-from megatron_ext.workload.model import Workload, fingerprint, group_bytes
+from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import Workload, fingerprint, group_bytes
 
 
 def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
@@ -17,9 +21,16 @@ def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
     match_parallel(schedule, workload.parallel, file=file)
     if schedule.zero_stage != workload.zero_stage:
         raise InputError(f"the run has {workload.zero_stage}", file=file, field="zero_stage", value=schedule.zero_stage)
+    match_layers(schedule, _layers_of(workload), file=file)
     _match_groups(schedule, workload, file)
     if schedule.model.fingerprint != fingerprint(workload):
-        raise InputError(f"made for another model; the run's is {fingerprint(workload)[:12]}", file=file, field="model.fingerprint", value=schedule.model.fingerprint[:12])
+        raise InputError(
+            f"made for another model; the run's is {fingerprint(workload)[:12]}",
+            file=file,
+            field="model.fingerprint",
+            value=schedule.model.fingerprint[:12],
+        )
+    check_host_shards(schedule, workload, file=file)
     check_layers(schedule, workload, file=file)
     _match_limits(schedule, workload, file)
 
@@ -31,24 +42,99 @@ def match_parallel(schedule: Schedule, parallel: Parallel, *, file=None) -> None
         InputError: naming the field, its value, and the run's.
     """
     ours, theirs = schedule.parallel, parallel
-    for name in ("pp", "vp", "dp", "tensor_model_parallel_size", "num_microbatches", "order", "microbatch_group_size", "node_size"):
+    for name in (
+        "pp",
+        "vp",
+        "dp",
+        "tensor_model_parallel_size",
+        "num_microbatches",
+        "order",
+        "microbatch_group_size",
+        "node_size",
+    ):
         have, run = getattr(ours, name), getattr(theirs, name)
         if have != run:
-            field = {"pp": "pipeline_model_parallel_size", "vp": "virtual_pipeline_model_parallel_size", "dp": "data_parallel_size", "microbatch_group_size": "microbatch_group_size_per_vp_stage", "node_size": "gpus_per_node"}.get(name, name)
+            field = {
+                "pp": "pipeline_model_parallel_size",
+                "vp": "virtual_pipeline_model_parallel_size",
+                "dp": "data_parallel_size",
+                "microbatch_group_size": "microbatch_group_size_per_vp_stage",
+                "node_size": "gpus_per_node",
+            }.get(name, name)
             raise InputError(f"the run has {run!r}", file=file, field=f"parallel.{field}", value=have)
+
+
+_LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
+
+
+def match_layers(schedule: Schedule, layers: int, *, file=None) -> None:
+    """Refuse a schedule for a model of another depth: the first difference between two models that says much.
+
+    Args:
+        layers: transformer layers of the whole model.
+
+    Raises:
+        InputError: with both numbers.
+    """
+    named = {
+        (group.pp_rank, group.model_chunk_id, found[1])
+        for group in schedule.groups
+        for found in map(_LAYER.search, group.parameters)
+        if found
+    }
+    if named and len(named) != layers:
+        raise InputError(
+            f"the schedule is for {len(named)} layers, the model has {layers}; run describe and plan with this "
+            "training's options",
+            file=file,
+        )
 
 
 def _match_limits(schedule: Schedule, workload: Workload, file) -> None:
     """The schedule keeps its own limits; a workload may have others."""
     limits = workload.limits
     if limits.device_bytes is not None:
-        for pp_rank, need in enumerate(device_peaks(schedule)):
-            if need > limits.device_bytes:
-                raise InputError(f"pipeline rank {pp_rank} has up to {need} bytes whole, the workload allows {limits.device_bytes}", file=file, field="limits.device_bytes", value=schedule.limits.device_bytes)
-    if limits.pinned_host_bytes is not None:
-        for node, need in enumerate(pinned_host_bytes(schedule)):
-            if need > limits.pinned_host_bytes:
-                raise InputError(f"node {node} needs {need} bytes of pinned host memory, the workload allows {limits.pinned_host_bytes}", file=file, field="limits.pinned_host_bytes", value=schedule.limits.pinned_host_bytes)
+        check_device_bytes(schedule, workload, limits.device_bytes, file=file)
+    for name, needs, text in (
+        ("whole_parameter_bytes", device_peaks, "pipeline rank {} has up to {} bytes whole"),
+        ("pinned_host_bytes", pinned_host_bytes, "node {} needs {} bytes of pinned host memory"),
+    ):
+        limit = getattr(limits, name)
+        if limit is None:
+            continue
+        for index, need in enumerate(needs(schedule)):
+            if need > limit:
+                raise InputError(
+                    f"{text.format(index, need)}, the workload allows {limit}",
+                    file=file,
+                    field=f"limits.{name}",
+                    value=getattr(schedule.limits, name),
+                )
+
+
+def check_device_bytes(schedule: Schedule, workload: Workload, limit: int, *, file=None) -> None:
+    """Refuse a schedule by which a rank holds more than ``limit`` bytes on its device.
+
+    Raises:
+        InputError: with the memory bill of the first such rank and the bytes that are missing.
+    """
+    for pp_rank, bill in enumerate(memory_bill(schedule, workload)):
+        need = bill.memory.device_total_bytes
+        if need > limit:
+            kinds = ", ".join(f"{kind} {size}" for kind, size in bill.memory.device_bytes.items())
+            raise InputError(
+                f"pipeline rank {pp_rank} holds up to {need} bytes at step {bill.memory.at_step} ({kinds}), "
+                f"{need - limit} bytes short",
+                file=file,
+                field="limits.device_bytes",
+                value=limit,
+            )
+
+
+def _layers_of(workload: Workload) -> int:
+    """Transformer layers of the whole model."""
+    names = ((chunk, p.name) for chunk in workload.chunks for p in chunk.parameters)
+    return len({(c.pp_rank, c.model_chunk_id, found[1]) for c, name in names if (found := _LAYER.search(name))})
 
 
 def _match_groups(schedule: Schedule, workload: Workload, file) -> None:
@@ -60,21 +146,39 @@ def _match_groups(schedule: Schedule, workload: Workload, file) -> None:
         positions, members = [], []
         for name in group.parameters:
             if name not in by_name:
-                raise InputError(f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}", file=file, field=field, value=name)
+                raise InputError(
+                    f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}",
+                    file=file,
+                    field=field,
+                    value=name,
+                )
             position, parameter = by_name[name]
             positions.append(position)
             members.append(parameter)
         if positions != sorted(positions):
             raise InputError("parameters of a group must be in execution order", file=file, field=field)
         if len({p.dtype for p in members}) > 1:
-            raise InputError(f"mixes dtypes {sorted({p.dtype for p in members})}; a bucket has one", file=file, field=field)
+            raise InputError(
+                f"mixes dtypes {sorted({p.dtype for p in members})}; a bucket has one", file=file, field=field
+            )
         if len(members) > 1 and any(p.shared_embedding for p in members):
             raise InputError("the shared embedding must be a group of its own", file=file, field=field)
         if group.bytes != group_bytes(members, workload.parallel.dp):
-            raise InputError(f"with Megatron's padding it is {group_bytes(members, workload.parallel.dp)}", file=file, field=f"groups[{index}].bytes", value=group.bytes)
+            raise InputError(
+                f"in the model these parameters take {group_bytes(members, workload.parallel.dp)} (with Megatron's "
+                "padding): another size or precision",
+                file=file,
+                field=f"groups[{index}].bytes",
+                value=group.bytes,
+            )
         grouped.setdefault((group.pp_rank, group.model_chunk_id), {}).update(dict.fromkeys(group.parameters, index))
     for chunk in workload.chunks:
         have = grouped.get((chunk.pp_rank, chunk.model_chunk_id), {})
         for parameter in chunk.parameters:
             if parameter.name not in have:
-                raise InputError(f"no group holds this parameter of pipeline rank {chunk.pp_rank}, chunk {chunk.model_chunk_id}", file=file, field="groups", value=parameter.name)
+                raise InputError(
+                    f"no group holds this parameter of pipeline rank {chunk.pp_rank}, chunk {chunk.model_chunk_id}",
+                    file=file,
+                    field="groups",
+                    value=parameter.name,
+                )

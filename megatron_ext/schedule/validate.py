@@ -11,11 +11,12 @@ still whole is dropped. Zero stage 1 gathers every group exactly once and never 
 
 import math
 
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.versions import check_version
 from megatron_ext.schedule.footprint import pinned_host_bytes
-from megatron_ext.schedule.model import SCHEMA_VERSION, Schedule, decode
+from megatron_ext.schedule.user_defined_schedule import Schedule, decode
 from megatron_ext.workload.nodes import check_spread, has_hierarchy
-from megatron_ext.workload.order import steps_of_ranks
+from megatron_ext.workload.step_order import steps_of_ranks
 
 
 class InvalidSchedule(InputError):
@@ -42,22 +43,35 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
         InvalidSchedule: at the first action that could compute on parameters that are not
             whole and fresh, exceed a limit, or differ from Megatron's order of steps.
     """
-    if schedule.schema_version != SCHEMA_VERSION:
-        raise InvalidSchedule(f"unknown version; this release reads {SCHEMA_VERSION}", file=file, field="schema_version", value=schedule.schema_version)
+    check_version("user_defined_schedule", schedule.schema_version, file=file, error=InvalidSchedule)
     schedule.parallel.check(file=file)
     _check_groups(schedule, file)
     destinations = _check_publish(schedule, file)
     parallel = schedule.parallel
     if len(schedule.ranks) != parallel.pp:
-        raise InvalidSchedule(f"expected one entry for each of the {parallel.pp} pipeline ranks", file=file, field="ranks", value=len(schedule.ranks))
+        raise InvalidSchedule(
+            f"expected one entry for each of the {parallel.pp} pipeline ranks",
+            file=file,
+            field="ranks",
+            value=len(schedule.ranks),
+        )
     number = 2 * parallel.vp * parallel.num_microbatches
-    for index, rank in enumerate(schedule.ranks):  # before the order is worked out: a small file must stay cheap to refuse
+    for index, rank in enumerate(
+        schedule.ranks
+    ):  # before the order is worked out: a small file must stay cheap to refuse
         if len(rank.steps) < number:
-            raise InvalidSchedule(f"expected {number} steps", file=file, field=f"ranks[{index}].steps", value=len(rank.steps))
+            raise InvalidSchedule(
+                f"expected {number} steps", file=file, field=f"ranks[{index}].steps", value=len(rank.steps)
+            )
     expected = steps_of_ranks(parallel)
     for index, rank in enumerate(schedule.ranks):
         if rank.pp_rank != index:
-            raise InvalidSchedule(f"expected {index}: ranks are stored in order", file=file, field=f"ranks[{index}].pp_rank", value=rank.pp_rank)
+            raise InvalidSchedule(
+                f"expected {index}: ranks are stored in order",
+                file=file,
+                field=f"ranks[{index}].pp_rank",
+                value=rank.pp_rank,
+            )
         _check_steps(rank, expected[index], file)
         _RankWalk(schedule, index, destinations, file).run()
     if schedule.publish:
@@ -70,21 +84,25 @@ def _check_groups(schedule: Schedule, file) -> None:
     owner: dict[tuple[int, int, str], int] = {}
     for index, group in enumerate(schedule.groups):
         field = f"groups[{index}]"
-        if not 0 <= group.pp_rank < parallel.pp:
-            raise InvalidSchedule(f"must be below the pipeline size {parallel.pp}", file=file, field=f"{field}.pp_rank", value=group.pp_rank)
-        if not 0 <= group.model_chunk_id < parallel.vp:
-            raise InvalidSchedule(f"must be below the virtual pipeline size {parallel.vp}", file=file, field=f"{field}.model_chunk_id", value=group.model_chunk_id)
+        parallel.check_place(group.pp_rank, group.model_chunk_id, file=file, field=field, error=InvalidSchedule)
         if group.bytes <= 0:
             raise InvalidSchedule("must be positive", file=file, field=f"{field}.bytes", value=group.bytes)
         if group.algorithm is not None and not has_hierarchy(parallel, group.pp_rank):
-            message = "needs data-parallel groups that span nodes, with several ranks on each, as many on one as on another"
+            message = (
+                "needs data-parallel groups that span nodes, with several ranks on each, as many on one as on another"
+            )
             raise InvalidSchedule(message, file=file, field=f"{field}.algorithm", value=group.algorithm)
+        if group.shard_rests == "host" and schedule.zero_stage == 1:
+            message = "zero stage 1 keeps whole groups, and the shards in them, on the device"
+            raise InvalidSchedule(message, file=file, field=f"{field}.shard_rests", value=group.shard_rests)
         if not group.parameters:
             raise InvalidSchedule("a group needs at least one parameter", file=file, field=f"{field}.parameters")
         for name in group.parameters:
             key = (group.pp_rank, group.model_chunk_id, name)
             if key in owner:
-                raise InvalidSchedule(f"is in two groups, {owner[key]} and {index}", file=file, field=f"{field}.parameters", value=name)
+                raise InvalidSchedule(
+                    f"is in two groups, {owner[key]} and {index}", file=file, field=f"{field}.parameters", value=name
+                )
             owner[key] = index
 
 
@@ -93,7 +111,9 @@ def _check_publish(schedule: Schedule, file) -> dict[int, set[str]]:
     for index, entry in enumerate(schedule.publish):
         field = f"publish[{index}]"
         if not 0 <= entry.group < len(schedule.groups):
-            raise InvalidSchedule(f"there are {len(schedule.groups)} groups", file=file, field=f"{field}.group", value=entry.group)
+            raise InvalidSchedule(
+                f"there are {len(schedule.groups)} groups", file=file, field=f"{field}.group", value=entry.group
+            )
         if entry.group in destinations:
             raise InvalidSchedule("is published twice", file=file, field=f"{field}.group", value=entry.group)
         if not entry.to or len(set(entry.to)) != len(entry.to):
@@ -104,27 +124,41 @@ def _check_publish(schedule: Schedule, file) -> dict[int, set[str]]:
 
 def _check_host_copies(schedule: Schedule, file) -> None:
     """Copies need as many replicas on one node as on another, and memory."""
-    limit = schedule.limits.pinned_host_bytes
     try:
         check_spread(schedule.parallel)
     except InputError as error:
         raise InvalidSchedule(error.message, file=file, field=error.field, value=error.value) from None
-    for node, need in enumerate(pinned_host_bytes(schedule) if limit is not None else ()):
+    limit = schedule.limits.pinned_host_bytes
+    if limit is None:
+        return
+    for node, need in enumerate(pinned_host_bytes(schedule)):
         if need > limit:
-            raise InvalidSchedule(f"node {node} needs {need} bytes of pinned host memory, {need - limit} more than allowed", file=file, field="limits.pinned_host_bytes", value=limit)
+            raise InvalidSchedule(
+                f"node {node} needs {need} bytes of pinned host memory, {need - limit} more than allowed",
+                file=file,
+                field="limits.pinned_host_bytes",
+                value=limit,
+            )
 
 
 def _check_steps(rank, expected, file) -> None:
     field = f"ranks[{rank.pp_rank}].steps"
     for index, (entry, step) in enumerate(zip(rank.steps, expected)):
         if entry.step != str(step):
-            raise InvalidSchedule(f"Megatron runs {step} here", pp_rank=rank.pp_rank, step_index=index, file=file, field=f"{field}[{index}].step", value=entry.step)
+            raise InvalidSchedule(
+                f"Megatron runs {step} here",
+                pp_rank=rank.pp_rank,
+                step_index=index,
+                file=file,
+                field=f"{field}[{index}].step",
+                value=entry.step,
+            )
     if len(rank.steps) != len(expected):
         raise InvalidSchedule(f"expected {len(expected)} steps", file=file, field=field, value=len(rank.steps))
 
 
 class _RankWalk:
-    """Walks the actions of one pipeline rank through one iteration."""
+    """Goes through the actions of one pipeline rank through one iteration."""
 
     def __init__(self, schedule: Schedule, pp_rank: int, destinations, file):
         self.schedule, self.pp_rank, self.file = schedule, pp_rank, file
@@ -141,15 +175,22 @@ class _RankWalk:
         self.slot_of: dict[int, int] = {}  # group -> slot it is staged in
         self.in_slot: dict[int, int] = {}  # slot -> group
         self.resident = 0
-        limit = schedule.limits.device_bytes
+        limit = schedule.limits.whole_parameter_bytes
         self.limit = math.inf if limit is None else limit
         if schedule.zero_stage == 1:  # whole parameters never leave the device
             self.resident = sum(self.groups[i].bytes for i in self.own)
             if self.resident > self.limit:
-                self._fail(f"needs {self.resident} bytes of whole parameters on pipeline rank {pp_rank}, {self.resident - self.limit} more than limits.device_bytes", "limits.device_bytes", self.limit)
+                self._fail(
+                    f"needs {self.resident} bytes of whole parameters on pipeline rank {pp_rank}, "
+                    f"{self.resident - self.limit} more than limits.whole_parameter_bytes",
+                    "limits.whole_parameter_bytes",
+                    self.limit,
+                )
 
-    def _fail(self, message: str, field: str, value=..., step_index: int | None = None):
-        raise InvalidSchedule(message, pp_rank=self.pp_rank, step_index=step_index, file=self.file, field=field, value=value)
+    def _fail(self, message: str, field: str, value: object = ..., step_index: int | None = None):
+        raise InvalidSchedule(
+            message, pp_rank=self.pp_rank, step_index=step_index, file=self.file, field=field, value=value
+        )
 
     def run(self) -> None:
         prefix = f"ranks[{self.pp_rank}]"
@@ -172,7 +213,9 @@ class _RankWalk:
                     self._unshard(action, index, f"{field}.unshard[{n}]")
             for group in self.of_chunk[chunk]:
                 if self.ready_at.get(group, math.inf) > index and self._not_within(group, index):
-                    self._fail(f"step {entry.step} computes on group {group}, which is not whole then", field, step_index=index)
+                    self._fail(
+                        f"step {entry.step} computes on group {group}, which is not whole then", field, step_index=index
+                    )
             for n, action in enumerate(entry.reshard):
                 if action.at < 0:
                     self._reshard(action, index, f"{field}.reshard[{n}]")
@@ -180,7 +223,10 @@ class _RankWalk:
         if self.schedule.zero_stage == 1:
             for group, count in self.gathers.items():
                 if count != 1:
-                    self._fail(f"zero stage 1 gathers every group once an iteration; group {group} is gathered {count} times", prefix)
+                    self._fail(
+                        f"zero stage 1 gathers every group once an iteration; group {group} is gathered {count} times",
+                        prefix,
+                    )
 
     _chunk = -1
     """Model chunk of the current step."""
@@ -192,14 +238,16 @@ class _RankWalk:
         return group not in self._within
 
     def _step_by_layer(self, index: int, entry, field: str) -> None:
-        """Walk a step whose actions stand at layers, in the order in which the layers run."""
+        """Check a step whose actions stand at layers, in the order in which the layers run."""
         backward = "B" in entry.step
-        key = (lambda item: (item[1].at >= 0, -item[1].at if backward else item[1].at))
+        key = lambda item: (item[1].at >= 0, -item[1].at if backward else item[1].at)
         unshards = sorted(((n, a) for n, a in enumerate(entry.unshard)), key=key)
         if [n for n, _ in unshards] != list(range(len(unshards))):
-            self._fail("unshards must be listed in the order in which their layers run", f"{field}.unshard", step_index=index)
+            self._fail(
+                "unshards must be listed in the order in which their layers run", f"{field}.unshard", step_index=index
+            )
         reshards = [(n, a) for n, a in enumerate(entry.reshard) if a.at >= 0]
-        position = (lambda at: -at if backward else at)
+        position = lambda at: -at if backward else at
         pending = list(unshards)
         freed = set()
         for n, action in sorted(reshards, key=lambda item: position(item[1].at)):
@@ -225,12 +273,19 @@ class _RankWalk:
         if not 0 <= action.slot < self.schedule.limits.nvme_slots:
             self._fail(f"limits.nvme_slots is {self.schedule.limits.nvme_slots}", f"{field}.slot", action.slot, index)
         if action.slot in self.in_slot:
-            self._fail(f"slot {action.slot} still holds group {self.in_slot[action.slot]}", f"{field}.slot", action.slot, index)
+            self._fail(
+                f"slot {action.slot} still holds group {self.in_slot[action.slot]}", f"{field}.slot", action.slot, index
+            )
         if action.group in self.slot_of:
             self._fail(f"group {action.group} is staged already", field, step_index=index)
         size = self.schedule.limits.nvme_slot_bytes
         if size is not None and self.groups[action.group].bytes > size:
-            self._fail(f"group {action.group} has {self.groups[action.group].bytes} bytes, a slot limits.nvme_slot_bytes = {size}", field, step_index=index)
+            self._fail(
+                f"group {action.group} has {self.groups[action.group].bytes} bytes, a slot limits.nvme_slot_bytes = "
+                f"{size}",
+                field,
+                step_index=index,
+            )
         self.slot_of[action.group] = action.slot
         self.in_slot[action.slot] = action.group
 
@@ -250,9 +305,31 @@ class _RankWalk:
         if need_by >= len(self.rank.steps):
             self._fail(f"there are {len(self.rank.steps)} steps", f"{field}.need_by", action.need_by, index)
         if action.at >= 0 and need_by == index and self.groups[group].model_chunk_id != self._chunk:
-            self._fail(f"group {group} of chunk {self.groups[group].model_chunk_id} is needed when the step begins, not at a layer of chunk {self._chunk}", f"{field}.at", action.at, index)
+            self._fail(
+                f"group {group} of chunk {self.groups[group].model_chunk_id} is needed when the step begins, not at a "
+                f"layer of chunk {self._chunk}",
+                f"{field}.at",
+                action.at,
+                index,
+            )
+        if action.route == "cpu_shard" and (self.groups[group].shard_rests != "host" or self.schedule.parallel.dp == 1):
+            self._fail(
+                f"group {group} needs a shard that rests in host memory, and several data-parallel ranks",
+                f"{field}.route",
+                action.route,
+                index,
+            )
+        if action.route == "gpu" and self.groups[group].shard_rests == "host":
+            self._fail(
+                f"group {group} goes by gpu but its shard rests in host memory", f"{field}.route", action.route, index
+            )
         if action.route in ("cpu", "nvme") and action.route not in self.destinations.get(group, ()):
-            self._fail(f"group {group} goes by {action.route} but is never published there", f"{field}.route", action.route, index)
+            self._fail(
+                f"group {group} goes by {action.route} but is never published there",
+                f"{field}.route",
+                action.route,
+                index,
+            )
         if action.route == "nvme":
             if group not in self.slot_of:
                 self._fail(f"group {group} goes by nvme but was not staged in", field, step_index=index)
@@ -263,7 +340,12 @@ class _RankWalk:
         if self.schedule.zero_stage == 3:
             self.resident += self.groups[group].bytes
             if self.resident > self.limit:
-                self._fail(f"unsharding group {group} makes {self.resident} bytes whole on pipeline rank {self.pp_rank}, {self.resident - self.limit} more than limits.device_bytes", field, step_index=index)
+                self._fail(
+                    f"unsharding group {group} makes {self.resident} bytes whole on pipeline rank {self.pp_rank}, "
+                    f"{self.resident - self.limit} more than limits.whole_parameter_bytes",
+                    field,
+                    step_index=index,
+                )
 
     def _check_at(self, action, index: int, field: str) -> None:
         if action.at < -1:

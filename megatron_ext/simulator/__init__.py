@@ -1,5 +1,1 @@
-"""What a schedule would take."""
-
-from megatron_ext.simulator.simulate import Result, simulate
-
-__all__ = ["Result", "simulate"]
+"""What a schedule would take: one event engine for every consumer."""

@@ -5,11 +5,13 @@ cut at the layers where a group arrives, an action stands or gradients are compl
 between two cuts run as one.
 """
 
+from collections.abc import Sequence
+
 from megatron_ext.schedule.layer_use import uses_of_groups
-from megatron_ext.schedule.model import Schedule
+from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.model import Workload
-from megatron_ext.workload.order import steps_of_ranks
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Workload
 
 RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP = range(5)
 """``(RUN, us)``; ``(WAIT, gather)``; ``(ISSUE, gather)``; ``(STAGE, group,
@@ -17,13 +19,28 @@ slot, bytes, us)``; ``(REDUCE_GROUP, group, bytes, us)``."""
 
 
 class Gather:
-    """One unshard of one group: the engine's unit of work on a link. ``flat``: one all-gather over the
-    communicator that gradients are reduced over, too."""
+    """One unshard of one group: the engine's unit of work on a link.
 
-    __slots__ = ("group", "route", "bytes", "us", "call_us", "slot", "flat", "issued_us", "start_us", "end_us", "done")
+    ``flat``: one all-gather over the communicator that gradients are reduced over, too. ``shard_bytes`` and
+    ``shard_us``: the first part of ``cpu_shard``.
+    """
+
+    __slots__ = (
+        *("group", "route", "bytes", "us", "call_us", "slot", "flat", "shard_bytes", "shard_us"),
+        *("issued_us", "start_us", "end_us", "done"),
+    )
 
     def __init__(self, group: int, route: int, size: int, us: float, call_us: float, slot: int, flat: bool):
-        self.group, self.route, self.bytes, self.us, self.call_us, self.slot, self.flat = group, route, size, us, call_us, slot, flat
+        self.group, self.route, self.bytes, self.us, self.call_us, self.slot, self.flat = (
+            group,
+            route,
+            size,
+            us,
+            call_us,
+            slot,
+            flat,
+        )
+        self.shard_bytes, self.shard_us = 0, 0.0
         self.issued_us = self.start_us = self.end_us = -1.0
         self.done = False
 
@@ -48,10 +65,15 @@ def lower(schedule: Schedule, workload: Workload, timing: Timing) -> list[RankPr
     """Programs of all pipeline ranks. The schedule must be valid and match the workload."""
     spans = uses_of_groups(schedule, workload)
     expected = steps_of_ranks(workload.parallel)
-    return [_lower_rank(schedule, workload, timing, spans, rank, expected[rank]) for rank in range(workload.parallel.pp)]
+    return [
+        _lower_rank(schedule, workload, timing, spans, rank, expected[rank]) for rank in range(workload.parallel.pp)
+    ]
 
 
-_ROUTE_KIND = {"gpu": 1, "cpu": 2, "nvme": 3}
+SHARD = -1
+"""In place of a link's kind: a gather by ``cpu_shard``, over two links one after the other."""
+
+_ROUTE_KIND = {"gpu": 1, "cpu": 2, "nvme": 3, "cpu_shard": SHARD}
 
 
 def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgram:
@@ -69,7 +91,11 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
         slot = slot_of.get(action.group, -1) if action.route == "nvme" else -1
         need_by = index if action.need_by < 0 else action.need_by
         waits.setdefault(need_by, []).append((action.group, len(gathers)))
-        gathers.append(Gather(action.group, _ROUTE_KIND[action.route], size, *costs[key], slot, action.route == "gpu" and algorithm is None))
+        flat = action.route == "gpu" and algorithm is None
+        gathers.append(Gather(action.group, _ROUTE_KIND[action.route], size, *costs[key], slot, flat))
+        if action.route == "cpu_shard":
+            gathers[-1].shard_bytes = size // workload.parallel.dp
+            gathers[-1].shard_us = timing.shard_copy_us(size)
         return (ISSUE, len(gathers) - 1)
 
     def stage(action) -> tuple:
@@ -101,17 +127,22 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
         for group, number in waits.pop(index, ()):
             first, final = spans[group]
             cuts.setdefault(last - final if backward else first, []).append((WAIT, number))
-        operations: list[tuple] = []
-        position = 0
-        for cut in sorted(cuts):
-            if cut > position:
-                operations.append((RUN, sum(layers[position:cut])))
-                position = cut
-            operations += cuts[cut]
-        if position <= last:
-            operations.append((RUN, sum(layers[position:])))
-        program.steps.append((step.stage, backward, step.microbatch, tuple(operations)))
+        program.steps.append((step.stage, backward, step.microbatch, _run_between(cuts, layers)))
     return program
+
+
+def _run_between(cuts: dict[int, list[tuple]], layers: Sequence[float]) -> tuple[tuple, ...]:
+    """The operations of a step: those at its cuts, and the layers between two cuts as one."""
+    operations: list[tuple] = []
+    position = 0
+    for cut in sorted(cuts):
+        if cut > position:
+            operations.append((RUN, sum(layers[position:cut])))
+            position = cut
+        operations += cuts[cut]
+    if position < len(layers):
+        operations.append((RUN, sum(layers[position:])))
+    return tuple(operations)
 
 
 def _reduces(groups, spans, timing: Timing, pp_rank: int, pp: int, steps) -> dict[int, list[tuple[int, tuple]]]:
@@ -123,7 +154,9 @@ def _reduces(groups, spans, timing: Timing, pp_rank: int, pp: int, steps) -> dic
         if group.pp_rank == pp_rank:
             us = timing.reduce_us(group.bytes)
             if us:
-                found.setdefault(last_backward[group.model_chunk_id], []).append((spans[number][0], (REDUCE_GROUP, number, group.bytes, us)))
+                found.setdefault(last_backward[group.model_chunk_id], []).append(
+                    (spans[number][0], (REDUCE_GROUP, number, group.bytes, us))
+                )
     for operations in found.values():
         operations.sort(key=lambda item: -item[0])
     return found

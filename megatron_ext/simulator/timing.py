@@ -1,23 +1,22 @@
 """What the engine asks of a cost table, looked up once and kept: everything in microseconds."""
 
+import contextlib
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from megatron_ext.cost.cost_table import KINDS, CostTable
 from megatron_ext.cost.curve import curves_of
-from megatron_ext.cost.model import KINDS, CostTable
-from megatron_ext.cost.predict import Costs
-from megatron_ext.errors import InputError
-from megatron_ext.workload.model import Chunk, Workload
+from megatron_ext.cost.estimates import Costs
+from megatron_ext.formats.errors import InputError
+from megatron_ext.simulator.activity_kinds import COMPUTE
+from megatron_ext.simulator.processor_times import ProcessorTimes
 from megatron_ext.workload.nodes import crossing_bytes, has_hierarchy
 from megatron_ext.workload.route import HIERARCHICAL
+from megatron_ext.workload.workload import Chunk, Workload
 
 PADDING_SHARE = 64
 """Megatron's padding makes a group at most about this fraction larger than its parameters."""
-
-COMPUTE, GPU, CPU, NVME, PUBLISH, P2P, REDUCE = range(len(KINDS))
-
-_CURVES = {GPU: "routes.gpu", CPU: "routes.cpu", NVME: "routes.nvme", PUBLISH: "publish.cpu", P2P: "p2p", REDUCE: "reduce"}
 
 
 class LayerTimes(NamedTuple):
@@ -37,58 +36,45 @@ class Timing:
         InputError: the table has no figure for something that every run needs.
     """
 
-    def __init__(
-        self, workload: Workload, table: CostTable, *, extrapolate: bool = False, lean: dict[str, str] | None = None
-    ):
+    def __init__(self, workload: Workload, table: CostTable, *, extrapolate: bool = False):
         self.workload, self.table, self.extrapolate = workload, table, extrapolate
         flat, hierarchical = _by_algorithm(table)
         self.costs = Costs(flat, extrapolate=extrapolate)
-        self._lean = lean or {}
         self._beyond = Costs(flat, extrapolate=True)
         parallel = workload.parallel
         self._hierarchy = [hierarchical is not None and has_hierarchy(parallel, rank) for rank in range(parallel.pp)]
-        self._hierarchical = (Costs(hierarchical, extrapolate=extrapolate), Costs(hierarchical, extrapolate=True)) if any(self._hierarchy) else None
-        self.processors = table.topology.processors_per_node
-        self._nodes_sharing = table.topology.nodes_sharing or 1
+        self._hierarchical = (
+            (Costs(hierarchical, extrapolate=extrapolate), Costs(hierarchical, extrapolate=True))
+            if hierarchical is not None and any(self._hierarchy)
+            else None
+        )
         sends = parallel.pp > 1 and workload.p2p_bytes > 0
         self.p2p_us = self.costs.p2p_us(workload.p2p_bytes) if sends else 0.0
-        self.layers = [[self._layer_times(chunk) for chunk in workload.chunks_of_rank(rank)] for rank in range(parallel.pp)]
-        self.crosses_nodes = [len({parallel.node_of(rank, dp) for dp in range(parallel.dp)}) for rank in range(parallel.pp)]
+        self.layers = [
+            [self._layer_times(chunk) for chunk in workload.chunks_of_rank(rank)] for rank in range(parallel.pp)
+        ]
+        self.crosses_nodes = [
+            len({parallel.node_of(rank, dp) for dp in range(parallel.dp)}) for rank in range(parallel.pp)
+        ]
         self.has_publish = self.costs.offers_publish("cpu")
-        self._reduce = sorted((p for points in curves_of(table.reduce or ()).values() for p in points), key=lambda p: p.size_bytes)
+        self._reduce = sorted(
+            (p for points in curves_of(table.reduce or ()).values() for p in points), key=lambda p: p.size_bytes
+        )
         self.left_out = tuple(name for name in ("reduce", "optimizer") if not _has(getattr(table, name)))
         self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
-        self._processor_us: dict[tuple[str, int], float] = {}
         rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0}
         if table.topology.nic_shares_pcie:
             rows |= {(a, b) for a, b in _SHARED_PCIE}
         self._pairs = [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
-        self.takes_processor = tuple(self.processor_us(kind, 1) > 0.0 for kind in range(len(KINDS)))
-        """By kind: whether the table says how much processor time it takes from compute. Rows of
-        compute beside it then say the same once more and are passed over."""
-        for kind, takes in enumerate(self.takes_processor):
-            if takes:
-                self._pairs[COMPUTE][kind] = False
+        self.host_cpu = ProcessorTimes(workload, table) if table.host_cpu is not None else None
+        """Processor time of transports, where ranks compute on shared processors; None on machines with GPUs."""
+        if self.host_cpu is not None:
+            # Rows of compute beside a transport say the same once more.
+            for kind, takes in enumerate(self.host_cpu.takes):
+                self._pairs[COMPUTE][kind] = self._pairs[COMPUTE][kind] and not takes
         self.disturbed = tuple(any(pairs) for pairs in self._pairs)
         """By kind: whether anything slows it at all, so that undisturbed kinds cost no look-ups."""
         self.disturbs = tuple(any(pairs[kind] for pairs in self._pairs) for kind in range(len(KINDS)))
-
-    def machine_of(self, pp_rank: int, dp_rank: int, tp_rank: int = 0) -> int:
-        """The machine whose processors a rank uses: its node, but where nodes are emulated."""
-        return self.workload.parallel.node_of(pp_rank, dp_rank, tp_rank) // self._nodes_sharing
-
-    def processor_us(self, kind: int, size_bytes: int) -> float:
-        """Processor time that one rank's transport of ``kind`` takes where compute needs it too; else 0."""
-        return self.curve_processor_us(_CURVES[kind], size_bytes) if kind in _CURVES else 0.0
-
-    def curve_processor_us(self, what: str, size_bytes: int) -> float:
-        """:meth:`processor_us` of one curve: ``routes.gpu``, ``publish.internode``, ..."""
-        if self.processors is None:
-            return 0.0
-        found = self._processor_us.get((what, size_bytes))
-        if found is None:
-            found = self._processor_us[what, size_bytes] = self._beyond.processor_us(what, size_bytes) or 0.0
-        return found
 
     def disturbs_kind(self, measured: int, busy: int) -> bool:
         """Whether ``busy`` slows ``measured`` by a row of ``contention``."""
@@ -102,31 +88,28 @@ class Timing:
         """Whether the table has measured ``route``."""
         return self.costs.offers(route)
 
-    def leaning(self, lean: dict[str, str]) -> "Timing":
-        """The same timing with some costs at an end of their interval: by route (or ``publish``, or an algorithm
-        of ``gpu``, which otherwise goes with it), ``low_us`` or ``high_us``."""
-        return Timing(self.workload, self.table, extrapolate=self.extrapolate, lean=lean)
-
     def gather_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
         """One gather of a whole group by ``route``, alone; by ``gpu``, with ``algorithm``. Raises
         InputError where it is not measured."""
         costs = self._hierarchical if algorithm == HIERARCHICAL else None
         if algorithm is not None and costs is None:
-            raise InputError("has no points for it, or the data-parallel groups have no hierarchy", field=f"routes.{route}.algorithms", value=algorithm)
-        end = self._lean.get(route, "us")
-        return getattr(self._estimate(f"routes.{route}", size_bytes, costs), self._lean.get(algorithm, end) if algorithm else end)
+            raise InputError(
+                "has no points for it, or the data-parallel groups have no hierarchy",
+                field=f"routes.{route}.algorithms",
+                value=algorithm,
+            )
+        return self._estimate(f"routes.{route}", size_bytes, costs).us
 
     def algorithm(self, pp_rank: int, size_bytes: int) -> str | None:
         """The fastest way a group of this pipeline rank can go by ``gpu``; None: one all-gather."""
         if not self._hierarchy[pp_rank]:
             return None
-        times = {}
+        times: dict[str | None, float] = {}
         for algorithm in (None, HIERARCHICAL):
-            try:
+            # Measured for other sizes; where for none, the error comes with the gather.
+            with contextlib.suppress(InputError):
                 times[algorithm] = self.gather_us("gpu", size_bytes, algorithm)
-            except InputError:  # measured for other sizes; where for none, the error comes with the gather
-                pass
-        return min(times, key=times.get, default=None)
+        return min(times, key=lambda name: times[name], default=None)
 
     def fastest_us(self, route: str, size_bytes: int) -> float:
         """:meth:`gather_us` by the fastest algorithm of any pipeline rank."""
@@ -163,9 +146,35 @@ class Timing:
         own = self.costs.issued_us("cpu", size_bytes) if route != "gpu" else None
         return (self.table.group_overhead.call_us or 0.0) if own is None else own
 
+    @property
+    def offers_cpu_shard(self) -> bool:
+        """Whether a shard can come from the host and be gathered: its parts were measured, or the route itself."""
+        return self.workload.parallel.dp > 1 and self.offers("gpu") and self.offers("cpu")
+
+    def shard_copy_us(self, size_bytes: int) -> float:
+        """The first part of ``cpu_shard``: the own shard of a group of ``size_bytes``, over the link of host copies.
+        A shard smaller than any copy that was measured takes as long as that."""
+        copies = self.table.routes.cpu
+        assert copies is not None  # the route is offered only where it was measured
+        least = min(point.size_bytes for points in curves_of(copies).values() for point in points)
+        return self.gather_us("cpu", max(size_bytes // self.workload.parallel.dp, least))
+
+    def _shard_gather_us(self, size_bytes: int) -> float:
+        """Its second part: an all-gather, and whatever the route as it was measured takes beyond both parts."""
+        gather_us = self.gather_us("gpu", size_bytes)
+        if not self.offers("cpu_shard"):
+            return gather_us
+        return max(self.gather_us("cpu_shard", size_bytes) - self.shard_copy_us(size_bytes), gather_us)
+
     def unshard_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
-        """What an unshard occupies its link for: all of the route, or for ``nvme`` its last leg."""
-        return self._slot_copy_us(size_bytes) if route == "nvme" else self.gather_us(route, size_bytes, algorithm if route == "gpu" else None)
+        """What an unshard occupies its link for: all of the route, or for ``nvme`` and ``cpu_shard`` its last leg."""
+        if route == "cpu_shard":
+            return self._shard_gather_us(size_bytes)
+        return (
+            self._slot_copy_us(size_bytes)
+            if route == "nvme"
+            else self.gather_us(route, size_bytes, algorithm if route == "gpu" else None)
+        )
 
     def stage_us(self, size_bytes: int) -> float:
         """The drive's part of the ``nvme`` route, whose curve is the whole way to the device."""
@@ -181,13 +190,9 @@ class Timing:
         Between nodes each byte crosses the network once per node: a node sends for what it
         lacks. Where the table has no ``publish.internode`` curve that is left out, and said so.
         """
-        return sum(self._publish_us(name, part) for name, part in self._publish_parts(pp_rank, destinations, size_bytes))
+        return sum(self._publish_us(name, part) for name, part in self.publish_parts(pp_rank, destinations, size_bytes))
 
-    def publish_processor_us(self, pp_rank: int, destinations, size_bytes: int) -> float:
-        """Processor time that one rank's part of :meth:`publish_us` takes, between nodes as well."""
-        return sum(self.curve_processor_us(f"publish.{name}", part) for name, part in self._publish_parts(pp_rank, destinations, size_bytes))
-
-    def _publish_parts(self, pp_rank: int, destinations, size_bytes: int) -> list[tuple[str, int]]:
+    def publish_parts(self, pp_rank: int, destinations, size_bytes: int) -> list[tuple[str, int]]:
         """(curve of ``publish``, bytes), one after the other."""
         parts = []
         for destination in destinations:
@@ -203,7 +208,7 @@ class Timing:
         return parts
 
     def _publish_us(self, destination: str, size_bytes: int) -> float:
-        return getattr(self._estimate(f"publish.{destination}", size_bytes), self._lean.get("publish", "us"))
+        return self._estimate(f"publish.{destination}", size_bytes).us
 
     def reduce_us(self, size_bytes: int) -> float:
         """Reducing one group's gradients; 0 where the table lacks it. A group smaller than any that
@@ -259,8 +264,7 @@ _SHARED_PCIE = (("gpu", "cpu"), ("cpu", "gpu"))
 def _by_algorithm(table: CostTable) -> tuple[CostTable, CostTable | None]:
     """The table without its hierarchical all-gathers, and one with these alone (None: it has none)."""
     gpu = table.routes.gpu
-    points = gpu.algorithms.get(HIERARCHICAL, ()) if gpu is not None else ()
-    if not points:
+    if gpu is None or not (points := gpu.algorithms.get(HIERARCHICAL, ())):
         return table, None
     rest = {name: other for name, other in gpu.algorithms.items() if name != HIERARCHICAL}
     curves = replace(gpu, algorithms=rest), replace(gpu, points=points, algorithms={})

@@ -1,8 +1,9 @@
 """Which data-parallel ranks share a node: host copies and hierarchical gathers go by it."""
 
+from collections.abc import Sequence
 from itertools import product
 
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.parallel import Parallel
 
 
@@ -18,9 +19,11 @@ def nodes_of_replicas(parallel: Parallel, pp_rank: int, tp_rank: int = 0) -> lis
     sizes = {len(ranks) for ranks in nodes.values()}
     if len(sizes) > 1:
         raise InputError(
-            f"spreads the {parallel.dp} data-parallel ranks of pipeline rank {pp_rank} unevenly over {len(nodes)} nodes; host copies need the same number on each",
-            field="parallel.gpus_per_node", value=parallel.gpus_per_node,
-        )  # fmt: skip
+            f"spreads the {parallel.dp} data-parallel ranks of pipeline rank {pp_rank} unevenly over {len(nodes)} "
+            "nodes; host copies need the same number on each",
+            field="parallel.gpus_per_node",
+            value=parallel.gpus_per_node,
+        )
     return list(nodes.values())
 
 
@@ -34,10 +37,30 @@ def has_hierarchy(parallel: Parallel, pp_rank: int) -> bool:
     """Whether the data-parallel groups of a pipeline rank span nodes with several ranks on each, as
     many on one as on another: then a gather can go between nodes first and inside them after."""
     try:
-        nodes = [nodes_of_replicas(parallel, pp_rank, tp_rank) for tp_rank in range(parallel.tensor_model_parallel_size)]
+        nodes = [
+            nodes_of_replicas(parallel, pp_rank, tp_rank) for tp_rank in range(parallel.tensor_model_parallel_size)
+        ]
     except InputError:
         return False
     return all(len(ranks) > 1 and len(ranks[0]) > 1 for ranks in nodes)
+
+
+def pinned_bytes_of_nodes(parallel: Parallel, copies: Sequence[int], of_ranks: Sequence[int]) -> list[int]:
+    """Pinned host bytes of each node.
+
+    Args:
+        copies: by pipeline rank, bytes of its host copies. Ranks of a node share one copy; tensor-parallel ranks hold
+            different parameters, hence each its own.
+        of_ranks: by pipeline rank, bytes of each of its ranks alone: NVMe staging slots, shards that rest there.
+    """
+    nodes = [0] * parallel.num_nodes
+    for pp_rank, tp_rank in product(range(parallel.pp), range(parallel.tensor_model_parallel_size)):
+        places = [parallel.node_of(pp_rank, dp_rank, tp_rank) for dp_rank in range(parallel.dp)]
+        for node in set(places):
+            nodes[node] += copies[pp_rank]
+        for node in places:
+            nodes[node] += of_ranks[pp_rank]
+    return nodes
 
 
 def crossing_bytes(size_bytes: int, nodes: int) -> int:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from megatron_ext.errors import InputError
+from megatron_ext.formats.errors import InputError
 
 Order = Literal["interleaved", "1f1b", "no_pipeline", "gpipe"]
 
@@ -65,6 +65,15 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def node_of(self, pp_rank: int, dp_rank: int, tp_rank: int = 0) -> int:
         return self.global_rank(pp_rank, dp_rank, tp_rank) // self.node_size
 
+    def check_place(self, pp_rank: int, model_chunk_id: int, *, file=None, field: str, error=InputError) -> None:
+        """Raise ``error``, naming what lies below ``field``, where there is no such pipeline rank or model chunk."""
+        for name, value, size, what in (
+            ("pp_rank", pp_rank, self.pp, "pipeline size"),
+            ("model_chunk_id", model_chunk_id, self.vp, "virtual pipeline size"),
+        ):
+            if not 0 <= value < size:
+                raise error(f"must be below the {what} {size}", file=file, field=f"{field}.{name}", value=value)
+
     def check(self, *, file=None, field: str = "parallel") -> None:
         """Refuse sizes that Megatron refuses.
 
@@ -107,9 +116,15 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 name = "microbatch_group_size_per_vp_stage"
                 if self.microbatch_group_size_per_vp_stage is None:
                     name = "num_microbatches"
-                refuse(name, f"needs pipeline size {self.pp} <= micro-batch group {group} <= {self.num_microbatches} micro-batches")
+                refuse(
+                    name,
+                    f"needs pipeline size {self.pp} <= micro-batch group {group} <= {self.num_microbatches} "
+                    "micro-batches",
+                )
             remainder = self.num_microbatches % group
             if 0 < remainder < self.pp:
-                refuse("num_microbatches", f"leaves a last group of {remainder}, smaller than the pipeline size {self.pp}")
+                refuse(
+                    "num_microbatches", f"leaves a last group of {remainder}, smaller than the pipeline size {self.pp}"
+                )
         if self.world_size % self.node_size and self.world_size > self.node_size:
             refuse("gpus_per_node", f"does not divide the {self.world_size} ranks")

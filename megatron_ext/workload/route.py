@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-ROUTES = ("gpu", "cpu", "nvme")
+Route = Literal["gpu", "cpu", "cpu_shard", "nvme"]
 
-Route = Literal["gpu", "cpu", "nvme"]
+ROUTES: tuple[Route, ...] = ("gpu", "cpu", "cpu_shard", "nvme")
+"""``cpu_shard``: the own shard from host memory, then an all-gather."""
 
 HIERARCHICAL = "hierarchical"
 """The algorithm of route ``gpu`` that a schedule can ask for: between nodes first, inside them after.

@@ -1,0 +1,252 @@
+"""Write the table of docs/results.md from the kept results, so that every figure in it comes from a file.
+
+    python benchmarks/results_page.py
+
+Replaces what stands between the two markers of docs/results.md. ``tests/unit/benchmarks/test_kept_results.py`` fails
+where the page and the files differ, and where a kept result has no row.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_ext.formats import json_files
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+BEGIN, END = "<!-- begin: written by benchmarks/results_page.py -->", "<!-- end -->"
+
+
+class Row(NamedTuple):
+    """What one result answers: ``figure`` reads the text of its figures from the loaded file."""
+
+    question: str
+    command: str
+    figure: Callable[[dict], str]
+
+
+def ratio(row: dict) -> str:
+    """Iteration time to the baseline's, with two standard errors."""
+    return (
+        f"{row['ratio']:.2f} ± {2 * next(v for k, v in row.items() if k.startswith('ratio_of_'))['standard_error']:.2f}"
+    )
+
+
+def verdicts(summary: dict) -> str:
+    """How often each answer was given, of how many."""
+    answers = ", ".join(f"{name} {count}" for name, count in sorted(summary["answers"].items()))
+    return f"{answers} of {summary.get('pairs') or summary['cases']}"
+
+
+def cluster(result: dict) -> str:
+    """Hybrid to its baseline, measured, at every rate; and how far the prediction by the cost table was off."""
+    parts = []
+    for rate in result["rates"]:
+        row = next(row for row in rate["rows"] if row["policy"] == "hybrid")
+        baseline = "stock" if row["baseline"] == "stock" else "the plan by all-gathers alone"
+        parts.append(
+            f"hybrid to {baseline} at {rate['gbit_s']:g} Gbit/s: {ratio(row)}, predicted "
+            f"{row['prediction_error']:+.0%} off"
+        )
+    return "; ".join(parts)
+
+
+def main_job(result: dict) -> str:
+    time = result["ratio_scheduled_to_stock"]
+    slices = next(result[name] for name in result if name.startswith("iteration_time_of_"))
+    equal = [row for row in result["equality"] if row["loss"] and row["grad_norm"] and row["parameter_sha256"]]
+    return (
+        f"iteration time {time['iteration_time_us']:.2f} ± {2 * slices['standard_error']:.2f}; "
+        f"time in gathers {time['gather_us']:.2f}; exposed {time['exposed_us']:.3f}; "
+        f"{len(equal)} of {len(result['equality'])} policies equal to the last bit"
+    )
+
+
+def simulated_clusters(result: dict) -> str:
+    """Gain of the hybrid plan over the best plan by all-gathers alone, lowest and highest of the models."""
+    gains: dict[tuple[int, str], list[float]] = {}
+    for row in result["rows"]:
+        gains.setdefault((row["zero_stage"], row["title"]), []).append(1 - row["hybrid_us"] / row["gathers_only_us"])
+    ranges = [
+        f"zero stage {stage}, {title}: {min(found):.0%} to {max(found):.0%}" for (stage, title), found in gains.items()
+    ]
+    return "**simulated** gain over the best plan that uses all-gathers alone: " + "; ".join(ranges)
+
+
+def peers(result: dict) -> str:
+    """Our fastest row over each peer's, in the peer's layout, that holds no more whole parameters."""
+    rows, parts = result["rows"], []
+    for peer in (row for row in rows if not row["ours"]):
+        ours = [
+            row["iteration_us"]["median_us"]
+            for row in rows
+            if row["ours"] and row["layout"] == peer["layout"] and row["whole_peak_bytes"] <= peer["whole_peak_bytes"]
+        ]
+        if ours:
+            parts.append(f"{peer['title']} ({peer['layout']}) {min(ours) / peer['iteration_us']['median_us']:.2f}")
+    return "our iteration time to that of: " + "; ".join(parts)
+
+
+def hot_path(result: dict) -> str:
+    own = [row["own_us_per_parameter_and_step"] for row in result.values() if "own_us_per_parameter_and_step" in row]
+    return (
+        f"{min(own):.2f} to {max(own):.2f} µs a parameter and step; "
+        f"Megatron's own hooks {result[HOOKS]['us_per_parameter_and_step']:.1f}"
+    )
+
+
+def endurance(result: dict) -> str:
+    grown = max(rank["anonymous_bytes"]["late"] / rank["anonymous_bytes"]["early"] - 1 for rank in result["ranks"])
+    files = max(rank["open_files"]["late"] - rank["open_files"]["early"] for rank in result["ranks"])
+    threads = max(rank["threads"]["late"] - rank["threads"]["early"] for rank in result["ranks"])
+    return (
+        f"{result['iterations']} iterations: memory grows by {grown:.1%} at most, open files by {files}, "
+        f"threads by {threads}"
+    )
+
+
+def planner_scale(result: dict) -> str:
+    plan = next(row for row in result["large"] if row["zero_stage"] == 3)
+    return (
+        f"PP {plan['pp']}, VP {plan['vp']}, {plan['microbatches']} micro-batches, zero stage 3: planned in "
+        f"{plan['plan']['seconds']:.1f} s, loaded in {plan['load_and_validate']['seconds']:.2f} s, "
+        f"{plan['schedule_bytes'] / 1e6:.1f} MB; time grows with size to the power {result['growth_exponent']:.2f}"
+    )
+
+
+def runtime_claims(result: dict) -> str:
+    overhead, nvme = result["overhead"], result["nvme"]
+    return (
+        f"all-gpu schedule to stock: {overhead['pp2']['median']:.2f} (PP 2), {overhead['dp4']['median']:.2f} (DP 4); "
+        f"drive reads to a plain reader's rate: {nvme['reads']['median']:.2f}"
+    )
+
+
+def patched(result: dict) -> str:
+    low, high = result["ratio"]["patched"]["mean_95"]
+    return (
+        f"{result['ratio']['patched']['median']:.2f}; 95 % interval of the mean {low:.2f} to {high:.2f}, "
+        f"so differences below that are not seen; losses {'equal' if result['losses_equal'] else 'DIFFER'}"
+    )
+
+
+HOOKS = "Megatron's pre-hooks"
+CLUSTER = "sudo .venv/bin/python benchmarks/emulated_cluster.py"
+ROWS = {
+    "main_job": Row("Scheduled to stock on one node", "benchmarks/main_job.py runs/NAME", main_job),
+    "parity_500": Row(
+        "Does every schedule that validates train like Megatron, to the last bit?",
+        "benchmarks/parity_500.py",
+        lambda r: (
+            f"{r['equal']} of {r['cases']} equal; {r['controls_seen']} of {r['controls']} broken controls are seen"
+        ),
+    ),
+    "emulated_cluster": Row("Two nodes of two ranks, zero stage 1", CLUSTER, cluster),
+    "emulated_cluster_slow": Row(
+        "The same over a slower link", f"{CLUSTER} --gbit 0.09 --policies hierarchical all-cpu hybrid", cluster
+    ),
+    "emulated_cluster_2x2_pp1_zero3": Row("The same at zero stage 3", f"{CLUSTER} --gbit 1.05 --zero-stage 3", cluster),
+    "emulated_cluster_4x1_pp2_zero1": Row(
+        "Four nodes of one rank, PP 2", f"{CLUSTER} --gbit 2.5 --nodes 4 --per-node 1 --pp 2 --vp 2", cluster
+    ),
+    "simulated_clusters": Row(
+        "On which known machines would a plan win?", "benchmarks/simulated_clusters.py", simulated_clusters
+    ),
+    "peers": Row("Beside what people use, at no more whole parameters", "benchmarks/peers.py", peers),
+    "peers_offload": Row(
+        "The same in bfloat16, optimizer on the host; a processor with bfloat16", "benchmarks/peers.py", peers
+    ),
+    "planner_suite": Row(
+        "How far are plans of large models from the proven bound?",
+        "benchmarks/planner_suite.py",
+        lambda r: (
+            f"median {r['summary']['median_gap']:.2%}, worst {r['summary']['worst_gap']:.2%} of "
+            f"{r['summary']['rows']} rows"
+        ),
+    ),
+    "verdict_measured": Row(
+        "Is the verdict of `plan` right of measured pairs of runs?",
+        "benchmarks/verdict_measured.py",
+        lambda result: (
+            verdicts(result["summary"])
+            + f"; {result['summary']['wrong']} wrong, {result['summary']['undecided']} not decided by the measurement; "
+            f"measured gain in the 90 % interval in {result['summary']['covered']:.0%}, "
+            f"within two standard errors of it in {result['summary']['covered_within_two_standard_errors']:.0%}"
+        ),
+    ),
+    "verdict_truth": Row(
+        "Is the verdict right of cost tables with 10 to 40 % of noise, beside tables known to be true?",
+        "benchmarks/verdict_truth.py --first 100",
+        lambda result: (
+            "**simulated** "
+            + verdicts(result["summary"])
+            + f"; precision {result['summary']['precision']:.0%}, recall {result['summary']['recall']:.0%} "
+            f"(gains of 10 % and more {result['summary']['recall_of_gains_of_10_percent']:.0%}), "
+            f"true gain in the 90 % interval in {result['summary']['covered']:.0%}"
+        ),
+    ),
+    "exact_gaps": Row(
+        "How far is hybrid from the exact solver on random small cases?",
+        "benchmarks/exact_gaps.py",
+        lambda r: (
+            f"mean {r['summary']['mean_gap']:.2%}, worst {r['summary']['worst_gap']:.1%} of {r['summary']['cases']} "
+            "cases"
+        ),
+    ),
+    "planner_scale": Row("How does planning grow?", "benchmarks/planner_scale.py", planner_scale),
+    "hot_path": Row("What does our Python cost the training thread?", "benchmarks/hot_path.py", hot_path),
+    "runtime_claims": Row("What do the runtime and drive reads cost?", "benchmarks/runtime_claims.py", runtime_claims),
+    "patched_iteration_time": Row(
+        "Patched without the option, to unpatched", "benchmarks/patched_iteration_time.py MIRROR", patched
+    ),
+    "endurance": Row("Does anything grow?", "benchmarks/endurance.py", endurance),
+    "cost_prediction": Row(
+        "Are gathers and iterations what the cost table predicts?",
+        "benchmarks/cost_prediction.py",
+        lambda r: (
+            f"iterations within 10 %: {r['iterations_within_10_percent']}; gathers within 15 %: "
+            f"{r['gathers_within_15_percent']}"
+        ),
+    ),
+    "cost_repeatability": Row(
+        "Do two measurements in a row agree?",
+        "benchmarks/cost_repeatability.py",
+        lambda r: (
+            f"{r['within_10_percent']} of {r['sizes']} sizes within 10 %; {r['off_and_said']} are off and the table "
+            "says so; "
+            f"{r['off_and_silent']} are off without a word"
+        ),
+    ),
+}
+
+
+def date_of(result: dict) -> str:
+    """The day on which a result was made, wherever its JSON says so."""
+    places = (result, result.get("about"), result.get("machine"))
+    return next(place["date"][:10] for place in places if isinstance(place, dict) and "date" in place)
+
+
+def table() -> str:
+    """The markdown table; a result that is not kept has no row.
+
+    Raises:
+        KeyError: a kept result is not in ``ROWS``, or lacks a field that its row reads.
+    """
+    lines = ["| question | figure | date | command | file |", "|---|---|---|---|---|"]
+    kept = {path.stem for path in RESULTS.glob("*.json")}
+    for name in [*(name for name in ROWS if name in kept), *sorted(kept - set(ROWS))]:
+        result = json_files.load(RESULTS / f"{name}.json", dict)
+        row = ROWS[name]
+        lines.append(f"| {row.question} | {row.figure(result)} | {date_of(result)} | `{row.command}` | `{name}.json` |")
+    return "\n".join(lines)
+
+
+def page(text: str) -> str:
+    """``text`` of the page with the table written anew."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,201 @@
+"""Verdicts from noisy cost tables, held to tables that are known to be true.
+
+    python benchmarks/verdict_truth.py [--first 0] [--rounds 1]
+
+Every case has a true table. The planner sees another one: each figure times a log-normal factor with a standard
+deviation of 10, 25 or 40 %, in half of the cases without saying so, in half of the cases without rows of contention.
+The plan that is made from it is simulated on the true table, and so is what the verdict compares it with. Writes
+benchmarks/results/verdict_truth.json. Ends 0 if "helps" is never said of a true gain of less than 1 % and the interval
+holds the true gain in at least 90 % of the cases.
+"""
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections import Counter
+from itertools import product
+from math import exp
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+
+import pictures
+from machine import about_this_machine
+from msgspec.structs import replace
+from planning_cases import make_table, make_workload
+
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.formats import json_files
+from megatron_ext.planner import plan, verdict
+from megatron_ext.planner.verdict import HELPS, HELPS_NOT, LEAST_GAIN, compare_with
+from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.timing import Timing
+
+RESULT = Path(__file__).parent / "results" / "verdict_truth.json"
+NOISE = (0.10, 0.25, 0.40)
+SECOND_ROUTE = {"none": None, "slow": 0.3, "equal": 1.0, "fast": 4.0}
+"""The rate of the host copies beside that of all-gathers."""
+KINDS = {
+    "gathers are short": (3.0, 6.0),
+    "gathers are long": (0.5, 1.5),
+    "the network is slow": (0.08, 0.25),
+    "publishing dominates": (0.5, 1.5),
+    "little host memory": (0.08, 0.25),
+}
+"""By kind of case: compute of a layer over its all-gather, from and to."""
+COVERED = 0.90
+P95 = 1.645
+"""The 95th percentile of a normal distribution, in standard deviations."""
+
+
+def make_case(noise: float, second: str, kind: str, zero_stage: int, seed: int):
+    """A workload, its true table and the table that the planner sees."""
+    draw = random.Random(f"{noise} {second} {kind} {zero_stage} {seed}")
+    rows = dict(pp=2, vp=2, microbatches=4, layers=2, zero_stage=zero_stage)
+    layer = make_workload(**rows).chunks[0].bytes // 2
+    if zero_stage == 3:
+        rows["whole_parameter_bytes"] = int(layer * draw.choice((2.2, 4.2)))
+    if kind == "little host memory":
+        rows["pinned_host_bytes"] = int(layer * 8 * draw.choice((0.3, 0.6)))
+    work = make_workload(**rows)
+    forward = draw.uniform(30, 90)
+    rate = layer / forward * draw.uniform(*KINDS[kind])
+    share = SECOND_ROUTE[second]
+    publish = rate * (draw.uniform(0.1, 0.4) if kind == "publishing dominates" else draw.uniform(3, 8))
+    rows = (
+        ("gpu", "cpu"),
+        ("cpu", "gpu"),
+        ("gpu", "publish"),
+        ("cpu", "publish"),
+        ("publish", "cpu"),
+        ("publish", "gpu"),
+    )
+    contention = [(*pair, draw.uniform(1.0, 1.25)) for pair in rows]
+    contention += [("compute", "gpu", draw.uniform(1.0, 1.08)), ("compute", "cpu", draw.uniform(1.0, 1.02))]
+    truth = make_table(
+        work,
+        gpu=(draw.uniform(2, 6), rate),
+        cpu=share and (draw.uniform(1, 5), rate * share),
+        publish=(1.0, publish) if share else None,
+        forward=forward,
+        backward=2 * forward,
+        p2p=(2.0, 1e4),
+        contention=contention,
+        group_overhead=cost.GroupOverhead(call_us=draw.uniform(0.2, 1.0)),
+    )
+    return work, truth, noisy(truth, noise, draw, said=draw.random() < 0.5, contention=draw.random() < 0.5)
+
+
+def noisy(truth: cost.CostTable, noise: float, draw: random.Random, *, said: bool, contention: bool) -> cost.CostTable:
+    """The table with every figure off by a factor of its own; ``said``: p95 tells how much one sample wavers."""
+
+    def factor() -> float:
+        return exp(draw.gauss(0, noise))
+
+    def curve(given: cost.Curve | None):
+        if given is None:
+            return None
+        points = [replace(point, p50_us=point.p50_us * factor()) for point in given.points]
+        if said:
+            points = [replace(point, p95_us=point.p50_us * exp(P95 * noise)) for point in points]
+        return replace(given, points=tuple(points))
+
+    compute = []
+    for row in truth.compute:
+        forward, backward = row.forward_us * factor(), row.backward_us * factor()
+        p95 = {"forward_p95_us": forward * exp(P95 * noise), "backward_p95_us": backward * exp(P95 * noise)}
+        compute.append(replace(row, forward_us=forward, backward_us=backward, **(p95 if said else {})))
+    rows = tuple(replace(row, slowdown=max(row.slowdown * factor(), 1.0)) for row in truth.contention)
+    call_us = truth.group_overhead.call_us
+    return cost.check(
+        replace(
+            truth,
+            routes=cost.Routes(gpu=curve(truth.routes.gpu), cpu=curve(truth.routes.cpu)),
+            publish=cost.Publish(cpu=curve(truth.publish.cpu)),
+            p2p=curve(truth.p2p),
+            compute=tuple(compute),
+            contention=rows if contention else (),
+            group_overhead=cost.GroupOverhead(call_us=call_us * factor()),
+        )
+    )
+
+
+def row_of(noise: float, second: str, kind: str, zero_stage: int, seed: int) -> dict:
+    """One case: what the verdict said, and what is true."""
+    work, truth, seen = make_case(noise, second, kind, zero_stage, seed)
+    planned = plan(work, seen)
+    judged = verdict(work, seen, planned).figures
+    timing = Timing(work, truth)
+    _, other, _ = compare_with(work, Timing(work, seen), planned.predicted.baselines_us).other
+    true_gain = 1 - run(work, timing, planned).iteration_time_us / run(work, timing, other).iteration_time_us
+    return {
+        "noise": noise,
+        "second_route": second,
+        "kind": kind,
+        "zero_stage": zero_stage,
+        "seed": seed,
+        **{name: judged[name] for name in ("answer", "compared_with", "gain", "gain_low", "gain_high", "samples")},
+        "measure_better": judged["measure_better"],
+        "true_gain": true_gain,
+        "covered": judged["gain_low"] - 1e-9 <= true_gain <= judged["gain_high"] + 1e-9,
+    }
+
+
+def summarize(rows: list[dict]) -> dict:
+    """Counts over all cases. Precision: of what was said to help, what does, by 1 % and more; recall: the reverse."""
+    said = [row for row in rows if row["answer"] == HELPS]
+    denied = [row for row in rows if row["answer"] == HELPS_NOT]
+    gains = [row for row in rows if row["true_gain"] >= LEAST_GAIN]
+    large = [row for row in rows if row["true_gain"] >= 0.1]
+    no_gains = [row for row in rows if row["true_gain"] < LEAST_GAIN]
+    return {
+        "cases": len(rows),
+        "answers": dict(Counter(row["answer"] for row in rows)),
+        "helps_without_gain": sum(row["true_gain"] <= 0 for row in said),
+        "helps_under_least_gain": sum(row["true_gain"] < LEAST_GAIN for row in said),
+        "denied_with_gain": sum(row["true_gain"] >= LEAST_GAIN for row in denied),
+        "precision": _share(said, lambda row: row["true_gain"] >= LEAST_GAIN),
+        "recall": _share(gains, lambda row: row["answer"] == HELPS),
+        "recall_of_gains_of_10_percent": _share(large, lambda row: row["answer"] == HELPS),
+        "recall_of_no_gain": _share(no_gains, lambda row: row["answer"] == HELPS_NOT),
+        "covered": _share(rows, lambda row: row["covered"]),
+    }
+
+
+def _share(rows: list[dict], of) -> float | None:
+    return sum(map(bool, map(of, rows))) / len(rows) if rows else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--rounds", type=int, default=1, help="seeds of every kind of case")
+    options = parser.parse_args()
+    load, started = os.getloadavg()[0], time.time()
+    cases = list(product(NOISE, SECOND_ROUTE, KINDS, (1, 3), range(options.first, options.first + options.rounds)))
+    rows = []
+    for case in cases:
+        rows.append(row_of(*case))
+        row = rows[-1]
+        interval = f"{row['gain_low']:8.2%} to {row['gain_high']:8.2%}"
+        print(f"{str(case):60s} {row['answer']:14s} {interval}  true {row['true_gain']:8.2%}", flush=True)
+    summary = summarize(rows)
+    result = {
+        **about_this_machine(load_before=load),
+        "simulated": True,
+        "asked": {"helps_without_gain": 0, "helps_under_least_gain": 0, "covered": COVERED},
+        "seconds": time.time() - started,
+        "summary": summary,
+        "rows": rows,
+    }
+    json_files.save(RESULT, result, indent=1)
+    pictures.draw(RESULT)
+    for name, value in summary.items():
+        print(f"{name:32s} {value}")
+    return int(bool(summary["helps_under_least_gain"]) or summary["covered"] < COVERED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""A real corpus that every machine has: the Python standard library's own source, byte level.
+
+Bytes are tokens 0 to 255; special ids lie above them, so that no byte can be mistaken for one.
+"""
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+from megatron_ext.formats.errors import InputError
+
+VOCAB_SIZE, EOS, PAD, BOS = 259, 256, 257, 258
+
+TRAIN_SHARE = 0.98
+SPLIT = "98,2,0"
+"""Megatron's --split: documents for training, validation, test."""
+
+
+def tokenizer():
+    """Megatron's byte-level tokenizer with special ids outside the bytes."""
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    return MegatronTokenizer.from_pretrained(
+        tokenizer_path=None,
+        metadata_path={"library": "byte-level"},
+        vocab_size=VOCAB_SIZE,
+        _eos_id=EOS,
+        _pad_id=PAD,
+        _bos_id=BOS,
+    )
+
+
+def sources() -> list[Path]:
+    """Top-level modules of the standard library, in a fixed order."""
+    return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+
+
+def build(prefix, *, progress=None) -> int:
+    """Write ``prefix``.bin and ``prefix``.idx with one document a file; returns the tokens.
+
+    The files appear under their names only when complete.
+    """
+    import numpy
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = Path(prefix)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    temporary = prefix.with_name(f".{prefix.name}.{os.getpid()}")
+    builder = IndexedDatasetBuilder(f"{temporary}.bin", dtype=numpy.uint16)
+    total = 0
+    try:
+        for path in sources():
+            tokens = list(path.read_bytes()) + [EOS]
+            builder.add_document(torch.tensor(tokens, dtype=torch.int32), [len(tokens)])
+            total += len(tokens)
+            if progress is not None:
+                progress(path.name)
+        builder.finalize(f"{temporary}.idx")
+        os.replace(f"{temporary}.bin", f"{prefix}.bin")
+        os.replace(f"{temporary}.idx", f"{prefix}.idx")
+    finally:
+        for suffix in (".bin", ".idx"):
+            Path(f"{temporary}{suffix}").unlink(missing_ok=True)
+    return total
+
+
+def compile_helpers() -> None:
+    """Compile Megatron's dataset helpers where the tree has none, as Megatron does at start.
+
+    Released packages contain them; a checkout builds them in place with g++ and pybind11.
+    Collective: one rank of each node compiles while the others wait.
+
+    Raises:
+        InputError: they cannot be compiled; the compiler's output has been printed.
+    """
+    import importlib.util
+
+    import torch.distributed as dist
+
+    if (
+        importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None
+        and int(os.environ.get("LOCAL_RANK", 0)) == 0
+    ):
+        from megatron.core.datasets import utils
+
+        try:
+            utils.compile_helpers()
+        except SystemExit:  # what Megatron does when make fails
+            raise InputError(
+                "the dataset helpers cannot be compiled; they need make, g++ and pybind11",
+                file=os.path.dirname(utils.__file__),
+            ) from None
+    dist.barrier()
+    importlib.invalidate_caches()
+
+
+def check(prefix, seq_length: int) -> None:
+    """Refuse a corpus that is missing or has no whole sample.
+
+    Raises:
+        InputError: naming the file.
+    """
+    for suffix in (".bin", ".idx"):
+        if not os.path.exists(f"{prefix}{suffix}"):
+            raise InputError("no such file", file=f"{prefix}{suffix}", field="--data-path")
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(prefix))  # its lengths are views that end with it
+    lengths = dataset.sequence_lengths.copy()
+    tokens = int(lengths.sum())
+    # Megatron splits by documents. A part without a token would be looked through for ever.
+    train_documents = int(round(len(lengths) * TRAIN_SHARE))
+    for part, found in (("training", lengths[:train_documents]), ("validation", lengths[train_documents:])):
+        if int(found.sum()) < seq_length + 1:
+            raise InputError(
+                f"the corpus is too short: {int(found.sum())} tokens for {part}, one sample "
+                f"of --seq-length {seq_length} needs {seq_length + 1}",
+                file=f"{prefix}.idx",
+                field="tokens",
+                value=tokens,
+            )
+
+
+def main() -> int:
+    """``python examples/corpus.py PREFIX``: build the corpus."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megatron_ext.megatron import cpu_compat
+
+    if len(sys.argv) != 2:
+        print("usage: python examples/corpus.py PREFIX", file=sys.stderr)
+        return 2
+    cpu_compat.install()
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("corpus", total=len(sources()))
+        tokens = build(sys.argv[1], progress=lambda name: bar.advance(task))
+    print(f"{sys.argv[1]}: {tokens:,} tokens from {len(sources())} files", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,57 @@
+"""What the example prints while it trains: a line an iteration, or a progress bar."""
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def iteration_log(total: int, *, start: int, every: int, title: str | None, silent: bool):
+    """The log of a training run on this rank; only one rank should not be silent."""
+    if silent:
+        return _Silent()
+    return _Bar(total, start, title) if title else _Lines(total, every)
+
+
+class _Silent:
+    def iteration(self, iteration: int, loss: float, grad_norm: float | None, elapsed_us: float) -> None:
+        """Another rank prints."""
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class _Lines:
+    def __init__(self, total: int, every: int):
+        self.total, self.every = total, max(every, 1)
+
+    def iteration(self, iteration: int, loss: float, grad_norm: float | None, elapsed_us: float) -> None:
+        if iteration % self.every:
+            return
+        norm = "skipped" if grad_norm is None else f"{grad_norm:.4f}"
+        print(
+            f"iteration {iteration:5d}/{self.total} | lm loss {loss:.6f} | grad norm {norm} | "
+            f"{elapsed_us / 1e3:8.1f} ms",
+            flush=True,
+        )
+
+    def close(self) -> None:
+        """Lines are complete."""
+
+
+class _Bar:
+    def __init__(self, total: int, start: int, title: str):
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[last]}"),
+            console=Console(stderr=True),
+        )
+        self.progress.start()
+        self.task = self.progress.add_task(title, total=total, completed=start, last="")
+
+    def iteration(self, iteration: int, loss: float, grad_norm: float | None, elapsed_us: float) -> None:
+        self.progress.update(self.task, completed=iteration, last=f"lm loss {loss:.4f}, {elapsed_us / 1e3:.0f} ms")
+
+    def close(self) -> None:
+        self.progress.stop()

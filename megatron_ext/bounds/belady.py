@@ -1,0 +1,38 @@
+"""Farthest-in-future freeing: the fewest bytes that a sequence of requests can bring."""
+
+from collections.abc import Hashable, Sequence
+from math import inf
+
+
+def missing_bytes(requests: Sequence[tuple[Hashable, int]], limit: float) -> list[float]:
+    """By request, the bytes that are not there and come for it; nothing is there at first.
+
+    Every byte is its own page of a cache of ``limit`` bytes; a request asks for all bytes of its key, of which there
+    are always equally many, at most ``limit``. Freeing what is needed farthest in the future brings the fewest (Belady
+    1966), for every beginning of the sequence at once. Real schedules move groups, which can only bring more.
+    """
+    coming: dict[Hashable, list[int]] = {}
+    for number in range(len(requests) - 1, -1, -1):
+        coming.setdefault(requests[number][0], []).append(number)
+    held: dict[Hashable, float] = {}
+    free = limit
+    found: list[float] = []
+    for key, size in requests:
+        coming[key].pop()
+        missing = size - held.get(key, 0)
+        found.append(missing)
+        if not missing:
+            continue
+        held[key] = size
+        free -= missing
+        while free < 0:
+            victim = max(
+                (other for other in held if other != key), key=lambda other: coming[other][-1] if coming[other] else inf
+            )
+            taken = min(held[victim], -free)
+            free += taken
+            if taken == held[victim]:
+                del held[victim]
+            else:
+                held[victim] -= taken
+    return found

@@ -1,0 +1,190 @@
+"""Least time that a limit of device memory costs every schedule at zero stage 3, within steps and across them.
+
+[Note: Windows]
+Symbols: ``L`` is ``limits.whole_parameter_bytes``; ``a`` and ``b`` are two layers of one rank, ``a`` before ``b``;
+``M(a, b)`` is the bytes that farthest-in-future freeing (Belady 1966) brings onto an empty device for the layers from
+``a`` to ``b``, the least of all ways to free; ``t(n)`` is the least time in which the links bring ``n`` bytes.
+
+1. bytes that are whole or on their way while ``a`` computes <= L, with the bytes of ``a``.
+2. bytes issued after the end of ``a`` and whole at the begin of ``b`` >= M(a, b) - L.   (by 1)
+3. begin of b - end of a >= t(M(a, b) - L).   (by 2)
+
+Within a step no layer is used twice, so ``M`` is there the sum of the layers' bytes. Inequality 3 is an edge of a graph
+whose nodes are layers; compute gives the other edges. Of adjacent layers more is known, because parameters are not
+divided (:mod:`megatron_ext.bounds.whole_parameters`). The iteration takes at least the longest path.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+from megatron_ext.bounds.belady import missing_bytes
+from megatron_ext.bounds.critical_path import Durations, compute_durations
+from megatron_ext.bounds.least_loads import layer_bytes
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Chunk, Workload
+
+BringUs = Callable[[int], float]
+"""Bytes -> the least microseconds in which they come."""
+
+WaitUs = Callable[[int, Sequence[int]], float]
+"""Room beside a layer, bytes of the next layer's parameters -> least microseconds between the two."""
+
+STEPS_AHEAD = 24
+"""Steps that a window spans at most; several windows in a row bound longer spans almost as well."""
+
+
+def with_device_memory(
+    workload: Workload, timing: Timing, bring_us: Sequence[BringUs | None], wait_us: Sequence[WaitUs]
+) -> Durations:
+    """Least durations of steps, between adjacent ones, and across several; see the note above.
+
+    Args:
+        bring_us: by pipeline rank; None where nothing is gathered.
+        wait_us: by pipeline rank.
+    """
+    least = compute_durations(workload, timing)
+    limit = workload.limits.whole_parameter_bytes
+    if workload.zero_stage == 1 or limit is None:
+        return least
+    pp = workload.parallel.pp
+    steps, gaps, spans = [], [], []
+    for rank, order in enumerate(steps_of_ranks(workload.parallel)):
+        sizes = [layer_bytes(chunk) for chunk in workload.chunks_of_rank(rank)]
+        window = _window_rule(bring_us[rank], limit)
+        parameters = [_by_layer(chunk) for chunk in workload.chunks_of_rank(rank)]
+
+        def between(before: int, after: list[int], rank: int = rank) -> float:
+            return wait_us[rank](limit - before, after) if before and after else 0.0
+
+        waits = [_waits(row, between) for row in parameters]
+        turns = [
+            (list(zip(row, times.forward)), list(zip(row, times.backward))[::-1])
+            for row, times in zip(sizes, timing.layers[rank])
+        ]
+        steps.append(
+            [
+                (step_us(forward, window, ahead), step_us(backward, window, back))
+                for (forward, backward), (ahead, back) in zip(turns, waits)
+            ]
+        )
+        mine = [0.0]
+        for one, two in zip(order, order[1:]):
+            first, second = sizes[one.stage // pp], sizes[two.stage // pp]
+            left = (one.stage, len(first) - 1 if one.kind == "F" else 0)
+            right = (two.stage, 0 if two.kind == "F" else len(second) - 1)
+            before, after = first[left[1]], second[right[1]]
+            if left != right and before and after:
+                divided = window(before + after)
+                mine.append(max(divided, between(before, parameters[two.stage // pp][right[1]])))
+            else:
+                mine.append(0.0)
+        gaps.append(mine)
+        spans.append(
+            list(
+                _spans(
+                    [(step.stage // pp, step.kind == "B") for step in order], turns, steps[rank], mine, limit, window
+                )
+            )
+        )
+    return Durations(steps, gaps, spans)
+
+
+Turns = Sequence[tuple[int, float]]
+"""Layers in the order in which they compute: (bytes, microseconds alone)."""
+
+
+def _by_layer(chunk: Chunk) -> list[list[int]]:
+    """By layer, the bytes of each of its parameters."""
+    found: list[list[int]] = [[] for _ in range(chunk.num_layers)]
+    for parameter in chunk.parameters:
+        found[parameter.layer].append(parameter.bytes)
+    return found
+
+
+def _waits(layers: list[list[int]], between) -> tuple[list[float], list[float]]:
+    """Least time before each layer of a forward and of a backward, since the end of the layer before it."""
+    orders = layers, layers[::-1]
+    forward, backward = ([0.0, *(between(sum(one), two) for one, two in zip(order, order[1:]))] for order in orders)
+    return forward, backward
+
+
+def step_us(turns: Turns, window: BringUs, waits: Sequence[float] = ()) -> float:
+    """The longest path through one step.
+
+    Args:
+        window: bytes that layers need together -> least time from the end of the first to the begin of the last.
+        waits: by layer, in the order of ``turns``, the least time since the end of the layer before it.
+    """
+    sums = [0, *accumulate(size for size, _ in turns)]
+    ends: list[float] = []
+    now = 0.0
+    for layer, (size, us) in enumerate(turns):
+        if size:  # a window ends at a layer that needs something
+            now = max([now, *(end + window(sums[layer + 1] - sums[first]) for first, end in enumerate(ends))])
+            if waits and ends:
+                now = max(now, ends[-1] + waits[layer])
+        now += us
+        ends.append(now)
+    return now
+
+
+def _spans(order, turns, least, gaps, limit, window) -> Iterator[tuple[int, int, float]]:
+    """Steps ``(i, j, us)`` between which windows say more than all steps one after the other do."""
+    if sum(size for forward, _ in turns for size, _ in forward) <= limit:
+        return
+    known: dict[tuple, list[float]] = {}
+    for start in range(len(order)):
+        ahead = tuple(order[start : start + STEPS_AHEAD])
+        if ahead not in known:
+            known[ahead] = list(_across(ahead, turns, least, limit, window))
+        plain = least[order[start][0]][order[start][1]]
+        for index, us in enumerate(known[ahead], start + 1):
+            plain += gaps[index] + least[order[index][0]][order[index][1]]
+            if us > plain * (1 + 1e-9):
+                yield start, index, us
+
+
+def _across(ahead, turns, least, limit, window) -> Iterator[float]:
+    """From the begin of the first step to the end of each later one, by windows that begin at the first step's first
+    layer or at its last."""
+    chunk, backward = ahead[0]
+    own = turns[chunk][backward]
+    first = _brought(ahead, turns, limit, 0)
+    last = _brought(ahead, turns, limit, len(own) - 1)
+    for (chunk, backward), by_first, by_last in zip(ahead[1:], first, last):
+        rest = list(accumulate((us for _, us in reversed(turns[chunk][backward])), initial=0.0))[:0:-1]
+        yield max(
+            max(own[0][1] + window(one), least[ahead[0][0]][ahead[0][1]] + window(other)) + after
+            for one, other, after in zip(by_first, by_last, rest)
+        )
+
+
+def _brought(ahead, turns, limit, skipped) -> list[list[int]]:
+    """By later step and layer, the bytes that are brought until it begins, onto a device that is empty before the
+    first step's layer ``skipped``."""
+    requests = []
+    for index, (chunk, backward) in enumerate(ahead):
+        layers = range(len(turns[chunk][backward]))
+        for layer, (size, _) in enumerate(turns[chunk][backward]):
+            if index or layer >= skipped:
+                requests.append((index, (chunk, layers[-1] - layer if backward else layer), size))
+    found: list[list[int]] = [[] for _ in ahead]
+    missing = missing_bytes([(page, size) for _, page, size in requests], limit)
+    for (index, *_), brought in zip(requests, accumulate(missing)):
+        found[index].append(brought)
+    return found[1:]
+
+
+def _window_rule(bring_us: BringUs | None, limit: int) -> BringUs:
+    known: dict[int, float] = {}
+
+    def window(needed: int) -> float:
+        size = needed - limit
+        if size <= 0 or bring_us is None:
+            return 0.0
+        if size not in known:
+            known[size] = bring_us(size)
+        return known[size]
+
+    return window

@@ -1,0 +1,93 @@
+"""How many bytes ``limits.device_bytes`` leaves for whole parameters at zero stage 3."""
+
+from typing import Literal
+
+import msgspec
+
+from megatron_ext.bounds.feasibility import largest_layers
+from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule.memory_bill import activation_peaks, resting_bytes
+from megatron_ext.schedule.user_defined_schedule import Group
+from megatron_ext.workload.bucket_rules import buckets
+from megatron_ext.workload.workload import Workload, group_bytes
+
+
+def with_room(workload: Workload, shard_rests: Literal["host"] | None = None) -> Workload:
+    """The workload with ``limits.whole_parameter_bytes`` lowered to what ``limits.device_bytes`` leaves for them.
+
+    What a rank holds beside whole parameters counts with its largest activations, and with the padding of one group a
+    parameter, which no schedule exceeds. At zero stage 1 nothing is lowered: all parameters are whole.
+
+    Args:
+        shard_rests: where all shards rest.
+
+    Raises:
+        InputError: not even the largest layer fits, or at zero stage 1 the parameters do not; with the bytes that are
+            missing and the settings that would free some.
+    """
+    limits = workload.limits
+    if limits.device_bytes is None:
+        return workload
+    activations, layers = activation_peaks(workload), largest_layers(workload)
+    rooms = []
+    for pp_rank in range(workload.parallel.pp):
+        parameters = [p for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters]
+        least, _ = resting_bytes(_groups(workload, pp_rank, shard_rests, single=False), workload)
+        if workload.zero_stage == 1:
+            whole = sum(p.bytes for p in parameters)
+        else:
+            whole = layers[pp_rank]
+        held = least | {"whole_parameters": whole, "activations": activations[pp_rank]}
+        short = sum(held.values()) - limits.device_bytes
+        if short > 0:
+            kinds = ", ".join(f"{kind} {size}" for kind, size in held.items() if size)
+            raise InputError(
+                f"cannot fit: pipeline rank {pp_rank} holds at least {sum(held.values())} bytes ({kinds}), "
+                f"{short} bytes short"
+                f"{_what_helps(workload, held, layers[pp_rank])}",
+                field="limits.device_bytes",
+                value=limits.device_bytes,
+            )
+        most, _ = resting_bytes(_groups(workload, pp_rank, shard_rests, single=True), workload)
+        rooms.append(limits.device_bytes - sum(most.values()) - activations[pp_rank])
+    if workload.zero_stage == 1:
+        return workload
+    room = max(min(rooms), 0) if limits.whole_parameter_bytes is None else min(limits.whole_parameter_bytes, *rooms)
+    return msgspec.structs.replace(workload, limits=msgspec.structs.replace(limits, whole_parameter_bytes=max(room, 0)))
+
+
+def _groups(workload: Workload, pp_rank: int, shard_rests, *, single: bool) -> list[Group]:
+    """Groups with the most padding (one a parameter) or the least (as few as a chunk allows)."""
+    groups = []
+    for chunk in workload.chunks_of_rank(pp_rank):
+        for part in [(p,) for p in chunk.parameters] if single else buckets(chunk):
+            names = tuple(p.name for p in part)
+            size = group_bytes(part, workload.parallel.dp)
+            groups.append(
+                Group(
+                    pp_rank=pp_rank,
+                    model_chunk_id=chunk.model_chunk_id,
+                    parameters=names,
+                    bytes=size,
+                    shard_rests=shard_rests,
+                )
+            )
+    return groups
+
+
+def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) -> str:
+    """Settings that free bytes on the device, with how many."""
+    settings = []
+    if held.get("shards"):
+        settings.append(f"shards that rest in host memory free {held['shards']} (they need route cpu or nvme)")
+    states = held.get("main_parameters", 0) + held.get("optimizer_states", 0)
+    if states:
+        settings.append(f"--optimizer-cpu-offload frees {states}")
+    if workload.zero_stage == 1:
+        shards = sum(chunk.bytes for chunk in workload.chunks) // workload.parallel.pp // workload.parallel.dp
+        freed = held["whole_parameters"] - largest_layer - shards
+        if freed > 0:
+            settings.append(f"--zero-stage 3 frees up to {freed}")
+    if held["activations"] and not any(chunk.recompute_bytes for chunk in workload.chunks):
+        settings.append(f"--recompute-granularity full frees a part of the activations' {held['activations']}")
+    return "; " + ", ".join(settings) if settings else ""

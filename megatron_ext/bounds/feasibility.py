@@ -1,0 +1,93 @@
+"""Does the workload fit its limits at all? Said with rank, step and the bytes that are missing."""
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.bucket_rules import buckets, layer_buckets
+from megatron_ext.workload.nodes import pinned_bytes_of_nodes
+from megatron_ext.workload.workload import Workload, group_bytes
+
+
+def check_fits(workload: Workload) -> None:
+    """Refuse a workload that no schedule can train within ``limits.whole_parameter_bytes``.
+
+    Zero stage 1 keeps all parameters of a rank whole; zero stage 3 needs room for the
+    largest layer.
+
+    Raises:
+        InputError: naming the pipeline rank, the step and the bytes that are missing; or the
+            limit that contradicts another.
+    """
+    check_limits(workload)
+    limit = workload.limits.whole_parameter_bytes
+    if limit is None:
+        return
+    parallel = workload.parallel
+    for pp_rank in range(parallel.pp):
+        if workload.zero_stage == 1:
+            need = sum(
+                group_bytes(part, parallel.dp) for chunk in workload.chunks_of_rank(pp_rank) for part in buckets(chunk)
+            )
+            where = f"pipeline rank {pp_rank} keeps {need} bytes of whole parameters from its first step on"
+        else:
+            layers = list(_layers(workload, pp_rank))
+            # The first that does not fit: that is where training would stop.
+            need, chunk, layer = next((item for item in layers if item[0] > limit), (0, 0, 0))
+            where = (
+                f"pipeline rank {pp_rank}, step {chunk * parallel.pp + pp_rank}F0: layer {layer} alone "
+                f"needs {need} bytes"
+            )
+        if need > limit:
+            raise InputError(
+                f"cannot fit: {where}, {need - limit} bytes short", field="limits.whole_parameter_bytes", value=limit
+            )
+
+
+def check_limits(workload: Workload) -> None:
+    """Refuse limits that contradict each other. Raises InputError naming the field."""
+    limits = workload.limits
+    if limits.nvme_slot_bytes is not None and not limits.nvme_slots:
+        raise InputError(
+            "there are no nvme_slots of this size", field="limits.nvme_slot_bytes", value=limits.nvme_slot_bytes
+        )
+    if limits.nvme_slots and limits.nvme_slot_bytes == 0:
+        raise InputError("slots of 0 bytes hold nothing", field="limits.nvme_slot_bytes", value=0)
+    ranks = min(workload.parallel.node_size, workload.parallel.world_size)
+    staging = limits.nvme_slots * (limits.nvme_slot_bytes or 0) * ranks
+    if limits.pinned_host_bytes is not None and staging > limits.pinned_host_bytes:
+        raise InputError(
+            f"the staging slots of a node's {ranks} ranks alone need {staging} bytes",
+            field="limits.pinned_host_bytes",
+            value=limits.pinned_host_bytes,
+        )
+
+
+def largest_layers(workload: Workload) -> list[int]:
+    """By pipeline rank, the bytes of the layer that needs most whole at once; 0 where it has no parameters."""
+    return [
+        max((size for size, *_ in _layers(workload, pp_rank)), default=0) for pp_rank in range(workload.parallel.pp)
+    ]
+
+
+def _layers(workload: Workload, pp_rank: int):
+    for chunk in workload.chunks_of_rank(pp_rank):
+        layers: dict[int, int] = {}
+        for part in layer_buckets(chunk):
+            size = group_bytes(part, workload.parallel.dp)
+            for layer in range(part[0].layer, max(p.uses[-1] for p in part) + 1):  # what others borrow stays until then
+                layers[layer] = layers.get(layer, 0) + size
+        for layer, size in sorted(layers.items()):
+            yield size, chunk.model_chunk_id, layer
+
+
+def pinned_need(workload: Workload, groups, routed) -> list[int]:
+    """Pinned host bytes of each node: host copies of groups that go by ``cpu`` and the staging
+    slots of ranks that use ``nvme``; ``routed[i]`` is the route of ``groups[i]``."""
+    parallel = workload.parallel
+    limits = workload.limits
+    copies, staging = [0] * parallel.pp, [0] * parallel.pp
+    for group, route in zip(groups, routed):
+        if route == "cpu":
+            copies[group.pp_rank] += group.bytes
+        elif route == "nvme":
+            slots = limits.nvme_slots * (limits.nvme_slot_bytes or group.bytes)
+            staging[group.pp_rank] = max(staging[group.pp_rank], slots)
+    return pinned_bytes_of_nodes(parallel, copies, staging)

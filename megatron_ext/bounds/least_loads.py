@@ -1,0 +1,83 @@
+"""The least bytes that any schedule must bring onto a device, at every moment of an iteration."""
+
+from typing import NamedTuple
+
+from megatron_ext.bounds.belady import missing_bytes
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Chunk, Workload
+
+
+class Need(NamedTuple):
+    """Before layer ``rest_us`` short of the end of step ``step`` computes, ``loaded`` bytes have come,
+    ``fresh`` of them for the first time."""
+
+    step: int
+    rest_us: float
+    loaded: float
+    fresh: float
+
+
+def layer_bytes(chunk: Chunk) -> list[int]:
+    """Bytes of each layer of a chunk, without padding."""
+    sizes = [0] * chunk.num_layers
+    for parameter in chunk.parameters:
+        sizes[parameter.layer] += parameter.bytes
+    return sizes
+
+
+def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
+    """Moments at which a rank must have brought more bytes than before, with room for ``limits.whole_parameter_bytes``.
+
+    Zero stage 1 brings everything once.
+    """
+    pp = workload.parallel.pp
+    limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
+    sizes = [layer_bytes(chunk) for chunk in workload.chunks_of_rank(pp_rank)]
+    steps = steps_of_ranks(workload.parallel)[pp_rank]
+    if limit is None or sum(map(sum, sizes)) <= limit:
+        return _once(steps, sizes, timing, pp_rank, pp)
+    requests = []
+    for index, step in enumerate(steps):
+        chunk = step.stage // pp
+        layers = range(len(sizes[chunk]))
+        requests += [
+            (index, step.kind, chunk, layer)
+            for layer in (layers if step.kind == "F" else reversed(layers))
+            if sizes[chunk][layer]
+        ]
+    loaded, fresh, needs, seen = 0, 0, [], set()
+    for (index, kind, chunk, layer), missing in zip(
+        requests, missing_bytes([((c, layer), sizes[c][layer]) for _, _, c, layer in requests], limit)
+    ):
+        if not missing:
+            continue
+        if (chunk, layer) not in seen:
+            seen.add((chunk, layer))
+            fresh += missing
+        loaded += missing
+        needs.append(Need(index, _rest(timing, pp_rank, chunk, layer, kind), loaded, fresh))
+    return needs
+
+
+def _once(steps, sizes, timing, pp_rank, pp) -> list[Need]:
+    needs, seen, loaded = [], set(), 0
+    for index, step in enumerate(steps):
+        chunk = step.stage // pp
+        if chunk in seen:
+            continue
+        seen.add(chunk)
+        layers = range(len(sizes[chunk]))
+        for layer in layers if step.kind == "F" else reversed(layers):
+            if sizes[chunk][layer]:
+                loaded += sizes[chunk][layer]
+                needs.append(Need(index, _rest(timing, pp_rank, chunk, layer, step.kind), loaded, loaded))
+        if len(seen) == len(sizes):
+            break
+    return needs
+
+
+def _rest(timing: Timing, pp_rank: int, chunk: int, layer: int, kind: str) -> float:
+    """Compute left in the step when ``layer`` begins."""
+    times = timing.layers[pp_rank][chunk]
+    return sum(times.forward[layer:]) if kind == "F" else sum(times.backward[: layer + 1])

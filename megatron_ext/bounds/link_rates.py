@@ -1,0 +1,176 @@
+"""The least time in which the links of one rank can bring some bytes.
+
+[Note: Why it is the least]
+1. In ``t`` microseconds a link brings at most ``t`` times the best rate of any gather that is no larger than a group
+   can be and takes no longer than ``t``.
+2. Links that run beside each other lose at least the least slowdown that the table says. Bytes and time are both linear
+   in how long each set of links runs, so one fixed set of links is best.
+3. A group that comes for the first time over a link of host copies was published before, at no better than publishing's
+   best rate, beside all-gathers that disturb it.
+"""
+
+import contextlib
+from itertools import combinations
+
+from megatron_ext.bounds.group_sizes import best_rate_sizes, largest_group
+from megatron_ext.cost.curve import curves_of
+from megatron_ext.formats.errors import InputError
+from megatron_ext.simulator.activity_kinds import COMPUTE, CPU, GPU, NVME, PUBLISH
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import ROUTES
+from megatron_ext.workload.workload import Workload
+
+_KIND = {"gpu": GPU, "cpu": CPU, "nvme": CPU}
+"""The link of a route's last leg."""
+
+
+class LinkRates:
+    """What the links of one rank can bring at best; see the note above.
+
+    Attributes:
+        routes: routes that are offered, that the limits allow, and that have points.
+        best_rate: bytes per microsecond of the best set of links.
+    """
+
+    def __init__(self, workload: Workload, timing: Timing, pp_rank: int):
+        largest = largest_group(workload, workload.chunks_of_rank(pp_rank))
+        offered = [route for route in ROUTES if route in _KIND and timing.offers(route)]
+        if not workload.limits.nvme_slots and "nvme" in offered:
+            offered.remove("nvme")
+        if workload.limits.pinned_host_bytes == 0:
+            offered = [route for route in offered if route == "gpu"]
+        self.timing = timing
+        self.curves = {route: _points(timing, route, largest) for route in offered}
+        self.routes = tuple(route for route in offered if self.curves[route])
+        self.publishing = {
+            route: _publish_points(timing, pp_rank, route, largest) for route in self.routes if route != "gpu"
+        }
+        pairs = [(a, b) for a in self.routes for b in self.routes if _KIND[a] != _KIND[b]]
+        self.excess = {(a, b): self._least_excess(_kinds(a), _kinds(b)) for a, b in pairs}
+        self.excess_of_publishing = {(a, b): self._least_excess(_publishing(a), _publishing(b)) for a, b in pairs}
+        self.slows_compute = {
+            route: min(timing.least_excess(COMPUTE, kind) for kind in _kinds(route)) for route in self.routes
+        }
+        self.best_rates = {route: max(size / us for size, us in self.curves[route]) for route in self.routes}
+        self.best_rate = self._together(self.best_rates) if self.routes else 0.0
+
+    def _least_excess(self, measured: tuple[int, ...], busy: tuple[int, ...]) -> float:
+        return min(self.timing.least_excess(a, b) for a in measured for b in busy)
+
+    def _sets(self):
+        """Sets of links that can be busy at once: ``cpu`` and ``nvme`` end on the same PCIe link."""
+        for number in range(1, len(self.routes) + 1):
+            for chosen in combinations(self.routes, number):
+                if len({_KIND[route] for route in chosen}) == len(chosen):
+                    yield chosen
+
+    def _together(self, rates: dict[str, float], excess: dict[tuple[str, str], float] | None = None) -> float:
+        """Bytes per microsecond of the best set of links."""
+        excess = self.excess if excess is None else excess
+        return max(
+            sum(rates.get(a, 0.0) / (1.0 + sum(excess[a, b] for b in chosen if b != a)) for a in chosen)
+            for chosen in self._sets()
+        )
+
+    def least_us(self, size: float, *, first: bool = False) -> float:
+        """No time shorter than this brings ``size`` bytes; with ``first``, of which none has come before."""
+        low, high = size / self.best_rate, size / self.best_rate
+        while not self._brings(high, size, first):
+            low, high = high, high * 2
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._brings(middle, size, first) else (middle, high)
+        return low
+
+    def least_alone_us(self, route: str, size: float) -> float:
+        """No time shorter than this brings ``size`` bytes by ``route`` alone; no gather in it takes longer."""
+        if not size:
+            return 0.0
+        low = size / self.best_rates[route]
+        high = low
+        while high * _best_rate_within(self.curves[route], high) < size:
+            low, high = high, high * 2
+        for _ in range(20):
+            middle = (low + high) / 2
+            enough = middle * _best_rate_within(self.curves[route], middle) >= size
+            low, high = (low, middle) if enough else (middle, high)
+        return low
+
+    def _brings(self, us: float, size: float, first: bool) -> bool:
+        rates = {route: _best_rate_within(self.curves[route], us) for route in self.routes}
+        if us * self._together(rates) < size:
+            return False
+        if first and any(self.publishing.values()):  # a group is published first, then it comes
+            published = {route: _best_rate_within(points, us) for route, points in self.publishing.items() if points}
+            return us * self._together(rates | published, self.excess_of_publishing) >= size
+        return True
+
+    def least_work_us(self, compute_us: float, size: float, before_us: float) -> float:
+        """Least time after the first ``before_us`` in which ``compute_us`` of compute is done and,
+        counting those too, ``size`` bytes come: gathers beside compute slow it down."""
+        left = size - before_us * self.best_rate
+        if left <= 0:
+            return compute_us
+        # Each set of links slows compute by its sum; the least slowing per byte, or waiting instead.
+        best = left / self.best_rate
+        for chosen in self._sets():
+            rate = sum(self.best_rates[a] / (1.0 + sum(self.excess[a, b] for b in chosen if b != a)) for a in chosen)
+            slower = sum(self.slows_compute[a] for a in chosen)
+            # While us microseconds of gathers run, compute loses us * slower / (1 + slower).
+            best = min(best, (left / rate) * slower / (1.0 + slower))
+        return compute_us + best
+
+
+def _kinds(route: str) -> tuple[int, ...]:
+    """What keeps a route's gather busy: the drive, and PCIe where its last leg was measured."""
+    return (NVME, CPU) if route == "nvme" else (_KIND[route],)
+
+
+def _publishing(route: str) -> tuple[int, ...]:
+    """What is busy while a group is published for ``route``; what gathers it where it needs no publishing."""
+    return _kinds(route) if route == "gpu" else (PUBLISH,)
+
+
+def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float]]:
+    """(bytes, us) at which a gather by ``route`` can have its best rate: the measured points up to
+    the largest group, and that group."""
+    curve = getattr(timing.table.routes, route)
+    sizes = {point.size_bytes for points in curves_of(curve).values() for point in points if point.size_bytes > 0}
+    found = {}
+    for size in best_rate_sizes(sizes, largest):
+        with contextlib.suppress(InputError):  # not by this rank's algorithms, or beyond what was measured
+            found[size] = timing.fastest_us(route, size)
+    return sorted(found.items())
+
+
+def _publish_points(timing: Timing, pp_rank: int, route: str, largest: int) -> list[tuple[float, float]]:
+    """(bytes, us) at which publishing for ``route`` can have its best rate; empty where the table cannot say."""
+    nodes, publish = timing.crosses_nodes[pp_rank], timing.table.publish
+    if not timing.costs.offers_publish(route) or (nodes > 1 and not timing.costs.offers_publish("internode")):
+        return []
+    sizes = {
+        p.size_bytes
+        for curve in (getattr(publish, route), publish.internode)
+        for points in curves_of(curve or ()).values()
+        for p in points
+    }
+    sizes |= {-(-size * nodes // (nodes - 1)) for size in sizes} if nodes > 1 else set()
+    found = {}
+    for size in best_rate_sizes(sizes, largest):
+        with contextlib.suppress(InputError):  # beyond what was measured
+            found[size] = timing.publish_us(pp_rank, (route,), size)
+    return sorted((size, us) for size, us in found.items() if us)
+
+
+def _best_rate_within(points: list[tuple[float, float]], us: float) -> float:
+    """Best rate of any gather that takes at most ``us``: at a point, or where a segment reaches ``us``."""
+    best = 0.0
+    for (size, took), following in zip(points, [*points[1:], None]):
+        if took <= us:
+            best = max(best, size / took)
+        if following is not None and (took <= us) != (following[1] <= us):
+            share = (us - took) / (following[1] - took)
+            best = max(best, (size + share * (following[0] - size)) / us)
+    if points and points[0][1] > us:  # smaller gathers than measured cannot be faster per byte than this
+        best = max(best, points[0][0] / points[0][1])
+    return best

@@ -1,0 +1,99 @@
+"""A proven lower bound on the iteration time of every schedule of a workload.
+
+[Note: Why it is a bound]
+The bound is the largest of the following times, plus the optimizer step. Each of them drops constraints only.
+
+1. Pipeline: the longest path through all steps and messages, with every group whole in time and nothing disturbed
+   (:mod:`megatron_ext.bounds.critical_path`).
+2. Device memory: at zero stage 3 what does not fit beside a layer is gathered after that layer has computed
+   (:mod:`megatron_ext.bounds.device_memory`). This lengthens the paths of 1.
+3. Gradients: what must be reduced after the last backward of a chunk (:mod:`megatron_ext.bounds.reduce_tail`).
+4. Links: at some moment at least ``n`` bytes must have arrived (:mod:`megatron_ext.bounds.least_loads`), which takes
+   the links of the rank at least ``t(n)`` (:mod:`megatron_ext.bounds.link_rates`). After that moment at least the rest
+   ``q`` of the pipeline or of the gradients follows. So iteration >= t(n) + q.
+5. Disturbed compute: the compute of a rank is slowed while its gathers run, except while the rank waits for its first
+   input.
+6. Host processors, where ranks share them (:mod:`megatron_ext.bounds.host_processors`).
+"""
+
+from itertools import accumulate
+
+from megatron_ext.bounds.critical_path import Durations, compute_durations, earliest_ends, tails
+from megatron_ext.bounds.device_memory import with_device_memory
+from megatron_ext.bounds.host_processors import processor_bound
+from megatron_ext.bounds.least_loads import least_loads
+from megatron_ext.bounds.link_rates import LinkRates
+from megatron_ext.bounds.reduce_tail import LastBackward, last_backwards, least_tail_us, rest_us
+from megatron_ext.bounds.whole_parameters import LeastWait
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Workload
+
+REFINED = 24
+"""Moments for which ``t(n)`` is computed from the curves; the others use the links' best rates."""
+
+
+def lower_bound(workload: Workload, timing: Timing) -> float:
+    """Microseconds that no valid schedule can beat; see the note above.
+
+    Raises:
+        InputError: the table lacks a figure that every run needs.
+    """
+    pp, steps = workload.parallel.pp, steps_of_ranks(workload.parallel)
+    rates = [LinkRates(workload, timing, rank) for rank in range(pp)]
+    least = with_device_memory(
+        workload,
+        timing,
+        [rate.least_us if rate.routes else None for rate in rates],
+        [LeastWait(rate) for rate in rates],
+    )
+    ends = earliest_ends(workload, timing, least)
+    last = last_backwards(workload, timing)
+    tail_us = [least_tail_us(workload, timing, rank) for rank in range(pp)]
+    bound = max(processor_bound(workload, timing), max(of_rank[-1] + us for of_rank, us in zip(ends, tail_us)))
+    for rank, backwards in enumerate(last):
+        for backward in backwards:
+            chunk = steps[rank][backward.step].stage // pp
+            begin = ends[rank][backward.step] - least.steps[rank][chunk][1]
+            bound = max(bound, begin + backward.from_start_us)
+    remaining = tails(workload, timing, least)
+    for rank in range(pp):
+        if rates[rank].routes:
+            of_rank = _links_bound(
+                workload, timing, rank, rates[rank], least, ends[rank], remaining[rank], last[rank], tail_us[rank]
+            )
+            bound = max(bound, of_rank)
+    return bound + max(timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(rank))) for rank in range(pp))
+
+
+def _links_bound(
+    workload: Workload,
+    timing: Timing,
+    rank: int,
+    rates: LinkRates,
+    least: Durations,
+    ends: list[float],
+    remaining: list[float],
+    last: list[LastBackward],
+    tail_us: float,
+) -> float:
+    """Terms 4 and 5 of the note for one rank; 0 where it gathers nothing."""
+    pp, steps = workload.parallel.pp, steps_of_ranks(workload.parallel)[rank]
+    needs = least_loads(workload, timing, rank)
+    if not needs:
+        return 0.0
+    alone = compute_durations(workload, timing).steps[rank]
+    durations = [alone[step.stage // pp][step.kind == "B"] for step in steps]
+    done = [0.0, *accumulate(durations)]
+    moments = []
+    for need in needs:
+        stage, kind, _ = steps[need.step]
+        rest = remaining[need.step] - least.steps[rank][stage // pp][kind == "B"] + need.rest_us
+        rest = max(rest, rest_us(done[need.step + 1] - need.rest_us, need.step, last))
+        moments.append((need.loaded / rates.best_rate + rest, need.loaded, need.fresh, rest))
+    moments.sort(reverse=True)
+    bound = 0.0
+    for rough, loaded, fresh, rest in moments[:REFINED]:
+        bound = max(bound, rough, rates.least_us(loaded) + rest, rates.least_us(fresh, first=True) + rest)
+    head = ends[0] - least.steps[rank][steps[0].stage // pp][0]
+    return max(bound, head + rates.least_work_us(sum(durations), needs[-1].loaded, head) + tail_us)

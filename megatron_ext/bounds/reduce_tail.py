@@ -1,0 +1,125 @@
+"""What must still happen on a rank from the last backward of a chunk on: compute, and reducing gradients.
+
+[Note: Why this is a bound]
+Symbols, for one rank and the last backward of one of its chunks:
+
+* ``c``: compute from some layer of that backward to the end of the rank's steps.
+* ``r_i``, ``c_i``: reductions that cannot start before the rank has only ``c_i`` of compute left, in microseconds
+alone.
+* ``s``: how much longer a reduction takes beside compute, at least (``s >= 1``).
+
+1. Gradients of a layer are reduced after its last backward. So ``r_i`` starts when at most ``c_i`` of compute is left.
+2. While ``c_i`` of compute runs, at most ``c_i / s`` of the reductions can be done. Slower compute hides no more than
+   it costs, because ``s >= 1``.
+3. So from there on at least ``c + max_i(r_i - c_i / s)`` microseconds pass.
+"""
+
+import contextlib
+from math import inf
+from typing import NamedTuple
+
+from megatron_ext.bounds.group_sizes import best_rate_sizes, largest_group
+from megatron_ext.cost.curve import curves_of
+from megatron_ext.formats.errors import InputError
+from megatron_ext.simulator.activity_kinds import COMPUTE, REDUCE
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Chunk, Workload
+
+
+class LastBackward(NamedTuple):
+    """The last backward of a chunk.
+
+    Attributes:
+        step: its index among the rank's steps.
+        before_us: compute of the rank before it.
+        from_start_us: at least this long passes from its start until all gradients that were not complete are reduced.
+    """
+
+    step: int
+    before_us: float
+    from_start_us: float
+
+
+def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward]]:
+    """By pipeline rank, the last backward of each of its chunks, the last first."""
+    return [_last_backwards_of(workload, timing, rank) for rank in range(workload.parallel.pp)]
+
+
+def _last_backwards_of(workload: Workload, timing: Timing, rank: int) -> list[LastBackward]:
+    pp, steps = workload.parallel.pp, steps_of_ranks(workload.parallel)[rank]
+    tail_us = least_tail_us(workload, timing, rank)
+    total_us = sum(sum(t.forward) + sum(t.backward) for t in timing.layers[rank]) * workload.parallel.num_microbatches
+    found, seen = [], set()
+    compute_us = reduce_us = 0.0
+    waiting = [(0.0, 0.0)]
+    for index in range(len(steps) - 1, -1, -1):
+        chunk, backward = steps[index].stage // pp, steps[index].kind == "B"
+        times = timing.layers[rank][chunk]
+        if not backward or chunk in seen:
+            compute_us += sum(times.backward if backward else times.forward)
+            continue
+        seen.add(chunk)
+        from_start, above = 0.0, sum(times.backward)
+        for layer, us in enumerate(least_reduce_us(workload, workload.chunk(rank, chunk), timing)):
+            reduce_us += us
+            if us:  # not before this layer's own backward
+                waiting.append((compute_us, reduce_us))
+                from_start = max(from_start, above + _from_start_us(compute_us, waiting, timing, tail_us))
+            above -= times.backward[layer]
+            compute_us += times.backward[layer]
+        from_start = max(from_start, _from_start_us(compute_us, waiting, timing, tail_us))
+        found.append(LastBackward(index, total_us - compute_us, from_start))
+    return found
+
+
+def least_tail_us(workload: Workload, timing: Timing, rank: int) -> float:
+    """The least time between a rank's last compute and the end of reducing its gradients.
+
+    One group holds the parameters of the very last layer, if it has any, and is reduced after it.
+    """
+    pp = workload.parallel.pp
+    chunk = workload.chunk(rank, steps_of_ranks(workload.parallel)[rank][-1].stage // pp)
+    return timing.least_reduce_us if any(parameter.layer == 0 for parameter in chunk.parameters) else 0.0
+
+
+def rest_us(done_us: float, step: int, last: list[LastBackward]) -> float:
+    """The least time that follows on a rank that has computed ``done_us``, in step ``step``, with nothing reduced
+    yet."""
+    return max((one.before_us - done_us + one.from_start_us for one in last if one.step > step), default=0.0)
+
+
+def least_reduce_us(workload: Workload, chunk: Chunk, timing: Timing) -> list[float]:
+    """By layer: no grouping of a chunk's parameters is reduced in less time, alone; 0 without such a curve."""
+    found = [0.0] * chunk.num_layers
+    for parameter, us in least_cost_of_groups(workload, chunk, timing, timing.reduce_us):
+        found[parameter.layer] += us
+    return found
+
+
+def least_cost_of_groups(workload: Workload, chunk: Chunk, timing: Timing, cost):
+    """For each parameter, its bytes times the least cost a byte of any group that can hold it.
+
+    Args:
+        cost: bytes of a group -> its cost; raises InputError for sizes that were not measured.
+    """
+    if timing.table.reduce is None or not chunk.bytes:
+        return
+    largest = largest_group(workload, (chunk,))
+    measured = {point.size_bytes for points in curves_of(timing.table.reduce).values() for point in points}
+    sizes = best_rate_sizes(measured, largest) | {parameter.bytes for parameter in chunk.parameters}
+    per_byte, least = inf, {}
+    for size in sorted(sizes, reverse=True):
+        with contextlib.suppress(InputError):  # larger groups than measured cannot be planned
+            per_byte = min(per_byte, cost(size) / size)
+        least[size] = per_byte
+    for parameter in chunk.parameters:
+        if 0 < least[parameter.bytes] < inf:
+            yield parameter, parameter.bytes * least[parameter.bytes]
+
+
+def _from_start_us(compute_us: float, waiting: list[tuple[float, float]], timing: Timing, tail_us: float) -> float:
+    """Inequality 3 of the note; ``waiting`` are pairs ``(c_i, r_i)``."""
+    slower = 1.0 + timing.least_excess(REDUCE, COMPUTE)
+    after = max(reduce_us - left / slower for left, reduce_us in waiting)
+    return compute_us + max(after, tail_us)

@@ -1,0 +1,69 @@
+"""The least time between two layers when parameters come whole or not at all.
+
+[Note: Why it is a bound]
+Symbols: ``room`` is what the limit of device memory leaves beside the earlier layer; ``S`` are the parameters of the
+later layer that are whole, or on their way, while the earlier one computes.
+
+1. A parameter lies in one group, and a group counts with all of its bytes from its issue on. So the bytes of ``S`` are
+   at most ``room``.
+2. The others are issued after the earlier layer has ended, each by one link. A link brings ``n`` bytes in no less than
+   :meth:`LinkRates.least_alone_us`, and longer while the other link is busy.
+3. So at least the least of these times passes, over all ``S`` and all ways to spread the others over the links. Small
+   parameters beyond :data:`LISTED` are left out, which can only lower it.
+"""
+
+from collections.abc import Sequence
+from math import inf
+
+from megatron_ext.bounds.link_rates import LinkRates
+
+LISTED = 7
+"""So many parameters of a layer are looked at, the largest first."""
+
+
+class LeastWait:
+    """Least microseconds from the end of a layer to the begin of the next one of the rank; see the note above.
+
+    Args:
+        rates: the rank's links.
+    """
+
+    def __init__(self, rates: LinkRates):
+        self.rates = rates
+        self._known: dict[tuple, float] = {}
+        self._alone: dict[tuple[str, int], float] = {}
+
+    def __call__(self, room: int, sizes: Sequence[int]) -> float:
+        """``room``: bytes that the limit leaves beside the earlier layer; ``sizes``: the later layer's parameters."""
+        rates = self.rates
+        if sum(sizes) <= room or not rates.routes or ("nvme" in rates.routes and "cpu" not in rates.routes):
+            return 0.0  # what lies in a staging slot already is not bounded by the drive
+        key = (room, tuple(sorted(sizes, reverse=True)[:LISTED]))
+        if key not in self._known:
+            self._known[key] = self._least(*key)
+        return self._known[key]
+
+    def _least(self, room: int, sizes: tuple[int, ...]) -> float:
+        routes = self.rates.best_rates
+        ways = {(0, 0, 0)}  # bytes that stay, that come by gpu, that come by cpu
+        for size in sizes:
+            found = {(stay + size, a, b) for stay, a, b in ways if stay + size <= room}
+            if "gpu" in routes:
+                found |= {(stay, a + size, b) for stay, a, b in ways}
+            if "cpu" in routes:
+                found |= {(stay, a, b + size) for stay, a, b in ways}
+            ways = found
+        slower = [1.0 + self.rates.excess.get(pair, 0.0) for pair in (("gpu", "cpu"), ("cpu", "gpu"))]
+        together = 1.0 / slower[0] + 1.0 / slower[1] - 1.0
+        best = inf
+        for _, a, b in ways:
+            gpu_us, cpu_us = self._alone_us("gpu", a), self._alone_us("cpu", b)
+            both = min(gpu_us * slower[0], cpu_us * slower[1]) if together > 0 else 0.0
+            best = min(best, gpu_us + cpu_us - both * together)
+        return best
+
+    def _alone_us(self, route: str, size: int) -> float:
+        key = (route, size)
+        if key not in self._alone:
+            self._alone[key] = self.rates.least_alone_us(route, size)
+        return self._alone[key]

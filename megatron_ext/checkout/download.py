@@ -1,0 +1,73 @@
+"""Fetch a release of megatron-core from the package index into a tree of our own.
+
+The package holds ``megatron/core`` only: enough for a training script of ours, not for
+``pretrain_gpt.py``. It is unpacked, not installed, so that an installed megatron-core of
+another version is left alone.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from megatron_ext.checkout.tree import Tree
+from megatron_ext.formats.errors import InputError
+
+
+def obtain(version: str, into) -> Path:
+    """The core-only tree of ``version`` at ``into``; fetched unless it is already there.
+
+    The tree is complete or absent: it is unpacked beside ``into`` and renamed.
+
+    Args:
+        version: a release of megatron-core, e.g. ``0.16.1``.
+        into: directory of the tree, which holds ``megatron/core`` afterwards.
+
+    Raises:
+        InputError: not a version, ``into`` is something else, or the package cannot be had.
+    """
+    into = Path(into)
+    if not re.fullmatch(r"\d+\.\d+\.\d+((rc|a|b)\d+)?", version):
+        raise InputError("not a version of megatron-core, e.g. 0.16.1", field="version", value=version)
+    if into.exists() and any(into.iterdir() if into.is_dir() else [into]):
+        found = Tree(into).version
+        if found != version:
+            raise InputError(f"holds megatron-core {found}, not {version}", file=into)
+        return into
+    into.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{into.name}.", dir=into.parent) as scratch:
+        wheel = _download(version, Path(scratch, "wheel"))
+        unpacked = Path(scratch, "tree")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(unpacked)
+        found = Tree(unpacked).version
+        if found != version:
+            raise InputError(f"the package says it is {found}", field="version", value=version)
+        try:
+            os.replace(unpacked, into)
+        except OSError:  # another process was faster
+            if Tree(into).version != version:
+                raise
+    return into
+
+
+def _download(version: str, scratch: Path) -> Path:
+    """The wheel of ``version``."""
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-input"),
+        *("--no-deps", "--only-binary=:all:", "--dest", str(scratch)),
+        # Releases from 0.17 ask for Python 3.12; their core runs on 3.11, with one addition
+        # that the CPU compatibility module makes.
+        "--ignore-requires-python",
+        f"megatron-core=={version}",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(scratch.glob("*.whl"))
+    if result.returncode != 0 or not wheels:
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        reason = lines[-1] if lines else "pip failed"
+        raise InputError(f"cannot be fetched: {reason}", field="megatron-core", value=version)
+    return wheels[0]

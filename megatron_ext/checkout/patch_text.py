@@ -1,0 +1,115 @@
+"""What ``megatron-ext patch`` prints: a report as one JSON object, or as a few lines."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_ext.checkout.hook_table import FILES, HOOKS
+from megatron_ext.checkout.patching import Report
+from megatron_ext.checkout.patchset import blob_id, manifest
+from megatron_ext.checkout.tree import Tree
+
+
+def as_dict(report: Report) -> dict:
+    """The report with names as in the report's class."""
+    return asdict(report)
+
+
+def as_text(report: Report, verb: str) -> str:
+    """The report for people; the last line says what to do where something is to be done."""
+    lines = []
+    dry_run = bool(report.diff) and not report.changed
+    if dry_run:
+        lines.append(report.diff.rstrip("\n"))
+    if report.repaired:
+        lines.append(f"an interrupted earlier command was {report.repaired}")
+    lines.append(f"{report.path}: megatron-core {report.version}: {report.state}")
+    if verb == "apply":
+        lines += _inserted(report, dry_run)
+    elif verb == "revert":
+        count = sum(row.startswith("-") and not row.startswith("---") for row in report.diff.split("\n"))
+        done = "would be taken out" if dry_run else "taken out"
+        lines.append(f"  {count} lines {done}" if count else "  nothing was changed: no hook line was there")
+    for entry in report.files:
+        if entry.state not in ("clean", "applied"):
+            lines.append(f"  {entry.state}  {entry.file}: {entry.detail}")
+    if report.core_only:
+        lines.append("  core only: the training scripts (pretrain_gpt.py, megatron/training) are absent")
+    elif report.absent:
+        lines.append(f"  absent: {', '.join(report.absent)}")
+    if verb == "check":
+        lines += _advice(report)
+    return "\n".join(lines)
+
+
+_HOW = {"exact": "a file of a known release", "syntax tree": "placed by the syntax tree"}
+
+
+def _inserted(report: Report, dry_run: bool) -> list[str]:
+    """What ``apply`` did: lines, files and places."""
+    count = sum(len(entry.lines) for entry in report.files)
+    if not (report.changed or dry_run):
+        return [f"  nothing was changed: all {count} lines were there already"]
+    done = "would be inserted" if dry_run else "inserted"
+    found = [f"  {count} lines {done} into {len(report.files)} files"]
+    for entry in report.files:
+        link = Path(report.path, entry.file)
+        target = f" -> {link.resolve()}" if link.is_symlink() else ""
+        numbers = f"line{'s' if len(entry.lines) > 1 else ''} {', '.join(map(str, entry.lines))}"
+        found.append(f"    {entry.file}{target}: {numbers} ({_HOW[entry.detail]})")
+    return found
+
+
+def _advice(report: Report) -> list[str]:
+    if report.state == "clean":
+        return [f"`megatron-ext patch apply {report.path}` inserts the hooks"]
+    if report.state == "drifted":
+        return [f"run `megatron-ext patch revert {report.path}`, then apply again"]
+    if report.state == "conflict":
+        return ["the hooks cannot be placed; change what is named above, or use another release"]
+    return []
+
+
+def releases(checkout: str | None = None) -> dict:
+    """Releases served and lines inserted; with a checkout, which releases its files are from.
+
+    Raises:
+        InputError: the checkout is no Megatron tree.
+    """
+    found = manifest()
+    payload = {
+        "releases": [
+            {"version": r.version, "ref": r.ref, "commit": r.commit, "patch": r.patch} for r in found.releases
+        ],
+        "hooks": [{"name": h.name, "file": h.file, "place": h.place, "purpose": h.purpose} for h in HOOKS],
+        "files": list(FILES),
+    }
+    if checkout is not None:
+        tree = Tree(checkout)
+        ids = {f: blob_id((tree.root / f).read_bytes()) for f in tree.present}
+        payload["checkout"] = {
+            "path": str(tree.root),
+            "version": tree.version,
+            "core_only": tree.core_only,
+            "releases": {
+                f: [
+                    r.version
+                    for r in found.releases
+                    if any(e.path == f and ids[f] in (e.preimage, e.postimage) for e in r.files)
+                ]
+                for f in tree.present
+            },
+        }
+    return payload
+
+
+def releases_text(payload: dict) -> str:
+    """The list for people."""
+    lines = [f"{len(payload['hooks'])} lines in {len(payload['files'])} files:"]
+    lines += [f"  {h['name']:34} {h['file']}\n      {h['purpose']}" for h in payload["hooks"]]
+    lines.append("releases: " + ", ".join(release.name for release in manifest().releases))
+    if "checkout" in payload:
+        found = payload["checkout"]
+        lines.append(f"{found['path']}: megatron-core {found['version']}")
+        for file, versions in found["releases"].items():
+            lines.append(f"  {file}: {', '.join(versions) or 'no known release has this very file'}")
+    return "\n".join(lines)

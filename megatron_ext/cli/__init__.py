@@ -1,0 +1,1 @@
+"""The ``megatron-ext`` command: one file a verb."""

@@ -1,0 +1,111 @@
+"""What the verbs with ``--checkout`` share: the script's arguments in, the workload and what to measure out."""
+
+import importlib.util
+import os
+import sys
+
+import click
+import msgspec
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.measure.options import Options
+from megatron_ext.megatron import script_arguments
+from megatron_ext.megatron.script_arguments import ScriptArguments
+
+LAYER_RUNNERS = "megatron_ext.megatron.layer_runners:layer_runners"
+
+checkout_option = click.option(
+    "--checkout",
+    help="A Megatron-LM checkout: its own pretrain_gpt.py reads the arguments behind -- and builds the model.",
+)
+
+
+def given_on_the_command_line(*names: str) -> dict[str, object]:
+    """Those of the running verb's options that were given, not taken by default."""
+    context = click.get_current_context()
+    source = click.core.ParameterSource.COMMANDLINE
+    return {name: context.params[name] for name in names if context.get_parameter_source(name) is source}
+
+
+def use_megatron_of(checkout: str | None) -> None:
+    """Let this process and those that it starts import the checkout's Megatron, or what is installed.
+
+    Raises:
+        InputError: there is none, or no PyTorch.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise InputError("there is no package torch in this Python environment", file=sys.executable)
+    if checkout:
+        from megatron_ext.megatron.describe_from_checkout import require_script
+
+        tree = str(require_script(checkout))
+        path = [tree, *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(path)
+        sys.path.insert(0, tree)
+    elif importlib.util.find_spec("megatron") is None:
+        raise InputError("measuring layers needs Megatron, which cannot be imported here; give it", field="--checkout")
+
+
+def refuse_early(script: ScriptArguments, options: Options) -> None:
+    """Refuse what the text of the script's arguments already shows to be wrong.
+
+    Raises:
+        InputError: options beside the arguments say otherwise, or a size is out of range.
+    """
+    given = {name: getattr(options, name) for name in given_on_the_command_line(*SAID)}
+    script_arguments.refuse_contradictions(given, said(script))
+    wanted = with_sizes(options, script)
+    launched = os.environ.get("WORLD_SIZE") if "MASTER_ADDR" in os.environ else None
+    if launched is not None and int(launched) != wanted.world_size:
+        raise InputError(
+            f"measuring takes {wanted.world_size} processes, pipeline x data: start one for each tensor-parallel "
+            "group, and say --data-parallel-size",
+            field="WORLD_SIZE",
+            value=int(launched),
+        )
+    wanted.check()
+
+
+SAID = ("hidden_size", "seq_length", "micro_batch_size", "pipeline_model_parallel_size", "data_parallel_size")
+"""Options of ``measure`` that a script's arguments say too."""
+
+
+def said(script: ScriptArguments) -> dict[str, object]:
+    """What the text of the script's arguments says of :data:`SAID`."""
+    replicas = script.ours.data_parallel_size
+    if replicas is None and "WORLD_SIZE" in os.environ:
+        replicas = script.world_size() // script.replica_size
+    return {**vars(script.sizes), "data_parallel_size": replicas}
+
+
+def with_sizes(options: Options, script: ScriptArguments) -> Options:
+    """``options`` with the sizes that the script's arguments say."""
+    found = {name: value for name, value in said(script).items() if name in SAID and value is not None}
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or options.ranks_per_node
+    return msgspec.structs.replace(options, ranks_per_node=ranks_per_node, **found)
+
+
+def for_workload(options: Options, model) -> Options:
+    """``options`` that measure all that a plan for a checkout's model looks up.
+
+    Args:
+        model: a :class:`megatron_ext.megatron.describe_from_checkout.CheckoutModel`.
+    """
+    from megatron_ext.megatron.layer_options import require_known_layers
+    from megatron_ext.workload import measured_sizes
+
+    workload = model.workload
+    largest = max(measured_sizes.largest_group_bytes(workload), 512)
+    changes: dict = {
+        "min_bytes": 512,
+        "max_bytes": largest,
+        "max_rank_bytes": measured_sizes.largest_rank_bytes(workload),
+        "also_sizes": tuple(size for size in measured_sizes.likely_group_bytes(workload) if size >= 512),
+        "pipeline_model_parallel_size": workload.parallel.pp,
+        "data_parallel_size": workload.parallel.dp,
+    }
+    if options.modules is None:
+        require_known_layers(model.layer_options, workload)
+        changes |= {"modules": LAYER_RUNNERS, "module_args": model.layer_options}
+    own = given_on_the_command_line("min_bytes", "max_bytes", "max_rank_bytes", "also_sizes")
+    return msgspec.structs.replace(options, **{name: value for name, value in changes.items() if name not in own})

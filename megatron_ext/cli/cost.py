@@ -1,0 +1,159 @@
+"""``megatron-ext cost``: read, check, combine, compare and estimate cost tables."""
+
+import click
+
+from megatron_ext.cli.output import emit, json_option
+from megatron_ext.formats.errors import InputError
+
+
+@click.group("cost")
+def cost_group() -> None:
+    """Read, check, combine, compare and estimate cost tables."""
+
+
+@cost_group.command("predict")
+@click.argument("table_path", metavar="TABLE")
+@click.option("--route", required=True, help="gpu, cpu or nvme; or another curve: publish.cpu, p2p, reduce, optimizer.")
+@click.option("--bytes", "size_bytes", type=int, required=True, help="Bytes of the whole group.")
+@click.option("--busy", multiple=True, help="A link that works at the same time (repeatable).")
+@click.option("--extrapolate", is_flag=True, help="Allow sizes outside the measured range.")
+@json_option
+def cost_predict(table_path: str, route: str, size_bytes: int, busy, extrapolate: bool, as_json: bool) -> None:
+    """Predict one gather: {us, low_us, high_us}."""
+    from megatron_ext.cost import cost_table, cost_table_text
+
+    figures = cost_table_text.predicted(
+        cost_table.load(table_path), route, size_bytes, busy=busy, extrapolate=extrapolate, file=table_path
+    )
+    emit(as_json, figures, cost_table_text.prediction_text(figures))
+
+
+@cost_group.command("show")
+@click.argument("table_path", metavar="TABLE")
+@click.option("--plot", "plot_path", type=click.Path(), help="Write a plot of every curve and its residuals (PNG).")
+@json_option
+def cost_show(table_path: str, plot_path, as_json: bool) -> None:
+    """Check a table: every curve, how rough it is, what it holds for."""
+    from megatron_ext.cost import cost_table, cost_table_text
+
+    table = cost_table.load(table_path)
+    if plot_path:
+        from megatron_ext.cost import cost_plot
+
+        cost_plot.save(table, plot_path)
+    emit(as_json, cost_table_text.summary(table), cost_table_text.text(table))
+
+
+@cost_group.command("check")
+@click.argument("table_path", metavar="TABLE")
+@click.option("--workload", "workload_path", help="A run whose parallel sizes the table should hold for.")
+@click.option("--this-machine", is_flag=True, help="Compare hardware and software with this machine's.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--allow-differences", is_flag=True, help="Only report what differs.")
+@json_option
+def cost_check(
+    table_path: str, workload_path, this_machine: bool, device: str, allow_differences: bool, as_json: bool
+) -> None:
+    """Refuse a table that was measured on other hardware, software, world sizes or of another model."""
+    from megatron_ext.cost import cost_table, environment
+    from megatron_ext.workload import workload
+
+    table, here, model_differs = cost_table.load(table_path), {}, []
+    if workload_path:
+        work = workload.load(workload_path)
+        here["world_sizes"] = environment.world_sizes(work.parallel)
+        model_differs = environment.model_differences(table.metadata, work)
+    if this_machine:
+        from megatron_ext.runtime.machine import environment as this_environment
+
+        here |= this_environment(device)
+    if not here:
+        raise InputError("nothing to compare with: give --workload or --this-machine", file=table_path)
+    found = environment.differences(table.metadata, here) + model_differs
+    environment.refuse(found, allow=allow_differences, file=table_path, how="allow it by --allow-differences")
+    emit(as_json, {"differences": found}, "\n".join(found) or "the table holds for this environment")
+
+
+@cost_group.command("combine")
+@click.argument("tables", metavar="[PART=]TABLE...", nargs=-1, required=True)
+@click.option("--out", required=True)
+@json_option
+def cost_combine(tables, out: str, as_json: bool) -> None:
+    """One table out of several; the first that has a part gives it, unless PART= says which.
+
+    PART is links, compute or a field: links=cluster.json compute=one_gpu.json
+    """
+    from megatron_ext.cost import combine_tables, cost_table
+
+    named = [entry.rpartition("=")[::2] for entry in tables]
+    table = combine_tables.combine(
+        {path: cost_table.load(path) for _, path in named}, {part: path for part, path in named if part}
+    )
+    cost_table.save(out, table)
+    source = table.metadata.source
+    assert source is not None  # combine says where every part is from
+    taken = source.parts
+    emit(as_json, {"cost_table": out, "parts": taken}, "\n".join(f"{part}: {path}" for part, path in taken.items()))
+
+
+@cost_group.command("compare")
+@click.argument("first_path", metavar="TABLE")
+@click.argument("second_path", metavar="OTHER")
+@json_option
+def cost_compare(first_path: str, second_path: str, as_json: bool) -> None:
+    """Say what changed from one table to another, and by how much."""
+    from megatron_ext.cost import compare_tables, cost_table
+
+    changes = compare_tables.compare(cost_table.load(first_path), cost_table.load(second_path))
+    emit(as_json, changes, compare_tables.text(changes))
+
+
+@cost_group.command("estimate")
+@click.option("--hardware", required=True, help="A machine's name (see: cost hardware), or a data sheet's path.")
+@click.option("--workload", "workload_path", required=True, help="What is trained.")
+@click.option("--out", required=True, help="Where the cost table is written.")
+@click.option("--seq-length", type=click.IntRange(1), required=True)
+@click.option("--micro-batch-size", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--sequence-parallel", is_flag=True)
+@click.option("--recompute-granularity", type=click.Choice(["full", "selective"]))
+@json_option
+def cost_estimate(hardware: str, workload_path: str, out: str, recompute_granularity, as_json: bool, **batch) -> None:
+    """Make a cost table for a machine that nobody has measured, from its data sheet.
+
+    Every layer's operations and bytes are counted; attention is taken to be fused. Measured parts replace
+    estimated ones by: cost combine measured.json estimated.json
+    """
+    from megatron_ext.cost import cost_table, cost_table_text, estimated_table, hardware_sheet
+    from megatron_ext.workload import workload
+    from megatron_ext.workload.gpt_shapes import MicroBatch
+
+    sheet, work = hardware_sheet.load(hardware), workload.load(workload_path)
+    table = estimated_table.estimate(sheet, work, MicroBatch(**batch, recompute=recompute_granularity), name=hardware)
+    cost_table.save(out, table)
+    notes = list(table.metadata.notes)
+    emit(as_json, {"cost_table": out, "notes": notes}, "\n".join([cost_table_text.text(table), f"wrote {out}", *notes]))
+
+
+@cost_group.command("hardware")
+@click.argument("name", required=False)
+@json_option
+def cost_hardware(name: str | None, as_json: bool) -> None:
+    """List the data sheets of the package; with a NAME or a path, every figure with its range and source.
+
+    A sheet of your own: cost hardware NAME --json > FILE, then change what differs.
+    """
+    import msgspec
+
+    from megatron_ext.cost import hardware_sheet as sheets
+
+    if name is None:
+        titles = {known: sheets.load(known).title for known in sheets.names()}
+        emit(as_json, titles, "\n".join(f"{known:16} {title}" for known, title in titles.items()))
+        return
+    sheet = sheets.load(name)
+    lines = [
+        f"{field:36} {figure.value:<9.4g} {low:.4g} to {high:.4g}  {figure.origin}: {figure.source}"
+        for field, figure in sheets.figures(sheet)
+        for low, high in (figure.ends,)
+    ]
+    emit(as_json, msgspec.to_builtins(sheet), "\n".join([sheet.title, *lines]))

@@ -1,0 +1,95 @@
+"""``megatron-ext describe``: the workload of a real model."""
+
+import contextlib
+import os
+
+import click
+from msgspec import structs, to_builtins
+
+from megatron_ext.cli.output import emit, json_option
+from megatron_ext.formats import rank_memory
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.rank_memory import RankMemory
+from megatron_ext.workload.workload import Workload
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+@click.option("--out", required=True, help="Where the workload is written.")
+@click.option(
+    "--checkout",
+    envvar="MEGATRON_PATH",
+    help="A Megatron-LM checkout: its own pretrain_gpt.py reads the options and builds the model.",
+)
+@click.argument("megatron_options", nargs=-1, type=click.UNPROCESSED)
+@json_option
+def describe(out: str, checkout: str | None, megatron_options, as_json: bool) -> None:
+    """Write the workload of a real model, from Megatron's own options.
+
+    With a checkout, give all that your script gives pretrain_gpt.py, and --data-parallel-size.
+    Without one, a subset of Megatron's options is known; those that change nothing are read over.
+    """
+    import warnings
+
+    from megatron_ext.workload import workload
+    from megatron_ext.workload import workload_text as showing
+
+    warnings.simplefilter("ignore", UserWarning)  # Megatron's, on what is not installed: nothing is trained here
+    if checkout:
+        from megatron_ext.megatron import describe_from_checkout
+
+        described = describe_from_checkout.describe_command_line(checkout, megatron_options).workload
+    else:
+        from megatron_ext.megatron import cpu_compat
+
+        try:
+            with no_device():  # a model without data goes onto none
+                cpu_compat.install()
+                from megatron_ext.megatron import describe_model as description
+
+                described = description.describe_options(description.parse(megatron_options))
+        except ModuleNotFoundError as error:
+            raise InputError(
+                f"there is no package {error.name} here: give a checkout by --checkout, or run in an environment with "
+                "megatron-core"
+            ) from None
+        taken = description.sizes_taken(megatron_options)
+        if taken:
+            click.echo(
+                f"describe: not given, taken to be: {', '.join(f'{option} {size}' for option, size in taken.items())}",
+                err=True,
+            )
+    workload.save(out, described)
+    memory = _stock_memory(described)
+    lines = [
+        showing.text(described, out),
+        *(
+            f"memory rank {rank}, as stock Megatron holds it: {rank_memory.text(held)}"
+            for rank, held in enumerate(memory)
+        ),
+    ]
+    if not described.counts_activations:
+        lines.append("activations are not counted: this model cannot run without data here; `measure` counts them")
+    emit(as_json, {"workload": out, **showing.summary(described), "memory": to_builtins(memory)}, "\n".join(lines))
+
+
+def _stock_memory(described: Workload) -> list[RankMemory]:
+    """What every pipeline rank holds at its peak by stock Megatron's rule, whatever the limits."""
+    from megatron_ext.planner.stock import stock_schedule
+    from megatron_ext.schedule.memory_bill import memory_bill
+    from megatron_ext.workload.workload import Limits
+
+    unlimited = structs.replace(described, limits=Limits())
+    return [bill.memory for bill in memory_bill(stock_schedule(unlimited), unlimited)]
+
+
+@contextlib.contextmanager
+def no_device():
+    """Hide CUDA devices from torch, and from what it starts."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before

@@ -1,0 +1,177 @@
+"""``megatron-ext measure``: a cost table from measuring, or from another tool's log."""
+
+import os
+
+import click
+import msgspec
+
+from megatron_ext.cli.checkout_model import (
+    LAYER_RUNNERS,
+    checkout_option,
+    for_workload,
+    refuse_early,
+    use_megatron_of,
+    with_sizes,
+)
+from megatron_ext.cli.output import emit, json_option
+from megatron_ext.formats.errors import InputError
+
+READ_BY = {"nccl-tests": ("placement", "collective", "algorithm"), "curves": ("placement", "system"), "nvbandwidth": ()}
+"""Options of ``measure`` that a format of ``--import`` reads; measuring itself reads none of them."""
+
+
+def refuse_unread(imported: str | None) -> None:
+    """An option that would be passed over is a mistake; InputError names it."""
+    context, read = (
+        click.get_current_context(),
+        {"out", "imported", "as_json", *(READ_BY.get(imported, ()) if imported else ())},
+    )
+    of_imports = {name for names in READ_BY.values() for name in names}
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+        if given and (
+            parameter.name not in read if imported in READ_BY else parameter.name in of_imports and imported is None
+        ):
+            how = f"is not read with --import {imported}" if imported else "is read with --import alone"
+            raise InputError(
+                how, field=parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.name.upper()
+            )
+
+
+def _of_script(options, checkout: str | None):
+    """``options`` with what the script's arguments say, and with the layers that they build."""
+    if not options.module_args:
+        return options
+    from megatron_ext.megatron import script_arguments
+
+    of_megatron = options.modules is None or options.modules == LAYER_RUNNERS or bool(checkout)
+    script = script_arguments.read(options.module_args, verb="measure", of_megatron=of_megatron)
+    if of_megatron:
+        use_megatron_of(checkout)
+    refuse_early(script, options)
+    if not checkout:
+        return with_sizes(msgspec.structs.replace(options, modules=options.modules or LAYER_RUNNERS), script)
+    from megatron_ext.megatron.describe_from_checkout import describe_command_line
+
+    arguments = list(options.module_args)
+    if script.ours.data_parallel_size is None and "WORLD_SIZE" not in os.environ:
+        arguments += ["--data-parallel-size", str(options.data_parallel_size)]
+    return for_workload(with_sizes(options, script), describe_command_line(checkout, arguments))
+
+
+@click.command()
+@click.option("--out", required=True, help="Where the cost table is written.")
+@click.option(
+    "--import",
+    "imported",
+    nargs=2,
+    metavar="FORMAT LOG",
+    help="Read another tool's log instead: nccl-tests, nvbandwidth, curves.",
+)
+@click.option("--system", help="With --import curves: which of the file's systems.")
+@click.option(
+    "--placement",
+    type=click.Choice(["in_place", "out_of_place"]),
+    default="in_place",
+    show_default=True,
+    help="With --import: which column; gathers work in place.",
+)
+@click.option("--collective", help="With --import nccl-tests: what was measured, where the log does not say.")
+@click.option("--algorithm", help="With --import nccl-tests: name of the curve, to combine several.")
+@click.option("--data-parallel-size", "--dp", type=int, default=2, show_default=True)
+@click.option("--pipeline-model-parallel-size", "--pp", type=int, default=1, show_default=True)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--min-bytes", type=int, default=4096, show_default=True, help="Smallest whole group.")
+@click.option("--max-bytes", type=int, default=256 << 20, show_default=True, help="Largest whole group.")
+@click.option("--sizes", help="Comma-separated sizes in bytes, in place of the grid.")
+@click.option(
+    "--also-sizes",
+    help="Comma-separated sizes in bytes at which gathers are measured beside the grid: a schedule's groups.",
+)
+@click.option("--max-rank-bytes", type=int, help="Whole parameters of one rank, for the optimizer step.")
+@click.option(
+    "--seconds",
+    type=float,
+    default=90.0,
+    show_default=True,
+    help="Time for measuring; starting the ranks comes on top.",
+)
+@click.option("--threads", type=int, default=1, show_default=True, help="Processor threads of one rank.")
+@click.option(
+    "--hidden-size", type=int, default=512, show_default=True, help="Shape of the products that stand for compute."
+)
+@click.option("--seq-length", type=int, default=128, show_default=True)
+@click.option("--micro-batch-size", type=int, default=1, show_default=True)
+@click.option("--links", help="Comma-separated subset of what is measured.")
+@click.option(
+    "--modules",
+    help=(
+        "package.module:function or file.py:function that gives the layers to measure, for example "
+        "megatron_ext.megatron.layer_runners:layer_runners; its arguments follow behind --."
+    ),
+)
+@click.option(
+    "--evict-bytes",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Bytes touched between two visits of a layer, as other layers would; for modules that hold only one.",
+)
+@click.option(
+    "--nvme-path", type=click.Path(), help="Directory on the drive; without it the nvme route is not offered."
+)
+@checkout_option
+@click.argument("module_args", nargs=-1)
+@json_option
+def measure(
+    out: str,
+    imported,
+    system,
+    placement,
+    collective,
+    algorithm,
+    links,
+    sizes,
+    also_sizes,
+    checkout,
+    as_json: bool,
+    **options,
+) -> None:
+    """Measure links, contention and compute, and write a cost table.
+
+    MODULE_ARGS (after --) are the arguments of a training script: sizes are read from them, and the layers are the
+    checkout's. With --modules they are handed to the function that it names.
+    """
+    from megatron_ext.cost import cost_table as cost
+    from megatron_ext.formats import json_files
+
+    refuse_unread(imported[0] if imported else None)
+    if imported:
+        from megatron_ext.cost import importers
+
+        table = importers.read(
+            *imported, system=system, placement=placement, collective=collective, algorithm=algorithm
+        )
+    else:
+        from megatron_ext.measure import measure as run
+        from megatron_ext.measure.options import LINKS, Options
+        from megatron_ext.measure.progress_bar import bar
+
+        if sizes:
+            options["sizes"] = Options.parse_sizes(sizes)
+        if also_sizes:
+            options["also_sizes"] = Options.parse_sizes(also_sizes, "--also-sizes")
+        chosen = tuple(links.split(",")) if links else LINKS
+        if os.environ.get("RANK", "0") == "0":
+            json_files.check_writable(out)
+        wanted = _of_script(Options(links=chosen, **options), checkout)
+        with bar(os.environ.get("RANK", "0") == "0") as progress:
+            table = run(wanted, progress)
+        if table is None:  # under a launcher, and not rank 0
+            return
+    cost.save(out, table)
+    emit(
+        as_json,
+        {"cost_table": out, "notes": list(table.metadata.notes)},
+        "\n".join([f"wrote {out}", *table.metadata.notes]),
+    )

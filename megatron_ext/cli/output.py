@@ -1,0 +1,27 @@
+"""What all verbs print: one JSON object on standard output with ``--json``, otherwise text."""
+
+import os
+import sys
+
+import click
+import msgspec
+
+from megatron_ext.formats.errors import InputError
+
+
+def emit(as_json: bool, payload: dict, text: str) -> None:
+    """Print ``payload`` as one JSON object, or ``text`` for people.
+
+    With ``--json`` the text goes to standard error, so a pipe reads only the object.
+    """
+    if as_json and text:
+        click.echo(text, err=True)
+    try:
+        click.echo(msgspec.json.encode(payload).decode() if as_json else text)
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open; or the interpreter tries once more when it ends
+        raise InputError(f"cannot be written: {error.strerror}", file="standard output") from None
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")

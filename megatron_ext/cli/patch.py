@@ -1,0 +1,56 @@
+"""``megatron-ext patch``: insert the hook lines into a Megatron tree, check them, take them out."""
+
+import click
+
+from megatron_ext.checkout import apply, check, patch_text, revert
+from megatron_ext.cli.output import emit, json_option
+
+
+@click.group()
+def patch() -> None:
+    """Hook a Megatron-LM checkout, an unpacked release, or the core-only tree from PyPI."""
+
+
+checkout_argument = click.argument("checkout", default=".", envvar="MEGATRON_PATH")
+
+
+dry_run_option = click.option("--dry-run", is_flag=True, help="Show the diff and change nothing.")
+
+
+@patch.command("apply")
+@checkout_argument
+@dry_run_option
+@json_option
+def patch_apply(checkout: str, dry_run: bool, as_json: bool) -> None:
+    """Insert the hook lines; a patched tree stays as it is."""
+    report = apply(checkout, dry_run=dry_run)
+    emit(as_json, patch_text.as_dict(report), patch_text.as_text(report, "apply"))
+
+
+@patch.command("check")
+@checkout_argument
+@json_option
+def patch_check(checkout: str, as_json: bool) -> int:
+    """Say whether the tree is clean, applied, drifted or in conflict; the last two end with exit code 1."""
+    report = check(checkout)
+    emit(as_json, patch_text.as_dict(report), patch_text.as_text(report, "check"))
+    return 1 if report.state in ("drifted", "conflict") else 0
+
+
+@patch.command("revert")
+@checkout_argument
+@dry_run_option
+@json_option
+def patch_revert(checkout: str, dry_run: bool, as_json: bool) -> None:
+    """Take every hook line out; the owner's changes stay."""
+    report = revert(checkout, dry_run=dry_run)
+    emit(as_json, patch_text.as_dict(report), patch_text.as_text(report, "revert"))
+
+
+@patch.command("list")
+@click.argument("checkout", required=False)
+@json_option
+def patch_list(checkout: str | None, as_json: bool) -> None:
+    """List the releases that are served and the lines that are inserted."""
+    payload = patch_text.releases(checkout)
+    emit(as_json, payload, patch_text.releases_text(payload))

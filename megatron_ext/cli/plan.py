@@ -1,0 +1,91 @@
+"""``megatron-ext plan``: a schedule from a cost table and a workload."""
+
+import click
+
+from megatron_ext.cli.checkout_model import checkout_option, use_megatron_of
+from megatron_ext.cli.output import emit, json_option
+from megatron_ext.cli.table_check import naming_files, planning_inputs, table_differences
+from megatron_ext.formats.errors import InputError
+
+
+def _refuse_sources(path: str | None, checkout: str | None, script_arguments) -> None:
+    """The workload is a file, or what a checkout's script builds; InputError names what is missing or too much."""
+    if path is None and not checkout:
+        raise InputError("is needed, or --checkout DIR and behind -- the script's arguments", field="--workload")
+    if path is not None and (checkout or script_arguments):
+        raise InputError(
+            "says what --checkout and the script's arguments say; give one", field="--workload", value=path
+        )
+
+
+def _workload(path: str | None, checkout: str | None, script_arguments):
+    if path is not None:
+        from megatron_ext.workload import workload
+
+        return workload.load(path)
+    use_megatron_of(checkout)
+    from megatron_ext.megatron.describe_from_checkout import describe_command_line
+
+    return describe_command_line(checkout, script_arguments).workload
+
+
+@click.command()
+@planning_inputs(workload_required=False)
+@checkout_option
+@click.option("--out", required=True, help="Where the schedule is written.")
+@click.option(
+    "--policy",
+    default="hybrid",
+    show_default=True,
+    help=(
+        "hybrid, exact, random:SEED, or a baseline: all-gpu, all-cpu, window-1 or -2, share-25, -50 or "
+        "-75, urgency, pipeswitch, hierarchical."
+    ),
+)
+@click.argument("script_arguments", nargs=-1)
+@json_option
+def plan(
+    cost_table: str,
+    workload_path: str | None,
+    checkout: str | None,
+    script_arguments,
+    out: str,
+    policy: str,
+    extrapolate: bool,
+    allow_differences: bool,
+    this_machine: bool,
+    as_json: bool,
+) -> None:
+    """Decide by which route, when, and for how long; print what that is worth.
+
+    SCRIPT_ARGUMENTS (after --), with --checkout: those of the training script, in place of a workload file.
+    """
+    from megatron_ext import planner
+    from megatron_ext.cost import cost_table as cost
+    from megatron_ext.formats import json_files
+    from megatron_ext.schedule import user_defined_schedule as schedule
+
+    _refuse_sources(workload_path, checkout, script_arguments)
+    table = cost.load(cost_table)
+    work = _workload(workload_path, checkout, script_arguments)
+    with naming_files(cost_table, workload_path or str(checkout)):
+        differences = table_differences(
+            table, work, this_machine=this_machine, allow=allow_differences, file=cost_table
+        )
+        digest = json_files.sha256(cost_table)
+        planned = planner.plan(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
+        judged = planner.verdict(work, table, planned, extrapolate=extrapolate)
+    schedule.save(out, planned)
+    note = planner.search_note(planned)
+    emit(
+        as_json,
+        {
+            "schedule": out,
+            "policy": policy,
+            "verdict": judged.text,
+            **judged.figures,
+            "search_note": note,
+            "differences": differences,
+        },
+        judged.text if note is None else f"{judged.text}\n{note}",
+    )

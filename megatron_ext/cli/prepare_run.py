@@ -1,0 +1,209 @@
+"""``megatron-ext prepare``: workload, cost table and schedule of a training script, in one step.
+
+Each of its steps keeps what lies there and still matches.
+"""
+
+import os
+from pathlib import Path
+
+import click
+
+from megatron_ext.cli.checkout_model import for_workload, refuse_early, use_megatron_of, with_sizes
+from megatron_ext.cli.output import emit, json_option
+from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
+from megatron_ext.measure.options import Options
+from megatron_ext.megatron import script_arguments
+
+
+class Preparation:
+    """Workload, cost table and schedule in one directory.
+
+    Args:
+        checkout: the Megatron tree.
+        out: the directory.
+        arguments: of the training script, and the plan's among them.
+        policy, seconds, nvme_path: as of ``plan`` and ``measure``.
+
+    Raises:
+        InputError: what the text of the arguments already shows to be wrong.
+    """
+
+    def __init__(self, checkout: str, out: Path, arguments, *, policy: str, seconds: float, nvme_path: str | None):
+        from megatron_ext.planner.policies import check_policy
+
+        self.checkout, self.policy, self.kept = checkout, policy, []
+        self.workload_path, self.table_path, self.schedule_path = (
+            out / f"{name}.json" for name in ("workload", "cost_table", "schedule")
+        )
+        use_megatron_of(checkout)
+        check_policy(policy)
+        self.script = script_arguments.read(arguments, verb="prepare")
+        self.script.data_parallel_size()
+        self.options = Options(seconds=seconds, nvme_path=nvme_path)
+        refuse_early(self.script, self.options)
+        self.arguments = [*self._places(), *arguments]
+        self.is_first = os.environ.get("RANK", "0") == "0"
+        self.patched = self.is_first and self._is_patched()  # one process at a time may look
+        if self.is_first:
+            _make_directory(out)
+            json_files.check_writable(self.workload_path)
+
+    def _places(self) -> list[str]:
+        """Where ranks are, as a launcher says it."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) * self.script.sizes.tensor_model_parallel_size
+        return [f"--gpus-per-node={local}"] if local and self.script.ours.gpus_per_node is None else []
+
+    def _is_patched(self) -> bool:
+        from megatron_ext.checkout import check
+
+        return check(self.checkout).state == "applied"
+
+    def _say(self, text: str) -> None:
+        if self.is_first:
+            click.echo(f"prepare: {text}", err=True)
+
+    def describe(self) -> None:
+        """Describe the model; the file is written where it says something else."""
+        from megatron_ext.megatron.describe_from_checkout import describe_command_line
+        from megatron_ext.workload import workload
+
+        self._say("describing the model")
+        self.model = describe_command_line(self.checkout, self.arguments)
+        if self._same_workload():
+            self._keep(self.workload_path)
+        elif self.is_first:
+            self.schedule_path.unlink(missing_ok=True)  # it is of another workload
+            workload.save(self.workload_path, self.model.workload)
+
+    def _same_workload(self) -> bool:
+        from megatron_ext.workload import workload
+
+        try:
+            return self.workload_path.exists() and workload.load(self.workload_path) == self.model.workload
+        except InputError:
+            return False
+
+    def measure(self) -> bool:
+        """Measure unless the table that is there holds for this model and machine; whether this process goes on."""
+        from megatron_ext.cost import cost_table
+
+        options = for_workload(with_sizes(self.options, self.script), self.model)
+        reason = self._table_differs(options)
+        if reason is None:
+            self._keep(self.table_path)
+            return self.is_first
+        self._say(f"measuring for {options.seconds:g} s on {options.world_size} ranks{reason}")
+        from megatron_ext.measure import measure
+        from megatron_ext.measure.progress_bar import bar
+
+        with bar(self.is_first) as progress:
+            table = measure(options, progress)
+        if table is None:
+            return False
+        cost_table.save(self.table_path, table)
+        return True
+
+    def _table_differs(self, options: Options) -> str | None:
+        """Why the table cannot be kept (empty where there is none); None where it can."""
+        from megatron_ext.cost import cost_table, environment
+        from megatron_ext.runtime.machine import environment as this_environment
+
+        if not self.table_path.exists():
+            return ""
+        try:
+            table = cost_table.load(self.table_path)
+        except InputError as error:
+            return f"; {error}"
+        found = environment.run_differences(table.metadata, self.model.workload)
+        found += environment.differences(table.metadata, this_environment())
+        points = table.routes.gpu.points if table.routes.gpu else ()
+        if not points or points[-1].size_bytes < options.rounded(options.max_bytes):
+            found.append(f"groups of up to {options.max_bytes} bytes were not measured")
+        if options.nvme_path is not None and table.routes.nvme is None:
+            found.append("the drive was not measured")
+        return f"; {self.table_path} does not hold ({'; '.join(found)})" if found else None
+
+    def plan(self):
+        """Plan unless the schedule that is there was made of these files; returns the verdict."""
+        from megatron_ext import planner
+        from megatron_ext.cli.table_check import naming_files
+        from megatron_ext.cost import cost_table
+        from megatron_ext.schedule import user_defined_schedule
+
+        table, work = cost_table.load(self.table_path), self.model.workload
+        digest = json_files.sha256(self.table_path)
+        with naming_files(str(self.table_path), str(self.workload_path)):
+            schedule = self._kept_schedule(digest)
+            if schedule is None:
+                self._say(f"planning ({self.policy})")
+                schedule = planner.plan(work, table, policy=self.policy, cost_table_sha256=digest)
+                user_defined_schedule.save(self.schedule_path, schedule)
+            return planner.verdict(work, table, schedule)
+
+    def _kept_schedule(self, table_sha256: str):
+        """The schedule that is there, where it was planned by this policy for this model from this table."""
+        from megatron_ext.schedule import match, validate
+
+        if not self.schedule_path.exists():
+            return None
+        try:
+            schedule = validate.load(self.schedule_path)
+            match.match(schedule, self.model.workload)
+        except InputError:
+            return None
+        name, _, seed = self.policy.partition(":")
+        metadata, wanted = schedule.metadata, int(seed) if seed else None
+        made = (metadata.cost_table_sha256, metadata.planner, metadata.options.seed)
+        if made != (table_sha256, name, wanted) or schedule.predicted is None:
+            return None
+        self._keep(self.schedule_path)
+        return schedule
+
+    def _keep(self, path: Path) -> None:
+        self.kept.append(path.name)
+        self._say(f"kept: {path}")
+
+
+def _make_directory(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot be made: {error.strerror}", field="--out", value=str(out)) from None
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+@click.option("--checkout", required=True, help="The Megatron-LM checkout that trains.")
+@click.option("--out", required=True, type=click.Path(file_okay=False), help="Directory of the three files.")
+@click.option("--policy", default="hybrid", show_default=True, help="As of plan.")
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="Time for measuring, as of measure.")
+@click.option("--nvme-path", type=click.Path(), help="Directory on a drive, where the nvme route is wanted.")
+@click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
+@json_option
+def prepare(checkout: str, out: str, policy: str, seconds: float, nvme_path, script_arguments, as_json: bool) -> None:
+    """Describe, measure and plan from the arguments of a training script: everything that its pretrain_gpt.py is given.
+
+    Say --data-parallel-size, or run under a launcher. What lies in the directory already and still matches is kept.
+    """
+    steps = Preparation(checkout, Path(out), script_arguments, policy=policy, seconds=seconds, nvme_path=nvme_path)
+    steps.describe()
+    if not steps.measure():  # under a launcher, and not rank 0
+        return
+    judged = steps.plan()
+    schedule = os.path.abspath(steps.schedule_path)
+    lines = [judged.text, "", "add to the launch script:", f"    --user-defined-schedule {schedule}"]
+    if not steps.patched:
+        lines += ["and patch the checkout:", f"    megatron-ext patch apply {checkout}"]
+    emit(
+        as_json,
+        {
+            "workload": str(steps.workload_path),
+            "cost_table": str(steps.table_path),
+            "schedule": str(steps.schedule_path),
+            "kept": steps.kept,
+            "patched": steps.patched,
+            "verdict": judged.text,
+            **judged.figures,
+        },
+        "\n".join(lines),
+    )

@@ -1,0 +1,33 @@
+"""``megatron-ext show``: a schedule as a text grid."""
+
+import click
+
+from megatron_ext.cli.output import emit, json_option
+
+
+@click.command()
+@click.argument("schedule_path", metavar="SCHEDULE")
+@click.option("--all", "every_row", is_flag=True, help="Every row, however many.")
+@json_option
+def show(schedule_path: str, every_row: bool, as_json: bool) -> None:
+    """Print the steps with what is unsharded where; an arrow marks where an invalid schedule fails."""
+    from megatron_ext.schedule import schedule_text as showing
+    from megatron_ext.schedule import user_defined_schedule, validate
+
+    schedule = user_defined_schedule.decode(schedule_path)
+    failure = None
+    try:
+        validate.validate(schedule, file=schedule_path)
+    except validate.InvalidSchedule as error:
+        failure = error
+    text = showing.grid(schedule, failure, every_row=every_row)
+    payload = {
+        "valid": failure is None,
+        "error": None if failure is None else str(failure),
+        "pp_rank": getattr(failure, "pp_rank", None),
+        "step_index": getattr(failure, "step_index", None),
+        "grid": text,
+    }
+    emit(as_json, payload, f"{showing.summary(schedule)}\n{text}")
+    if failure is not None:
+        raise failure

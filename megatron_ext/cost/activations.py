@@ -1,0 +1,27 @@
+"""Bytes of activations as they were measured, in place of those that were counted from shapes."""
+
+import msgspec
+
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.workload.workload import Chunk, Workload
+
+
+def with_activations(workload: Workload, table: CostTable) -> Workload:
+    """The workload with the table's ``activation_bytes`` in every chunk of which all layer kinds were measured."""
+    rows = {row.layer_kind: row for row in table.compute if row.activation_bytes is not None}
+
+    def measured(chunk: Chunk) -> Chunk:
+        layers = [rows[kind] for kind in chunk.layer_kinds if kind in rows]
+        if not layers or len(layers) < len(chunk.layer_kinds):
+            return chunk
+        return msgspec.structs.replace(
+            chunk,
+            activation_bytes=tuple(row.activation_bytes for row in layers),
+            recompute_bytes=max(row.recompute_bytes for row in layers),
+        )
+
+    return (
+        msgspec.structs.replace(workload, chunks=tuple(measured(chunk) for chunk in workload.chunks))
+        if rows
+        else workload
+    )

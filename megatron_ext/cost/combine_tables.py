@@ -1,0 +1,140 @@
+"""One table out of several: links from the cluster, compute from one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from megatron_ext.cost.cost_table import (
+    CostTable,
+    Curve,
+    GroupOverhead,
+    Metadata,
+    Publish,
+    Routes,
+    Source,
+    Topology,
+    check,
+)
+from megatron_ext.cost.curve import curves_of
+from megatron_ext.formats.errors import InputError
+
+LINKS = (
+    "routes.gpu",
+    "routes.cpu",
+    "routes.cpu_shard",
+    "routes.nvme",
+    "publish.cpu",
+    "publish.nvme",
+    "publish.internode",
+    "group_overhead.call_us",
+    "contention",
+    "p2p",
+    "reduce",
+    "all_reduce",
+    "topology.nic_shares_pcie",
+)
+COMPUTE = ("compute", "optimizer", "host_cpu")
+PARTS = LINKS + COMPUTE
+
+_STRUCTS = {"routes": Routes, "publish": Publish, "group_overhead": GroupOverhead, "topology": Topology}
+
+
+def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = None) -> CostTable:
+    """Take every part from one of ``tables`` (by name, in order of preference).
+
+    Args:
+        tables: name (usually the path) to table.
+        chosen: part, ``links`` or ``compute`` to the name of the table that must give it.
+
+    Returns:
+        A table whose ``metadata.source.parts`` says which part came from which table.
+        Figures are never mixed within a curve, but algorithms of one route are put together.
+
+    Raises:
+        InputError: an unknown part, or the chosen table lacks it.
+    """
+    chosen = dict(chosen or {})
+    unknown = sorted(set(chosen) - set(PARTS) - {"links", "compute"})
+    if unknown:
+        raise InputError(f"known parts: links, compute, {', '.join(PARTS)}", field=unknown[0], value=chosen[unknown[0]])
+    for whole, members in (("links", LINKS), ("compute", COMPUTE)):
+        name = chosen.get(whole)
+        if name is not None:
+            if not any(has(get(tables[name], part)) for part in members):
+                raise InputError("has none", file=name, field=whole)
+            chosen |= {part: name for part in members if part not in chosen and has(get(tables[name], part))}
+    chosen.pop("links", None)
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for part in PARTS:
+        if part in chosen:
+            name = chosen[part]
+            if not has(get(tables[name], part)):
+                raise InputError("has none", file=name, field=part)
+        else:
+            name = next((name for name, table in tables.items() if has(get(table, part))), None)
+        if name is not None:
+            values[part], origin[part] = get(tables[name], part), name
+            if part not in chosen and isinstance(values[part], Curve):
+                values[part] = _with_algorithms(
+                    values[part], [get(table, part) for other, table in tables.items() if other != name]
+                )
+    fields: dict[str, Any] = {part: value for part, value in values.items() if "." not in part}
+    for struct, kind in _STRUCTS.items():
+        inner = {part.partition(".")[2]: value for part, value in values.items() if part.startswith(f"{struct}.")}
+        fields[struct] = kind(**inner)
+    first = next(iter(tables.values()))
+    return check(
+        CostTable(schema_version=first.schema_version, kind="cost_table", metadata=_metadata(tables, origin), **fields)
+    )
+
+
+def get(table: CostTable, part: str):
+    value: Any = table
+    for name in part.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def has(value) -> bool:
+    if isinstance(value, Curve):
+        return bool(curves_of(value))
+    return value is not None and value is not False and value != ()
+
+
+def _with_algorithms(curve: Curve, others: list) -> Curve:
+    """Named algorithms of the same route from the other tables join; the first of a name stays."""
+    algorithms = dict(curve.algorithms)
+    if algorithms:
+        for other in others:
+            if isinstance(other, Curve):
+                algorithms = {**other.algorithms, **algorithms}
+    return msgspec.structs.replace(curve, algorithms=algorithms)
+
+
+def _metadata(tables: Mapping[str, CostTable], origin: Mapping[str, str]) -> Metadata:
+    """Each of hardware, software and world sizes as the used tables say it; where they differ,
+    that of the links, and a note."""
+    used = [name for name in tables if name in origin.values()]
+    links_from = origin.get("routes.gpu") or origin.get("routes.cpu") or (used[0] if used else next(iter(tables)))
+    base = tables[links_from].metadata
+    notes = [f"{name}: {note}" for name in used for note in tables[name].metadata.notes]
+    for name in used:
+        for part in ("hardware", "software", "world_sizes"):
+            other = getattr(tables[name].metadata, part)
+            if name != links_from and other is not None and other != getattr(base, part):
+                parts = ", ".join(sorted(p for p, source in origin.items() if source == name))
+                notes.append(f"{parts} from {name}, measured on other {part}: {other}")
+    return Metadata(
+        created_at=max(tables[name].metadata.created_at for name in used) if used else "",
+        synthetic=any(tables[name].metadata.synthetic for name in used),
+        hardware=base.hardware,
+        software=base.software,
+        world_sizes=base.world_sizes,
+        model=tables[origin["compute"]].metadata.model if "compute" in origin else None,
+        source=Source(program="megatron-ext cost combine", parts=dict(origin)),
+        notes=tuple(notes),
+    )

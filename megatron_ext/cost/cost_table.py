@@ -1,0 +1,279 @@
+"""The cost table file: what every route costs on the machines it was measured on.
+
+Times are microseconds, sizes the bytes of the whole (gathered) group for every route, so
+that routes compare directly. A curve with no points is not offered; a missing figure is
+never 0, and there is no built-in default table.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from megatron_ext.cost.host_cpu import HostCpu, check_host_cpu
+from megatron_ext.formats import json_files
+from megatron_ext.formats.checks import Checker
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.facts import Facts
+from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
+from megatron_ext.formats.versions import check_version
+from megatron_ext.workload.drive_reads import DriveReads
+from megatron_ext.workload.route import ROUTES
+
+MOST_FALL = 1000
+"""Times of noisy small messages may fall from one size to the next larger, but not by this factor."""
+
+MOST_SLOWDOWN = 1e6
+
+
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One measured size. ``issued_us`` is the time until the call returned, where it is
+    asynchronous; ``p50_us`` the time until the bytes had arrived."""
+
+    size_bytes: int
+    p50_us: float
+    p95_us: float | None = None
+    samples: int = 1
+    issued_us: float | None = None
+
+
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Cost by size. ``algorithms`` holds one curve a name where a source compares several
+    (nccl_ring, nccl_tree, ...); ``source`` says where the figures come from; ``reads`` how the drive was read, of the
+    ``nvme`` route."""
+
+    points: tuple[Point, ...] = ()
+    algorithms: dict[str, tuple[Point, ...]] = {}
+    source: str | None = None
+    reads: DriveReads | None = None
+
+
+class Routes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    gpu: Curve | None = None
+    cpu: Curve | None = None
+    cpu_shard: Curve | None = None
+    nvme: Curve | None = None
+
+
+class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Write-back after the optimizer step: into the host copy (``cpu``), onto the drive
+    (``nvme``), and between nodes (``internode``, bytes that cross the network). Complete when
+    the last rank of a node has written; between nodes, with a second group on its way behind the first.
+    ``points`` is short for ``cpu``."""
+
+    cpu: Curve | None = None
+    nvme: Curve | None = None
+    internode: Curve | None = None
+    points: tuple[Point, ...] = ()
+
+
+class GroupOverhead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What a gather costs beyond its bytes: ``call_us`` per issued call on the calling thread."""
+
+    call_us: float | None = None
+
+
+KINDS = ("compute", "gpu", "cpu", "nvme", "publish", "p2p", "reduce")
+"""Activities that can disturb each other; the names that rows of ``contention`` use."""
+
+
+class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """``measured`` takes ``p50_us`` for ``size_bytes`` while ``busy`` works: ``slowdown``
+    times what it takes alone. Names are those of :data:`KINDS`."""
+
+    measured: str
+    busy: str
+    slowdown: float
+    size_bytes: int | None = None
+    p50_us: float | None = None
+
+
+class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Forward and backward of one micro-batch through one chunk (``pp_rank`` and
+    ``model_chunk_id``) or through one layer of a kind (``layer_kind``). The kind ``step`` is what
+    every step of a chunk takes beside its layers. ``activation_bytes`` is what autograd saves in one such layer
+    for the backward of one micro-batch, ``recompute_bytes`` what that backward makes anew."""
+
+    forward_us: float
+    backward_us: float
+    pp_rank: int | None = None
+    model_chunk_id: int | None = None
+    layer_kind: str | None = None
+    forward_p95_us: float | None = None
+    backward_p95_us: float | None = None
+    samples: int = 1
+    activation_bytes: int | None = None
+    recompute_bytes: int = 0
+
+
+class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What links share. ``nic_shares_pcie``: the NIC that carries all-gathers and host copies use one PCIe link."""
+
+    nic_shares_pcie: bool = False
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Where a table comes from: the program or the format of a log, its options or a description, and for a combined
+    table which part came from which table."""
+
+    program: str = ""
+    description: str | None = None
+    options: Facts = {}
+    parts: dict[str, str] = {}
+
+
+class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """The environment for which the figures hold.
+
+    Attributes:
+        created_at: date and time, ISO 8601.
+        synthetic: True for tables that were not measured.
+        hardware, software: as :func:`megatron_ext.runtime.machine.environment` returns them.
+        world_sizes: parallel sizes and ranks a node of the measurement.
+        model: what compute was measured of: ``hidden_size``, ``seq_length``, ``micro_batch_size``, ``dtype``.
+        notes: what a reader should know, one line each.
+    """
+
+    created_at: str = ""
+    synthetic: bool = False
+    hardware: Facts | None = None
+    software: Facts | None = None
+    world_sizes: Facts | None = None
+    model: Facts | None = None
+    source: Source | None = None
+    notes: tuple[str, ...] = ()
+
+
+class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Everything measured. ``reduce`` (gradient reduce-scatter by group bytes) and
+    ``optimizer`` (one optimizer step by bytes of whole parameters of one rank) are needed
+    only to predict a whole iteration; a prediction without them says that it leaves them out.
+    ``all_reduce`` is no route: it is imported to compare algorithms by size.
+    """
+
+    schema_version: int
+    kind: Literal["cost_table"]
+    metadata: Metadata = Metadata()
+    routes: Routes = Routes()
+    publish: Publish = Publish()
+    group_overhead: GroupOverhead = GroupOverhead()
+    contention: tuple[Contention, ...] = ()
+    compute: tuple[Compute, ...] = ()
+    p2p: Curve | tuple[Point, ...] = ()
+    reduce: Curve | None = None
+    optimizer: Curve | None = None
+    all_reduce: Curve | None = None
+    topology: Topology = Topology()
+    host_cpu: HostCpu | None = None
+
+
+def load(path) -> CostTable:
+    """Read and check a cost table. Raises InputError naming file, field and value."""
+    return check(json_files.load(path, CostTable, versioned="cost_table"), file=path)
+
+
+def save(path, table: CostTable) -> None:
+    json_files.save(path, table, indent=1)
+
+
+def check(table: CostTable, *, file=None) -> CostTable:
+    """Check a decoded table and return it in one form (``publish.points`` and a bare list of
+    p2p points are moved into curves; points sorted by size).
+
+    Raises:
+        InputError: naming the field and its value.
+    """
+    check_version("cost_table", table.schema_version, file=file)
+    checker = Checker(file)
+
+    def curve(value: Curve | None, field: str) -> Curve | None:
+        if value is None:
+            return None
+        algorithms = {
+            name: _checked(points, f"{field}.algorithms.{name}", checker) for name, points in value.algorithms.items()
+        }
+        return msgspec.structs.replace(
+            value, points=_checked(value.points, f"{field}.points", checker), algorithms=algorithms
+        )
+
+    routes = Routes(**{name: curve(getattr(table.routes, name), f"routes.{name}") for name in ROUTES})
+    publish = table.publish
+    if publish.points and publish.cpu is not None:
+        raise InputError("both points and cpu are given; they mean the same", file=file, field="publish")
+    publish = Publish(
+        cpu=curve(Curve(points=publish.points) if publish.points else publish.cpu, "publish.cpu"),
+        nvme=curve(publish.nvme, "publish.nvme"),
+        internode=curve(publish.internode, "publish.internode"),
+    )
+    p2p = curve(table.p2p if isinstance(table.p2p, Curve) else Curve(points=table.p2p), "p2p")
+    checker.duration(table.group_overhead.call_us, "group_overhead.call_us", zero=True)
+    for index, row in enumerate(table.contention):
+        _check_contention(row, f"contention[{index}]", checker)
+    _check_compute(table, checker)
+    return msgspec.structs.replace(
+        table,
+        routes=routes,
+        publish=publish,
+        p2p=p2p,
+        reduce=curve(table.reduce, "reduce"),
+        optimizer=curve(table.optimizer, "optimizer"),
+        all_reduce=curve(table.all_reduce, "all_reduce"),
+        host_cpu=check_host_cpu(table.host_cpu, checker),
+    )
+
+
+def _check_compute(table: CostTable, checker: Checker) -> None:
+    seen = set()
+    for index, row in enumerate(table.compute):
+        field = f"compute[{index}]"
+        by_place = row.pp_rank is not None and row.model_chunk_id is not None
+        if by_place == (row.layer_kind is not None) or (row.pp_rank is None) != (row.model_chunk_id is None):
+            checker.refuse("give either pp_rank and model_chunk_id, or layer_kind", field)
+        for name in ("forward_us", "backward_us", "forward_p95_us", "backward_p95_us"):
+            checker.duration(getattr(row, name), f"{field}.{name}")
+        for name in ("activation_bytes", "recompute_bytes"):
+            checker.size(getattr(row, name), f"{field}.{name}")
+        place = (row.pp_rank, row.model_chunk_id, row.layer_kind)
+        if place in seen:
+            checker.refuse("is there twice", field)
+        seen.add(place)
+
+
+def _check_contention(row: Contention, field: str, checker: Checker) -> None:
+    for name in ("measured", "busy"):
+        if getattr(row, name) not in KINDS:
+            checker.refuse(f"known: {', '.join(KINDS)}", f"{field}.{name}", getattr(row, name))
+    checker.size(row.size_bytes, f"{field}.size_bytes")
+    checker.positive(row.slowdown, f"{field}.slowdown")
+    if not 1 / MOST_SLOWDOWN <= row.slowdown <= MOST_SLOWDOWN:
+        checker.refuse(f"no plausible slowdown: expected at most {MOST_SLOWDOWN:g}", f"{field}.slowdown", row.slowdown)
+    checker.duration(row.p50_us, f"{field}.p50_us")
+
+
+def _checked(points: tuple[Point, ...], field: str, checker: Checker) -> tuple[Point, ...]:
+    """The points sorted by size.
+
+    Raises:
+        InputError: a figure is not plausible, by itself or beside that of the next smaller size.
+    """
+    sizes = set()
+    for index, point in enumerate(points):
+        where = f"{field}[{index}]"
+        checker.size(point.size_bytes, f"{where}.size_bytes")
+        if point.size_bytes in sizes:
+            checker.refuse("is there twice", f"{where}.size_bytes", point.size_bytes)
+        sizes.add(point.size_bytes)
+        checker.duration(point.p50_us, f"{where}.p50_us")
+        checker.duration(point.p95_us, f"{where}.p95_us")
+        if point.p95_us is not None and point.p95_us < point.p50_us:
+            checker.refuse("is below p50_us", f"{where}.p95_us", point.p95_us)
+        checker.duration(point.issued_us, f"{where}.issued_us", zero=True)
+        checker.at_least(1, point.samples, f"{where}.samples")
+    order = sorted(range(len(points)), key=lambda index: points[index].size_bytes)
+    for smaller, larger in zip(order, order[1:]):
+        if points[larger].p50_us * MOST_FALL < points[smaller].p50_us:
+            message = (
+                f"no plausible time: less than 1/{MOST_FALL} of the {points[smaller].p50_us:g} us that "
+                f"{points[smaller].size_bytes} bytes take"
+            )
+            checker.refuse(message, f"{field}[{larger}].p50_us", points[larger].p50_us)
+    return tuple(points[index] for index in order)

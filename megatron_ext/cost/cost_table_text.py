@@ -1,0 +1,144 @@
+"""A cost table and its predictions, for people and as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from megatron_ext.cost.cost_table import CostTable, Curve, Point
+from megatron_ext.cost.curve import curves_of, residuals
+from megatron_ext.cost.estimates import Costs
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.route import ROUTES
+
+OTHERS = ("publish.cpu", "publish.nvme", "publish.internode", "p2p", "reduce", "optimizer", "all_reduce")
+
+
+def all_curves(table: CostTable) -> Iterator[tuple[str, Curve]]:
+    """Every curve of a table that has points, with its field name."""
+    for what in (*(f"routes.{route}" for route in ROUTES), *OTHERS):
+        node = table
+        for name in what.split("."):
+            node = getattr(node, name)
+        if isinstance(node, Curve) and curves_of(node):
+            yield what, node
+
+
+def predicted(
+    table: CostTable, route: str, size_bytes: int, *, busy: Iterable[str] = (), extrapolate: bool = False, file=None
+) -> dict:
+    """What ``cost predict`` prints. ``route`` is a route or the field of another curve.
+
+    Raises:
+        InputError: an unknown curve, a size outside the range, or a pair never measured.
+    """
+    if size_bytes < 0:
+        raise InputError("must not be negative", file="--bytes", value=size_bytes)
+    costs = Costs(table, extrapolate=extrapolate, file=file)
+    if route in ROUTES:
+        alone = costs.gather(route, size_bytes)
+        estimate = costs.beside(route, size_bytes, busy, alone)
+    elif route in OTHERS:
+        if busy:
+            raise InputError("--busy needs a route", file="--route", value=route)
+        estimate = costs.estimate(route, size_bytes)
+    else:
+        raise InputError(f"known: {', '.join((*ROUTES, *OTHERS))}", file="--route", value=route)
+    figures: dict[str, object] = {"us": estimate.us, "low_us": estimate.low_us, "high_us": estimate.high_us}
+    if estimate.algorithm is not None:
+        figures["algorithm"] = estimate.algorithm
+    if estimate.extrapolated:
+        figures["extrapolated"] = True
+    return figures
+
+
+def prediction_text(figures: dict) -> str:
+    name = f" by {figures['algorithm']}" if "algorithm" in figures else ""
+    beyond = ", outside the measured range" if figures.get("extrapolated") else ""
+    return f"{figures['us']:.1f} us{name}, between {figures['low_us']:.1f} and {figures['high_us']:.1f}{beyond}"
+
+
+def roughness(points: Sequence[Point]) -> float | None:
+    """Largest leave-one-out miss of a curve, relative; None with fewer than three points."""
+    known = [abs(value) for value in residuals(points) if value is not None]
+    return max(known) if known else None
+
+
+def summary(table: CostTable) -> dict:
+    """Curves with their ranges and largest leave-one-out misses, and what the table holds for."""
+    curves = {}
+    for what, curve in all_curves(table):
+        for algorithm, points in curves_of(curve).items():
+            name = what if algorithm is None else f"{what}[{algorithm}]"
+            curves[name] = {
+                "points": len(points),
+                "smallest_bytes": points[0].size_bytes,
+                "largest_bytes": points[-1].size_bytes,
+                "us": [points[0].p50_us, points[-1].p50_us],
+                "largest_miss": roughness(points),
+                "source": curve.source,
+            }
+    metadata = table.metadata
+    return {
+        "curves": curves,
+        "contention": len(table.contention),
+        "compute": len(table.compute),
+        "host_cpu": msgspec.to_builtins(table.host_cpu),
+        "synthetic": metadata.synthetic,
+        "created_at": metadata.created_at,
+        "hardware": metadata.hardware,
+        "software": metadata.software,
+        "world_sizes": metadata.world_sizes,
+        "model": metadata.model,
+        "notes": list(metadata.notes),
+    }
+
+
+def text(table: CostTable) -> str:
+    """The table for people: one line a point, with what its neighbours would have said."""
+    lines = []
+    metadata = table.metadata
+    lines.append(f"measured {metadata.created_at}" if metadata.created_at else "no date")
+    if metadata.synthetic:
+        lines.append("SYNTHETIC: not measured on any machine")
+    for part in ("hardware", "software", "world_sizes", "model"):
+        value = getattr(metadata, part)
+        if value:
+            lines.append(
+                f"{part}: {', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else value}"
+            )
+    lines += [f"note: {note}" for note in metadata.notes]
+    lines += [
+        "",
+        "read from neighbours: how far off a size is where it is read from the line between the sizes beside it",
+    ]
+    for what, curve in all_curves(table):
+        for algorithm, points in curves_of(curve).items():
+            title = what if algorithm is None else f"{what} by {algorithm}"
+            lines += ["", f"{title} ({curve.source or 'no source given'})"]
+            lines.append(
+                f"{'bytes':>12} {'p50 us':>12} {'p95 us':>12} {'GB/s':>8} {'n':>5}  {'read from neighbours':>20}"
+            )
+            for point, miss in zip(points, residuals(points)):
+                p95 = f"{point.p95_us:12.1f}" if point.p95_us is not None else f"{'':12}"
+                rate = point.size_bytes / point.p50_us / 1e3
+                off = f"{miss:+20.1%}" if miss is not None else ""
+                lines.append(
+                    f"{point.size_bytes:12} {point.p50_us:12.1f} {p95} {rate:8.2f} {point.samples:5}  {off}".rstrip()
+                )
+    if table.contention:
+        lines += ["", "contention: how many times longer it takes while the other works"]
+        for row in sorted(table.contention, key=lambda row: (row.measured, row.busy)):
+            size = f" at {row.size_bytes} bytes" if row.size_bytes is not None else ""
+            lines.append(f"  {row.measured:8} beside {row.busy:8} {row.slowdown:6.2f}{size}")
+    if table.compute:
+        lines += ["", "compute, one micro-batch"]
+        for row in table.compute:
+            place = row.layer_kind or f"pipeline rank {row.pp_rank}, chunk {row.model_chunk_id}"
+            lines.append(f"  {place:32} forward {row.forward_us:10.1f} us, backward {row.backward_us:10.1f} us")
+    if table.host_cpu is not None:
+        sharing = table.host_cpu.nodes_sharing
+        who = f"{sharing} nodes on one machine compute" if sharing > 1 else "a node computes"
+        lines.append(f"{who} {table.host_cpu.processors_per_node:.2f} ranks' worth at once")
+    return "\n".join(lines)

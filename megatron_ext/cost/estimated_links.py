@@ -1,0 +1,158 @@
+"""Times of links from a data sheet, as straight lines in bytes: what they take for a run's parallel sizes.
+
+[Note: A ring over nodes]
+An all-gather of ``n`` ranks brings every rank ``(n - 1) / n`` of the group over its NVLink (or, without it, over its
+host link). Where the ranks are on ``m`` nodes, every node takes in ``(m - 1) / m`` of the group through the network
+cards of its ranks. The slower of the two is what it takes. All groups of a node gather at once, each through its own
+ranks' cards.
+"""
+
+from math import inf
+from typing import NamedTuple
+
+from megatron_ext.cost.cost_table import Contention
+from megatron_ext.cost.hardware_sheet import HardwareSheet
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.parallel import Parallel
+
+
+class Line(NamedTuple):
+    """``us`` and microseconds a byte."""
+
+    us: float
+    us_per_byte: float
+
+    def at(self, size_bytes: float) -> float:
+        return self.us + size_bytes * self.us_per_byte
+
+    def scaled(self, factor: float) -> "Line":
+        """Of ``factor`` times the bytes."""
+        return Line(self.us, self.us_per_byte * factor)
+
+
+class Links:
+    """The links of ``sheet`` as ``parallel`` uses them.
+
+    Raises:
+        InputError: the ranks do not fit the machine's nodes.
+    """
+
+    def __init__(self, sheet: HardwareSheet, parallel: Parallel):
+        self.sheet, self.parallel = sheet, parallel
+        self.ranks_per_node = min(parallel.node_size, parallel.world_size)
+        if self.ranks_per_node > sheet.gpus_per_node:
+            raise InputError(
+                f"the machine has {sheet.gpus_per_node} GPUs on a node (give --gpus-per-node)",
+                field="parallel.gpus_per_node",
+                value=self.ranks_per_node,
+            )
+        if parallel.num_nodes > 1 and sheet.network is None:
+            raise InputError(f"{sheet.title} has no network", field="nodes", value=parallel.num_nodes)
+        self.nodes = max(
+            len({parallel.node_of(pp_rank, dp_rank) for dp_rank in range(parallel.dp)})
+            for pp_rank in range(parallel.pp)
+        )
+        """Nodes that one data-parallel group spans."""
+
+    def _peer(self) -> Line:
+        """One rank to the next on its node."""
+        nvlink, host = self.sheet.nvlink, self.sheet.host_link
+        if nvlink is not None:
+            return Line(nvlink.hop_us.value, 1e6 / nvlink.bytes_per_s.value / nvlink.efficiency.value)
+        shared = min(host.gpus_per_link.value, self.ranks_per_node)
+        return Line(host.hop_us.value, 1e6 * shared / host.bytes_per_s.value / host.collective_efficiency.value)
+
+    def _network(self) -> Line:
+        """One rank to one on another node."""
+        network = self.sheet.network
+        assert network is not None
+        return Line(network.hop_us.value, 1e6 / network.bytes_per_s.value / network.efficiency.value)
+
+    def ring(self, ranks: int, nodes: int) -> Line:
+        """All-gather (or reduce-scatter) over ``ranks`` on ``nodes``, by bytes of the whole."""
+        if ranks == 1:  # a copy within the device
+            device = self.sheet.device
+            return Line(device.kernel_us.value, 2e6 / device.memory_bytes_per_s.value / device.memory_efficiency.value)
+        us, slowest = self.sheet.collective_us.value, 0.0
+        if ranks > nodes:
+            peer = self._peer()
+            us, slowest = us + peer.us * (ranks - nodes), peer.us_per_byte * (ranks - 1) / ranks
+        if nodes > 1:
+            network, cards = self._network(), max(ranks // nodes, 1)
+            us, slowest = us + network.us * (nodes - 1), max(slowest, network.us_per_byte * (nodes - 1) / nodes / cards)
+        return Line(us, slowest)
+
+    def gather(self) -> Line:
+        return self.ring(self.parallel.dp, self.nodes)
+
+    def tensor_all_reduce(self) -> Line:
+        """All-reduce of an activation over the tensor-parallel ranks, by its bytes."""
+        tp = self.parallel.tensor_model_parallel_size
+        half = self.ring(tp, -(-tp // self.ranks_per_node))
+        return Line(2 * half.us - self.sheet.collective_us.value, 2 * half.us_per_byte)
+
+    def p2p(self) -> Line:
+        """One activation message; the slowest between two pipeline ranks."""
+        nodes = [self.parallel.node_of(rank, 0) for rank in range(self.parallel.pp)]
+        way = self._network() if len(set(nodes)) > 1 else self._peer()
+        return Line(way.us + self.sheet.collective_us.value / 2, way.us_per_byte)
+
+    def host_copy(self) -> Line:
+        """A whole group from host memory; all ranks of the node copy at once."""
+        link, host = self.sheet.host_link, self.sheet.host
+        shared = min(link.gpus_per_link.value, self.ranks_per_node)
+        own = link.bytes_per_s.value * link.efficiency.value / shared
+        return Line(link.copy_us.value, 1e6 / min(own, host.memory_bytes_per_s.value / self.ranks_per_node))
+
+    def drive_read(self) -> Line | None:
+        """A whole group from the drive to the device; all ranks of the node read at once."""
+        drive, copy = self.sheet.drive, self.host_copy()
+        if drive is None:
+            return None
+        read = 1e6 * self.ranks_per_node / drive.read_bytes_per_s.value
+        return Line(drive.latency_us.value + copy.us, read + copy.us_per_byte)
+
+    def drive_write(self) -> Line | None:
+        """Every rank of the node writes its shard to the drive, by bytes of the whole group."""
+        drive = self.sheet.drive
+        if drive is None:
+            return None
+        share = self.ranks_per_node / self.parallel.dp
+        return Line(drive.latency_us.value, 1e6 * share / drive.write_bytes_per_s.value)
+
+    def between_nodes(self) -> Line | None:
+        """Exchange of published shards, by the bytes that enter a node; None where a group is on one node."""
+        if self.nodes == 1:
+            return None
+        network = self._network()
+        us = self.sheet.collective_us.value + network.us * (self.nodes - 1)
+        return Line(us, network.us_per_byte / max(self.parallel.dp // self.nodes, 1))
+
+    def contention(self) -> tuple[Contention, ...]:
+        """What activities do to each other: by the links that they share, otherwise as the sheet says."""
+        sheet = self.sheet
+        given = sheet.disturbance
+        beside_copy, network = given.collective_beside_copy.value, sheet.network
+        crosses, on_host_link = self.nodes > 1, sheet.nvlink is None and self.parallel.dp > self.nodes
+        copy_beside = 1.0
+        if on_host_link:  # one link, fairly shared
+            beside_copy = copy_beside = 2.0
+        elif crosses and network is not None and network.shares_host_link:
+            # The card's bytes come first; a copy gets what is left of the link, at least half of it.
+            left = 1 - self.host_copy().us_per_byte / self._network().us_per_byte
+            copy_beside = 1 / max(left, 0.5)
+        publishing = 2.0 if crosses or on_host_link else given.collective_beside_copy.value
+        rows = [
+            ("cpu", "publish", given.copy_beside_publish.value),
+            ("publish", "cpu", given.copy_beside_publish.value),
+        ]
+        for collective in ("gpu", "reduce"):
+            rows += [
+                (collective, "cpu", beside_copy),
+                ("cpu", collective, copy_beside),
+                (collective, "publish", publishing),
+                ("publish", collective, 2.0 if crosses or on_host_link else 1.0),
+                ("compute", collective, given.compute_beside_collective.value),
+            ]
+        rows += [("compute", copy, given.compute_beside_copy.value) for copy in ("cpu", "publish", "nvme")]
+        return tuple(Contention(measured=a, busy=b, slowdown=max(by, 1.0)) for a, b, by in rows if by < inf)

@@ -1,0 +1,171 @@
+"""A cost table from a data sheet and a workload, by counting: for machines that nobody has measured yet.
+
+``p50_us`` is by the sheet's values, ``p95_us`` with every figure at the slow end of its range. The table says that it
+is estimated (``metadata.synthetic``); measured parts replace its parts by ``megatron-ext cost combine``.
+"""
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from megatron_ext.cost.cost_table import (
+    Compute,
+    CostTable,
+    Curve,
+    GroupOverhead,
+    Metadata,
+    Point,
+    Publish,
+    Routes,
+    Source,
+    check,
+)
+from megatron_ext.cost.environment import world_sizes
+from megatron_ext.cost.estimated_links import Line, Links
+from megatron_ext.cost.hardware_sheet import HardwareSheet, drawn, slow_end
+from megatron_ext.cost.layer_work import KERNELS, Work, forward_work, layers_of
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.bucket_layout import ITEM_BYTES
+from megatron_ext.workload.gpt_shapes import MicroBatch
+from megatron_ext.workload.workload import SCHEMA_VERSION, Workload
+
+SIZES = tuple(1 << power for power in range(8, 41, 4))
+"""256 bytes to 1 TiB. The curves are straight lines, so that a few points say all of it."""
+
+GRADIENT_BYTES = 4
+"""Megatron reduces gradients in float32."""
+ADAM_BYTES = 28
+"""Bytes that a step of Adam moves for one parameter, beside writing it: float32 gradient, main parameter and both
+moments read, the latter three written."""
+LEAST_US = 1.0
+"""A chunk without parameters takes so long."""
+
+
+def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, name: str = "") -> CostTable:
+    """The cost table of ``workload`` on the machine of ``sheet``.
+
+    Args:
+        name: by which the sheet was given, for the table's source.
+
+    Raises:
+        InputError: the ranks do not fit the machine, or it says no FLOP/s for the workload's dtype.
+    """
+    parallel, dtype = workload.parallel, _dtype(workload)
+    middle, slow = (_Estimates(each, workload, batch, dtype) for each in (sheet, drawn(sheet, slow_end)))
+
+    def curve(line: Callable[["_Estimates"], Line | None]) -> Curve | None:
+        fast_line, slow_line = line(middle), line(slow)
+        if fast_line is None or slow_line is None:
+            return None
+        points = [(size, fast_line.at(size), slow_line.at(size)) for size in SIZES]
+        return Curve(points=tuple(Point(size_bytes=s, p50_us=us, p95_us=max(us, most)) for s, us, most in points))
+
+    crossing = curve(lambda e: e.links.between_nodes())
+    return check(
+        CostTable(
+            schema_version=SCHEMA_VERSION,
+            kind="cost_table",
+            metadata=_metadata(sheet, workload, batch, name),
+            routes=Routes(
+                gpu=curve(lambda e: e.links.gather()),
+                cpu=curve(lambda e: e.links.host_copy()),
+                nvme=curve(lambda e: e.links.drive_read()),
+            ),
+            publish=Publish(
+                cpu=curve(lambda e: e.links.host_copy().scaled(1 / parallel.dp)),
+                nvme=curve(lambda e: e.links.drive_write()),
+                internode=crossing,
+            ),
+            group_overhead=GroupOverhead(call_us=sheet.call_us.value),
+            contention=middle.links.contention(),
+            compute=tuple(map(_with_p95, middle.compute(), slow.compute())),
+            p2p=curve(lambda e: e.links.p2p()) or (),
+            reduce=curve(lambda e: e.links.gather().scaled(GRADIENT_BYTES / ITEM_BYTES[dtype])),
+            optimizer=curve(lambda e: e.optimizer()),
+        )
+    )
+
+
+class _Estimates:
+    """Times by one sheet's values."""
+
+    def __init__(self, sheet: HardwareSheet, workload: Workload, batch: MicroBatch, dtype: str):
+        if dtype not in sheet.device.flop_per_s:
+            known = ", ".join(sheet.device.flop_per_s)
+            raise InputError(f"{sheet.title} gives no FLOP/s for it; known: {known}", field="dtype", value=dtype)
+        self.workload, self.batch, self.device = workload, batch, sheet.device
+        self.links = Links(sheet, workload.parallel)
+        self._item = ITEM_BYTES[dtype]
+        self._us_per_flop = 1e6 / sheet.device.flop_per_s[dtype].value / sheet.device.flop_efficiency.value
+        self._us_per_byte = 1e6 / sheet.device.memory_bytes_per_s.value / sheet.device.memory_efficiency.value
+        self._all_reduce = self.links.tensor_all_reduce()
+
+    def optimizer(self) -> Line:
+        """Adam on the shards, by bytes of one rank's whole parameters."""
+        moved = (ADAM_BYTES / self._item + 1) / self.workload.parallel.dp
+        return Line(self.device.kernel_us.value * KERNELS, moved * self._us_per_byte)
+
+    def us(self, work: Work, kernels: int) -> float:
+        """One layer's forward or backward."""
+        products = sum(max(flop * self._us_per_flop, size * self._us_per_byte) for flop, size in work.products)
+        scores = max(work.score_flop * self._us_per_flop, work.score_bytes * self._us_per_byte)
+        alone = products + scores + work.moved_bytes * self._us_per_byte
+        return max(alone, kernels * self.device.kernel_us.value) + sum(map(self._all_reduce.at, work.reduced_bytes))
+
+    def _layer_us(self, kind: str | None, used, tp: int) -> tuple[float, float]:
+        work = forward_work(kind, used, self.batch, tp)
+        recompute = self.batch.recompute if kind in (None, "transformer") else None
+        again = 2 if recompute == "full" else 1
+        return self.us(work, KERNELS), self.us(work.backward(recompute), KERNELS * (1 + again))
+
+    def compute(self) -> list[Compute]:
+        """A row for every chunk, and one for every kind of layer (the mean, where layers of a kind differ)."""
+        tp, rows, kinds, seen = self.workload.parallel.tensor_model_parallel_size, [], {}, {}
+        for chunk in self.workload.chunks:
+            forward = backward = 0.0
+            for kind, used in layers_of(chunk) if chunk.parameters else ():
+                key = kind, tuple((*p.name.split(".")[-2:], p.shape) for p in used)
+                if key not in seen:
+                    seen[key] = self._layer_us(kind, used, tp)
+                forward, backward = forward + seen[key][0], backward + seen[key][1]
+                if kind is not None:
+                    kinds.setdefault(kind, []).append(seen[key])
+            rows.append(
+                Compute(
+                    pp_rank=chunk.pp_rank,
+                    model_chunk_id=chunk.model_chunk_id,
+                    forward_us=max(forward, LEAST_US),
+                    backward_us=max(backward, LEAST_US),
+                )
+            )
+        for kind, times in kinds.items():
+            forward, backward = (sum(column) / len(times) for column in zip(*times))
+            rows.append(Compute(layer_kind=kind, forward_us=forward, backward_us=backward))
+        return rows
+
+
+def _with_p95(row: Compute, slow: Compute) -> Compute:
+    return replace(
+        row, forward_p95_us=max(row.forward_us, slow.forward_us), backward_p95_us=max(row.backward_us, slow.backward_us)
+    )
+
+
+def _dtype(workload: Workload) -> str:
+    return next((p.dtype for chunk in workload.chunks for p in chunk.parameters), "bfloat16")
+
+
+def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name: str) -> Metadata:
+    facts = {
+        "hardware": name or sheet.title,
+        "seq_length": batch.seq_length,
+        "micro_batch_size": batch.micro_batch_size,
+        "recompute": batch.recompute,
+        "fused_attention": not batch.score_heads,
+    }
+    return Metadata(
+        synthetic=True,
+        hardware={"title": sheet.title},
+        world_sizes=dict(world_sizes(workload.parallel)),
+        source=Source(program="megatron-ext cost estimate", description=sheet.title, options=facts),
+        notes=(f"estimated from the data sheet of {sheet.title}; nothing here was measured",),
+    )

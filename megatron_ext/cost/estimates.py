@@ -1,0 +1,211 @@
+"""What a cost table says something takes: the one place that planner, simulator and report ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+from megatron_ext.cost.cost_table import Compute, CostTable, Curve
+from megatron_ext.cost.curve import Estimate, lookup
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.route import ROUTES
+
+STEP = "step"
+"""The row of ``compute`` with this ``layer_kind`` is no layer: what a step takes beside its layers."""
+
+
+class Costs:
+    """Fast, cached look-ups in one cost table. All times are microseconds, all sizes bytes of
+    the whole (gathered) group.
+
+    Args:
+        table: as :func:`megatron_ext.cost.cost_table.load` returns it.
+        extrapolate: allow sizes outside the measured range.
+        file: the table's path, named in errors.
+    """
+
+    def __init__(self, table: CostTable, extrapolate: bool = False, *, file=None) -> None:
+        self.table, self.extrapolate, self.file = table, extrapolate, file
+        self._estimates: dict[tuple[str, int], Estimate] = {}
+        self._by_place = {(row.pp_rank, row.model_chunk_id): row for row in table.compute if row.layer_kind is None}
+        self._by_kind = {row.layer_kind: row for row in table.compute if row.layer_kind is not None}
+        self._contention: dict[tuple[str, str], dict[int | None, float]] = {}
+        for row in table.contention:
+            by_size = self._contention.setdefault((row.measured, row.busy), {})
+            by_size[row.size_bytes] = max(row.slowdown, 1.0, by_size.get(row.size_bytes, 1.0))
+
+    # -- links ------------------------------------------------------------------------------
+
+    def offers(self, route: str) -> bool:
+        """Whether the table has points for ``route``; a route without any is not offered."""
+        return _has_points(getattr(self.table.routes, route))
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        return tuple(route for route in ROUTES if self.offers(route))
+
+    def gather_us(self, route: str, size_bytes: int) -> float:
+        """Median time to bring a group of ``size_bytes`` whole onto the device by ``route``, alone.
+
+        Raises:
+            InputError: the route has no points, or the size is outside their range.
+        """
+        return self.gather(route, size_bytes).us
+
+    def gather(self, route: str, size_bytes: int) -> Estimate:
+        """As :meth:`gather_us`, with its interval and (of several) its algorithm."""
+        return self._estimate(f"routes.{route}", size_bytes)
+
+    def issued_us(self, route: str, size_bytes: int) -> float | None:
+        """Time the calling thread is kept by issuing, at the nearest measured size not below;
+        None where the table does not tell it apart."""
+        curve = getattr(self.table.routes, route)
+        known = [point for point in (curve.points if curve else ()) if point.issued_us is not None]
+        return next(
+            (point.issued_us for point in known if point.size_bytes >= size_bytes),
+            known[-1].issued_us if known else None,
+        )
+
+    def contended(self, route: str, size_bytes: int, busy: Iterable[str]) -> Estimate:
+        """A gather while the links named in ``busy`` work.
+
+        Raises:
+            InputError: as :meth:`gather_us`; or a pair was never measured.
+        """
+        return self.beside(route, size_bytes, busy, self.gather(route, size_bytes))
+
+    def beside(self, route: str, size_bytes: int, busy: Iterable[str], alone: Estimate) -> Estimate:
+        """``alone`` with what the links in ``busy`` add. Raises as :meth:`contended`."""
+        factors = []
+        for name in busy:
+            if (route, name) not in self._contention:
+                raise InputError(
+                    f"no row for {route} beside {name}: it was not measured", file=self.file, field="contention"
+                )
+            factors.append(self.slowdown(route, name, size_bytes))
+        if not factors:
+            return alone
+        # Links that disturb each other add their delays; at best they hide in each other.
+        return alone.scaled(1 + sum(factor - 1 for factor in factors), low=max(factors), high=prod(factors))
+
+    def slowdown(self, measured: str, busy: str, size_bytes: int | None = None) -> float:
+        """How many times longer ``measured`` takes while ``busy`` works; 1.0 without a row.
+
+        Rows of several sizes are read linearly between, and at the nearest one outside them
+        (a ratio does not go on growing). Without ``size_bytes``, the largest of them.
+        """
+        by_size = self._contention.get((measured, busy))
+        if by_size is None:
+            return 1.0
+        sizes = sorted(size for size in by_size if size is not None)
+        if size_bytes is None or not sizes:
+            return by_size[None] if None in by_size else max(by_size.values())
+        if size_bytes <= sizes[0]:
+            return by_size[sizes[0]]
+        for left, right in zip(sizes, sizes[1:]):
+            if size_bytes <= right:
+                share = (size_bytes - left) / (right - left)
+                return by_size[left] + share * (by_size[right] - by_size[left])
+        return by_size[sizes[-1]]
+
+    def publish_us(self, dest: str, size_bytes: int) -> float:
+        """Write-back of a group into ``cpu`` (host copy) or ``nvme``, or across nodes (``internode``)."""
+        return self._estimate(f"publish.{dest}", size_bytes).us
+
+    def offers_publish(self, dest: str) -> bool:
+        return _has_points(getattr(self.table.publish, dest))
+
+    def p2p_us(self, size_bytes: int) -> float:
+        """One activation message between two pipeline ranks."""
+        return self._estimate("p2p", size_bytes).us
+
+    def reduce_us(self, size_bytes: int) -> float | None:
+        """Gradient reduce-scatter of a group; None where the table lacks it."""
+        return self._estimate("reduce", size_bytes).us if _has_points(self.table.reduce) else None
+
+    def optimizer_us(self, size_bytes: int) -> float | None:
+        """One optimizer step, by bytes of the whole parameters of one rank; None where the table lacks it."""
+        return self._estimate("optimizer", size_bytes).us if _has_points(self.table.optimizer) else None
+
+    def estimate(self, what: str, size_bytes: int) -> Estimate:
+        """Any curve by its field (``routes.gpu``, ``publish.cpu``, ``p2p``, ``reduce``, ...), with its interval."""
+        return self._estimate(what, size_bytes)
+
+    def _estimate(self, what: str, size_bytes: int) -> Estimate:
+        key = (what, size_bytes)
+        found = self._estimates.get(key)
+        if found is None:
+            curve = _field(self.table, what) or Curve()
+            found = lookup(curve, size_bytes, extrapolate=self.extrapolate, what=what, file=self.file)
+            self._estimates[key] = found
+        return found
+
+    # -- compute ----------------------------------------------------------------------------
+
+    def compute_us(self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str] = ()) -> tuple[float, float]:
+        """(forward, backward) of one micro-batch through one chunk.
+
+        A row for the chunk wins; otherwise the rows of its layers' kinds are added up, and the
+        row of kind :data:`STEP` where there is one.
+
+        Raises:
+            InputError: naming the chunk, and the layer kind that has no row.
+        """
+        row = self._by_place.get((pp_rank, model_chunk_id))
+        if row is not None:
+            return row.forward_us, row.backward_us
+        layers = self.layer_us(pp_rank, model_chunk_id, layer_kinds)
+        return sum(forward for forward, _ in layers), sum(backward for _, backward in layers)
+
+    def layer_us(
+        self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str] = (), num_layers: int | None = None
+    ) -> list[tuple[float, float]]:
+        """(forward, backward) of each layer of a chunk, in execution order.
+
+        Where the table has only a row for the whole chunk it is shared out: in proportion to
+        the rows of the layers' kinds where all are known, evenly otherwise.
+        """
+        row = self._by_place.get((pp_rank, model_chunk_id))
+        if row is None:
+            layers = [
+                (layer.forward_us, layer.backward_us) for layer in self._rows(pp_rank, model_chunk_id, layer_kinds)
+            ]
+            step = self._by_kind.get(STEP)
+            if step is not None:  # what comes before the first layer of a forward, and of a backward
+                layers[0] = (layers[0][0] + step.forward_us, layers[0][1])
+                layers[-1] = (layers[-1][0], layers[-1][1] + step.backward_us)
+            return layers
+        if layer_kinds and all(kind in self._by_kind for kind in layer_kinds):
+            layers = [self._by_kind[kind] for kind in layer_kinds]
+            forward, backward = sum(layer.forward_us for layer in layers), sum(layer.backward_us for layer in layers)
+            return [
+                (row.forward_us * layer.forward_us / forward, row.backward_us * layer.backward_us / backward)
+                for layer in layers
+            ]
+        count = num_layers or len(layer_kinds) or 1
+        return [(row.forward_us / count, row.backward_us / count)] * count
+
+    def _rows(self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str]) -> list[Compute]:
+        place = f"pp_rank {pp_rank}, model_chunk_id {model_chunk_id}"
+        if not layer_kinds:
+            raise InputError(
+                f"no row for {place}, and the workload names no layer_kinds there", file=self.file, field="compute"
+            )
+        missing = sorted(set(layer_kinds) - set(self._by_kind))
+        if missing:
+            raise InputError(
+                f"no row for {place}, and none for layer_kind {', '.join(missing)}", file=self.file, field="compute"
+            )
+        return [self._by_kind[kind] for kind in layer_kinds]
+
+
+def _field(table: CostTable, what: str) -> Curve | None:
+    curve: Any = table
+    for name in what.split("."):
+        curve = getattr(curve, name)
+    return curve
+
+
+def _has_points(curve: Curve | None) -> bool:
+    return curve is not None and (bool(curve.points) or any(curve.algorithms.values()))

@@ -1,0 +1,221 @@
+"""The data sheet of a machine that nobody has measured yet: rates, latencies and how much of them is reached.
+
+Sheets of common machines lie in ``hardware/`` beside this file and go by their names. Rates are bytes (or floating-
+point operations) a second, in one direction, as a data sheet gives them; ``efficiency`` is what programs reach of it.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from megatron_ext.formats import json_files
+from megatron_ext.formats.checks import Checker
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.versions import check_version
+
+FOLDER = Path(__file__).parent / "hardware"
+
+
+class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One figure with the range that it may lie in (``low`` and ``high``; without them it is taken as exact).
+
+    ``origin``: ``published`` by the source, ``derived`` from published figures as ``source`` says, or ``assumed``.
+    """
+
+    value: float
+    origin: Literal["published", "derived", "assumed"]
+    source: str
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The lowest and the highest value."""
+        return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
+
+
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One GPU. ``flop_per_s``: dense matrix products by dtype. ``kernel_us``: the least that one kernel takes."""
+
+    memory_bytes: Figure
+    memory_bytes_per_s: Figure
+    memory_efficiency: Figure
+    flop_per_s: dict[str, Figure]
+    flop_efficiency: Figure
+    kernel_us: Figure
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """NVLink of one GPU. ``hop_us``: what one further rank in a ring adds to a collective."""
+
+    bytes_per_s: Figure
+    efficiency: Figure
+    hop_us: Figure
+
+
+class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The link of a GPU to its host's memory (PCIe, or NVLink-C2C). ``gpus_per_link`` GPUs share its way to memory.
+    ``copy_us`` is the latency of a copy; ``collective_efficiency`` and ``hop_us`` are of collectives without NVLink."""
+
+    bytes_per_s: Figure
+    efficiency: Figure
+    gpus_per_link: Figure
+    copy_us: Figure
+    collective_efficiency: Figure
+    hop_us: Figure
+
+
+class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One GPU's share of the network between nodes. ``shares_host_link``: its card and host copies use one link."""
+
+    bytes_per_s: Figure
+    efficiency: Figure
+    hop_us: Figure
+    shares_host_link: bool = False
+
+
+class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Memory of one node's host."""
+
+    memory_bytes: Figure
+    memory_bytes_per_s: Figure
+
+
+class Drive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All drives of one node together."""
+
+    read_bytes_per_s: Figure
+    write_bytes_per_s: Figure
+    latency_us: Figure
+
+
+class Disturbance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How many times longer one activity takes beside another, where they do not share a link."""
+
+    collective_beside_copy: Figure
+    copy_beside_publish: Figure
+    compute_beside_collective: Figure
+    compute_beside_copy: Figure
+
+
+class HardwareSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A machine. ``extends`` names the sheet of the package that gives what this one does not say; ``collective_us`` is
+    the latency of a collective beside its hops, ``call_us`` what issuing one keeps the training thread for."""
+
+    schema_version: int
+    kind: Literal["hardware_sheet"]
+    title: str
+    gpus_per_node: int
+    device: Device
+    host_link: HostLink
+    host: Host
+    disturbance: Disturbance
+    collective_us: Figure
+    call_us: Figure
+    nvlink: Link | None = None
+    network: Network | None = None
+    drive: Drive | None = None
+    extends: str | None = None
+
+
+def names() -> list[str]:
+    """Names of the sheets in the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load(name_or_path) -> HardwareSheet:
+    """Read and check a sheet by its name or its path.
+
+    Raises:
+        InputError: no such sheet (the line lists the known ones), or its content, naming file, field and value.
+    """
+    known = ", ".join(names())
+    path = FOLDER / f"{name_or_path}.json" if str(name_or_path) in names() else Path(name_or_path)
+    if not path.is_file():
+        raise InputError(
+            f"is neither a file nor a known machine; known: {known}", field="hardware", value=str(name_or_path)
+        )
+    raw = json_files.load(path, dict[str, Any])
+    base = raw.get("extends")
+    if base is not None:
+        if base not in names():
+            raise InputError(f"is not a machine of the package; known: {known}", file=path, field="extends", value=base)
+        raw = _merged(msgspec.to_builtins(load(base)), raw)
+    sheet = json_files.decode(msgspec.json.encode(raw), HardwareSheet, file=path)
+    return _check(sheet, path)
+
+
+def _merged(base: dict, over: dict) -> dict:
+    """``over`` with what it lacks from ``base``; a figure replaces a figure as a whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict) and "value" not in value
+        merged[key] = _merged(base[key], value) if both else value
+    return merged
+
+
+def _check(sheet: HardwareSheet, path) -> HardwareSheet:
+    check_version("hardware_sheet", sheet.schema_version, file=path)
+    checker = Checker(path)
+    checker.at_least(1, sheet.gpus_per_node, "gpus_per_node")
+    for field, figure in figures(sheet):
+        low, high = figure.ends
+        for name, value in (("low", low), ("value", figure.value), ("high", high)):
+            checker.positive(value, f"{field}.{name}")
+            if not 1e-12 <= value <= 1e18:
+                checker.refuse("is not plausible: expected 1e-12 to 1e18", f"{field}.{name}", value)
+        if not low <= figure.value <= high:
+            checker.refuse("is not between low and high", f"{field}.value", figure.value)
+        if field.endswith("efficiency") and high > 1:
+            checker.refuse("must not be above 1", f"{field}.high", high)
+        if not figure.source.strip():
+            checker.refuse("says nothing", f"{field}.source", figure.source)
+    return sheet
+
+
+def figures(sheet: HardwareSheet) -> list[tuple[str, Figure]]:
+    """Every figure of a sheet with its field."""
+    found: list[tuple[str, Figure]] = []
+
+    def note(field: str, figure: Figure) -> float:
+        found.append((field, figure))
+        return figure.value
+
+    drawn(sheet, note)
+    return found
+
+
+def drawn(sheet: HardwareSheet, choose: Callable[[str, Figure], float]) -> HardwareSheet:
+    """The sheet with ``choose(field, figure)`` as the value of every figure."""
+    return _replaced(sheet, "", choose)
+
+
+def slow_end(field: str, figure: Figure) -> float:
+    """The end of a figure's range at which everything takes longest."""
+    return figure.ends[more_is_slower(field)]
+
+
+def more_is_slower(field: str) -> bool:
+    """Whether a larger figure means longer times: latencies, disturbances, and how many share a link."""
+    return field.endswith(("_us", "gpus_per_link")) or field.startswith("disturbance.")
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[str, ...]:
+    return kind.__struct_fields__
+
+
+def _replaced(node: Any, field: str, choose) -> Any:
+    if isinstance(node, Figure):
+        return Figure(value=choose(field, node), origin=node.origin, source=node.source, low=node.low, high=node.high)
+    dot = f"{field}." if field else ""
+    if isinstance(node, dict):
+        return {key: _replaced(value, f"{dot}{key}", choose) for key, value in node.items()}
+    if isinstance(node, msgspec.Struct):
+        return type(node)(
+            **{name: _replaced(getattr(node, name), f"{dot}{name}", choose) for name in _fields(type(node))}
+        )
+    return node

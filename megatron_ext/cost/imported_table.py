@@ -1,0 +1,67 @@
+"""What all importers of other tools' logs share: lines, their errors, and the cost table that they become."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron_ext.cost.cost_table import SCHEMA_VERSION, CostTable, Curve, Metadata, Point, Routes, check
+from megatron_ext.formats.errors import InputError
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "sendrecv", "all_reduce")
+"""What a curve of a collective becomes: routes.gpu, reduce, p2p, and a curve to compare by."""
+
+MAX_FALL = 0.15
+"""A time may fall by so much from one size to the next larger: small messages waver (10.9 % in
+the seed notes' runs). More than that is a broken log."""
+
+
+def lines_of(path) -> list[str]:
+    """The lines of a log. Raises InputError: unreadable, not text, or empty."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", file=path) from None
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"is not text: {error.reason} at byte {error.start}", file=path) from None
+    if not text.strip():
+        raise InputError("is empty", file=path)
+    # What mpirun --tag-output and srun --label put before every line.
+    return [re.sub(r"^(\[\d+,\d+\]<std(out|err)>:|\s*\d+: )", "", line) for line in text.split("\n")]
+
+
+def line_error(path, number: int, line: str, message: str) -> InputError:
+    """An error that names a line (counted from 1) and shows it."""
+    return InputError(message, file=path, field=f"line {number}", value=" ".join(line.split()))
+
+
+def check_rising(path, rows: list[tuple[int, str, int, float]]) -> None:
+    """Refuse sizes that do not grow and times that fall: rows are (number, line, size_bytes, us).
+
+    Raises:
+        InputError: naming the line.
+    """
+    for (_, _, size, us), (number, line, next_size, next_us) in zip(rows, rows[1:]):
+        if next_size <= size:
+            raise line_error(path, number, line, f"size {next_size} does not grow from {size}")
+        if next_us < us * (1 - MAX_FALL):
+            raise line_error(
+                path, number, line, f"time {next_us} us for {next_size} bytes is below {us} us for {size}: not monotone"
+            )
+
+
+def table_of(collective: str, curve: Curve, **metadata) -> CostTable:
+    """A table that holds one collective's curve where it belongs."""
+    fields = {
+        "all_gather": {"routes": Routes(gpu=curve)},
+        "reduce_scatter": {"reduce": curve},
+        "sendrecv": {"p2p": curve},
+        "all_reduce": {"all_reduce": curve},
+    }[collective]
+    return check(CostTable(schema_version=SCHEMA_VERSION, kind="cost_table", metadata=Metadata(**metadata), **fields))
+
+
+def named(points: tuple[Point, ...], algorithm: str | None, **fields) -> Curve:
+    return Curve(algorithms={algorithm: points}, **fields) if algorithm else Curve(points=points, **fields)

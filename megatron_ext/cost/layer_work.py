@@ -1,0 +1,122 @@
+"""What a layer computes: floating-point operations and bytes, counted from its parameters and the micro-batch.
+
+[Note: What is counted]
+* A matrix of ``n`` parameters takes ``2 n`` operations a token forward and twice that backward.
+* Attention scores take ``4 seq width`` operations a token; a fused kernel leaves out the half behind the causal mask.
+* What lies between the matrices (norms, activation functions, residuals) moves bytes alone: one pass reads or writes an
+  activation once. Backward moves twice what forward does.
+* Scores that are not fused are written to memory and read again, :data:`SCORE_PASSES` times in all.
+* Tensor parallelism adds two all-reduces of an activation to a layer's forward, and two to its backward.
+Recomputing adds forward work to backward.
+"""
+
+from math import prod
+from typing import NamedTuple
+
+from megatron_ext.workload.bucket_layout import ITEM_BYTES
+from megatron_ext.workload.gpt_shapes import MicroBatch
+from megatron_ext.workload.workload import Chunk, Parameter
+
+SCORE_PASSES = 7
+"""Scores written, read and written by the softmax and by dropout with its mask, read by the second product."""
+LOSS_BYTES = 18
+"""Bytes moved for one logit: read once in 16 bits, then four passes in 32 bits."""
+KERNELS = 20
+"""Kernels of one layer's forward."""
+
+
+class Work(NamedTuple):
+    """``products``: (operations, bytes) of each matrix product. ``score_flop``, ``score_bytes``: of core attention.
+    ``moved_bytes``: between the products. ``reduced_bytes``: of each tensor-parallel all-reduce."""
+
+    products: tuple[tuple[float, float], ...] = ()
+    score_flop: float = 0.0
+    score_bytes: float = 0.0
+    moved_bytes: float = 0.0
+    reduced_bytes: tuple[float, ...] = ()
+
+    @property
+    def flop(self) -> float:
+        return sum(flop for flop, _ in self.products) + self.score_flop
+
+    def plus(self, other: "Work") -> "Work":
+        return Work(
+            self.products + other.products,
+            self.score_flop + other.score_flop,
+            self.score_bytes + other.score_bytes,
+            self.moved_bytes + other.moved_bytes,
+            self.reduced_bytes + other.reduced_bytes,
+        )
+
+    def backward(self, recompute: str | None) -> "Work":
+        """The work of backward behind this forward."""
+        twice = Work(
+            tuple((2 * flop, 2 * size) for flop, size in self.products),
+            2 * self.score_flop,
+            2 * self.score_bytes,
+            2 * self.moved_bytes,
+            self.reduced_bytes,
+        )
+        if recompute == "selective":
+            return twice._replace(
+                score_flop=twice.score_flop + self.score_flop, score_bytes=twice.score_bytes + self.score_bytes
+            )
+        return twice.plus(self) if recompute == "full" else twice
+
+
+def layers_of(chunk: Chunk) -> list[tuple[str | None, list[Parameter]]]:
+    """Kind and parameters of every layer of a chunk; a matrix that a layer borrows is among its parameters."""
+    found: list[list[Parameter]] = [[] for _ in range(chunk.num_layers)]
+    for parameter in chunk.parameters:
+        for layer in parameter.uses:
+            found[layer].append(parameter)
+    return list(zip(chunk.layer_kinds or (None,) * len(found), found))
+
+
+def forward_work(kind: str | None, used: list[Parameter], batch: MicroBatch, tp: int) -> Work:
+    """Forward of one layer for one micro-batch, on one tensor-parallel rank.
+
+    Args:
+        kind, used: as :func:`layers_of` gives them; one rank's part.
+        tp: tensor-parallel size.
+    """
+    total = Work()
+    for parameter in used:
+        total = total.plus(_work_of(parameter, kind, batch, tp))
+    hidden = max((p.shape[-1] for p in used if len(p.shape) == 1 and "norm" in p.name), default=0)
+    if kind == "output" and any(len(p.shape) == 2 for p in used):
+        vocab = max(p.shape[0] for p in used if len(p.shape) == 2)
+        total = total._replace(moved_bytes=total.moved_bytes + LOSS_BYTES * batch.tokens * vocab)
+    if tp > 1 and used:
+        message = float(batch.tokens * (hidden or used[0].shape[-1]) * ITEM_BYTES[used[0].dtype])
+        total = total._replace(reduced_bytes=(message,) * (2 if kind in (None, "transformer") else 1))
+    return total
+
+
+def _work_of(parameter: Parameter, kind: str | None, batch: MicroBatch, tp: int) -> Work:
+    item, tokens, name = ITEM_BYTES[parameter.dtype], batch.tokens, parameter.name
+    between = (
+        item * tokens / (tp if batch.sequence_parallel else 1)
+    )  # bytes of an activation between matrices, a column
+    if len(parameter.shape) != 2:
+        is_norm = "norm" in name and name.endswith("weight")
+        return Work(moved_bytes=2.0 * between * parameter.shape[-1] if is_norm else 0.0)
+    rows, columns = parameter.shape
+    if "embedding" in name and kind != "output":  # a look-up
+        return Work(moved_bytes=2.0 * between * columns)
+    work = Work(products=((2.0 * tokens * prod(parameter.shape), item * (rows * columns + tokens * (rows + columns))),))
+    if name.endswith("linear_qkv.weight"):  # split, and rotated
+        return work._replace(moved_bytes=2.0 * item * tokens * rows)
+    if name.endswith("linear_fc1.weight"):
+        return work._replace(moved_bytes=1.0 * item * tokens * rows)
+    if name.endswith("linear_fc2.weight"):  # written by the activation function; then bias, dropout, residual
+        return work._replace(moved_bytes=1.0 * item * tokens * columns + 3 * between * rows)
+    if name.endswith("linear_proj.weight"):
+        square = 4.0 * tokens * batch.seq_length * columns
+        scores = float(item * tokens * batch.seq_length * batch.score_heads * SCORE_PASSES)
+        return work._replace(
+            score_flop=square if batch.score_heads else square / 2,
+            score_bytes=scores or 4.0 * item * tokens * columns,
+            moved_bytes=3 * between * rows,
+        )
+    return work

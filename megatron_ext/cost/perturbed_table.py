@@ -1,0 +1,318 @@
+"""Cost tables that differ from a given one as far as its figures may be wrong.
+
+[Note: How a table is perturbed]
+* Every curve has one factor of its own, and every one of its points another: a machine that was slow while a curve
+  was measured moves all of it, chance moves single points.
+* The spread of a point is read from what it and the points near it miss by when they are read from their neighbours,
+  and from p95 of its samples.
+* A figure that does not say how much it wavers is taken to waver as the table's curves do.
+* What the table lacks is drawn from a range, and named: a pair of activities without a row of contention, the time of
+  a call, the write-back of a route. It is never taken as exactly 1.0 or 0.
+Factors are log-normal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import exp, sqrt
+from statistics import NormalDist, median
+
+import numpy
+from msgspec.structs import replace
+
+from megatron_ext.cost.cost_table import Compute, Contention, CostTable, Curve, Point, Publish, Routes
+from megatron_ext.cost.curve import NEIGHBOURS, curves_of, residuals, spread_of_samples
+from megatron_ext.cost.host_cpu import HostCpu
+from megatron_ext.workload.route import ROUTES
+
+SYSTEMATIC = 0.05
+"""Standard deviation of what all figures of one curve are off by together, beyond their own spread. Gathers in
+training took what the table says with a root mean square error of 10 % (benchmarks/results/cost_prediction.json), of
+which the points' own spread is the larger part."""
+
+SHARED = 0.5
+"""Part of the points' spread that all points of a curve may share: they were measured within minutes of each other."""
+
+P95 = NormalDist().inv_cdf(0.95)
+
+TRANSFERS = ("gpu", "cpu", "nvme", "publish", "reduce")
+COLLECTIVES = ("gpu", "reduce")
+
+MOST_BESIDE_TRANSFERS = 1.3
+"""Two transfers without a row of contention: from no slowdown to this. An all-gather loses 8 to 11 % under host
+copies."""
+MOST_BESIDE_COMPUTE = 1.1
+"""The same for a transfer beside compute, and for compute beside a collective, whose kernels take processors of the
+GPU."""
+MOST_BESIDE_COPIES = 1.03
+"""The same for compute beside a host copy: a PCIe link has some 2 % of the device memory's bandwidth."""
+
+CONTENTION, MISSING_CONTENTION, CALL = "contention", "missing contention rows", "group_overhead.call_us"
+"""Names of costs that are no curve."""
+
+
+class PerturbedTables:
+    """Tables drawn around ``table``.
+
+    Args:
+        kinds: activities that occur, by the names of ``contention``; others need no row.
+        sends_between_nodes: whether publishing crosses nodes.
+
+    Attributes:
+        costs: by number of :meth:`table`'s input, the name of the cost that it moves.
+        missing: what the table lacks and how it is taken, one text each.
+    """
+
+    def __init__(self, table: CostTable, kinds: Sequence[str], *, sends_between_nodes: bool = False):
+        self._table, self._noise = table, roughness(table)
+        self._pairs = _missing_pairs(table, kinds)
+        self._stand_ins = _stand_ins(table, kinds, sends_between_nodes)
+        self.costs: list[str] = []
+        self.missing = self._describe_missing()
+        self._walk(self._record)
+
+    @property
+    def size(self) -> int:
+        """How many numbers one table takes."""
+        return len(self.costs)
+
+    def table(self, numbers: Sequence[float]) -> CostTable:
+        """The table of ``numbers`` (standard normal, one a name of :attr:`costs`)."""
+        given = iter(numbers)
+        return self._walk(lambda cost: float(next(given)))
+
+    def shifted(self, cost: str, by: float) -> CostTable:
+        """The table with every figure of one cost ``by`` standard deviations off."""
+        return self._walk(lambda name: by if name == cost else 0.0)
+
+    def draw(self, count: int, seed: int = 0) -> list[CostTable]:
+        """``count`` tables by Latin hypercube sampling (McKay, Beckman and Conover 1979): every figure takes each of
+        ``count`` equally likely parts of its distribution once."""
+        return [self.table(row) for row in latin_hypercube(count, self.size, seed)]
+
+    def _record(self, cost: str) -> float:
+        self.costs.append(cost)
+        return 0.0
+
+    def _describe_missing(self) -> tuple[str, ...]:
+        by_most: dict[float, list[str]] = {}
+        for measured, busy in self._pairs:
+            by_most.setdefault(1 + _most_excess(measured, busy), []).append(f"{measured} beside {busy}")
+        found = [f"contention, taken as 1.0 to {most:g}: {', '.join(pairs)}" for most, pairs in sorted(by_most.items())]
+        found += [f"publish.{name}, taken as 0 to 1 times {source}" for name, source, _ in self._stand_ins]
+        if self._most_call_us() is not None:
+            found.append(f"{CALL}, taken as 0 to {self._most_call_us():.1f} us")
+        return tuple(found)
+
+    # -- one table --------------------------------------------------------------------------
+
+    def _walk(self, number: Callable[[str], float]) -> CostTable:
+        """Visit every uncertain figure in one order; ``number(cost)`` says how many standard deviations it is off."""
+        table = self._table
+        routes = Routes(**{name: self._curve(getattr(table.routes, name), f"routes.{name}", number) for name in ROUTES})
+        return replace(
+            table,
+            routes=routes,
+            publish=self._publish(number),
+            p2p=self._curve(table.p2p if isinstance(table.p2p, Curve) else None, "p2p", number) or (),
+            reduce=self._curve(table.reduce, "reduce", number),
+            optimizer=self._curve(table.optimizer, "optimizer", number),
+            compute=self._compute(number),
+            contention=self._contention(number),
+            group_overhead=replace(table.group_overhead, call_us=self._call_us(number)),
+            host_cpu=self._host_cpu(number),
+        )
+
+    def _curve(self, curve: Curve | None, name: str, number: Callable[[str], float]) -> Curve | None:
+        if curve is None or not curves_of(curve):
+            return curve
+        algorithms = {}
+        points = self._points(curve.points, name, number)
+        for algorithm, given in curve.algorithms.items():
+            algorithms[algorithm] = self._points(given, f"{name}.algorithms.{algorithm}", number)
+        return replace(curve, points=points, algorithms=algorithms)
+
+    def _points(self, points: tuple[Point, ...], name: str, number: Callable[[str], float]) -> tuple[Point, ...]:
+        if not points:
+            return points
+        spreads = [
+            max(spread, self._noise) if point.p95_us is None else spread
+            for point, spread in zip(points, _spreads(points))
+        ]
+        together = number(name) * sqrt(SYSTEMATIC**2 + (SHARED * median(spreads)) ** 2)
+        factors = [exp(together + number(name) * spread) for spread in spreads]
+        return tuple(
+            Point(
+                size_bytes=point.size_bytes,
+                p50_us=point.p50_us * factor,
+                issued_us=None if point.issued_us is None else point.issued_us * factor,
+            )
+            for point, factor in zip(points, factors)
+        )
+
+    def _publish(self, number: Callable[[str], float]) -> Publish:
+        given = self._table.publish
+        curves = {
+            name: self._curve(getattr(given, name), f"publish.{name}", number) for name in ("cpu", "nvme", "internode")
+        }
+        for name, _, curve in self._stand_ins:
+            share = max(_part(number(f"publish.{name}")), 1e-6)
+            curves[name] = Curve(points=tuple(replace(p, p50_us=p.p50_us * share) for p in curve))
+        return Publish(cpu=curves["cpu"], nvme=curves["nvme"], internode=curves["internode"])
+
+    def _compute(self, number: Callable[[str], float]) -> tuple[Compute, ...]:
+        if not self._table.compute:
+            return ()
+        together = number("compute") * SYSTEMATIC
+        rows = []
+        for row in self._table.compute:
+            forward, backward = (
+                us * exp(together + number("compute") * self._compute_spread(us, p95, row.samples))
+                for us, p95 in ((row.forward_us, row.forward_p95_us), (row.backward_us, row.backward_p95_us))
+            )
+            rows.append(replace(row, forward_us=forward, backward_us=backward))
+        return tuple(rows)
+
+    def _compute_spread(self, us: float, p95: float | None, samples: int) -> float:
+        if p95 is None:
+            return self._noise
+        return _of_samples(Point(size_bytes=1, p50_us=us, p95_us=max(p95, us), samples=samples))
+
+    def _contention(self, number: Callable[[str], float]) -> tuple[Contention, ...]:
+        """Rows of one pair move together: they come from one measurement beside one busy link."""
+        # A slowdown is the quotient of two times, each as rough as the curves.
+        spread = sqrt(SYSTEMATIC**2 + 2 * self._noise**2)
+        factors: dict[tuple[str, str], float] = {}
+        for row in self._table.contention:
+            pair = (row.measured, row.busy)
+            if pair not in factors:
+                factors[pair] = exp(number(CONTENTION) * spread)
+        rows = [
+            replace(row, slowdown=max(row.slowdown * factors[row.measured, row.busy], 1.0))
+            for row in self._table.contention
+        ]
+        rows += [
+            Contention(
+                measured=measured,
+                busy=busy,
+                slowdown=1 + _most_excess(measured, busy) * _part(number(MISSING_CONTENTION)),
+            )
+            for measured, busy in self._pairs
+        ]
+        return tuple(rows)
+
+    def _call_us(self, number: Callable[[str], float]) -> float | None:
+        given, most = self._table.group_overhead.call_us, self._most_call_us()
+        if given:
+            return given * exp(number(CALL) * sqrt(SYSTEMATIC**2 + self._noise**2))
+        return given if most is None else most * _part(number(CALL))
+
+    def _most_call_us(self) -> float | None:
+        """Where the time of a call is missing: a call takes less than half of the smallest all-gather."""
+        gpu = self._table.routes.gpu
+        if self._table.group_overhead.call_us is not None or gpu is None:
+            return None
+        times = [point.p50_us for points in curves_of(gpu).values() for point in points]
+        return min(times) / 2 if times else None
+
+    def _host_cpu(self, number: Callable[[str], float]) -> HostCpu | None:
+        section = self._table.host_cpu
+        if section is None:
+            return None
+        spread = sqrt(SYSTEMATIC**2 + self._noise**2)
+        processor_us = {}
+        for name, points in section.processor_us.items():
+            factor = exp(number("host_cpu.processor_us") * spread)
+            processor_us[name] = tuple(replace(point, us=point.us * factor) for point in points)
+        processors = section.processors_per_node * exp(number("host_cpu.processors_per_node") * SYSTEMATIC)
+        return replace(section, processors_per_node=processors, processor_us=processor_us)
+
+
+def roughness(table: CostTable) -> float:
+    """By how much the points of this table's curves waver, relative (one standard deviation): the median over curves
+    of the root mean square of what their points miss by when they are read from their neighbours."""
+    found = []
+    curves = [getattr(table.routes, route) for route in ROUTES]
+    curves += [table.publish.cpu, table.publish.nvme, table.publish.internode, table.reduce, table.optimizer, table.p2p]
+    for curve in curves:
+        for points in curves_of(curve or ()).values():
+            misses = [value for value in residuals(points) if value is not None]
+            if misses:
+                found.append(_of_misses(misses))
+    return median(found) if found else SYSTEMATIC
+
+
+def latin_hypercube(count: int, dimensions: int, seed: int = 0) -> numpy.ndarray:
+    """``count`` standard normal vectors, in each dimension one of every ``count``-th part of the distribution."""
+    draw = numpy.random.default_rng(seed)
+    order = draw.permuted(numpy.tile(numpy.arange(count), (dimensions, 1)), axis=1).T
+    uniform = (order + draw.random((count, dimensions))) / count
+    inverse = numpy.vectorize(NormalDist().inv_cdf, otypes=[float])
+    return inverse(numpy.clip(uniform, 1e-9, 1 - 1e-9)) if uniform.size else uniform
+
+
+def _spreads(points: tuple[Point, ...]) -> list[float]:
+    """Relative standard deviation of every point: by the misses near it or by its samples, whichever says more."""
+    misses = [value for value in residuals(points) if value is not None]
+    found = []
+    for number, point in enumerate(points):
+        first = min(max(number - 1 - NEIGHBOURS, 0), max(len(misses) - 2 * NEIGHBOURS, 0))
+        near = misses[first : first + 2 * NEIGHBOURS]
+        found.append(max(_of_misses(near) if near else 0.0, _of_samples(point)))
+    return found
+
+
+def _of_misses(misses: Sequence[float]) -> float:
+    """A miss holds the noise of the point and of the mean of its two neighbours."""
+    return sqrt(sum(value * value for value in misses) / len(misses) / 1.5)
+
+
+def _of_samples(point: Point) -> float:
+    """Standard deviation of the median by the spread of the samples."""
+    return spread_of_samples(point) / P95
+
+
+def _part(number: float) -> float:
+    """A standard normal number as a part of a range, 0 to 1."""
+    return NormalDist().cdf(number)
+
+
+def _most_excess(measured: str, busy: str) -> float:
+    """By how much a pair may slow down where it was not measured, relative."""
+    if measured == "compute":
+        return (MOST_BESIDE_COMPUTE if busy in COLLECTIVES else MOST_BESIDE_COPIES) - 1
+    return (MOST_BESIDE_COMPUTE if busy == "compute" else MOST_BESIDE_TRANSFERS) - 1
+
+
+def _missing_pairs(table: CostTable, kinds: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of activities that occur, can overlap and have no row. Collectives of one rank follow each other on one
+    communicator; transfers on one link of the host and a shared PCIe link have their own rules."""
+    present = {(row.measured, row.busy) for row in table.contention}
+    if table.topology.nic_shares_pcie:
+        present |= {("gpu", "cpu"), ("cpu", "gpu")}
+    present |= {("gpu", "reduce"), ("reduce", "gpu")}
+    if table.host_cpu is not None:
+        present |= {("compute", busy) for busy in TRANSFERS}  # the section says what they take of the processors
+    return [
+        (measured, busy)
+        for measured in ("compute", *TRANSFERS, "p2p")
+        for busy in ("compute", *TRANSFERS)
+        if measured != busy and {measured, busy} <= set(kinds) and (measured, busy) not in present
+    ]
+
+
+def _stand_ins(
+    table: CostTable, kinds: Sequence[str], sends_between_nodes: bool
+) -> list[tuple[str, str, tuple[Point, ...]]]:
+    """Curves of ``publish`` that are needed and missing: name, the route that bounds it, that route's points."""
+    if "cpu" not in kinds and "nvme" not in kinds:
+        return []
+    sources = {"cpu": "cpu", "nvme": "nvme"} | ({"internode": "gpu"} if sends_between_nodes else {})
+    found = []
+    for name, route in sources.items():
+        if name != "internode" and name not in kinds:
+            continue
+        points = next(iter(curves_of(getattr(table.routes, route) or ()).values()), ())
+        if points and not curves_of(getattr(table.publish, name) or ()):
+            found.append((name, f"routes.{route}", points))
+    return found

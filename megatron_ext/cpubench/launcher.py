@@ -1,0 +1,206 @@
+"""Start the processes of a run on this machine and let none of them outlive it.
+
+    python -m megatron_ext.cpubench.launcher --nproc-per-node 4 [-m] SCRIPT_OR_MODULE [ARGUMENTS]
+
+sets the environment that torchrun sets. It differs from torchrun in what the main job needs:
+a rank's own exit code is passed on (2 means bad input), a killed launcher takes its ranks with
+it (PR_SET_PDEATHSIG), the rank that brought the others down is named, and nothing listens where another machine
+could reach it. On clusters use torchrun or srun.
+
+[Note: One session]
+Ranks have a process group each and the launcher's session. With a session each, as torchrun gives them, Linux shares
+processors among sessions (autogroups) and no longer among threads: where ranks are more than processors and all of them
+compute, a transfer was measured to take tens to hundreds of milliseconds longer.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+from megatron_ext.cpubench import allocator
+
+GRACE_SECONDS = 10
+"""How long ranks may take to end after they were asked to."""
+
+SETTLE_SECONDS = 0.2
+"""How long to look whom else a failure has ended before one rank is named as its cause: a killed
+process closes its connections a moment before it counts as ended, and its peers see that."""
+
+ADDRESS = "127.0.0.1"
+
+ONE_MACHINE = {
+    "MASTER_ADDR": ADDRESS,
+    "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: no rank makes a store, all are clients
+}
+
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Where process groups listen; the user's own settings go before. Left alone they take the interface of the host's
+name, on which other machines reach them."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _begin(parent: int) -> None:
+    """In the child: lead a process group, see [Note: One session], and be killed when the launcher ends, however it
+    ends."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with "stty tostop" would stop whoever writes to it
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+class _Store:
+    """The store by which ranks find each other, on the loopback interface alone. torchrun's and torch's own listen on
+    all interfaces, and whoever reaches them may read and write.
+
+    Its port is taken before any rank starts, and held: nothing else can come to listen there.
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.socket()
+        self._listener.bind((ADDRESS, 0))
+        self._listener.listen(1024)
+        self.port = self._listener.getsockname()[1]
+        self._store = None
+        self._thread = threading.Thread(target=self._serve, name="megatron_ext-store", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve; returns at once. Who connected before is served as well."""
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._listener:  # without a store, ranks are refused and do not wait
+            from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public by its docs
+
+            self._store = TCPStore(
+                ADDRESS,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=os.dup(self._listener.fileno()),
+            )
+
+    def close(self) -> None:
+        if self._thread.is_alive():  # an import cannot be broken off
+            self._thread.join()
+        self._store = None
+        self._listener.close()
+
+
+def launch(command: list[str], num_processes: int, *, environment: dict[str, str] | None = None, stdout=None) -> int:
+    """Run ``command`` once a rank and return 0, or the exit code that :func:`cause_of` a failure has.
+
+    Args:
+        command: program and arguments, the same for every rank.
+        num_processes: ranks to start.
+        environment: variables besides those of this process.
+        stdout: file for the ranks' standard output; None inherits.
+    """
+    store = _Store()
+    shared = {
+        **allocator.ENVIRONMENT,
+        **LOOPBACK,
+        **os.environ,
+        **ONE_MACHINE,
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **(environment or {}),
+    }
+    parent, ranks = os.getpid(), []
+    interrupted: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda received, frame: interrupted.append(received))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        for rank in range(num_processes):
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    preexec_fn=lambda: _begin(parent),
+                )
+            )
+        store.start()
+        return _watch(ranks, interrupted)
+    finally:
+        _end(ranks)
+        store.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _watch(ranks: list[subprocess.Popen], interrupted: list[int]) -> int:
+    """Wait until all ranks have ended well or one has not; returns the exit code."""
+    while True:
+        if interrupted:
+            print(
+                f"launch: {signal.Signals(interrupted[0]).name} received; ending all ranks", file=sys.stderr, flush=True
+            )
+            return 128 + interrupted[0]
+        codes = [rank.poll() for rank in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        if failed:
+            time.sleep(SETTLE_SECONDS)
+            return _report(ranks, *cause_of([rank.poll() for rank in ranks]))
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.05)
+
+
+def cause_of(codes: list[int | None]) -> tuple[int, int]:
+    """``(rank, exit code)`` of the rank whose end explains those of the others, of which one at
+    least has failed: bad input (2) before anything else, a signal before an error, which may be
+    that of a rank that lost its peer, and SIGKILL, which no rank gives itself, before others."""
+    failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
+    return min(failed, key=lambda entry: (entry[1] != 2, entry[1] != -signal.SIGKILL, entry[1] > 0, entry[0]))
+
+
+def _report(ranks: list[subprocess.Popen], first: int, code: int) -> int:
+    if code == 2:  # the rank has said what is wrong; the others say or hide the same
+        return 2
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    print(
+        f"launch: rank {first} (process {ranks[first].pid}) {how}; ending the other ranks", file=sys.stderr, flush=True
+    )
+    return 1
+
+
+def _end(ranks: list[subprocess.Popen]) -> None:
+    """End every rank that still runs: first asked, then killed."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for rank in ranks:
+        try:
+            rank.wait(timeout=max(deadline - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="megatron_ext.cpubench.launcher", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--nproc-per-node", type=int, required=True)
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    if args.nproc_per_node < 1 or not args.command:
+        parser.error("need at least one process and a script")
+    return launch([sys.executable, *(["-m"] if args.module else []), *args.command], args.nproc_per_node)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""The one exception for what a user got wrong."""
+
+
+class InputError(ValueError):
+    """Bad input, said in one line that names file, field and value.
+
+    Args:
+        message: what is wrong and what is expected, without a line break.
+        file: path of the file (or name of the flag) the value came from.
+        field: dotted path of the field inside the file, e.g. ``groups[3].route``.
+        value: the offending value; shortened when printed.
+    """
+
+    def __init__(self, message: str, *, file=None, field: str | None = None, value: object = ...):
+        self.message, self.file, self.field, self.value = message, file, field, value
+        parts = []
+        if file is not None:
+            parts.append(str(file))
+        if field:
+            parts.append(field if value is ... else f"{field} = {_short(value)}")
+        elif value is not ...:
+            parts.append(_short(value))
+        parts.append(message)
+        super().__init__(": ".join(parts).replace("\n", " "))
+
+
+def _short(value, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,214 @@
+"""Read and write the project's JSON files: strict, bounded, and never half-written.
+
+Every file kind is a msgspec Struct (msgspec: strict decoding into typed structures,
+unknown keys are errors, fast enough for a 5 MB schedule in well under a second).
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import stat
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.versions import check_version
+
+T = TypeVar("T")
+
+_PATH = re.compile(r"([^.\[\]]+)|\[([^\]]*)\]")
+"""Names and indices in the path of a msgspec error."""
+
+MAX_FILE_BYTES = 256 * 2**20
+"""A larger file is refused before it is read: no file kind comes near it."""
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: int = -1
+    kind: str = ""
+
+
+def load(path, kind: type[T], *, versioned: str | None = None) -> T:
+    """Read a JSON file into ``kind``.
+
+    Args:
+        versioned: the kind of file, if its schema version is checked before anything else.
+
+    Raises:
+        InputError: the file is missing, too large, not JSON, or does not have the form
+            of ``kind``; the line names the file, the field and the value.
+    """
+    path = _given(path)
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InputError(f"larger than {MAX_FILE_BYTES} bytes", file=path)
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", file=path) from None
+    if versioned is not None:
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+            head = msgspec.json.decode(data, type=_Versioned)
+            if head.kind == versioned:
+                check_version(versioned, head.schema_version, file=path)
+    return decode(data, kind, file=path)
+
+
+def decode(data: bytes, kind: type[T], *, file) -> T:
+    """Decode JSON text into ``kind``; errors as in :func:`load`."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        message, _, where = str(error).partition(" - at `")
+        field = where.rstrip("`").removeprefix("$").lstrip(".") or None
+        value = _value_at(data, field)
+        if field == "kind" and isinstance(value, str):
+            raise InputError(
+                f"is not what was expected here: a file of kind {_kind_of(kind)}", file=file, field=field, value=value
+            ) from None
+        message = message[0].lower() + message[1:]
+        choices = _choices_at(kind, field) if message.startswith("invalid enum value") else []
+        if choices:
+            message = f"expected {_either(choices)}"
+        raise InputError(message, file=file, field=field, value=value) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"not valid JSON: {error}", file=file) from None
+
+
+def _kind_of(struct) -> str:
+    """What ``kind`` holds in files of a struct."""
+    choices = next(field.type for field in msgspec.structs.fields(struct) if field.name == "kind")
+    return _either(typing.get_args(choices))
+
+
+def _either(choices) -> str:
+    *others, last = map(repr, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _choices_at(kind, field: str | None) -> list:
+    """The values that a field of ``kind`` may have, where it may have only a few."""
+    nodes = [msgspec.inspect.type_info(kind)]
+    for name, index in _PATH.findall(field or ""):
+        nodes = [
+            found
+            for node in nodes
+            for found in _below(node, name, index)
+            for found in getattr(found, "types", (found,))
+        ]
+    return [value for node in nodes for value in getattr(node, "values", ())]
+
+
+def _below(node, name: str, index: str) -> list:
+    """Types of a field of a struct, which in an array goes by its place, or of the items of a container."""
+    fields = getattr(node, "fields", ())
+    if name:
+        return [field.type for field in fields if field.encode_name == name]
+    if fields and index.isdecimal():
+        return [fields[int(index)].type]
+    return [
+        *getattr(node, "item_types", ()),
+        *(getattr(node, part) for part in ("item_type", "value_type") if hasattr(node, part)),
+    ]
+
+
+def _given(path) -> Path:
+    if not str(path):
+        raise InputError("no path is given", value="")
+    return Path(path)
+
+
+def _value_at(data: bytes, field: str | None) -> Any:
+    """The value at a msgspec error path, or ``...`` where the path cannot be followed."""
+    try:
+        node = msgspec.json.decode(data)
+        for name, index in _PATH.findall(field or ""):
+            if name:
+                node = node[name]
+            elif index == "...":  # msgspec does not say which key of a mapping it was
+                return ...
+            else:
+                node = node[int(index)]
+        return node if not isinstance(node, (dict, list)) else ...
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError, msgspec.DecodeError):
+        return ...
+
+
+def encode(value: Any) -> bytes:
+    """Deterministic JSON: the same value gives the same bytes."""
+    return msgspec.json.encode(value) + b"\n"
+
+
+def save(path, value: Any, *, indent: int = 0) -> None:
+    """Write ``value`` as JSON to a temporary name beside ``path``, then rename it.
+
+    Raises:
+        InputError: the place cannot be written; nothing is left behind.
+    """
+    data = encode(value)
+    if indent:
+        data = msgspec.json.format(data, indent=indent)
+    write_atomically(path, data)
+
+
+def write_atomically(path, data: bytes) -> None:
+    """Replace ``path`` with ``data`` in one step, so that no reader sees half of it."""
+    path = _given(path)
+    temporary = None
+    try:
+        handle, temporary = _beside(path)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", file=path) from None
+    finally:
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def _beside(path: Path) -> tuple[int, str]:
+    """A new temporary file in the directory of ``path``, which is made where it is missing.
+
+    Its mode is that of the file that is there, or as the umask says.
+    """
+    if path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file
+        raise InputError(
+            "cannot be written: is a directory" if path.is_dir() else "cannot be written: is no regular file", file=path
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = str(path.parent / f".{path.name}.{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # less the umask
+    with contextlib.suppress(FileNotFoundError):
+        os.fchmod(handle, stat.S_IMODE(path.stat().st_mode))
+    return handle, temporary
+
+
+def check_writable(path) -> None:
+    """Refuse a place where :func:`save` will not be able to write, before the work is done whose
+    result is to go there.
+
+    Raises:
+        InputError: as :func:`save`.
+    """
+    path = _given(path)
+    try:
+        handle, temporary = _beside(path)
+        os.close(handle)
+        os.unlink(temporary)
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", file=path) from None
+
+
+def sha256(path) -> str:
+    """Hex digest of a file's bytes; ranks compare it before the first collective."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", file=path) from None

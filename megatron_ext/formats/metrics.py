@@ -1,0 +1,57 @@
+"""The metrics file of one training run: what it computed, and how long each iteration took."""
+
+import msgspec
+
+from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.rank_memory import RankMemory
+
+
+class Metrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One entry an iteration, but ``parameter_sha256``: one a global rank, after the last.
+
+    ``loss`` is None where it was not a number. ``grad_norm`` is None where the optimizer
+    skipped the step. ``iteration_us`` is the largest over ranks, from a barrier to the end of
+    the optimizer step. ``eval_loss`` has one entry an evaluation. ``peak_bytes`` is the most
+    bytes of whole parameters of each global rank; empty where nothing was scheduled. ``census`` is what
+    each global rank held in the iteration in which its device held most; ``device_bytes`` has one entry an
+    iteration, the
+    most that any rank's census says. ``cuda_peak_bytes`` is ``torch.cuda.max_memory_allocated`` of each global rank.
+    ``turn_iterations``: the run took turns of so many iterations with another one; None where it ran alone.
+    """
+
+    loss: tuple[float | None, ...]
+    grad_norm: tuple[float | None, ...]
+    iteration_us: tuple[float, ...]
+    eval_loss: tuple[float | None, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+    census: tuple[RankMemory, ...] = ()
+    device_bytes: tuple[int, ...] = ()
+    cuda_peak_bytes: tuple[int, ...] = ()
+    parameter_sha256: tuple[str, ...]
+    turn_iterations: int | None = None
+
+    @property
+    def iterations(self) -> int:
+        return len(self.loss)
+
+
+def load(path) -> Metrics:
+    """Read the metrics that a training run wrote.
+
+    Raises:
+        InputError: no such form, no iteration, or lists that do not fit together.
+    """
+    metrics = json_files.load(path, Metrics)
+    if not metrics.loss:
+        raise InputError("holds no iteration", file=path, field="loss", value=[])
+    for name in ("grad_norm", "iteration_us"):
+        entries = getattr(metrics, name)
+        if len(entries) != metrics.iterations:
+            raise InputError(f"has {len(entries)} entries for {metrics.iterations} iterations", file=path, field=name)
+    for index, us in enumerate(metrics.iteration_us):
+        if us <= 0:
+            raise InputError("an iteration takes time", file=path, field=f"iteration_us[{index}]", value=us)
+    if not metrics.parameter_sha256:
+        raise InputError("holds no rank", file=path, field="parameter_sha256", value=[])
+    return metrics

@@ -1,0 +1,66 @@
+"""What one rank holds, by kind: as planned (the memory bill) or as counted while training (the census)."""
+
+import msgspec
+
+DEVICE_KINDS = (
+    "whole_parameters",
+    "shards",
+    "gradients",
+    "main_parameters",
+    "optimizer_states",
+    "activations",
+    "buffers",
+)
+"""Kinds of bytes on the device.
+
+``whole_parameters``: groups that are whole or on their way. ``shards``: shards with storage of their own.
+``gradients``:
+Megatron's gradient buffers. ``main_parameters``: fp32 copies of 16-bit parameters. ``optimizer_states``: moments.
+``activations``: what autograd has saved for backwards. ``buffers``: of gathers, reduces and staging.
+"""
+
+HOST_KINDS = ("shards", "gradients", "main_parameters", "optimizer_states", "host_copies", "staging_slots")
+"""Kinds of bytes in host memory. ``host_copies``: this rank's part of the node's copies of whole groups."""
+
+
+class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Bytes of one rank.
+
+    Attributes:
+        device_bytes: by kind, at the moment at which their sum is largest; kinds without bytes are left out.
+        host_bytes: by kind.
+        nvme_bytes: this rank's part of the node's copies on the drive.
+        at_step: the step in which the device holds most.
+    """
+
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int] = {}
+    nvme_bytes: int = 0
+    at_step: str = ""
+
+    @property
+    def device_total_bytes(self) -> int:
+        return sum(self.device_bytes.values())
+
+
+def make(device: dict[str, int], host: dict[str, int], nvme_bytes: int = 0, at_step: str = "") -> RankMemory:
+    """A RankMemory whose kinds are in the order of the lists above; kinds without bytes are left out."""
+    assert not set(device) - set(DEVICE_KINDS) and not set(host) - set(HOST_KINDS)
+    return RankMemory(
+        device_bytes={kind: device[kind] for kind in DEVICE_KINDS if device.get(kind)},
+        host_bytes={kind: host[kind] for kind in HOST_KINDS if host.get(kind)},
+        nvme_bytes=nvme_bytes,
+        at_step=at_step,
+    )
+
+
+def text(memory: RankMemory) -> str:
+    """One line for people: the sum and its kinds in MiB."""
+    parts = [f"{kind.replace('_', ' ')} {size / 2**20:.1f}" for kind, size in memory.device_bytes.items()]
+    line = f"device {memory.device_total_bytes / 2**20:.1f} MiB ({', '.join(parts)})"
+    if memory.host_bytes:
+        parts = [f"{kind.replace('_', ' ')} {size / 2**20:.1f}" for kind, size in memory.host_bytes.items()]
+        line += f"; host {sum(memory.host_bytes.values()) / 2**20:.1f} MiB ({', '.join(parts)})"
+    if memory.nvme_bytes:
+        line += f"; drive {memory.nvme_bytes / 2**20:.1f} MiB"
+    return line + (f"; peak at {memory.at_step}" if memory.at_step else "")

@@ -1,0 +1,99 @@
+"""Traces: what ran when, simulated or measured, in one form.
+
+The file is Chrome's trace event format, which Perfetto and chrome://tracing open: one
+process a rank, one thread a lane. The simulator and the runtime write the same lanes, so
+that both lie over each other in one picture.
+Source: "Trace Event Format" of the Chromium project.
+"""
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
+
+LANES = ("compute", "wait", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "optimizer", "issue")
+"""``compute``: steps; ``wait``: exposed time, a step waiting for a group; ``gpu``, ``cpu``,
+``nvme``, ``p2p``: links; ``issue``: the training thread's own time to issue gathers."""
+
+Lane = Literal["compute", "wait", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "optimizer", "issue"]
+
+
+END_NOT_KNOWN = "unshard, end not known"
+"""Name of a gather of which only a later moment is known: the return of the wait for it."""
+
+
+class Event(NamedTuple):
+    """One interval of one lane of one global rank; times in microseconds."""
+
+    rank: int
+    lane: Lane
+    name: str
+    start_us: float
+    duration_us: float
+    iteration: int = 0
+
+
+class _Args(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    iteration: int = 0
+
+
+class _ChromeEvent(msgspec.Struct, forbid_unknown_fields=False):
+    name: str
+    ph: str
+    pid: int
+    tid: int = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    args: _Args = _Args()
+
+
+class _ChromeTrace(msgspec.Struct, forbid_unknown_fields=False):
+    traceEvents: list[_ChromeEvent]
+    otherData: dict = {}
+
+
+def save(path, events: list[Event], *, about: dict | None = None) -> None:
+    """Write ``events`` as a Chrome trace; ``about`` (kind, metadata) travels in ``otherData``."""
+    rows: list[dict] = []
+    for rank in sorted({event.rank for event in events}):
+        rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for tid, lane in enumerate(LANES):
+            rows.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": lane}})
+    for event in events:
+        rows.append(
+            {
+                "name": event.name,
+                "ph": "X",
+                "pid": event.rank,
+                "tid": LANES.index(event.lane),
+                "ts": round(event.start_us, 3),
+                "dur": round(event.duration_us, 3),
+                "args": {"iteration": event.iteration},
+            }
+        )
+    json_files.save(path, {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": about or {}})
+
+
+def load(path) -> tuple[list[Event], dict]:
+    """Read a trace that :func:`save` wrote: its events, and what it is about.
+
+    Raises:
+        InputError: the file is no such trace.
+    """
+    trace = json_files.load(path, _ChromeTrace)
+    events = []
+    for index, row in enumerate(trace.traceEvents):
+        if row.ph != "X":
+            continue
+        if not 0 <= row.tid < len(LANES):
+            raise InputError(
+                f"there are {len(LANES)} lanes", file=path, field=f"traceEvents[{index}].tid", value=row.tid
+            )
+        if row.dur < 0:
+            raise InputError(
+                "an interval cannot end before it begins", file=path, field=f"traceEvents[{index}].dur", value=row.dur
+            )
+        events.append(Event(row.pid, LANES[row.tid], row.name, row.ts, row.dur, row.args.iteration))
+    return events, trace.otherData

@@ -1,0 +1,25 @@
+"""Schema versions of the project's files."""
+
+from megatron_ext.formats.errors import InputError
+
+COMMANDS = {
+    "cost_table": "megatron-ext measure --out FILE ...",
+    "workload": "megatron-ext describe --out FILE ...",
+    "hardware_sheet": "megatron-ext cost hardware NAME --json > FILE",
+    "user_defined_schedule": "megatron-ext plan --cost-table T --workload W --out FILE",
+}
+"""By kind of file, the command that makes it."""
+
+SCHEMA_VERSION = 2
+"""Of cost tables, workloads and schedules."""
+
+
+def check_version(kind: str, version: int, *, file=None, error: type[InputError] = InputError) -> None:
+    """Refuse a file of another schema version.
+
+    Raises:
+        InputError: naming the version and the command that makes the file anew.
+    """
+    if version != SCHEMA_VERSION:
+        message = f"this release reads version {SCHEMA_VERSION}; make the file anew: {COMMANDS[kind]}"
+        raise error(message, file=file, field="schema_version", value=version)

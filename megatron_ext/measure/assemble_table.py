@@ -1,0 +1,232 @@
+"""From what the ranks measured to a cost table, which says what it holds for and where it wavers."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from statistics import median
+
+import msgspec
+
+from megatron_ext.cost.cost_table import (
+    SCHEMA_VERSION,
+    Compute,
+    Contention,
+    CostTable,
+    Curve,
+    GroupOverhead,
+    Metadata,
+    Point,
+    Publish,
+    Routes,
+    Source,
+    check,
+)
+from megatron_ext.cost.host_cpu import HostCpu, ProcessorTime
+from megatron_ext.formats.facts import Facts
+from megatron_ext.measure.hostcpu.shared_processors import ROUNDS
+from megatron_ext.measure.options import MIB, Options
+from megatron_ext.runtime.machine import environment
+from megatron_ext.workload.drive_reads import DriveReads
+from megatron_ext.workload.nodes import crossing_bytes
+from megatron_ext.workload.route import HIERARCHICAL
+
+WAVERS = 0.10
+"""A point is noted in the table where the medians of its quarters (in the order of time) lie further
+apart than this. The median of all is known about twice as well as that of a quarter, so another
+measurement then rarely differs by more."""
+
+BACKGROUND_LOAD = 0.1
+"""Processors that other programs may use before the notes of the table say so."""
+
+MEDIANS = "medians_us"
+
+CURVE_NAMES = {
+    "gpu": "routes.gpu",
+    "cpu": "routes.cpu",
+    "nvme": "routes.nvme",
+    "publish": "publish.cpu",
+    "publish_nvme": "publish.nvme",
+    "internode": "publish.internode",
+    "reduce": "reduce",
+    "p2p": "p2p",
+}
+"""By name of an operation, the curve of the cost table that it becomes."""
+
+
+def assemble(options: Options, raw: dict) -> CostTable:
+    """Build and check the table from :func:`megatron_ext.measure.local_launch.run`'s result."""
+    curves = raw["curves"]
+    here = environment(options.device)
+    world_sizes = {
+        "data_parallel_size": options.data_parallel_size,
+        "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
+        "ranks_per_node": options.node_size,
+    }
+    backend = here["software"]["backend"]
+
+    def curve(name: str, source: str) -> Curve | None:
+        if name not in curves:
+            return None
+        return Curve(points=_points(curves[name]), source=f"measured: {source}")
+
+    at_once = f"all {options.world_size} ranks at once"
+    compute = raw.get("compute", {})
+    table = CostTable(
+        schema_version=SCHEMA_VERSION,
+        kind="cost_table",
+        metadata=Metadata(
+            created_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            hardware=here["hardware"],
+            software=here["software"],
+            world_sizes=world_sizes,
+            model=raw.get("compute", {}).get("model"),
+            source=Source(program="megatron-ext measure", options=_facts(options)),
+            notes=(*notes(raw), *_nodes(options)),
+        ),
+        routes=Routes(
+            gpu=_with_hierarchical(
+                curve("gpu", f"{backend} all-gather in place, {at_once}"), curve("hierarchical", "")
+            ),
+            cpu=curve("cpu", f"copy of the whole group from node-shared host memory, {at_once}"),
+            cpu_shard=curve("cpu_shard", f"own shard from host memory, then {backend} all-gather, {at_once}"),
+            nvme=_nvme(raw, "nvme", f"drive to pinned slot to device, {at_once}, each from a file of its own"),
+        ),
+        publish=Publish(
+            cpu=curve("publish", f"own shard into node-shared host memory, {at_once}, until the last of a node"),
+            nvme=_nvme(raw, "publish_nvme", f"own shard onto the drive, {at_once}, until the last of a node"),
+            internode=_internode(curves, options, at_once),
+        ),
+        group_overhead=GroupOverhead(call_us=_call_us(curves.get("gpu", []))),
+        contention=tuple(Contention(**row) for row in raw.get("contention", [])),
+        compute=tuple(msgspec.convert(row, Compute) for row in compute.get("rows", [])),
+        p2p=curve("p2p", f"half a {backend} message there and back, {at_once}") or (),
+        reduce=curve("reduce", f"{backend} reduce-scatter of float32 in place, {at_once}"),
+        optimizer=curve("optimizer", f"AdamW with clipping on the shard, {at_once}"),
+        host_cpu=_host_cpu(options, curves, compute),
+    )
+    return check(table)
+
+
+def _facts(options: Options) -> Facts:
+    """The options of the measurement; of several values, one text."""
+    return {
+        name: " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+        for name, value in msgspec.to_builtins(options).items()
+    }
+
+
+def _host_cpu(options: Options, curves: dict, compute: dict) -> HostCpu | None:
+    """How ranks share processors. Processor time was measured on all ranks at once, which share caches and memory; the
+    table holds it as if the rank were alone, like compute."""
+    if compute.get("processors_per_node") is None:
+        return None
+    alone = 1.0 / compute.get("slowdown", 1.0)
+    processor_us = {}
+    for name, curve in CURVE_NAMES.items():
+        times = [
+            ProcessorTime(size_bytes=_size_of(name, row["size_bytes"], options), us=row["processor_us"] * alone)
+            for row in curves.get(name, ())
+            if "processor_us" in row
+        ]
+        if times:
+            processor_us[curve] = tuple(times)
+    return HostCpu(
+        processors_per_node=compute["processors_per_node"],
+        nodes_sharing=compute.get("nodes_sharing") or 1,
+        processor_us=processor_us,
+        compute_rounds=tuple((round(ended_s, 2), round(us, 1)) for ended_s, us in compute.get("compute_rounds", ())),
+    )
+
+
+def _size_of(name: str, size_bytes: int, options: Options) -> int:
+    """Bytes that a curve is read by: between nodes those that enter each node, which is what a plan asks for."""
+    return crossing_bytes(size_bytes, options.nodes) if name == "internode" else size_bytes
+
+
+def _points(rows: list[dict]) -> tuple[Point, ...]:
+    return tuple(
+        Point(**{name: value for name, value in row.items() if name in Point.__struct_fields__}) for row in rows
+    )
+
+
+def _with_hierarchical(gpu: Curve | None, hierarchical: Curve | None) -> Curve | None:
+    if gpu is None or hierarchical is None:
+        return gpu
+    return msgspec.structs.replace(gpu, algorithms={HIERARCHICAL: hierarchical.points})
+
+
+def _internode(curves: dict, options: Options, at_once: str) -> Curve | None:
+    """By the bytes that enter each node, which is what a plan asks for."""
+    if "internode" not in curves:
+        return None
+    rows = [row | {"size_bytes": _size_of("internode", row["size_bytes"], options)} for row in curves["internode"]]
+    return Curve(
+        points=_points(rows),
+        source=(
+            f"measured: shards exchanged with the counterparts on the other nodes, {at_once}, until the last of a node"
+        ),
+    )
+
+
+def _nodes(options: Options) -> list[str]:
+    """What cannot be measured of several nodes, where there are several."""
+    if options.nodes == 0 and "internode" in options.links:
+        return [
+            "publish.internode: not measured: the nodes do not hold equally many ranks of every data-parallel group"
+        ]
+    return []
+
+
+def _nvme(raw: dict, name: str, source: str) -> Curve | None:
+    if name not in raw["curves"]:
+        return None
+    return Curve(
+        points=_points(raw["curves"][name]), source=f"measured: {source}", reads=DriveReads(**raw["nvme"]["settings"])
+    )
+
+
+def _call_us(rows: list[dict]) -> float | None:
+    """What issuing costs the calling thread, whatever the size: the median over the curve."""
+    return median(row["issued_us"] for row in rows) if rows else None
+
+
+def notes(raw: dict) -> list[str]:
+    """Where medians waver, for sizes of 1 MiB and more, what there was no time for, and
+    who else used the processors: the table says so itself."""
+    lines = []
+    background = raw.get("background_processors", 0.0)
+    if background > BACKGROUND_LOAD:
+        lines.append(
+            f"other programs used {background:.1f} processors meanwhile: times are longer than on an idle machine"
+        )
+    unmeasured = [f"{measured} beside {busy}" for measured, busy in raw.get("unmeasured_pairs", [])]
+    if unmeasured:
+        lines.append(f"out of time, contention not measured: {', '.join(unmeasured)}")
+    once: list[str] = []
+    for name, rows in raw["curves"].items():
+        wavering = []
+        if any(row["size_bytes"] >= MIB and row["passes"] == 1 and not row.get("refined") for row in rows):
+            once.append(name)
+        for row in rows:
+            medians = row[MEDIANS]
+            spread = max(medians) / min(medians) - 1 if len(medians) > 1 else 0.0
+            if row["size_bytes"] >= MIB and spread > WAVERS:
+                wavering.append((row["size_bytes"], spread))
+        if wavering:
+            worst = max(wavering, key=lambda pair: pair[1])
+            sizes = ", ".join(f"{size / MIB:.4g}" for size, _ in wavering)
+            lines.append(
+                f"{name}: medians waver by more than {WAVERS:.0%} at {sizes} MiB, most by {worst[1]:.0%} at "
+                f"{worst[0] / MIB:.4g} MiB"
+            )
+    if once:
+        lines.append(
+            f"out of time, only one pass over some sizes, so how well they repeat is not known: {', '.join(once)}"
+        )
+    rounds = raw.get("compute", {}).get("rounds", ROUNDS)
+    if rounds < ROUNDS:
+        lines.append(f"compute: a micro-batch takes so long that there was time for {rounds}; --seconds gives it more")
+    drift = raw.get("compute", {}).get("drift", 0.0)
+    if drift > WAVERS:
+        lines.append(f"compute: rounds of one rank alone differ by {drift:.0%}")
+    return lines + list((raw.get("nvme") or {}).get("notes", []))

@@ -1,0 +1,125 @@
+"""Where ranks meet and leave each other numbers while they measure.
+
+On one node this is memory: a gloo barrier takes 100 to 4000 us on oversubscribed processors,
+one flag a rank takes a few tens. Between nodes it is torch's store and a barrier by gloo.
+
+[Note: Yielding, or sleeping]
+Ranks of one session that share processors yield to each other (sched_yield) until all are there. Linux yields to the
+same session's processes alone (sched(7), autogroup): ranks with a session each, as torchrun starts them, hold the
+processor against those that are to arrive, and leave up to a millisecond apart; what they time looks slower by that.
+They sleep. All sleep where it takes long: whoever waits must not take processor time from those who measure.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+
+import torch.distributed as dist
+
+from megatron_ext.measure.hostcpu.futex import Futex
+
+LINE = 8
+"""int64 words between two flags: one cache line each."""
+
+WORDS = 128
+"""Control words; word 0 is rank 0's, the others belong to leaders of groups."""
+
+
+POLLS = 200
+"""Looks before sleeping: half a millisecond where nobody else runs."""
+
+LOOK_AGAIN_S = 1e-3
+"""Two ranks that arrive at once may each miss the other's flag, which is in no order with their own: then nobody
+wakes."""
+
+
+class Board(ABC):
+    """What both kinds share."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+
+    @abstractmethod
+    def post(self, word: int, value: int) -> None:
+        """Let every rank read ``value`` in ``word``."""
+
+    @abstractmethod
+    def read(self, word: int) -> int:
+        """The value that was last posted in ``word``."""
+
+    def agree(self, value: int) -> int:
+        """Rank 0's ``value``, on every rank."""
+        if self.rank == 0:
+            self.post(0, value)
+        self.barrier()
+        agreed = self.read(0)
+        self.barrier()
+        return agreed
+
+
+class SharedBoard(Board):
+    """In memory that all ranks map. A rank that dies is the launcher's to notice."""
+
+    def __init__(self, memory: memoryview, rank: int, world_size: int):
+        super().__init__(rank)
+        words = memory.cast("q")
+        self.world_size = world_size
+        self._flags = words[: LINE * world_size]
+        self._words = words[LINE * world_size : LINE * (world_size + WORDS)]
+        self._gate = Futex(words[LINE * (world_size + WORDS) :][:1])
+        own_session, crowded = os.getsid(0) == os.getpid(), world_size > len(os.sched_getaffinity(0))
+        self._polls = 0 if own_session and crowded else POLLS
+        self._barriers = 0
+
+    @staticmethod
+    def size_bytes(world_size: int) -> int:
+        return 8 * LINE * (world_size + WORDS + 1)
+
+    def barrier(self) -> None:
+        self._barriers += 1
+        self._flags[self.rank * LINE] = self._barriers
+        for _ in range(self._polls):
+            if self._all_here():
+                return
+            os.sched_yield()
+        while True:
+            gate = self._gate.value  # before the flags: whoever comes last changes it after its flag
+            if self._all_here():
+                return
+            self._gate.wait(gate, LOOK_AGAIN_S)
+
+    def _all_here(self) -> bool:
+        here = all(self._flags[rank * LINE] >= self._barriers for rank in range(self.world_size))
+        if here and self._gate.value < self._barriers:
+            self._gate.wake(self._barriers)
+        return here
+
+    def post(self, word: int, value: int) -> None:
+        assert 0 <= word < WORDS
+        self._words[word * LINE] = value
+
+    def read(self, word: int) -> int:
+        return self._words[word * LINE]
+
+
+class StoreBoard(Board):
+    """In torch's store, for ranks on several nodes; ``group`` is a gloo group of all ranks."""
+
+    def __init__(self, store, rank: int, group):
+        super().__init__(rank)
+        self._store = dist.distributed_c10d.PrefixStore("megatron_ext_measure", store)
+        self._group = group
+
+    def barrier(self) -> None:
+        dist.barrier(self._group)
+
+    def post(self, word: int, value: int) -> None:
+        self._store.set(str(word), str(value))
+
+    def read(self, word: int) -> int:
+        return int(self._store.get(str(word)))

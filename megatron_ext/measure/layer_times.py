@@ -1,0 +1,195 @@
+"""Forward and backward of every layer kind, measured on the modules that the caller hands over.
+
+This room does not know any model. ``--modules package.module:function`` (or ``path/to/file.py:function``) names a
+factory, which every rank's process calls after ``torch.distributed`` is initialised with all ranks of
+the run::
+
+    def layer_runners(args: list[str]) -> dict[str, Runner]
+
+Its keys are the layer kinds in execution order (``embedding``, ``transformer``, ``output``),
+its values have ``forward()`` and ``backward()`` of one micro-batch through one such layer at
+the run's micro-batch, sequence length and precision. ``backward()`` belongs to the last
+``forward()`` and does all that training does there for every micro-batch, accumulation into
+the gradient buffers included. Both return nothing and leave no work behind: on CUDA they may
+return before the device is done, what they issued is waited for here. A runner may say the
+``dtype`` of its parameters, which the table then holds for, and ``visits``: how many layers of its
+kind one micro-batch passes through, and ``not_saved``: tensors (parameters, masks) beside which what autograd
+saves in a
+layer is counted. ``forward()`` is then called so often in a row, each call
+for the next layer, and ``backward()`` as often, for the last layer that is not yet gone back through.
+
+[Note: As cold as in training]
+One layer that is run again and again is found in the caches; in training it is not, where all
+layers of a rank are larger than these. Runners with as many layers as a rank has find them as
+training does; where memory holds but one, ``evict_bytes`` stand for the others.
+
+[Note: Alone and together]
+A table stores what a layer takes alone, with the run's number of threads. On machines where
+the node's ranks share its processors the same is measured on all ranks at once, and
+``topology.processors_per_node`` says how many ranks' worth of compute the node does at once:
+fewer than it has processors where ranks also share caches and memory.
+
+[Note: Processor time]
+Where one thread computes on a processor, its processor time is taken, not the clock's: a rank
+that another program pushes off its processor would otherwise seem to compute more slowly, by
+chance. What is stored then holds for an otherwise idle machine, and the table says when it was not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import perf_counter, thread_time
+from typing import Protocol
+
+import torch
+
+from megatron_ext.cost.cost_table import Compute
+from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime.device import has_cuda
+from megatron_ext.runtime.saved_tensors import SavedTensors
+
+
+class Runner(Protocol):
+    """One layer of a kind."""
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+
+def load_runners(path: str, args: list[str]) -> Mapping[str, Runner]:
+    """Call the factory at ``package.module:function`` or ``path/to/file.py:function``.
+
+    A file's directory is put on ``sys.path``, as when it is run as a script.
+
+    Raises:
+        InputError: there is no such function, or what it returns has not the form above.
+    """
+    module_name, _, name = path.partition(":")
+    if module_name.endswith(".py"):
+        file = Path(module_name).resolve()
+        sys.path.insert(0, str(file.parent))
+        module_name = file.stem
+    try:
+        factory = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"cannot be imported: {error}", file="--modules", value=path) from None
+    if not callable(factory):
+        raise InputError("is no function", file="--modules", value=path)
+    runners = factory(args)
+    if not isinstance(runners, Mapping) or not runners:
+        raise InputError("returned no mapping of layer kinds to runners", file="--modules", value=path)
+    for kind, runner in runners.items():
+        if not callable(getattr(runner, "forward", None)) or not callable(getattr(runner, "backward", None)):
+            raise InputError(f"its runner for {kind!r} has no forward() and backward()", file="--modules", value=path)
+    return runners
+
+
+def clock() -> Callable[[], float]:
+    """Seconds of what compute is timed by, see [Note: Processor time]."""
+    return thread_time if not _on_cuda() and torch.get_num_threads() == 1 else perf_counter
+
+
+def _on_cuda() -> bool:
+    return has_cuda() and torch.cuda.is_initialized()
+
+
+def measure_compute(
+    runners: Mapping[str, Runner], repeats: int, *, evict_bytes: int = 0, warmup: int = 2
+) -> list[Compute]:
+    """Median forward and backward of each kind, over ``repeats`` micro-batches through all of them:
+    forwards in the order given, then backwards in reverse.
+
+    Args:
+        evict_bytes: bytes read before every call, outside the timing, as much as the rest
+            of the model touches between two visits: a layer that is run again and again would
+            be found in the caches, in training it is not.
+    """
+    on_cuda = _on_cuda()
+    now = clock()
+    evict = torch.ones(max(evict_bytes // 4, 1))
+
+    visits = {kind: visits_of(runner) for kind, runner in runners.items()}
+
+    def timed(call) -> float:
+        if evict_bytes:
+            evict.sum()  # read, not written: lines still to be written back would be charged to the layer
+        if on_cuda:
+            torch.cuda.synchronize()
+        start = now()
+        call()
+        if on_cuda:
+            torch.cuda.synchronize()
+        return (now() - start) * 1e6
+
+    times: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in runners}
+    for micro_batch in range(warmup + repeats):
+        forwards = {kind: [timed(runner.forward) for _ in range(visits[kind])] for kind, runner in runners.items()}
+        backwards = {
+            kind: [timed(runners[kind].backward) for _ in range(visits[kind])] for kind in reversed(list(runners))
+        }
+        if micro_batch >= warmup:
+            for kind, (forward_us, backward_us) in times.items():
+                forward_us += forwards[kind]
+                backward_us += backwards[kind]
+    rows = []
+    saved = {kind: saved_bytes(runner) for kind, runner in runners.items()}
+    for kind, (forward_us, backward_us) in times.items():
+        forward_us.sort()
+        backward_us.sort()
+        count = len(forward_us)
+        last = min(int(count * 0.95), count - 1)
+        rows.append(
+            Compute(
+                layer_kind=kind,
+                samples=count,
+                forward_us=_median(forward_us),
+                forward_p95_us=forward_us[last],
+                backward_us=_median(backward_us),
+                backward_p95_us=backward_us[last],
+                activation_bytes=saved[kind][0],
+                recompute_bytes=saved[kind][1],
+            )
+        )
+    return rows
+
+
+def saved_bytes(runner: Runner) -> tuple[int | None, int]:
+    """What autograd saves in one layer for its backward, and what that backward makes anew; None for a runner that does
+    not say ``not_saved``."""
+    not_saved = getattr(runner, "not_saved", None)
+    if not_saved is None:
+        return None, 0
+    visits = visits_of(runner)
+    with SavedTensors(not_saved) as saved:
+        runner.forward()
+        activation_bytes = saved.bytes
+        for _ in range(visits - 1):
+            runner.forward()
+        before = saved.bytes
+        saved.restart()
+        runner.backward()
+        recompute_bytes = saved.peak - before
+        for _ in range(visits - 1):
+            runner.backward()
+    return activation_bytes, recompute_bytes
+
+
+def _median(ordered: list[float]) -> float:
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def visits_of(runner: Runner) -> int:
+    """How many layers of its kind a micro-batch passes through."""
+    return getattr(runner, "visits", 1)
+
+
+def micro_batch_us(rows: list[Compute], runners: Mapping[str, Runner]) -> float:
+    """Forward and backward of one micro-batch through all layers, in microseconds."""
+    return sum(
+        (row.forward_us + row.backward_us) * visits_of(runners[row.layer_kind]) for row in rows if row.layer_kind
+    )

@@ -1,0 +1,126 @@
+"""The nvme route: from the drive into a pinned slot, and from there to the device.
+
+Block size and queue depth are swept once; the best are used for the whole curve and stored in
+its ``settings`` as ``block_bytes`` and ``queue_depth``, the names that are read at run time.
+"""
+
+from __future__ import annotations
+
+import mmap
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.measure.drive_file import open_filled
+from megatron_ext.measure.fabric import Fabric, arena_bytes
+from megatron_ext.measure.operations import Operation
+from megatron_ext.measure.options import KIB, MIB
+from megatron_ext.measure.sampling import sample
+from megatron_ext.runtime.drive import BLOCK, MEMORY_FILESYSTEMS, aligned, filesystem
+from megatron_ext.runtime.worker import Transfer, Worker
+
+BLOCK_BYTES = (256 * KIB, MIB, 4 * MIB)
+QUEUE_DEPTHS = (1, 4, 16)
+
+ABOUT_AS_FAST = 1.05
+
+SWEEP_BYTES = 32 * MIB
+"""Size that the sweep reads: large enough for every combination to fill its queue."""
+
+
+class NvmeRead(Operation):
+    """The whole way of one group: drive, pinned slot, device. Every rank reads at once, each its own file."""
+
+    name = "nvme"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self.size_bytes = aligned(arena_bytes(fabric.options))
+        assert fabric.options.nvme_path is not None
+        self.drive = open_filled(fabric.options.nvme_path, self.size_bytes, block_bytes=MIB, queue_depth=4)
+        self._slot = mmap.mmap(-1, self.size_bytes)
+        self.slot = memoryview(self._slot)
+        self.staged = torch.frombuffer(self._slot, dtype=torch.float32)
+        fabric.device.pin(self.staged)
+        self.worker = Worker("measure-nvme")
+        self.stream = fabric.device.copy_stream()
+        self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
+
+    def offset(self, size_bytes: int, round_index: int) -> int:
+        """Another place in the file every round: drives have caches too."""
+        return round_index % (self.size_bytes // aligned(size_bytes)) * aligned(size_bytes)
+
+    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+        offset = self.offset(size_bytes, round_index)
+        target = self.fabric.window(self.memory, size_bytes, round_index)
+        after = self.fabric.device.mark()
+
+        def read(transfer: Transfer) -> None:
+            self.drive.read(self.slot[: aligned(size_bytes)], offset, self.name)
+            transfer.after = self.fabric.device.copy(target, self.staged[: size_bytes // 4], self.stream, after)
+
+        return self.worker.submit(read)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.drive.close()
+        self.fabric.device.unpin(self.staged)
+
+
+class NvmeWrite(Operation):
+    """Every rank writes its shard of the group to the drive, and waits until the drive has it, as
+    the run does; shares the file of a read."""
+
+    name = "publish_nvme"
+
+    def __init__(self, read: NvmeRead):
+        super().__init__(read.fabric)
+        self.read = read
+
+    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+        shard = max(size_bytes // self.fabric.options.data_parallel_size, BLOCK)
+        drive, offset = self.read.drive, self.read.offset(shard, round_index)
+
+        def write(transfer: Transfer) -> None:
+            drive.write(self.read.slot[:shard], offset, self.name)
+            drive.flush(offset, aligned(shard), self.name)
+
+        return self.read.worker.submit(write)
+
+
+def sweep(fabric: Fabric, operation: NvmeRead, seconds: float) -> dict:
+    """Set the best block size and queue depth on ``operation``; returns what is stored.
+
+    All ranks take part and take the same: the one with the least median over all of them.
+    """
+    size = fabric.options.rounded(min(SWEEP_BYTES, fabric.options.largest))
+    combinations = [
+        (block, depth) for depth in QUEUE_DEPTHS for block in BLOCK_BYTES if block <= size or block == BLOCK_BYTES[0]
+    ]
+    own = []
+    for block, depth in combinations:
+        operation.drive.configure(block, depth)
+        own.append(sample(fabric, operation, size, seconds / len(combinations), min_rounds=2).us)
+    everyone: list = [None] * fabric.world_size
+    dist.all_gather_object(everyone, own)
+    medians = [median(us for theirs in everyone for us in theirs[index]) for index in range(len(combinations))]
+    block, depth = best_settings(combinations, medians)
+    operation.drive.configure(block, depth)
+    kind = filesystem(fabric.options.nvme_path)
+    return {"settings": {"block_bytes": block, "queue_depth": depth}, "notes": _notes(kind, operation.drive.direct)}
+
+
+def best_settings(combinations: list[tuple[int, int]], medians: list[float]) -> tuple[int, int]:
+    """The (block size, queue depth) with the least median; of those that are about as fast, the deepest
+    queue of the largest blocks: in training it keeps the drive busy while no thread has a processor."""
+    limit = min(medians) * ABOUT_AS_FAST
+    return max((one for one, us in zip(combinations, medians) if us <= limit), key=lambda one: (one[1], one[0]))
+
+
+def _notes(kind: str, direct: bool) -> list[str]:
+    if kind in MEMORY_FILESYSTEMS:
+        return [f"nvme: the path is on {kind}: memory was measured, not a drive"]
+    if not direct:
+        return [f"nvme: {kind} does not take O_DIRECT: the page cache was dropped between reads, not passed by"]
+    return []

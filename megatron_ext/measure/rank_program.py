@@ -1,0 +1,351 @@
+"""What a rank does: every curve at every size in several passes, then contention and compute.
+
+[Note: Passes]
+The whole grid is measured several times, for a machine that is shared changes its speed for seconds:
+samples of one size that lie far apart say more than as many in a row. All count together; where the
+medians of quarters of the time differ, the table says so itself. Sizes are refined behind the first
+pass, where neighbours disagree. Every pass has another order. A visit takes so many rounds at most that where
+transfers are short time is left after these passes: further ones use it. Host copies that took less than
+``SHORT_US`` in the first pass are visited ``SHORT_VISITS`` times in each later one, for as many rounds together.
+
+[Note: In the surroundings of the run]
+Handed modules are made before anything is measured: what a framework adds to every call, and the
+threads of the process groups that it makes, are there in training too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from time import monotonic
+
+import torch.distributed as dist
+
+from megatron_ext.measure import contention, nvme_route, size_grid
+from megatron_ext.measure.completion import sets_of_ranks, until_last
+from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.hostcpu import shared_processors
+from megatron_ext.measure.hostcpu.softirq_time import SoftirqTime
+from megatron_ext.measure.operations import OPERATIONS
+from megatron_ext.measure.options import MIB, Options
+from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
+
+PASSES, MAX_PASSES, QUARTERS = 5, 20, 4
+CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.25, 0.25, 0.1
+"""Shares of the time; the curves have the rest. Of an iteration, compute is most, and processors that are
+shared change their speed for seconds."""
+
+QUIET_SHARE = 0.05
+"""Of the time, beside it, in which the processors are watched while no rank does anything."""
+
+SMALL_BYTES = 4096
+"""Below this there is only the least size."""
+
+GATHERS = {"gpu", "hierarchical", "cpu", "cpu_shard", "nvme"}
+"""The routes, all of their ways."""
+
+SHORT_US, SHORT_VISITS = 3000.0, 4
+"""All rounds of a short copy in a row are over within milliseconds, and so meet one mood of a shared machine. Read from
+the other sizes of the same measurement, host copies of 0.5 to 25 MB were up to 17 % off with visits of 20 rounds and up
+to 12 % with four of 5, in three measurements of two models each; all-gathers of a millisecond were worse by it."""
+
+ISSUED = {"gpu", "hierarchical", "cpu", "cpu_shard", "publish", "internode", "reduce", "nvme", "publish_nvme"}
+"""Operations that return before they are complete."""
+
+TRANSPORTS = {
+    "gpu",
+    "hierarchical",
+    "cpu",
+    "cpu_shard",
+    "publish",
+    "internode",
+    "reduce",
+    "p2p",
+    "nvme",
+    "publish_nvme",
+}
+"""Operations whose processor time is missing to compute, on machines without a device."""
+
+CURVES = (
+    "gpu",
+    "hierarchical",
+    "cpu",
+    "cpu_shard",
+    "publish",
+    "internode",
+    "reduce",
+    "p2p",
+    "optimizer",
+    "nvme",
+    "publish_nvme",
+)
+
+Report = Callable[[int, int, str], None]
+"""``report(done, total, what)``; called on rank 0 only."""
+
+
+def sizes_of(name: str, options: Options) -> list[int]:
+    """The grid of one curve. Sparse where the cost is known to be smooth."""
+    low, high = options.min_bytes, options.max_bytes
+    if name == "optimizer":
+        sizes = size_grid.factor_2(low, max(options.max_rank_bytes or high, low), factor=4)
+    elif options.sizes:
+        sizes = list(options.sizes)
+    elif name == "p2p":
+        sizes = size_grid.factor_2(low, max(min(high, 16 * MIB), low))
+    else:
+        sizes = size_grid.factor_2(max(low, min(SMALL_BYTES, high)), high)
+        if low < sizes[0]:
+            sizes = [low, *sizes]  # below, a call takes what it takes, whatever the bytes
+        sizes = size_grid.beside_powers(sizes)
+    if name in GATHERS:
+        sizes = [*sizes, *options.also_sizes]
+    return sorted({options.rounded(size) for size in sizes})
+
+
+def run(fabric: Fabric, report: Report) -> dict | None:
+    """Measure everything that the options ask for; the result on rank 0, None on the other ranks."""
+    measurement = Measurement(fabric, report)
+    measurement.take_passes()
+    return measurement.finish()
+
+
+class Measurement:
+    """One measurement as a rank takes part in it: passes over the curves, with rounds of compute between them, then
+    contention.
+
+    Attributes:
+        operations: by the name of the curve.
+        visits: by pass, (curve, size) in the order in which they are visited.
+        merged: see :func:`_merge`.
+        refined: (curve, size) that the first pass did not have.
+        short: (curve, size) that are visited ``SHORT_VISITS`` times in a pass behind the first.
+    """
+
+    def __init__(self, fabric: Fabric, report: Report):
+        self.fabric, self.report = fabric, report
+        options = fabric.options
+        runners = shared_processors.runners_of(fabric) if "compute" in options.links else {}
+        names = [name for name in CURVES if name in OPERATIONS and name in options.links and not _missing(name, fabric)]
+        self.operations = {name: OPERATIONS[name](fabric) for name in names}
+        self.drive = None
+        if options.nvme_path is not None and "nvme" in options.links:
+            if fabric.rank == 0:
+                report(0, 1, "nvme: block size, queue depth")
+            read = nvme_route.NvmeRead(fabric)
+            self.operations |= {"nvme": read, "publish_nvme": nvme_route.NvmeWrite(read)}
+            names += ["nvme", "publish_nvme"]
+            self.drive = nvme_route.sweep(fabric, read, options.seconds * SWEEP_SHARE)
+        self.grid = [(name, size) for name in names for size in sizes_of(name, options)]
+        self.visits = [shuffled(self.grid, number) for number in range(PASSES)]
+        self.pairs = contention.pairs(fabric) if "contention" in options.links else []
+        self.contention_seconds = options.seconds * CONTENTION_SHARE if self.pairs else 0.0
+        self.merged: dict = {}
+        self.refined: set[tuple[str, int]] = set()
+        self.short: set[tuple[str, int]] = set()
+        self.done = 0
+        self._count()
+        self.softirq = SoftirqTime(fabric, options.seconds * QUIET_SHARE)
+        # Measured alone it has all of the time.
+        share = COMPUTE_SHARE if names or self.pairs else 1.0
+        compute_seconds = options.seconds * share if "compute" in options.links else 0.0
+        self.compute_rounds = None
+        if compute_seconds:
+            self.compute_rounds = shared_processors.ComputeRounds(fabric, runners, compute_seconds, PASSES, self._say)
+        # From here: what making a large model takes must not be taken from the curves.
+        sweep_seconds = options.seconds * SWEEP_SHARE if self.drive else 0.0
+        self.curves_seconds = options.seconds - self.contention_seconds - compute_seconds - sweep_seconds
+        self.curves_end, self.compute_taken = monotonic() + self.curves_seconds, 0
+
+    def take_passes(self) -> None:
+        """Visit every curve at every size ``PASSES`` times, and again while there is time."""
+        for number in range(MAX_PASSES):
+            if number == 1:
+                self._refine()
+            if number >= PASSES:
+                if self.fabric.agree(int(self.curves_end < monotonic())):
+                    break
+                self.visits.append(shuffled(self.visits[-1], number))
+                self._count()
+            _merge(self.fabric, self._pass(number), self.merged)
+            if self.compute_rounds is not None:
+                self._take_compute()
+
+    def finish(self) -> dict | None:
+        """Measure the rest of compute, and contention; the result on rank 0, None on the other ranks."""
+        fabric, compute = self.fabric, {}
+        if self.compute_rounds is not None:
+            for part in range(self.compute_taken, PASSES):
+                self.compute_rounds.take(part)
+
+        def beside(pair: tuple[str, str]) -> None:
+            self.report(self.done + self.pairs.index(pair), self.total, f"{pair[0]} beside {pair[1]}")
+
+        rows = contention.run(fabric, self.pairs, self.contention_seconds, beside)
+        for operation in self.operations.values():
+            operation.close()
+        self.done += len(self.pairs)
+        if self.compute_rounds is not None:
+            compute = self.compute_rounds.result()
+        us_per_byte = self.softirq.us_per_byte(shared_processors.kernel_of(fabric))
+        if fabric.rank != 0:
+            return None
+        known = {(row["measured"], row["busy"]) for row in rows}
+        return {
+            "curves": _curves(self.merged, self.refined, us_per_byte),
+            "contention": rows,
+            "unmeasured_pairs": [pair for pair in self.pairs if pair not in known],
+            "compute": compute,
+            "nvme": self.drive,
+        }
+
+    def _say(self, what: str) -> None:
+        if self.fabric.rank == 0:
+            self.report(self.done, self.total, what)
+
+    def _count(self) -> None:
+        self.total = sum(map(len, self.visits)) + len(self.pairs)
+
+    def _weight(self, visit: tuple[str, int]) -> float:
+        """Share of the time of a visit, relative to others."""
+        return _weight(visit[1]) / (SHORT_VISITS if visit in self.short else 1)
+
+    def _refine(self) -> None:
+        """After the first pass: sizes between neighbours that disagree, and which copies are short."""
+        medians = _medians(self.merged)
+        finer = self.grid if self.fabric.options.sizes else _refined(self.fabric, self.grid, medians)
+        self.refined = {*finer} - {*self.grid}
+        self.short = {visit for visit, us in medians.items() if visit[0] == "cpu" and us < SHORT_US}
+        finer = [visit for visit in finer for _ in range(SHORT_VISITS if visit in self.short else 1)]
+        self.visits[1:] = [shuffled(finer, later) for later in range(1, PASSES)]
+        self._count()
+
+    def _pass(self, number: int) -> dict[tuple[str, int], Samples]:
+        """One pass; what this rank has measured in it."""
+        own: dict[tuple[str, int], Samples] = {}
+        for position, (name, size) in enumerate(self.visits[number]):
+            self._say(f"{name} {_text(size)}")
+            left = self.curves_end - monotonic()
+            if number and self.fabric.agree(int(left < 0)):
+                break  # every size has been visited once; the table says so
+            still = sum(
+                self._weight(visit)
+                for later in (self.visits[number][position:], *self.visits[number + 1 :])
+                for visit in later
+            )
+            often = SHORT_VISITS if number and (name, size) in self.short else 1
+            seconds, most = max(left, 0.0) * self._weight((name, size)) / still, MAX_ROUNDS // often
+            visit = partial(sample, self.fabric, self.operations[name], size, seconds, max_rounds=most)
+            own.setdefault((name, size), Samples()).add(self.softirq.watch(name, size, visit))
+            self.done += 1
+        return own
+
+    def _take_compute(self) -> None:
+        """The rounds of compute that are due at this part of the time."""
+        assert self.compute_rounds is not None
+        begin, seconds = monotonic(), self.curves_seconds
+        passed = 1.0 - (self.curves_end - begin) / seconds if seconds > 0 else 1.0
+        due = self.fabric.agree(parts_due(passed))
+        for part in range(self.compute_taken, due):
+            self.compute_rounds.take(part)
+        self.curves_end += monotonic() - begin
+        self.compute_taken = max(self.compute_taken, due)
+
+
+def parts_due(used: float) -> int:
+    """How many of the :data:`PASSES` parts of compute belong before the moment when this share of the curves' time
+    is used: the first behind the first pass, the others as far apart as the time allows."""
+    return min(PASSES, 1 + int(used * (PASSES - 1)))
+
+
+def shuffled(visits: list, number: int) -> list:
+    """Pass ``number`` in an order of its own, the same on all ranks: what a gather costs depends on what
+    went before it, and no size may always come behind the same."""
+    return random.Random(number).sample(visits, len(visits))
+
+
+def _weight(size: int) -> float:
+    """Share of the time that a size gets: a round of a large one takes longer."""
+    return 1.0 + min(size / (4 * MIB), 8.0)
+
+
+def _missing(name: str, fabric: Fabric) -> bool:
+    """Whether the run has no such link."""
+    return {
+        "p2p": fabric.pipe is None,
+        "internode": fabric.options.nodes < 2,
+        "hierarchical": not fabric.options.has_hierarchy,
+        "cpu_shard": fabric.options.data_parallel_size < 2,
+    }.get(name, False)
+
+
+def _text(size: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size} B"
+
+
+def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
+    """Add a pass: ``merged[name, size]`` is a list over passes of (us that count, see completion.py, in each round,
+    issued of all ranks, processor time of all ranks)."""
+    everyone: list = [None] * fabric.world_size
+    dist.all_gather_object(
+        everyone, {key: (value.us, value.issued_us, value.processor_us) for key, value in own.items()}
+    )
+    sets = {name: sets_of_ranks(name, fabric.options) for name, _ in own}
+    for key in own:
+        rounds = until_last(sets[key[0]], [theirs[key][0] for theirs in everyone])
+        ranks = [rank for together in sets[key[0]] for rank in together]
+        issued, used = ([value for rank in ranks for value in everyone[rank][key][which]] for which in (1, 2))
+        merged.setdefault(key, []).append((rounds, issued, used))
+
+
+def _medians(merged: dict) -> dict[tuple[str, int], float]:
+    """Of the first pass, by name and size; the same on all ranks."""
+    return {visit: median(us for us_of_ranks in passes[0][0] for us in us_of_ranks) for visit, passes in merged.items()}
+
+
+def _refined(fabric: Fabric, visits: list, medians: dict) -> list:
+    """A pass behind the first: also sizes between neighbours that disagree, gathers and copies only."""
+    added = []
+    for name in ("gpu", "cpu"):
+        curve = {size: us for (own, size), us in medians.items() if own == name}
+        added += [(name, fabric.options.rounded(size)) for size in size_grid.refinement(curve)]
+    # All ranks hold the same samples and the list is sorted: they agree without asking.
+    return sorted({*visits, *added}, key=lambda visit: (CURVES.index(visit[0]), visit[1]))
+
+
+def _curves(merged: dict, refined: set, softirq: dict[str, float]) -> dict[str, list[dict]]:
+    """Medians and 95th percentiles, by name then size; what a table is made of. ``softirq``: by name,
+    softirq time of a byte, in microseconds."""
+    curves: dict[str, list[dict]] = {}
+    for (name, size), passes in sorted(merged.items()):
+        rounds = [us_of_ranks for times, _, _ in passes for us_of_ranks in times]
+        us = sorted(value for us_of_ranks in rounds for value in us_of_ranks)
+        point = {
+            "size_bytes": size,
+            "p50_us": median(us),
+            "p95_us": us[min(int(len(us) * 0.95), len(us) - 1)],
+            "samples": len(us),
+            "medians_us": _medians_of_quarters(rounds),
+            "passes": len(passes),
+        }
+        if (name, size) in refined:
+            point["refined"] = True
+        if name in ISSUED:
+            point["issued_us"] = median(value for _, issued, _ in passes for value in issued)
+        used = median(value for _, _, used in passes for value in used)
+        if name in TRANSPORTS and used > 0:
+            point["processor_us"] = used + size * softirq.get(name, 0.0)
+        curves.setdefault(name, []).append(point)
+    return curves
+
+
+def _medians_of_quarters(rounds: list[tuple[float, ...]]) -> list[float]:
+    """Medians over all ranks of the rounds of each quarter, in the order of time."""
+    parts = min(QUARTERS, len(rounds))
+    cuts = [len(rounds) * part // parts for part in range(parts + 1)]
+    return [median(us for us_of_ranks in rounds[start:end] for us in us_of_ranks) for start, end in zip(cuts, cuts[1:])]

@@ -1,0 +1,31 @@
+"""Ranks agree before they go on: all, or none with the same error. Collective."""
+
+import torch.distributed as dist
+
+from megatron_ext.formats.errors import InputError
+
+
+def gather_objects(value, process_group=None) -> list:
+    """``value`` of every rank of the process group, in rank order; of all ranks by default."""
+    values = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, value, group=process_group)
+    return values
+
+
+def agree(error: str | None, fact: tuple[str, str], *, file) -> None:
+    """Go on only if no rank has an error and all hold the same fact.
+
+    Args:
+        error: this rank's error, or None.
+        fact: what is compared, and this rank's value of it.
+
+    Raises:
+        InputError: on every rank, with the text of the lowest rank that has one.
+    """
+    everybody = gather_objects((error, fact[1]))
+    for message, _ in everybody:
+        if message is not None:
+            raise InputError(message)
+    for rank, (_, value) in enumerate(everybody):
+        if value != everybody[0][1]:
+            raise InputError(f"rank {rank} and rank 0 read different files", file=file, field=fact[0], value=value[:12])

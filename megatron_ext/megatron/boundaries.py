@@ -1,0 +1,212 @@
+"""Layers of a GPT chunk: which parameters they use and where one can act between them."""
+
+import contextlib
+import copy
+import inspect
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import NamedTuple
+
+import torch
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+class Layer(NamedTuple):
+    """One layer of a chunk: its kind, the module whose forward begins it, its parameters by
+    name in registration order, and names of parameters that it uses but another layer owns."""
+
+    kind: str
+    module: torch.nn.Module
+    parameters: tuple[tuple[str, torch.nn.Parameter], ...]
+    borrowed: tuple[str, ...] = ()
+
+
+def bare(module: torch.nn.Module) -> torch.nn.Module:
+    """The model inside of DDP and precision wrappers."""
+    while isinstance(inner := getattr(module, "module", None), torch.nn.Module):
+        module = inner
+    return module
+
+
+def layers_of(chunk: torch.nn.Module) -> list[Layer]:
+    """Layers of a chunk in execution order: embedding, transformer layers, output.
+
+    The final norm belongs to the output layer, whose first module it is. An output layer that is
+    tied to an embedding in the same chunk borrows its weight. A chunk may have no layer with
+    parameters; it then has no layers.
+    """
+    model = bare(chunk)
+    modules = dict(model.named_modules())
+    found: dict[tuple[int, int], list] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        match = _LAYER.match(name)
+        if match:
+            place = (1, int(match[1]))
+        elif name.startswith("embedding."):
+            place = (0, 0)
+        else:  # final norm, output layer, and whatever comes behind them
+            place = (2, 0)
+        found.setdefault(place, []).append((name, parameter))
+    for name in modules:  # a tied output layer owns no parameter, but runs
+        if name == "output_layer" and (2, 0) not in found:
+            found[(2, 0)] = []
+    layers = []
+    for (part, index), parameters in sorted(found.items()):
+        borrowed = ()
+        if part == 0:
+            kind, module = "embedding", modules["embedding"]
+        elif part == 1:
+            kind, module = "transformer", modules[f"decoder.layers.{index}"]
+        else:
+            kind, module = "output", _first_output_module(modules)
+            if "output_layer" in modules and getattr(model, "share_embeddings_and_output_weights", False):
+                borrowed = tuple(
+                    name for name, _ in found.get((0, 0), ()) if name == "embedding.word_embeddings.weight"
+                )
+        layers.append(Layer(kind, module, tuple(parameters), borrowed))
+    return layers
+
+
+def _first_output_module(modules) -> torch.nn.Module:
+    for name in ("decoder.final_layernorm", "decoder.final_norm", "output_layer"):
+        if modules.get(name) is not None:
+            return modules[name]
+    raise AssertionError("a chunk has parameters behind its layers but no final norm and no output layer")
+
+
+class Boundaries:
+    """Lets actions run between two layers, once, at no cost to other steps.
+
+    [Note: Armed once]
+    The forward of a layer behind a boundary first looks into a list, and runs what a step put
+    there, once: a forward hook would cost 1.5 us a module in every step, one that takes itself
+    off 3 us when it is armed, and neither can tell a forward from the recompute inside a
+    backward. The backward's actions hang on the activation that crosses the boundary: its
+    gradient is complete when the layer behind has run backward and the layer before has not
+    begun. (A full backward hook on the module would make outputs views, which
+    ``deallocate_output_tensor`` refuses.)
+
+    Args:
+        chunks: this rank's model chunks, wrapped or bare.
+        uses: by group, the first and the last layer of its chunk that use it.
+        blocks: by chunk and layer, the first and the last layer that backward runs together.
+    """
+
+    def __init__(
+        self, chunks: list[torch.nn.Module], uses: dict[int, tuple[int, int]], blocks: list[list[tuple[int, int]]]
+    ):
+        self._layers = [layers_of(chunk) for chunk in chunks]
+        self._uses, self._blocks = uses, blocks
+        self._waiting: dict[tuple[int, int], list] = {}
+        self._restore: list[Callable[[], None]] = []
+
+    def uses(self, group_index: int) -> tuple[int, int]:
+        return self._uses[group_index]
+
+    def num_layers(self, model_chunk_id: int) -> int:
+        return len(self._layers[model_chunk_id])
+
+    def backward_begins(self, model_chunk_id: int, layer: int) -> int:
+        return self._blocks[model_chunk_id][layer][1]
+
+    def arm(self, model_chunk_id: int, boundary: int, forward, backward):
+        """A function that makes ``forward`` run just before layer ``boundary`` computes next, and
+        ``backward`` when the gradient of that layer's input is complete."""
+        armed = self._armed(model_chunk_id, boundary)
+        hang_on = _gradient_hook(backward) if backward else None
+        if hang_on is not None and not forward:
+            return partial(armed.append, hang_on)
+
+        def before_layer(activation: torch.Tensor) -> None:
+            if hang_on is not None:
+                hang_on(activation)
+            for action in forward:
+                action()
+
+        return partial(armed.append, before_layer)
+
+    def _armed(self, model_chunk_id: int, boundary: int) -> list:
+        """What runs when this layer computes next; the first call wraps the layer's forward."""
+        key = (model_chunk_id, boundary)
+        if key not in self._waiting:
+            self._waiting[key], restore = _wrap_forward(self._layers[model_chunk_id][boundary].module)
+            self._restore.append(restore)
+        return self._waiting[key]
+
+    def close(self) -> None:
+        """Give the layers their forward back."""
+        while self._restore:
+            self._restore.pop()()
+        self._waiting.clear()
+
+
+class _Armed:
+    """What stands before a module's forward: ``armed``, run once and forgotten, and the forward itself.
+
+    The module's ``forward`` is a method of it, for a deep copy of the module (an average of the weights,
+    say) has to compute with its own parameters: methods are copied with what they are bound to, functions
+    are not.
+    """
+
+    __slots__ = ("armed", "inner")
+
+    def __init__(self, inner):
+        self.armed, self.inner = [], inner
+
+    def __deepcopy__(self, memo) -> "_Armed":
+        return _Armed(copy.deepcopy(self.inner, memo))
+
+
+def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
+    """Make ``module`` run, and forget, what stands in the returned list before it computes; and a
+    function that undoes it."""
+    own, held = "forward" in vars(module), _Armed(module.forward)
+
+    def forward(self, *args, **kwargs):
+        if self.armed:
+            self.armed.pop()(args[0] if args else kwargs.get("hidden_states"))
+        return self.inner(*args, **kwargs)
+
+    update_wrapper(forward, held.inner)
+    with contextlib.suppress(ValueError, TypeError):  # compiled functions may have none
+        signature = inspect.signature(held.inner)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])
+    method = MethodType(forward, held)
+
+    def restore() -> None:
+        if vars(module).get("forward") is not method:
+            return  # somebody has wrapped it since: theirs calls ours, which has nothing armed any more
+        if own:  # somebody else's wrapper
+            module.forward = held.inner
+        else:
+            del module.forward
+
+    module.forward = method
+    return held.armed, restore
+
+
+def _gradient_hook(actions):
+    """A function that makes ``actions`` run when the gradient of the tensor it is given is complete."""
+
+    def on_gradient(gradient) -> None:
+        for action in actions:
+            action()
+
+    def hang_on(activation: torch.Tensor) -> None:
+        # What Tensor.register_hook does, without its handle. Both names are torch's own, so where one
+        # is gone its public way is taken. Others may add hooks of theirs: the dictionary is the tensor's.
+        node = activation.grad_fn
+        if activation._backward_hooks is None and node is not None and hasattr(node, "_register_hook_dict"):
+            activation._backward_hooks = OrderedDict(megatron_ext=on_gradient)
+            getattr(node, "_register_hook_dict")(activation)  # noqa: B009 (private to autograd)
+        else:
+            activation.register_hook(on_gradient)
+
+    return hang_on

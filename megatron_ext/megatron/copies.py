@@ -1,0 +1,72 @@
+"""Host and NVMe copies of a run: pools, publisher, and the routes that read them."""
+
+from functools import partial
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.megatron.agreement import gather_objects
+from megatron_ext.runtime.device import device_of
+from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.group import Clock
+from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.node_exchange import make_process_groups
+from megatron_ext.runtime.nvme_pool import NvmePool
+from megatron_ext.runtime.publisher import Publisher, Target
+from megatron_ext.runtime.routes import CpuRoute, NvmeRoute
+from megatron_ext.schedule.footprint import slot_bytes
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload.drive_reads import DriveReads
+
+
+class Copies:
+    """Host and NVMe copies of a rank's published groups: what writes them and what reads them.
+
+    Nothing where the schedule publishes nothing. As soon as any rank publishes, every rank makes the process groups:
+    these are made by all together.
+    """
+
+    def __init__(
+        self, schedule: Schedule, groups, offloaded, process_group, clock: Clock, faults: Faults, recorder, nvme_path
+    ):
+        self.routes, self.publisher, self.pool, self.drop_staged, self.closing = {}, None, None, None, []
+        self.own_bytes = 0  # this rank's part of the node's host copies
+        if not schedule.publish:
+            return
+        local, nodes = make_process_groups(schedule.parallel)
+        targets = [
+            Target(groups[entry.group], "cpu" in entry.to, "nvme" in entry.to, offloaded.get(entry.group))
+            for entry in schedule.publish
+            if entry.group in groups
+        ]
+        if not targets:
+            return
+        local = process_group if local is None else local
+        rank, size = dist.get_rank(local), dist.get_world_size(local)
+        exchange = partial(gather_objects, process_group=local)
+        device = device_of(targets[0].group.whole)
+        hosted = {target.group.index for target in targets if target.host}
+        pool = self.pool = HostPool([target.group for target in targets], hosted, rank, size, exchange)
+        self.closing.append(pool.close)
+        self.own_bytes = sum(copy.numel() * copy.element_size() for copy in pool.copies.values()) // size
+        nvme, staged = None, [target.group for target in targets if target.nvme]
+        # The drive first: it is shared out by messages among the ranks, which all must reach. Pinning may fail on one
+        # alone.
+        if staged:
+            settings = schedule.metadata.options.nvme or DriveReads()
+            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+            slots, slot_size = schedule.limits.nvme_slots, slot_bytes(schedule, pp_rank)
+            nvme = NvmePool(
+                nvme_path, staged, rank, exchange, slots=slots, slot_bytes=slot_size, settings=settings, device=device
+            )
+        if hosted:
+            self.routes["cpu"] = CpuRoute(pool, device, clock, faults, recorder)
+            self.closing.append(self.routes["cpu"].close)
+        if nvme is not None:
+            route = self.routes["nvme"] = NvmeRoute(nvme, pool, device, clock, faults, slots, recorder)
+            self.drop_staged = route.drop
+            self.closing += [nvme.close, route.close]
+        self.publisher = Publisher(
+            targets, pool, nvme, nodes, dist.get_rank(process_group), device, clock, faults, recorder
+        )
+        self.closing.append(self.publisher.close)

@@ -1,0 +1,366 @@
+"""The workload of what a checkout's own pretrain_gpt.py builds from a user's whole command line.
+
+[Note: Megatron up to its model]
+The script itself runs, once for each pipeline rank, in a process group that only counts (torch's
+``fake`` backend), until DistributedDataParallel is handed the last chunk. So every option means what it
+means in training, at that release, and a misspelt one is refused by Megatron's own parser. The model is
+built on the ``meta`` device: a laptop describes a model of any size. Nothing is compiled, loaded or
+written, and what only changes how something is computed on a GPU is turned off.
+
+The program starts in a process of its own, because the checkout's Megatron may be another than the one
+that is already imported. It imports the checkout once and forks one process a pipeline rank.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import cpu_options, script_arguments
+from megatron_ext.megatron.gpt_arguments import limits_of
+from megatron_ext.megatron.layer_options import options_of_layers
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import SCHEMA_VERSION, Chunk, Workload, check
+
+SCRIPT = "pretrain_gpt.py"
+
+
+class Described(msgspec.Struct, forbid_unknown_fields=True):
+    """What the process of one pipeline rank found; ``error`` alone where Megatron refused."""
+
+    error: str | None = None
+    parallel: Parallel | None = None
+    p2p_bytes: int = 0
+    chunks: tuple[Chunk, ...] = ()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    layer_options: tuple[str, ...] = ()
+
+
+class CheckoutModel(NamedTuple):
+    """What a checkout's own script builds.
+
+    Attributes:
+        workload: of the whole model.
+        layer_options: options of ``layer_runners`` by which it builds the layers of one rank.
+    """
+
+    workload: Workload
+    layer_options: tuple[str, ...]
+
+
+def describe_command_line(tree, options) -> "CheckoutModel":
+    """The workload of the model that ``tree``'s pretrain_gpt.py trains by ``options``, and how its layers are built.
+
+    Args:
+        tree: root of a Megatron-LM checkout, patched or not.
+        options: all that a user gives pretrain_gpt.py, and the options of
+            ``gpt_arguments.add_plan_arguments`` and ``--data-parallel-size``.
+
+    Raises:
+        InputError: Megatron refuses the options, or a schedule cannot be combined with them.
+    """
+    tree = require_script(tree)
+    script = script_arguments.read(options)
+    ours, pp = script.ours, script.sizes.pipeline_model_parallel_size
+    with tempfile.TemporaryDirectory() as scratch:
+        found = _run(tree, Path(scratch), pp, script.world_size(), script.megatron)
+    chunks = sorted(
+        (chunk for rank in found for chunk in rank.chunks), key=lambda chunk: (chunk.model_chunk_id, chunk.pp_rank)
+    )
+    first = found[0].parallel
+    assert first is not None  # every rank writes its sizes
+    parallel = msgspec.structs.replace(first, gpus_per_node=ours.gpus_per_node)
+    workload = Workload(
+        schema_version=SCHEMA_VERSION,
+        kind="workload",
+        parallel=parallel,
+        zero_stage=ours.zero_stage,
+        chunks=tuple(chunks),
+        p2p_bytes=found[0].p2p_bytes,
+        limits=limits_of(ours),
+        optimizer=found[0].optimizer,
+    )
+    return CheckoutModel(check(workload), found[0].layer_options)
+
+
+def require_script(tree) -> Path:
+    """The absolute path of a checkout.
+
+    Raises:
+        InputError: it holds no pretrain_gpt.py.
+    """
+    tree = Path(tree).resolve()
+    if not (tree / SCRIPT).is_file():
+        raise InputError(
+            f"has no {SCRIPT}; without --checkout, describe knows a subset of Megatron's options",
+            file=tree,
+            field="--checkout",
+        )
+    return tree
+
+
+def _run(tree: Path, scratch: Path, pp: int, world_size: int, options: list[str]) -> list[Described]:
+    """What every pipeline rank builds."""
+    ours = Path(__file__).parents[2]
+    path = os.pathsep.join([str(tree), str(ours), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Describing needs no GPU, and must look the same with and without one.
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    environment.pop("LOCAL_WORLD_SIZE", None)
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ext.megatron.describe_from_checkout",
+        tree,
+        scratch,
+        pp,
+        world_size,
+        *options,
+    ]
+    result = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, errors="replace", check=False
+    )
+    found = []
+    for pp_rank in range(pp):
+        place = scratch / f"{pp_rank}.json"
+        if not place.is_file():
+            said = [line for line in result.stderr.splitlines() if line.strip()] or ["no reason given"]
+            raise InputError(f"{SCRIPT} ended with {result.returncode}: {said[-1][:200]}", file=tree)
+        rank = json_files.load(place, Described)
+        if rank.error is not None:
+            raise InputError(rank.error, file=tree / SCRIPT)
+        found.append(rank)
+    return found
+
+
+# In the process that imports the checkout.
+
+
+class _Built(BaseException):
+    """Every chunk of this rank is built; not an error that Megatron may catch."""
+
+
+class _OnMeta:
+    """While a model is built, whatever says where it wants its memory gets none."""
+
+    def __init__(self):
+        import torch
+        from torch.overrides import TorchFunctionMode
+
+        class Mode(TorchFunctionMode):
+            def __torch_function__(self, function, types, args=(), kwargs=None):
+                kwargs = kwargs or {}
+                return function(*args, **(kwargs | {"device": "meta"} if "device" in kwargs else kwargs))
+
+        self._stack = contextlib.ExitStack()
+        self._modes = torch.device("meta"), Mode()
+
+    def __enter__(self):
+        for mode in self._modes:
+            self._stack.enter_context(mode)
+
+    def __exit__(self, *error):
+        self._stack.close()
+
+
+def _run_script(tree: Path, rank: int, world_size: int, options: list[str]) -> Described:
+    """Run the checkout's script as rank ``rank`` until its model is built.
+
+    Raises:
+        InputError: Megatron or we refuse the options.
+    """
+    import torch
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_ext.megatron.describe_model import only_fake_groups
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    chunks = []
+    _stop_at_model(chunks)
+    _leave_no_trace()
+
+    _parse_for_no_gpu()
+    sys.argv = [str(tree / SCRIPT), *options]
+    sys.path.insert(0, str(tree))
+    with only_fake_groups():
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except _Built:
+            return _described(chunks)
+        except InputError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise InputError(_reason(error)) from error
+    raise InputError(f"{SCRIPT} ended without building a model")
+
+
+def _parse_for_no_gpu() -> None:
+    """Let every parser raise what is wrong, and do without kernels that may not be here."""
+    from megatron_ext.megatron.refusals import refuse_combinations
+
+    def refuse(self, message):
+        raise InputError(message)
+
+    cpu_options.add_to_parsers(cpu_options.KERNELS, refuse_combinations)
+    argparse.ArgumentParser.error = refuse
+
+
+def _stop_at_model(chunks: list) -> None:
+    """Collect the modules that are handed to DistributedDataParallel, and end with the last one."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_ext.megatron.refusals import refuse_unsupported
+
+    build = GPTModel.__init__
+
+    @functools.wraps(build)
+    def build_on_meta(self, config, *args, **kwargs):
+        refuse_unsupported(_megatron_args())
+        # Nobody reads the values; and torch's norm, which may be all there is here, has the parameters
+        # of one that can work on a part of the sequence.
+        config.perform_initialization = config.sequence_parallel = False
+        with _OnMeta():
+            build(self, config, *args, **kwargs)
+
+    @functools.wraps(DistributedDataParallel.__init__)
+    def collect(self, config, ddp_config, module, *args, **kwargs):
+        torch.nn.Module.__init__(self)
+        chunks.append(module)
+        if len(chunks) == (_megatron_args().virtual_pipeline_model_parallel_size or 1):
+            raise _Built
+
+    GPTModel.__init__ = build_on_meta
+    DistributedDataParallel.__init__ = collect
+
+
+def _leave_no_trace() -> None:
+    """No dataset helper is compiled into the checkout, and no writer is opened for this run."""
+    with contextlib.suppress(ImportError):
+        from megatron.core.datasets import utils
+
+        utils.compile_helpers = lambda: None
+    with contextlib.suppress(ImportError):
+        from megatron.training import global_vars
+
+        for name in ("_set_tensorboard_writer", "_set_wandb_writer", "_set_one_logger"):
+            if hasattr(global_vars, name):
+                setattr(global_vars, name, lambda args: None)
+
+
+def _megatron_args():
+    from megatron.training import get_args
+
+    return get_args()
+
+
+def _described(chunks: list) -> Described:
+    from megatron.core import parallel_state
+
+    from megatron_ext.megatron.describe_model import describe_chunk
+    from megatron_ext.megatron.optimizer_of_args import optimizer_settings
+    from megatron_ext.megatron.saved_activations import with_activations
+    from megatron_ext.megatron.workload_of_run import parallel_of_megatron
+    from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
+
+    args = _megatron_args()
+    for chunk in chunks:
+        if not all(getattr(parameter, "allreduce", True) for parameter in chunk.parameters()):
+            raise InputError(
+                "expert-parallel parameters cannot be scheduled",
+                field="--num-experts",
+                value=getattr(args, "num_experts", None),
+            )
+    parallel = parallel_of_megatron(args)
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    batch = MicroBatch(args.seq_length, args.micro_batch_size, sequence_parallel=args.sequence_parallel)
+    message = p2p_bytes(parallel, batch, args.hidden_size, args.params_dtype.itemsize)
+    return Described(
+        parallel=parallel,
+        p2p_bytes=message,
+        chunks=tuple(
+            with_activations(describe_chunk(chunk, pp_rank, index), chunk, args) for index, chunk in enumerate(chunks)
+        ),
+        optimizer=optimizer_settings(args),
+        layer_options=options_of_layers(args),
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Why Megatron gave up, in one line."""
+    args = None
+    with contextlib.suppress(Exception):
+        args = _megatron_args()
+    if (
+        getattr(args, "transformer_impl", None) == "transformer_engine"
+        and importlib.util.find_spec("transformer_engine") is None
+    ):
+        return (
+            "--transformer-impl = 'transformer_engine': is Megatron's default and is not installed here; "
+            "describe where it is, or train with --transformer-impl local"
+        )
+    if isinstance(error, ModuleNotFoundError):
+        return (
+            f"there is no Python package {error.name}, which this checkout imports; describe where it "
+            "trains, or let scripts/setup.sh install such packages: WITH_CHECKOUT=1 bash scripts/setup.sh"
+        )
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    # Many of Megatron's assertions have no text: then the condition says most.
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"Megatron refuses the options: {type(error).__name__}: {said or at.line} "
+        f"({Path(at.filename).name}, line {at.lineno})"
+    )[:400]
+
+
+def main() -> int:
+    """``TREE OUT PP WORLD_SIZE OPTION...``: write OUT/<pp_rank>.json for every pipeline rank, until one refuses."""
+    tree, out, pp, world_size = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    options = sys.argv[5:]
+    from megatron_ext.megatron import cpu_compat
+
+    cpu_compat.install()
+    with contextlib.suppress(Exception):  # what is wrong with it, the script will say
+        importlib.import_module("megatron.training.training")
+    for pp_rank in range(pp):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                try:
+                    found = _run_script(tree, pp_rank * world_size // pp, world_size, options)
+                except InputError as error:
+                    found = Described(error=str(error))
+                json_files.save(out / f"{pp_rank}.json", found)
+                code = 0 if found.error is None else 2
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        if status:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The workload of a real model: its parameters, read off the modules that will train."""
+
+import contextlib
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_ext.megatron.boundaries import layers_of
+from megatron_ext.megatron.gpt_arguments import batch_of, dtype_of, limits_of, parallel_of
+from megatron_ext.megatron.ignored_options import parse as parse
+from megatron_ext.megatron.ignored_options import sizes_taken as sizes_taken
+from megatron_ext.megatron.optimizer_of_args import optimizer_settings
+from megatron_ext.megatron.saved_activations import with_activations
+from megatron_ext.workload.bucket_layout import ITEM_BYTES
+from megatron_ext.workload.gpt_shapes import p2p_bytes
+from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import SCHEMA_VERSION, Chunk, Parameter, Workload, check
+
+
+def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) -> Chunk:
+    """Parameters of a built model chunk (wrapped or bare) in execution order."""
+    layers = layers_of(chunk)
+    parameters = []
+    borrowers: dict[str, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for name in layer.borrowed:
+            borrowers.setdefault(name, []).append(index)
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.parameters:
+            parameters.append(
+                Parameter(
+                    name=name,
+                    shape=tuple(parameter.shape),
+                    dtype=str(parameter.dtype).removeprefix("torch."),
+                    bytes=parameter.numel() * parameter.element_size(),
+                    layer=index,
+                    shared_embedding=bool(getattr(parameter, "shared_embedding", False)),
+                    borrowed_by=tuple(borrowers.get(name, ())),
+                )
+            )
+    return Chunk(
+        pp_rank=pp_rank,
+        model_chunk_id=model_chunk_id,
+        parameters=tuple(parameters),
+        layer_kinds=tuple(layer.kind for layer in layers),
+    )
+
+
+def describe_options(args) -> Workload:
+    """The workload of the model that checked options ask for, without training processes.
+
+    Every pipeline rank's chunks are built in turn on the ``meta`` device, in a process group
+    that only counts (torch's ``fake`` backend), so that a laptop can describe a model of any
+    size. ``limits`` and ``zero_stage`` are the options' or their defaults.
+
+    Raises:
+        InputError: Megatron refuses the combination.
+    """
+    parallel = parallel_of(args)
+    chunks = []
+    for pp_rank in range(parallel.pp):
+        chunks += _chunks_of_rank(args, parallel, pp_rank)
+    return check(
+        Workload(
+            schema_version=SCHEMA_VERSION,
+            kind="workload",
+            parallel=parallel,
+            zero_stage=args.zero_stage,
+            chunks=tuple(chunks),
+            p2p_bytes=p2p_bytes(parallel, batch_of(args), args.hidden_size, ITEM_BYTES[dtype_of(args)]),
+            limits=limits_of(args),
+            optimizer=optimizer_settings(args),
+        )
+    )
+
+
+def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_ext.megatron import gpt_model
+
+    torch.distributed.init_process_group(
+        "fake", store=FakeStore(), rank=parallel.global_rank(pp_rank, 0), world_size=parallel.world_size
+    )
+    try:
+        with only_fake_groups():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=args.tensor_model_parallel_size,
+                pipeline_model_parallel_size=parallel.pp,
+                virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
+            )
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        config = gpt_model.transformer_config(args, use_cpu_initialization=True, perform_initialization=False)
+        dtype = config.params_dtype
+        with torch.device("meta"):
+            built = gpt_model.build_chunks(args, config)
+        # Precision wrappers convert every parameter.
+        return [
+            with_activations(describe_chunk(chunk.to(dtype), pp_rank, index), chunk, args)
+            for index, chunk in enumerate(built)
+        ]
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def only_fake_groups():
+    """Megatron makes a gloo group beside each group; in a process of its own it would wait for others."""
+    new_group = torch.distributed.new_group
+
+    def fake_group(*args, backend=None, **kwargs):
+        return new_group(*args, **kwargs)
+
+    torch.distributed.new_group = fake_group
+    try:
+        yield
+    finally:
+        torch.distributed.new_group = new_group

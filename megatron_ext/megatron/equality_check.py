@@ -1,0 +1,139 @@
+"""``--user-defined-schedule-check FILE``: is training by the schedule that of Megatron's own gather, to the last bit?
+
+The first run with a FILE that is not there is the reference: Megatron gathers, at the schedule's bucket layout, and
+FILE holds what came of it. The same command again trains by the schedule and is compared with FILE when it ends.
+Compared are the gradient norms of all iterations and all parameters of every rank at the end.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+
+from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.run_summary import LAYOUT_NOTE, Measured
+
+
+class ReferenceRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What came of training with Megatron's own gather.
+
+    Attributes:
+        schedule_sha256: of the schedule file whose bucket layout was used.
+        grad_norms: by iteration, as ``float.hex`` writes them; empty text where a step was skipped.
+        parameter_sha256: of all parameters, by rank.
+        measured: times of the run; None where it was too short.
+    """
+
+    kind: Literal["reference_run"]
+    schedule_sha256: str
+    grad_norms: tuple[str, ...]
+    parameter_sha256: tuple[str, ...]
+    measured: Measured | None
+
+
+class EqualityCheck:
+    """The check of one run.
+
+    Args:
+        path: FILE.
+        schedule_sha256: of this run's schedule file.
+
+    Raises:
+        InputError: FILE is of another schedule or cannot be read; or it is not there and cannot be written.
+    """
+
+    def __init__(self, path, schedule_sha256: str):
+        self.path, self.schedule_sha256 = Path(path), schedule_sha256
+        self.reference: ReferenceRun | None = None
+        self.grad_norms: list[str] = []
+        if self.path.exists():
+            self.reference = json_files.load(path, ReferenceRun)
+            if self.reference.schedule_sha256 != schedule_sha256:
+                raise InputError(
+                    "is of a run with another schedule; remove it to make a new reference",
+                    file=path,
+                    field="schedule_sha256",
+                    value=self.reference.schedule_sha256[:12],
+                )
+        else:
+            json_files.check_writable(path)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this run is the one that others are compared with."""
+        return self.reference is None
+
+    def start_lines(self) -> list[str]:
+        """What this run is in the check, and what it is not compared with."""
+        if self.reference is None:
+            return [f"equality check: this run is the reference and writes {self.path}", LAYOUT_NOTE]
+        return [f"equality check: this run is compared with {self.path} when training ends"]
+
+    def watch(self, optimizer) -> None:
+        """Note the gradient norm of every ``optimizer.step()``."""
+        step = optimizer.step
+
+        def noted(*args, **kwargs):
+            result = step(*args, **kwargs)
+            norm = result[1]
+            self.grad_norms.append("" if norm is None else float(norm).hex())
+            return result
+
+        optimizer.step = noted
+
+    def finish(self, digests: list[str], measured: Measured | None) -> list[str]:
+        """On the first rank: write the reference, or compare with it; lines that say so.
+
+        Raises:
+            InputError: the run differs from its reference.
+        """
+        mine = ReferenceRun(
+            kind="reference_run",
+            schedule_sha256=self.schedule_sha256,
+            grad_norms=tuple(self.grad_norms),
+            parameter_sha256=tuple(digests),
+            measured=measured,
+        )
+        if self.reference is None:
+            json_files.save(self.path, mine)
+            return [f"this was the reference, kept in {self.path}; the same command again trains by the schedule"]
+        difference = _difference(self.reference, mine)
+        if difference is not None:
+            raise InputError(difference, file=self.path)
+        return [
+            f"equal to the reference in {self.path} to the last bit: gradient norms of {len(mine.grad_norms)} "
+            f"iterations, parameters of {len(digests)} ranks"
+        ]
+
+
+def _difference(reference: ReferenceRun, mine: ReferenceRun) -> str | None:
+    """The first difference, in one line; None where the runs are equal."""
+    if len(reference.grad_norms) != len(mine.grad_norms):
+        return f"cannot be compared: it trained {len(reference.grad_norms)} iterations, this run {len(mine.grad_norms)}"
+    if len(reference.parameter_sha256) != len(mine.parameter_sha256):
+        return (
+            f"cannot be compared: it had {len(reference.parameter_sha256)} ranks, this run {len(mine.parameter_sha256)}"
+        )
+    for iteration, (theirs, ours) in enumerate(zip(reference.grad_norms, mine.grad_norms), 1):
+        if theirs != ours:
+            return (
+                f"NOT EQUAL: gradient norm of iteration {iteration}: reference {float.fromhex(theirs or 'nan')!r}, "
+                f"this run {float.fromhex(ours or 'nan')!r}"
+            )
+    for rank, (theirs, ours) in enumerate(zip(reference.parameter_sha256, mine.parameter_sha256)):
+        if theirs != ours:
+            return f"NOT EQUAL: parameters of rank {rank}"
+    return None
+
+
+def parameter_digest(ddps: list[torch.nn.Module]) -> str:
+    """sha256 over all parameters of this rank's chunks, which must be whole."""
+    digest = hashlib.sha256()
+    for ddp in ddps:
+        for name, parameter in ddp.named_parameters():
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,98 @@
+"""Build a GPT on megatron.core from Megatron's options: for ``describe``, ``measure`` and the example."""
+
+import inspect
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.runtime.device import has_cuda
+
+
+def transformer_config(args, **overrides) -> TransformerConfig:
+    """Megatron's TransformerConfig for checked options."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    vp = args.num_virtual_stages_per_pipeline_rank
+    on_gpu = has_cuda()
+    values: dict[str, Any] = dict(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        kv_channels=args.kv_channels,
+        add_bias_linear=args.add_bias_linear,
+        add_qkv_bias=args.add_qkv_bias,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=vp,
+        microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=args.bf16,
+        fp16=args.fp16,
+        attention_dropout=args.attention_dropout,
+        hidden_dropout=args.hidden_dropout,
+        normalization=args.normalization,
+        gated_linear_unit=args.swiglu,
+        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
+        # Interleaving over two pipeline ranks works only with overlapped p2p.
+        overlap_p2p_comm=vp is not None,
+        batch_p2p_comm=vp is None,
+        # gloo keeps no hold on a tensor whose data is swapped while it is being sent; up to
+        # Megatron 0.17.1 the freed activation would be sent in its place.
+        deallocate_pipeline_outputs=on_gpu,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        attention_softmax_in_fp32=not (args.bf16 or args.fp16),
+    )
+    values.update(overrides)
+    return TransformerConfig(**values)
+
+
+def layer_spec(args, config: TransformerConfig):
+    """The transformer layer's parts: local PyTorch modules, or Transformer Engine's."""
+    if args.transformer_impl == "transformer_engine":
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        return get_gpt_layer_with_transformer_engine_spec()
+    # Up to 0.11 there is one local layer, with a LayerNorm.
+    chosen = {} if args.normalization == "LayerNorm" else {"normalization": args.normalization}
+    return get_gpt_layer_local_spec(**chosen)
+
+
+def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
+    """All model chunks of this pipeline rank, in chunk order."""
+    vp = args.num_virtual_stages_per_pipeline_rank
+    chunks = []
+    for chunk in range(vp or 1):
+        stage: dict[str, Any] = dict(vp_stage=chunk) if vp else {}
+        if vp and "vp_stage" not in inspect.signature(GPTModel).parameters:
+            # Up to 0.12 the chunk that is being built is a global of Megatron's.
+            parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+            stage = {}
+        pre = parallel_state.is_pipeline_first_stage(ignore_virtual=vp is None, **stage)
+        post = parallel_state.is_pipeline_last_stage(ignore_virtual=vp is None, **stage)
+        chunks.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=layer_spec(args, config),
+                vocab_size=args.padded_vocab_size,
+                max_sequence_length=args.max_position_embeddings,
+                pre_process=pre,
+                post_process=post,
+                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+                position_embedding_type=args.position_embedding_type,
+                **stage,
+            )
+        )
+    return chunks

@@ -1,0 +1,208 @@
+"""Megatron's options that ``describe`` meets in a user's command line and does not need.
+
+Without a checkout there is no parser of Megatron's to ask. So this is what we know of its options
+beside those in ``gpt_arguments``: some do not change which parameters a rank holds, nor the order of
+steps, and are read over; others do, in ways that only Megatron itself can work out, and are refused by
+name. Whatever is in neither list may be misspelt, and is refused too. With a checkout, see ``describe_from_checkout``.
+"""
+
+import argparse
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import gpt_arguments
+from megatron_ext.megatron.refusals import LAYER_WISE_OPTIMIZERS, NEUTRAL
+
+FLAGS = """
+    accumulate-allreduce-grads-in-fp32 apply-layernorm-1p apply-query-key-layer-scaling
+    apply-residual-connection-post-layernorm apply-wd-to-qk-layernorm async-save attention-softmax-in-fp32
+    auto-detect-ckpt-format calculate-per-token-loss check-for-large-grads check-for-spiky-loss
+    ckpt-assume-constant-structure ckpt-fully-parallel-load ckpt-fully-parallel-save cross-entropy-loss-fusion
+    data-parallel-random-init ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw
+    defer-embedding-wgrad-compute deterministic-mode disable-gloo-process-groups dist-ckpt-optim-fully-reshardable
+    distribute-saved-activations enable-cuda-graph eod-mask-loss exit-on-missing-checkpoint exit-signal-handler fim-data
+    finetune flash-decode fp16-lm-cross-entropy grad-reduce-in-bf16 init-model-with-meta-device log-device-memory-used
+    log-energy log-max-attention-logit log-memory-to-tensorboard log-num-zeros-in-grad log-params-norm log-progress
+    log-straggler log-throughput log-timers-to-tensorboard log-validation-ppl-to-tensorboard
+    log-world-size-to-tensorboard manual-gc mock-data no-async-tensor-model-parallel-allreduce no-bias-dropout-fusion
+    no-bias-gelu-fusion no-bias-swiglu-fusion no-check-for-nan-in-loss-and-grad no-ckpt-fully-parallel-save
+    no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-load-optim no-load-rng
+    no-log-loss-scale-to-tensorboard no-manual-gc-eval no-masked-softmax-fusion
+    no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-optim no-save-rng
+    no-scatter-gather-tensors-in-pipeline no-use-tokenizer-model-from-checkpoint-args optimizer-cpu-offload
+    overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce overlap-p2p-communication-warmup-flush overlap-param-gather
+    override-opt_param-scheduler profile recompute-activations reset-attention-mask reset-position-ids
+    rotary-interleaved skip-train squared-relu te-rng-tracker test-mode tp-comm-overlap
+    use-checkpoint-opt_param-scheduler use-cpu-initialization use-distributed-optimizer use-flash-attn use-mcore-models
+    use-persistent-ckpt-worker use-precision-aware-optimizer use-pytorch-profiler use-ring-exchange-p2p use-rope-scaling
+    use-sharp verify-integrity
+""".split()
+"""Options without a value."""
+
+FLAGS += ["init-by-name", "no-overlap-param-gather"]  # of examples/pretrain_gpt_hybrid.py alone
+
+VALUES = """
+    adam-beta1 adam-beta2 adam-eps async-strategy attention-backend check-weight-hash-across-dp-replicas-interval
+    ckpt-format ckpt-step clip-grad cross-entropy-fusion-impl cuda-graph-impl data-cache-path dataloader-type
+    ddp-bucket-size decoupled-lr decoupled-min-lr dist-ckpt-format dist-ckpt-strictness empty-unused-memory-level
+    end-weight-decay error-injection-rate error-injection-type eval-global-batch-size eval-interval eval-iters
+    exit-duration-in-mins exit-interval exp-avg-dtype exp-avg-sq-dtype fim-rate fim-spm-rate fp8-amax-compute-algo
+    fp8-amax-history-len fp8-format fp8-margin fp8-recipe hysteresis init-method-std initial-loss-scale load local-rank
+    log-interval loss-scale loss-scale-window lr lr-decay-iters lr-decay-samples lr-decay-style lr-warmup-fraction
+    lr-warmup-init lr-warmup-iters lr-warmup-samples lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style
+    main-grads-dtype main-params-dtype manual-gc-interval mask-prob mid-level-dataset-surplus min-loss-scale min-lr
+    non-persistent-save-interval norm-epsilon num-workers one-logger-project one-logger-run-name
+    optimizer-offload-fraction per-split-data-args-path pretrained-checkpoint profile-step-end profile-step-start
+    rerun-mode rotary-base rotary-percent rotary-seq-len-interpolation-factor save save-interval save-retain-interval
+    seed sgd-momentum split start-weight-decay straggler-ctrlr-port straggler-minmax-count tensorboard-dir
+    tensorboard-log-interval tensorboard-queue-size tiktoken-num-special-tokens tiktoken-pattern timing-log-level
+    timing-log-option tp-comm-bootstrap-backend tp-comm-overlap-cfg train-iters train-samples train-sync-interval
+    wandb-entity wandb-exp-name wandb-project wandb-save-dir weight-decay weight-decay-incr-style wgrad-deferral-limit
+    user-defined-schedule user-defined-schedule-nvme-path user-defined-schedule-trace metrics-path progress-bar
+""".split()
+"""Options with one value."""
+
+LISTS = (
+    "data-path train-data-path valid-data-path test-data-path profile-ranks tiktoken-special-tokens "
+    "recompute-modules cuda-graph-scope"
+).split()
+"""Options with one value or more."""
+
+TOKENIZER = "tokenizer-type tokenizer-model vocab-file merge-file vocab-extra-ids legacy-tokenizer".split()
+"""They decide the size of the vocabulary, hence of two parameters."""
+
+REFUSED = """
+    account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split attention-output-gate
+    decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers decoder-num-layers encoder-num-layers
+    encoder-pipeline-model-parallel-size encoder-tensor-model-parallel-size experimental-attention-variant
+    expert-model-parallel-size expert-tensor-parallel-size first-last-layers-bf16 fp32-residual-connection fp4-format
+    heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path hierarchical-context-parallel-sizes
+    hybrid-attention-ratio hybrid-layer-pattern kv-lora-rank moe-ffn-hidden-size moe-grouped-gemm moe-layer-freq
+    moe-router-topk moe-shared-expert-intermediate-size mtp-num-layers multi-latent-attention num-experts
+    pipeline-model-parallel-layout pipeline-model-parallel-split-rank q-lora-rank qk-layernorm
+    relative-attention-num-buckets spec tensor-parallel-num-weight-shards use-checkpoint-args use-legacy-models yaml-cfg
+""".split()
+"""Options that change parameters, who holds them, or the order of steps."""
+
+BATCH = "decrease-batch-size-if-needed rampup-batch-size step-batch-size-schedule".split()
+"""Options that change the number of micro-batches in the course of training."""
+
+
+SIZES = "num-layers hidden-size num-attention-heads seq-length micro-batch-size".split()
+"""What Megatron itself asks for; here they have defaults."""
+
+
+def sizes_taken(options) -> dict[str, int]:
+    """By option, the default of every size that ``options`` do not give."""
+    parser = gpt_arguments.add_gpt_arguments(argparse.ArgumentParser())
+    given = {option.partition("=")[0] for option in options}
+    return {f"--{name}": parser.get_default(name.replace("-", "_")) for name in SIZES if f"--{name}" not in given}
+
+
+def parse(options, *, verb: str = "describe", world_size: int | None = None, **defaults) -> argparse.Namespace:
+    """Options of ``megatron-ext describe`` (or another ``verb``): Megatron's, and what a plan may use.
+
+    Args:
+        world_size: number of GPUs, or None to take it from the parallel sizes.
+        defaults: values of options that are not given, where they are others than the example's.
+
+    Raises:
+        InputError: naming the option and its value.
+    """
+    parser = gpt_arguments.OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
+    gpt_arguments.add_gpt_arguments(parser)
+    gpt_arguments.add_plan_arguments(parser)
+    parser.add_argument("--sequence-parallel", action="store_true")  # of messages between stages only
+    add_other_options(parser)
+    default_vocab_size = parser.get_default("vocab_size")
+    parser.set_defaults(vocab_size=None, **defaults)
+    args, unknown = parser.parse_known_args(list(options))
+    refuse_unknown(parser, unknown)
+    check_other_options(args)
+    args.vocab_size = default_vocab_size if args.vocab_size is None else args.vocab_size
+    gpt_arguments.check(args, world_size=world_size)
+    return args
+
+
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def add_other_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Let ``parser`` accept the options above; :func:`check_other_options` judges them."""
+    group = parser.add_argument_group("Megatron's other options")
+    known = set(parser._option_string_actions)
+    judged = [*REFUSED, *BATCH, *map(_dashes, NEUTRAL), "optimizer"]
+    options: tuple[tuple[Iterable[str], dict[str, Any]], ...] = (
+        (FLAGS, {"action": "store_true"}),
+        (VALUES, {}),
+        (LISTS, {"nargs": "+"}),
+        (TOKENIZER, {"nargs": "?", "const": True}),
+        (judged, {"nargs": "*"}),
+    )
+    for names, how in options:
+        for name in names:
+            if f"--{name}" not in known:
+                known.add(f"--{name}")
+                group.add_argument(f"--{name}", default=argparse.SUPPRESS, **how)
+    return parser
+
+
+def check_other_options(args) -> None:
+    """Refuse options that only Megatron itself can work out.
+
+    Raises:
+        InputError: naming the option and its value.
+    """
+    given = vars(args)
+
+    def refuse(name: str, why: str):
+        raise InputError(why, field="--" + _dashes(name), value=" ".join(given[name]) or ...)
+
+    for name, neutral in NEUTRAL.items():
+        if given.get(name) not in (None, [str(neutral)]):
+            refuse(name, "cannot be combined with a schedule")
+    if given.get("optimizer", [""])[0] in LAYER_WISE_OPTIMIZERS:
+        refuse("optimizer", "cannot be combined with a schedule")
+    for name in BATCH:
+        if name.replace("-", "_") in given:
+            refuse(name.replace("-", "_"), "a schedule holds for one number of micro-batches")
+    for name in REFUSED:
+        if given.get(name.replace("-", "_")) not in (None, ["1"]):
+            refuse(
+                name.replace("-", "_"),
+                "changes parameters or the order of steps; give --checkout DIR, and Megatron itself says how",
+            )
+    tokenizers = [name for name in TOKENIZER if name.replace("-", "_") in given]
+    if tokenizers and args.vocab_size is None:
+        raise InputError(
+            "is not read here; give --vocab-size, the tokenizer's own size",
+            field=f"--{tokenizers[0]}",
+            value=given[tokenizers[0].replace("-", "_")],
+        )
+    if given.get("tokenizer_type") == "NullTokenizer":
+        from megatron.core import package_info
+
+        # Up to 0.17 it has an end of document beside its vocabulary.
+        args.vocab_size += int(package_info.MAJOR) == 0 and int(package_info.MINOR) < 18
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None:
+    """Refuse what no list names, with the nearest name.
+
+    Raises:
+        InputError: if anything is unknown.
+    """
+    if not unknown:
+        return
+    option = unknown[0].partition("=")[0]
+    near = difflib.get_close_matches(option, list(parser._option_string_actions), n=1, cutoff=0.8)
+    hint = (
+        f"did you mean {near[0]}?"
+        if near
+        else "if it is one of Megatron's, give --checkout DIR, whose own parser knows it"
+    )
+    verb = parser.prog.rpartition(" ")[2]
+    raise InputError(f"is not an option that {verb} knows; {hint}", file=parser.prog, field="option", value=option)

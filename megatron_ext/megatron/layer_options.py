@@ -1,0 +1,98 @@
+"""Options by which ``layer_runners`` builds the layers that a checkout's own script trains.
+
+The checkout's parser knows every option of its release; ``layer_runners`` knows those of ``gpt_arguments``. So what
+Megatron made of the command line is written down in these, and the layers are compared by their bytes.
+"""
+
+from collections import defaultdict
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import gpt_arguments
+from megatron_ext.workload.gpt_shapes import gpt_workload
+from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import Chunk, Workload
+
+
+def options_of_layers(args) -> tuple[str, ...]:
+    """Options of one pipeline rank's layers, for Megatron's own validated arguments."""
+    stages = args.pipeline_model_parallel_size
+    valued = {
+        "num-layers": max(args.num_layers // stages, 1),
+        "hidden-size": args.hidden_size,
+        "ffn-hidden-size": args.ffn_hidden_size,
+        "num-attention-heads": args.num_attention_heads,
+        "kv-channels": args.kv_channels,
+        "seq-length": args.seq_length,
+        "max-position-embeddings": args.max_position_embeddings,
+        "vocab-size": args.padded_vocab_size,
+        "make-vocab-size-divisible-by": 1,
+        "position-embedding-type": args.position_embedding_type,
+        "normalization": args.normalization,
+        "attention-dropout": args.attention_dropout,
+        "hidden-dropout": args.hidden_dropout,
+        "transformer-impl": args.transformer_impl,
+        "tensor-model-parallel-size": args.tensor_model_parallel_size,
+        "micro-batch-size": args.micro_batch_size,
+    }
+    flags = {
+        "disable-bias-linear": not args.add_bias_linear,
+        "add-qkv-bias": getattr(args, "add_qkv_bias", False),
+        "swiglu": args.swiglu,
+        "untie-embeddings-and-output-weights": args.untie_embeddings_and_output_weights,
+        "bf16": args.bf16,
+        "fp16": args.fp16,
+    }
+    if args.group_query_attention:
+        flags["group-query-attention"], valued["num-query-groups"] = True, args.num_query_groups
+    if args.recompute_granularity:
+        for name in ("granularity", "method", "num_layers"):
+            value = getattr(args, f"recompute_{name}")
+            if value is not None:
+                valued["recompute-" + name.replace("_", "-")] = value
+    found = [text for name, value in valued.items() for text in (f"--{name}", str(value))]
+    return (*found, *(f"--{name}" for name, given in flags.items() if given))
+
+
+def require_known_layers(options: tuple[str, ...], workload: Workload) -> None:
+    """Refuse a model whose layers ``layer_runners`` would build otherwise than the script does.
+
+    Args:
+        options: of :func:`options_of_layers`.
+        workload: what the script builds.
+
+    Raises:
+        InputError: naming the first kind of layer that differs, or the option that ``layer_runners`` does not know.
+    """
+    from megatron_ext.megatron.ignored_options import parse
+
+    args = parse(options)
+    tensor = workload.parallel.tensor_model_parallel_size
+    one = Parallel(
+        pipeline_model_parallel_size=1,
+        data_parallel_size=1,
+        tensor_model_parallel_size=tensor,
+        num_microbatches=1,
+        order="no_pipeline",
+    )
+    built = gpt_workload(gpt_arguments.shape_of(args), one, gpt_arguments.batch_of(args))
+    known, there = _layer_bytes(built.chunks), _layer_bytes(workload.chunks)
+    for kind, sizes in there.items():
+        # A tied matrix is a parameter of the output only on a pipeline rank without the embedding.
+        if kind != "output" and not sizes <= known.get(kind, set()):
+            raise InputError(
+                f"measure cannot build this model's layers of kind {kind!r} ({max(sizes)} bytes, it knows "
+                f"{max(known.get(kind, {0}))}); name a function that can",
+                field="--modules",
+            )
+
+
+def _layer_bytes(chunks: tuple[Chunk, ...]) -> dict[str, set[int]]:
+    """Bytes that layers of each kind own."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for chunk in chunks:
+        sizes = [0] * len(chunk.layer_kinds)
+        for parameter in chunk.parameters:
+            sizes[parameter.layer] += parameter.bytes
+        for kind, size in zip(chunk.layer_kinds, sizes):
+            found[kind].add(size)
+    return found

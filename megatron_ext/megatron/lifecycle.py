@@ -1,0 +1,364 @@
+"""One training run that is scheduled, traced, or both: from its options to its end. The hooks call it.
+
+[Note: Lifecycle]
+1. BUILDING: Megatron builds model chunks. The buckets of each are laid out by the schedule's groups, and then the
+   optimizer takes its views of them.
+2. ``on_train_setup``: the model is compared with the schedule, all ranks agree or all refuse, routes are prepared, the
+   program is compiled, host copies are published. The run is READY: every iteration runs the program.
+   With MEGATRON_EXT_STOCK_GATHER=1, or as the first run of an equality check, it is REFERENCE instead: Megatron
+   gathers at the schedule's bucket layout.
+3. ``finish``: parameters are whole, threads and mappings are gone. The run is CLOSED.
+A run without a schedule is UNSCHEDULED from the start: Megatron gathers, and a trace is recorded.
+An error while BUILDING is kept until ``on_train_setup``: a single rank that gave up earlier would leave the others
+waiting for it in a collective.
+"""
+
+import os
+from enum import Enum
+
+import msgspec
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.formats import json_files
+from megatron_ext.formats import trace as trace_file
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.rank_memory import RankMemory
+from megatron_ext.megatron import buckets, refusals, run_summary, stock_trace
+from megatron_ext.megatron.agreement import agree, gather_objects
+from megatron_ext.megatron.describe_model import describe_chunk
+from megatron_ext.megatron.equality_check import EqualityCheck, parameter_digest
+from megatron_ext.megatron.pre_hooks import replace_pre_hooks
+from megatron_ext.megatron.prepare import prepare
+from megatron_ext.megatron.recompute import check_recompute
+from megatron_ext.megatron.step_calls import IDLE, StepCalls
+from megatron_ext.megatron.workload_of_run import workload_of_run
+from megatron_ext.runtime import faults, host_memory
+from megatron_ext.runtime.device import has_cuda
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.group import ScheduleError
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule import match, memory_bill, validate
+from megatron_ext.schedule.footprint import pinned_host_bytes
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload.drive_reads import DriveReads
+from megatron_ext.workload.workload import Workload
+
+STOCK_GATHER = "MEGATRON_EXT_STOCK_GATHER"
+"""Set to 1: lay buckets out by the schedule but gather as Megatron does. The reference that a
+scheduled run must equal to the last bit."""
+
+
+class State(Enum):
+    """Where a run is, see [Note: Lifecycle]."""
+
+    UNSCHEDULED = "unscheduled"
+    BUILDING = "building"
+    REFERENCE = "reference"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+NEXT_STATES = {
+    State.UNSCHEDULED: {State.CLOSED},
+    State.BUILDING: {State.REFERENCE, State.READY, State.CLOSED},
+    State.REFERENCE: {State.CLOSED},
+    State.READY: {State.CLOSED},
+    State.CLOSED: set(),
+}
+
+
+class Run:
+    """State of a scheduled or traced run on this rank.
+
+    Args:
+        schedule: path of the schedule file, or None.
+        trace: path of the trace to write, or None.
+        check: path of the reference of the equality check, or None.
+        parallel: the run's parallel sizes where they are known, so that a schedule for others is refused at once.
+
+    Raises:
+        InputError: the schedule cannot be read, is not valid, or is for other parallel sizes; or the reference is of
+            another schedule.
+    """
+
+    def __init__(self, schedule, trace, parallel=None, check=None):
+        self.path, self.trace_path = schedule, trace
+        self.state = State.UNSCHEDULED if schedule is None else State.BUILDING
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+        self.recorder: Recorder | None = None
+        if trace is not None or schedule is not None:
+            sampled = run_summary.SAMPLED if trace is None else None
+            self.recorder = Recorder(rank, on_device=has_cuda(), iterations=sampled)
+            self.sample = run_summary.Sample(self.recorder)
+        self.check: EqualityCheck | None = None
+        self.schedule: Schedule | None = None
+        self.executor: Executor | None = None
+        self.stock_gather = os.environ.get(STOCK_GATHER) == "1"
+        self._ddps: list = []
+        self._bucket_groups: dict = {}
+        self._error: str | None = None
+        self._optimizers: list = []
+        self._optimizers_pending: set[int] = set()
+        if schedule is not None:
+            self.sha256 = json_files.sha256(schedule)
+            self.schedule = validate.load(schedule)
+            self.faults = faults.from_environment()
+            if parallel is not None:
+                match.match_parallel(self.schedule, parallel, file=schedule)
+            if check is not None:
+                self.check = EqualityCheck(check, self.sha256)
+                self.stock_gather |= self.check.is_reference
+        if trace is not None and self.recorder is not None:
+            stock_trace.record_steps(self.recorder)
+
+    def _move_to(self, state: State) -> None:
+        assert state in NEXT_STATES[self.state], f"a run that is {self.state.value} cannot become {state.value}"
+        self.state = state
+
+    # While the model is built.
+
+    def on_ddp_built(self, ddp) -> None:
+        """A chunk was built. One that is built after the setup is not of the scheduled model and stays Megatron's."""
+        if self.state is State.BUILDING:
+            self._lay_out(ddp)
+        if self.recorder is not None and (self.schedule is None or self.stock_gather):
+            stock_trace.record_gathers(ddp, self.recorder)
+
+    def _lay_out(self, ddp) -> None:
+        assert self.schedule is not None
+        chunk = len(self._ddps)
+        self._ddps.append(ddp)
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        groups = {
+            index: group
+            for index, group in enumerate(self.schedule.groups)
+            if (group.pp_rank, group.model_chunk_id) == (pp_rank, chunk)
+        }
+        cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else buckets.ScheduledBucketGroup
+        try:
+            refusals.refuse_ddp_config(ddp.ddp_config)
+            match.match_layers(self.schedule, ddp.config.num_layers, file=self.path)
+            self._bucket_groups.update(buckets.lay_out(ddp, groups, file=self.path, bucket_group_class=cls))
+        except InputError as error:
+            self._error = self._error or str(error)
+            return
+        if not self.stock_gather:
+            replace_pre_hooks(ddp, self.unshard_all)
+
+    # Once, before the first step.
+
+    def on_train_setup(self, args, model, optimizer, config) -> None:
+        """Agree over all ranks, then prepare everything; collective.
+
+        Args:
+            args: Megatron's.
+            optimizer: Megatron's optimizer of the run.
+
+        Raises:
+            InputError: on every rank, with the same text.
+        """
+        if self.schedule is not None:
+            assert self.state is State.BUILDING, f"training begins once; the run is {self.state.value}"
+            nvme_path = getattr(args, "user_defined_schedule_nvme_path", None)
+            self._agree(self._mismatch(workload_of_run(args), nvme_path))
+            if dist.get_rank() == 0:
+                self._announce()
+            if self.check is not None:
+                self.check.watch(optimizer)
+            if self.stock_gather:
+                self._move_to(State.REFERENCE)
+            else:
+                self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+                self._agree(self._try_to_prepare(nvme_path))
+                self._begin()
+        if self.trace_path is not None and self.recorder is not None:
+            stock_trace.record_optimizer(optimizer, self.recorder)
+
+    def _agree(self, error: str | None) -> None:
+        kind = "reference" if self.stock_gather else "scheduled"
+        agree(error, ("schedule sha256 and kind of run", f"{self.sha256[:12]} {kind}"), file=self.path)
+
+    def _mismatch(self, workload: Workload, nvme_path) -> str | None:
+        """Why this run is not the one that the schedule is for, or None; collective.
+
+        Args:
+            workload: of this run's parallel sizes; its chunks are replaced by what all ranks really
+                hold, its zero stage by the schedule's.
+        """
+        assert self.schedule is not None
+        if not self._ddps:
+            self._error = "no model chunk passed the hook in DistributedDataParallel: is this Megatron patched?"
+        self._error = self._error or refusals.schedule_without_hooks()
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        everybody = gather_objects([describe_chunk(ddp, pp_rank, index) for index, ddp in enumerate(self._ddps)])
+        if self._error is not None:
+            return self._error
+        held = {(chunk.model_chunk_id, chunk.pp_rank): chunk for chunks in everybody for chunk in chunks}
+        workload = msgspec.structs.replace(
+            workload, chunks=tuple(held[key] for key in sorted(held)), zero_stage=self.schedule.zero_stage
+        )
+        try:
+            _check_copies(self.schedule, nvme_path, file=self.path)
+            _check_host_memory(self.schedule)
+            match.match(self.schedule, workload, file=self.path)
+            memory_bill.check_run(self.schedule, workload, file=self.path)
+            check_recompute(self.schedule, workload, self._ddps[0].config, file=self.path)
+        except InputError as error:
+            return str(error)
+        return None
+
+    def _try_to_prepare(self, nvme_path) -> str | None:
+        """Make the executor; an error of this rank alone is returned, for all ranks to refuse."""
+        assert self.schedule is not None
+        try:
+            self.executor = prepare(
+                self.schedule, self._ddps, self._bucket_groups, self._optimizers, self.faults, self.recorder, nvme_path
+            )
+        except InputError as error:
+            return str(error)
+        except (OSError, RuntimeError) as error:  # of one rank alone: memory that cannot be pinned, for example
+            return f"rank {dist.get_rank()} cannot prepare for {self.path}: {error}".splitlines()[0]
+        return None
+
+    def _begin(self) -> None:
+        assert self.schedule is not None and self.executor is not None
+        for bucket_group in self._bucket_groups.values():
+            bucket_group.executor = self.executor
+        self._move_to(State.READY)
+        # The initial parameters are whole everywhere; publishing them lets the first
+        # iteration run like every other.
+        self.executor.params_updated()
+        if self.schedule.zero_stage == 3:
+            self.executor.unshard_all()  # Megatron may hash its weights before the first iteration
+
+    # Every iteration.
+
+    def begin_iteration(self, num_microbatches: int, forward_only: bool) -> StepCalls:
+        """Called by Megatron's schedules; returns the object that its steps call."""
+        if self.recorder is not None and not forward_only:
+            self.recorder.begin_iteration()
+            self.sample.begin_iteration(self.recorder.iteration)
+        if self.state is State.BUILDING and not forward_only and not self.stock_gather:
+            raise ScheduleError("training begins before megatron_ext.megatron.hooks.on_train_setup was called")
+        if self.state is not State.READY:
+            return IDLE
+        assert self.executor is not None
+        if forward_only:
+            self.executor.unshard_all()
+            return IDLE
+        self.executor.expect(num_microbatches)
+        self.executor.begin_iteration()
+        return self.executor
+
+    def on_params_updated(self, optimizer, update_successful: bool) -> None:
+        """One of the run's optimizers has written new shards; publish after the last one."""
+        if self.executor is None or not update_successful:
+            return
+        self._optimizers_pending.add(id(optimizer))
+        if len(self._optimizers_pending) < len(self._optimizers):
+            return
+        self._optimizers_pending.clear()
+        self.executor.params_updated()
+
+    def params_changed(self) -> None:
+        """Parameters were changed by anything but the optimizer: publish them again."""
+        if self.executor is not None:
+            self.executor.params_changed()
+
+    def unshard_all(self) -> None:
+        """Bring all parameters whole onto the device; collective."""
+        if self.executor is not None:
+            self.executor.unshard_all()
+
+    def peak_bytes(self) -> int:
+        """Most bytes of whole parameters on this rank's device in the last iteration; 0 where
+        nothing is scheduled."""
+        return self.executor.peak_bytes if self.executor is not None else 0
+
+    def census(self) -> RankMemory | None:
+        """What this rank held at the peak of the last iteration; None where nothing is scheduled."""
+        census = self.executor.census if self.executor is not None else None
+        return census.memory() if census is not None else None
+
+    # At the end.
+
+    def finish(self) -> None:
+        """Leave all parameters whole, end threads and mappings, write the trace, say what was measured; collective.
+
+        Raises:
+            InputError: on every rank, where the run differs from the reference of its equality check.
+        """
+        if self.executor is not None:
+            self.executor.unshard_all()
+        digest = self._parameter_digest() if self.check is not None else ""
+        if self.executor is not None:
+            self.executor.close()
+            self.executor = None
+            for bucket_group in self._bucket_groups.values():
+                bucket_group.executor = None
+        trained = self.state in (State.READY, State.REFERENCE)
+        self._move_to(State.CLOSED)
+        if self.trace_path is not None and self.recorder is not None:
+            everybody = gather_objects(self.recorder.events())
+            if dist.get_rank() == 0:
+                events = [event for events in everybody for event in events]
+                about = {"kind": "measured", "scheduled": self.schedule is not None}
+                trace_file.save(self.trace_path, events, about=about)
+        if trained:
+            self._report(digest)
+
+    def _parameter_digest(self) -> str:
+        """Of this rank's parameters; collective. Those of a reference are made whole by Megatron first."""
+        if self.executor is None:
+            for ddp in self._ddps:
+                ddp.start_param_sync(force_sync=True)
+        return parameter_digest(self._ddps)
+
+    def _report(self, digest: str) -> None:
+        """Say on the first rank what was measured and whether the check holds; collective."""
+        assert self.schedule is not None
+        everybody = gather_objects((self.sample.of_rank(), digest))
+        error = None
+        if dist.get_rank() == 0:
+            measured = run_summary.combine([times for times, _ in everybody])
+            reference = self.check.reference if self.check is not None else None
+            compared = reference.measured if reference is not None else None
+            lines = run_summary.end_lines(self.schedule, measured, compared, reference=self.stock_gather)
+            try:
+                lines += self.check.finish([digest for _, digest in everybody], measured) if self.check else []
+            except InputError as differs:
+                error = str(differs)
+            run_summary.say(*lines)
+        if self.check is not None:
+            self._agree(error)
+
+    def _announce(self) -> None:
+        """Print what this run does, and where its prediction may not hold."""
+        assert self.schedule is not None
+        lines = run_summary.start_lines(self.schedule, self.path, self.trace_path, reference=self.stock_gather)
+        warning = refusals.environment_mismatch(self.schedule, self.path)
+        if warning is not None:
+            lines.append(warning)
+        if self.check is not None:
+            lines += self.check.start_lines()
+        run_summary.say(*lines)
+
+
+def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
+    """Refuse copies that this run has no place for."""
+    if any("nvme" in entry.to for entry in schedule.publish) and nvme_path is None:
+        raise InputError(
+            "the schedule publishes to nvme; say where",
+            file=file,
+            field="--user-defined-schedule-nvme-path",
+            value=None,
+        )
+    if schedule.publish:
+        (schedule.metadata.options.nvme or DriveReads()).check("metadata.options.nvme", file=file)
+
+
+def _check_host_memory(schedule: Schedule) -> None:
+    """Refuse copies that this node's memory has no room for."""
+    node = dist.get_rank() // schedule.parallel.node_size
+    host_memory.require(pinned_host_bytes(schedule)[node], "host copies, staging slots and shards")

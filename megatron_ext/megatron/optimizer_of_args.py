@@ -1,0 +1,34 @@
+"""The optimizer's part of a workload, from options as they were parsed here or by Megatron."""
+
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+
+
+def optimizer_settings(args) -> OptimizerSettings:
+    """Dtypes and place of gradients and optimizer states for parsed options.
+
+    Args:
+        args: the example's or ``describe``'s options, or Megatron's validated arguments.
+    """
+    half = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+    given = getattr(args, "optimizer", "adam")
+    name = given[0] if isinstance(given, list) and given else given
+    # Megatron's own arguments say it; the example and `describe` accumulate in fp32, as Megatron does with --bf16.
+    in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", True) and not getattr(
+        args, "grad_reduce_in_bf16", False
+    )
+    momentum = float(getattr(args, "sgd_momentum", 0.9))
+    moments = 2 if name == "adam" else int(momentum > 0)
+    states = [_dtype(getattr(args, f"exp_avg{part}_dtype", None)) for part in ("", "_sq")][:moments]
+    fraction = float(getattr(args, "optimizer_offload_fraction", 1.0))
+    return OptimizerSettings(
+        gradient_dtype="float32" if half is None or in_fp32 else half,
+        main_parameter_dtype=_dtype(getattr(args, "main_params_dtype", None)),
+        moment_dtypes=tuple(states),
+        on_host=bool(getattr(args, "optimizer_cpu_offload", False)) and fraction == 1.0,
+    )
+
+
+def _dtype(value) -> str:
+    """torch's name of a dtype that is given as one, or by the short name that Megatron's options take."""
+    name = str(value or "fp32").removeprefix("torch.")
+    return {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}.get(name, name)

@@ -1,0 +1,184 @@
+"""Before a scheduled run of a patched Megatron begins: is every hook there, is nothing in the way?"""
+
+from pathlib import Path
+
+from megatron_ext.cost import environment
+from megatron_ext.cost.cost_table import Metadata
+from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule.user_defined_schedule import Schedule
+
+# Options that change who owns a parameter's storage, who gathers it, or the order of steps, with the
+# value at which they do not. Releases name some of them differently; absent ones are skipped.
+NEUTRAL = {
+    "use_megatron_fsdp": False,
+    "use_custom_fsdp": False,  # as 0.12 calls it
+    "use_torch_fsdp2": False,
+    "nccl_ub": False,
+    "fp8_param_gather": False,
+    "fp4_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "use_layer_wise_distributed_optimizer": False,
+    "num_distributed_optimizer_instances": 1,
+    "overlap_param_gather_with_optimizer_step": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "context_parallel_size": 1,
+    "use_tp_pp_dp_mapping": False,  # it numbers the ranks of a node in another way
+    "hybrid_context_parallel": False,
+    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
+    # A replayed graph does not run the forward of its layers, by which a schedule waits for parameters.
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,  # as releases before 0.15 call it
+    "external_cuda_graph": False,
+    "qk_clip": False,  # it writes whole parameters behind the optimizer's back
+}
+
+LAYER_WISE_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
+
+
+def check_start(args) -> None:
+    """Refuse a scheduled run that cannot keep its promise.
+
+    Args:
+        args: Megatron's validated arguments.
+
+    Raises:
+        InputError: an option that a schedule cannot be combined with, by its name and value; or
+            a hook that is missing or in a wrong place, with the command that says more.
+    """
+    refuse_unsupported(args)
+    require_hooks(megatron_root())
+
+
+def refuse_unsupported(args) -> None:
+    """Refuse options under which a schedule would not be what gathers the parameters.
+
+    Raises:
+        InputError: naming the first such option and its value.
+    """
+    refuse_combinations(args)
+    # By the second, Megatron asks for whole parameters before it evaluates, saves and hashes. Every release has it.
+    for name, absent in (("use_distributed_optimizer", False), ("overlap_param_gather", True)):
+        if not getattr(args, name, absent):
+            raise InputError("--user-defined-schedule needs it", field="--" + name.replace("_", "-"), value=False)
+
+
+def refuse_at_zero_stage_3(args) -> None:
+    """What only a schedule of zero stage 3 cannot be combined with.
+
+    Raises:
+        InputError: naming the option.
+    """
+    if getattr(args, "log_params_norm", False) and not getattr(args, "bf16", False):
+        raise InputError(
+            "reads whole parameters after every step; a schedule of zero stage 3 has freed them (with --bf16 it "
+            "reads the optimizer's)",
+            field="--log-params-norm",
+            value=True,
+        )
+
+
+def refuse_combinations(args) -> None:
+    """The part of :func:`refuse_unsupported` that can be said of options as they were given.
+
+    Raises:
+        InputError: naming the first such option and its value.
+    """
+
+    def refuse(name: str):
+        raise InputError(
+            "cannot be combined with --user-defined-schedule",
+            field="--" + name.replace("_", "-"),
+            value=getattr(args, name, None),
+        )
+
+    for name, neutral in NEUTRAL.items():
+        # None, or an empty list, is how Megatron spells "not given".
+        if getattr(args, name, neutral) not in (neutral, None, []):
+            refuse(name)
+    if getattr(args, "optimizer", None) in LAYER_WISE_OPTIMIZERS:
+        refuse("optimizer")
+    # The option itself counts the tensor-parallel ranks as well.
+    if getattr(args, "gtp_weight_remat_size", 1) not in (1, None):
+        refuse("tensor_parallel_num_weight_shards")
+    # A replayed graph does not call back into Python: the hooks would fire at capture only.
+    if "full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower():
+        refuse("cuda_graph_scope")
+
+
+def environment_mismatch(schedule: Schedule, path) -> str | None:
+    """One line where the schedule was planned from costs of other hardware or software than this
+    machine's: it trains the same, but its prediction does not hold. None where it does not say."""
+    measured_on = schedule.metadata.options.measured_on
+    if measured_on is None:
+        return None
+    metadata = Metadata(hardware=measured_on.hardware, software=measured_on.software)
+    from megatron_ext.runtime import machine  # imports torch, which reading options does not need
+
+    here = {part: facts for part, facts in machine.environment().items() if getattr(metadata, part) is not None}
+    found = environment.differences(metadata, here)
+    return (
+        f"{path}: planned from costs of another environment ({'; '.join(found)}): its prediction may not hold here"
+        if found
+        else None
+    )
+
+
+def require_hooks(root: Path) -> None:
+    """Refuse a tree in which a hook is not in its place.
+
+    Raises:
+        InputError: naming the file and the hook.
+    """
+    from megatron_ext import checkout  # takes a while to import, which reading options does not need
+
+    problems = checkout.verify_hooks(root)
+    if problems:
+        raise InputError(f"{problems[0]}; run `megatron-ext patch check {root}`", file=root)
+
+
+def schedule_without_hooks() -> str | None:
+    """One line where Megatron runs another pipeline schedule than those with hooks in them, as some forks can."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_ext.checkout.hook_table import SCHEDULE_FUNCTIONS
+
+    chosen = schedules.get_forward_backward_func()
+    if chosen.__module__ == schedules.__name__ and chosen.__name__ in SCHEDULE_FUNCTIONS:
+        return None
+    return (
+        f"get_forward_backward_func chose {chosen.__module__}.{chosen.__qualname__}, which has no hooks: "
+        "a schedule cannot be followed there; turn off the option that chooses it"
+    )
+
+
+def megatron_root() -> Path:
+    """The root of the Megatron tree that this process has imported."""
+    import megatron.core
+
+    return Path(megatron.core.__file__).resolve().parents[2]
+
+
+def refuse_ddp_config(config) -> None:
+    """Refuse features of DistributedDataParallel that change what a bucket is or who gathers it.
+
+    Raises:
+        InputError: naming the option and its value.
+    """
+    refused = {
+        "use_megatron_fsdp": False,
+        "nccl_ub": False,
+        "fp8_param_gather": False,
+        "reuse_grad_buf_for_mxfp8_param_ag": False,
+        "num_distributed_optimizer_instances": 1,
+    }
+    for name, allowed in refused.items():
+        value = getattr(config, name, allowed)
+        if value != allowed:
+            raise InputError(
+                "cannot be combined with --user-defined-schedule", field="--" + name.replace("_", "-"), value=value
+            )
+    # By the second, Megatron asks for whole parameters before it evaluates, saves and hashes.
+    for name in ("use_distributed_optimizer", "overlap_param_gather"):
+        if not getattr(config, name):
+            option = "--" + name.replace("_", "-")
+            raise InputError(f"--user-defined-schedule needs {option}", field=option, value=False)

@@ -1,0 +1,64 @@
+"""Storages that a rank of a run holds throughout the iteration, by kind, for the census."""
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_ext.megatron.copies import Copies
+from megatron_ext.runtime.census import storage_bytes
+from megatron_ext.runtime.group import FreedGroup, Group
+
+
+def resting_storages(
+    groups: dict[int, Group], ddps: list, optimizers: list, copies: Copies
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by kind on the device, and by kind in host memory.
+
+    Args:
+        optimizers: Megatron's DistributedOptimizer objects.
+        copies: the node's host copies.
+    """
+    freed = [group for group in groups.values() if isinstance(group, FreedGroup)]
+    device = {
+        "shards": storage_bytes(group.shard for group in freed if not group.on_host),
+        "gradients": storage_bytes(buffer.grad_data for ddp in ddps for buffer in ddp.buffers),
+    }
+    host = {"host_copies": copies.own_bytes, "shards": storage_bytes(group.shard for group in freed if group.on_host)}
+    own = {group.shard.untyped_storage()._cdata for group in groups.values()}
+    own |= {group.whole.untyped_storage()._cdata for group in groups.values()}
+    for optimizer in optimizers:
+        if getattr(optimizer, "is_stub_optimizer", False):
+            continue
+        host_copies = getattr(optimizer.optimizer, "gpu_params_map_cpu_copy", None)
+        held = device if host_copies is None else host
+        for kind, tensors in (
+            ("main_parameters", _main_parameters(optimizer)),
+            ("optimizer_states", _states(optimizer)),
+        ):
+            new = [t for t in tensors if t.untyped_storage()._cdata not in own]
+            _add(held, kind, new)
+            own |= {t.untyped_storage()._cdata for t in new}  # the host optimizer lists its parameters as states, too
+        if host_copies is not None:
+            _add(host, "gradients", list(getattr(optimizer.optimizer, "cpu_copy_map_grad", {}).values()))
+    return device, host
+
+
+def _add(held: dict[str, int], kind: str, tensors: list[torch.Tensor]) -> None:
+    held[kind] = held.get(kind, 0) + storage_bytes(tensors)
+
+
+def _main_parameters(optimizer) -> Iterator[torch.Tensor]:
+    copies = getattr(optimizer.optimizer, "gpu_params_map_cpu_copy", None)
+    if copies is not None:
+        yield from copies.values()
+        return
+    for group in optimizer.shard_fp32_from_float16_groups:
+        yield from (shard for shard in group if shard is not None)
+
+
+def _states(optimizer) -> Iterator[torch.Tensor]:
+    inner = getattr(optimizer.optimizer, "sub_optimizers", None) or [optimizer.optimizer]
+    for one in inner:
+        for state in one.state.values():
+            # A step count is a number that some releases keep as a tensor.
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())

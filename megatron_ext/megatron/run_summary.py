@@ -1,0 +1,143 @@
+"""What a run prints on its first rank: at its start what it does, at its end what it measured of itself.
+
+[Note: A sample]
+Gathers are timed in the iterations of :data:`SAMPLED` alone: behind the first, which also warms up, and few enough that
+a long training keeps nothing of them. With a trace everything is recorded, and the same iterations are summed up.
+"""
+
+import sys
+import time
+from collections import defaultdict
+from statistics import median
+from typing import NamedTuple
+
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.footprint import pinned_host_bytes
+from megatron_ext.schedule.schedule_text import bytes_by_route
+from megatron_ext.schedule.user_defined_schedule import Schedule
+
+SAMPLED = range(2, 12)
+"""Iterations, counted from 1 in this run."""
+
+LAYOUT_NOTE = (
+    "a run without a schedule differs from it in the last bits: the gradient norm is added up bucket by bucket, and "
+    "other buckets are another order of additions"
+)
+
+
+class Measured(NamedTuple):
+    """Medians over the sampled iterations, of each the largest over ranks; microseconds.
+
+    Attributes:
+        iterations: how many were sampled.
+        iteration_us: from the begin of an iteration to the begin of the next.
+        exposed_us: compute waiting for parameters.
+        gather_us: the training thread's time in gathers: issuing, publishing, waiting.
+    """
+
+    iterations: int
+    iteration_us: float
+    exposed_us: float
+    gather_us: float
+
+
+class Sample:
+    """Times of this rank in the sampled iterations."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+        self._began_us: dict[int, float] = {}
+
+    def begin_iteration(self, iteration: int) -> None:
+        if iteration <= SAMPLED.stop:
+            self._began_us[iteration] = time.perf_counter() * 1e6
+
+    def of_rank(self) -> dict[int, tuple[float, float, float]]:
+        """By iteration: its time, exposed time and gather time in microseconds. An iteration without an end is left
+        out."""
+        lanes: dict[tuple[int, str], float] = defaultdict(float)
+        for event in self.recorder.events():
+            lanes[event.iteration, event.lane] += event.duration_us
+        return {
+            i: (self._began_us[i + 1] - self._began_us[i], lanes[i, "wait"], lanes[i, "wait"] + lanes[i, "issue"])
+            for i in SAMPLED
+            if {i, i + 1} <= self._began_us.keys()
+        }
+
+
+def combine(everybody: list[dict[int, tuple[float, float, float]]]) -> Measured | None:
+    """What all ranks measured; None where no iteration was sampled."""
+    common = set.intersection(*(set(rank) for rank in everybody))
+    if not common:
+        return None
+    largest = [[max(rank[i][figure] for rank in everybody) for i in sorted(common)] for figure in range(3)]
+    return Measured(len(common), *(median(values) for values in largest))
+
+
+def say(*lines: str) -> None:
+    """Print lines for people."""
+    for line in lines:
+        print(f"megatron-ext: {line}", file=sys.stderr, flush=True)
+
+
+def start_lines(schedule: Schedule, path, trace_path, *, reference: bool) -> list[str]:
+    """What a scheduled run is about to do."""
+    how = "Megatron's own gather at the bucket layout of" if reference else "gathers by"
+    lines = [
+        f"{how} {path} (policy {schedule.metadata.planner or 'not named'}, zero stage {schedule.zero_stage}, "
+        f"{len(schedule.groups)} groups)"
+    ]
+    if not reference:
+        lines.append(f"brought in one iteration, all ranks of a pipeline: {bytes_by_route(schedule)}")
+        if schedule.publish:
+            need, limit = max(pinned_host_bytes(schedule)), schedule.limits.pinned_host_bytes
+            allowed = "no limit" if limit is None else f"limit {limit / 2**20:.1f} MiB"
+            lines.append(f"host copies and staging slots take up to {need / 2**20:.1f} MiB a node ({allowed})")
+        lines.append(f"predicted: {_predicted(schedule)}")
+    lines.append(
+        f"trace: {trace_path}" if trace_path else "trace: none (--user-defined-schedule-trace FILE writes one)"
+    )
+    return lines
+
+
+def _predicted(schedule: Schedule) -> str:
+    found = schedule.predicted
+    if found is None:
+        return "nothing, the schedule holds no prediction"
+    gather = "" if found.gather_us is None else f", gather time {found.gather_us / 1e3:.3f} ms"
+    exposed = max(found.exposed_us, default=0.0)
+    return f"iteration {found.iteration_time_us / 1e3:.3f} ms, exposed {exposed / 1e3:.3f} ms{gather}"
+
+
+def end_lines(
+    schedule: Schedule, measured: Measured | None, compared: Measured | None, *, reference: bool
+) -> list[str]:
+    """What was measured, beside the prediction; ``compared`` is of the reference run, where there was one."""
+    if measured is None:
+        return [f"nothing measured: fewer than {SAMPLED.start + 1} iterations were trained"]
+    whose = "Megatron's own gather" if reference else "the schedule"
+    lines = [f"measured with {whose}, median of {measured.iterations} iterations: {_figures(measured)}"]
+    if reference:
+        return lines
+    lines.append(f"predicted: {_predicted(schedule)}")
+    if compared is None:
+        lines.append(
+            "not known to this run: what Megatron's own gather takes here (--user-defined-schedule-check FILE measures "
+            "it)"
+        )
+        return lines
+    exposed_us = compared.exposed_us - measured.exposed_us
+    iteration_us = compared.iteration_us - measured.iteration_us
+    lines += [
+        f"Megatron's own gather at this layout: {_figures(compared)}",
+        f"gained in an iteration: {exposed_us / 1e3:.3f} ms of exposed time, {iteration_us / 1e3:.3f} ms in all, which "
+        "includes what else the machine did in the two runs",
+    ]
+    return lines
+
+
+def _figures(measured: Measured) -> str:
+    return (
+        f"iteration {measured.iteration_us / 1e3:.3f} ms, exposed {measured.exposed_us / 1e3:.3f} ms, "
+        f"gather time {measured.gather_us / 1e3:.3f} ms"
+    )

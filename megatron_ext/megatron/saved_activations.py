@@ -1,0 +1,140 @@
+"""Activations of a GPT chunk: what autograd saves in each layer, counted without computing anything.
+
+The chunk lies on the ``meta`` device: one micro-batch runs through it forward and backward, shapes and dtypes are real,
+bytes are not there.
+"""
+
+import contextlib
+from typing import NamedTuple
+from unittest import mock
+
+import msgspec
+import torch
+from megatron.core.tensor_parallel import random
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_ext.megatron.boundaries import bare, layers_of
+from megatron_ext.runtime.saved_tensors import SavedTensors
+from megatron_ext.workload.workload import Chunk
+
+
+class Saved(NamedTuple):
+    """Bytes of one micro-batch: by layer until its backward, and what its backward makes anew at one time."""
+
+    activation_bytes: tuple[int, ...]
+    recompute_bytes: int
+
+
+_known: dict[tuple, Saved | None] = {}
+
+
+def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
+    """A described chunk with what its layers save; as it was where ``module`` cannot run without data.
+
+    Args:
+        module: the chunk on the ``meta`` device; it cannot be read afterwards.
+        args: options with ``seq_length``, ``micro_batch_size`` and ``hidden_size``.
+    """
+    # Chunks of the same layers save the same: most chunks of a model are alike.
+    key = (chunk.layer_kinds, tuple((p.name.rpartition(".")[2], p.shape, p.dtype, p.layer) for p in chunk.parameters))
+    if key not in _known:
+        sizes = {name: getattr(args, name) for name in ("seq_length", "micro_batch_size", "hidden_size")}
+        _known[key] = saved_activations(module, **sizes)
+    saved = _known[key]
+    return chunk if saved is None else msgspec.structs.replace(chunk, **saved._asdict())
+
+
+def saved_activations(
+    chunk: torch.nn.Module, *, seq_length: int, micro_batch_size: int, hidden_size: int
+) -> Saved | None:
+    """Count what a chunk on the ``meta`` device saves; None where it cannot run there."""
+    layers = layers_of(chunk)
+    if not layers:
+        return None
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _without_random_states():
+            chunk.to_empty(device="cpu")
+            return _counted(bare(chunk), layers_of(chunk), seq_length, micro_batch_size, hidden_size)
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError, AssertionError):
+        # A kernel that has no form without data (a fused one, Transformer Engine's): not counted, and the bill says so.
+        return None
+
+
+def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size: int) -> Saved:
+    parameters = list(model.parameters())
+    tokens = torch.zeros((micro_batch_size, seq_length), dtype=torch.int64)
+    mask = torch.zeros((1, 1, seq_length, seq_length), dtype=torch.bool)
+    walk = _Walk(len(layers), [*parameters, mask])
+    was_training = model.training
+    model.train()
+    handles = [
+        layer.module.register_forward_pre_hook(walk.layer_begins(index), with_kwargs=True)
+        for index, layer in enumerate(layers)
+    ]
+    try:
+        with walk.saved:
+            if not model.pre_process:
+                parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+                shape = (seq_length // parts, micro_batch_size, hidden_size)
+                model.set_input_tensor(torch.zeros(shape, dtype=model.config.params_dtype, requires_grad=True))
+            output = model(tokens, tokens, mask, labels=tokens)
+            return walk.result(output)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in parameters:
+            parameter.grad = None
+        model.set_input_tensor(None)
+        model.train(was_training)
+
+
+@contextlib.contextmanager
+def _without_random_states():
+    """Megatron compares and restores states of random generators, which have no form without data."""
+    names = {
+        "_get_all_rng_states": lambda *args: (None, None, None),
+        "_set_all_rng_states": lambda *args: None,
+        "_fork_rng": contextlib.nullcontext,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, function in names.items():
+            if hasattr(random, name):
+                stack.enter_context(mock.patch.object(random, name, function))
+        tracker = random.get_cuda_rng_tracker()
+        stack.enter_context(mock.patch.object(tracker, "fork", lambda *args: contextlib.nullcontext()))
+        yield
+
+
+class _Walk:
+    """Follows one micro-batch forward and back through the layers of a chunk."""
+
+    def __init__(self, num_layers: int, not_counted):
+        self.saved = SavedTensors(not_counted, self._on_saved)
+        self._begins = [0] * num_layers
+        self._forward, self._base, self._recomputed = True, 0, 0
+
+    def layer_begins(self, index: int):
+        def hook(module, args, kwargs) -> None:
+            if not self._forward:
+                return  # a recompute inside the backward
+            self._begins[index] = self.saved.bytes if index else 0
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+                hidden.register_hook(self._layer_is_done)
+
+        return hook
+
+    def _layer_is_done(self, gradient) -> None:
+        """A layer's backward has ended: what it saved, and what it made anew, is freed."""
+        self._base = self.saved.bytes
+
+    def _on_saved(self) -> None:
+        if not self._forward:
+            self._recomputed = max(self._recomputed, self.saved.bytes - self._base)
+
+    def result(self, output: torch.Tensor) -> Saved:
+        ends = [*self._begins[1:], self.saved.bytes]
+        by_layer = tuple(end - begin for begin, end in zip(self._begins, ends))
+        self._forward, self._base = False, self.saved.bytes
+        output.backward(torch.ones_like(output))
+        return Saved(by_layer, self._recomputed)

@@ -1,0 +1,116 @@
+"""A training script's command line, read as text: what it says is known before anything is imported or measured.
+
+Needs neither torch nor Megatron. What Megatron itself makes of the options, ``describe_from_checkout`` finds out.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.gpt_arguments import OneLineParser, add_plan_arguments
+
+MODEL_SIZES = ("hidden_size", "seq_length", "micro_batch_size")
+REPLICA_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
+
+
+class ScriptArguments(NamedTuple):
+    """Arguments of a training script, and ours that were given among them.
+
+    Attributes:
+        ours: the options of ``gpt_arguments.add_plan_arguments``, and ``data_parallel_size``.
+        megatron: the rest, which is Megatron's. Those of a scheduled run are left out.
+        sizes: what the text says of :data:`MODEL_SIZES` and :data:`REPLICA_SIZES`; a model size is None where it says
+            nothing.
+        schedule, transformer_impl: values of these options (``--user-defined-schedule``), or None.
+    """
+
+    ours: argparse.Namespace
+    megatron: list[str]
+    sizes: argparse.Namespace
+    schedule: str | None
+    transformer_impl: str | None
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one data-parallel replica."""
+        return math.prod(getattr(self.sizes, name) or 1 for name in REPLICA_SIZES)
+
+    def world_size(self) -> int:
+        """Ranks in all: by the options, by a launcher that has started this process, or one replica.
+
+        Raises:
+            InputError: a launcher's number is no number, or no multiple of a replica.
+        """
+        if self.ours.data_parallel_size is not None:
+            return self.replica_size * self.ours.data_parallel_size
+        text = os.environ.get("WORLD_SIZE", str(self.replica_size))
+        if not text.isdecimal() or not int(text):
+            raise InputError("expected the number of processes", field="WORLD_SIZE", value=text)
+        if int(text) % self.replica_size:
+            raise InputError(
+                f"is no multiple of a replica's {self.replica_size} ranks (pipeline x tensor x context)",
+                field="WORLD_SIZE",
+                value=int(text),
+            )
+        return int(text)
+
+    def data_parallel_size(self) -> int:
+        """Replicas.
+
+        Raises:
+            InputError: neither an option nor a launcher says how many.
+        """
+        if self.ours.data_parallel_size is None and "WORLD_SIZE" not in os.environ:
+            raise InputError(
+                "is needed: the script's arguments do not say how many replicas train", field="--data-parallel-size"
+            )
+        return self.world_size() // self.replica_size
+
+
+def read(options: Iterable[str], *, verb: str = "describe", of_megatron: bool = True) -> ScriptArguments:
+    """Read the text of a command line.
+
+    Args:
+        of_megatron: the arguments are Megatron's, so a parallel size that is not given is 1; otherwise it is not known.
+
+    Raises:
+        InputError: a size that is no number or below 1.
+    """
+    parser = OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
+    add_plan_arguments(parser)
+    parser.add_argument("--data-parallel-size", type=int, default=None)
+    for name in ("", "-trace", "-nvme-path", "-check"):
+        parser.add_argument(f"--user-defined-schedule{name}")
+    ours, megatron = parser.parse_known_args(list(options))
+    parser = OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
+    for names, default in ((REPLICA_SIZES, 1 if of_megatron else None), (MODEL_SIZES, None)):
+        for name in names:
+            parser.add_argument(flag(name), type=int, default=default)
+    parser.add_argument("--transformer-impl", default=None)
+    sizes, _ = parser.parse_known_args(megatron)
+    transformer_impl = vars(sizes).pop("transformer_impl")
+    for name, value in [*vars(sizes).items(), ("data_parallel_size", ours.data_parallel_size)]:
+        if value is not None and value < 1:
+            raise InputError("must be at least 1", field=flag(name), value=value)
+    return ScriptArguments(ours, megatron, sizes, ours.user_defined_schedule, transformer_impl)
+
+
+def refuse_contradictions(given: Mapping[str, object], said: Mapping[str, object]) -> None:
+    """Refuse an option that says otherwise than the script's arguments beside it; None says nothing.
+
+    Raises:
+        InputError: naming the option and both values.
+    """
+    for name, value in given.items():
+        if value is not None and said.get(name) not in (None, value):
+            raise InputError(
+                f"the script's arguments say {flag(name)} {said[name]}; give it once", field=flag(name), value=value
+            )
+
+
+def flag(name: str) -> str:
+    """An option's name on the command line."""
+    return "--" + name.replace("_", "-")

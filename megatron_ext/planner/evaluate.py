@@ -1,0 +1,49 @@
+"""What one iteration takes by a schedule, or by stock Megatron's rule, beside the bound that no schedule can beat."""
+
+from megatron_ext.bounds.device_room import with_room
+from megatron_ext.bounds.feasibility import check_fits
+from megatron_ext.bounds.lower_bound import lower_bound
+from megatron_ext.cost.activations import with_activations
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.schedule.match import match
+from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.simulator.simulation import Result, run
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.workload import Workload
+
+
+def evaluate(
+    workload: Workload,
+    table: CostTable,
+    schedule: Schedule | None = None,
+    *,
+    trace: bool = False,
+    extrapolate: bool = False,
+    timing: Timing | None = None,
+    bound_us: float | None = None,
+) -> Result:
+    """Simulate one iteration of ``workload`` by ``schedule``, or by stock Megatron's rule.
+
+    Args:
+        schedule: must be valid (:func:`megatron_ext.schedule.validate.validate`).
+        trace: keep every interval in ``Result.events``.
+        extrapolate: read curves outside their measured range.
+        timing, bound_us: what was made from the same workload and table before, to save time.
+
+    Raises:
+        InputError: the schedule is not for this workload, without one no schedule can fit, or the table lacks a figure.
+    """
+    workload = with_room(with_activations(workload, table))
+    if schedule is None:
+        check_fits(workload)
+        timing = timing or Timing(workload, table, extrapolate=extrapolate)
+        schedule = stock_schedule(workload)
+    else:
+        timing = timing or Timing(workload, table, extrapolate=extrapolate)
+        match(schedule, workload)
+    if bound_us is None:
+        bound_us = lower_bound(workload, timing)
+    result = run(workload, timing, schedule, trace=trace, bound_us=bound_us)
+    return result._replace(memory=tuple(memory_bill(schedule, workload)))

@@ -1,0 +1,34 @@
+"""Which of several groups fill a capacity best."""
+
+from functools import lru_cache
+
+LISTED = 10
+"""So many groups are tried in every combination; of more, the largest first."""
+
+
+@lru_cache(maxsize=1 << 14)
+def best_fill(sizes: tuple[int, ...], capacity: int) -> tuple[int, ...]:
+    """Indices of the ``sizes`` whose sum is the largest that is at most ``capacity`` (both in bytes).
+
+    Among equal sums the one that takes earlier indices. Exact for up to :data:`LISTED` sizes,
+    beyond that by taking the largest that still fit.
+    """
+    if len(sizes) > LISTED:
+        chosen = []
+        for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+            if sizes[index] <= capacity:
+                chosen.append(index)
+                capacity -= sizes[index]
+        return tuple(sorted(chosen))
+    sums: dict[int, tuple[int, ...]] = {0: ()}  # sum -> indices; the first found stays
+    for index, size in enumerate(sizes):
+        for total, chosen in list(sums.items()):
+            if total + size <= capacity:
+                sums.setdefault(total + size, (*chosen, index))
+    return sums[max(sums)]
+
+
+def least_cover(sizes: tuple[int, ...], short: int) -> tuple[int, ...]:
+    """Indices of the ``sizes`` whose sum is the least that reaches ``short``, which all together do."""
+    kept = best_fill(sizes, sum(sizes) - short)
+    return tuple(index for index in range(len(sizes)) if index not in kept)

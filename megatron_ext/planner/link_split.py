@@ -1,0 +1,115 @@
+"""Dividing a block between links so that they finish together.
+
+The finish of several links that start together is earliest when all of them finish at the
+same moment (the equal-finish split of divisible loads; FlexLink, arXiv 2510.15882, moves a
+share of a collective to PCIe by the same rule).
+"""
+
+from functools import lru_cache
+from math import inf
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.simulator.activity_kinds import CPU, GPU
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import Route
+from megatron_ext.workload.workload import Parameter
+
+_KIND = {"gpu": GPU, "cpu": CPU}
+
+
+def finish_us(timing: Timing, route: str, size: int, beside: int) -> float:
+    """A gather by ``route`` while ``beside`` other links are busy."""
+    if size <= 0:
+        return 0.0
+    us = timing.fastest_us(route, size)
+    kind = _KIND.get(route)
+    if beside and kind is not None and timing.disturbed[kind]:
+        us *= 1.0 + timing.excess(kind, size)[CPU if kind == GPU else GPU]
+    return us
+
+
+def equal_finish(timing: Timing, size: int, routes: tuple[Route, ...]) -> dict[str, int]:
+    """Bytes of ``size`` for each of ``routes`` so that the last one finishes as early as may be.
+
+    Found by halving the time: a link takes as many bytes as it can bring in that time. A link
+    whose smallest measured gather is slower than that takes none.
+    """
+    if len(routes) == 1:
+        return {routes[0]: size}
+
+    def capacity(route: str, us: float) -> int:
+        low, high = 0, size  # the most bytes that arrive within us
+        while high - low > max(size // 4096, 1):
+            middle = (low + high) // 2
+            try:
+                fits = finish_us(timing, route, middle, len(routes) - 1) <= us
+            except InputError:  # below the measured sizes
+                fits = True
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    try:
+        slowest = min(finish_us(timing, route, size, 0) for route in routes)
+    except InputError:
+        return {routes[0]: size}
+    low, high = 0.0, slowest
+    for _ in range(30):
+        middle = (low + high) / 2
+        if sum(capacity(route, middle) for route in routes) >= size:
+            high = middle
+        else:
+            low = middle
+    shares = {route: capacity(route, high) for route in routes}
+    over = sum(shares.values()) - size
+    largest = max(shares, key=lambda route: (shares[route], route))
+    shares[largest] -= over
+    return {route: share for route, share in shares.items() if share > 0}
+
+
+def part_of(
+    parameters: list[Parameter], target: int, *, at_most: bool = False
+) -> tuple[list[Parameter], list[Parameter]]:
+    """Parameters in two parts, the first of about ``target`` bytes, or of ``target`` bytes ``at_most``: largest first,
+    whatever still fits; both in execution order."""
+    chosen: set[str] = set()
+    left = target
+    for parameter in sorted(parameters, key=lambda p: (-p.bytes, p.name)):
+        # Taking it must bring the part nearer to its target than leaving it out.
+        if parameter.bytes <= (left if at_most else 2 * left):
+            chosen.add(parameter.name)
+            left -= parameter.bytes
+    inside = [p for p in parameters if p.name in chosen]
+    return inside, [p for p in parameters if p.name not in chosen]
+
+
+def splitter(timing: Timing, routes: tuple[Route, ...]):
+    """A rule for :func:`megatron_ext.planner.blocks.make_blocks`: one group for each link."""
+
+    shares_of = lru_cache(maxsize=None)(lambda size: equal_finish(timing, size, routes))  # layers are alike
+
+    def split(parameters: list[Parameter]) -> list[list[Parameter]]:
+        if len(parameters) < 2:
+            return [parameters]
+        shares = shares_of(sum(p.bytes for p in parameters))
+        parts, rest = [], parameters
+        *others, largest = sorted(shares, key=lambda name: (shares[name], name))
+
+        def finish(cut: tuple[list[Parameter], list[Parameter]], route: str) -> float:
+            sizes = [sum(p.bytes for p in part) for part in cut]
+            sizes[1] -= sum(shares[other] for other in others[others.index(route) + 1 :])  # goes by these later
+            try:
+                return max(finish_us(timing, name, size, len(others)) for name, size in zip((route, largest), sizes))
+            except InputError:  # a size that was not measured
+                return inf
+
+        for route in others:
+            # A little too much by a slow link can cost more than it saves.
+            cuts = [part_of(rest, shares[route], at_most=at_most) for at_most in (False, True)]
+            part, rest = min(cuts, key=lambda cut: finish(cut, route))
+            if part and rest:
+                parts.append(part)
+            else:
+                rest = part or rest
+        return [rest, *parts]
+
+    return split

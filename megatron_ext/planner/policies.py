@@ -1,0 +1,295 @@
+"""Costs in, schedule out: one function for every policy."""
+
+import msgspec
+
+from megatron_ext.bounds.device_room import with_room
+from megatron_ext.bounds.feasibility import check_fits
+from megatron_ext.bounds.lower_bound import lower_bound
+from megatron_ext.cost.activations import with_activations
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.baselines import BASELINES
+from megatron_ext.planner.random_plan import random_schedule
+from megatron_ext.planner.search import is_tiny, search
+from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.schedule.host_shards import FROM_HOST, by_cpu_shard, can_rest_on_host, with_host_shards
+from megatron_ext.schedule.match import check_device_bytes, match
+from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.schedule.user_defined_schedule import MeasuredOn, PlanOptions, Schedule
+from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.simulation import run, with_prediction
+from megatron_ext.simulator.timing import Timing, require
+from megatron_ext.workload.nodes import check_spread
+from megatron_ext.workload.route import ROUTES, Route
+from megatron_ext.workload.workload import Workload
+
+POLICIES = ("hybrid", "exact", "random:SEED", *BASELINES)
+
+
+def plan(
+    workload: Workload,
+    table: CostTable,
+    *,
+    policy: str = "hybrid",
+    cost_table_sha256: str | None = None,
+    megatron_core: str | None = None,
+    extrapolate: bool = False,
+) -> Schedule:
+    """A valid schedule for ``workload`` on the machines of ``table``, with its prediction.
+
+    Args:
+        policy: one of :data:`POLICIES`.
+        cost_table_sha256, megatron_core: stored in the schedule's metadata.
+        extrapolate: read cost curves outside their measured range.
+
+    Raises:
+        InputError: the workload cannot fit, the limits contradict each other, the policy is
+            unknown, or the table lacks a figure.
+    """
+    check_policy(policy)
+    workload = with_activations(workload, table)
+    timing = Timing(workload, table, extrapolate=extrapolate)
+    workload, routes, from_host = _room_and_routes(workload, timing)
+    if from_host and policy != "hybrid":  # these know no cpu_shard
+        routes = _of_host(usable_routes(workload, timing))
+    check_fits(workload)
+    _check_routes(workload, timing, routes)
+    bound_us = lower_bound(workload, timing)
+    baselines: dict[str, float] = {}
+    if policy in BASELINES:
+        needs, make = BASELINES[policy]
+        for route in sorted(needs):
+            require(timing, route)
+        schedule = make(workload, timing)
+    elif policy.startswith("random:"):
+        schedule = random_schedule(workload, routes, _seed(policy))
+    elif policy == "exact":
+        schedule, baselines = _exact(workload, timing, routes, bound_us)
+    elif policy == "hybrid" and from_host:
+        schedule = _from_host(workload, timing, routes, bound_us)
+    else:
+        schedule, baselines = _hybrid(workload, timing, routes, bound_us)
+    if policy in BASELINES:
+        _refuse_what_does_not_fit(schedule, policy)
+    if workload.limits.device_bytes is not None:
+        schedule = _within_device_bytes(with_host_shards(schedule, workload), workload)
+    _check_own_work(schedule, workload)
+    result = run(workload, timing, schedule, bound_us=bound_us)
+    result = result._replace(memory=tuple(memory_bill(schedule, workload)))
+    metadata = msgspec.structs.replace(
+        schedule.metadata,
+        planner=policy.partition(":")[0],
+        cost_table_sha256=cost_table_sha256,
+        megatron_core=megatron_core,
+        options=_options_of_run(schedule, table),
+    )
+    return with_prediction(msgspec.structs.replace(schedule, metadata=metadata), result, baselines)
+
+
+def check_policy(policy: str) -> None:
+    """Raises InputError where there is no such policy."""
+    if policy.startswith("random:"):
+        _seed(policy)
+    elif policy not in POLICIES or policy == "random:SEED":
+        raise InputError(f"unknown policy; known: {', '.join(POLICIES)}", field="policy", value=policy)
+
+
+def _exact(workload: Workload, timing: Timing, routes, bound_us: float) -> tuple[Schedule, dict[str, float]]:
+    """The exact solver's schedule, and the baselines' times."""
+    from megatron_ext.planner.exact import exact_schedule  # ortools takes a while to import
+
+    known, baselines = _hybrid(workload, timing, routes, bound_us)
+    known_us = run(workload, timing, known, bound_us=0.0).iteration_time_us
+    return exact_schedule(workload, timing, routes, known, known_us, bound_us), baselines
+
+
+def _room_and_routes(workload: Workload, timing: Timing) -> tuple[Workload, tuple[Route, ...], bool]:
+    """The workload with the room that ``limits.device_bytes`` leaves for whole parameters, the routes to plan with, and
+    whether all shards rest in host memory, because on the device they leave too little.
+
+    Raises:
+        InputError: it cannot fit either way.
+    """
+    routes = usable_routes(workload, timing)
+    try:
+        return with_room(workload), routes, False
+    except InputError:
+        possible = any(route in FROM_HOST for route in routes) or timing.offers_cpu_shard
+        if workload.zero_stage == 1 or not possible or not can_rest_on_host(workload):
+            raise
+        return with_room(workload, "host"), routes, True
+
+
+def _from_host(workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float) -> Schedule:
+    """The faster of two plans with all shards in host memory: by host copies alone, and with all-gathers of shards that
+    come from there, in the groups in which a search chooses all-gathers.
+
+    Raises:
+        InputError: neither keeps the limits.
+    """
+    found: list[tuple[float, Schedule]] = []
+    reasons: list[InputError] = []
+    alone = _of_host(routes)
+    for chosen in {alone, routes if timing.offers_cpu_shard else alone} - {()}:
+        try:
+            searched, _ = _hybrid(workload, timing, chosen, bound_us)
+            schedule = validate(with_host_shards(by_cpu_shard(searched), workload))
+            found.append((run(workload, timing, schedule, bound_us=0.0).iteration_time_us, schedule))
+        except InputError as error:
+            reasons.append(error)
+    if not found:
+        raise reasons[0]
+    return min(found, key=lambda item: item[0])[1]
+
+
+def _within_device_bytes(schedule: Schedule, workload: Workload) -> Schedule:
+    """The schedule, or stock Megatron's own where at zero stage 1 the padding of the schedule's groups is too much.
+
+    Raises:
+        InputError: neither keeps ``limits.device_bytes``.
+    """
+    limit = workload.limits.device_bytes
+    assert limit is not None
+    try:
+        check_device_bytes(schedule, workload, limit)
+    except InputError as error:
+        if workload.zero_stage == 3:
+            raise
+        options = PlanOptions(rule="all-gpu", search_failed=str(error))
+        schedule = stock_schedule(workload)
+        schedule = msgspec.structs.replace(
+            schedule, metadata=msgspec.structs.replace(schedule.metadata, options=options)
+        )
+        check_device_bytes(schedule, workload, limit)
+    return schedule
+
+
+def _check_routes(workload: Workload, timing: Timing, routes: tuple[str, ...]) -> None:
+    """Raises InputError where something must be gathered and no route is left for it."""
+    if routes or not any(chunk.parameters for chunk in workload.chunks):
+        return
+    shut = [route for route in ROUTES if timing.offers(route)]
+    if shut and not _spreads_evenly(workload):
+        raise InputError(
+            f"nodes hold different numbers of replicas, which {' or '.join(shut)} cannot serve: nothing can be "
+            "gathered",
+            field="parallel.gpus_per_node",
+            value=workload.parallel.gpus_per_node,
+        )
+    why = (
+        f"the limits (pinned_host_bytes, nvme_slots) leave no room for {' or '.join(shut)}"
+        if shut
+        else "no route has points"
+    )
+    raise InputError(f"{why}: nothing can be gathered", field="limits" if shut else "routes")
+
+
+def search_note(schedule: Schedule) -> str | None:
+    """What a reader must know where the plan is a baseline because the search gave nothing better; None otherwise."""
+    options = schedule.metadata.options
+    if options.search_failed is not None:
+        return f"The search found no schedule ({options.search_failed}). The plan is the baseline {options.rule}."
+    if options.rule is not None:
+        return f"The search found nothing faster than the baseline {options.rule}, which is the plan."
+    return None
+
+
+def _options_of_run(schedule: Schedule, table: CostTable) -> PlanOptions:
+    """The schedule's options with what a run reads of the table: where it was measured, and how the drive is read
+    best."""
+    options, metadata, nvme = schedule.metadata.options, table.metadata, table.routes.nvme
+    if not metadata.synthetic and (metadata.hardware or metadata.software):
+        measured_on = MeasuredOn(hardware=metadata.hardware, software=metadata.software)
+        options = msgspec.structs.replace(options, measured_on=measured_on)
+    if nvme is not None and any("nvme" in entry.to for entry in schedule.publish):
+        options = msgspec.structs.replace(options, nvme=nvme.reads)
+    return options
+
+
+def _check_own_work(schedule: Schedule, workload: Workload) -> None:
+    """What a run would refuse is not written: it would be our mistake, not the user's."""
+    try:
+        match(validate(schedule), workload)
+    except InputError as error:
+        raise AssertionError(f"the planner made a schedule that would be refused: {error}") from error
+
+
+def _refuse_what_does_not_fit(schedule: Schedule, policy: str) -> None:
+    """A rule knows nothing of limits, or not what its own cut adds in padding. Raises InputError."""
+    try:
+        validate(schedule)
+    except InputError as error:
+        raise InputError(f"does not keep the limits: {error}", field="policy", value=policy) from None
+
+
+def usable_routes(workload: Workload, timing: Timing) -> tuple[Route, ...]:
+    """Routes that the table offers, the limits leave room for, and the nodes can serve."""
+    limits = workload.limits
+    shut = set() if limits.nvme_slots else {"nvme"}
+    if limits.pinned_host_bytes == 0 or not _spreads_evenly(workload):
+        shut |= {"cpu", "nvme"}
+    shut.add("cpu_shard")  # planned in place of all-gathers, where shards rest in host memory
+    return tuple(route for route in ROUTES if timing.offers(route) and route not in shut)
+
+
+def _spreads_evenly(workload: Workload) -> bool:
+    """Whether every node has as many of a group's replicas as another: host copies need it."""
+    try:
+        check_spread(workload.parallel)
+    except InputError:
+        return False
+    return True
+
+
+def _of_host(routes: tuple[Route, ...]) -> tuple[Route, ...]:
+    return tuple(route for route in routes if route in FROM_HOST)
+
+
+def _seed(policy: str) -> int:
+    text = policy.partition(":")[2]
+    if not text.isdecimal() or len(text) > 18:
+        raise InputError("expected random:SEED with a whole number", field="policy", value=policy)
+    return int(text)
+
+
+def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tuple[Schedule, dict[str, float]]:
+    """The best of everything that can be planned, by simulation: never worse than a baseline.
+
+    What cannot be simulated (a group larger than any that was measured, host copies that do
+    not fit) is no candidate; only if nothing is left does the first reason count. Where a baseline is the best, the
+    schedule's options name it, and why the search gave nothing.
+    """
+    schedules, times, reasons = {}, {}, {}
+
+    def consider(name: str, make) -> None:
+        try:
+            schedule = make()
+            if name in BASELINES:
+                _refuse_what_does_not_fit(schedule, name)
+            times[name] = run(workload, timing, schedule, bound_us=0.0).iteration_time_us
+            schedules[name] = schedule
+        except InputError as error:
+            reasons[name] = error
+
+    for name, (needs, make) in BASELINES.items():
+        if needs <= set(routes):
+            consider(name, lambda make=make: make(workload, timing))
+    consider("hybrid", lambda: _searched(workload, timing, routes, bound_us))
+    if not schedules:
+        raise next(iter(reasons.values()))
+    best = min(schedules, key=lambda name: (times[name], name != "hybrid"))
+    schedule = schedules[best]
+    if best != "hybrid":
+        why = str(reasons["hybrid"]) if "hybrid" in reasons else None
+        metadata = msgspec.structs.replace(schedule.metadata, options=PlanOptions(rule=best, search_failed=why))
+        schedule = msgspec.structs.replace(schedule, metadata=metadata)
+    return schedule, {name: us for name, us in times.items() if name != "hybrid"}
+
+
+def _searched(workload: Workload, timing: Timing, routes, bound_us: float) -> Schedule:
+    found, found_us = search(workload, timing, routes, bound_us)
+    if found_us > bound_us * (1 + 1e-9) and is_tiny(workload):
+        from megatron_ext.planner.exact import SMALL, solve  # ortools takes a while to import
+
+        found = solve(workload, timing, routes, found, found_us, SMALL)[0]
+    return found

@@ -1,0 +1,146 @@
+"""A good plan in a part of a second: rules and a few walks in place of a search, on few micro-batches.
+
+[Note: Few micro-batches]
+In the steady state of a pipeline every further round of micro-batches takes as long as the one before. So an iteration
+of many is simulated with two and with three rounds, and continued as a straight line.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.assemble import assemble
+from megatron_ext.planner.baselines import BASELINES
+from megatron_ext.planner.blocks import cut_evenly, make_blocks
+from megatron_ext.planner.link_split import splitter
+from megatron_ext.planner.policies import usable_routes
+from megatron_ext.planner.residency import Choices, walk
+from megatron_ext.planner.search import fits, hosted_groups, staged_groups
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.workload import Workload
+
+Make = Callable[[Workload, Timing], Schedule]
+
+MOST_OFTEN_BEST = ("all-gpu", "urgency", "hybrid-near", "hybrid-inf")
+LAYERS_AHEAD = 8
+"""How far a walk looks ahead where whole parameters come and go."""
+
+
+class Times(NamedTuple):
+    """Of one iteration, in microseconds. ``busy_us``: by link, of the busiest rank. ``exposed_us``: compute of the rank
+    that waits longest waits for groups."""
+
+    iteration_time_us: float
+    busy_us: dict[str, float]
+    exposed_us: float
+
+
+class Plan(NamedTuple):
+    """A plan by its name: a schedule for every part of :class:`FewRounds`, and its times."""
+
+    name: str
+    schedules: tuple[Schedule, ...]
+    times: Times
+
+
+class FewRounds:
+    """A workload with as few micro-batches as tell its iteration time.
+
+    Attributes:
+        parts: (workload, weight); the iteration time is the weighted sum of theirs.
+        steps: steps of one simulation, of all parts and pipeline ranks.
+    """
+
+    def __init__(self, workload: Workload):
+        parallel = workload.parallel
+        number, group = parallel.num_microbatches, parallel.microbatch_group_size
+        few, more = max(2 * group, 2), max(3 * group, 4)
+        self.parts = [(workload, 1.0)]
+        if number > more + group and not number % group:
+            beyond = (number - few) / (more - few)
+            numbers = ((few, 1 - beyond), (more, beyond))
+            self.parts = [(_with_microbatches(workload, count), weight) for count, weight in numbers]
+        self.steps = sum(2 * parallel.pp * parallel.vp * part.parallel.num_microbatches for part, _ in self.parts)
+
+    def timings(self, table: CostTable) -> list[Timing]:
+        return [Timing(part, table) for part, _ in self.parts]
+
+    def times(self, timings: Sequence[Timing], schedules: Sequence[Schedule]) -> Times:
+        """Simulated times of schedules, one a part."""
+        results = [run(part, timing, made) for (part, _), timing, made in zip(self.parts, timings, schedules)]
+        weights = [weight for _, weight in self.parts]
+
+        def total(values) -> float:
+            return sum(weight * value for weight, value in zip(weights, values))
+
+        links = {link for result in results for link in result.busy_us}
+        return Times(
+            total(result.iteration_time_us for result in results),
+            {link: total(result.busy_us.get(link, 0.0) for result in results) for link in sorted(links)},
+            total(max(result.exposed_us, default=0.0) for result in results),
+        )
+
+
+def _with_microbatches(workload: Workload, number: int) -> Workload:
+    parallel = msgspec.structs.replace(workload.parallel, num_microbatches=number)
+    return msgspec.structs.replace(workload, parallel=parallel)
+
+
+def quick_plans(rounds: FewRounds, timings: Sequence[Timing], *, fewest: bool = False) -> Iterator[Plan]:
+    """Plans by every rule that fits, the first by all-gathers alone (zero stage 1: stock Megatron's).
+
+    Args:
+        fewest: only the rules that are best most often.
+    """
+    rules = _rules(rounds.parts[0][0].zero_stage)
+    for name, make in [rule for rule in rules if not fewest or rule[0] in MOST_OFTEN_BEST]:
+        try:
+            schedules = tuple(make(part, timing) for (part, _), timing in zip(rounds.parts, timings))
+            yield Plan(name, schedules, rounds.times(timings, schedules))
+        except InputError:  # not for these limits, or the table lacks the route
+            continue
+
+
+def by_all_gathers(plan: Plan) -> bool:
+    """Whether a plan uses the route ``gpu`` alone."""
+    return not any(schedule.publish for schedule in plan.schedules)
+
+
+def _rules(zero_stage: int) -> list[tuple[str, Make]]:
+    if zero_stage == 1:
+        names, walks = ("all-gpu", "urgency", "share-25", "share-50"), [("hybrid-inf", _walked(inf, divide=True))]
+    else:
+        names = ("urgency", "all-gpu", "all-cpu")
+        walks = [
+            ("hybrid-near", _walked(LAYERS_AHEAD, divide=False)),
+            ("hybrid-inf", _walked(inf, divide=False)),
+            ("hybrid-split", _walked(LAYERS_AHEAD, divide=True)),
+        ]
+    return [(name, BASELINES[name][1]) for name in names] + walks
+
+
+def _walked(layers_ahead: float, *, divide: bool) -> Make:
+    """By layer, over all routes; with ``divide`` every layer is divided between the links."""
+
+    def make(workload: Workload, timing: Timing) -> Schedule:
+        routes = usable_routes(workload, timing)
+        if len(routes) < 2:
+            raise InputError("has no second route", field="routes")
+        cuts = [cut_evenly(chunk, chunk.num_layers) for chunk in workload.chunks]
+        blocks = make_blocks(workload, cuts, splitter(timing, routes) if divide else None, timing.algorithm)
+        if not fits(workload, blocks):
+            raise InputError("a layer does not fit", field="limits.whole_parameter_bytes")
+        hosted = hosted_groups(workload, blocks)
+        layers = [us for row in timing.layers for times in row for us in times.forward]
+        horizon_us = layers_ahead * sum(layers) / len(layers)
+        choices = Choices(horizon_us, routes, hosted, staged_groups(workload, blocks, hosted))
+        plan = walk(workload, timing, blocks, choices)
+        return assemble(workload, blocks.groups, plan.placed, plan.freed, planner="quick")
+
+    return make

@@ -1,0 +1,217 @@
+"""Layers placed on pipeline stages by their cost, so that the slowest stage is as fast as can be.
+
+Source: PipeDream (Narayanan et al., SOSP 2019), which cuts a model by dynamic programming over measured layers. Here a
+stage also counts what it gathers, and has to fit the limit of device memory. Among all cuts with the same slowest stage
+the one with the least sum of squared stage costs is taken, and of those the one with longer stages first.
+
+A stage of rank ``r`` and chunk ``c`` is one of ``pp * vp``. The limit of a rank is shared out evenly over its stages.
+"""
+
+import re
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.cost.estimates import STEP
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.policies import usable_routes
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.workload import Chunk, Parameter, Workload
+
+LETTERS = {"embedding": "E", "transformer": "t", "output": "L"}
+"""Megatron's letters by kind of layer.
+
+Source: Megatron-LM ``megatron/core/transformer/pipeline_parallel_layer_layout.py``, since core 0.13.
+"""
+
+
+class ModelLayer(NamedTuple):
+    """One layer of the whole model: microseconds of a forward and a backward of one micro-batch, and its parameters."""
+
+    kind: str
+    us: float
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(parameter.bytes for parameter in self.parameters)
+
+
+class Balanced(NamedTuple):
+    """A placement: number of layers of every stage, and the cost of every stage in microseconds a micro-batch."""
+
+    counts: tuple[int, ...]
+    stage_us: tuple[float, ...]
+    layout: str
+    workload: Workload
+
+
+def balance(workload: Workload, table: CostTable, *, extrapolate: bool = False) -> Balanced:
+    """The placement of all layers whose slowest stage is fastest.
+
+    Raises:
+        InputError: the workload names no ``layer_kinds``, or has one that Megatron's layout does not know; a layer that
+            is tied to another one of its chunk; no placement fits the limits; or the table lacks a figure.
+    """
+    layers = model_layers(workload, table, extrapolate=extrapolate)
+    stages = workload.parallel.pp * workload.parallel.vp
+    cost = StageCosts(workload, table, layers, extrapolate=extrapolate)
+    counts = place(len(layers), stages, cost)
+    if counts is None:
+        raise InputError(
+            "cannot fit: no placement of the layers keeps it",
+            field="limits.whole_parameter_bytes",
+            value=workload.limits.whole_parameter_bytes,
+        )
+    moved = _with_placement(workload, layers, counts)
+    return Balanced(counts, stage_costs(counts, cost), layout_text(layers, counts), moved)
+
+
+def model_layers(workload: Workload, table: CostTable, *, extrapolate: bool = False) -> list[ModelLayer]:
+    """All layers of the model in execution order. Raises as :func:`balance`."""
+    timing = _layer_timing(workload, table, extrapolate)
+    found = []
+    for chunk in workload.chunks:
+        where = f"chunks of pipeline rank {chunk.pp_rank}, model chunk {chunk.model_chunk_id}"
+        if not chunk.layer_kinds and chunk.parameters:
+            raise InputError(f"{where} name no layer_kinds", field="chunks")
+        times = timing.layers[chunk.pp_rank][chunk.model_chunk_id]
+        for number, kind in enumerate(chunk.layer_kinds):
+            if kind not in LETTERS:
+                raise InputError(
+                    f"no letter in Megatron's layout; known: {', '.join(LETTERS)}", field=where, value=kind
+                )
+            own = tuple(parameter for parameter in chunk.parameters if parameter.layer == number)
+            if any(parameter.borrowed_by for parameter in own):
+                raise InputError("tied embeddings within one chunk cannot be placed", field=where)
+            found.append(ModelLayer(kind, times.forward[number] + times.backward[number], own))
+    return found
+
+
+def _layer_timing(workload: Workload, table: CostTable, extrapolate: bool) -> Timing:
+    """Timing of the layers alone, without what a step costs beside them."""
+    rows = tuple(row for row in table.compute if row.layer_kind != STEP)
+    return Timing(workload, msgspec.structs.replace(table, compute=rows), extrapolate=extrapolate)
+
+
+class StageCosts:
+    """Microseconds a micro-batch of a stage with layers ``first`` to ``end - 1``; infinite where it does not fit."""
+
+    def __init__(
+        self, workload: Workload, table: CostTable, layers: Sequence[ModelLayer], *, extrapolate: bool = False
+    ):
+        self.workload, self.layers = workload, layers
+        self.timing = _layer_timing(workload, table, extrapolate)
+        self.routes = usable_routes(workload, self.timing)
+        self.step_us = sum(row.forward_us + row.backward_us for row in table.compute if row.layer_kind == STEP)
+        limit = workload.limits.whole_parameter_bytes
+        self.room = inf if limit is None else limit / workload.parallel.vp
+        self._known: dict[tuple[int, int], float] = {}
+
+    def __call__(self, first: int, end: int) -> float:
+        key = (first, end)
+        if key not in self._known:
+            self._known[key] = self._cost(first, end)
+        return self._known[key]
+
+    def _cost(self, first: int, end: int) -> float:
+        layers = self.layers[first:end]
+        size, compute = sum(layer.bytes for layer in layers), sum(layer.us for layer in layers) + self.step_us
+        if self.workload.zero_stage == 1:
+            return compute if size <= self.room else inf
+        if not size or not self.routes:
+            return compute
+        # What there is room for comes once an iteration, the rest for every forward and every backward.
+        again = max(size - self.room, 0.0)
+        us = sum(self._gather_us(layer.bytes) for layer in layers if layer.bytes)
+        share = again / size
+        return max(compute, us * (2.0 * share + (1.0 - share) / self.workload.parallel.num_microbatches))
+
+    def _gather_us(self, size: int) -> float:
+        return min(
+            self.timing.fastest_us(route, size) for route in self.routes if route != "nvme" or len(self.routes) == 1
+        )
+
+
+def place(num_layers: int, stages: int, cost) -> tuple[int, ...] | None:
+    """Layers of each stage: least slowest stage, then least sum of squares, then longer stages first; None: none fits.
+
+    Exact: two dynamic programmes over (stages, layers placed), in ``stages * num_layers ** 2`` operations each. A stage
+    may hold no layer.
+    """
+    slowest = [[inf] * (num_layers + 1) for _ in range(stages + 1)]  # of the last n stages with the layers from i on
+    slowest[0][num_layers] = 0.0
+    for number in range(1, stages + 1):
+        for first in range(num_layers + 1):
+            slowest[number][first] = min(
+                max(cost(first, end), slowest[number - 1][end]) for end in range(first, num_layers + 1)
+            )
+    most = slowest[stages][0]
+    if most == inf:
+        return None
+    squares = [[inf] * (num_layers + 1) for _ in range(stages + 1)]
+    choice = [[0] * (num_layers + 1) for _ in range(stages + 1)]
+    squares[0][num_layers] = 0.0
+    for number in range(1, stages + 1):
+        for first in range(num_layers + 1):
+            for end in range(num_layers, first - 1, -1):
+                us = cost(first, end)
+                if us > most * (1 + 1e-12):
+                    continue
+                total = us * us + squares[number - 1][end]
+                if total < squares[number][first] * (1 - 1e-12):
+                    squares[number][first], choice[number][first] = total, end
+    counts, first = [], 0
+    for number in range(stages, 0, -1):
+        counts.append(choice[number][first] - first)
+        first = choice[number][first]
+    return tuple(counts)
+
+
+def stage_costs(counts: Sequence[int], cost) -> tuple[float, ...]:
+    """Cost of every stage of a placement."""
+    ends = [sum(counts[: number + 1]) for number in range(len(counts))]
+    return tuple(cost(end - count, end) for count, end in zip(counts, ends))
+
+
+def present_counts(workload: Workload) -> tuple[int, ...]:
+    """Layers of each stage as the workload places them."""
+    return tuple(len(chunk.layer_kinds) for chunk in workload.chunks)
+
+
+def layout_text(layers: Sequence[ModelLayer], counts: Sequence[int]) -> str:
+    """Megatron's ``--pipeline-model-parallel-layout``, for example ``Et*3|t*4|t*3L``."""
+    texts, first = [], 0
+    for count in counts:
+        letters = "".join(LETTERS[layer.kind] for layer in layers[first : first + count])
+        texts.append(re.sub(r"t{2,}", lambda match: f"t*{len(match[0])}", letters))
+        first += count
+    return "|".join(texts)
+
+
+def _with_placement(workload: Workload, layers: Sequence[ModelLayer], counts: Sequence[int]) -> Workload:
+    """The workload with its layers moved; ``decoder.layers.N`` are numbered anew within each chunk."""
+    pp, chunks, first = workload.parallel.pp, [], 0
+    for stage, count in enumerate(counts):
+        parameters, transformers = [], 0
+        for number, layer in enumerate(layers[first : first + count]):
+            for parameter in layer.parameters:
+                name = re.sub(r"\blayers\.\d+\.", f"layers.{transformers}.", parameter.name)
+                parameters.append(msgspec.structs.replace(parameter, name=name, layer=number))
+            transformers += layer.kind == "transformer"
+        kinds = tuple(layer.kind for layer in layers[first : first + count])
+        chunks.append(
+            Chunk(pp_rank=stage % pp, model_chunk_id=stage // pp, parameters=tuple(parameters), layer_kinds=kinds)
+        )
+        first += count
+    return msgspec.structs.replace(workload, chunks=tuple(chunks))
+
+
+def present_stage_us(workload: Workload, table: CostTable, *, extrapolate: bool = False) -> tuple[float, ...]:
+    """Cost of every stage as the workload places the layers now. Raises as :func:`balance`."""
+    layers = model_layers(workload, table, extrapolate=extrapolate)
+    cost = StageCosts(workload, table, layers, extrapolate=extrapolate)
+    return stage_costs(present_counts(workload), cost)

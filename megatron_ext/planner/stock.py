@@ -1,0 +1,149 @@
+"""Stock Megatron's own rule, written as a schedule: one bucket per chunk and dtype, all by ``gpu``.
+
+Sources: Megatron-LM ``megatron/core/distributed/distributed_data_parallel.py`` (one bucket a
+chunk wherever bucketing is off: pipeline ranks and chunks above 0) and
+``param_and_grad_buffer.py`` (the shared embedding has a bucket of its own);
+``megatron/core/pipeline_parallel/schedules.py`` ``forward_step_helper_preprocess``: chunks 0
+and 1 before warm-up, chunk c + 1 at the forward whose virtual micro-batch plus pipeline rank
+is the first micro-batch of chunk c. Other orders gather when a chunk first computes.
+"""
+
+from megatron_ext.schedule.user_defined_schedule import (
+    SCHEMA_VERSION,
+    Group,
+    Metadata,
+    Model,
+    Rank,
+    Reshard,
+    Schedule,
+    Start,
+    StepActions,
+    Unshard,
+)
+from megatron_ext.workload.bucket_rules import buckets, layer_buckets
+from megatron_ext.workload.step_order import schedule_table, steps_of_ranks
+from megatron_ext.workload.workload import Workload, fingerprint, group_bytes
+
+
+def groups_of(workload: Workload, cut=buckets) -> tuple[tuple[Group, ...], list[list[int]]]:
+    """Groups by the rule ``cut``, and the ids of each stage's groups."""
+    groups, of_stage = [], []
+    for chunk in workload.chunks:
+        ids = []
+        for members in cut(chunk):
+            ids.append(len(groups))
+            groups.append(
+                Group(
+                    pp_rank=chunk.pp_rank,
+                    model_chunk_id=chunk.model_chunk_id,
+                    parameters=tuple(p.name for p in members),
+                    bytes=group_bytes(members, workload.parallel.dp),
+                )
+            )
+        of_stage.append(ids)
+    return tuple(groups), of_stage
+
+
+def issue_index(workload: Workload, pp_rank: int, chunk: int) -> int:
+    """Index among the rank's forwards at which stock Megatron starts the gather of ``chunk``;
+    -1 is before warm-up."""
+    parallel = workload.parallel
+    if parallel.order != "interleaved":
+        raise AssertionError("only the interleaved order looks ahead")
+    if chunk < 2:
+        return -1
+    table = schedule_table(parallel.num_microbatches, parallel.vp, parallel.microbatch_group_size)
+    first = next(index for index, (microbatch, c) in enumerate(table) if c == chunk - 1 and microbatch == 0)
+    return max(first - pp_rank, 0)
+
+
+def stock_schedule(workload: Workload, cut=None) -> Schedule:
+    """Stock Megatron's rule for zero stage 1; for zero stage 3 the rule of FSDP: each layer is
+    gathered when the one before it computes and freed after its own compute.
+
+    ``cut`` makes the groups of a chunk (default: :func:`buckets`, or :func:`layer_buckets`).
+    """
+    if workload.zero_stage == 3:
+        return _stock_zero3(workload, cut or layer_buckets)
+    groups, of_stage = groups_of(workload, cut or buckets)
+    parallel = workload.parallel
+    ranks = []
+    for pp_rank, steps in enumerate(steps_of_ranks(parallel)):
+        first_use, forwards = {}, []
+        for index, step in enumerate(steps):
+            if step.kind == "F":
+                forwards.append(index)
+                first_use.setdefault(step.stage // parallel.pp, index)
+        start, at_step = [], {}
+        for chunk in range(parallel.vp):
+            need_by = first_use[chunk]
+            issue = need_by
+            if parallel.order == "interleaved":
+                number = issue_index(workload, pp_rank, chunk)
+                issue = -1 if number < 0 else forwards[number]
+            for group in of_stage[chunk * parallel.pp + pp_rank]:
+                (start if issue < 0 else at_step.setdefault(issue, [])).append(Unshard(group, "gpu", need_by))
+        entries = tuple(
+            StepActions(str(step), unshard=tuple(at_step.get(index, ()))) for index, step in enumerate(steps)
+        )
+        ranks.append(Rank(pp_rank=pp_rank, start=Start(unshard=tuple(start)), steps=entries))
+    return _schedule(workload, groups, ranks)
+
+
+def _stock_zero3(workload: Workload, cut) -> Schedule:
+    groups, of_stage = groups_of(workload, cut)
+    parallel = workload.parallel
+    patterns = {}
+    for chunk, ids in zip(workload.chunks, of_stage):
+        spans = {g: (part[0].layer, max(part[0].uses)) for g, part in zip(ids, cut(chunk))}
+        sizes = {g: groups[g].bytes for g in ids}
+        for kind in "FB":
+            stage = chunk.model_chunk_id * parallel.pp + chunk.pp_rank
+            patterns[stage, kind] = stream(spans, sizes, chunk.num_layers, kind, workload.limits.whole_parameter_bytes)
+    ranks = []
+    for pp_rank, steps in enumerate(steps_of_ranks(parallel)):
+        entries = tuple(StepActions(str(step), (), *patterns[step.stage, step.kind]) for step in steps)
+        ranks.append(Rank(pp_rank=pp_rank, steps=entries))
+    return _schedule(workload, groups, ranks)
+
+
+def stream(
+    spans, sizes, num_layers: int, kind: str, limit: int | None
+) -> tuple[tuple[Unshard, ...], tuple[Reshard, ...]]:
+    """Unshards and reshards of one step: layer by layer, the next layer's under way if there is room.
+
+    Args:
+        spans: by group, first and last layer that uses it; sizes: bytes by group.
+        kind: ``F`` or ``B``: layers run in descending order in a backward.
+        limit: bytes that may be whole at once; None is unlimited.
+    """
+    turn = (lambda layer: num_layers - 1 - layer) if kind == "B" else (lambda layer: layer)
+    begins = {g: min(map(turn, span)) for g, span in spans.items()}
+    ends = {g: max(map(turn, span)) for g, span in spans.items()}
+    unshards = []
+    for group in sorted(spans, key=lambda g: (begins[g], g)):
+        place = begins[group]
+        before = max((begins[g] for g in spans if begins[g] < place), default=None)
+        if before is not None:
+            # While the layer before computes: what it uses, and everything this layer starts with.
+            beside = sum(sizes[g] for g in spans if begins[g] <= before <= ends[g] or begins[g] == place)
+            place = before if limit is None or beside <= limit else place
+        unshards.append((place, Unshard(group, "gpu", -1, turn(place) if place else -1)))
+    unshards.sort(key=lambda item: item[0])
+    return tuple(action for _, action in unshards), tuple(
+        Reshard(g, turn(ends[g])) for g in sorted(spans, key=lambda g: (ends[g], g))
+    )
+
+
+def _schedule(workload: Workload, groups, ranks) -> Schedule:
+    return Schedule(
+        schema_version=SCHEMA_VERSION,
+        kind="user_defined_schedule",
+        metadata=Metadata(planner="stock"),
+        parallel=workload.parallel,
+        zero_stage=workload.zero_stage,
+        model=Model(fingerprint=fingerprint(workload)),
+        limits=workload.limits,
+        groups=groups,
+        ranks=tuple(ranks),
+    )

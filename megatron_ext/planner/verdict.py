@@ -1,0 +1,210 @@
+"""What a plan is worth, in plain words and as figures."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.formats import rank_memory
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.baselines import best_of_gathers
+from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
+from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.schedule.footprint import pinned_host_bytes
+from megatron_ext.schedule.schedule_text import bytes_by_route
+from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
+from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.workload import Workload
+
+LEAST_GAIN = 0.01
+"""A smaller gain is no help: it is not worth a schedule."""
+
+HELPS, HELPS_NOT, CANNOT_TELL = "helps", "does not help", "cannot tell"
+"""The three answers."""
+
+STOCK = "stock Megatron"
+LAYERS_ANEW = "every layer gathered anew, as FSDP does"
+"""What :func:`megatron_ext.planner.stock.stock_schedule` is at zero stage 1 and at zero stage 3, where stock Megatron
+has no rule."""
+
+
+def rule_of(workload: Workload) -> str:
+    """What is simulated without a schedule."""
+    return STOCK if workload.zero_stage == 1 else f"{LAYERS_ANEW} (stock Megatron has no zero stage 3)"
+
+
+class Verdict(NamedTuple):
+    """``text`` for people, ``figures`` for programs.
+
+    ``figures`` (times in microseconds, gains as parts of the other plan's iteration time, None where there is none):
+
+    * ``answer``, one of the three, and ``helps`` (None for ``cannot tell``).
+    * ``compared_with``, ``compared_with_us``: stock Megatron, or at zero stage 3 the best plan by all-gathers alone.
+    * ``gain`` and ``gain_us`` on this table; ``gain_low`` and ``gain_high`` (90 %) over ``samples`` perturbed tables;
+      ``uncertainty_us``, the distance of the farther end from ``gain_us``.
+    * ``stock_us`` (zero stage 1), ``layers_anew_us`` (zero stage 3), ``gathers_only`` (a name), ``gathers_only_us``,
+      ``gain_of_timing``, ``gain_of_routes``.
+    * ``missing``, what the table lacks; ``measure_better``, what to measure better if the answer is ``cannot tell``.
+    * ``iteration_time_us``, ``lower_bound_us``, ``distance_to_bound``, ``limit`` (the busiest resource), ``left_out``,
+      ``memory`` (the memory bill by pipeline rank).
+    """
+
+    text: str
+    figures: dict
+
+
+class Comparison(NamedTuple):
+    """What a plan is compared with. ``naive``: by the rule without any planning; ``gathers``: name, schedule and time
+    of the best plan by all-gathers alone."""
+
+    naive: Schedule
+    naive_us: float
+    gathers: tuple[str, Schedule, float]
+    zero_stage: int
+
+    @property
+    def other(self) -> tuple[str, Schedule, float]:
+        """Name, schedule and iteration time of what a user would run without the plan."""
+        if self.zero_stage == 1:
+            return STOCK, self.naive, self.naive_us
+        name, schedule, us = self.gathers
+        return f"the best plan by all-gathers alone ({name})", schedule, us
+
+
+def compare_with(workload: Workload, timing: Timing, known_us: dict[str, float] | None = None) -> Comparison | None:
+    """The plans to compare with; None where all-gathers were not measured, or not for these sizes.
+
+    Args:
+        known_us: iteration times of baselines on the same table.
+    """
+    naive = stock_schedule(workload)
+    try:
+        naive_us = run(workload, timing, naive).iteration_time_us
+    except InputError:
+        return None
+    best = best_of_gathers(workload, timing, known_us)
+    return Comparison(naive, naive_us, best or ("all-gpu", naive, naive_us), workload.zero_stage)
+
+
+def verdict(workload: Workload, table: CostTable, schedule: Schedule, *, extrapolate: bool = False) -> Verdict:
+    """Judge a planned schedule (with its ``predicted`` filled in)."""
+    predicted = schedule.predicted
+    assert predicted is not None, "only a planned schedule can be judged"
+    figures = _of_plan(predicted)
+    timing = Timing(workload, table, extrapolate=extrapolate)
+    against = compare_with(workload, timing, predicted.baselines_us)
+    lines = [f"predicted iteration time {predicted.iteration_time_us / 1e3:.3f} ms"]
+    if against is not None:
+        name, other, _ = against.other
+        gain = gain_interval(workload, table, schedule, other, extrapolate=extrapolate)
+        answer = answer_of(gain.low, gain.high, gain.surely)
+        figures |= _of_gain(predicted.iteration_time_us, against, gain, answer)
+        if answer == CANNOT_TELL:
+            figures["measure_better"] = dominant_cost(workload, table, schedule, other, extrapolate=extrapolate)
+        lines += _gain_lines(figures)
+    lines += _plan_lines(figures, schedule, predicted)
+    if against is not None:
+        lines.append(conclusion(figures))
+    return Verdict("\n".join(lines), figures)
+
+
+def answer_of(low: float, high: float, surely: float | None = None) -> str:
+    """``helps`` if the interval of a gain lies above 1 % and the lower end of a wider one, if given, above 0."""
+    if low > LEAST_GAIN and (surely is None or surely > 0):
+        return HELPS
+    return HELPS_NOT if high < LEAST_GAIN else CANNOT_TELL
+
+
+def conclusion(figures: dict) -> str:
+    """The answer as a sentence."""
+    if figures["answer"] == HELPS:
+        return f"verdict: helps. The whole interval lies above {LEAST_GAIN:.0%}"
+    if figures["answer"] == HELPS_NOT:
+        return f"verdict: does not help. The whole interval lies below {LEAST_GAIN:.0%}"
+    better = figures["measure_better"]
+    return "verdict: cannot tell from these costs" + (f". Measure better: {better}" if better else "")
+
+
+def _of_plan(predicted: Predicted) -> dict:
+    ours, bound = predicted.iteration_time_us, predicted.lower_bound_us or 0.0
+    names = (
+        "answer helps compared_with compared_with_us gain gain_us gain_low gain_high uncertainty_us samples stock_us"
+    )
+    names += " layers_anew_us gathers_only gathers_only_us gain_of_timing gain_of_routes missing measure_better"
+    return {
+        "iteration_time_us": ours,
+        **dict.fromkeys(names.split()),
+        "lower_bound_us": bound,
+        "distance_to_bound": ours / bound - 1 if bound else None,
+        "limit": limiting_resource(predicted),
+        "left_out": list(predicted.left_out),
+        "memory": msgspec.to_builtins(predicted.memory),
+    }
+
+
+def _of_gain(ours: float, against: Comparison, gain: Gain, answer: str) -> dict:
+    name, _, other_us = against.other
+    gathers_name, _, gathers_us = against.gathers
+    return {
+        "answer": answer,
+        "helps": {HELPS: True, HELPS_NOT: False}.get(answer),
+        "compared_with": name,
+        "compared_with_us": other_us,
+        "gain": gain.gain,
+        "gain_us": gain.gain * other_us,
+        "gain_low": gain.low,
+        "gain_high": gain.high,
+        "uncertainty_us": max(gain.gain - gain.low, gain.high - gain.gain) * other_us,
+        "samples": gain.samples,
+        ("stock_us" if against.zero_stage == 1 else "layers_anew_us"): against.naive_us,
+        "gathers_only": gathers_name,
+        "gathers_only_us": gathers_us,
+        "gain_of_timing": (against.naive_us - gathers_us) / against.naive_us,
+        "gain_of_routes": (gathers_us - ours) / (against.naive_us if against.zero_stage == 1 else gathers_us),
+        "missing": list(gain.missing),
+    }
+
+
+def _gain_lines(figures: dict) -> list[str]:
+    interval = f"{figures['gain_low']:.2%} to {figures['gain_high']:.2%}"
+    ours = f"gain over {figures['compared_with']} ({figures['compared_with_us'] / 1e3:.3f} ms): {figures['gain']:.2%}"
+    if figures["samples"]:
+        known = f"{interval} as far as its costs are known (90 %, {figures['samples']} perturbed tables)"
+        lines = [f"{ours} on this table, {known}"]
+    else:
+        lines = [f"{ours}: it is the same plan"]
+    split = f"{figures['gathers_only']}, {figures['gathers_only_us'] / 1e3:.3f} ms"
+    if figures["stock_us"] is not None:
+        lines.append(
+            f"of it {figures['gain_of_timing']:.2%} by better timing (best plan by all-gathers alone: {split}), "
+            f"{figures['gain_of_routes']:.2%} by other routes"
+        )
+    else:
+        lines.append(
+            f"better timing alone: {figures['gain_of_timing']:.2%} ({split}, beside {LAYERS_ANEW}: "
+            f"{figures['layers_anew_us'] / 1e3:.3f} ms; stock Megatron has no zero stage 3)"
+        )
+    lines += [f"not in the cost table: {text}" for text in figures["missing"]]
+    return lines
+
+
+def _plan_lines(figures: dict, schedule: Schedule, predicted: Predicted) -> list[str]:
+    lines = []
+    if figures["distance_to_bound"] is not None:
+        lines.append(f"distance to the lower bound {figures['distance_to_bound']:.2%} (no schedule is nearer than 0 %)")
+    lines.append(f"limit: {figures['limit']} (what is busy longest)")
+    lines.append(f"bytes to bring an iteration, all ranks of a pipeline: {bytes_by_route(schedule)}")
+    if schedule.publish:
+        need, limit = max(pinned_host_bytes(schedule)), schedule.limits.pinned_host_bytes
+        allowed = "no limit" if limit is None else f"limit {limit / 2**20:.1f} MiB"
+        lines.append(f"pinned host memory: {need / 2**20:.1f} MiB a node ({allowed})")
+    lines += [f"memory rank {rank}: {rank_memory.text(memory)}" for rank, memory in enumerate(predicted.memory)]
+    if figures["left_out"]:
+        lines.append(f"left out, because the cost table has no curve: {', '.join(figures['left_out'])}")
+    return lines
+
+
+def limiting_resource(predicted: Predicted) -> str:
+    """The link or the compute that is busy longest."""
+    return max(predicted.busy_us, key=lambda link: (predicted.busy_us[link], link)) if predicted.busy_us else "compute"

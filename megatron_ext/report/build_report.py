@@ -1,0 +1,140 @@
+"""From the files of a run to the figures of its report."""
+
+from typing import Generic, NamedTuple, TypeVar
+
+from megatron_ext.formats.rank_memory import RankMemory
+from megatron_ext.formats.trace import Event
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.verdict import Verdict, verdict
+from megatron_ext.report.equality import Equality, compare, largest_loss_difference
+from megatron_ext.report.measured_trace import MeasuredTrace
+from megatron_ext.report.run_dir import RunDir
+from megatron_ext.report.spread import Spread, summarize, warm_up
+from megatron_ext.report.turn_ratio import TurnRatio, counted, turn_ratio
+from megatron_ext.report.verdict_check import check_verdict
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.simulator.simulation import with_prediction
+from megatron_ext.workload.route import ROUTES
+
+GATHER_LANES = ("issue", "wait")
+"""The training thread's time in gathers: issuing them, publishing for them, waiting for them."""
+
+
+T = TypeVar("T")
+
+
+class Pair(NamedTuple, Generic[T]):
+    """The same figure of both runs."""
+
+    stock: T
+    scheduled: T
+
+
+class Report(NamedTuple):
+    """Figures of one run directory; times in microseconds.
+
+    ``gather_us``, ``exposed_us``, ``iteration_time_us``: measured, pairs of :class:`Spread`; the
+    first two are, per iteration, the largest over ranks. ``period_us``: the same from the end of
+    one iteration to the end of the next, None where no two follow each other. ``predicted_iteration_time_us``: a pair
+    of numbers; the scheduled one is what the schedule holds, the stock one is simulated from
+    the same table. ``loss_difference``: the largest relative one of scheduled from stock,
+    None where no loss is a number. ``measured_ratio``: of iteration times, where the runs took turns; ``verdict_was``:
+    whether it bears the verdict out (:func:`megatron_ext.report.verdict_check.check_verdict`). ``routes``: groups that
+    the schedule brings by each route. ``simulated``: events of both simulated iterations. ``memory``: by pipeline rank,
+    the bill and the census of the data-parallel rank whose device held most; empty where the run took no census.
+    """
+
+    run: RunDir
+    equality: Equality
+    warm_up: int
+    gather_us: Pair[Spread]
+    exposed_us: Pair[Spread]
+    iteration_time_us: Pair[Spread]
+    period_us: Pair[Spread | None]
+    predicted_iteration_time_us: Pair[float]
+    verdict: Verdict
+    measured_ratio: TurnRatio | None
+    verdict_was: str | None
+    loss_difference: float | None
+    routes: dict[str, int]
+    simulated: dict[str, list[Event]]
+    memory: tuple[tuple[RankMemory, RankMemory], ...] = ()
+
+    def relative_error(self, which: str) -> float:
+        """How far the prediction is from the measured median, relative to the measured one."""
+        measured = getattr(self.iteration_time_us, which).median_us
+        return getattr(self.predicted_iteration_time_us, which) / measured - 1.0
+
+
+def build(run: RunDir, *, extrapolate: bool = False) -> Report:
+    """Work out every figure of the report.
+
+    Raises:
+        InputError: the cost table lacks a figure that the prediction needs.
+    """
+    ours = evaluate(run.workload, run.table, run.schedule, trace=True, extrapolate=extrapolate)
+    stock = evaluate(run.workload, run.table, trace=True, extrapolate=extrapolate)
+    # A schedule written by hand holds no prediction.
+    schedule = run.schedule if run.schedule.predicted is not None else with_prediction(run.schedule, ours)
+    assert schedule.predicted is not None and stock.events is not None and ours.events is not None
+    judged = verdict(run.workload, run.table, schedule, extrapolate=extrapolate)
+    measured = {"stock": run.stock_trace, "scheduled": run.scheduled_trace}
+    turn_iterations = run.turn_iterations
+    indices = counted(run.iterations, turn_iterations)
+
+    def spread(values) -> Spread:
+        return summarize([values[index] for index in indices])
+
+    def lanes(*names: str) -> Pair[Spread]:
+        return Pair(*(spread(measured[which].thread_us(names)) for which in Pair._fields))
+
+    ratio = turn_ratio(run.stock.iteration_us, run.scheduled.iteration_us, turn_iterations) if turn_iterations else None
+    return Report(
+        run=run,
+        equality=compare(run.reference, run.scheduled),
+        warm_up=warm_up(run.iterations),
+        gather_us=lanes(*GATHER_LANES),
+        exposed_us=lanes("wait"),
+        iteration_time_us=Pair(spread(run.stock.iteration_us), spread(run.scheduled.iteration_us)),
+        period_us=Pair(*(_periods(measured[which], indices) for which in Pair._fields)),
+        predicted_iteration_time_us=Pair(stock.iteration_time_us, schedule.predicted.iteration_time_us),
+        verdict=judged,
+        measured_ratio=ratio,
+        verdict_was=check_verdict(judged.figures["answer"], ratio.ratio, ratio.standard_error) if ratio else None,
+        loss_difference=largest_loss_difference(run.stock, run.scheduled),
+        routes=_groups_by_route(run.schedule),
+        simulated={"stock": stock.events, "scheduled": ours.events},
+        memory=_memory(run, [bill.memory for bill in ours.memory]),
+    )
+
+
+def _memory(run: RunDir, bills: list[RankMemory]) -> tuple[tuple[RankMemory, RankMemory], ...]:
+    census, parallel = run.scheduled.census, run.workload.parallel
+    if not census:
+        return ()
+    ranks = parallel.dp * parallel.tensor_model_parallel_size  # of one pipeline rank, next to each other
+    counted = [
+        max(census[pp_rank * ranks : (pp_rank + 1) * ranks], key=lambda held: held.device_total_bytes)
+        for pp_rank in range(parallel.pp)
+    ]
+    return tuple(zip(bills, counted))
+
+
+def _periods(trace: MeasuredTrace, indices: list[int]) -> Spread | None:
+    periods = trace.periods_us()
+    warm = [periods[index + 1] for index in indices if index + 1 in periods]
+    return summarize(warm) if warm else None
+
+
+def _groups_by_route(schedule: Schedule) -> dict[str, int]:
+    routes = {
+        (action.group, action.route)
+        for rank in schedule.ranks
+        for entry in (rank.start, *rank.steps)
+        for action in entry.unshard
+    }
+    return {
+        route: sum(route == taken for _, taken in routes)
+        for route in ROUTES
+        if any(route == taken for _, taken in routes)
+    }

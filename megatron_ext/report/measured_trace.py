@@ -1,0 +1,173 @@
+"""A measured trace, iteration by iteration: the training thread's time, and what ran when.
+
+[Note: What belongs to an iteration]
+Events of a training thread carry the number of the iteration they were recorded in. What it
+does after its optimizer step -- evaluation, a checkpoint, the last gather before the end --
+carries that number too but is no part of training, so it is told apart by time. The lanes of
+links are recorded by threads of their own, which may see the number change under them: they
+are placed by time alone.
+"""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from megatron_ext.formats import trace as traces
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.trace import Event
+from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.step_order import steps_of_ranks
+
+THREAD_LANES = ("compute", "wait", "issue", "optimizer")
+"""Lanes of the training thread; every other lane is a link's."""
+
+
+class Window(NamedTuple):
+    """One iteration of all ranks, from fresh parameters to the end of the optimizer step.
+
+    Times of ``events`` are microseconds after the first rank had fresh parameters; ``end_us``
+    is when the last optimizer step ends. Compute events are named as steps.
+    """
+
+    iteration: int
+    events: list[Event]
+    end_us: float
+
+
+class MeasuredTrace:
+    """A trace that a training run wrote.
+
+    Args:
+        path: the file.
+        parallel: parallel sizes of the run.
+        iterations: training iterations that the trace must hold.
+
+    Raises:
+        InputError: not a measured trace, other ranks or iterations, or steps in another order.
+    """
+
+    def __init__(self, path, parallel: Parallel, iterations: int):
+        self.path, self.parallel, self.iterations = path, parallel, iterations
+        events, about = traces.load(path)
+        if about.get("kind") != "measured":
+            raise InputError(
+                "expected the trace of a training run", file=path, field="otherData.kind", value=about.get("kind")
+            )
+        by_rank: dict[int, list[Event]] = defaultdict(list)
+        for event in events:
+            by_rank[event.rank].append(event)
+        if sorted(by_rank) != list(range(parallel.world_size)):
+            raise InputError(
+                f"expected the ranks 0 to {parallel.world_size - 1}",
+                file=path,
+                field="traceEvents",
+                value=sorted(by_rank),
+            )
+        self._ranks = {rank: _RankTrace(path, mine, iterations) for rank, mine in by_rank.items()}
+        steps = steps_of_ranks(parallel)
+        for rank, trace in self._ranks.items():
+            trace.name_steps(rank, steps[_pp_rank_of(parallel, rank)])
+
+    def thread_us(self, lanes: tuple[str, ...]) -> list[float]:
+        """Per iteration: microseconds of a training thread in ``lanes``, largest over ranks."""
+        return [
+            max(sum(e.duration_us for e in trace.thread[i] if e.lane in lanes) for trace in self._ranks.values())
+            for i in range(1, self.iterations + 1)
+        ]
+
+    def periods_us(self) -> dict[int, float]:
+        """By iteration: microseconds since the end of the one before, that is the pause, in
+        which ranks log and meet, and the step. Iterations after an evaluation are left out."""
+        ends = {i: max(trace.end_us(i) for trace in self._ranks.values()) for i in range(1, self.iterations + 1)}
+        return {i: ends[i] - ends[i - 1] for i in range(2, self.iterations + 1) if not self.evaluated_before(i)}
+
+    def evaluated_before(self, iteration: int) -> bool:
+        """Whether steps that are no training ran between ``iteration`` and the one before."""
+        return any(trace.outside[iteration - 1] for trace in self._ranks.values())
+
+    def window(self, iteration: int) -> Window:
+        """Everything that ran for one iteration; see :class:`Window`."""
+        spans = {
+            rank: (trace.fresh_us(iteration - 1), trace.fresh_us(iteration)) for rank, trace in self._ranks.items()
+        }
+        zero = min(start for start, _ in spans.values())
+        events = []
+        for rank, (start, end) in spans.items():
+            events += [
+                event._replace(start_us=event.start_us - zero)
+                for event in self._ranks[rank].between(iteration, start, end)
+            ]
+        end = max(trace.end_us(iteration) for trace in self._ranks.values())
+        return Window(iteration, sorted(events, key=lambda e: (e.rank, e.start_us)), end - zero)
+
+
+class _RankTrace:
+    """Events of one global rank. ``thread[i]``: of the training thread in iteration ``i``;
+    ``outside[i]``: whether it computed between its optimizer step and the next iteration."""
+
+    def __init__(self, path, events: list[Event], iterations: int):
+        self.path, self.iterations = path, iterations
+        events.sort(key=lambda e: e.start_us)
+        self.rank = events[0].rank
+        self.first_us = events[0].start_us
+        self.links = [e for e in events if e.lane not in THREAD_LANES]
+        self.optimizer: dict[int, Event] = {}
+        for event in events:
+            if event.lane == "optimizer":
+                if event.iteration in self.optimizer:
+                    self._refuse("more than one optimizer step", event.iteration)
+                self.optimizer[event.iteration] = event
+        if set(self.optimizer) != set(range(1, iterations + 1)):
+            held = f"{min(self.optimizer)} to {max(self.optimizer)}" if self.optimizer else "no iteration"
+            raise InputError(
+                f"rank {self.rank} holds {held}, its metrics 1 to {iterations}",
+                file=path,
+                field="traceEvents.iteration",
+            )
+        self.thread: dict[int, list[Event]] = defaultdict(list)
+        self.issued: dict[int, float] = {}
+        self.outside: dict[int, bool] = defaultdict(bool)
+        for event in events:
+            if event.lane not in THREAD_LANES:
+                continue
+            step = self.optimizer.get(event.iteration)
+            if step is not None and event.start_us > step.start_us + step.duration_us:
+                self.outside[event.iteration] |= event.lane == "compute"
+                continue
+            self.thread[event.iteration].append(event)
+            if event.lane == "issue" and step is not None and event.start_us >= step.start_us:
+                self.issued.setdefault(event.iteration, event.start_us)
+
+    def _refuse(self, message: str, iteration: int):
+        raise InputError(f"{message} in iteration {iteration} of rank {self.rank}", file=self.path, field="traceEvents")
+
+    def name_steps(self, rank: int, steps) -> None:
+        """Name the compute events, which ran in Megatron's order, by their steps."""
+        kinds = [step.kind for step in steps]
+        for iteration in range(1, self.iterations + 1):
+            thread = self.thread[iteration]
+            places = [index for index, event in enumerate(thread) if event.lane == "compute"]
+            if [thread[index].name for index in places] != kinds:
+                self._refuse("the forwards and backwards are not those of the workload", iteration)
+            for index, step in zip(places, steps):
+                thread[index] = thread[index]._replace(name=str(step))
+
+    def end_us(self, iteration: int) -> float:
+        """When this rank's optimizer step ends."""
+        step = self.optimizer[iteration]
+        return step.start_us + step.duration_us
+
+    def fresh_us(self, iteration: int) -> float:
+        """When this rank had the parameters that ``iteration`` made: its first issue within the
+        optimizer step, or the end of that step; for 0 the beginning of the trace."""
+        if iteration in self.issued:
+            return self.issued[iteration]
+        return self.end_us(iteration) if iteration in self.optimizer else self.first_us
+
+    def between(self, iteration: int, start: float, end: float) -> list[Event]:
+        """Events of the window of ``iteration`` on this rank, steps outside of training left out."""
+        near = self.thread[iteration - 1] + self.thread[iteration] + self.links
+        return [event for event in near if start <= event.start_us < end]
+
+
+def _pp_rank_of(parallel: Parallel, rank: int) -> int:
+    return rank // (parallel.dp * parallel.tensor_model_parallel_size)

@@ -1,0 +1,268 @@
+"""A report as one table for the terminal, as one object, and as a page."""
+
+import io
+
+from msgspec import to_builtins
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ext.formats.rank_memory import DEVICE_KINDS, RankMemory
+from megatron_ext.report.build_report import Pair, Report
+from megatron_ext.report.run_dir import READ, WRITTEN
+from megatron_ext.report.spread import Spread
+
+MEASURED = {"gather_us": "gather time in training", "exposed_us": "exposed time", "iteration_time_us": "iteration time"}
+"""Measured figures in the order they are shown."""
+
+EXPLAINED = {
+    "gather time in training": (
+        "the training thread's time in issuing gathers, publishing and waiting, per iteration the largest over ranks"
+    ),
+    "ratio": "scheduled over stock, of the medians",
+    "exposed time": "the part of it that a step waited for a group",
+    "iteration time": "from a barrier to the end of the optimizer step, the slowest rank",
+    "the pause before it": (
+        "between two iterations ranks average the loss, log and meet; gathers and publishing may run there"
+    ),
+    "the lower bound": "an iteration time below which no schedule of this workload comes, by the same costs",
+    "predicted": "by the simulator from the cost table; the error is relative to the measured median",
+}
+
+
+def as_json(report: Report) -> dict:
+    """What ``report --json`` prints: medians, and beside them the spread they come from."""
+    return {
+        "iterations": report.run.iterations,
+        "bitwise_equal": report.equality.bitwise,
+        **{name: {which: spread.median_us for which, spread in _both(getattr(report, name))} for name in MEASURED},
+        "predicted_iteration_time_us": report.predicted_iteration_time_us._asdict(),
+        "predicted_relative_error": {which: report.relative_error(which) for which in Pair._fields},
+        "spread": {
+            name: {which: spread.as_json() for which, spread in _both(getattr(report, name))} for name in MEASURED
+        },
+        "differences": list(report.equality.differences),
+        "measured_ratio": report.measured_ratio._asdict() if report.measured_ratio else None,
+        "verdict_was": report.verdict_was,
+        "verdict": {name: report.verdict.figures[name] for name in ("answer", "gain", "gain_low", "gain_high")},
+        "memory": [
+            {
+                "pp_rank": rank,
+                "bill": to_builtins(bill),
+                "census": to_builtins(census),
+                "relative_error": error(bill, census),
+            }
+            for rank, (bill, census) in enumerate(report.memory)
+        ],
+    }
+
+
+def _both(pair: Pair):
+    return pair._asdict().items()
+
+
+def error(bill: RankMemory, census: RankMemory) -> float:
+    """How far the bill of the device is from the census, relative to the census."""
+    return bill.device_total_bytes / census.device_total_bytes - 1.0
+
+
+def memory_rows(report: Report) -> list[tuple[str, str, str, str]]:
+    """``(what, bill, census, bill / census)`` of every rank and kind."""
+    lines = []
+    for rank, (bill, census) in enumerate(report.memory):
+        for kind in (*DEVICE_KINDS, None):
+            title = f"  rank {rank}, {(kind or 'device in all').replace('_', ' ')}, MiB"
+            held = [
+                memory.device_bytes.get(kind, 0) if kind else memory.device_total_bytes for memory in (bill, census)
+            ]
+            if any(held):
+                lines.append((title, *(f"{size / 2**20:.2f}" for size in held), _ratio(*held) if held[1] else ""))
+    return [("memory at the peak", "bill", "census", ""), *lines] if lines else []
+
+
+def rows(report: Report) -> list[tuple[str, str, str, str]]:
+    """``(what, stock, scheduled, scheduled / stock)`` of every line of the table."""
+    run = report.run
+    lines = [
+        ("iterations", f"{run.iterations}", f"{run.iterations}", ""),
+        ("loss, first", _loss(run.stock.loss[0]), _loss(run.scheduled.loss[0]), ""),
+        ("loss, last", _loss(run.stock.loss[-1]), _loss(run.scheduled.loss[-1]), ""),
+        ("  largest relative difference", "", _difference(report.loss_difference), ""),
+        (
+            "equal to the reference",
+            "",
+            {None: "not checked", True: "bitwise", False: "NO"}[report.equality.bitwise],
+            "",
+        ),
+    ]
+    for name, title in MEASURED.items():
+        stock, ours = getattr(report, name)
+        lines.append(
+            (f"{title}, ms, median", _ms(stock.median_us), _ms(ours.median_us), _ratio(ours.median_us, stock.median_us))
+        )
+        lines.append(("  p10 - p90", _range(stock), _range(ours), ""))
+    stock, ours = report.period_us
+    if stock is not None and ours is not None:
+        lines.append(
+            (
+                "  with the pause before it, ms",
+                _ms(stock.median_us),
+                _ms(ours.median_us),
+                _ratio(ours.median_us, stock.median_us),
+            )
+        )
+    stock, ours = report.predicted_iteration_time_us
+    lines.append(("iteration time, ms, predicted", _ms(stock), _ms(ours), _ratio(ours, stock)))
+    errors = [f"{100 * report.relative_error(which):+.1f} %" for which in Pair._fields]
+    lines.append(("  error of the prediction", errors[0], errors[1], ""))
+    return lines
+
+
+def _range(spread: Spread) -> str:
+    return f"{_ms(spread.p10_us)} - {_ms(spread.p90_us)}"
+
+
+def _loss(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.7f}"
+
+
+def _difference(relative: float | None) -> str:
+    return "-" if relative is None else f"{relative:.1e}"
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.3f}"
+
+
+def _ratio(ours: float, stock: float) -> str:
+    return f"{ours / stock:.3f}" if stock else ""
+
+
+def _title(report: Report) -> str:
+    p = report.run.workload.parallel
+    samples = report.iteration_time_us.scheduled.samples
+    return (
+        f"PP {p.pp} x VP {p.vp} x DP {p.dp}, {p.num_microbatches} micro-batches, zero stage "
+        f"{report.run.workload.zero_stage}; "
+        f"medians over {samples} iterations, the first {report.warm_up} left out"
+    )
+
+
+def _routes(report: Report) -> str:
+    return (
+        ", ".join(f"{number} group{'s' if number > 1 else ''} by {route}" for route, number in report.routes.items())
+        or "no group is gathered"
+    )
+
+
+def verdict_line(report: Report) -> str:
+    """The plan's answer beside the measured ratio."""
+    answer, ratio = report.verdict.figures["answer"] or "no answer", report.measured_ratio
+    if ratio is None:
+        return f"{answer}; not held to a measured ratio: the runs did not take turns"
+    was = f", so the verdict is {report.verdict_was}" if report.verdict_was else ""
+    return (
+        f"{answer}; measured {ratio.ratio:.3f} +- {ratio.standard_error:.3f} (standard error, {ratio.turns} turns){was}"
+    )
+
+
+def cautions(report: Report) -> list[str]:
+    """Warnings about what the measured times do not show."""
+    stock, ours = report.iteration_time_us
+    found = []
+    differ, predicted = (
+        abs(stock.median_us - ours.median_us),
+        abs(report.predicted_iteration_time_us.stock - report.predicted_iteration_time_us.scheduled),
+    )
+    gathers = max(report.gather_us.stock.median_us, report.gather_us.scheduled.median_us)
+    if report.measured_ratio is None and differ > 3 * max(gathers, predicted):
+        found.append(
+            f"the iteration times differ by {_ms(differ)} ms, where the plan predicted {_ms(predicted)} and all "
+            "gathers "
+            f"take {_ms(gathers)}: most of that is the machine, which changed between the runs, not the schedule"
+        )
+    if report.measured_ratio is None and stock.p10_us < ours.p90_us and ours.p10_us < stock.p90_us:
+        found.append(
+            "the iteration times of the runs overlap (p10 - p90), and the runs were made one after the other: "
+            "what the machine changed meanwhile is in their ratio"
+        )
+    return found
+
+
+def as_text(report: Report, width: int | None = None) -> str:
+    """The table for people, with the plan's verdict and where the files are."""
+    # rich draws tables that line up and fit the terminal.
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for name in ("stock", "scheduled", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows(report):
+        table.add_row(*row)
+    notes = cautions(report)
+    memory = Table(box=box.SIMPLE_HEAD, show_header=False)
+    for justify in ("left", "right", "right", "right"):
+        memory.add_column(justify=justify, no_wrap=True)
+    for row in memory_rows(report):
+        memory.add_row(*row)
+    detail = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    detail.add_column(no_wrap=True)
+    detail.add_column(overflow="fold")
+    detail.add_row("equality", report.equality.text)
+    for note in notes:
+        detail.add_row("note", note)
+    detail.add_row("routes", _routes(report))
+    detail.add_row("plan", report.verdict.text)
+    detail.add_row("verdict", verdict_line(report))
+    for name in WRITTEN:
+        detail.add_row(name, str(report.run.file(name)))
+    detail.add_row("all files", str(report.run.path))
+    text = io.StringIO()
+    console = Console(file=text, width=width or max(Console().width, 96))
+    console.print(_title(report), soft_wrap=True)
+    console.print(table)
+    if report.memory:
+        console.print(memory)
+    console.print(detail)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def as_markdown(report: Report) -> str:
+    """The page that lies beside the run's files."""
+    run = report.run
+    lines = ["# Stock Megatron beside the planned schedule", "", _title(report) + ".", ""]
+    lines += ["| | stock | scheduled | ratio |", "|---|---:|---:|---:|"]
+    lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows(report)]
+    if report.memory:
+        head, *rest = memory_rows(report)
+        lines += ["", f"| {' | '.join((*head[:3], 'bill / census'))} |", "|---|---:|---:|---:|"]
+        lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rest]
+    lines += ["", *(f"- **{word}**: {meaning}." for word, meaning in EXPLAINED.items())]
+    lines += ["", *(f"Note: {note}." for note in cautions(report))]
+    lines += ["", "## Equality", "", f"{report.equality.text[0].upper()}{report.equality.text[1:]}."]
+    lines += (
+        ["", *(f"- {difference}" for difference in report.equality.differences)] if report.equality.differences else []
+    )
+    lines += [
+        "",
+        "Stock Megatron's own bucket layout adds gradients up in another order, so its last bits differ without any "
+        "fault.",
+    ]
+    lines += [
+        "",
+        "## The plan",
+        "",
+        f"- {_routes(report)}",
+        *(f"- {line}" for line in report.verdict.text.splitlines()),
+        f"- {verdict_line(report)}",
+    ]
+    lines += ["", "## One iteration", "", f"![timeline]({WRITTEN['timeline']})", ""]
+    lines += [
+        f"`{WRITTEN['overlay']}` holds the same iterations, measured and simulated, for Perfetto (ui.perfetto.dev)."
+    ]
+    lines += ["", "## Losses", "", "| iteration | stock | scheduled | reference |", "|---:|---:|---:|---:|"]
+    reference = run.reference.loss if run.reference is not None else None
+    for index, (stock, ours) in enumerate(zip(run.stock.loss, run.scheduled.loss)):
+        theirs = _loss(reference[index]) if reference is not None else "-"
+        lines.append(f"| {index + 1} | {_loss(stock)} | {_loss(ours)} | {theirs} |")
+    lines += ["", "## Files", "", *(f"- `{name}`" for name in READ.values() if (run.path / name).exists()), ""]
+    return "\n".join(lines)

@@ -1,0 +1,95 @@
+"""The iterations that the timeline shows: which, of which run, and what is seen in them."""
+
+from typing import NamedTuple
+
+from megatron_ext.formats.trace import Event
+from megatron_ext.report.build_report import Report
+from megatron_ext.report.measured_trace import Window
+from megatron_ext.report.spread import median_iteration
+from megatron_ext.report.timeline_rows import Row, rows, shown_ranks
+from megatron_ext.report.turn_ratio import counted
+
+GATHERS = ("gpu", "cpu", "nvme", "publish")
+"""Lanes that bring parameters."""
+
+ZOOM_BELOW = 0.25
+"""Where the schedule's gathers all lie in a smaller share of the iteration, it is shown larger."""
+
+
+class Panel(NamedTuple):
+    """One iteration as drawn. ``step``: (begin, end) of its iteration time, in microseconds after
+    the first rank had fresh parameters."""
+
+    title: str
+    rows: list[Row]
+    step: tuple[float, float]
+
+    def end_us(self, lanes: tuple[str, ...] | None = None) -> float:
+        """When the last bar of ``lanes`` (of all rows) ends."""
+        ends = [
+            bar.start_us + bar.duration_us
+            for row in self.rows
+            for bar in row.bars
+            if lanes is None or row.lane in lanes
+        ]
+        return max(ends, default=0.0)
+
+    def first_gather_us(self) -> float:
+        """When the first gather or publishing begins; 0 where there is none."""
+        return min((bar.start_us for row in self.rows if row.lane in GATHERS for bar in row.bars), default=0.0)
+
+
+def panels(report: Report) -> list[Panel]:
+    """By the schedule, simulated above measured, and below them stock Megatron, measured."""
+    run = report.run
+    parallel = run.workload.parallel
+    simulated = Panel(
+        "by the schedule, SIMULATED",
+        rows(report.simulated["scheduled"], shown_ranks(parallel, replicas=False)),
+        (0.0, report.predicted_iteration_time_us.scheduled),
+    )
+    windows = representatives(report)
+    found = [simulated]
+    for which, name, replicas in (("scheduled", "by the schedule", True), ("stock", "stock Megatron", False)):
+        window = windows[which]
+        took = getattr(run, which).iteration_us[window.iteration - 1]
+        title = f"{name}, MEASURED: iteration {window.iteration} of {run.iterations}, nearest to the median"
+        shown = rows(window.events, shown_ranks(parallel, replicas=replicas))
+        found.append(Panel(title, shown, (max(window.end_us - took, 0.0), window.end_us)))
+    return found
+
+
+def representatives(report: Report) -> dict[str, Window]:
+    """Of each run, the iteration of median length among those that neither an evaluation nor the other run's turn came
+    before."""
+    run = report.run
+    in_turn = set(counted(run.iterations, run.turn_iterations))
+    found = {}
+    for which, metrics, trace in (
+        ("stock", run.stock, run.stock_trace),
+        ("scheduled", run.scheduled, run.scheduled_trace),
+    ):
+        usable = [
+            number - 1 in in_turn and not trace.evaluated_before(number) for number in range(1, run.iterations + 1)
+        ]
+        found[which] = trace.window(median_iteration(metrics.iteration_us, usable))
+    return found
+
+
+def zoom_us(drawn: list[Panel]) -> float | None:
+    """How long the schedule's gathers run from the first to the last, simulated and measured; None where
+    that is so much of the iteration that a larger view would show nothing new."""
+    scheduled = drawn[:2]
+    longest = max(panel.end_us(GATHERS) - panel.first_gather_us() for panel in scheduled)
+    whole = max(panel.end_us() for panel in drawn)
+    return 1.15 * longest if 0 < longest < ZOOM_BELOW * whole else None
+
+
+def iterations_by_name(report: Report) -> dict[str, list[Event]]:
+    """The same iterations, and stock Megatron simulated, as events for the overlay."""
+    windows = representatives(report)
+    found = {}
+    for which in ("scheduled", "stock"):
+        found[f"{which}, simulated"] = report.simulated[which]
+        found[f"{which}, measured"] = windows[which].events
+    return found

@@ -1,0 +1,45 @@
+"""The ratio of two runs that took turns: every turn beside the other run's turns just before and behind it.
+
+The first iteration of a turn is left out: publishing and gathers that a rank starts at the end of an iteration had the
+whole turn of the other run for themselves.
+"""
+
+from collections.abc import Sequence
+from statistics import median, stdev
+from typing import NamedTuple
+
+from megatron_ext.report.spread import warm_up
+
+
+class TurnRatio(NamedTuple):
+    """Scheduled over stock: median over turns, the standard error of the median, how many turns."""
+
+    ratio: float
+    standard_error: float
+    turns: int
+
+
+def counted(iterations: int, turn_iterations: int | None) -> list[int]:
+    """Indices of the iterations that figures are of."""
+    warm = range(warm_up(iterations), iterations)
+    inner = [index for index in warm if not turn_iterations or index % turn_iterations]
+    return inner or list(warm)
+
+
+def turn_ratio(stock: Sequence[float], scheduled: Sequence[float], turn_iterations: int) -> TurnRatio | None:
+    """The ratio of a figure of every iteration, each turn of stock's before the scheduled run's; None below two turns.
+
+    The standard error of a median is 1.2533 times that of a mean, for a normal distribution.
+    """
+    base: dict[int, list[float]] = {}
+    ours: dict[int, list[float]] = {}
+    for index in counted(len(stock), turn_iterations):
+        base.setdefault(index // turn_iterations, []).append(stock[index])
+        ours.setdefault(index // turn_iterations, []).append(scheduled[index])
+    ratios = []
+    for turn, values in ours.items():
+        near = [median(base[number]) for number in (turn, turn + 1) if number in base]
+        ratios.append(median(values) / (sum(near) / len(near)))
+    if len(ratios) < 2:
+        return None
+    return TurnRatio(median(ratios), 1.2533 * stdev(ratios) / len(ratios) ** 0.5, len(ratios))

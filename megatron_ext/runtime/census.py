@@ -1,0 +1,69 @@
+"""Counts what this rank holds on its device, by kind, at the peak of an iteration.
+
+[Note: What is counted when]
+Whole parameters are counted in every iteration. What autograd saves is counted in the first one alone, tensor by
+tensor: it
+costs a few microseconds each, and every iteration runs the same steps with the same shapes. What rests (shards,
+gradients,
+optimizer states) is counted when it is asked for, by walking over its storages.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from megatron_ext.formats import rank_memory
+from megatron_ext.formats.rank_memory import RankMemory
+from megatron_ext.runtime.group import Residency
+from megatron_ext.runtime.saved_tensors import SavedTensors
+
+
+class Census:
+    """One instance a rank.
+
+    Args:
+        residency: counts whole parameters.
+        parameters: whose storages are not activations.
+        resting: gives bytes by kind on the device and on the host that come and go with no step.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        parameters: Iterable[torch.Tensor],
+        resting: Callable[[], tuple[dict[str, int], dict[str, int]]],
+    ):
+        self._residency, self._resting = residency, resting
+        self._saved: SavedTensors | None = SavedTensors(parameters, self._on_saved)
+        self._counting = False
+        self._whole = self._activations = self._first_peak = 0
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        if self._saved is not None and not self._counting:
+            self._counting = True
+            self._saved.__enter__()
+
+    def end(self, peak_bytes: int) -> None:
+        """An iteration has ended; ``peak_bytes`` of whole parameters were its most."""
+        if self._saved is not None:
+            self._saved.__exit__(None, None, None)
+            self._saved, self._first_peak = None, peak_bytes
+        elif peak_bytes != self._first_peak:
+            self._whole = peak_bytes
+
+    def _on_saved(self) -> None:
+        assert self._saved is not None
+        whole, activations = self._residency.bytes, self._saved.bytes
+        if whole + activations > self._whole + self._activations:
+            self._whole, self._activations = whole, activations
+
+    def memory(self) -> RankMemory:
+        """What the rank held at the peak of the last iteration."""
+        device, host = self._resting()
+        return rank_memory.make(device | {"whole_parameters": self._whole, "activations": self._activations}, host)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes of the storages behind ``tensors``, each storage once."""
+    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors if t is not None)}.values())

@@ -1,0 +1,60 @@
+"""A block of memory that the ranks of a node share and that leaves nothing behind.
+
+[Note: No name to leak]
+The block is an anonymous memory file (memfd): it has no name in /dev/shm or anywhere else, is private to the user
+(mode 0600), and is gone when its last process is, however that process ends. Ranks hand it to each other as
+/proc/<pid>/fd/<fd>, which only the same user may open. Containers limit the size of /dev/shm; they do not limit this.
+"""
+
+import os
+from collections.abc import Callable
+
+from megatron_ext.formats.errors import InputError
+
+
+def create(size: int) -> int:
+    """A descriptor of a new block of ``size`` zeroed bytes. Processes started later do not inherit it by default."""
+    descriptor = os.memfd_create("megatron_ext", os.MFD_CLOEXEC)
+    os.fchmod(descriptor, 0o600)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def share(size: int, rank: int, exchange: Callable[[object], list], *, field: str) -> int:
+    """A descriptor of one block of ``size`` bytes, the same block on every rank. Collective.
+
+    Args:
+        rank: this rank's index among those that share the block; rank 0 creates it.
+        exchange: collective ``exchange(object) -> list`` over exactly these ranks.
+        field: what an error names: the option or variable that says which ranks share a node.
+
+    Raises:
+        InputError: a rank cannot open the block; then on every rank.
+    """
+    own = create(size) if rank == 0 else None
+    pid, handle, identity = exchange((os.getpid(), own, own is not None and _identity(own)))[0]
+    descriptor, failed = own, None
+    if own is None:
+        try:
+            descriptor = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
+            if _identity(descriptor) != identity:  # in another process namespace that number is another process
+                failed = "it is another file"
+        except OSError as error:
+            failed = error.strerror
+    # Nobody closes the descriptor before everybody has opened it, and all fail alike.
+    failures = [text for text in exchange(failed) if text is not None]
+    if failures:
+        if descriptor is not None:
+            os.close(descriptor)
+        raise InputError(
+            f"memory of process {pid} cannot be shared: {failures[0]}; ranks of one node must share a process "
+            "namespace and a user",
+            field=field,
+        )
+    assert descriptor is not None
+    return descriptor
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino

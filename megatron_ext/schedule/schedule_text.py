@@ -1,0 +1,116 @@
+"""A schedule as a text grid: one row a step, one column a pipeline rank.
+
+A cell is the step and its actions: ``s2:0`` stage in group 2 into slot 0; ``+3g`` unshard
+group 3 by ``gpu`` (``h`` in two legs, ``c`` cpu, ``s`` cpu_shard,
+``n`` nvme), ``+3c>7`` to be whole by step index 7, ``+3g@1``
+just before layer 1; ``-3`` reshard group 3, ``-3@1`` just after layer 1.
+"""
+
+from megatron_ext.formats import rank_memory
+from megatron_ext.schedule.user_defined_schedule import Rank, Schedule
+from megatron_ext.schedule.validate import InvalidSchedule
+
+ROWS = 200
+"""Most rows that are shown unless all are asked for."""
+
+ARROW = "--> "
+
+
+def action_text(entry, index: int, groups) -> str:
+    """The actions of one step (or of the start, index -1) in issue order; ``groups`` of the schedule
+    tell hierarchical gathers apart."""
+    parts = [f"s{a.group}:{a.slot}" for a in entry.stage_in]
+    for a in entry.unshard:
+        need = f">{a.need_by}" if a.need_by >= 0 and a.need_by != index else ""
+        at = f"@{a.at}" if a.at >= 0 else ""
+        letter = "s" if a.route == "cpu_shard" else _way(a, groups)[0]
+        parts.append(f"+{a.group}{letter}{need}{at}")
+    for a in getattr(entry, "reshard", ()):
+        parts.append(f"-{a.group}" + (f"@{a.at}" if a.at >= 0 else ""))
+    return " ".join(parts)
+
+
+def _way(action, groups) -> str:
+    """The route of an unshard, or its algorithm; ``groups`` may be fewer in a schedule that fails."""
+    algorithm = groups[action.group].algorithm if action.route == "gpu" and 0 <= action.group < len(groups) else None
+    return algorithm or action.route
+
+
+def bytes_by_route(schedule: Schedule) -> str:
+    """What one iteration brings by each route, all ranks of a pipeline together."""
+    found: dict[str, int] = {}
+    for rank in schedule.ranks:
+        for actions in (rank.start.unshard, *(entry.unshard for entry in rank.steps)):
+            for action in actions:
+                found[action.route] = found.get(action.route, 0) + schedule.groups[action.group].bytes
+    return ", ".join(f"{route} {size / 2**20:.1f} MiB" for route, size in sorted(found.items(), reverse=True)) or "none"
+
+
+def grid(schedule: Schedule, error: InvalidSchedule | None = None, *, every_row: bool = False) -> str:
+    """The grid; with ``error``, an arrow marks the step at which the schedule fails.
+
+    Of a long schedule the first :data:`ROWS` rows are shown, or those around the failing step.
+    """
+    columns = [_column(rank, schedule.groups) for rank in schedule.ranks]
+    number = max((len(column) for column in columns), default=0)
+    failing = None
+    if error is not None and error.pp_rank is not None:
+        failing = (0 if error.step_index is None else error.step_index + 1, error.pp_rank)
+    first, last = 0, number
+    if not every_row and number > ROWS:
+        first = 0 if failing is None else min(max(failing[0] - ROWS // 2, 0), number - ROWS)
+        last = first + ROWS
+    shown = range(first, last)
+    header = [f"rank {rank.pp_rank}" for rank in schedule.ranks]
+    cells = [[column[row] if row < len(column) else "" for row in shown] for column in columns]
+    widths = [max([len(ARROW) + len(text) for text in (name, *texts)]) for name, texts in zip(header, cells)]
+    label = max(len(str(number)), len("start"))
+    lines = [" " * label + "  " + "  ".join((" " * len(ARROW) + n).ljust(w) for n, w in zip(header, widths)).rstrip()]
+    if first:
+        lines.append(f"... {first} rows before")
+    for position, row in enumerate(shown):
+        name = "start" if row == 0 else str(row - 1)
+        texts = []
+        for rank, width in enumerate(widths):
+            mark = ARROW if failing == (row, rank) else " " * len(ARROW)
+            texts.append((mark + cells[rank][position]).ljust(width))
+        lines.append((name.rjust(label) + "  " + "  ".join(texts)).rstrip())
+    if last < number:
+        lines.append(f"... {number - last} rows after")
+    if error is not None:
+        lines.append(f"{ARROW}{error}")
+    return "\n".join(lines)
+
+
+def _column(rank: Rank, groups) -> list[str]:
+    rows = [action_text(rank.start, -1, groups)]
+    for index, entry in enumerate(rank.steps):
+        rows.append(f"{entry.step} {action_text(entry, index, groups)}".rstrip())
+    return rows
+
+
+def summary(schedule: Schedule) -> str:
+    """Sizes and routes in a few lines."""
+    counts: dict[str, int] = {}
+    for rank in schedule.ranks:
+        for entry in (rank.start, *rank.steps):
+            for action in entry.unshard:
+                way = _way(action, schedule.groups)
+                counts[way] = counts.get(way, 0) + 1
+    routes = ", ".join(f"{number} by {route}" for route, number in sorted(counts.items())) or "none"
+    parallel = schedule.parallel
+    lines = [
+        f"{parallel.order}, {parallel.pp} pipeline ranks, {parallel.vp} chunks, {parallel.num_microbatches} "
+        "micro-batches, "
+        f"zero stage {schedule.zero_stage}, planned by {schedule.metadata.planner or 'hand'}",
+        f"{len(schedule.groups)} groups of {sum(g.bytes for g in schedule.groups)} bytes, gathers: {routes}",
+    ]
+    resting = sum(group.shard_rests == "host" for group in schedule.groups)
+    if resting:
+        lines.append(f"{resting} groups' shards rest in host memory")
+    if schedule.publish:
+        lines.append(f"{len(schedule.publish)} groups are published after the optimizer step")
+    if schedule.predicted is not None:
+        bills = enumerate(schedule.predicted.memory)
+        lines += [f"memory rank {rank}: {rank_memory.text(memory)}" for rank, memory in bills]
+    return "\n".join(lines)

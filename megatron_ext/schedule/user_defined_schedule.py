@@ -1,0 +1,199 @@
+"""The ``user_defined_schedule`` file: by which route, when, and for how long.
+
+One file serves all ranks; data-parallel ranks of one pipeline rank run the same actions,
+so the order of collectives is the same on all of them by construction.
+
+Actions are short arrays, so that a large schedule stays small:
+
+========== =============================== ==============================================
+action     written as                      meaning
+========== =============================== ==============================================
+unshard    ``[group, route, need_by, at]`` issue; the compute of ``need_by`` waits for it
+stage_in   ``[group, slot]``               read from NVMe into a staging slot
+reshard    ``[group, at]``                 free the whole copy, keep the shard
+========== =============================== ==============================================
+
+``need_by`` is an index into the rank's steps; where it is left out (``-1``) it is the step
+that the action stands at. ``at`` is a layer of the step's chunk and may be left out: an
+unshard is issued just before that layer's compute (``-1``: when the step begins), a reshard
+just after it (``-1``: when the step ends). In a backward step layers run in descending order.
+
+``start`` holds the actions issued as soon as fresh parameters are published after the
+optimizer step, that is before the iteration's first step.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from megatron_ext.formats import json_files
+from megatron_ext.formats.facts import Facts
+from megatron_ext.formats.rank_memory import RankMemory
+from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
+from megatron_ext.workload.drive_reads import DriveReads
+from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.route import Route
+from megatron_ext.workload.workload import Limits
+
+
+class Unshard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Bring ``group`` whole onto the device by ``route``; step ``need_by`` waits for it."""
+
+    group: int
+    route: Route
+    need_by: int = -1
+    at: int = -1
+
+
+class StageIn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Read ``group`` from NVMe into staging slot ``slot`` of this rank."""
+
+    group: int
+    slot: int
+
+
+class Reshard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Free the whole copy of ``group``, keep the shard."""
+
+    group: int
+    at: int = -1
+
+
+class StepActions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Actions of one step in issue order: stage_in, then unshard, then compute, then reshard."""
+
+    step: str
+    stage_in: tuple[StageIn, ...] = ()
+    unshard: tuple[Unshard, ...] = ()
+    reshard: tuple[Reshard, ...] = ()
+
+
+class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Actions issued when fresh parameters have been published, before the first step."""
+
+    stage_in: tuple[StageIn, ...] = ()
+    unshard: tuple[Unshard, ...] = ()
+
+
+class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """All steps of one pipeline rank, in Megatron's order."""
+
+    pp_rank: int
+    start: Start = Start()
+    steps: tuple[StepActions, ...]
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Parameters that travel together: names as in the workload, in execution order.
+
+    ``bytes`` is the whole bucket with Megatron's padding. A group lies in one chunk and has
+    one dtype. The group's id is its index in ``groups``.
+
+    ``algorithm`` says how route ``gpu`` gathers it: one all-gather over the data-parallel group
+    (left out), or ``hierarchical``, between nodes first and inside them after.
+
+    ``shard_rests`` is where the shard lies between the group's uses: on the device (left out), or in
+    host memory. Such a group comes by ``cpu`` or ``nvme`` alone, and nothing of it stays on the device after
+    its reshard.
+    """
+
+    pp_rank: int
+    model_chunk_id: int
+    parameters: tuple[str, ...]
+    bytes: int
+    algorithm: Literal["hierarchical"] | None = None
+    shard_rests: Literal["host"] | None = None
+
+
+class PublishGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Write the updated shards of ``group`` to the host copy (``cpu``) and/or NVMe (``nvme``)."""
+
+    group: int
+    to: tuple[Literal["cpu", "nvme"], ...]
+
+
+class Predicted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What the simulator says of this schedule, under the cost table named in ``metadata``.
+
+    ``peak_bytes`` maps ``device`` to one figure a pipeline rank and ``pinned_host`` to one a
+    node; ``memory`` is the memory bill of each pipeline rank; ``exposed_us`` is one figure a pipeline
+    rank; ``busy_us`` maps links to their largest busy time over ranks.
+    """
+
+    iteration_time_us: float
+    exposed_us: tuple[float, ...]
+    peak_bytes: dict[str, tuple[int, ...]]
+    busy_us: dict[str, float]
+    memory: tuple[RankMemory, ...] = ()
+    bubble_rate: float | None = None
+    lower_bound_us: float | None = None
+    gather_us: float | None = None
+    baselines_us: dict[str, float] = {}
+    left_out: tuple[str, ...] = ()
+
+
+class MeasuredOn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Hardware and software that the costs were measured on."""
+
+    hardware: Facts | None = None
+    software: Facts | None = None
+
+
+class PlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What a reader or a run needs to know of the planning.
+
+    Attributes:
+        seed: of policy ``random:SEED``.
+        proven_gap: of policy ``exact``: (iteration time / proven bound) - 1.
+        rule: of policy ``hybrid``: the baseline that this schedule is, where the search found nothing faster.
+        search_failed: of policy ``hybrid``: why the search found no schedule at all.
+        measured_on: where the costs were measured; training on another machine says so.
+        nvme: how the drive is read.
+    """
+
+    seed: int | None = None
+    proven_gap: float | None = None
+    rule: str | None = None
+    search_failed: str | None = None
+    measured_on: MeasuredOn | None = None
+    nvme: DriveReads | None = None
+
+
+class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Where the schedule comes from. Holds no time of day: the same inputs give the same bytes."""
+
+    planner: str = ""
+    options: PlanOptions = PlanOptions()
+    cost_table_sha256: str | None = None
+    megatron_core: str | None = None
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``fingerprint``: see :func:`megatron_ext.workload.workload.fingerprint`."""
+
+    fingerprint: str
+
+
+class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A whole ``user_defined_schedule``."""
+
+    schema_version: int
+    kind: Literal["user_defined_schedule"]
+    metadata: Metadata = Metadata()
+    parallel: Parallel
+    zero_stage: Literal[1, 3]
+    model: Model
+    limits: Limits = Limits()
+    groups: tuple[Group, ...]
+    ranks: tuple[Rank, ...]
+    publish: tuple[PublishGroup, ...] = ()
+    predicted: Predicted | None = None
+
+
+def decode(path) -> Schedule:
+    """Read a schedule file without checking it; see :func:`megatron_ext.schedule.validate.load`."""
+    return json_files.load(path, Schedule, versioned="user_defined_schedule")
+
+
+def save(path, schedule: Schedule) -> None:
+    json_files.save(path, schedule)

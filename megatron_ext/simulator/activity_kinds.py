@@ -1,0 +1,16 @@
+"""Kinds of activities as small integers: compute, and one for each link of a rank."""
+
+from megatron_ext.cost.cost_table import KINDS
+
+COMPUTE, GPU, CPU, NVME, PUBLISH, P2P, REDUCE = range(len(KINDS))
+"""Indices into :data:`megatron_ext.cost.cost_table.KINDS`."""
+
+CURVES = {
+    GPU: "routes.gpu",
+    CPU: "routes.cpu",
+    NVME: "routes.nvme",
+    PUBLISH: "publish.cpu",
+    P2P: "p2p",
+    REDUCE: "reduce",
+}
+"""The curve of the cost table that says what a link's activity takes."""

@@ -1,0 +1,102 @@
+"""The links of one simulated rank: queues in issue order, and what starts when something ends."""
+
+from __future__ import annotations
+
+from megatron_ext.cost.cost_table import KINDS
+from megatron_ext.simulator.activity_kinds import CPU, GPU, NVME, PUBLISH, REDUCE
+from megatron_ext.simulator.engine_protocols import EngineView
+from megatron_ext.simulator.lower import SHARD, Gather
+from megatron_ext.simulator.rank_state import Activity, RankState
+
+
+def issue_gather(engine: EngineView, rank: RankState, gather: Gather) -> None:
+    """Put an unshard into the queue of its first link. A staged group leaves its slot over the host copies' link, and
+    a shard in host memory comes over it before the all-gather."""
+    gather.issued_us = engine.now
+    link = GPU if gather.route == GPU else CPU
+    rank.queues[link].append(gather)
+    if gather.flat:
+        rank.communicator.append(GPU)
+    serve(engine, rank, link)
+
+
+def issue_reduce(engine: EngineView, rank: RankState, operation: tuple) -> None:
+    """Put the reduction of a group's gradients into its queue."""
+    rank.reducing += 1
+    rank.queues[REDUCE].append(operation)
+    rank.communicator.append(REDUCE)
+    serve(engine, rank, REDUCE)
+
+
+def serve(engine: EngineView, rank: RankState, kind: int) -> None:
+    """Start the head of a link's queue if the link is idle and nothing holds the head back.
+
+    A ``cpu`` gather waits until its group is published, a ``nvme`` gather until it is staged in, a stage-in until its
+    slot is empty, and what goes over the data-parallel communicator until everything issued before it has ended.
+    """
+    if rank.active[kind] is not None or not rank.queues[kind]:
+        return
+    head = rank.queues[kind][0]
+    if kind in (GPU, CPU):
+        if head.flat and rank.communicator[0] != GPU:
+            return
+        if kind == CPU and head.route == SHARD:
+            size, us = head.shard_bytes, head.shard_us
+        elif kind == CPU and head.group not in (rank.published if head.route == CPU else rank.staged):
+            return
+        else:
+            size, us = head.bytes, head.us
+        if head.start_us < 0:
+            head.start_us = engine.now
+    elif kind == NVME:
+        _, group, slot, size, us = head
+        if slot in rank.slot_busy or group not in rank.published:
+            return
+        rank.slot_busy.add(slot)
+    elif kind == REDUCE:
+        if rank.communicator[0] != REDUCE:
+            return
+        _, _, size, us = head
+    else:
+        _, size, us = head
+    rank.queues[kind].popleft()
+    share = 0.0
+    if engine.host_cpu is not None:
+        share = engine.host_cpu.share_of(kind, size, us, head[0] if kind == PUBLISH else None)
+    rank.active[kind] = Activity(rank, kind, size, us, engine.now, head, share)
+
+
+def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Activity, lasted: float) -> None:
+    """Start what has waited for this transport."""
+    item = activity.item
+    if kind in (GPU, CPU):
+        engine.record(rank, KINDS[kind], str(item.group), activity.started, lasted)
+        if item.flat:
+            rank.communicator.popleft()
+            serve(engine, rank, REDUCE)
+        if kind == CPU and item.route == SHARD:
+            rank.queues[GPU].append(item)
+            serve(engine, rank, GPU)
+            serve(engine, rank, CPU)
+            return
+        if item.route == NVME:
+            rank.staged.discard(item.group)
+            rank.slot_busy.discard(item.slot)
+            serve(engine, rank, NVME)
+        engine.gather_ended(rank, item)
+    elif kind == NVME:
+        engine.record(rank, "nvme", str(item[1]), activity.started, lasted)
+        rank.staged.add(item[1])
+        serve(engine, rank, CPU)
+    elif kind == PUBLISH:
+        engine.record(rank, "publish", str(item[0]), activity.started, lasted)
+        rank.published.add(item[0])
+        serve(engine, rank, CPU)
+        serve(engine, rank, NVME)
+    elif kind == REDUCE:
+        engine.record(rank, "reduce", str(item[1]), activity.started, lasted)
+        rank.reducing -= 1
+        rank.communicator.popleft()
+        serve(engine, rank, GPU)
+        engine.start_optimizer(rank)
+    serve(engine, rank, kind)

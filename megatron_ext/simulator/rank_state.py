@@ -1,0 +1,69 @@
+"""What the engine knows of one pipeline rank, and of one activity on it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ext.cost.cost_table import KINDS
+from megatron_ext.simulator.lower import RankProgram
+
+
+class Activity:
+    """Work in progress on one link (or the compute) of one rank, at a rate that overlaps change.
+
+    ``remaining`` is what is left in microseconds of the activity running alone; ``rate`` is how much of that passes in
+    a microsecond. ``share``: processors that a transport asks for at rate 1, where ranks share processors.
+    """
+
+    __slots__ = ("rank", "kind", "size", "remaining", "rate", "updated", "version", "started", "item", "share")
+
+    def __init__(self, rank: RankState, kind: int, size: int, work: float, now: float, item: Any, share: float = 0.0):
+        self.rank, self.kind, self.size, self.remaining, self.item = rank, kind, size, work, item
+        self.rate, self.updated, self.started, self.version = 0.0, now, now, 0
+        self.share = share
+
+
+class RankState:
+    """A pipeline rank while it is simulated. Times are microseconds since the last optimizer step.
+
+    Attributes:
+        index, position: the step in progress, and the next operation in it.
+        active, queues, busy: by kind: the activity in progress, what waits for it to end, and the busy time so far.
+        blocked_on: number of the gather that compute waits for; -1 for none.
+        messages: messages to or from other ranks that are on their way.
+        communicator: kinds of what was issued to the data-parallel communicator and has not ended, in issue order.
+    """
+
+    __slots__ = (
+        *("program", "pp_rank", "index", "position", "operations", "steps_done", "finished_at"),
+        *("active", "queues", "busy", "communicator", "messages", "reducing"),
+        *("blocked_on", "blocked_since", "exposed", "first_start", "last_end", "compute_us"),
+        *("published", "staged", "slot_busy"),
+    )
+
+    def __init__(self, program: RankProgram):
+        self.program, self.pp_rank = program, program.pp_rank
+        self.index, self.position = -1, 0
+        self.operations: Sequence[tuple] = ()
+        self.steps_done, self.finished_at = False, -1.0
+        self.active: list[Activity | None] = [None] * len(KINDS)
+        self.queues: list[deque] = [deque() for _ in KINDS]
+        self.busy = [0.0] * len(KINDS)
+        self.communicator: deque[int] = deque()
+        self.messages = self.reducing = 0
+        self.blocked_on, self.blocked_since = -1, 0.0
+        self.exposed = self.compute_us = 0.0
+        self.first_start = self.last_end = -1.0
+        self.published: set[int] = set()
+        self.staged: set[int] = set()
+        self.slot_busy: set[int] = set()
+
+    @property
+    def step_name(self) -> str:
+        """Text form of the step in progress, for example ``3B0``."""
+        if not 0 <= self.index < len(self.program.steps):
+            return "start"
+        stage, backward, microbatch, _ = self.program.steps[self.index]
+        return f"{stage}{'B' if backward else 'F'}{microbatch}"

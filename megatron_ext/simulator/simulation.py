@@ -1,0 +1,135 @@
+"""What a schedule would take: one function from workload, cost table and schedule to a result."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_ext.cost.cost_table import KINDS
+from megatron_ext.formats import rank_memory
+from megatron_ext.formats.trace import Event
+from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes, slot_bytes
+from megatron_ext.schedule.memory_bill import Bill
+from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
+from megatron_ext.simulator.activity_kinds import COMPUTE
+from megatron_ext.simulator.engine import Engine
+from megatron_ext.simulator.host_processors import HostProcessors
+from megatron_ext.simulator.lower import lower
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.workload import Workload
+
+
+class Result(NamedTuple):
+    """One simulated iteration. Times are microseconds, from the end of one optimizer step to
+    the end of the next.
+
+    ``exposed_us``: by pipeline rank, compute steps waiting for groups; ``group_exposed_us``
+    the same by group. ``busy_us``: by link, the largest over ranks. ``gather_us``: the largest
+    over ranks of the summed time of all its gathers. ``peak_bytes``: ``device`` by pipeline
+    rank, ``pinned_host`` by node, ``staging`` by pipeline rank. ``memory``: the memory bill by pipeline
+    rank, where it was asked for. ``left_out`` names what the cost table does not know.
+    """
+
+    iteration_time_us: float
+    bubble_rate: float
+    exposed_us: tuple[float, ...]
+    lower_bound_us: float
+    peak_bytes: dict[str, tuple[int, ...]]
+    busy_us: dict[str, float]
+    gather_us: float
+    group_exposed_us: dict[int, float]
+    left_out: tuple[str, ...]
+    events: list[Event] | None = None
+    memory: tuple[Bill, ...] = ()
+
+    def as_json(self) -> dict:
+        """The figures as ``simulate --json`` prints them."""
+        fields = self._asdict()
+        del fields["events"]
+        fields["memory"] = [
+            {**msgspec.to_builtins(bill.memory), "step_device_bytes": bill.step_device_bytes} for bill in self.memory
+        ]
+        fields["group_exposed_us"] = {str(group): us for group, us in sorted(self.group_exposed_us.items())}
+        return fields
+
+    def as_text(self) -> str:
+        """The same for people, in milliseconds."""
+        lines = [
+            f"iteration    {self.iteration_time_us / 1e3:.3f} ms (at least {self.lower_bound_us / 1e3:.3f} ms by any "
+            "schedule)",
+            f"bubble rate  {100 * self.bubble_rate:.2f} % (of the slowest rank's time between its first step and its "
+            "last: not its layers' own compute)",
+            "exposed      " + ", ".join(f"rank {rank}: {us / 1e3:.3f} ms" for rank, us in enumerate(self.exposed_us)),
+            "busy         " + ", ".join(f"{link}: {us / 1e3:.3f} ms" for link, us in self.busy_us.items()),
+            f"whole parameters on a device at most {max(self.peak_bytes['device'], default=0)} bytes",
+        ]
+        lines += [f"memory rank {rank}: {rank_memory.text(bill.memory)}" for rank, bill in enumerate(self.memory)]
+        if self.left_out:
+            lines.append(f"left out, because the cost table has no curve: {', '.join(self.left_out)}")
+        return "\n".join(lines)
+
+    def predicted(self, baselines_us: dict[str, float] | None = None) -> Predicted:
+        """The same figures as they are stored in a schedule."""
+        return Predicted(
+            iteration_time_us=self.iteration_time_us,
+            exposed_us=self.exposed_us,
+            peak_bytes=self.peak_bytes,
+            busy_us=self.busy_us,
+            memory=tuple(bill.memory for bill in self.memory),
+            bubble_rate=self.bubble_rate,
+            lower_bound_us=self.lower_bound_us,
+            gather_us=self.gather_us,
+            baselines_us=baselines_us or {},
+            left_out=self.left_out,
+        )
+
+
+def run(
+    workload: Workload, timing: Timing, schedule: Schedule, *, trace: bool = False, bound_us: float = 0.0
+) -> Result:
+    """Simulate one iteration of ``workload`` by ``schedule``, which must be valid and match the workload.
+
+    Args:
+        trace: keep every interval in ``Result.events``.
+        bound_us: a time that no schedule can beat, stored beside the figures; see :mod:`megatron_ext.bounds`.
+    """
+    programs = lower(schedule, workload, timing)
+    publish: list[list[tuple[int, int, float]]] = [[] for _ in programs]
+    times, processor_us = timing.host_cpu, {}
+    for entry in schedule.publish:
+        group = schedule.groups[entry.group]
+        us = timing.publish_us(group.pp_rank, entry.to, group.bytes)
+        publish[group.pp_rank].append((entry.group, group.bytes, us))
+        if times is not None:
+            parts = timing.publish_parts(group.pp_rank, entry.to, group.bytes)
+            processor_us[entry.group] = times.of_publish(parts)
+    host_cpu = HostProcessors(times, processor_us) if times is not None else None
+    engine = Engine(programs, workload, timing, publish, trace=trace, host_cpu=host_cpu)
+    iteration_time = engine.run()
+    spans = [rank.last_end - rank.first_start for rank in engine.ranks]
+    longest = max(range(len(spans)), key=lambda index: (spans[index], -index))
+    busy = {KINDS[kind]: max(rank.busy[kind] for rank in engine.ranks) for kind in range(len(KINDS))}
+    gathers = [sum(g.end_us - g.start_us for g in rank.program.gathers) for rank in engine.ranks]
+    return Result(
+        iteration_time_us=iteration_time,
+        bubble_rate=1.0 - engine.ranks[longest].compute_us / spans[longest],
+        exposed_us=tuple(rank.exposed for rank in engine.ranks),
+        # Rounding alone may put it above; more would be a wrong bound, and must show.
+        lower_bound_us=min(bound_us, iteration_time) if bound_us <= iteration_time * (1 + 1e-9) else bound_us,
+        peak_bytes={
+            "device": tuple(device_peaks(schedule)),
+            "pinned_host": tuple(pinned_host_bytes(schedule)),
+            "staging": tuple(
+                slot_bytes(schedule, rank) * schedule.limits.nvme_slots for rank in range(workload.parallel.pp)
+            ),
+        },
+        busy_us={link: us for link, us in busy.items() if us or link == KINDS[COMPUTE]},
+        gather_us=float(max(gathers, default=0.0)),
+        group_exposed_us=engine.group_exposed,
+        left_out=timing.left_out,
+        events=engine.events,
+    )
+
+
+def with_prediction(schedule: Schedule, result: Result, baselines_us: dict[str, float] | None = None) -> Schedule:
+    """The schedule with its prediction stored in it."""
+    return msgspec.structs.replace(schedule, predicted=result.predicted(baselines_us))

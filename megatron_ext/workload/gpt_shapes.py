@@ -1,0 +1,171 @@
+"""The workload of a GPT from its sizes alone: what `describe` reads off the modules, by arithmetic.
+
+Names, shapes and order of parameters are those of ``megatron.core.models.gpt.GPTModel`` with local layers, as one
+tensor-parallel rank holds them. tests/distributed/megatron/test_describe.py compares both.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.activation_bytes import kept_by_layer
+from megatron_ext.workload.bucket_layout import ITEM_BYTES
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import SCHEMA_VERSION, Chunk, Limits, Parameter, Workload, check
+
+
+class MicroBatch(NamedTuple):
+    """What one step computes on, in Megatron's words.
+
+    Attributes:
+        sequence_parallel: each tensor-parallel rank holds its part of the sequence between the matrices.
+        recompute: ``full`` runs every layer's forward again in backward, ``selective`` that of core attention.
+        score_heads: attention heads of one rank whose scores are written to memory; 0 with fused (flash) attention.
+    """
+
+    seq_length: int
+    micro_batch_size: int = 1
+    sequence_parallel: bool = False
+    recompute: str | None = None
+    score_heads: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.seq_length * self.micro_batch_size
+
+
+class GptShape(NamedTuple):
+    """Sizes of a GPT. ``vocab`` is padded; ``positions`` is 0 without learned position embeddings."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    query_groups: int
+    vocab: int
+    head_dim: int
+    positions: int = 0
+    gated: bool = False
+    rms_norm: bool = False
+    linear_bias: bool = True
+    qkv_bias: bool = True
+    tied: bool = True
+    dtype: str = "bfloat16"
+
+    def layer(self, tp: int) -> dict[str, tuple[int, ...]]:
+        """Parameters of one layer, by name, in the order in which modules register them."""
+        width = self.heads * self.head_dim
+        qkv = (width + 2 * self.query_groups * self.head_dim) // tp
+        first = (2 if self.gated else 1) * self.ffn // tp
+        found = {
+            **self.norm("input_layernorm"),
+            "self_attention.linear_proj.weight": (self.hidden, width // tp),
+            "self_attention.linear_proj.bias": (self.hidden,),
+            "self_attention.linear_qkv.weight": (qkv, self.hidden),
+            "self_attention.linear_qkv.bias": (qkv,),
+            **self.norm("pre_mlp_layernorm"),
+            "mlp.linear_fc1.weight": (first, self.hidden),
+            "mlp.linear_fc1.bias": (first,),
+            "mlp.linear_fc2.weight": (self.hidden, self.ffn // tp),
+            "mlp.linear_fc2.bias": (self.hidden,),
+        }
+        biased = {"self_attention.linear_qkv.bias": self.qkv_bias}
+        return {
+            name: shape
+            for name, shape in found.items()
+            if not (".linear" in name and name.endswith("bias")) or biased.get(name, self.linear_bias)
+        }
+
+    def norm(self, name: str) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.{part}": (self.hidden,) for part in ("weight", "bias")[: 1 if self.rms_norm else 2]}
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the whole model, a tied matrix once."""
+        ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden
+        return self.layers * sum(map(prod, self.layer(1).values())) + ends + sum(map(prod, self.norm("").values()))
+
+
+def gpt_workload(
+    shape: GptShape,
+    parallel: Parallel,
+    batch: MicroBatch,
+    *,
+    zero_stage: int = 1,
+    limits: Limits | None = None,
+    optimizer: OptimizerSettings | None = None,
+    layers_of_stages: Sequence[int] | None = None,
+) -> Workload:
+    """The workload of a GPT.
+
+    Args:
+        layers_of_stages: transformer layers of every stage; by default as many on each.
+
+    Raises:
+        InputError: the layers do not divide into the stages.
+    """
+    stages = parallel.pp * parallel.vp
+    if layers_of_stages is None:
+        if shape.layers % stages:
+            raise InputError(f"does not divide into {stages} stages", field="--num-layers", value=shape.layers)
+        layers_of_stages = [shape.layers // stages] * stages
+    assert len(layers_of_stages) == stages and sum(layers_of_stages) == shape.layers, layers_of_stages
+    return check(
+        Workload(
+            schema_version=SCHEMA_VERSION,
+            kind="workload",
+            parallel=parallel,
+            zero_stage=1 if zero_stage == 1 else 3,
+            chunks=tuple(_chunk(shape, parallel, batch, stage, count) for stage, count in enumerate(layers_of_stages)),
+            p2p_bytes=p2p_bytes(parallel, batch, shape.hidden, ITEM_BYTES[shape.dtype]),
+            limits=limits or Limits(),
+            optimizer=optimizer or OptimizerSettings(),
+        )
+    )
+
+
+def p2p_bytes(parallel: Parallel, batch: MicroBatch, hidden_size: int, itemsize: int) -> int:
+    """Bytes of one activation message between two pipeline stages."""
+    if parallel.pp == 1:
+        return 0
+    # With sequence parallelism each tensor-parallel rank holds, and sends, its part of the sequence.
+    parts = parallel.tensor_model_parallel_size if batch.sequence_parallel else 1
+    return batch.tokens * hidden_size * itemsize // parts
+
+
+def _chunk(shape: GptShape, parallel: Parallel, batch: MicroBatch, stage: int, count: int) -> Chunk:
+    tp, last = parallel.tensor_model_parallel_size, parallel.pp * parallel.vp - 1
+    kinds = ["embedding"] * (stage == 0) + ["transformer"] * count + ["output"] * (stage == last)
+    # Both pipeline ranks hold a tied matrix and keep it in a bucket of its own; within one chunk the output borrows it.
+    shared = shape.tied and parallel.pp > 1
+    borrowed = shape.tied and stage == 0 and stage == last
+    matrix, parameters = (shape.vocab // tp, shape.hidden), []
+
+    def add(name: str, size: tuple[int, ...], layer: int, **more) -> None:
+        size_bytes = prod(size) * ITEM_BYTES[shape.dtype]
+        parameters.append(Parameter(name=name, shape=size, dtype=shape.dtype, bytes=size_bytes, layer=layer, **more))
+
+    if stage == 0:
+        uses = (len(kinds) - 1,) if borrowed else ()
+        add("embedding.word_embeddings.weight", matrix, 0, shared_embedding=shared, borrowed_by=uses)
+        if shape.positions:
+            add("embedding.position_embeddings.weight", (shape.positions, shape.hidden), 0)
+    for number in range(count):
+        for name, size in shape.layer(tp).items():
+            add(f"decoder.layers.{number}.{name}", size, number + (stage == 0))
+    if stage == last:
+        for name, size in shape.norm("decoder.final_layernorm").items():
+            add(name, size, len(kinds) - 1)
+        if not borrowed:
+            add("output_layer.weight", matrix, len(kinds) - 1, shared_embedding=shared)
+    kept = [kept_by_layer(kind, shape, batch, tp) for kind in kinds]
+    return Chunk(
+        pp_rank=stage % parallel.pp,
+        model_chunk_id=stage // parallel.pp,
+        parameters=tuple(parameters),
+        layer_kinds=tuple(kinds),
+        activation_bytes=tuple(each.activation_bytes for each in kept),
+        recompute_bytes=max((each.recompute_bytes for each in kept), default=0),
+    )

@@ -1,0 +1,53 @@
+"""``python -m megatron_ext.workload.measured_sizes WORKLOAD``: sizes that a measurement must cover.
+
+Prints the bytes of the largest possible group (one chunk), of the largest rank's whole parameters, and
+with commas those of likely groups.
+"""
+
+import sys
+from itertools import groupby
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.workload import Workload, group_bytes, load
+
+
+def largest_group_bytes(workload: Workload) -> int:
+    """The largest chunk as one group: nothing larger is gathered at once."""
+    largest = max((group_bytes(chunk.parameters, workload.parallel.dp) for chunk in workload.chunks), default=0)
+    return max(largest, 512)
+
+
+def largest_rank_bytes(workload: Workload) -> int:
+    """Whole parameters of the pipeline rank that holds most."""
+    return max(sum(chunk.bytes for chunk in workload.chunks_of_rank(rank)) for rank in range(workload.parallel.pp))
+
+
+def likely_group_bytes(workload: Workload, at_most: int = 8) -> list[int]:
+    """Sizes that groups will often have: one layer of each kind, and one chunk. Gathers are best measured at these
+    too, for a cost read between other sizes may be off: shards that are a power of two apart, as a weight's often are,
+    share sets of a processor's caches (megatron_ext/measure/size_grid.py)."""
+    dp, found = workload.parallel.dp, set()
+    for chunk in workload.chunks:
+        parts = [
+            chunk.parameters,
+            *(tuple(layer) for _, layer in groupby(chunk.parameters, key=lambda parameter: parameter.layer)),
+        ]
+        found |= {size for part in parts if (size := group_bytes(part, dp))}
+    return sorted(found, reverse=True)[:at_most][::-1]
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: python -m megatron_ext.workload.measured_sizes WORKLOAD", file=sys.stderr)
+        return 2
+    try:
+        workload = load(sys.argv[1])
+    except InputError as error:
+        print(f"megatron-ext: {error}", file=sys.stderr)
+        return 2
+    print(largest_group_bytes(workload), largest_rank_bytes(workload), ",".join(map(str, likely_group_bytes(workload))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

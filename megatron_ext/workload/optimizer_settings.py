@@ -1,0 +1,48 @@
+"""What of Megatron's optimizer decides how many bytes a rank holds."""
+
+import msgspec
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.bucket_layout import ITEM_BYTES
+
+HALF = ("float16", "bfloat16")
+
+
+class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Dtypes of gradients, main parameters and optimizer states, and where the optimizer steps.
+
+    Attributes:
+        gradient_dtype: of Megatron's gradient buffers (``--accumulate-allreduce-grads-in-fp32``).
+        main_parameter_dtype: of the optimizer's copies of 16-bit parameters. Other parameters are updated in place.
+        moment_dtypes: of the optimizer's states: two for Adam, one for SGD with momentum.
+        on_host: the optimizer steps in host memory (``--optimizer-cpu-offload``, offload fraction 1.0).
+    """
+
+    gradient_dtype: str = "float32"
+    main_parameter_dtype: str = "float32"
+    moment_dtypes: tuple[str, ...] = ("float32", "float32")
+    on_host: bool = False
+
+    @property
+    def gradient_item_bytes(self) -> int:
+        return ITEM_BYTES[self.gradient_dtype]
+
+    @property
+    def state_item_bytes(self) -> int:
+        """Bytes of optimizer states for one element of a parameter."""
+        return sum(ITEM_BYTES[dtype] for dtype in self.moment_dtypes)
+
+    def main_item_bytes(self, dtype: str) -> int:
+        """Bytes of the optimizer's own copy for one element of a parameter of ``dtype``."""
+        return ITEM_BYTES[self.main_parameter_dtype] if dtype in HALF or self.on_host else 0
+
+    def check(self, *, file=None) -> None:
+        """Refuse dtypes that are not known. Raises InputError."""
+        for name in ("gradient_dtype", "main_parameter_dtype", "moment_dtypes"):
+            value = getattr(self, name)
+            for dtype in (value,) if isinstance(value, str) else value:
+                if dtype not in ITEM_BYTES:
+                    known = ", ".join(ITEM_BYTES)
+                    raise InputError(
+                        f"unknown dtype; known: {known}", file=file, field=f"optimizer.{name}", value=dtype
+                    )

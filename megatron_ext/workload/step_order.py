@@ -1,0 +1,58 @@
+"""The order of steps on every pipeline rank. It is Megatron's, and never ours to change.
+
+Sources: Megatron-LM ``megatron/core/pipeline_parallel/schedules.py`` --
+``get_schedule_table`` and ``get_pp_rank_microbatches`` for the interleaved order,
+``forward_backward_pipelining_without_interleaving`` for 1F1B.
+"""
+
+from functools import lru_cache
+
+from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.step import Step
+
+
+def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
+    """``(microbatch, model_chunk_id)`` of every virtual micro-batch, in forward order.
+
+    The last micro-batch group may be smaller than the others.
+    """
+    table = []
+    for first in range(0, num_microbatches, group_size):
+        last = min(first + group_size, num_microbatches)
+        table += [(microbatch, chunk) for chunk in range(num_chunks) for microbatch in range(first, last)]
+    return table
+
+
+def num_warmup(parallel: Parallel, pp_rank: int) -> int:
+    """Forwards that ``pp_rank`` runs before its first backward (steady state adds one more)."""
+    total = parallel.num_microbatches * parallel.vp
+    if parallel.order == "gpipe":
+        return total
+    if parallel.order == "no_pipeline":
+        return 0
+    behind = parallel.pp - pp_rank - 1
+    if parallel.order == "1f1b":
+        return min(behind, total)
+    return min(behind * 2 + (parallel.vp - 1) * parallel.microbatch_group_size, total)
+
+
+@lru_cache(maxsize=4)
+def steps_of_ranks(parallel: Parallel) -> tuple[tuple[Step, ...], ...]:
+    """Steps of one training iteration for every pipeline rank, in the order Megatron runs them."""
+    pp, vp = parallel.pp, parallel.vp
+    table = schedule_table(parallel.num_microbatches, vp, parallel.microbatch_group_size)
+    if parallel.order == "gpipe":  # every chunk runs all its micro-batches before the next chunk
+        table = schedule_table(parallel.num_microbatches, vp, parallel.num_microbatches)
+    ranks = []
+    for rank in range(pp):
+        forward = [Step(chunk * pp + rank, "F", microbatch) for microbatch, chunk in table]
+        # Backwards mirror the forwards: the same table with the chunks in reverse.
+        backward = [Step((vp - 1 - chunk) * pp + rank, "B", microbatch) for microbatch, chunk in table]
+        warmup = num_warmup(parallel, rank)
+        steady = len(table) - warmup
+        steps = forward[:warmup]
+        for position in range(steady):
+            steps += (forward[warmup + position], backward[position])
+        steps += backward[steady:]
+        ranks.append(tuple(steps))
+    return tuple(ranks)

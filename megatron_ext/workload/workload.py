@@ -1,0 +1,273 @@
+"""The workload file: what is trained. Written by ``describe``, read by the planner.
+
+``chunks[].parameters`` are in execution order. ``layer`` numbers the layer inside its
+chunk that a parameter belongs to (an index into ``layer_kinds`` where those are given);
+a layer is what runs between two points at which a group can arrive or leave.
+"""
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from megatron_ext.formats import json_files
+from megatron_ext.formats.checks import Checker
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
+from megatron_ext.formats.versions import check_version
+from megatron_ext.workload.bucket_layout import ITEM_BYTES, bucket_numel
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.parallel import Parallel
+
+
+class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One parameter of a chunk as one rank holds it whole. ``bytes`` is the gathered size.
+
+    ``shared_embedding`` marks Megatron's word-embedding weight that two pipeline ranks
+    share: Megatron keeps it in a bucket of its own, so it must be a group of its own.
+    ``borrowed_by`` are further layers of the chunk that compute with it: an output layer that
+    is tied to the embedding of the same chunk.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    layer: int = 0
+    shared_embedding: bool = False
+    borrowed_by: tuple[int, ...] = ()
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """Layers of the chunk that compute with the parameter, ascending."""
+        return (self.layer, *self.borrowed_by)
+
+    @property
+    def numel(self) -> int:
+        return self.bytes // ITEM_BYTES[self.dtype]
+
+
+class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Parameters of one model chunk of one pipeline rank; there may be none.
+
+    ``layer_kinds[i]`` is the kind (``embedding``, ``transformer``, ``output``, ...) of the
+    chunk's layer ``i`` in execution order; it is what a cost table's ``layer_kind`` refers to.
+    ``activation_bytes[i]`` is what autograd saves in layer ``i`` for the backward of one micro-batch,
+    with recompute as set; empty where it was not counted. ``recompute_bytes`` is what the backward
+    of one micro-batch makes anew at one time, where layers are recomputed.
+    """
+
+    pp_rank: int
+    model_chunk_id: int
+    parameters: tuple[Parameter, ...] = ()
+    layer_kinds: tuple[str, ...] = ()
+    activation_bytes: tuple[int, ...] = ()
+    recompute_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(parameter.bytes for parameter in self.parameters)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the chunk, at least 1 so that every chunk has a place to wait at."""
+        last = max((parameter.layer for parameter in self.parameters), default=0)
+        return max(last + 1, len(self.layer_kinds), 1)
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a plan may use; ``None`` is unlimited.
+
+    ``device_bytes``: everything that one rank holds on its device, see the memory bill
+    (``schedule/memory_bill.py``). ``whole_parameter_bytes``: whole parameters on one device at a time
+    (zero stage 3). ``pinned_host_bytes``: host copies and staging slots of one node. ``nvme_slots`` staging
+    slots per rank of ``nvme_slot_bytes`` each (``None``: as large as the largest group on the route).
+    """
+
+    device_bytes: int | None = None
+    whole_parameter_bytes: int | None = None
+    pinned_host_bytes: int | None = None
+    nvme_slots: int = 0
+    nvme_slot_bytes: int | None = None
+
+
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is trained: parallel sizes, parameters of every chunk, and the limits of a plan.
+
+    ``p2p_bytes`` is one activation message between two pipeline stages.
+    """
+
+    schema_version: int
+    kind: Literal["workload"]
+    parallel: Parallel
+    zero_stage: Literal[1, 3]
+    chunks: tuple[Chunk, ...]
+    p2p_bytes: int = 0
+    limits: Limits = Limits()
+    optimizer: OptimizerSettings = OptimizerSettings()
+
+    @property
+    def counts_activations(self) -> bool:
+        """Whether the bytes that autograd saves are known of every chunk with parameters."""
+        return all(chunk.activation_bytes for chunk in self.chunks if chunk.parameters)
+
+    def chunk(self, pp_rank: int, model_chunk_id: int) -> Chunk:
+        """The chunk of a stage. Chunks are stored sorted by (model_chunk_id, pp_rank)."""
+        return self.chunks[model_chunk_id * self.parallel.pp + pp_rank]
+
+    def chunks_of_rank(self, pp_rank: int) -> tuple[Chunk, ...]:
+        return tuple(self.chunk(pp_rank, chunk) for chunk in range(self.parallel.vp))
+
+
+def group_bytes(parameters, data_parallel_size: int) -> int:
+    """Bytes of the bucket that ``parameters`` (execution order, one dtype) fill, with padding."""
+    if not parameters:
+        return 0
+    item = ITEM_BYTES[parameters[0].dtype]
+    return bucket_numel([p.bytes // item for p in parameters], data_parallel_size) * item
+
+
+def fingerprint(workload: Workload) -> str:
+    """sha256 over every parameter's place, name, shape and dtype: two models with the same
+    fingerprint can train by the same schedule."""
+    digest = hashlib.sha256()
+    for chunk in workload.chunks:
+        for parameter in chunk.parameters:
+            shape = "x".join(map(str, parameter.shape))
+            line = f"{chunk.pp_rank} {chunk.model_chunk_id} {parameter.name} {shape} {parameter.dtype}\n"
+            digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def load(path) -> Workload:
+    """Read and check a workload file. Raises InputError naming file, field and value."""
+    return check(json_files.load(path, Workload, versioned="workload"), file=path)
+
+
+def save(path, workload: Workload) -> None:
+    json_files.save(path, workload, indent=1)
+
+
+def check(workload: Workload, *, file=None) -> Workload:
+    """Check a decoded workload and return it with its chunks in stage order.
+
+    Raises:
+        InputError: naming the field and its value.
+    """
+    check_version("workload", workload.schema_version, file=file)
+    parallel = workload.parallel
+    parallel.check(file=file)
+    checker = Checker(file)
+    checker.size(workload.p2p_bytes, "p2p_bytes")
+    workload.optimizer.check(file=file)
+    for name in workload.limits.__struct_fields__:
+        checker.size(getattr(workload.limits, name), f"limits.{name}")
+    stages = {}
+    for index, chunk in enumerate(workload.chunks):
+        where = f"chunks[{index}]"
+        parallel.check_place(chunk.pp_rank, chunk.model_chunk_id, file=file, field=where)
+        stage = chunk.model_chunk_id * parallel.pp + chunk.pp_rank
+        if stage in stages:
+            raise InputError(
+                f"pipeline rank {chunk.pp_rank}, chunk {chunk.model_chunk_id} is there twice", file=file, field=where
+            )
+        _check_parameters(chunk, where, file)
+        _check_activations(chunk, where, file)
+        stages[stage] = _with_dense_layers(chunk)
+    # A stage that is not listed has no parameters.
+    everything = tuple(
+        stages.get(stage) or Chunk(pp_rank=stage % parallel.pp, model_chunk_id=stage // parallel.pp)
+        for stage in range(parallel.pp * parallel.vp)
+    )
+    return msgspec.structs.replace(workload, chunks=everything)
+
+
+def _check_parameters(chunk: Chunk, where: str, file) -> None:
+    names = set()
+    previous_layer = 0
+    for index, parameter in enumerate(chunk.parameters):
+        field = f"{where}.parameters[{index}]"
+        if parameter.name in names:
+            raise InputError("is there twice", file=file, field=f"{field}.name", value=parameter.name)
+        names.add(parameter.name)
+        if parameter.dtype not in ITEM_BYTES:
+            raise InputError(
+                f"unknown dtype; known: {', '.join(ITEM_BYTES)}",
+                file=file,
+                field=f"{field}.dtype",
+                value=parameter.dtype,
+            )
+        if parameter.bytes <= 0 or parameter.bytes % ITEM_BYTES[parameter.dtype]:
+            raise InputError(
+                f"must be a positive multiple of the size of {parameter.dtype}",
+                file=file,
+                field=f"{field}.bytes",
+                value=parameter.bytes,
+            )
+        Checker(file).size(parameter.bytes, f"{field}.bytes")
+        numel = 1
+        for size in parameter.shape:
+            if size < 1:
+                raise InputError("sizes must be positive", file=file, field=f"{field}.shape", value=parameter.shape)
+            numel *= size
+        if numel * ITEM_BYTES[parameter.dtype] != parameter.bytes:
+            raise InputError(
+                f"is not shape {list(parameter.shape)} times {parameter.dtype}",
+                file=file,
+                field=f"{field}.bytes",
+                value=parameter.bytes,
+            )
+        if parameter.layer < max(previous_layer, 0):
+            raise InputError(
+                "parameters must be in execution order: layers never decrease",
+                file=file,
+                field=f"{field}.layer",
+                value=parameter.layer,
+            )
+        if chunk.layer_kinds and parameter.layer >= len(chunk.layer_kinds):
+            raise InputError(
+                f"chunk has {len(chunk.layer_kinds)} layer_kinds",
+                file=file,
+                field=f"{field}.layer",
+                value=parameter.layer,
+            )
+        previous_layer = parameter.layer
+        if parameter.borrowed_by:
+            largest = len(chunk.layer_kinds) or 1 + max(p.layer for p in chunk.parameters)
+            ascending = all(a < b for a, b in zip(parameter.uses, parameter.borrowed_by))
+            if not ascending or parameter.borrowed_by[-1] >= largest:
+                raise InputError(
+                    f"expected ascending layers of the chunk behind layer {parameter.layer}",
+                    file=file,
+                    field=f"{field}.borrowed_by",
+                    value=list(parameter.borrowed_by),
+                )
+
+
+def _check_activations(chunk: Chunk, where: str, file) -> None:
+    counted = chunk.activation_bytes
+    if counted and (len(counted) != chunk.num_layers or min(counted) < 0):
+        raise InputError(
+            f"expected {chunk.num_layers} figures that are not negative, one a layer",
+            file=file,
+            field=f"{where}.activation_bytes",
+            value=list(counted),
+        )
+    checker = Checker(file)
+    checker.size(max(counted, default=0), f"{where}.activation_bytes")
+    checker.size(chunk.recompute_bytes, f"{where}.recompute_bytes")
+
+
+def _with_dense_layers(chunk: Chunk) -> Chunk:
+    """Without ``layer_kinds``, any non-decreasing numbering of layers is accepted (for example
+    the model's own); inside the package layers of a chunk count from 0 without gaps."""
+    if chunk.layer_kinds:
+        return chunk
+    dense = {layer: index for index, layer in enumerate(sorted({p.layer for p in chunk.parameters}))}
+    parameters = tuple(
+        msgspec.structs.replace(
+            p, layer=dense[p.layer], borrowed_by=tuple(dense[layer] for layer in p.borrowed_by if layer in dense)
+        )
+        for p in chunk.parameters
+    )
+    return msgspec.structs.replace(chunk, parameters=parameters)

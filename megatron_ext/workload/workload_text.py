@@ -1,0 +1,25 @@
+"""A workload in a few figures, and in one line."""
+
+from megatron_ext.workload.workload import Workload, fingerprint
+
+
+def summary(workload: Workload) -> dict:
+    """Figures of a workload that a person wants to see first."""
+    return {
+        "parameters": sum(p.numel for chunk in workload.chunks for p in chunk.parameters),
+        "bytes": sum(chunk.bytes for chunk in workload.chunks),
+        "chunks": len(workload.chunks),
+        "num_microbatches": workload.parallel.num_microbatches,
+        "fingerprint": fingerprint(workload),
+    }
+
+
+def text(workload: Workload, path) -> str:
+    """One line for people."""
+    figures, p = summary(workload), workload.parallel
+    return (
+        f"{path}: {figures['parameters']:,} parameters ({figures['bytes'] / 2**20:.1f} MiB) in {figures['chunks']} "
+        "chunks; "
+        f"PP {p.pp} x VP {p.vp} x DP {p.dp}, {p.num_microbatches} micro-batches, {p.order}, zero stage "
+        f"{workload.zero_stage}"
+    )

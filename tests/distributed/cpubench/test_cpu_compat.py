@@ -1,0 +1,95 @@
+"""torch.cuda answers for the CPU; tried in a process of its own, beside a Megatron of a few lines."""
+
+import os
+import subprocess
+import sys
+
+NO_DEVICE = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+
+MEGATRON = {
+    "megatron/core/__init__.py": (
+        "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef kernel(x: tl.constexpr):\n    pass\n"
+    ),
+    "megatron/core/transformer/__init__.py": "",
+    "megatron/core/transformer/transformer_config.py": (
+        "class TransformerConfig:\n    deallocate_pipeline_outputs = True\n    def __post_init__(self):\n        "
+        "self.checked = True\n"
+    ),
+    "megatron/core/fp8_utils.py": "def quantize_param_shard(*args):\n    raise ValueError('no engine')\n",
+    "megatron/legacy/fused_kernels/__init__.py": "def load(args):\n    raise RuntimeError('needs nvcc')\n",
+}
+
+PROGRAM = """
+import sys, torch
+from megatron_ext.megatron import cpu_compat
+from megatron_ext.runtime.device import has_cuda
+assert not torch.cuda.is_available() and not has_cuda()
+assert cpu_compat.install() and cpu_compat.install()
+assert torch.cuda.is_available() and torch.cuda.device_count() >= 1 and not has_cuda()
+here = torch.cuda.current_device()
+for device in ("cuda", "cuda:0", here, torch.device("cuda", here)):
+    for made in (torch.zeros(2, device=device), torch.ones(2).to(device), torch.empty(2).to(device=device)):
+        assert made.device.type == "cpu", device
+assert torch.tensor([1.0]).cuda().pin_memory().device.type == "cpu"
+assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
+assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+assert torch.zeros(1).bfloat16().type() == "torch.cuda.BFloat16Tensor"
+assert torch.zeros(1).type(torch.float64).dtype == torch.float64
+with torch.cuda.stream(torch.cuda.Stream()):
+    event = torch.cuda.current_stream().record_event()
+event.synchronize(); torch.cuda.current_stream().wait_event(event); assert event.query()
+torch.cuda.synchronize(); assert torch.cuda.memory_allocated() == 0 and torch.cuda.get_device_capability() == (8, 0)
+torch.cuda.manual_seed(5); state = torch.cuda.get_rng_state(); first = torch.rand(3, device="cuda")
+torch.cuda.set_rng_state(state); assert torch.equal(first, torch.rand(3))
+from megatron.core import kernel
+from megatron.core.transformer.transformer_config import TransformerConfig
+config = TransformerConfig(); config.__post_init__()
+assert config.checked and config.deallocate_pipeline_outputs is False
+from megatron.core import fp8_utils
+from megatron.legacy import fused_kernels
+fp8_utils.quantize_param_shard(1, 2); fused_kernels.load(None)
+assert "triton" not in sys.modules
+from typing import override
+from megatron_ext.measure import layer_times, options
+from megatron_ext.runtime import machine
+from megatron_ext.runtime.device import has_cuda
+assert not has_cuda() and not options.Options().uses_cuda()
+assert machine.environment("auto")["hardware"]["device"] == "cpu"
+assert machine.environment("auto")["software"]["backend"] == "gloo"
+torch.set_num_threads(1); assert layer_times.clock() is layer_times.thread_time
+print("fine")
+"""
+
+
+def run(program: str, tmp_path) -> subprocess.CompletedProcess:
+    for path, text in MEGATRON.items():
+        place = tmp_path / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=NO_DEVICE)
+
+
+def test_everything_megatron_asks_of_a_device_is_answered(tmp_path):
+    result = run(PROGRAM, tmp_path)
+    assert result.stdout == "fine\n", result.stderr[-2000:]
+
+
+def test_too_late(tmp_path):
+    late = "import sys, types\nsys.modules['megatron'] = types.ModuleType('megatron')\n"
+    result = run(late + "from megatron_ext.megatron import cpu_compat\ncpu_compat.install()\n", tmp_path)
+    assert "must be installed before megatron is imported" in result.stderr
+
+
+def test_an_unpatched_script_is_run_under_it(tmp_path):
+    program = "import sys, torch\nassert __name__ == '__main__' and sys.argv[1:] == ['--x']\n"
+    program += (
+        "from megatron_ext.runtime.device import has_cuda\nassert not has_cuda()\n"
+        "print(torch.zeros(1, device='cuda').device)\n"
+    )
+    run("", tmp_path)
+    (tmp_path / "script.py").write_text(program)
+    command = [sys.executable, "-m", "megatron_ext.megatron.cpu_compat", str(tmp_path / "script.py"), "--x"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout == "cpu\n", result.stderr[-2000:]

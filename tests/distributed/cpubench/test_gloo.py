@@ -1,0 +1,46 @@
+"""Two collectives of one gloo process group at a time damage the heap; one after another do not."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from places import HELPERS
+from training import run
+
+from megatron_ext.cpubench import gloo
+
+
+def race(how: str, seconds: int):
+    program = HELPERS / "gloo_race.py"
+    return run(
+        [
+            sys.executable,
+            "-m",
+            "megatron_ext.cpubench.launcher",
+            "--nproc-per-node",
+            "2",
+            str(program),
+            how,
+            str(seconds),
+        ]
+    )
+
+
+def test_collectives_in_order_leave_the_heap_alone():
+    """As shipped, the same program is ended by SIGSEGV or SIGABRT after 5 to 30 s."""
+    result = race("in-order", 15)
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_way_to_a_group_gives_one_thread(monkeypatch):
+    monkeypatch.setattr(dist.distributed_c10d, "ProcessGroupGloo", dist.distributed_c10d.ProcessGroupGloo)
+    upstream = dist.distributed_c10d.ProcessGroupGloo
+    gloo.run_collectives_in_order()
+    gloo.run_collectives_in_order()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for group in (dist.group.WORLD, dist.new_group([0])):
+            backend = group._get_backend(torch.device("cpu"))
+            assert isinstance(backend, upstream) and backend.options._threads == 1
+    finally:
+        dist.destroy_process_group()

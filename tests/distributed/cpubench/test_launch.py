@@ -1,0 +1,103 @@
+"""What ranks find in their environment."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ext.cpubench import allocator
+from megatron_ext.cpubench.launcher import launch
+
+SAY = "import os, sys; open(sys.argv[1], 'w').write(os.environ['MALLOC_ARENA_MAX'])"
+
+
+FAULTS = """
+import resource, sys, torch
+from statistics import median
+def new():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(size << 18) for size in (26, 8, 26)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+for _ in range(5): new()
+open(sys.argv[1], "w").write(str(median([new() for _ in range(11)])))
+"""
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, True), ("65536", False)])
+def test_blocks_that_were_freed_cost_no_page_faults(monkeypatch, tmp_path, given, kept):
+    for name in allocator.ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv("MALLOC_MMAP_MAX_", given)
+    assert launch([sys.executable, "-c", FAULTS, str(tmp_path / "faults")], 1) == 0
+    # The median: a small block may come to lie where a large one was, and the heap grows once more.
+    assert (int((tmp_path / "faults").read_text()) < 100) == kept
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("7", "7")])
+def test_one_arena_unless_the_user_says_otherwise(monkeypatch, tmp_path, given, found):
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if given is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", given)
+    assert launch([sys.executable, "-c", SAY, str(tmp_path / "said")], 1) == 0
+    assert (tmp_path / "said").read_text() == found
+
+
+def test_a_module_is_launched_as_python_does(tmp_path):
+    (tmp_path / "said.py").write_text(
+        "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(' '.join(sys.argv[2:]))"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ext.cpubench.launcher",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "said",
+        str(tmp_path / "rank"),
+        "-m",
+        "--out",
+        "x",
+    ]
+    subprocess.run(
+        command, check=True, env=os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}"}
+    )
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["-m --out x"] * 2
+
+
+PLACE = (
+    "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(f'{os.getsid(0)} {os.getpgid(0) "
+    "== os.getpid()} {sys.stdin.read()!r}')"
+)
+
+
+def test_ranks_share_a_session_and_are_signalled_each(tmp_path):
+    assert launch([sys.executable, "-c", PLACE, str(tmp_path / "rank")], 2) == 0
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [f"{os.getsid(0)} True ''"] * 2
+
+
+LISTENING = """
+import os, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier(dist.new_group([0, 1]))
+sockets = {os.readlink(f"/proc/{process}/fd/{fd}") for process in (os.getpid(), os.getppid())
+           for fd in os.listdir(f"/proc/{process}/fd") if os.path.exists(f"/proc/{process}/fd/{fd}")}
+found = set()
+for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for line in list(open(table))[1:]:
+        _, local, _, state, *rest = line.split()
+        if state == "0A" and f"socket:[{rest[5]}]" in sockets:
+            found.add(local.partition(":")[0])
+open(sys.argv[1] + os.environ["RANK"], "w").write(" ".join(sorted(found)))
+dist.barrier()
+"""
+
+
+def test_nothing_listens_where_another_machine_could_reach_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert launch([sys.executable, "-c", LISTENING, str(tmp_path / "rank")], 2) == 0
+    loopback = "0100007F"  # 127.0.0.1, as the kernel writes it
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [loopback] * 2

@@ -1,0 +1,124 @@
+"""Ranks meet in shared memory."""
+
+import mmap
+import multiprocessing
+import os
+import time
+
+import numpy as np
+import pytest
+
+from megatron_ext.measure.hostcpu.board import POLLS, SharedBoard
+
+RANKS, ROUNDS = 4, 200
+
+
+def in_ranks(function, own_session=True):
+    """``function(board, rank)`` in as many processes as ranks, each in a session as torchrun starts them; fails where
+    one does."""
+    memory = mmap.mmap(-1, SharedBoard.size_bytes(RANKS))
+
+    def body(rank):
+        if own_session:
+            os.setsid()
+        function(SharedBoard(memoryview(memory), rank, RANKS), rank)
+
+    fork = multiprocessing.get_context("fork")  # for the memory's sake, which has no name
+    processes = [fork.Process(target=body, args=(rank,)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * RANKS
+
+
+def shared_array(*shape) -> np.ndarray:
+    return np.frombuffer(mmap.mmap(-1, 8 * int(np.prod(shape)))).reshape(shape)
+
+
+@pytest.mark.parametrize("polls", [0, 50])
+def test_nobody_leaves_before_everyone_has_come(polls):
+    came, left = shared_array(RANKS, ROUNDS), shared_array(RANKS, ROUNDS)
+
+    def rounds(board, rank):
+        board._polls = polls
+        for index in range(ROUNDS):
+            if (index + rank) % 7 == 0:
+                time.sleep(1e-3)  # another rank comes last every time
+            came[rank, index] = time.monotonic()
+            board.barrier()
+            left[rank, index] = time.monotonic()
+
+    in_ranks(rounds)
+    assert (came.max(axis=0) <= left.min(axis=0)).all()
+    assert (came > 0).all()
+
+
+def test_who_sleeps_is_woken(monkeypatch):
+    monkeypatch.setattr("megatron_ext.measure.hostcpu.board.LOOK_AGAIN_S", 1.0)
+    start = time.monotonic()
+
+    def rounds(board, rank):
+        board._polls = 0
+        for index in range(20):
+            if index % RANKS == rank:
+                time.sleep(0.02)
+            board.barrier()
+
+    in_ranks(rounds)
+    assert time.monotonic() - start < 10  # 20 seconds if everyone slept to the end of every look
+
+
+def test_who_waits_leaves_the_processor_to_others():
+    used = shared_array(RANKS)
+
+    def wait(board, rank):
+        board._polls = 0
+        if rank == 0:
+            time.sleep(0.5)
+        start = time.process_time()
+        board.barrier()
+        used[rank] = time.process_time() - start
+
+    in_ranks(wait)
+    assert (used[1:] < 0.1).all()  # it looks once a millisecond
+
+
+def test_all_ranks_agree_on_what_the_first_says():
+    said = shared_array(RANKS, ROUNDS)
+
+    def agree(board, rank):
+        for index in range(ROUNDS):
+            said[rank, index] = board.agree(index * 10 + rank)
+
+    in_ranks(agree)
+    assert (said == np.arange(ROUNDS) * 10).all()
+
+
+def test_what_is_posted_is_read_by_others():
+    read = shared_array(RANKS, RANKS)
+
+    def exchange(board, rank):
+        board.post(rank + 1, 100 + rank)
+        board.barrier()
+        read[rank] = [board.read(word + 1) for word in range(RANKS)]
+
+    in_ranks(exchange)
+    assert (read == 100 + np.arange(RANKS)).all()
+
+
+@pytest.mark.parametrize(
+    ("processors", "own_session", "polls"), [(2, True, 0), (2, False, POLLS), (RANKS, True, POLLS)]
+)
+def test_ranks_yield_only_to_whom_they_can(monkeypatch, processors, own_session, polls):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    found = shared_array(RANKS)
+
+    def look(board, rank):
+        found[rank] = board._polls
+
+    in_ranks(look, own_session)
+    assert (found == polls).all()

@@ -1,0 +1,144 @@
+"""A busy link on another thread: every rank repeats it equally often, and it does disturb."""
+
+import multiprocessing
+import os
+import socket
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.measure.contention import KINDS, SIZES, Busy, control, fitting, kinds, pairs, size_of
+from megatron_ext.measure.fabric import Fabric, shared_bytes
+from megatron_ext.measure.operations import Publish, PublishAcross
+from megatron_ext.measure.options import Options
+from megatron_ext.measure.sampling import sample
+
+OPTIONS = Options(data_parallel_size=2, pipeline_model_parallel_size=2, max_bytes=1 << 16)
+
+
+def rank_program(rank: int, block: int, port: int, queue) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, OPTIONS.world_size, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=OPTIONS.world_size)
+    fabric = Fabric(OPTIONS, rank, os.dup(block))
+    counts = {}
+    for name in ("gpu", "reduce", "p2p", "cpu"):
+        operation = KINDS[name](fabric, busy=True)
+        plain, issued = operation.issue, []
+
+        def issue(size_bytes, round_index, plain=plain, issued=issued):
+            issued.append(round_index)
+            return plain(size_bytes, round_index)
+
+        operation.issue = issue
+        busy = Busy(fabric, operation, 1 << 16)
+        for _ in range(2):  # started again, it is a new count
+            busy.start()
+            measured = KINDS["publish"](fabric)
+            sample(fabric, measured, 1 << 16, seconds=0.05)
+            time.sleep(0.01 * rank)  # ranks stop at different times
+            busy.stop()
+            measured.close()
+        operation.close()
+        counts[name] = len(issued)
+    fabric.barrier()
+    queue.put((rank, counts))
+    queue.close()
+    queue.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("ranks_per_node, across", [(4, False), (2, False), (1, True)])
+def test_publishing_takes_the_network_where_a_group_spans_nodes(ranks_per_node, across):
+    fabric = SimpleNamespace(
+        options=Options(data_parallel_size=2, pipeline_model_parallel_size=2, ranks_per_node=ranks_per_node)
+    )
+    assert kinds(fabric)["publish"] is (PublishAcross if across else Publish)
+
+
+@pytest.mark.parametrize("name", ["gpu", "p2p", "publish"])
+def test_no_two_leaders_share_a_word(name):
+    """8 pipeline ranks of 4 nodes with 8 ranks each: 64 sets of counterparts for publishing."""
+    options = Options(data_parallel_size=32, pipeline_model_parallel_size=8, ranks_per_node=8)
+    leaders = {}
+    for rank in range(options.world_size):
+        fabric = SimpleNamespace(options=options, rank=rank, pp_rank=rank // 32, dp_rank=rank % 32)
+        operation = object.__new__(KINDS[name] if name != "publish" else PublishAcross)
+        operation.exchange = SimpleNamespace(dp_ranks=tuple(range(fabric.dp_rank % 8, 32, 8)))
+        word, leads, alone = control(fabric, operation)
+        assert not alone and word > 0
+        members = leaders.setdefault(word, [])
+        members.append((rank, leads))
+    assert len(leaders) == {"gpu": 8, "p2p": 4 * 32, "publish": 64}[name]
+    assert all(sum(leads for _, leads in members) == 1 for members in leaders.values())
+
+
+def test_no_transfer_is_larger_than_what_is_measured():
+    """Shapes of a large model: one message between pipeline ranks is larger than the largest group."""
+    large = SimpleNamespace(options=Options(hidden_size=12288, seq_length=8192, micro_batch_size=4, max_bytes=1 << 28))
+    assert size_of(large, "p2p", 2 << 20) == 1 << 28 and size_of(large, "gpu", 2 << 20) == 2 << 20
+    small = SimpleNamespace(options=Options(hidden_size=128, seq_length=64, micro_batch_size=2))
+    assert size_of(small, "p2p", 2 << 20) == 64 * 2 * 128 * 4
+
+
+def test_transfers_are_smaller_on_a_network_that_is_too_slow_for_all_pairs():
+    us = {"gpu": 108e3, "publish": 73e3, "compute": 10e3}
+    wanted = [(a, b) for a in us for b in us if a != b]
+    most_s = sum(6 * us[a] + 4 * us[b] for a, b in wanted) / 1e6
+    assert fitting(us, wanted, most_s, *SIZES["cpu"]) == 2 << 20
+    assert fitting(us, wanted, most_s / 2.5, *SIZES["cpu"]) == 1 << 19
+    assert fitting(us, wanted, 0.0, *SIZES["cpu"]) == 1 << 18
+
+
+def test_pairs_on_the_network_come_before_the_copies():
+    def ordered(ranks_per_node):
+        links = ("compute", "gpu", "cpu", "publish")
+        fabric = SimpleNamespace(
+            options=Options(data_parallel_size=4, ranks_per_node=ranks_per_node, links=links), pipe=None
+        )
+        return pairs(fabric)
+
+    assert ordered(4).index(("gpu", "cpu")) < ordered(4).index(("gpu", "publish"))
+    assert ordered(2).index(("gpu", "cpu")) > ordered(2).index(("gpu", "publish"))
+    assert set(ordered(2)) == set(ordered(4)) and len(ordered(2)) == 12
+
+
+@pytest.fixture(scope="module")
+def counts():
+    context = multiprocessing.get_context("fork")
+    block = os.memfd_create("test")
+    os.ftruncate(block, shared_bytes(OPTIONS))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    queue = context.Queue()
+    ranks = [
+        context.Process(target=rank_program, args=(rank, block, port, queue)) for rank in range(OPTIONS.world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        yield dict(queue.get(timeout=300) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+        os.close(block)
+
+
+@pytest.mark.parametrize("name", ["gpu", "reduce"])
+def test_collectives_are_called_equally_often_by_a_group(counts, name):
+    assert counts[0][name] == counts[1][name] > 2
+    assert counts[2][name] == counts[3][name] > 2
+
+
+def test_messages_are_sent_as_often_as_received(counts):
+    assert counts[0]["p2p"] == counts[2]["p2p"] > 2
+    assert counts[1]["p2p"] == counts[3]["p2p"] > 2
+
+
+def test_copies_need_nobody(counts):
+    assert all(counts[rank]["cpu"] > 2 for rank in range(4))

@@ -1,0 +1,51 @@
+"""The real model's layers as ``measure --modules`` takes them, and when reading samples is part of a step."""
+
+import os
+from pathlib import Path
+
+import corpus
+import pytest
+from msgspec.structs import replace
+from places import ROOT
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.measure import Options, measure
+
+MODEL = ("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16")
+
+
+def options(*more: str) -> Options:
+    return Options(
+        data_parallel_size=2,
+        max_bytes=8192,
+        seconds=2,
+        links=("compute",),
+        hidden_size=32,
+        seq_length=16,
+        threads=1,
+        modules=f"{ROOT}/examples/example_layers.py:layer_runners",
+        module_args=(*MODEL, *more),
+    )
+
+
+def test_every_kind_of_layer_and_a_step_that_reads_the_runs_samples(tmp_path):
+    prefix = tmp_path / "stdlib"
+    corpus.build(prefix)
+    rows = {row.layer_kind: row for row in measure(options("--data-path", str(prefix), "--num-workers", "0")).compute}
+    assert set(rows) == {"embedding", "transformer", "output", "step"}
+    assert all(row.forward_us > 0 and row.backward_us > 0 for row in rows.values())
+    assert (tmp_path / "cache").is_dir()  # the data set's index: its samples were read
+
+
+def test_samples_that_cannot_be_read_are_refused_only_where_they_would_be(tmp_path):
+    missing = ("--data-path", str(tmp_path / "missing"))
+    with pytest.raises(InputError, match="no such file"):
+        measure(options(*missing, "--num-workers", "0"))
+    assert {row.layer_kind for row in measure(options(*missing)).compute} >= {"step"}  # somebody else reads them
+
+
+def test_a_step_is_timed_where_the_pipeline_frees_what_it_has_sent(monkeypatch):
+    """As on a CUDA device; Megatron's backward step then asserts that outputs were freed, which nobody does here."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "helpers"), prepend=os.pathsep)
+    rows = {row.layer_kind: row for row in measure(replace(options(), modules="layers:freeing_outputs")).compute}
+    assert rows["step"].backward_us > 0

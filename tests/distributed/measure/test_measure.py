@@ -1,0 +1,313 @@
+"""Measuring on CPU with gloo: the table's structure and sanity, never its speed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cost import cost_table
+from megatron_ext.cost.estimates import Costs
+from megatron_ext.formats.errors import InputError
+from megatron_ext.measure import Options, local_launch, measure
+from megatron_ext.measure.hostcpu.shared_processors import ROUNDS
+from megatron_ext.measure.rank_program import PASSES
+from megatron_ext.measure.sampling import MAX_ROUNDS
+
+HERE = Path(__file__).parents[2] / "helpers"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def layers_can_be_imported():
+    """By the ranks' processes: the directory of layers.py is handed to them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One small measurement by the command line, with handed modules."""
+    out = tmp_path_factory.mktemp("measure") / "T.json"
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ext",
+        "measure",
+        "--out",
+        str(out),
+        "--json",
+        "--data-parallel-size",
+        "2",
+        "--pipeline-model-parallel-size",
+        "2",
+        "--max-bytes",
+        "65536",
+        "--seconds",
+        "8",
+        "--hidden-size",
+        "64",
+        "--modules",
+        "layers:layer_runners",
+        "--",
+        "16",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["cost_table"] == str(out)
+    return cost_table.load(out)
+
+
+def test_every_curve_is_there(run):
+    costs = Costs(run)
+    assert costs.routes == ("gpu", "cpu", "cpu_shard")  # without --nvme-path nothing is said of nvme
+    for us in (
+        costs.gather_us("gpu", 50000),
+        costs.gather_us("cpu", 50000),
+        costs.publish_us("cpu", 50000),
+        costs.p2p_us(50000),
+        costs.reduce_us(50000),
+        costs.optimizer_us(50000),
+    ):
+        assert 0 < us < 10e6
+    assert run.group_overhead.call_us > 0
+
+
+def test_sizes_are_buckets_and_points_are_sane(run):
+    points = run.routes.gpu.points
+    assert points[0].size_bytes == 4096 and points[-1].size_bytes == 65536 and len(points) >= 5
+    for point in points:
+        assert point.size_bytes % (128 * 4) == 0  # Megatron pads to lcm(DP, 128) elements
+        assert point.issued_us > 0 and 0 < point.p50_us <= point.p95_us
+        assert point.samples >= 4  # every rank's
+
+
+def test_layers_and_processors(run):
+    narrow, wide = run.compute
+    assert (narrow.layer_kind, wide.layer_kind) == ("narrow", "wide")
+    # Not the speed of either, but 64 times the arithmetic must show.
+    assert wide.forward_us + wide.backward_us > narrow.forward_us + narrow.backward_us
+    assert 0 < run.host_cpu.processors_per_node <= 4
+
+
+def test_a_table_says_when_compute_was_measured_and_how_fast_it_was(run):
+    times, us = zip(*run.host_cpu.compute_rounds)
+    assert list(times) == sorted(times) and time.time() - 3600 < times[0] <= times[-1] <= time.time()
+    assert len(us) >= ROUNDS and min(us) > 0
+
+
+def test_contention_is_measured_both_ways_or_said_not_to_be(run):
+    pairs = {(row.measured, row.busy) for row in run.contention}
+    names = ("compute", "gpu", "cpu", "publish", "p2p", "reduce")
+    wanted = {(a, b) for a in names for b in names if a != b}
+    said = " ".join(run.metadata.notes)
+    assert pairs <= wanted
+    assert all(pair in pairs or f"{pair[0]} beside {pair[1]}" in said for pair in wanted)
+    assert all(row.slowdown > 0 and row.p50_us > 0 for row in run.contention)
+
+
+def test_environment_is_stored(run):
+    metadata = run.metadata
+    assert not metadata.synthetic and metadata.created_at
+    assert metadata.world_sizes == {"data_parallel_size": 2, "pipeline_model_parallel_size": 2, "ranks_per_node": 4}
+    assert metadata.software["backend"] == "gloo" and metadata.hardware["processors"] >= 1
+
+
+QUICK = dict(data_parallel_size=2, max_bytes=8192, seconds=2, links=("cpu", "compute"))
+
+
+def test_exactly_the_sizes_asked_for():
+    table = measure(Options(data_parallel_size=2, seconds=2, links=("cpu", "gpu"), sizes=(5000, 70000)))
+    assert [point.size_bytes for point in table.routes.cpu.points] == [5120, 70144]  # rounded up to whole buckets
+    assert [point.size_bytes for point in table.routes.gpu.points] == [5120, 70144]
+
+
+def test_time_that_is_left_is_used():
+    table = measure(Options(data_parallel_size=2, seconds=3, links=("cpu",), sizes=(5000,)))
+    assert table.routes.cpu.points[0].samples > 2 * PASSES * MAX_ROUNDS  # of two ranks
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").touch()
+    started = time.monotonic()
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ext",
+        "measure",
+        "--out",
+        str(tmp_path / "file" / "T.json"),
+        "--seconds",
+        "600",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "cannot be written" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert time.monotonic() - started < 30
+
+
+def test_a_bad_factory_is_the_users_error():
+    with pytest.raises(InputError, match="no mapping of layer kinds"):
+        measure(Options(**QUICK, modules="layers:nothing"))
+    with pytest.raises(InputError, match="cannot be imported"):
+        measure(Options(**QUICK, modules="layers:missing"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"data_parallel_size": 0}, "--data-parallel-size: 0"),
+        ({"min_bytes": 8, "max_bytes": 4096}, "--min-bytes: 8"),
+        ({"min_bytes": 8192, "max_bytes": 4096}, "--min-bytes: 8192"),
+        ({"seconds": float("nan")}, "--seconds: nan"),
+        ({"sizes": (4096, 8)}, "--sizes: 8"),
+        ({"also_sizes": (8,)}, "--also-sizes: 8"),
+        ({"links": ("gpu", "warp")}, "--links: 'warp'"),
+        ({"modules": "no_colon"}, "--modules: 'no_colon'"),
+    ],
+)
+def test_bad_options(options, said):
+    with pytest.raises(InputError) as error:
+        Options(**options).check()
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize("world_size, ranks_per_node", [(2, 1), (2, 2), (4, 2)])
+def test_under_a_launcher(tmp_path, world_size, ranks_per_node):
+    """Ranks that torchrun would have started, on two nodes or on one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out = tmp_path / "T.json"
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ext",
+        "measure",
+        "--out",
+        str(out),
+        "--json",
+        "--max-bytes",
+        "8192",
+        "--also-sizes",
+        "5120",
+        "--seconds",
+        "14",
+        "--links",
+        "gpu,hierarchical,cpu,publish,internode,contention",
+        "--data-parallel-size",
+        str(world_size),
+    ]
+    ranks = []
+    for rank in range(world_size):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(ranks_per_node),
+            "LOCAL_RANK": str(rank % ranks_per_node),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        ranks.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    first, *others = [rank.communicate(timeout=300) for rank in ranks]
+    assert {rank.returncode for rank in ranks} == {0}, first[1] + others[0][1]
+    assert json.loads(first[0])["cost_table"] == str(out) and {output for output, _ in others} == {""}
+    table = cost_table.load(out)
+    assert table.metadata.world_sizes["ranks_per_node"] == ranks_per_node
+    assert Costs(table).routes == ("gpu", "cpu")  # cpu_shard is not among the links
+    assert table.host_cpu is None  # how ranks share processors is found while they compute
+    if world_size == 2:  # four ranks may run out of time, and say so
+        assert {(row.measured, row.busy) for row in table.contention} >= {("gpu", "publish"), ("publish", "gpu")}
+    flat = [point.size_bytes for point in table.routes.gpu.points]
+    two_legs = [point.size_bytes for point in table.routes.gpu.algorithms.get("hierarchical", ())]
+    assert 5120 in flat and 5120 in [point.size_bytes for point in table.routes.cpu.points]
+    assert two_legs == ([size for size in flat if size in (4096, 5120, 8192)] if world_size == 4 else [])
+    if ranks_per_node == world_size:
+        assert table.publish.internode is None
+    else:  # half of a group enters each of two nodes
+        assert [point.size_bytes for point in table.publish.internode.points] == [
+            point.size_bytes // 2 for point in table.routes.gpu.points if point.size_bytes in (4096, 8192)
+        ]
+        assert all(point.p50_us > 0 for point in table.publish.internode.points)
+
+
+def test_nodes_that_a_group_spans():
+    sizes = dict(data_parallel_size=4, pipeline_model_parallel_size=2)
+    assert [Options(**sizes, ranks_per_node=ranks).nodes for ranks in (None, 8, 4, 2, 1)] == [1, 1, 1, 2, 4]
+    assert Options(data_parallel_size=3, pipeline_model_parallel_size=2, ranks_per_node=2).nodes == 0
+
+
+def test_a_launcher_with_another_number_of_ranks_is_refused(tmp_path):
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ext", "measure", "--out", str(tmp_path / "T.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "WORLD_SIZE = 3: 2 ranks are asked for" in done.stderr
+
+
+def rank_processes(parent: int) -> list[int]:
+    """Processes that a launcher with process id ``parent`` has started and that still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if "megatron_ext.measure.rank_process" in command and f'"parent": {parent},' in command and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_an_interrupted_measurement(tmp_path, how):
+    shared = set(os.listdir("/dev/shm"))
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ext",
+        "measure",
+        "--out",
+        str(tmp_path / "T.json"),
+        "--seconds",
+        "60",
+        "--links",
+        "cpu",
+    ]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 240
+    while len(rank_processes(launcher.pid)) < 2:
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+    launcher.send_signal(how)
+    launcher.communicate(timeout=120)
+    assert launcher.returncode == (130 if how == signal.SIGINT else -how)
+    while rank_processes(launcher.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_rank_ends_the_measurement():
+    killed = []
+
+    def kill_one(done, total, what):
+        if not killed:
+            killed.append(rank_processes(os.getpid())[-1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    with pytest.raises(local_launch.RankFailed, match="was killed by signal 9"):
+        measure(Options(**QUICK), kill_one)
+    assert rank_processes(os.getpid()) == []

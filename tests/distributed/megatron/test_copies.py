@@ -1,0 +1,98 @@
+"""What goes wrong with copies during training, and changes of parameters behind our back."""
+
+import random
+
+import pytest
+from cases import LAYOUTS, MODELS
+from draw_schedule import hosted, prepared
+from msgspec.structs import replace
+from parity_service import Died, differences
+
+from megatron_ext.workload.workload import Limits
+
+
+@pytest.fixture
+def staged(workloads, tmp_path):
+    """A schedule of zero stage 3 that reads from the drive; its path and a staged group."""
+    workload = replace(workloads["interleaved", "fp32"], zero_stage=3, limits=Limits(nvme_slots=2))
+    schedule = prepared(random.Random(3), workload, tmp_path / "s.json", routes=("nvme",))
+    group = next(action.group for entry in schedule.ranks[1].steps for action in entry.stage_in)
+    return tmp_path / "s.json", group
+
+
+def test_a_read_that_comes_short_in_training_names_group_and_file(services, staged, tmp_path):
+    path, group = staged
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    with pytest.raises(
+        Died, match=rf"DriveError: group {group} \(chunk \d\): the file of process \d+ in {drive} ends at byte"
+    ):
+        services("interleaved").run(
+            options=[*MODELS["fp32"], "--user-defined-schedule-nvme-path", str(drive)],
+            schedule=path,
+            environment={"MEGATRON_EXT_FAULTS": f"short_read={group}"},
+            reference=False,
+        )
+    assert list(drive.iterdir()) == []
+
+
+def test_an_nvme_route_needs_to_know_where(services, staged):
+    with pytest.raises(
+        Died, match="--user-defined-schedule-nvme-path = None: the schedule publishes to nvme; say where"
+    ):
+        services("interleaved").run(options=MODELS["fp32"], schedule=staged[0], reference=False)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_parameters_that_somebody_else_changes(workloads, services, tmp_path, zero_stage):
+    """Told, copies on the host are made anew; untold, the change is lost: what the comparison can see."""
+    hosted(workloads["interleaved", "fp32"], zero_stage, tmp_path / "s.json")
+    told, silent = (
+        services("interleaved").run(
+            options=MODELS["fp32"],
+            schedule=tmp_path / "s.json",
+            meddle=meddle,
+            environment={"MEGATRON_EXT_FAULTS": "publish_delay_ms=8"},
+        )
+        for meddle in ("told", "silent")
+    )
+    assert differences(told) == []
+    assert {"loss", "parameter_sha256"} <= {*differences(silent)}
+
+
+def test_training_that_goes_on_without_its_schedule(workloads, services, tmp_path):
+    hosted(workloads["interleaved", "fp32"], 3, tmp_path / "s.json")
+    with pytest.raises(Died, match="ScheduleError: training goes on without its schedule"):
+        services("interleaved").run(
+            options=MODELS["fp32"], schedule=tmp_path / "s.json", meddle="go on", reference=False
+        )
+
+
+def test_layers_that_are_recomputed_together_are_not_parted(workloads):
+    """Uniform recompute over two layers: freed and brought only at their ends, in backward."""
+    from types import SimpleNamespace
+
+    from megatron_ext.formats.errors import InputError
+    from megatron_ext.megatron.recompute import blocks_of, check_recompute
+    from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
+    from megatron_ext.workload.step_order import steps_of_ranks
+
+    assert "no_pipeline" in LAYOUTS
+    workload = replace(workloads["no_pipeline", "fp32"], zero_stage=3)
+    (chunk,) = workload.chunks
+    together = SimpleNamespace(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+    alone = SimpleNamespace(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    assert blocks_of(chunk, together) == [(0, 0), (1, 2), (1, 2), (3, 4), (3, 4), (5, 5)]
+    groups = [make_group(workload, 0, 0, [p for p in chunk.parameters if p.layer == layer]) for layer in range(6)]
+    placed, freed = [], []
+    for index, step in enumerate(steps_of_ranks(workload.parallel)[0]):
+        for layer in range(6) if step.kind == "F" else reversed(range(6)):
+            placed.append(Placed(layer, "gpu", index, index, at=layer))
+            freed.append(Freed(layer, index, at=layer))
+    schedule = assemble(workload, groups, [placed], [freed], planner="test")
+    check_recompute(schedule, workload, alone)
+    with pytest.raises(
+        InputError,
+        match="layers 3 to 4 are recomputed together in step 0B0; place it at layer 4, or set --recompute-num-layers 1",
+    ):
+        check_recompute(schedule, workload, together)

@@ -1,0 +1,211 @@
+"""A user's whole command line: read over, honoured, or refused by name; and read by a checkout's own script."""
+
+import re
+from pathlib import Path
+
+import pytest
+from plans import command_line
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.ignored_options import parse
+from megatron_ext.workload import workload as workload_file
+
+MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+    --micro-batch-size 1 --global-batch-size 8 --vocab-size 258 --untie-embeddings-and-output-weights
+    --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --data-parallel-size 2""".split()
+TRAINING = """--use-mcore-models --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --lr 6.0e-5
+    --lr-decay-style cosine --lr-warmup-fraction .001 --weight-decay 0.1 --adam-beta1 0.9 --clip-grad 1.0
+    --train-iters 500000
+    --init-method-std 0.006 --attention-backend auto --data-path 0.3 one 0.7 two --split 949,50,1
+    --tokenizer-type NullTokenizer
+    --log-interval 100 --save-interval 10000 --eval-interval 1000 --save there --load there --tensorboard-dir there
+    --no-create-attention-mask-in-dataloader --num-workers 1 --ckpt-format torch_dist --timing-log-level 2
+    --manual-gc""".split()
+
+
+@pytest.fixture(scope="module")
+def described(megatron_tree, tmp_path_factory):
+    """``described(*options)``: the workload that the command writes."""
+    folder = tmp_path_factory.mktemp("described")
+
+    def described(*options) -> workload_file.Workload:
+        result = command_line("describe", "--out", folder / "workload.json", *options)
+        assert result.returncode == 0, result.stderr
+        return workload_file.load(folder / "workload.json")
+
+    return described
+
+
+def test_options_of_training_are_read_over(described):
+    assert described(*MODEL, *TRAINING) == described(*MODEL)
+
+
+def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
+    out = tmp_path / "workload.json"
+    result = command_line(
+        "describe",
+        "--out",
+        out,
+        "--num-layers",
+        "4",
+        "--hidden-size=64",
+        "--micro-batch-size",
+        "1",
+        "--data-parallel-size",
+        "2",
+        "--json",
+    )
+    assert (
+        result.returncode == 0
+        and "describe: not given, taken to be: --num-attention-heads 4, --seq-length 128\n" in result.stderr
+    )
+    assert "not given" not in command_line("describe", "--out", out, *MODEL).stderr
+
+
+@pytest.mark.parametrize(
+    "options, name, advice",
+    [
+        (["--lrr", "3"], "--lrr", "did you mean --lr?"),
+        (["--frobnicate"], "--frobnicate", "--checkout DIR"),
+        (["--num-experts", "8"], "--num-experts", "--checkout DIR"),
+        (["--pipeline-model-parallel-layout", "Ett|t*2L"], "--pipeline-model-parallel-layout", "--checkout DIR"),
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp: cannot", "cannot be combined with a schedule"),
+        (
+            ["--num-distributed-optimizer-instances", "2"],
+            "--num-distributed-optimizer-instances",
+            "cannot be combined with a schedule",
+        ),
+        (["--optimizer", "muon"], "--optimizer", "cannot be combined with a schedule"),
+        (
+            ["--rampup-batch-size", "16", "16", "5859375"],
+            "--rampup-batch-size = '16 16 5859375'",
+            "one number of micro-batches",
+        ),
+        (["--num-query-groups", "3", "--group-query-attention"], "--num-query-groups", "does not divide"),
+        (
+            ["--num-virtual-stages-per-pipeline-rank", "2"],
+            "--num-layers-per-virtual-pipeline-stage",
+            "give one of them",
+        ),
+    ],
+)
+def test_what_is_refused_by_name(options, name, advice):
+    with pytest.raises(InputError) as refused:
+        parse([*MODEL, *TRAINING, *options])
+    assert name in str(refused.value) and advice in str(refused.value)
+
+
+def test_a_tokenizer_is_not_read_for_its_size():
+    without_size = [word for word in MODEL if word not in ("--vocab-size", "258")]
+    with pytest.raises(InputError, match="--vocab-file = 'v.json': is not read here; give --vocab-size"):
+        parse([*without_size, "--vocab-file", "v.json", "--merge-file", "m.txt"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--optimizer", "adam"], ["--context-parallel-size", "1"], ["--num-distributed-optimizer-instances", "1"]],
+)
+def test_values_that_change_nothing_are_accepted(options):
+    parse([*MODEL, *TRAINING, *options])
+
+
+SCRIPT = """
+import argparse, os
+from megatron import training
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron_ext.megatron import gpt_arguments, gpt_model
+
+parser = argparse.ArgumentParser(allow_abbrev=False)
+gpt_arguments.add_gpt_arguments(parser)
+parser.add_argument("--lr", type=float, required=True)
+parser.add_argument("--seed", type=int)
+parser.add_argument("--sequence-parallel", action="store_true")
+parser.add_argument("--use-distributed-optimizer", action="store_true")
+parser.add_argument("--use-megatron-fsdp", action="store_true")
+parser.add_argument("--data-path", nargs="*")
+parser.add_argument("--no-rope-fusion", action="store_true")
+args = training.ARGS = parser.parse_args()
+assert args.no_rope_fusion
+gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
+assert args.lr < 1
+args.virtual_pipeline_model_parallel_size = vp = args.num_virtual_stages_per_pipeline_rank
+args.microbatch_group_size_per_vp_stage = None
+args.params_dtype = gpt_model.transformer_config(args).params_dtype
+parallel_state.initialize_model_parallel(
+    pipeline_model_parallel_size=args.pipeline_model_parallel_size, virtual_pipeline_model_parallel_size=vp
+)
+tensor_parallel.model_parallel_cuda_manual_seed(1)
+config = gpt_model.transformer_config(args)
+if args.seed != 1:
+    chunks = gpt_model.build_chunks(args, config)
+    assert all(parameter.is_meta for chunk in chunks for parameter in chunk.parameters())
+    [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
+    raise AssertionError("the model is built, and training goes on")
+"""
+"""A pretrain_gpt.py of our own, in the shape of Megatron's."""
+
+
+@pytest.fixture(scope="module")
+def checkout(megatron_tree, tmp_path_factory):
+    """A checkout: the pinned core, and a training package of our own."""
+    root = tmp_path_factory.mktemp("checkout")
+    (root / "megatron/training").mkdir(parents=True)
+    (root / "megatron/core").symlink_to(megatron_tree / "megatron/core")
+    (root / "megatron/training/__init__.py").write_text("def get_args():\n    return ARGS\n")
+    (root / "pretrain_gpt.py").write_text(SCRIPT)
+    return root
+
+
+THEIRS = [*MODEL, "--lr", "0.1", "--use-distributed-optimizer", "--data-path", "one", "two"]
+
+
+def test_a_checkout_reads_the_command_line_itself(checkout, described):
+    before = sorted(checkout.rglob("*"))
+    theirs = described(
+        "--checkout",
+        checkout,
+        *THEIRS,
+        "--zero-stage",
+        "3",
+        "--limit-whole-parameter-bytes",
+        "1000000",
+        "--gpus-per-node",
+        "2",
+        "--user-defined-schedule",
+        "s.json",
+    )
+    assert theirs == described(
+        *MODEL, "--zero-stage", "3", "--limit-whole-parameter-bytes", "1000000", "--gpus-per-node", "2"
+    )
+    assert sorted(checkout.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--lrr", "3"], "unrecognized arguments: --lrr 3"),
+        (["--lr", "2"], "Megatron refuses the options: AssertionError: assert args.lr < 1"),
+        (["--hidden-size", "65"], "--num-attention-heads = 4: does not divide --hidden-size 65"),
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp = True: cannot be combined"),
+        (["--seed", "1"], "without building a model"),
+        (["--data-parallel-size", "0"], "--data-parallel-size = 0: must be at least 1"),
+    ],
+)
+def test_what_the_checkout_refuses_is_one_line(checkout, options, said):
+    result = command_line("describe", "--out", "/nowhere/w.json", "--checkout", checkout, *THEIRS, *options)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and said in result.stderr, result.stderr
+
+
+def test_a_core_only_tree_has_no_script(tmp_path):
+    result = command_line("describe", "--out", "/nowhere/w.json", "--checkout", tmp_path, *THEIRS)
+    assert result.returncode == 2 and "has no pretrain_gpt.py" in result.stderr
+
+
+def test_options_of_the_example_that_change_no_parameter_are_read_over():
+    """The main job hands them to describe too, by EXTRA."""
+    from megatron_ext.megatron.ignored_options import FLAGS, LISTS, VALUES
+
+    example = Path(__file__).parents[3] / "examples/pretrain_gpt_hybrid.py"
+    options = re.findall(r'training.add_argument\("--([a-z-]+)"', example.read_text())
+    assert len(options) > 15 and set(options) <= {*FLAGS, *VALUES, *LISTS}

@@ -1,0 +1,48 @@
+"""The workload by arithmetic is the one that the modules give."""
+
+import pytest
+from cases import LAYOUTS, MODELS, SHAPES, SIZES, model_options
+from msgspec.structs import replace
+
+from megatron_ext.megatron import gpt_arguments
+from megatron_ext.megatron.ignored_options import parse
+from megatron_ext.megatron.optimizer_of_args import optimizer_settings
+from megatron_ext.workload.gpt_shapes import gpt_workload
+
+
+def by_arithmetic(options: list[str]):
+    args = parse(options)
+    return gpt_workload(
+        gpt_arguments.shape_of(args),
+        gpt_arguments.parallel_of(args),
+        gpt_arguments.batch_of(args),
+        zero_stage=args.zero_stage,
+        limits=gpt_arguments.limits_of(args),
+        optimizer=optimizer_settings(args),
+    )
+
+
+def without_activations(work):
+    """What autograd saves depends on which kernels are fused: arithmetic takes them to be."""
+    chunks = tuple(replace(chunk, activation_bytes=(), recompute_bytes=0) for chunk in work.chunks)
+    return replace(work, chunks=chunks)
+
+
+def test_every_model_on_every_layout(workloads):
+    for layout, parallel in LAYOUTS.items():
+        for name, options in MODELS.items():
+            counted = without_activations(by_arithmetic([*parallel, *model_options(options)]))
+            assert counted == without_activations(workloads[layout, name]), (layout, name)
+
+
+def test_grouped_queries_gates_biases_and_tied_matrices(workloads):
+    for name, options in SHAPES.items():
+        counted = without_activations(by_arithmetic(f"{SIZES} {options}".split()))
+        assert counted == without_activations(workloads["shapes", name]), name
+
+
+def test_activations_of_layers_whose_kernels_save_no_more_than_fused_ones(workloads):
+    for name in ("tied", "qkv-bias"):
+        counted, described = by_arithmetic(f"{SIZES} {SHAPES[name]}".split()), workloads["shapes", name]
+        for ours, theirs in zip(counted.chunks, described.chunks):
+            assert sum(ours.activation_bytes) == pytest.approx(sum(theirs.activation_bytes), rel=0.25), name

@@ -1,0 +1,445 @@
+"""Apply, check and revert on a toy tree, changed and not."""
+
+import errno
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import toy_megatron
+from toy_megatron import git, snapshot
+
+from megatron_ext.checkout import apply, check, revert, transaction, verify, verify_hooks
+from megatron_ext.checkout.hook_table import ARGUMENTS, DDP, FILES, HOOKS, MARKER, PRETRAIN, SCHEDULES, TRAINING
+from megatron_ext.checkout.transaction import STAGE, locked
+from megatron_ext.cli import main as cli
+from megatron_ext.formats.errors import InputError
+
+
+def append(root, path, text):
+    place = root / path
+    place.write_bytes(place.read_bytes() + text.encode())
+
+
+def change(root, path, old, new):
+    place = root / path
+    text = place.read_bytes().decode()
+    assert old in text
+    place.write_bytes(text.replace(old, new, 1).encode())
+
+
+def test_apply_check_and_revert(archive):
+    before = snapshot(archive)
+    assert check(archive).state == "clean"
+    assert snapshot(archive) == before
+    report = apply(archive)
+    assert (report.state, report.changed) == ("applied", True)
+    assert {f.detail for f in report.files} == {"exact"}
+    assert verify_hooks(archive) == []
+    patched = snapshot(archive)
+    assert sum(d.decode().count(MARKER) for d, _ in patched.values()) == len(HOOKS)
+    assert patched.keys() == before.keys()
+    assert not apply(archive).changed and snapshot(archive) == patched
+    assert check(archive).state == "applied"
+    assert revert(archive).state == "clean"
+    assert snapshot(archive) == before
+    assert not revert(archive).changed and snapshot(archive) == before
+
+
+def test_a_dry_run_shows_the_diff_and_changes_nothing(archive):
+    before = snapshot(archive)
+    report = apply(archive, dry_run=True)
+    assert (report.state, report.changed) == ("clean", False)
+    added = [row for row in report.diff.split("\n") if row.startswith("+") and row.endswith(MARKER)]
+    assert len(added) == len(HOOKS) and snapshot(archive) == before
+    assert apply(archive).diff == report.diff
+    patched = snapshot(archive)
+    removed = revert(archive, dry_run=True).diff
+    rows = [row for row in removed.split("\n") if row.startswith("-") and row.endswith(MARKER)]
+    assert snapshot(archive) == patched and len(rows) == len(HOOKS)
+
+
+def test_the_diff_is_what_git_would_print(clone):
+    mine = apply(clone).diff
+    git_says = subprocess.run(
+        ["git", "-C", str(clone), "diff", "-U0", "--no-color"], capture_output=True, text=True, check=True
+    ).stdout
+    wanted = [r for r in git_says.split("\n") if r.startswith("+") and not r.startswith("+++")]
+    got = [r for r in mine.split("\n") if r.startswith("+") and not r.startswith("+++")]
+    assert sorted(got) == sorted(wanted) and not [
+        r for r in git_says.split("\n") if r.startswith("-") and not r.startswith("---")
+    ]
+
+
+def test_local_changes_survive(archive):
+    change(archive, SCHEDULES, "    chunks = len(model)\n", "    chunks = len(model)\n    note = 1\n\n")
+    change(archive, TRAINING, '    log.append("loop")', '    log.append("my loop")')
+    change(archive, DDP, '"""Toy data parallelism."""', '"""Mine."""\nimport os')
+    before = snapshot(archive)
+    report = apply(archive)
+    assert {f.file for f in report.files if f.detail == "syntax tree"} == {SCHEDULES, TRAINING, DDP}
+    assert report.state == "applied" and verify_hooks(archive) == []
+    append(archive, TRAINING, "\n# changed afterwards\n")
+    assert check(archive).state == "applied"
+    revert(archive)
+    expected = dict(before)
+    data, mode = before[TRAINING]
+    expected[TRAINING] = (data + b"\n# changed afterwards\n", mode)
+    assert snapshot(archive) == expected
+
+
+def test_no_git_is_needed(archive, monkeypatch):
+    """A fork in a subfolder of a repository, a repository of another user, a machine without git: all the same."""
+    git(archive.parent, "init", "-q")
+    os.chown(archive.parent, 12345, 12345)
+    append(archive, SCHEDULES, "\n# mine\n")
+    monkeypatch.setenv("PATH", "")
+    assert apply(archive).state == "applied" and revert(archive).changed
+
+
+@pytest.mark.parametrize(
+    "path, near", [(SCHEDULES, "    chunks = len(model)\n"), (DDP, "gather_with_optimizer_step = None\n")]
+)
+def test_comments_and_blank_lines_at_a_hook_are_no_reason_to_refuse(archive, path, near):
+    change(archive, path, near, f"{near}\n        # a note\n\n    # another\n")
+    before = snapshot(archive)
+    assert apply(archive).state == "applied" and verify_hooks(archive) == []
+    revert(archive)
+    assert snapshot(archive) == before
+
+
+@pytest.mark.parametrize(
+    "path, old, new, reason",
+    [
+        (
+            DDP,
+            "gather_with_optimizer_step = None",
+            "gather_with_optimizer_step = None\n        self.x = 1",
+            r"ddp.built: __init__ \(lines 5 to 13\) does not end with .* \(line 12\) but with the statement at line 13",
+        ),
+        (
+            TRAINING,
+            "    if args.align_param_gather and args.overlap_param_gather:",
+            "    if args.x:",
+            r"training.setup: no `if args.overlap_param_gather and .*` in train \(lines 4 to 22\)",
+        ),
+        (SCHEDULES, "    total = chunks", "    total = = chunks", "does not parse in Python 3"),
+        (
+            ARGUMENTS,
+            "def add_toy_options(",
+            "def parse_args(",
+            "arguments.add: 2 times def parse_args in the module, lines 5, 10; expected 1",
+        ),
+    ],
+)
+def test_a_conflict_changes_nothing_and_names_hook_and_lines(archive, path, old, new, reason):
+    change(archive, path, old, new)
+    before = snapshot(archive)
+    state = check(archive)
+    assert state.state == "conflict" and path in state.problems()[0]
+    for dry_run in (False, True):
+        with pytest.raises(InputError, match=f"nothing was changed: {path}: {reason}.*this is megatron-core 0.77.3"):
+            apply(archive, dry_run=dry_run)
+    assert snapshot(archive) == before
+
+
+def test_drift_names_the_file_and_the_hook(archive):
+    apply(archive)
+    place = archive / SCHEDULES
+    rows = place.read_text().split("\n")
+    rows.remove(next(r for r in rows if "post_backward" in r and MARKER in r))
+    place.write_text("\n".join(rows))
+    report = check(archive)
+    assert report.state == "drifted"
+    assert report.problems() == [f"{SCHEDULES}: schedules.interleaved.post_backward: not in its place"]
+    assert [str(p) for p in verify_hooks(archive)] == report.problems()
+
+
+def test_a_half_applied_tree_says_what_to_do(archive):
+    apply(archive)
+    (archive / DDP).write_text(toy_megatron.TEXTS[DDP])
+    before = snapshot(archive)
+    assert check(archive).state == "drifted"
+    with pytest.raises(
+        InputError, match=rf"{len(HOOKS) - 1} of {len(HOOKS)} hook lines are there\); run `megatron-ext patch revert"
+    ):
+        apply(archive)
+    assert snapshot(archive) == before
+    revert(archive)
+    assert apply(archive).state == "applied"
+
+
+def test_an_earlier_version_of_us_is_reverted_like_this_one(archive, monkeypatch):
+    before = snapshot(archive)
+    line = f"from megatron_ext.megatron import hooks; hooks.old(model)  {MARKER}"
+    monkeypatch.setattr(verify, "FORMER_LINES", (line,))
+    change(archive, TRAINING, '    log.append("train")\n', f'    {line}\n    log.append("train")\n')
+    with pytest.raises(InputError, match="line 5 is a hook line of an earlier version.*patch revert"):
+        apply(archive)
+    revert(archive)
+    assert snapshot(archive) == before
+
+
+def test_revert_leaves_lines_of_the_owner_that_end_in_the_same_mark(archive):
+    own = f"\n\ndef mine(gather_schedule):\n    megatron_ext = 1  {MARKER}\n    return megatron_ext  {MARKER}\n"
+    append(archive, SCHEDULES, own)
+    before = snapshot(archive)
+    apply(archive)
+    assert check(archive).state == "applied"
+    revert(archive)
+    assert snapshot(archive) == before
+
+
+def test_revert_tells_a_copied_hook_line_by_its_place(archive):
+    before = snapshot(archive)
+    apply(archive)
+    copy = f"\n\ndef mine(gather_schedule):\n    gather_schedule.end_iteration()  {MARKER}\n    return 1\n"
+    append(archive, SCHEDULES, copy)
+    assert "is not where its hook belongs" in check(archive).problems()[0]
+    revert(archive)
+    data, mode = before[SCHEDULES]
+    assert snapshot(archive) == {**before, SCHEDULES: (data + copy.encode(), mode)}
+    # Without its place no line can be told from the other.
+    (archive / SCHEDULES).write_bytes(data)
+    apply(archive)
+    append(archive, SCHEDULES, copy + "(")
+    now = snapshot(archive)
+    with pytest.raises(InputError, match=r"lines 27, 89, 115, 122 are the same hook line, which belongs in 3 places"):
+        revert(archive)
+    assert snapshot(archive) == now
+
+
+def test_an_edited_hook_line_stops_revert(archive):
+    apply(archive)
+    change(archive, DDP, f"hooks.on_ddp_built(self)  {MARKER}", "hooks.on_ddp_built(self)")
+    before = snapshot(archive)
+    assert check(archive).state == "drifted"
+    with pytest.raises(InputError, match="edited by hand"):
+        revert(archive)
+    assert snapshot(archive) == before
+
+
+def test_an_owners_own_calls_into_hooks_stay(archive):
+    """README asks for them where code of the owner's reads or changes parameters between iterations."""
+    apply(archive)
+    own = (
+        "import megatron_ext.megatron.hooks\ndef owners():\n    "
+        "megatron_ext.megatron.hooks.unshard_all()\n    megatron_ext.megatron.hooks.params_changed()\n"
+    )
+    append(archive, TRAINING, own)
+    change(
+        archive,
+        TRAINING,
+        '    log.append("train")\n',
+        '    megatron_ext.megatron.hooks.unshard_all()\n    log.append("train")\n',
+    )
+    assert verify_hooks(archive) == []
+    revert(archive)
+    kept = (archive / TRAINING).read_bytes().decode()
+    assert own in kept and kept.count("unshard_all") == 2 and MARKER not in kept
+
+
+def test_windows_line_ends(archive):
+    place = archive / TRAINING
+    place.write_bytes(place.read_bytes().replace(b"\n", b"\r\n"))
+    before = snapshot(archive)
+    for verb in (check, apply, revert):
+        with pytest.raises(InputError, match="core.autocrlf"):
+            verb(archive)
+    assert snapshot(archive) == before
+
+
+def test_a_read_only_file(archive):
+    (archive / TRAINING).chmod(0o444)
+    before = snapshot(archive)
+    for dry_run in (False, True):
+        with pytest.raises(InputError, match="chmod u.w"):
+            apply(archive, dry_run=dry_run)
+    assert snapshot(archive) == before
+    (archive / TRAINING).chmod(0o644)
+    apply(archive)
+    (archive / TRAINING).chmod(0o444)
+    with pytest.raises(InputError, match="chmod u.w"):
+        revert(archive)
+    assert check(archive).state == "applied"
+
+
+def test_not_a_tree(archive, tmp_path):
+    with pytest.raises(InputError, match="not a Megatron tree; give the directory"):
+        check(tmp_path)
+    with pytest.raises(InputError, match=f"not a Megatron tree; give {archive}"):
+        check(archive / "megatron" / "core")
+    with pytest.raises(InputError, match="nowhere: no such directory"):
+        check(tmp_path / "nowhere")
+
+
+def test_a_release_without_one_of_the_core_files(archive):
+    (archive / DDP).unlink()
+    with pytest.raises(InputError, match="megatron-core 0.77.3 has no such file"):
+        check(archive)
+
+
+def test_a_core_only_tree(tmp_path, toy_release):
+    toy_megatron.write(tmp_path, core_only=True)
+    before = snapshot(tmp_path)
+    report = apply(tmp_path)
+    assert report.core_only and PRETRAIN in report.absent and report.state == "applied"
+    assert verify_hooks(tmp_path) == []
+    assert revert(tmp_path).state == "clean" and snapshot(tmp_path) == before
+
+
+def test_modes_and_links_are_kept(archive, tmp_path):
+    (archive / PRETRAIN).chmod(0o755)
+    real = tmp_path / "real.py"
+    (archive / DDP).rename(real)
+    (archive / DDP).symlink_to(real)
+    before = snapshot(archive)
+    apply(archive)
+    assert (archive / DDP).is_symlink() and MARKER in real.read_text()
+    assert (archive / PRETRAIN).stat().st_mode & 0o777 == 0o755
+    revert(archive)
+    assert snapshot(archive) == before and (archive / DDP).is_symlink()
+
+
+def test_owners_are_kept(archive):
+    """Where the tests run as root, as in a container, files of other users stay theirs."""
+    root = os.geteuid() == 0
+    for number, path in enumerate(FILES):
+        if root:
+            os.chown(archive / path, 1000 + number, 2000)
+    owners = {path: ((archive / path).stat().st_uid, (archive / path).stat().st_gid) for path in FILES}
+    for verb in (apply, revert):
+        assert verb(archive).changed
+        assert owners == {path: ((archive / path).stat().st_uid, (archive / path).stat().st_gid) for path in FILES}
+
+
+def test_an_owner_that_cannot_be_kept_is_refused(archive, monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(transaction.os, "chown", refuse)
+    real = os.stat(archive / DDP)
+    other = os.stat_result((*real[:4], 4321, *real[5:]))
+    monkeypatch.setattr(
+        transaction.Path, "stat", lambda place, **_: other if place.name == DDP.split("/")[-1] else real
+    )
+    before = {path: (archive / path).read_bytes() for path in FILES}
+    with pytest.raises(InputError, match="this user cannot keep the owner .user 4321"):
+        transaction.replace_files(archive, {DDP: b"x"})
+    assert before == {path: (archive / path).read_bytes() for path in FILES}
+
+
+def test_a_link_to_another_file_system(archive, tmp_path, monkeypatch):
+    real, folder = os.replace, tmp_path / "elsewhere"
+    folder.mkdir()
+    (archive / DDP).rename(folder / "ddp.py")
+    (archive / DDP).symlink_to(folder / "ddp.py")
+
+    def replace(source, target):
+        if (folder in Path(source).parents) != (folder in Path(target).parents):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    before = snapshot(archive)
+    assert apply(archive).state == "applied" and MARKER in (folder / "ddp.py").read_text()
+    assert (archive / DDP).is_symlink() and [p.name for p in folder.iterdir()] == ["ddp.py"]
+    revert(archive)
+    assert snapshot(archive) == before
+
+
+def test_two_commands_at_once(archive):
+    with locked(archive), pytest.raises(InputError, match="another patch command"):
+        apply(archive)
+    assert apply(archive).state == "applied"
+
+
+def test_the_command(archive, capsys):
+    for verb, state in [("check", "clean"), ("apply", "applied"), ("check", "applied"), ("revert", "clean")]:
+        assert cli.main(["patch", verb, str(archive), "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["state"] == state and state in err
+    assert cli.main(["patch", "apply", str(archive), "--dry-run"]) == 0
+    assert capsys.readouterr().out.count(MARKER) == len(HOOKS)
+    assert cli.main(["patch", "list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    commits = {r["version"]: r["commit"] for r in listed["releases"]}
+    assert len(listed["hooks"]) == len(HOOKS) and "0.16.1" in [r["version"] for r in listed["releases"]]
+    assert cli.main(["patch", "list", str(archive)]) == 0
+    text = capsys.readouterr().out
+    assert "no known release has this very file" in text and f"main at {commits['main'][:10]}" in text
+    assert cli.main(["patch", "apply", str(archive)]) == 0
+    text = capsys.readouterr().out
+    assert f"{len(HOOKS)} lines inserted into 6 files" in text and f"{DDP}: line 13 (a file of a known release)" in text
+    assert cli.main(["patch", "apply", str(archive)]) == 0
+    assert f"nothing was changed: all {len(HOOKS)} lines were there already" in capsys.readouterr().out
+    assert cli.main(["patch", "revert", str(archive)]) == 0
+    assert f"{len(HOOKS)} lines taken out" in capsys.readouterr().out
+    append(archive, DDP, "\nclass DistributedDataParallel: ...\n")
+    assert cli.main(["patch", "apply", str(archive), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and DDP in err
+
+
+def test_checking_a_tree_that_is_not_as_it_should_be_ends_with_1(archive, capsys):
+    apply(archive)
+    (archive / DDP).write_text(toy_megatron.TEXTS[DDP])
+    assert cli.main(["patch", "check", str(archive)]) == 1
+    assert "drifted" in capsys.readouterr().out
+    revert(archive)
+    append(archive, DDP, "\nclass DistributedDataParallel: ...\n")
+    assert cli.main(["patch", "check", str(archive)]) == 1
+    assert "conflict" in capsys.readouterr().out
+
+
+def test_a_stage_is_never_left(archive):
+    apply(archive)
+    revert(archive)
+    assert not (archive / STAGE).exists()
+
+
+def protect(root):
+    (root / TRAINING).chmod(0o444)
+
+
+def windows(root):
+    (root / DDP).write_bytes((root / DDP).read_bytes().replace(b"\n", b"\r\n"))
+
+
+def half(root):
+    apply(root)
+    (root / DDP).write_text(toy_megatron.TEXTS[DDP])
+
+
+def unknown(root):
+    append(root, DDP, "\nclass DistributedDataParallel: ...\n")
+
+
+def dangling(root):
+    (root / DDP).unlink()
+    (root / DDP).symlink_to("nowhere.py")
+
+
+def no_tree(root):
+    (root / "megatron/core/package_info.py").unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil, names, advice",
+    [
+        (no_tree, "not a Megatron tree", "give the directory that holds megatron/core"),
+        (unknown, "2 times class DistributedDataParallel in the module, lines 4, 17", "known are 0.9.0 to 0.19.0, and"),
+        (dangling, DDP, "is a link to nowhere.py, which is not there"),
+        (half, f"{len(HOOKS) - 1} of {len(HOOKS)} hook lines", "patch revert"),
+        (protect, TRAINING, "chmod u+w"),
+        (windows, DDP, "core.autocrlf"),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_to_do(spoil, names, advice, archive, capsys):
+    spoil(archive)
+    before = snapshot(archive)
+    assert cli.main(["patch", "apply", str(archive)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("megatron-ext: ")
+    assert names in err and advice in err and snapshot(archive) == before

@@ -1,0 +1,142 @@
+"""The same on real trees: the releases of megatron-core on the package index, fetched once.
+
+They hold what carries hooks in megatron/core; from 0.17 on, megatron/training as well. With
+MEGATRON_MIRROR (a git clone or mirror of Megatron-LM with its tags) the tests run on the tags too,
+which hold everything. ``conftest.py`` says at the end of a run what was left out.
+"""
+
+import random
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from random_edits import EDITS, edit_files
+from released import CANDIDATES, MIRROR, RELEASES
+from toy_megatron import snapshot
+
+from megatron_ext.checkout import apply, check, obtain, revert, verify_hooks
+from megatron_ext.checkout.hook_table import FILES, HOOKS
+from megatron_ext.checkout.patchset import blob_id, insertions_by_blob, manifest
+from megatron_ext.checkout.verify import count_hooks, is_hook_line, strip_hooks
+from megatron_ext.formats.errors import InputError
+
+
+def also_in_the_mirror(releases, tags) -> list[str]:
+    """Names of trees to test: releases of the package index, and tags where there is a mirror."""
+    return [*releases, *(tags if MIRROR else ())]
+
+
+@pytest.fixture(scope="session")
+def packages(request, tmp_path_factory) -> Path:
+    """Directory with an unpacked tree of every release; kept in pytest's cache between runs."""
+    cache = getattr(request.config, "cache", None)  # there is none with -p no:cacheprovider
+    folder = tmp_path_factory.mktemp("megatron-core") if cache is None else cache.mkdir("megatron-core")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda version: obtain(version, folder / version), {*RELEASES, *CANDIDATES}))
+    return folder
+
+
+def read_tag(ref: str) -> dict[str, str]:
+    """The files that carry hooks, at one commit of the mirror."""
+    show = ["git", "-C", MIRROR, "cat-file", "blob"]
+    return {f: subprocess.run([*show, f"{ref}:{f}"], check=True, stdout=subprocess.PIPE).stdout.decode() for f in FILES}
+
+
+def read_package(root: Path) -> dict[str, str]:
+    """The files that carry hooks and are in a package."""
+    return {f: (root / f).read_bytes().decode() for f in FILES if (root / f).is_file()}
+
+
+def read(name: str, packages: Path) -> dict[str, str]:
+    """The files of one tree that carry hooks: a version of the package, or a tag of the mirror."""
+    return read_package(packages / name) if name[0].isdigit() else read_tag(name)
+
+
+def write(root: Path, texts: dict[str, str]) -> None:
+    for path, text in {**texts, "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 0\nPATCH = 0\n"}.items():
+        place = root / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(text.encode())
+
+
+def holds(root: Path, texts: dict[str, str]) -> bool:
+    """Whether the files are these, byte for byte."""
+    return all((root / f).read_bytes().decode() == text for f, text in texts.items())
+
+
+def neighbours(text: str) -> list[tuple]:
+    """Each hook line with the code before and after it."""
+    rows = text.split("\n")
+    code = [n for n, r in enumerate(rows) if r.strip() and not r.strip().startswith("#")]
+    found = []
+    for number in [n for n in code if is_hook_line(rows[n])]:
+        before = [rows[n].strip() for n in code if n < number][-1:]
+        after = [rows[n].strip() for n in code if n > number][:1]
+        found.append((rows[number].strip(), before, after))
+    return found
+
+
+TAGS = sorted({release.ref for release in manifest().releases})
+CANDIDATE_TAGS = ["core_v0.12.0rc2", "core_v0.14.0rc3", "core_v0.13.0rc2", "core_v0.15.0rc4"]
+
+
+@pytest.mark.parametrize("name", also_in_the_mirror(RELEASES, TAGS))
+def test_every_release(name, packages, tmp_path):
+    tree, there = tmp_path / "tree", read(name, packages)
+    if name[0].isdigit():
+        shutil.copytree(packages / name, tree)
+    else:
+        write(tree, there)
+    before = snapshot(tree)
+    report = apply(tree)
+    assert report.state == "applied" and {f.detail for f in report.files} == {"exact"} and verify_hooks(tree) == []
+    assert set(report.absent) == set(FILES) - set(there)
+    lines = sum(count_hooks((tree / file).read_text()) for file in there)
+    assert lines == sum(hook.file in there for hook in HOOKS)
+    assert check(tree).state == "applied" and not apply(tree).changed
+    assert revert(tree).state == "clean" and snapshot(tree) == before
+
+
+@pytest.mark.parametrize("name", also_in_the_mirror(CANDIDATES, CANDIDATE_TAGS))
+def test_a_candidate_that_no_patch_is_for(name, packages, tmp_path):
+    texts = read(name, packages)
+    write(tmp_path, texts)
+    assert "syntax tree" in {f.detail for f in apply(tmp_path).files} and verify_hooks(tmp_path) == []
+    revert(tmp_path)
+    assert holds(tmp_path, texts)
+
+
+@pytest.mark.parametrize("name", also_in_the_mirror(["0.16.1"], ["core_v0.10.0", "core_v0.16.1", "main"]))
+def test_random_edits(name, packages, tmp_path):
+    """Every edit is patched with each hook between its old neighbours, or refused untouched."""
+    texts, tree = read(name, packages), tmp_path
+    write(tree, texts)
+    # A package's files take as long as the toy's, which has all of them.
+    edits = EDITS // 5 if name[0].isdigit() else EDITS
+    insertions = [insertions_by_blob()[f, blob_id(t.encode())] for f, t in texts.items()]
+    hooked = {i.path: neighbours(i.apply(texts[i.path].encode()).decode()) for i in insertions}
+    outcomes = {"placed": 0, "refused": 0}
+    for seed in range(edits):
+        edited = edit_files(random.Random(seed), texts, insertions)
+        write(tree, edited)
+        try:
+            apply(tree)
+        except InputError:
+            outcomes["refused"] += 1
+        else:
+            outcomes["placed"] += 1
+            assert verify_hooks(tree) == [], f"seed {seed}"
+            for file in texts:
+                patched = (tree / file).read_bytes().decode()
+                assert strip_hooks(file, patched) == edited[file], f"seed {seed}"
+                for (line, *around), (now, *near) in zip(hooked[file], neighbours(patched), strict=True):
+                    # An edit may have replaced the code on one side of a hook; never on both.
+                    assert line == now and (around[0] == near[0] or around[1] == near[1]), f"seed {seed}"
+            assert revert(tree).state == "clean"
+        assert holds(tree, edited), f"seed {seed}"
+    assert min(outcomes.values()) > edits // 8, outcomes
+    print(outcomes)
+    write(tree, texts)
+    assert check(tree).state == "clean"

@@ -1,0 +1,102 @@
+"""The main job uses a cost table that lies there only where it holds; the job itself is replaced here."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from places import ROOT
+from planning_cases import make_table, make_workload
+
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.cost.environment import world_sizes
+from megatron_ext.runtime.machine import environment
+from megatron_ext.workload import workload
+
+COMMAND = """#!/usr/bin/env bash
+echo "$1 $*" >> calls.log
+case "$1" in
+    cost) exec "$REAL_PYTHON" -m megatron_ext "$@" ;;
+    measure) cp measured.json runs/again/cost_table.json ;;
+    plan) echo '{}' > runs/again/schedule.json ;;
+esac
+"""
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+    *device_count*) echo 0 ;;
+    *workload.measured_sizes*) echo 4096 4096 1024,4096 ;;
+    *) echo "train $*" >> calls.log ;;
+esac
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A tree with the script, stand-ins for what it starts, and a run that was interrupted."""
+    for name, text in {
+        ".venv/bin/megatron-ext": COMMAND,
+        ".venv/bin/python": PYTHON,
+        "scripts/setup.sh": "#!/bin/sh\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    shutil.copy(ROOT / "scripts" / "pretrain_gpt_hybrid.sh", tmp_path / "scripts")
+    corpus = tmp_path / "runs" / "corpus" / "stdlib.idx"
+    corpus.parent.mkdir(parents=True)
+    corpus.touch()
+    work = make_workload()
+    good = msgspec.structs.replace(
+        make_table(work), metadata=cost.Metadata(**environment(), world_sizes=world_sizes(work.parallel))
+    )
+    cost.save(tmp_path / "measured.json", good)
+
+    def run(table=None, **settings) -> tuple[list[str], str]:
+        """What was started, and what was said, by a run that finds ``table``."""
+        folder = tmp_path / "runs" / "again"
+        (tmp_path / "calls.log").unlink(missing_ok=True)
+        subprocess.run(
+            ["scripts/pretrain_gpt_hybrid.sh"], cwd=tmp_path, env=variables(), check=True, capture_output=True
+        )  # writes its settings
+        workload.save(folder / "workload.json", work)
+        (folder / "old.metrics.json").write_text("{}")
+        cost.save(folder / "cost_table.json", table or good)
+        (tmp_path / "calls.log").unlink()
+        done = subprocess.run(
+            ["scripts/pretrain_gpt_hybrid.sh"], cwd=tmp_path, env=variables(**settings), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return [line.split()[0] for line in (tmp_path / "calls.log").read_text().splitlines()], done.stderr
+
+    def variables(**settings) -> dict[str, str]:
+        return os.environ | {"NAME": "again", "REAL_PYTHON": sys.executable} | settings
+
+    run.good, run.folder = good, tmp_path / "runs" / "again"
+    return run
+
+
+def elsewhere(table: cost.CostTable) -> cost.CostTable:
+    hardware = table.metadata.hardware | {"processor": "another one"}
+    return msgspec.structs.replace(table, metadata=msgspec.structs.replace(table.metadata, hardware=hardware))
+
+
+def test_a_table_that_holds_is_used_again(job):
+    calls, _ = job()
+    assert calls[0] == "cost" and "measure" not in calls
+    assert (job.folder / "old.metrics.json").exists()
+
+
+def test_a_table_of_another_machine_is_said_and_measured_again(job):
+    calls, said = job(elsewhere(job.good))
+    assert calls[:3] == ["cost", "measure", "plan"]
+    assert "hardware.processor: table another one, here" in said and "measuring again" in said
+    assert not (job.folder / "old.metrics.json").exists()  # it was trained by the old plan
+    assert cost.load(job.folder / "cost_table.json").metadata.hardware == job.good.metadata.hardware
+
+
+def test_a_table_of_another_machine_is_used_where_that_is_allowed(job):
+    calls, said = job(elsewhere(job.good), ALLOW_DIFFERENCES="1")
+    assert "measure" not in calls and "hardware.processor: table another one, here" in said

@@ -1,0 +1,91 @@
+"""Models and layouts that parity is tested on: four processes each, small enough for many cases."""
+
+LAYOUTS = {
+    "interleaved": [
+        "--pipeline-model-parallel-size",
+        "2",
+        "--num-virtual-stages-per-pipeline-rank",
+        "2",
+        "--data-parallel-size",
+        "2",
+    ],
+    "1f1b": ["--pipeline-model-parallel-size", "2", "--data-parallel-size", "2"],
+    "no_pipeline": ["--data-parallel-size", "4"],
+}
+
+_SIZE = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "16",
+    "--vocab-size",
+    "120",
+    "--lr",
+    "1e-2",
+    "--log-interval",
+    "1000",
+]
+_UNTIED = ["--untie-embeddings-and-output-weights"]
+
+MODELS = {
+    "fp32": [*_SIZE, *_UNTIED],
+    "tied-recompute": [
+        *_SIZE,
+        "--recompute-granularity",
+        "full",
+        "--recompute-method",
+        "uniform",
+        "--recompute-num-layers",
+        "1",
+    ],
+    "bf16-tied": [*_SIZE, "--bf16", "--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope"],
+    "bf16-selective": [*_SIZE, *_UNTIED, "--bf16", "--recompute-granularity", "selective"],
+    "bf16-offload": [*_SIZE, *_UNTIED, "--bf16", "--optimizer-cpu-offload"],
+    # The first steps overflow on purpose: they are skipped, and the next ones are not.
+    "fp16": [
+        *_SIZE,
+        *_UNTIED,
+        "--fp16",
+        "--initial-loss-scale",
+        str(2**24),
+        "--recompute-granularity",
+        "full",
+        "--recompute-method",
+        "block",
+        "--recompute-num-layers",
+        "1",
+    ],
+}
+"""Options by name."""
+
+SHAPES = {
+    "tied": "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    "grouped-queries": "--bf16 --swiglu --normalization RMSNorm --use-rotary-position-embeddings --disable-bias-linear "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
+    "qkv-bias": "--fp16 --disable-bias-linear --add-qkv-bias --kv-channels 16 --max-position-embeddings 64 "
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "gate-with-bias": "--swiglu --ffn-hidden-size 96 --make-vocab-size-divisible-by 64 --micro-batch-size 3 "
+    "--pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights",
+}
+"""Models that are described and not trained, on layouts of their own."""
+
+SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100"
+
+TRAINING = {"--lr": 1, "--log-interval": 1, "--initial-loss-scale": 1, "--optimizer-cpu-offload": 0}
+"""Options that only training knows, with the number of their values."""
+
+
+def model_options(options: list[str]) -> list[str]:
+    """Without the options that only training knows."""
+    kept, rest = [], iter(options)
+    for option in rest:
+        if option in TRAINING:
+            for _ in range(TRAINING[option]):
+                next(rest)
+        else:
+            kept.append(option)
+    return kept

@@ -1,0 +1,163 @@
+"""Random valid schedules with everything that a schedule can say, down to single layers.
+
+Unlike the planner's ``random`` policy, which fetches and frees per step, this walks layer by
+layer, and every choice comes from a ``random.Random``: Hypothesis' own, so that a failing
+schedule is shrunk.
+"""
+
+import random
+
+from msgspec.structs import replace
+
+from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
+from megatron_ext.planner.random_plan import random_groups
+from megatron_ext.schedule import footprint, match, validate
+from megatron_ext.schedule import user_defined_schedule as schedule_file
+from megatron_ext.schedule.host_shards import by_cpu_shard, can_rest_on_host, with_host_shards
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload.nodes import has_hierarchy
+from megatron_ext.workload.route import HIERARCHICAL
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Workload
+
+
+def draw_schedule(draw, workload: Workload, routes=("gpu", "cpu")) -> Schedule:
+    """A valid schedule of ``workload``; ``draw`` is a ``random.Random``."""
+
+    def algorithm(pp_rank: int, size: int) -> str | None:
+        return draw.choice((None, HIERARCHICAL)) if has_hierarchy(workload.parallel, pp_rank) else None
+
+    groups, uses = [], []
+    for chunk in workload.chunks:
+        for part in random_groups(chunk, draw):
+            groups.append(make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part, algorithm))
+            layers = [layer for parameter in part for layer in parameter.uses]
+            uses.append((min(layers), max(layers)))
+    walk = _zero3 if workload.zero_stage == 3 else _zero1
+    placed, freed = [], []
+    for pp_rank in range(workload.parallel.pp):
+        own = [index for index, group in enumerate(groups) if group.pp_rank == pp_rank]
+        unshards, reshards = walk(draw, workload, pp_rank, own, groups, uses)
+        unshards = [item._replace(route=draw.choice(routes)) for item in unshards]
+        placed.append(_with_slots(draw, unshards, workload.limits.nvme_slots))
+        freed.append(reshards)
+    return assemble(workload, groups, placed, freed, planner="drawn")
+
+
+def prepared(draw, workload: Workload, path, routes=("gpu", "cpu", "nvme")) -> Schedule:
+    """A drawn schedule with its own peak as the limit, checked and written to ``path``."""
+    schedule = draw_schedule(draw, workload, routes)
+    if draw.random() < 0.7:
+        if draw.random() < 0.7 and can_rest_on_host(workload) and workload.zero_stage == 3 and workload.parallel.dp > 1:
+            schedule = by_cpu_shard(schedule)
+        schedule = with_host_shards(schedule, workload)
+    peak = max(footprint.device_peaks(schedule))
+    schedule = replace(schedule, limits=replace(schedule.limits, whole_parameter_bytes=peak))
+    validate.validate(schedule)
+    match.match(schedule, workload)
+    schedule_file.save(path, schedule)
+    return schedule
+
+
+def hosted(workload: Workload, zero_stage: int, path) -> Schedule:
+    """A schedule in which every group goes by its host copy, for negative controls."""
+    return prepared(random.Random(1), replace(workload, zero_stage=zero_stage), path, routes=("cpu",))
+
+
+def _zero1(draw, workload: Workload, pp_rank: int, own, groups, uses):
+    """Every group once, at any place before its first use."""
+    steps = steps_of_ranks(workload.parallel)[pp_rank]
+    pp, unshards = workload.parallel.pp, []
+    for group in own:
+        chunk = groups[group].model_chunk_id
+        first = next(index for index, step in enumerate(steps) if step.stage // pp == chunk)
+        need_by = draw.randint(max(0, first - draw.choice((0, 2))), first)
+        issue = draw.randint(-1, need_by)
+        at = -1
+        if issue >= 0 and draw.random() < 0.5:
+            top = workload.chunk(pp_rank, steps[issue].stage // pp).num_layers - 1
+            if issue < need_by:
+                at = draw.randint(0, top)
+            elif steps[issue].stage // pp == chunk:
+                at = draw.randint(0, uses[group][0])
+        unshards.append(Placed(group, "", issue, need_by, at))
+    draw.shuffle(unshards)
+    return sorted(unshards, key=lambda item: (item.issue, item.at)), []
+
+
+def _zero3(draw, workload: Workload, pp_rank: int, own, groups, uses):
+    """Walk all layers of all steps; before each, bring what it needs and some of what comes
+    later; behind each, free some of what is not needed at once."""
+    pp = workload.parallel.pp
+    steps = steps_of_ranks(workload.parallel)[pp_rank]
+    chunks = [step.stage // pp for step in steps]
+    eager, keep = draw.choice((0.0, 0.1, 0.4)), draw.choice((0.0, 0.5, 0.9))
+    whole: dict[int, int] = {}  # group -> its need_by
+    unshards, reshards = [], []
+
+    def span(group: int, kind: str) -> tuple[int, int]:
+        """First and last layer that use a group, in the direction of the step."""
+        first, last = uses[group]
+        return (first, last) if kind == "F" else (last, first)
+
+    def next_use(group: int, index: int, passed) -> int | None:
+        """The next step that uses a group whose turn in this step has not come yet."""
+        for later in range(max(index, 0), len(steps)):
+            if chunks[later] == groups[group].model_chunk_id and not (later == index and passed(group)):
+                return later
+        return None
+
+    def bring_early(index: int, at: int, passed) -> None:
+        for group in own:
+            if group in whole or draw.random() >= eager:
+                continue
+            use = next_use(group, index, passed)
+            if use is None or use > index + 6:
+                continue
+            earliest = use if use == index else index + 1
+            whole[group] = draw.randint(earliest, use)
+            unshards.append(Placed(group, "", index, whole[group], at))
+
+    bring_early(-1, -1, lambda group: False)
+    for index, step in enumerate(steps):
+        num_layers = workload.chunk(pp_rank, chunks[index]).num_layers
+        order = range(num_layers) if step.kind == "F" else range(num_layers - 1, -1, -1)
+        sign = 1 if step.kind == "F" else -1
+        for turn, layer in enumerate(order):
+            at = -1 if turn == 0 and draw.random() < 0.5 else layer
+            mine = [group for group in own if groups[group].model_chunk_id == chunks[index]]
+            for group in mine:
+                if span(group, step.kind)[0] == layer and group not in whole:
+                    whole[group] = index
+                    unshards.append(Placed(group, "", index, index, at))
+            bring_early(
+                index,
+                at,
+                lambda group, sign=sign, step=step, layer=layer: sign * span(group, step.kind)[0] <= sign * layer,
+            )
+            at = -1 if turn == num_layers - 1 and draw.random() < 0.5 else layer
+            for group, need_by in sorted(whole.items()):
+                busy = group in mine and sign * span(group, step.kind)[1] > sign * layer
+                if need_by <= index and not busy and draw.random() >= keep:
+                    reshards.append(Freed(group, index, at))
+                    del whole[group]
+    return unshards, reshards
+
+
+def _with_slots(draw, unshards: list[Placed], slots: int) -> list[Placed]:
+    """Stage every ``nvme`` unshard in, into a slot that is empty; where there is none, go by ``gpu``."""
+    emptied = dict.fromkeys(range(slots), -2)  # slot -> step of the unshard that empties it
+    taken: dict[int, int] = {}  # group -> step of its latest unshard by nvme
+    result = []
+    for item in unshards:
+        if item.route == "nvme":
+            before = taken.get(item.group, -2)
+            usable = [slot for slot, step in emptied.items() if max(step, before) < item.issue]
+            if usable:
+                slot = draw.choice(usable)
+                item = item._replace(slot=slot, stage=draw.randint(max(emptied[slot], before, -2) + 1, item.issue))
+                emptied[slot] = taken[item.group] = item.issue
+            else:
+                item = item._replace(route="gpu")
+        result.append(item)
+    return result

@@ -1,0 +1,48 @@
+"""A model of two layer kinds, as ``--modules layers:layer_runners`` hands it over."""
+
+import torch
+
+
+class Layer:
+    def __init__(self, width: int):
+        self.module = torch.nn.Sequential(
+            torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
+        )
+        self.input = torch.randn(16, width, requires_grad=True)
+        self.calls: list[str] = []
+        self.outputs: list[torch.Tensor] = []
+
+    def forward(self) -> None:
+        self.calls.append("forward")
+        self.outputs.append(self.module(self.input))
+
+    def backward(self) -> None:
+        self.calls.append("backward")
+        output = self.outputs.pop()
+        output.backward(torch.ones_like(output))
+
+
+def layer_runners(args: list[str]) -> dict[str, Layer]:
+    width = int(args[0]) if args else 32
+    return {"narrow": Layer(width), "wide": Layer(8 * width)}
+
+
+def freeing_outputs(args: list[str]):
+    """The real model's layers as on a CUDA device, where the pipeline frees what it has sent
+    (``deallocate_pipeline_outputs``)."""
+    from megatron_ext.megatron import layer_runners  # before any other module of Megatron's
+    from megatron_ext.megatron import gpt_model  # isort: skip
+
+    plain = gpt_model.transformer_config
+
+    def config_of(args, **more):
+        config = plain(args, **more)  # which has it off without a device, whatever is asked for
+        config.deallocate_pipeline_outputs = more.get("deallocate_pipeline_outputs", True)
+        return config
+
+    gpt_model.transformer_config = config_of
+    return layer_runners.layer_runners(args)
+
+
+def nothing(args: list[str]) -> dict:
+    return {}

@@ -1,0 +1,116 @@
+"""Ranks that stay up and train one case after another: a launch costs ten seconds, a case two."""
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from cases import LAYOUTS
+from places import ROOT
+from training import environment
+
+WORKER = Path(__file__).with_name("parity_worker.py")
+
+
+class Died(Exception):
+    """The ranks ended; the text is what they printed last."""
+
+
+class ParityService:
+    """Four ranks of one layout. They start with the first case, and anew after they died.
+
+    Args:
+        layout: a name in ``cases.LAYOUTS``.
+        case_seconds: after so long a case counts as hanging.
+    """
+
+    def __init__(self, layout: str, case_seconds: float = 100):
+        self.layout, self.case_seconds = layout, case_seconds
+        self._ranks = self._stream = None
+
+    def run(self, **case) -> dict:
+        """``{"reference": metrics, "scheduled": metrics}`` of a case: ``options``, ``schedule``
+        (a path), ``environment`` of the scheduled run, ``reference`` (default True),
+        ``iterations`` (default: the worker's), ``meddle`` (see the worker).
+
+        Raises:
+            Died: a rank failed.
+        """
+        if self._ranks is None:
+            self._start()
+        try:
+            self._stream.write(
+                json.dumps({name: str(value) if isinstance(value, Path) else value for name, value in case.items()})
+                + "\n"
+            )
+            self._stream.flush()
+            answer = self._stream.readline()
+        except OSError as error:
+            answer = ""
+            self._output.write(f"{error}\n")
+        if not answer:
+            raise Died(self._stop())
+        return json.loads(answer)
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        address = f"{self._folder.name}/socket"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address)
+        listener.listen(1)
+        listener.settimeout(1)
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the service
+        self._ranks = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "megatron_ext.cpubench.launcher",
+                "--nproc-per-node",
+                "4",
+                str(WORKER),
+                address,
+                *LAYOUTS[self.layout],
+            ],
+            cwd=ROOT,
+            env=environment({"PYTHONFAULTHANDLER": "1"}),
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
+        connection = None
+        while connection is None:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                if self._ranks.poll() is not None:
+                    raise Died(self._stop()) from None
+        listener.close()
+        connection.settimeout(self.case_seconds)
+        self._stream = connection.makefile("rw")
+
+    def _stop(self) -> str:
+        """End the ranks; returns the end of what they printed."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        try:
+            self._ranks.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._ranks.terminate()
+            self._ranks.wait()
+        self._ranks = None
+        self._output.seek(0)
+        text = self._output.read()
+        self._folder.cleanup()
+        return text[-30_000:]
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._stop()
+
+
+def differences(answer: dict) -> list[str]:
+    """Names of what is not the same to the last bit."""
+    names = ("loss", "eval_loss", "grad_norm", "parameter_sha256")
+    return [name for name in names if json.dumps(answer["reference"][name]) != json.dumps(answer["scheduled"][name])]

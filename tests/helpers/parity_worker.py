@@ -1,0 +1,175 @@
+"""Program of one rank: trains case after case in one process group.
+
+Rank 0 reads cases (one JSON line each) from the Unix socket named in the first argument and
+answers each with what the reference and the scheduled run computed. The other arguments are the
+options of the layout. See ``parity_service.py``.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.megatron import cpu_compat
+
+cpu_compat.install()
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import pretrain_gpt_hybrid
+
+from megatron_ext.megatron import lifecycle
+from megatron_ext.runtime import debug, faults
+
+ITERATIONS = 3
+HANGS_AFTER = 80  # seconds; less than the service waits
+
+
+class Rows:
+    """Random tokens, the same on every rank."""
+
+    def __init__(self, args, count: int = 64):
+        generator = torch.Generator().manual_seed(7)
+        self._tokens = torch.randint(0, args.vocab_size, (count, args.seq_length + 1), generator=generator)
+        self._positions = torch.arange(args.seq_length)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict:
+        row = self._tokens[index]
+        return {
+            "tokens": row[:-1],
+            "labels": row[1:],
+            "loss_mask": torch.ones(len(row) - 1),
+            "position_ids": self._positions,
+        }
+
+
+@contextlib.contextmanager
+def meddling(example, told: bool):
+    """Halve all parameters before the second iteration, and say so to the hooks or not; yields the
+    hash of the parameters before the first."""
+    run_schedule, hashes = example.run_schedule, []
+
+    def run(args, model, iterators, forward_only: bool = False):
+        if not forward_only:
+            hashes.append(None if hashes else example.parameter_hash(model))
+        if not forward_only and len(hashes) == 2:
+            example.force_param_sync(model, args)
+            with torch.no_grad():
+                for chunk in model:
+                    for parameter in chunk.parameters():
+                        parameter.data.mul_(0.5)
+            if told:
+                example.hooks.params_changed()
+        return run_schedule(args, model, iterators, forward_only)
+
+    example.run_schedule = run
+    try:
+        yield hashes
+    finally:
+        example.run_schedule = run_schedule
+
+
+def train(
+    example,
+    options: list[str],
+    schedule: str | None,
+    environment: dict[str, str],
+    iterations: int,
+    meddle: str | None = None,
+) -> dict:
+    """Train a new model; returns this rank's metrics. ``meddle``: ``told`` or ``silent``, see
+    :func:`meddling`; or ``go on``: another iteration after training has been finished."""
+    for name in (lifecycle.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    sys.argv = ["parity", "--data-path", "none", "--train-iters", str(iterations), *options]
+    args = example.parse_args()
+    example.gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
+    example.set_seeds(args)
+    example.hooks.configure(schedule)
+    model, optimizer, config = example.build_model_and_optimizer(args)
+    rows = Rows(args)
+    if meddle in ("told", "silent"):
+        with meddling(example, meddle == "told") as hashes:
+            metrics = example.train(args, model, optimizer, config, (rows, rows))
+        metrics["parameter_sha256"] += hashes[0]
+    else:
+        metrics = example.train(args, model, optimizer, config, (rows, rows))
+    example.hooks.finish()
+    if meddle == "go on":
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        example.run_schedule(args, model, [example.batches_of(args, rows) for _ in model])
+    del model, optimizer, config
+    gc.collect()
+    return metrics
+
+
+def run_case(example, layout: list[str], case: dict) -> dict:
+    options = [*layout, *case["options"]]
+    found, iterations, meddle = {}, case.get("iterations", ITERATIONS), case.get("meddle")
+    if case.get("reference", True):
+        found["reference"] = train(
+            example, options, case["schedule"], {lifecycle.STOCK_GATHER: "1"}, iterations, meddle
+        )
+    found["scheduled"] = train(example, options, case["schedule"], case.get("environment", {}), iterations, meddle)
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, found)
+    return {
+        name: {
+            "loss": everybody[0][name]["loss"],
+            "eval_loss": everybody[0][name]["eval_loss"],
+            "grad_norm": [rank[name]["grad_norm"] for rank in everybody],
+            "parameter_sha256": [rank[name]["parameter_sha256"] for rank in everybody],
+            "peak_bytes": [rank[name]["peak_bytes"] for rank in everybody],
+            "census": [rank[name]["census"] for rank in everybody],
+        }
+        for name in found
+    }
+
+
+def main() -> int:
+    address, *layout = sys.argv[1:]
+    example = pretrain_gpt_hybrid
+    sys.argv = ["parity", "--data-path", "none", *layout]
+    args = example.parse_args()
+    example.gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
+    example.initialize(args)
+    stream = None
+    if dist.get_rank() == 0:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+        stream = connection.makefile("rw")
+    while True:
+        case = [stream.readline() if stream is not None else None]
+        dist.broadcast_object_list(case, src=0)
+        if not case[0]:
+            return 0
+        # Say where every thread is before the service gives up on a case that hangs.
+        faulthandler.dump_traceback_later(HANGS_AFTER)
+        answer = run_case(example, layout, json.loads(case[0]))
+        faulthandler.cancel_dump_traceback_later()
+        if stream is not None:
+            stream.write(json.dumps(answer) + "\n")
+            stream.flush()
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,282 @@
+"""No schedule beats the lower bound."""
+
+import random
+from itertools import permutations, product
+
+import pytest
+from msgspec.structs import replace
+from planning_cases import line, make_table, make_workload, uneven_case, with_host_cpu
+
+from megatron_ext.bounds.least_loads import layer_bytes
+from megatron_ext.bounds.link_rates import LinkRates
+from megatron_ext.bounds.lower_bound import lower_bound
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.planner import plan
+from megatron_ext.planner.assemble import Placed, assemble
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.stock import groups_of
+from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.bucket_rules import layer_buckets
+
+WORKLOADS = {
+    "interleaved": dict(),
+    "1f1b, by layer": dict(pp=3, vp=1, order="1f1b", layers=4),
+    "gpipe": dict(pp=2, vp=2, order="gpipe"),
+    "zero 3, loose": dict(zero_stage=3, layers=2),
+    "zero 3, two chunks": dict(zero_stage=3, layers=2, whole_parameter_bytes=420_000),
+    "zero 3, a layer and a half": dict(zero_stage=3, layers=2, whole_parameter_bytes=150_000),
+    "little host memory": dict(pinned_host_bytes=200_000),
+}
+
+TABLES = {
+    "links": dict(gpu=(5.0, 500.0), cpu=(2.0, 700.0), forward=20.0, backward=40.0),
+    "compute": dict(),
+    "contention": dict(
+        gpu=(5.0, 900.0),
+        cpu=(2.0, 900.0),
+        forward=50.0,
+        backward=90.0,
+        contention=(("gpu", "cpu", 1.4), ("cpu", "gpu", 1.3), ("compute", "gpu", 1.2), ("compute", "cpu", 1.1)),
+    ),
+    "processors": dict(gpu=(5.0, 900.0)),
+}
+
+
+@pytest.mark.parametrize("costs", TABLES)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_nothing_is_faster(name, costs):
+    work = make_workload(**WORKLOADS[name])
+    table = make_table(work, **TABLES[costs])
+    if costs == "processors":
+        table = with_host_cpu(table, 2.0)
+    bound = lower_bound(work, Timing(work, table))
+    policies = ["all-gpu", *(f"random:{seed}" for seed in range(6))] + (["hybrid"] if costs != "processors" else [])
+    for policy in policies:
+        assert plan(work, table, policy=policy).predicted.iteration_time_us >= bound * (1 - 1e-9), policy
+
+
+def test_bound_is_tight_where_one_thing_is_the_limit():
+    """Compute alone; and one link alone, with compute of no size."""
+    work = make_workload(pp=2, vp=1, order="1f1b", zero_stage=1)
+    fast = make_table(work, gpu=(0.001, 1e9), cpu=None)
+    assert plan(work, fast).predicted.iteration_time_us == pytest.approx(
+        lower_bound(work, Timing(work, fast)), rel=1e-3
+    )
+    slow = make_table(work, gpu=(1.0, 10.0), cpu=None, forward=0.01, backward=0.01, p2p=(0.001, 1e9))
+    assert plan(work, slow).predicted.iteration_time_us == pytest.approx(
+        lower_bound(work, Timing(work, slow)), rel=1e-3
+    )
+
+
+def with_gradients(table, *, reduce, slower, processors=None, share=0.0):
+    """The table with reducing, what compute makes of it, and transports that take processors."""
+
+    table = replace(
+        table,
+        reduce=line(*reduce),
+        contention=(*table.contention, cost.Contention(measured="reduce", busy="compute", slowdown=slower)),
+    )
+    if processors is None:
+        return cost.check(table)
+    curves = ("reduce", "routes.gpu", "routes.cpu", "publish.cpu", "publish.internode")
+    takes = {name: lambda point: share * point.p50_us for name in curves} if share else {}
+    return with_host_cpu(table, processors, takes)
+
+
+PROCESSORS = ((None, 0.0), (1.0, 0.1), (1.5, 0.4), (2.0, 0.9), (4.0, 0.3))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_faster_where_gradients_are_reduced_beside_compute(seed):
+    work, table = uneven_case(seed)
+    for reduce, (processors, share) in product(((2.0, 400.0), (30.0, 4000.0)), PROCESSORS):
+        full = with_gradients(table, reduce=reduce, slower=1.0 + seed / 3, processors=processors, share=share)
+        bound = lower_bound(work, Timing(work, full))
+        for policy in ("all-gpu", "random:1", *(["all-cpu"] if full.routes.cpu else [])):
+            try:
+                planned = plan(work, full, policy=policy)
+            except ValueError:  # a whole chunk does not fit the device's room
+                continue
+            assert planned.predicted.iteration_time_us >= bound * (1 - 1e-9), (policy, reduce, processors)
+
+
+def test_bound_knows_that_compute_slows_reducing():
+    """Reducing takes twice as long as the last backward, and runs at two thirds of its speed beside it."""
+    work = make_workload(pp=1, vp=1, dp=4, microbatches=2, layers=20, order="no_pipeline")
+    table = make_table(work, gpu=(0.001, 1e9), cpu=None, forward=1000.0, backward=2000.0)
+    full = with_gradients(table, reduce=(0.001, work.chunks[0].bytes / 4000.0), slower=1.5)
+    bound = lower_bound(work, Timing(work, full))
+    # Before: 4 ms of compute. From there: the first layer's backward with nothing to reduce, then 1.9 ms of compute,
+    # and what is not reduced by then.
+    assert bound == pytest.approx(4000.0 + 100.0 + 1900.0 + 4000.0 - 1900.0 / 1.5, rel=1e-3)
+    assert plan(work, full).predicted.iteration_time_us == pytest.approx(bound, rel=0.06)
+
+
+def test_bound_knows_that_the_last_layer_is_reduced_after_all_compute():
+    """A layer is reduced in 400 us, while the next one's backward takes 500. Only the last one is not hidden."""
+    work = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=4, order="no_pipeline")
+    table = make_table(work, gpu=(0.001, 1e9), cpu=None, forward=1000.0, backward=2000.0)
+    full = with_gradients(table, reduce=(0.001, work.chunks[0].bytes / 1600.0), slower=1.0)
+    bound = lower_bound(work, Timing(work, full))
+    assert bound == pytest.approx(1000.0 + 2000.0 + 400.0, rel=1e-3)
+    groups, _ = groups_of(work, layer_buckets)
+    by_layer = validate(assemble(work, groups, [[Placed(n, "gpu", -1, 0) for n in range(4)]], [[]], planner="test"))
+    assert evaluate(work, full, by_layer).iteration_time_us == pytest.approx(bound, rel=1e-3)
+
+
+def test_no_group_is_larger_than_the_device_may_hold():
+    """Nothing larger than one layer fits, so a rate that only larger groups reach is no bound: a host
+    copy takes 1000 us of latency, and so comes each layer at zero stage 3."""
+    loose = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=8, order="no_pipeline", zero_stage=3)
+    layer = loose.chunks[0].bytes // 8
+    tight = make_workload(
+        pp=1,
+        vp=1,
+        dp=2,
+        microbatches=1,
+        layers=8,
+        order="no_pipeline",
+        zero_stage=3,
+        whole_parameter_bytes=layer + 2048,
+    )
+    table = make_table(tight, gpu=None, cpu=(1000.0, 1e9), publish=(0.001, 1e9), forward=1.0, backward=1.0)
+    bounds = [lower_bound(work, Timing(work, table)) for work in (loose, tight)]
+    assert bounds[0] < 2000.0 and bounds[1] > 15 * 1000.0 * layer / (layer + 2048) * 0.99
+    assert plan(tight, table).predicted.iteration_time_us == pytest.approx(bounds[1], rel=0.1)
+
+
+def test_bound_knows_that_host_copies_are_published_first():
+    """Parameters come from the host alone: those of the first layer can come once they are published."""
+    work = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=10, order="no_pipeline")
+    layer = work.chunks[0].bytes / 10
+    table = make_table(
+        work, gpu=None, cpu=(0.001, 1e9), publish=(0.001, layer / 100.0), forward=1000.0, backward=2000.0
+    )
+    bound = lower_bound(work, Timing(work, table))
+    assert bound == pytest.approx(100.0 + 3000.0, rel=1e-3)
+    assert plan(work, table).predicted.iteration_time_us == pytest.approx(bound, rel=0.06)
+
+
+def test_bound_knows_that_ranks_share_processors():
+    """Two ranks compute on one processor."""
+    work = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=10, order="no_pipeline")
+    table = with_host_cpu(make_table(work, gpu=(0.001, 1e9), cpu=None, forward=1000.0, backward=2000.0), 1.0)
+    bound = lower_bound(work, Timing(work, table))
+    assert bound == pytest.approx(2 * 3000.0, rel=1e-3)
+    assert plan(work, table).predicted.iteration_time_us == pytest.approx(bound, rel=0.06)
+
+
+def test_bound_counts_all_processor_time_that_gathers_take():
+    """Two ranks on one processor, of which an all-gather takes half of each: all of it, while it lasts.
+    Compute has at least half and owes what it had of the rest."""
+    work = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=10, order="no_pipeline")
+    table = make_table(work, gpu=(0.001, work.chunks[0].bytes / 1000.0), cpu=None, forward=1000.0, backward=2000.0)
+    full = with_gradients(table, reduce=(0.001, work.chunks[0].bytes / 200.0), slower=1.0, processors=1.0, share=0.5)
+    bound = lower_bound(work, Timing(work, full))
+    assert bound == pytest.approx(2 * 3000.0 + 1000.0 + 200.0, rel=1e-3)
+    assert plan(work, full).predicted.iteration_time_us == pytest.approx(bound, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_faster_where_parameters_are_gathered_again_and_take_processors(seed):
+    """Little device memory, and so few processors that transports have a backlog."""
+    draw = random.Random(seed)
+    shape = dict(
+        pp=draw.choice((1, 2)),
+        vp=1,
+        order=draw.choice(("1f1b", "gpipe")),
+        dp=4,
+        gpus_per_node=draw.choice((2, 4)),
+        layers=4,
+        zero_stage=3,
+    )
+    layer = max(max(sizes) for sizes in (layer_bytes(chunk) for chunk in make_workload(**shape).chunks))
+    judged = 0
+    for _ in range(2):
+        work = make_workload(**shape, whole_parameter_bytes=int(layer * draw.uniform(1.2, 3.5)), microbatches=2)
+        routes = dict(gpu=(draw.uniform(1, 50), draw.uniform(100, 5000)), cpu=(2.0, draw.uniform(500, 9000)))
+        table = make_table(
+            work,
+            **routes,
+            publish=(draw.uniform(1, 50), draw.uniform(500, 9000)),
+            forward=draw.uniform(5, 200),
+            backward=draw.uniform(5, 300),
+        )
+        reduce = (draw.uniform(1, 50), draw.uniform(50, 5000))
+        full = with_gradients(
+            table,
+            reduce=reduce,
+            slower=draw.uniform(1, 2),
+            processors=draw.choice((0.9, 2.0, 3.0)),
+            share=draw.uniform(0, 0.9),
+        )
+        bound = lower_bound(work, Timing(work, full))
+        for policy in ("all-gpu", "urgency", "random:1", "random:2", *(["hybrid"] if not judged else [])):
+            try:
+                planned = plan(work, full, policy=policy)
+            except ValueError:  # a policy may group more than the device has room for
+                continue
+            judged += 1
+            assert planned.predicted.iteration_time_us >= bound * (1 - 1e-9), policy
+    assert judged > 3
+
+
+def test_bound_counts_what_messages_take_of_processors():
+    """Two stages on one processor; each of 2 x 4 messages takes 30 us of it at both ends."""
+    work = make_workload(pp=2, vp=1, dp=1, microbatches=4, order="1f1b", p2p_bytes=4096)
+    table = with_host_cpu(
+        make_table(work, gpu=(0.001, 1e9), cpu=None, p2p=(50.0, 1e9), forward=100.0, backward=200.0), 1.0
+    )
+    taking = with_host_cpu(table, 1.0, {"p2p": 30.0})
+    plain, counted = (lower_bound(work, Timing(work, given)) for given in (table, taking))
+    compute = 2 * 4 * 300.0
+    assert counted == pytest.approx(compute + 2 * 8 * 30.0, rel=1e-3) and plain < counted
+    assert plan(work, taking).predicted.iteration_time_us >= counted
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_faster_where_host_copies_are_published_between_nodes(seed):
+    draw = random.Random(seed)
+    pp, vp, order = draw.choice(((1, 1, "no_pipeline"), (2, 1, "1f1b"), (2, 2, "interleaved")))
+    gpus_per_node = draw.choice((1, 2, 4))
+    work = make_workload(
+        pp=pp, vp=vp, order=order, dp=4, gpus_per_node=gpus_per_node, layers=4, zero_stage=draw.choice((1, 3))
+    )
+    for _ in range(6):
+        between = (draw.uniform(1, 50), draw.uniform(100, 5000))
+        table = make_table(
+            work,
+            gpu=between,
+            cpu=(2.0, draw.uniform(500, 9000)),
+            publish=(draw.uniform(1, 50), draw.uniform(500, 9000)),
+            forward=draw.uniform(5, 200),
+            backward=draw.uniform(5, 300),
+        )
+        table = cost.check(replace(table, publish=replace(table.publish, internode=line(*between))))
+        disturbed = [(a, b) for a, b in permutations(("gpu", "cpu", "publish"), 2) if draw.random() < 0.5]
+        table = replace(
+            table,
+            contention=tuple(cost.Contention(measured=a, busy=b, slowdown=draw.uniform(1, 2.5)) for a, b in disturbed),
+        )
+        full = with_gradients(
+            table,
+            reduce=between,
+            slower=draw.uniform(1, 2),
+            processors=draw.choice((None, 0.9, 2.0)),
+            share=draw.uniform(0, 0.9),
+        )
+        bound = lower_bound(work, Timing(work, full))
+        for policy in ("all-gpu", "all-cpu", "hybrid", "random:1", "random:2"):
+            assert plan(work, full, policy=policy).predicted.iteration_time_us >= bound * (1 - 1e-9), policy
+
+
+def test_publishing_and_gathers_on_one_network_bring_no_more_than_it_carries():
+    """Ten bytes a microsecond each way alone. A short copy from the host disturbs gathers for as long as it
+    takes only, so it costs the mix nearly nothing."""
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline")
+    both = lambda a, b: ((a, b, 2.0), (b, a, 2.0))
+    for contention, rate in (((), 20.0), (both("gpu", "publish"), 10.0), (both("gpu", "cpu"), 20.0)):
+        table = make_table(work, gpu=(0.001, 10.0), cpu=(0.001, 1e5), publish=(0.001, 10.0), contention=contention)
+        links = LinkRates(work, Timing(work, table), 0)
+        assert links.least_us(1000.0, first=True) == pytest.approx(1000.0 / rate, rel=0.01)

@@ -1,0 +1,144 @@
+"""Cost tables from data sheets: operations, bytes and links against counts by hand."""
+
+import pytest
+
+from megatron_ext.cost import hardware_sheet as sheets
+from megatron_ext.cost.combine_tables import combine
+from megatron_ext.cost.cost_table import Compute, Curve, Point
+from megatron_ext.cost.estimated_links import Links
+from megatron_ext.cost.estimated_table import estimate
+from megatron_ext.cost.estimates import Costs
+from megatron_ext.cost.layer_work import SCORE_PASSES, forward_work, layers_of
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
+from megatron_ext.workload.parallel import Parallel
+
+GPT = GptShape(
+    layers=4, hidden=256, ffn=1024, heads=8, query_groups=8, vocab=1024, head_dim=32, positions=64, tied=False
+)
+LLAMA = GptShape(4, 256, 768, 8, 2, 1024, 32, gated=True, rms_norm=True, linear_bias=False, qkv_bias=False, tied=True)
+
+
+def run_of(shape=GPT, *, pp=1, vp=1, dp=8, tp=1, microbatches=4, gpus_per_node=8, batch=None):
+    order = "interleaved" if vp > 1 else "1f1b" if pp > 1 else "no_pipeline"
+    parallel = Parallel(
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp,
+        data_parallel_size=dp,
+        tensor_model_parallel_size=tp,
+        num_microbatches=microbatches,
+        gpus_per_node=gpus_per_node,
+        order=order,
+    )
+    batch = batch or MicroBatch(64, 2)
+    return gpt_workload(shape, parallel, batch), batch
+
+
+def work_of(work, batch):
+    tp = work.parallel.tensor_model_parallel_size
+    return [forward_work(kind, used, batch, tp) for chunk in work.chunks for kind, used in layers_of(chunk)]
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA])
+def test_six_operations_a_parameter_and_token(shape):
+    """Forward and backward: 6 operations a parameter and token, but for look-ups, norms and biases; and scores:
+    12 operations a token and layer for each of 64 positions and 256 columns, half of them behind the causal mask."""
+    work, batch = run_of(shape)
+    matrices = shape.layers * sum(rows * sizes[0] for rows, *sizes in shape.layer(1).values() if sizes)
+    matrices += shape.vocab * shape.hidden
+    forward = work_of(work, batch)
+    total = sum(each.flop + each.backward(None).flop for each in forward)
+    assert total == pytest.approx(6 * matrices * 128 + 12 * 4 * 64 * 256 * 128 / 2)
+    biases_and_ends = shape.numel - matrices
+    assert biases_and_ends < 0.13 * shape.numel  # the look-up's matrix; the rule holds within it and the scores
+    assert total == pytest.approx(6 * shape.numel * 128, rel=0.15)
+    # By hand: three times the forward, four with every layer's forward run again.
+    layer = forward[1]
+    assert layer.backward("full").flop == 3 * layer.flop and layer.backward(None).flop == 2 * layer.flop
+    assert layer.backward("selective").flop == 2 * layer.flop + layer.score_flop
+
+
+def test_bytes_between_the_matrices_by_hand():
+    """A layer of LayerNorms, GELU and residuals: per token in 16 bits, two norms of 2 x 256, queries, keys and values
+    2 x 768, activation 1024 + 1024, twice bias, dropout and residual 3 x 256."""
+    work, batch = run_of()
+    layer = work_of(work, batch)[1]
+    assert layer.moved_bytes == 2 * 128 * (2 * 2 * 256 + 2 * 768 + 2 * 1024 + 2 * 3 * 256)
+    assert layer.score_bytes == 2 * 128 * 4 * 256 and layer.reduced_bytes == ()
+    local = work_of(work, batch._replace(score_heads=8))[1]
+    assert local.score_bytes == SCORE_PASSES * 2 * (2 * 8 * 64 * 64) and local.score_flop == 2 * layer.score_flop
+    products = dict(zip(("proj", "qkv", "fc1", "fc2"), layer.products))
+    assert products["fc1"] == (2 * 128 * 256 * 1024, 2 * (256 * 1024 + 128 * (256 + 1024)))
+
+
+def test_tensor_parallel_ranks_share_the_work():
+    whole, batch = run_of()
+    half, _ = run_of(tp=2, dp=4)
+    one, two = work_of(whole, batch)[1], work_of(half, batch)[1]
+    assert two.flop == one.flop / 2 and two.reduced_bytes == (2 * 128 * 256,) * 2
+    spread = work_of(half, batch._replace(sequence_parallel=True))[1]
+    assert spread.moved_bytes == one.moved_bytes / 2 < two.moved_bytes
+
+
+def test_a_gather_on_one_node_and_over_two():
+    sheet = sheets.load("h100-rdma")
+    one = Links(sheet, run_of()[0].parallel).gather()
+    assert one.us_per_byte == pytest.approx(7 / 8 / (450e3 * 0.8)) and one.us == pytest.approx(8 + 7 * 0.8)
+    # 16 ranks on two nodes: half of the group enters a node through 8 cards of 50 GB/s, of which 85 % are reached.
+    two = Links(sheet, run_of(dp=16)[0].parallel).gather()
+    assert two.us_per_byte == pytest.approx(max(1 / 2 / (8 * 50e3 * 0.85), 15 / 16 / (450e3 * 0.8)))
+    assert two.us == pytest.approx(8 + 14 * 0.8 + 6)
+    # Over Ethernet the network decides; with tensor parallelism of a whole node one card serves a group.
+    slow = Links(sheets.load("h100-ethernet"), run_of(dp=2, tp=8)[0].parallel)
+    assert slow.gather().us_per_byte == pytest.approx(1 / 2 / (1562.5 * 0.75))
+    between = slow.between_nodes()
+    assert between is not None and between.us_per_byte == pytest.approx(1 / (1562.5 * 0.75))
+
+
+def test_host_copies_share_links_and_host_memory():
+    pcie = Links(sheets.load("h100-nvlink"), run_of()[0].parallel).host_copy()
+    assert pcie.us_per_byte == pytest.approx(1 / (64e3 * 0.866))
+    shared = Links(sheets.load("l40s"), run_of()[0].parallel).host_copy()
+    assert shared.us_per_byte == pytest.approx(1.5 / (32e3 * 0.78))
+    c2c = Links(sheets.load("gh200"), run_of(dp=2, gpus_per_node=1)[0].parallel).host_copy()
+    assert c2c.us_per_byte == pytest.approx(1 / min(450e3 * 0.8, 400e3))
+
+
+@pytest.mark.parametrize("name", sheets.names())
+def test_every_machine_gives_a_table_that_simulates(name):
+    sheet = sheets.load(name)
+    work, batch = run_of(pp=2, vp=2, dp=8, gpus_per_node=sheet.gpus_per_node) if sheet.network else run_of()
+    table = estimate(sheet, work, batch, name=name)
+    assert table.metadata.synthetic and "nothing here was measured" in table.metadata.notes[0]
+    assert evaluate(work, table).iteration_time_us > 0
+    for curve in (table.routes.gpu, table.routes.cpu, table.publish.cpu, table.reduce, table.optimizer):
+        assert curve is not None and all(p.p95_us > 1.05 * p.p50_us for p in curve.points)
+    assert all(row.forward_p95_us > 1.05 * row.forward_us for row in table.compute)
+    estimate_of = Costs(table).gather("gpu", 10_000_000)
+    assert estimate_of.high_us > 1.1 * estimate_of.us > 1.1 * estimate_of.low_us
+
+
+def test_measured_parts_replace_estimated_ones():
+    work, batch = run_of()
+    estimated = estimate(sheets.load("h100-nvlink"), work, batch)
+    measured = estimated.__class__(
+        schema_version=2,
+        kind="cost_table",
+        compute=(Compute(pp_rank=0, model_chunk_id=0, forward_us=5.0, backward_us=9.0),),
+        p2p=Curve(points=(Point(size_bytes=1, p50_us=1.0),)),
+    )
+    both = combine({"measured.json": measured, "estimated.json": estimated})
+    assert both.compute == measured.compute and both.routes == estimated.routes and both.metadata.synthetic
+    assert both.metadata.source is not None and both.metadata.source.parts["routes.gpu"] == "estimated.json"
+
+
+def test_what_does_not_fit_the_machine_is_refused():
+    work, batch = run_of(dp=16, gpus_per_node=None)
+    with pytest.raises(InputError, match="gpus_per_node = 16: the machine has 8 GPUs on a node"):
+        estimate(sheets.load("h100-rdma"), work, batch)
+    with pytest.raises(InputError, match="nodes = 2: one node, 8 x H100 SXM, NVLink has no network"):
+        estimate(sheets.load("h100-nvlink"), run_of(dp=16)[0], batch)
+    odd = run_of(GPT._replace(dtype="float64"))[0]
+    with pytest.raises(InputError, match="dtype = 'float64': .* known: bfloat16, float16, float32"):
+        estimate(sheets.load("h100-nvlink"), odd, batch)

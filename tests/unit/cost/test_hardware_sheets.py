@@ -1,0 +1,85 @@
+"""Data sheets of machines: every figure says where it comes from; a wrong sheet is refused in one line."""
+
+import json
+
+import msgspec
+import pytest
+
+from megatron_ext.cost import hardware_sheet as sheets
+from megatron_ext.formats.errors import InputError
+
+EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-ethernet h100-nvlink h100-rdma h200-nvlink h200-rdma l40s
+    rtx4090""".split()
+
+
+def test_the_sheets_of_the_package():
+    assert sheets.names() == EXPECTED
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_figure_has_its_origin_and_a_range_where_it_is_not_published(name):
+    sheet = sheets.load(name)
+    found = sheets.figures(sheet)
+    assert len(found) >= 25
+    for field, figure in found:
+        assert figure.origin in ("published", "derived", "assumed") and len(figure.source) > 10, field
+        low, high = figure.ends
+        assert low <= figure.value <= high, field
+        if field.endswith(("efficiency", "_us")) or field.startswith("disturbance."):
+            assert figure.origin != "published" and low < high, f"{field}: nobody publishes it exactly"
+    # What a data sheet states is published.
+    assert sheet.device.memory_bytes.origin == sheet.host_link.bytes_per_s.origin == "published"
+    assert (sheet.nvlink is None) == (name in ("l40s", "rtx4090", "gh200"))
+    assert (sheet.network is None) == (not name.endswith(("rdma", "ethernet", "gh200")))
+
+
+def test_every_figure_at_its_slow_end():
+    slow = sheets.drawn(sheets.load("h100-rdma"), sheets.slow_end)
+    sheet = sheets.load("h100-rdma")
+    assert slow.device.flop_efficiency.value == sheet.device.flop_efficiency.low
+    assert slow.network.hop_us.value == sheet.network.hop_us.high
+    assert slow.host_link.gpus_per_link.value == 2 and slow.disturbance.compute_beside_collective.value == 1.25
+
+
+def test_a_sheet_of_ones_own_extends_a_known_one(tmp_path):
+    path = tmp_path / "mine.json"
+    memory = {"value": 96e9, "origin": "assumed", "source": "what the vendor told us"}
+    path.write_text(json.dumps({"title": "ours", "extends": "h100-nvlink", "device": {"memory_bytes": memory}}))
+    mine, base = sheets.load(path), sheets.load("h100-nvlink")
+    assert mine.title == "ours" and mine.device.memory_bytes.value == 96e9 and mine.device.memory_bytes.low is None
+    assert mine.nvlink == base.nvlink and mine.device.flop_per_s == base.device.flop_per_s
+    path.write_bytes(msgspec.json.encode(base))
+    assert sheets.load(path) == base
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(InputError, match="hardware = 'h1000'.*known: a100-nvlink, a100-rdma, .*rtx4090"):
+        sheets.load("h1000")
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        ("gpus_per_node", 0, "gpus_per_node = 0: must be at least 1"),
+        ("device.memory_bytes.value", -1, "device.memory_bytes"),
+        ("device.flop_efficiency.high", 1.2, "device.flop_efficiency.high = 1.2: must not be above 1"),
+        ("nvlink.efficiency.low", 0.85, "nvlink.efficiency.value = 0.8: is not between low and high"),
+        ("nvlink.hop_us.source", " ", "nvlink.hop_us.source = ' ': says nothing"),
+        ("nvlink.hop_us.origin", "guessed", "nvlink.hop_us.origin = 'guessed': expected 'assumed'"),
+        ("nvlink.colour", 1, "unknown field `colour`"),
+        ("extends", "h1000", "extends = 'h1000': is not a machine"),
+        ("schema_version", 1, "schema_version = 1"),
+    ],
+)
+def test_wrong_sheets_are_refused_in_one_line(tmp_path, path, value, message):
+    raw = msgspec.to_builtins(sheets.load("h100-nvlink"))
+    *parents, last = path.split(".")
+    node = raw
+    for name in parents:
+        node = node[name]
+    node[last] = value
+    file = tmp_path / "sheet.json"
+    file.write_text(json.dumps(raw))
+    with pytest.raises(InputError) as caught:
+        sheets.load(file)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,111 @@
+"""Tables around a table: what is uncertain moves, what is missing is drawn, and by how much."""
+
+from statistics import mean, stdev
+
+from msgspec.structs import replace
+from planning_cases import make_table, make_workload, with_host_cpu
+
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.cost.perturbed_table import MISSING_CONTENTION, PerturbedTables, latin_hypercube
+
+WORK = make_workload()
+KINDS = ("compute", "gpu", "cpu", "publish", "p2p")
+
+
+def figures(table: cost.CostTable) -> dict[str, list[float]]:
+    """Every figure of a table by the name of its cost."""
+    found = {f"routes.{name}": [p.p50_us for p in getattr(table.routes, name).points] for name in ("gpu", "cpu")}
+    found["publish.cpu"] = [p.p50_us for p in table.publish.cpu.points]
+    found["compute"] = [us for row in table.compute for us in (row.forward_us, row.backward_us)]
+    found["contention"] = [row.slowdown for row in table.contention]
+    return found
+
+
+def test_every_part_of_a_distribution_is_drawn_once():
+    drawn = latin_hypercube(64, 3, seed=1)
+    for column in drawn.T:
+        assert abs(mean(column)) < 0.02 and abs(stdev(column) - 1) < 0.05
+    assert (drawn == latin_hypercube(64, 3, seed=1)).all() and (drawn != latin_hypercube(64, 3, seed=2)).any()
+
+
+def test_every_cost_moves_and_none_with_another():
+    table = make_table(WORK, contention=(("gpu", "cpu", 1.2),))
+    tables = PerturbedTables(table, KINDS)
+    given = figures(table)
+    for name in given:
+        moved = figures(tables.shifted(name, 1.0))
+        assert moved[name][0] > given[name][0]
+        # Rows that the table lacks are there in every drawn table.
+        same = {other for other in given if other not in (name, "contention")}
+        assert all(moved[other] == given[other] for other in same)
+
+
+def test_no_number_leaves_the_figures_as_they_are():
+    table = make_table(WORK, contention=(("gpu", "cpu", 1.2),))
+    tables = PerturbedTables(table, KINDS)
+    same = tables.table([0.0] * tables.size)
+    assert figures(same)["routes.gpu"] == figures(table)["routes.gpu"] and same.compute == table.compute
+
+
+def test_a_missing_row_of_contention_is_a_range_and_is_said():
+    tables = PerturbedTables(make_table(WORK), KINDS)
+    slowdowns = [
+        row.slowdown
+        for table in tables.draw(64)
+        for row in table.contention
+        if (row.measured, row.busy) == ("gpu", "cpu")
+    ]
+    assert 1.0 <= min(slowdowns) < 1.05 and 1.25 < max(slowdowns) <= 1.3
+    assert any("gpu beside cpu" in text for text in tables.missing) and MISSING_CONTENTION in tables.costs
+    measured = PerturbedTables(make_table(WORK, contention=(("gpu", "cpu", 1.0),)), KINDS)
+    assert not any("gpu beside cpu" in text for text in measured.missing)
+
+
+def test_what_does_not_occur_needs_no_row():
+    assert PerturbedTables(make_table(WORK, group_overhead=cost.GroupOverhead(call_us=1.0)), ("compute",)).missing == ()
+
+
+def test_missing_publishing_and_calls_are_ranges():
+    tables = PerturbedTables(make_table(WORK, publish=None), KINDS, sends_between_nodes=True)
+    drawn = tables.draw(32)
+    for name in ("cpu", "internode"):
+        assert any(f"publish.{name}" in text for text in tables.missing)
+        times = [getattr(table.publish, name).points[-1].p50_us for table in drawn]
+        assert min(times) < 0.1 * max(times)
+    calls = [table.group_overhead.call_us for table in drawn]
+    assert 0 < min(calls) < max(calls) < make_table(WORK).routes.gpu.points[0].p50_us
+
+
+def test_a_rough_table_spreads_its_silent_figures_too():
+    """Compute says nothing of its spread; curves that waver by 30 % say that measuring was rough."""
+    smooth = make_table(WORK)
+    points = tuple(
+        replace(point, p50_us=point.p50_us * (1.3 if number % 2 else 0.7))
+        for number, point in enumerate(smooth.routes.gpu.points)
+    )
+    rough = replace(smooth, routes=cost.Routes(gpu=cost.Curve(points=points)), publish=cost.Publish(), p2p=())
+
+    def spread(table) -> float:
+        tables = PerturbedTables(table, KINDS).draw(64)
+        return stdev(each.compute[0].forward_us for each in tables) / table.compute[0].forward_us
+
+    assert spread(smooth) < 0.1 < 0.2 < spread(rough)
+
+
+def test_spread_of_samples_counts():
+    def spread(p95: float, samples: int) -> float:
+        table = make_table(WORK)
+        points = tuple(replace(p, p95_us=p.p50_us * p95, samples=samples) for p in table.routes.gpu.points)
+        rough = replace(table, routes=replace(table.routes, gpu=cost.Curve(points=points)))
+        return stdev(each.routes.gpu.points[5].p50_us for each in PerturbedTables(rough, KINDS).draw(64))
+
+    assert spread(1.01, 1) < spread(1.5, 16) < spread(1.5, 1)
+
+
+def test_shared_processors_are_uncertain_too():
+    table = with_host_cpu(make_table(WORK), 2.0, {"routes.gpu": 5.0})
+    tables = PerturbedTables(table, KINDS)
+    drawn = tables.draw(16)
+    assert len({each.host_cpu.processors_per_node for each in drawn}) == 16
+    assert len({each.host_cpu.processor_us["routes.gpu"][0].us for each in drawn}) == 16
+    assert not any("compute beside gpu" in text for text in tables.missing)

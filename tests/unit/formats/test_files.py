@@ -1,0 +1,114 @@
+"""Files: what is read is what was asked for, and writing replaces nothing but files."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload.workload import Workload
+
+
+def test_a_file_of_another_kind_is_named_with_the_kind_that_was_expected(tmp_path):
+    path = tmp_path / "w.json"
+    path.write_text('{"schema_version": 2, "kind": "workload"}')
+    with pytest.raises(
+        InputError, match=r"w.json: kind = 'workload': is not what was expected here: a file of kind 'cost_table'"
+    ):
+        json_files.load(path, CostTable)
+    path.write_text('{"schema_version": 2, "kind": "cost_table"}')
+    with pytest.raises(InputError, match="a file of kind 'workload'"):
+        json_files.load(path, Workload)
+
+
+@pytest.mark.parametrize("act", [lambda path: json_files.save(path, {}), json_files.check_writable])
+def test_only_files_are_replaced(tmp_path, act):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InputError, match="pipe: cannot be written: is no regular file"):
+        act(pipe)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    with pytest.raises(InputError, match="cannot be written: is a directory"):
+        act(tmp_path)
+    with pytest.raises(InputError, match="no path is given"):
+        act("")
+    under_a_file = tmp_path / "file" / "x.json"
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(InputError, match="x.json: cannot be written: "):
+        act(under_a_file)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_looking_whether_a_place_can_be_written_changes_nothing(tmp_path):
+    path = tmp_path / "new.json"
+    json_files.check_writable(path)
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("old")
+    json_files.check_writable(path)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_special_file_as_a_link_is_left_alone(tmp_path):
+    link = tmp_path / "null.json"
+    link.symlink_to("/dev/null")
+    with pytest.raises(InputError, match="is no regular file"):
+        json_files.save(link, {})
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o027, 0o022])
+def test_a_file_is_as_open_as_the_umask_says(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        json_files.save(tmp_path / "new.json", {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "new.json").stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_file_that_is_written_again_keeps_its_mode(tmp_path):
+    path = tmp_path / "private.json"
+    path.write_text("old")
+    path.chmod(0o600)
+    json_files.save(path, {})
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_text() == "{}\n"
+
+
+def test_output_that_cannot_be_written_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_ext", "schema", "workload"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "megatron-ext: standard output: cannot be written: No space left on device\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        (Workload, '{"schema_version": 2, "kind": "workload", "zero_stage": 2}', "zero_stage = 2: expected 1 or 3"),
+        (
+            Workload,
+            '{"parallel": {"order": "zigzag"}}',
+            "parallel.order = 'zigzag': expected '1f1b', 'gpipe', 'interleaved' or 'no_pipeline'",
+        ),
+        (Schedule, '{"groups": [{"algorithm": "ring"}]}', "groups[0].algorithm = 'ring': expected 'hierarchical'"),
+        (
+            Schedule,
+            '{"ranks": [{"steps": [{"unshard": [[0, "warp"]]}]}]}',
+            "ranks[0].steps[0].unshard[0][1] = 'warp': expected 'cpu', 'cpu_shard', 'gpu' or 'nvme'",
+        ),
+    ],
+)
+def test_a_value_out_of_few_is_named_with_those_that_there_are(kind, text, said):
+    with pytest.raises(InputError) as error:
+        json_files.decode(text.encode(), kind, file="f.json")
+    assert str(error.value) == f"f.json: {said}"

@@ -1,0 +1,163 @@
+"""What a scheduled run refuses before it begins. Needs no Megatron."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.refusals import (
+    environment_mismatch,
+    refuse_at_zero_stage_3,
+    refuse_unsupported,
+    require_hooks,
+)
+from megatron_ext.megatron.workload_of_run import parallel_of_megatron, workload_of_run
+from megatron_ext.runtime import machine
+from megatron_ext.schedule.user_defined_schedule import MeasuredOn, Metadata, Model, PlanOptions, Schedule
+from megatron_ext.workload.parallel import Parallel
+
+
+def options(**more):
+    """Megatron's arguments as a release without the newer options has them."""
+    plain = {
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": True,
+        "optimizer": "adam",
+        "context_parallel_size": 1,
+        "num_distributed_optimizer_instances": 1,
+        "use_torch_fsdp2": False,
+        "fp8_param_gather": None,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 1,
+        "data_parallel_size": 2,
+        "global_batch_size": 16,
+        "micro_batch_size": 2,
+        "microbatch_group_size_per_vp_stage": None,
+        "rampup_batch_size": None,
+        "bf16": False,
+        "fp16": False,
+    }
+    return SimpleNamespace(**plain | more)
+
+
+def test_a_usual_run_is_accepted():
+    refuse_unsupported(options())
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("use_megatron_fsdp", True),
+        ("use_custom_fsdp", True),
+        ("use_torch_fsdp2", True),
+        ("nccl_ub", True),
+        ("fp8_param_gather", True),
+        ("num_distributed_optimizer_instances", 2),
+        ("overlap_param_gather_with_optimizer_step", True),
+        ("overlap_moe_expert_parallel_comm", True),
+        ("ddp_param_name_patterns_for_fp32_local_accumulation", ["all"]),
+        ("use_layer_wise_distributed_optimizer", True),
+        ("optimizer", "dist_muon"),
+        ("cuda_graph_scope", ["full_iteration"]),
+        ("cuda_graph_scope", "CudaGraphScope.full_iteration"),
+        ("use_distributed_optimizer", False),
+        ("overlap_param_gather", False),
+        ("cuda_graph_impl", "local"),
+        ("cuda_graph_impl", "transformer_engine"),
+        ("enable_cuda_graph", True),
+        ("external_cuda_graph", True),
+        ("qk_clip", True),
+        ("context_parallel_size", 2),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_by_name(name, value):
+    with pytest.raises(InputError) as refused:
+        refuse_unsupported(options(**{name: value}))
+    assert str(refused.value).startswith("--" + name.replace("_", "-") + " = ")
+    assert "--user-defined-schedule" in str(refused.value)
+
+
+def test_defaults_of_options_that_are_refused_are_accepted():
+    refuse_unsupported(
+        options(cuda_graph_impl="none", enable_cuda_graph=False, qk_clip=False, cuda_graph_scope=["attn", "mlp"])
+    )
+
+
+def test_norms_of_freed_parameters_are_refused():
+    refuse_at_zero_stage_3(options(log_params_norm=True, bf16=True))
+    with pytest.raises(InputError, match="--log-params-norm = True: reads whole parameters"):
+        refuse_at_zero_stage_3(options(log_params_norm=True, bf16=False))
+
+
+def test_an_unpatched_tree_is_refused(tmp_path):
+    place = tmp_path / "megatron/core/distributed/distributed_data_parallel.py"
+    place.parent.mkdir(parents=True)
+    place.write_text("class DistributedDataParallel:\n    def __init__(self):\n        pass\n")
+    with pytest.raises(InputError, match="ddp.built.*run `megatron-ext patch check"):
+        require_hooks(tmp_path)
+
+
+def test_parallel_sizes_of_megatrons_own_arguments(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    parallel = workload_of_run(options()).parallel
+    assert (parallel.pp, parallel.vp, parallel.dp, parallel.num_microbatches) == (2, 2, 2, 4)
+    assert (parallel.order, parallel.node_size) == ("interleaved", 4)
+    plain = workload_of_run(options(virtual_pipeline_model_parallel_size=None)).parallel
+    assert (plain.order, plain.vp) == ("1f1b", 1)
+    single = options(pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None)
+    assert workload_of_run(single).parallel.order == "no_pipeline"
+
+
+@pytest.mark.parametrize("name", ["rampup_batch_size", "decrease_batch_size_if_needed"])
+def test_a_growing_batch_is_refused(name):
+    with pytest.raises(InputError, match="one number of micro-batches"):
+        workload_of_run(options(**{name: ["8", "8", "100"]}))
+
+
+def planned(measured_on: MeasuredOn | None = None) -> Schedule:
+    return Schedule(
+        schema_version=2,
+        kind="user_defined_schedule",
+        metadata=Metadata(planner="hybrid", options=PlanOptions(measured_on=measured_on)),
+        zero_stage=1,
+        parallel=Parallel(
+            pipeline_model_parallel_size=1, data_parallel_size=2, num_microbatches=1, order="no_pipeline"
+        ),
+        model=Model(fingerprint=""),
+        groups=(),
+        ranks=(),
+    )
+
+
+def test_a_schedule_planned_from_costs_of_another_machine_is_said_so():
+    here = machine.environment()
+    assert environment_mismatch(planned(), "s.json") is None  # made-up costs, or an older schedule
+    assert environment_mismatch(planned(MeasuredOn(**here)), "s.json") is None
+    other = here["hardware"] | {"processor": "another one"}
+    said = environment_mismatch(planned(MeasuredOn(hardware=other)), "s.json")
+    assert (
+        said.startswith(
+            "s.json: planned from costs of another environment (hardware.processor: table another one, here"
+        )
+        and "\n" not in said
+    )
+
+
+def test_a_release_without_micro_batch_groups_is_read_as_it_runs():
+    """core_v0.9.0 has no --microbatch-group-size-per-virtual-pipeline-stage."""
+    sizes = dict(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        data_parallel_size=1,
+        tensor_model_parallel_size=1,
+        micro_batch_size=1,
+    )
+    parallel = parallel_of_megatron(SimpleNamespace(global_batch_size=4, **sizes))
+    assert parallel.microbatch_group_size == 2 and parallel.order == "interleaved"
+    with pytest.raises(
+        InputError, match="num_microbatches = 2: this Megatron then runs all forwards before the first backward"
+    ):
+        parallel_of_megatron(SimpleNamespace(global_batch_size=2, **sizes))
+    later = SimpleNamespace(global_batch_size=2, microbatch_group_size_per_vp_stage=2, **sizes)
+    assert parallel_of_megatron(later).num_microbatches == 2

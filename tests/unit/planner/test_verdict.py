@@ -1,0 +1,199 @@
+"""What a verdict says: three answers, with an interval that holds what is not known, against what a user would run."""
+
+import pytest
+from msgspec.structs import replace
+from planning_cases import make_table, make_workload
+
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.planner import plan, verdict
+from megatron_ext.planner.gain_interval import _samples, dominant_cost, gain_interval
+from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, answer_of
+from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.timing import Timing
+
+ALL_PAIRS = tuple(
+    (measured, busy, 1.0)
+    for measured in cost.KINDS
+    for busy in ("compute", "gpu", "cpu", "publish")
+    if measured != busy
+)
+"""Contention that was measured everywhere, and found nowhere."""
+CALLS = cost.GroupOverhead(call_us=0.5)
+
+
+def judged(work, table):
+    return verdict(work, table, plan(work, table))
+
+
+def rough(table, spread: float):
+    """Every point's samples waver by ``spread``."""
+
+    def curve(given):
+        return replace(given, points=tuple(replace(p, p95_us=p.p50_us * (1 + spread)) for p in given.points))
+
+    routes = cost.Routes(gpu=curve(table.routes.gpu), cpu=curve(table.routes.cpu))
+    return replace(table, routes=routes, publish=cost.Publish(cpu=curve(table.publish.cpu)))
+
+
+@pytest.mark.parametrize(
+    "low, high, surely, answer",
+    [
+        (0.011, 0.3, 0.001, HELPS),
+        (0.011, 0.3, -0.001, CANNOT_TELL),
+        (0.009, 0.3, 0.008, CANNOT_TELL),
+        (-0.2, 0.02, -0.3, CANNOT_TELL),
+        (-0.2, 0.009, -0.3, HELPS_NOT),
+    ],
+)
+def test_the_interval_decides(low, high, surely, answer):
+    assert answer_of(low, high, surely) == answer
+
+
+def test_a_large_gain_helps_and_none_does_not():
+    work = make_workload()
+    hopeless = judged(work, make_table(work, gpu=(1e-6, 1e12), cpu=(1000.0, 10.0)))
+    assert hopeless.figures["helps"] is False and "verdict: does not help" in hopeless.text
+    promising = judged(work, make_table(work, gpu=(50.0, 50.0), cpu=(5.0, 2000.0)))
+    assert promising.figures["helps"] is True and promising.figures["gain"] > 0.2
+    assert "verdict: helps" in promising.text
+
+
+def test_the_same_plan_gains_exactly_nothing():
+    work = make_workload()
+    table = make_table(work)
+    stock = stock_schedule(work)
+    assert gain_interval(work, table, stock, stock)[:3] == (0.0, 0.0, 0.0)
+    # Under other names and in other objects, too.
+    planned = plan(work, table, policy="all-gpu")
+    figures = verdict(work, table, planned).figures
+    assert (figures["gain"], figures["gain_low"], figures["gain_high"]) == (0.0, 0.0, 0.0)
+    assert figures["answer"] == HELPS_NOT
+
+
+def test_costs_that_both_plans_pay_alike_fall_out():
+    """Compute by 30 % off moves both plans: the gain of a plan that hides all gathers stays near what it was."""
+    work = make_workload()
+    table = make_table(work, gpu=(50.0, 50.0), cpu=(5.0, 2000.0), contention=ALL_PAIRS, group_overhead=CALLS)
+    planned, stock = plan(work, table), stock_schedule(work)
+    wide = replace(table, compute=tuple(replace(row, forward_p95_us=row.forward_us * 1.5) for row in table.compute))
+    sure, unsure = (gain_interval(work, given, planned, stock) for given in (table, wide))
+    # Forwards waver by 15 % each: unpaired, the gain of 70 % would waver by more than 10 points.
+    assert unsure.high - unsure.low < sure.high - sure.low + 0.1
+
+
+def small_gain(spread: float = 0.0):
+    """A plan with a small predicted gain; every figure by a factor with this spread at two samples."""
+    work = make_workload()
+    table = make_table(
+        work, gpu=(10.0, 800.0), cpu=(5.0, 2000.0), publish=(0.1, 1e6), contention=ALL_PAIRS, group_overhead=CALLS
+    )
+    return work, rough(table, spread) if spread else table
+
+
+def test_rough_costs_cannot_tell_of_a_small_gain():
+    work, table = small_gain(0.5)
+    figures = judged(work, table).figures
+    assert 0 < figures["gain"] < 0.3 and figures["answer"] == CANNOT_TELL
+
+
+def test_a_missing_row_of_contention_widens_the_interval_and_is_said():
+    work = make_workload()
+    table = make_table(
+        work, gpu=(10.0, 300.0), cpu=(5.0, 300.0), publish=(1.0, 600.0), contention=ALL_PAIRS, group_overhead=CALLS
+    )
+    planned, stock = plan(work, table), stock_schedule(work)
+    without = replace(table, contention=tuple(row for row in table.contention if row.busy == "compute"))
+    known, unknown = (gain_interval(work, given, planned, stock) for given in (table, without))
+    assert unknown.high - unknown.low > known.high - known.low and unknown.low < known.low
+    assert known.gain == pytest.approx(unknown.gain)
+    assert not known.missing and any("cpu beside gpu" in text for text in unknown.missing)
+    assert "cpu beside gpu" in verdict(work, without, planned).text
+
+
+def test_cannot_tell_names_the_cost_that_matters():
+    """Only publishing is rough, and the plan waits for it."""
+    work = make_workload()
+    table = make_table(
+        work, gpu=(10.0, 300.0), cpu=(1.0, 3000.0), publish=(1.0, 250.0), contention=ALL_PAIRS, group_overhead=CALLS
+    )
+    publish = cost.Curve(points=tuple(replace(p, p95_us=p.p50_us * 4) for p in table.publish.cpu.points))
+    table = replace(table, publish=cost.Publish(cpu=publish))
+    planned = plan(work, table)
+    assert dominant_cost(work, table, planned, stock_schedule(work)) == "publish.cpu"
+    answer = verdict(work, table, planned)
+    assert answer.figures["answer"] == CANNOT_TELL and answer.figures["measure_better"] == "publish.cpu"
+    assert answer.text.endswith("cannot tell from these costs. Measure better: publish.cpu")
+
+
+def test_a_plan_that_luck_has_chosen_gains_less_on_other_tables():
+    """Half of the sizes of the host copies look fast by luck: the centre lies below what the table says."""
+    work, table = small_gain(0.5)
+    points = tuple(
+        replace(point, p50_us=point.p50_us * (1.4 if number % 2 else 0.6))
+        for number, point in enumerate(table.routes.cpu.points)
+    )
+    lucky = replace(table, routes=replace(table.routes, cpu=cost.Curve(points=points)))
+    found = gain_interval(work, lucky, plan(work, lucky), stock_schedule(work))
+    assert (found.low + found.high) / 2 < found.gain
+
+
+def test_zero_stage_1_is_compared_with_stock_and_split():
+    work, table = small_gain()
+    figures = judged(work, table).figures
+    stock_us = run(work, Timing(work, table), stock_schedule(work)).iteration_time_us
+    assert figures["compared_with"] == "stock Megatron" and figures["compared_with_us"] == stock_us
+    assert figures["stock_us"] == stock_us and figures["layers_anew_us"] is None
+    assert figures["gain_of_timing"] >= 0
+    assert figures["gain"] == pytest.approx(figures["gain_of_timing"] + figures["gain_of_routes"])
+
+
+def test_zero_stage_3_is_compared_with_the_best_of_all_gathers_alone():
+    work = make_workload(zero_stage=3, whole_parameter_bytes=420_000)
+    table = make_table(work, gpu=(5.0, 1000.0), cpu=(3.0, 900.0), forward=40.0, backward=80.0)
+    planned = plan(work, table)
+    answer = verdict(work, table, planned)
+    figures, baselines = answer.figures, planned.predicted.baselines_us
+    by_gathers = ("all-gpu", "window-1", "window-2", "urgency", "pipeswitch", "gathers-only")
+    assert figures["compared_with_us"] == min(baselines[name] for name in by_gathers if name in baselines)
+    assert figures["compared_with_us"] == figures["gathers_only_us"] < figures["layers_anew_us"] == baselines["all-gpu"]
+    assert figures["stock_us"] is None and "stock Megatron gathers" not in answer.text
+    assert "every layer gathered anew" in answer.text and "stock Megatron has no zero stage 3" in answer.text
+    assert figures["gain"] == pytest.approx(figures["gain_of_routes"])
+
+
+def test_a_schedule_without_known_baselines_is_compared_with_the_same():
+    work = make_workload(zero_stage=3, whole_parameter_bytes=420_000)
+    table = make_table(work, gpu=(5.0, 1000.0), cpu=(3.0, 900.0), forward=40.0, backward=80.0)
+    planned = plan(work, table)
+    bare = replace(planned, predicted=replace(planned.predicted, baselines_us={}))
+    names = ("compared_with", "compared_with_us", "gain_low", "gain_high")
+    one, two = (verdict(work, table, given).figures for given in (planned, bare))
+    assert [one[name] for name in names] == [two[name] for name in names]
+
+
+def test_without_measured_all_gathers_there_is_no_answer():
+    work = make_workload()
+    figures = judged(work, make_table(work, gpu=None)).figures
+    assert figures["answer"] is None and figures["gain"] is None
+
+
+def test_a_verdict_counts_how_uncertain_two_legs_are():
+    """Flat and hierarchical gathers err apart: a gain of 5 % between figures of +- 10 % is none."""
+    work = make_workload(dp=4, gpus_per_node=2)
+    flat = make_table(work, cpu=None, gpu=(20.0, 20.0)).routes.gpu.points
+
+    def found(factor: float, spread: float):
+        def points(by: float):
+            return tuple(replace(p, p50_us=p.p50_us * by, p95_us=p.p50_us * by * (1 + spread), samples=3) for p in flat)
+
+        gpu = cost.Curve(points=points(1.0), algorithms={"hierarchical": points(factor)})
+        return judged(work, replace(make_table(work, cpu=None), routes=cost.Routes(gpu=gpu))).figures
+
+    assert found(0.5, 1e-6)["helps"] is True
+    assert found(0.95, 0.5)["helps"] is None
+
+
+def test_a_larger_workload_takes_fewer_tables():
+    small, large = make_workload(), make_workload(pp=8, vp=2, microbatches=512)
+    assert _samples(large, *[stock_schedule(large)] * 2) < _samples(small, *[stock_schedule(small)] * 2)

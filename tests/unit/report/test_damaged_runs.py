@@ -1,0 +1,53 @@
+"""Whatever is written into a file of a run: it is reported, or refused in one line."""
+
+import json
+import random
+
+import pytest
+from run_files import make_run
+
+from megatron_ext import report
+from megatron_ext.formats.errors import InputError
+from megatron_ext.report.run_dir import READ
+
+ODD = (None, True, -1, 0, 1, 3, 2**63, 1e308, -0.5, "", "x", "0F0", [], {}, [[]], [None], {"a": 1})
+
+
+def places(value, path=()):
+    """Paths of every node of a JSON value."""
+    yield path
+    if isinstance(value, dict | list):
+        for key, node in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(node, (*path, key))
+
+
+def put(value, path, odd):
+    """``value`` with the node at ``path`` replaced (or, with ``...``, taken out)."""
+    if not path:
+        return odd if odd is not ... else {}
+    node = value
+    for key in path[:-1]:
+        node = node[key]
+    if odd is ...:
+        del node[path[-1]]
+    else:
+        node[path[-1]] = odd
+    return value
+
+
+@pytest.mark.parametrize("name", READ.values())
+def test_an_odd_value_anywhere_is_reported_or_refused(tmp_path, name):
+    make_run(tmp_path, iterations=3, dp=1)
+    text = (tmp_path / name).read_text()
+    everywhere = list(places(json.loads(text)))
+    choose = random.Random(name)
+    refused = 0
+    for _ in range(40):
+        damaged = put(json.loads(text), choose.choice(everywhere), choose.choice((*ODD, ...)))
+        (tmp_path / name).write_text(json.dumps(damaged))
+        try:
+            report.build(report.load(tmp_path))
+        except InputError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 10  # most of what is put there cannot be meant

@@ -1,0 +1,34 @@
+"""Host memory that is short of the copies is refused with the bytes that are missing."""
+
+import pytest
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import host_memory
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 40 kB\n")
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    return tmp_path
+
+
+def test_the_smaller_of_machine_and_cgroup(machine):
+    assert host_memory.available_bytes() == 40 * 1024
+    (machine / "memory.max").write_text("max\n")
+    (machine / "memory.current").write_text("1000\n")
+    assert host_memory.available_bytes() == 40 * 1024
+    (machine / "memory.max").write_text("11000\n")
+    assert host_memory.available_bytes() == 10_000
+
+
+def test_too_little_is_refused(machine):
+    host_memory.require(40 * 1024, "host copies")
+    with pytest.raises(InputError, match="host copies need 41000 bytes of host memory, 40 bytes short"):
+        host_memory.require(41_000, "host copies")
+
+
+def test_a_system_that_does_not_say_refuses_nothing(machine, monkeypatch):
+    monkeypatch.setattr(host_memory, "MEMINFO", machine / "nowhere")
+    host_memory.require(1 << 60, "host copies")

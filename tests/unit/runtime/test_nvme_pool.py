@@ -1,0 +1,108 @@
+"""The node's NVMe copy: what is written comes back, and what goes wrong is named."""
+
+import os
+
+import pytest
+import torch
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import drive
+from megatron_ext.runtime.device import HostDevice
+from megatron_ext.runtime.drive import DriveError
+from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.nvme_pool import NvmePool
+from megatron_ext.runtime.worker import Transfer
+from megatron_ext.workload.drive_reads import DriveReads
+
+
+def make_groups(dtype=torch.float32) -> list[Group]:
+    return [
+        Group(index, "chunk 0", torch.arange(numel, dtype=torch.float32).to(dtype), dp_rank=0, dp_size=2)
+        for index, numel in enumerate((128, 1536, 70016))
+    ]
+
+
+def make_pool(directory, groups, **settings) -> NvmePool:
+    largest = max(group.bytes for group in groups)
+    return NvmePool(
+        directory,
+        groups,
+        0,
+        lambda value: [value],
+        slots=2,
+        slot_bytes=largest,
+        settings=DriveReads(**settings),
+        device=HostDevice(),
+    )
+
+
+def read(pool: NvmePool, group: Group, slot: int) -> None:
+    transfer = Transfer()
+    pool.start(group, slot, transfer.finish)
+    transfer.wait()
+
+
+@pytest.fixture
+def directory(tmp_path):
+    if drive.filesystem(tmp_path) in drive.MEMORY_FILESYSTEMS:
+        pytest.fail("the temporary directory is in memory; set TMPDIR to a directory on a drive")
+    return tmp_path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_bytes", [4096, 1 << 20])
+def test_shards_that_end_anywhere_come_back_whole(directory, dtype, block_bytes):
+    groups = make_groups(dtype)
+    pool = make_pool(directory, groups, block_bytes=block_bytes, queue_depth=3)
+    for version in range(2):
+        for group in groups:
+            for dp_rank, shard in enumerate((group.whole + version).view(2, -1)):
+                pool.write(group, dp_rank, shard)
+            pool.flush(group)
+        for slot, group in enumerate(groups[1:]):
+            read(pool, group, slot)
+        for slot, group in enumerate(groups[1:]):
+            assert torch.equal(pool.staged(group, slot), group.whole + version)
+    pool.close()
+
+
+def test_nothing_lies_in_the_directory_even_while_the_pool_is_open(directory):
+    pool = make_pool(directory, make_groups())
+    assert os.listdir(directory) == []
+    pool.close()
+
+
+def test_a_read_that_comes_short_names_group_and_file(directory):
+    groups = make_groups()
+    pool = make_pool(directory, groups)
+    pool.cut_short(groups[1])
+    read(pool, groups[0], 0)
+    with pytest.raises(DriveError, match=rf"group 1 \(chunk 0\).*{directory}.* too early"):
+        read(pool, groups[1], 0)
+    pool.close()
+
+
+def test_a_drive_that_is_full_is_refused_before_training(directory):
+    room = os.statvfs(directory)
+    group = make_groups()[0]
+    with pytest.raises(InputError, match="the drive is full: [0-9]+ bytes are needed"):
+        drive.create(directory, (room.f_bavail + room.f_bfree) * room.f_frsize + group.bytes)
+    assert os.listdir(directory) == []
+
+
+def test_memory_is_no_drive():
+    if drive.filesystem("/dev/shm") not in drive.MEMORY_FILESYSTEMS:
+        pytest.fail("/dev/shm is expected to be in memory on Linux")
+    with pytest.raises(InputError, match="is on tmpfs: that is memory, not a drive"):
+        drive.create("/dev/shm", 4096)
+
+
+def test_a_directory_that_is_missing_is_named(tmp_path):
+    with pytest.raises(InputError, match="--user-defined-schedule-nvme-path = .*: is no directory"):
+        make_pool(tmp_path / "nowhere", make_groups())
+
+
+@pytest.mark.parametrize("values", [{"block_bytes": 100}, {"block_bytes": 0}, {"queue_depth": 0}])
+def test_reads_that_cannot_be_made_are_refused(values):
+    with pytest.raises(InputError, match=f"metadata.options.nvme.{next(iter(values))}"):
+        DriveReads(**values).check("metadata.options.nvme")

@@ -1,0 +1,67 @@
+"""What is recorded of a device lies where its stream was, and of the thread where the clock was. Events are a
+stand-in."""
+
+import time
+
+import pytest
+import torch
+
+from megatron_ext.runtime.device import CudaDevice, HostDevice
+from megatron_ext.runtime.recorder import Recorder
+
+
+class Event:
+    """Every event is 10 ms behind the one before it, whenever it is recorded."""
+
+    count = 0
+
+    def __init__(self, enable_timing: bool = False):
+        assert enable_timing, "elapsed_time needs it"
+
+    def record(self) -> None:
+        Event.count += 1
+        self.ms = 10.0 * Event.count
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: "Event") -> float:
+        return later.ms - self.ms
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    return Recorder(0, on_device=True)
+
+
+def test_waits_and_compute_are_the_devices_and_issuing_is_the_threads(on_device):
+    on_device.timed("wait", "wait 0", lambda: None)()
+    on_device.timed("issue", "unshard 0", lambda: time.sleep(0.002))()
+    start = on_device.now()
+    on_device.add("compute", "F", start, on_device.now())
+    wait, issue, compute = on_device.events()
+    assert wait.duration_us == pytest.approx(10e3) and compute.duration_us == pytest.approx(10e3)
+    assert compute.start_us - wait.start_us == pytest.approx(20e3)
+    assert 2e3 <= issue.duration_us < 10e3
+    assert (
+        abs(wait.start_us - 10e3 - issue.start_us) < 5e3
+    )  # both since the epoch: the first event is 10 ms behind the base
+
+
+def test_without_a_device_all_is_by_the_clock():
+    recorder = Recorder(0)
+    recorder.timed("wait", "wait 0", lambda: time.sleep(0.002))()
+    assert isinstance(recorder.now(), int) and 2e3 <= recorder.events()[0].duration_us < 50e3
+
+
+def test_a_copy_says_when_it_was_under_way(on_device, monkeypatch):
+    marks = []
+    device = CudaDevice(torch.device("cuda", 0))
+    monkeypatch.setattr(device, "on_stream", lambda function, stream, after: function())
+    device.copy(torch.zeros(4), torch.ones(4), None, None, marks)
+    assert marks[0].elapsed_time(marks[1]) == 10.0
+    marks = []
+    HostDevice().copy(torch.zeros(4), torch.ones(4), None, None, marks)
+    assert marks[0] <= marks[1]

@@ -1,0 +1,147 @@
+"""The memory bill against sums worked out by hand, and what device_bytes refuses."""
+
+import pytest
+from msgspec.structs import replace
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner import plan
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
+from megatron_ext.schedule.host_shards import with_host_shards
+from megatron_ext.schedule.match import match
+from megatron_ext.schedule.memory_bill import activation_peaks, check_run, memory_bill
+from megatron_ext.schedule.validate import validate
+from megatron_ext.workload.bucket_layout import bucket_numel, shard_numels
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from tests.helpers.planning_cases import make_table, make_workload
+
+SAVED = (100_000, 50_000)
+
+
+def with_saved(work, recompute_bytes=0):
+    chunks = tuple(replace(c, activation_bytes=SAVED, recompute_bytes=recompute_bytes) for c in work.chunks)
+    return replace(work, chunks=chunks)
+
+
+def test_shards_hold_every_element_once_and_padding_nowhere():
+    numels = (70, 1, 640, 3)
+    held = shard_numels(numels, 4)
+    assert sum(held) == sum(numels)
+    assert max(held) <= bucket_numel(numels, 4) // 4
+    assert shard_numels((128, 128), 2) == [128, 128]
+
+
+def test_zero_stage_1_by_hand():
+    """bf16: W whole, 2 W of fp32 gradients, 12 bytes an element of main parameters and moments over DP."""
+    work = with_saved(make_workload(pp=1, vp=1, dp=2, microbatches=2, order="no_pipeline", hidden=64, layers=2))
+    (bill,) = evaluate(work, make_table(work)).memory
+    numel = sum(p.numel for chunk in work.chunks for p in chunk.parameters)
+    held = bill.memory.device_bytes
+    assert held["whole_parameters"] >= 2 * numel and held["gradients"] == 2 * held["whole_parameters"]
+    assert numel // 2 * 4 <= held["main_parameters"] <= 1.02 * numel // 2 * 4
+    assert held["optimizer_states"] == 2 * held["main_parameters"]
+    assert held["activations"] == sum(SAVED) and "shards" not in held
+    assert bill.memory.at_step in ("0F0", "0B0", "0F1", "0B1")
+    assert max(bill.step_device_bytes) == bill.memory.device_total_bytes
+
+
+def test_activations_are_those_of_the_micro_batches_in_flight():
+    """1F1B: the first of two pipeline ranks has two micro-batches in flight, the last has one."""
+    work = with_saved(make_workload(pp=2, vp=1, microbatches=4, order="1f1b"), recompute_bytes=7)
+    assert activation_peaks(work) == [2 * sum(SAVED) + 7, sum(SAVED) + 7]
+    bills = evaluate(work, make_table(work)).memory
+    assert [b.memory.device_bytes["activations"] for b in bills] == activation_peaks(work)
+
+
+def test_whole_parameters_at_zero_stage_3_are_the_footprint_where_nothing_is_saved():
+    work = make_workload(zero_stage=3, layers=3, whole_parameter_bytes=300_000)
+    planned = plan(work, make_table(work))
+    bills = memory_bill(planned, work)
+    assert [b.memory.device_bytes["whole_parameters"] for b in bills] == device_peaks(planned)
+    assert list(planned.predicted.memory) == [b.memory for b in bills]
+    assert len(bills[0].step_device_bytes) == len(planned.ranks[0].steps)
+
+
+def test_states_on_the_host_leave_the_device():
+    work = make_workload(pp=1, vp=1, order="no_pipeline")
+    here, there = (
+        evaluate(w, make_table(w)).memory[0].memory
+        for w in (work, replace(work, optimizer=OptimizerSettings(on_host=True)))
+    )
+    moved = here.device_bytes["main_parameters"] + here.device_bytes["optimizer_states"]
+    assert here.device_total_bytes - there.device_total_bytes == moved
+    assert there.host_bytes["main_parameters"] + there.host_bytes["optimizer_states"] == moved
+
+
+@pytest.mark.parametrize("zero_stage", (1, 3))
+def test_a_plan_keeps_device_bytes(zero_stage):
+    free = with_saved(make_workload(zero_stage=zero_stage, layers=2))
+    need = max(b.memory.device_total_bytes for b in evaluate(free, make_table(free)).memory)
+    fits = need if zero_stage == 1 else need - 40_000
+    work = replace(free, limits=replace(free.limits, device_bytes=fits))
+    planned = plan(work, make_table(work))
+    assert max(memory.device_total_bytes for memory in planned.predicted.memory) <= fits
+    short = replace(free, limits=replace(free.limits, device_bytes=need // 2))
+    with pytest.raises(InputError, match=r"limits.device_bytes = .* bytes short.*--optimizer-cpu-offload frees"):
+        plan(short, make_table(short))
+
+
+def test_a_run_with_a_larger_optimizer_is_refused():
+    work = with_saved(make_workload(pp=1, vp=1, order="no_pipeline"))
+    on_host = replace(work, optimizer=OptimizerSettings(on_host=True))
+    need = evaluate(on_host, make_table(work)).memory[0].memory.device_total_bytes
+    planned = plan(replace(on_host, limits=replace(work.limits, device_bytes=need)), make_table(work))
+    check_run(planned, on_host)
+    with pytest.raises(InputError, match="with this run's optimizer, .* bytes short"):
+        check_run(planned, work)
+
+
+def test_shards_rest_on_the_host_where_the_device_has_no_room():
+    """One rank, a limit below shards and gradients together: nothing stays on the device between uses."""
+    free = with_saved(make_workload(pp=1, vp=1, dp=1, order="no_pipeline", zero_stage=3, layers=2))
+    on_host = replace(free, optimizer=OptimizerSettings(on_host=True))
+    table = make_table(on_host)
+    stock = evaluate(on_host, table).memory[0].memory.device_bytes
+    layer = sum(p.bytes for p in on_host.chunks[0].parameters if p.layer == 0)
+    limit = stock["gradients"] + stock["activations"] + layer + 10_000
+    assert limit < stock["gradients"] + stock["activations"] + stock["shards"] + layer
+    planned = plan(replace(on_host, limits=replace(free.limits, device_bytes=limit)), table)
+    assert {group.shard_rests for group in planned.groups} == {"host"}
+    (memory,) = planned.predicted.memory
+    assert memory.device_total_bytes <= limit and "shards" not in memory.device_bytes
+    assert memory.host_bytes["shards"] == sum(group.bytes for group in planned.groups)
+
+
+def test_bad_host_shards_are_refused():
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", zero_stage=3, dtypes=("float32",))
+    table = make_table(work)
+    hosted = plan(work, table, policy="all-cpu")
+    marked = replace(hosted, groups=tuple(replace(group, shard_rests="host") for group in hosted.groups))
+    validate(marked)
+    with pytest.raises(InputError, match=r"groups\[0\].shard_rests = 'host': .*--optimizer-cpu-offload"):
+        match(marked, work)
+    match(marked, replace(work, optimizer=OptimizerSettings(on_host=True)))
+    with pytest.raises(InputError, match="is published twice|never published"):
+        validate(replace(marked, publish=()))
+    gathered = plan(work, table, policy="all-gpu")
+    gathered = replace(gathered, groups=tuple(replace(group, shard_rests="host") for group in gathered.groups))
+    with pytest.raises(InputError, match="goes by gpu but its shard rests in host memory"):
+        validate(gathered)
+    first = make_workload(pp=1, vp=1, dp=2, order="no_pipeline")
+    stock = plan(first, make_table(first), policy="all-gpu")
+    with pytest.raises(InputError, match="zero stage 1 keeps whole groups"):
+        validate(replace(stock, groups=tuple(replace(group, shard_rests="host") for group in stock.groups)))
+
+
+def test_shards_in_host_memory_count_as_pinned_and_keep_the_limit():
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", zero_stage=3)
+    hosted = plan(work, make_table(work), policy="all-cpu")
+    copies = sum(group.bytes for group in hosted.groups)
+    assert pinned_host_bytes(hosted) == [copies]
+    every = with_host_shards(hosted, work)
+    assert all(group.shard_rests == "host" for group in every.groups)
+    assert pinned_host_bytes(every) == [2 * copies]  # two ranks with half a copy each
+    limits = replace(hosted.limits, pinned_host_bytes=2 * copies - 1)
+    some = with_host_shards(replace(hosted, limits=limits), work)
+    assert 0 <= sum(group.shard_rests == "host" for group in some.groups) < len(some.groups)
+    validate(some)

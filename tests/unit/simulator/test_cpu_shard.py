@@ -1,0 +1,76 @@
+"""Route cpu_shard: two links one after the other, validated, planned where shards rest in host memory."""
+
+import pytest
+from msgspec.structs import replace
+
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner import plan
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
+from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.workload import Limits
+from tests.helpers.planning_cases import line, make_table, make_workload
+
+SHAPE = dict(pp=1, vp=1, dp=4, order="no_pipeline", zero_stage=3, microbatches=2, layers=1, p2p_bytes=0)
+
+
+def case(**costs):
+    work = make_workload(**SHAPE)
+    table = make_table(work, publish=None, forward=1.0, backward=1.0, **costs)
+    gathered = plan(work, table, policy="all-gpu")
+    return work, table, gathered, with_host_shards(by_cpu_shard(gathered), work)
+
+
+def test_the_copy_of_the_shard_comes_before_the_all_gather():
+    work, table, gathered, sharded = case(gpu=(20.0, 1e4), cpu=(10.0, 5e3))
+    plain, ours = (evaluate(work, table, s, trace=True) for s in (gathered, validate(sharded)))
+    lanes = {lane: [e for e in ours.events if e.lane == lane] for lane in ("cpu", "gpu")}
+    assert len(lanes["cpu"]) == len(lanes["gpu"]) == sum(1 for e in plain.events if e.lane == "gpu") > 0
+    size = sharded.groups[0].bytes
+    copy_us, gather_us = 10.0 + size / 4 / 5e3, 20.0 + size / 1e4
+    first, then = lanes["cpu"][0], lanes["gpu"][0]
+    assert first.duration_us == pytest.approx(copy_us) and then.duration_us == pytest.approx(gather_us)
+    assert then.start_us == pytest.approx(first.start_us + copy_us)
+    assert ours.lower_bound_us <= ours.iteration_time_us
+
+
+def test_a_curve_of_its_own_counts_what_the_parts_lack():
+    work, table, _, sharded = case()
+    size = sharded.groups[0].bytes
+    parts = Timing(work, table)
+    slower = replace(table, routes=replace(table.routes, cpu_shard=line(500.0, 1e3)))
+    own = Timing(work, cost.check(slower))
+    assert own.shard_copy_us(size) == parts.shard_copy_us(size)
+    total = own.shard_copy_us(size) + own.unshard_us("cpu_shard", size)
+    assert total == pytest.approx(500.0 + size / 1e3)
+    assert total > parts.shard_copy_us(size) + parts.unshard_us("cpu_shard", size)
+
+
+def test_it_needs_a_shard_in_host_memory_and_several_ranks():
+    work, _, gathered, sharded = case()
+    with pytest.raises(InputError, match="needs a shard that rests in host memory"):
+        validate(by_cpu_shard(gathered))
+    assert not sharded.publish  # nothing is published for it
+    alone = make_workload(**{**SHAPE, "dp": 1})
+    single = plan(alone, make_table(alone), policy="all-gpu")
+    single = replace(single, groups=tuple(replace(group, shard_rests="host") for group in single.groups))
+    with pytest.raises(InputError, match="several data-parallel ranks"):
+        validate(by_cpu_shard(single))
+
+
+@pytest.mark.parametrize("fast", ("cpu", "gpu"))
+def test_it_is_planned_where_shards_have_no_room_and_the_link_to_the_host_is_slow(fast):
+    """Shards do not fit the device; whole copies win over a fast link to the host, shards over a slow one."""
+    work = make_workload(**{**SHAPE, "layers": 3})
+    rates = {"cpu": dict(cpu=(5.0, 1e5), gpu=(50.0, 1e3)), "gpu": dict(cpu=(5.0, 1e3), gpu=(5.0, 1e5))}[fast]
+    table = make_table(work, **rates)
+    held = evaluate(work, table).memory[0].memory.device_bytes
+    layer = sum(p.bytes for p in work.chunks[0].parameters if p.layer == 0)
+    rest = sum(size for kind, size in held.items() if kind not in ("shards", "whole_parameters"))
+    limited = replace(work, limits=Limits(device_bytes=rest + layer + held["shards"] // 2 + 3000))
+    planned = plan(limited, table)
+    routes = {a.route for rank in planned.ranks for e in (rank.start, *rank.steps) for a in e.unshard}
+    assert {group.shard_rests for group in planned.groups} == {"host"}
+    assert routes == ({"cpu"} if fast == "cpu" else {"cpu_shard"}) or (fast == "gpu" and "cpu_shard" in routes)

@@ -1,0 +1,323 @@
+"""The engine against cases that can be worked out by hand."""
+
+import msgspec
+import pytest
+from planning_cases import make_table, make_workload, with_host_cpu
+
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.assemble import Freed, Placed, assemble
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.stock import groups_of, stock_schedule
+from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.bucket_rules import layer_buckets
+
+
+def flat(us: float) -> cost.Curve:
+    """The same time at every size."""
+    return cost.Curve(points=(cost.Point(size_bytes=1, p50_us=us), cost.Point(size_bytes=1 << 40, p50_us=us)))
+
+
+def one_rank(zero_stage=1, microbatches=1, layers=2, **more):
+    return make_workload(
+        pp=1, vp=1, dp=2, microbatches=microbatches, layers=layers, order="no_pipeline", zero_stage=zero_stage, **more
+    )
+
+
+def table_of(work, *, gpu=100.0, cpu=None, publish=10.0, nvme=None, forward=100.0, backward=200.0, **more):
+    routes = {name: flat(us) for name, us in (("gpu", gpu), ("cpu", cpu), ("nvme", nvme)) if us}
+    return cost.check(
+        cost.CostTable(
+            schema_version=2,
+            kind="cost_table",
+            routes=cost.Routes(**routes),
+            publish=cost.Publish(cpu=flat(publish), nvme=flat(publish)),
+            compute=tuple(
+                cost.Compute(pp_rank=r, model_chunk_id=c, forward_us=forward, backward_us=backward)
+                for r in range(work.parallel.pp)
+                for c in range(work.parallel.vp)
+            ),
+            **more,
+        )
+    )
+
+
+def by_layer(work, placed, freed=None):
+    """A schedule of layer groups: group n is layer n of the one chunk."""
+    groups, _ = groups_of(work, layer_buckets)
+    return validate(assemble(work, groups, [placed], [freed or []], planner="test"))
+
+
+def test_second_layer_arrives_while_the_first_computes():
+    """Gathers of 100 each in one queue; 50 us of forward a layer: waits 100, then 50."""
+    work = one_rank()
+    result = evaluate(work, table_of(work), by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0)]))
+    assert result.iteration_time_us == pytest.approx(100 + 50 + 50 + 50 + 200)
+    assert result.exposed_us == pytest.approx((150,)) and result.busy_us["gpu"] == pytest.approx(200)
+    assert result.group_exposed_us == pytest.approx({0: 100, 1: 50})
+
+
+def test_issuing_keeps_the_thread_as_long_as_its_route_s_call():
+    """An all-gather's call of 70 us, a host copy's own of 5; where copies were not told apart, 70 too."""
+    work = one_rank()
+    table = table_of(work, cpu=20.0, publish=1.0, group_overhead=cost.GroupOverhead(call_us=70.0))
+    own = msgspec.structs.replace(
+        table.routes.cpu,
+        points=tuple(msgspec.structs.replace(point, issued_us=5.0) for point in table.routes.cpu.points),
+    )
+    told = msgspec.structs.replace(table, routes=msgspec.structs.replace(table.routes, cpu=own))
+    # Both are called for before the first is waited for; the second is complete before layer 1 computes.
+    for given, route, call in ((table, "gpu", 70), (told, "gpu", 70), (table, "cpu", 70), (told, "cpu", 5)):
+        schedule = by_layer(work, [Placed(0, route, -1, 0), Placed(1, route, 0, 0)])
+        result = evaluate(work, given, schedule, trace=True)
+        assert [event.duration_us for event in result.events if event.lane == "issue"] == [call, call], (route, call)
+        if route == "cpu":
+            assert result.iteration_time_us == pytest.approx(max(2 * call, 1 + 20) + 100 + 200)
+
+
+def test_a_transport_takes_its_processor_time_from_compute():
+    """Two replicas on two processors; the gather of 100 us takes half a processor of each replica."""
+    work = one_rank()
+    schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0)])
+    plain = with_host_cpu(table_of(work, forward=400.0), 2.0)
+    assert evaluate(work, plain, schedule).iteration_time_us == pytest.approx(100 + 2 * 200 + 200)
+    row = cost.Contention(measured="compute", busy="gpu", slowdown=3.0)  # says the same once more
+    table = with_host_cpu(msgspec.structs.replace(plain, contention=(row,)), 2.0, {"routes.gpu": 50.0})
+    result = evaluate(work, table, schedule)
+    # Layer 0 computes at half speed from 100 until layer 1 has arrived at 200.
+    assert result.iteration_time_us == pytest.approx(750)
+    assert result.iteration_time_us >= result.lower_bound_us
+    # A bound that was wrong would show.
+    assert run(work, Timing(work, table), schedule, bound_us=751.0).lower_bound_us == 751.0
+    alone = msgspec.structs.replace(table, host_cpu=None)
+    # A device: only the row says what is disturbed. 100 us at a third of the speed.
+    assert evaluate(work, alone, schedule).iteration_time_us == pytest.approx(700 + 200 / 3)
+
+
+def test_processor_time_that_a_transport_does_not_get_is_a_backlog():
+    """Two replicas on one processor, and each gather takes all of it for its 100 us. Beside compute it gets
+    half, and drains the backlog for 100 us after it: the second gather costs compute 100 us, not 50."""
+    work = one_rank()
+    schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0)])
+    table = with_host_cpu(table_of(work, forward=400.0), 1.0, {"routes.gpu": 50.0})
+    result = evaluate(work, table, schedule)
+    assert result.iteration_time_us == pytest.approx(100 + 2 * 400 + 100 + 2 * 200)
+    # Layer 0 computes from 100 to 140 with half of it, a backlog of 20; the gather has all from then to 200.
+    short = with_host_cpu(table_of(work, forward=20.0), 1.0, {"routes.gpu": 50.0})
+    assert evaluate(work, short, schedule).iteration_time_us == pytest.approx(200 + 20 + 20 + 400)
+
+
+def test_an_iteration_ends_when_the_backlog_is_drained():
+    """Reducing takes the whole processor for 100 us a layer. Beside the last 40 us of compute it gets half:
+    20 us are left when everything else is done."""
+    work = one_rank()
+    schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0)])
+    table = table_of(work, gpu=1.0, forward=2.0, backward=20.0, reduce=flat(100.0))
+    free = evaluate(work, with_host_cpu(table, 1.0), schedule)
+    assert free.iteration_time_us == pytest.approx(1 + 4 + 20 + 200)
+    result = evaluate(work, with_host_cpu(table, 1.0, {"reduce": 50.0}), schedule)
+    assert result.iteration_time_us == pytest.approx(1 + 4 + 20 + 200 + 20)
+
+
+def test_publishing_takes_the_processor_time_that_it_takes_between_nodes():
+    """One replica on each of two nodes: the host copy of the second layer crosses while the first computes."""
+    work = one_rank(gpus_per_node=1)
+    plain = table_of(work, cpu=1.0, publish=10.0, forward=400.0)
+    table = msgspec.structs.replace(plain, publish=msgspec.structs.replace(plain.publish, internode=flat(50.0)))
+    schedule = by_layer(work, [Placed(0, "cpu", -1, 0), Placed(1, "cpu", -1, 0)])
+    before, after = (
+        evaluate(
+            work,
+            with_host_cpu(table, 1.0, {"publish.cpu": 1e-9, "publish.internode": us, "routes.cpu": 1e-9}),
+            schedule,
+        ).iteration_time_us
+        for us in (1e-9, 20.0)
+    )
+    assert after - before == pytest.approx(20.0, rel=0.03)  # it begins a microsecond before compute does
+
+
+def test_messages_take_processor_time_too():
+    work = make_workload(pp=2, vp=1, dp=2, microbatches=2, order="1f1b", p2p_bytes=4096)
+    plain = with_host_cpu(make_table(work, gpu=(1.0, 1e9), p2p=(50.0, 1e9)), 2.0)
+    table = with_host_cpu(plain, 2.0, {"p2p": 40.0})
+    before, after = evaluate(work, plain), evaluate(work, table)
+    assert before.iteration_time_us < after.iteration_time_us < 1.5 * before.iteration_time_us
+    assert after.lower_bound_us <= after.iteration_time_us
+
+
+def test_a_message_waits_for_processors_as_long_as_ranks_compute():
+    """Measured beside compute on every rank, it takes ten times as long; with one of two stages
+    computing it loses half of that."""
+    work = make_workload(pp=2, vp=1, dp=1, microbatches=1, order="1f1b", p2p_bytes=4096)
+    plain = with_host_cpu(make_table(work, gpu=(1.0, 1e9), p2p=(50.0, 1e9)), 2.0)
+    waiting = msgspec.structs.replace(
+        plain, contention=(cost.Contention(measured="p2p", busy="compute", slowdown=10.0, size_bytes=4096),)
+    )
+    # One micro-batch: whoever is not sending waits for it, so nobody computes meanwhile.
+    assert evaluate(work, waiting).iteration_time_us == evaluate(work, plain).iteration_time_us
+    busy = make_workload(pp=2, vp=1, dp=1, microbatches=4, order="1f1b", p2p_bytes=4096)
+    assert (
+        evaluate(busy, plain).iteration_time_us + 2 * 50.0
+        < evaluate(busy, waiting).iteration_time_us
+        < evaluate(busy, plain).iteration_time_us + 6 * 450.0
+    )
+
+
+def test_two_links_run_at_once_and_cpu_waits_for_its_publishing():
+    work = one_rank()
+    schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "cpu", -1, 0)])
+    result = evaluate(work, table_of(work, cpu=130.0, publish=30.0), schedule)
+    # Layer 0 computes 100-150; layer 1 is published at 30 and arrives at 160.
+    assert result.iteration_time_us == pytest.approx(160 + 50 + 200)
+    assert result.busy_us["publish"] == pytest.approx(30)
+
+
+def test_overlap_slows_by_the_measured_rows_only_while_it_lasts():
+    work = one_rank()
+    schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "cpu", -1, 0)])
+    rows = (
+        cost.Contention(measured="gpu", busy="cpu", slowdown=1.5),
+        cost.Contention(measured="cpu", busy="gpu", slowdown=2.0),
+    )
+    result = evaluate(work, table_of(work, cpu=100.0, publish=1e-6, contention=rows), schedule, trace=True)
+    ends = {event.lane: event.start_us + event.duration_us for event in result.events if event.lane in ("gpu", "cpu")}
+    # gpu needs 150 beside cpu; cpu has done 75 of 100 by then and goes on alone.
+    assert ends == pytest.approx({"gpu": 150, "cpu": 175}, rel=1e-6)
+
+
+def test_a_nic_on_the_pcie_link_shares_it():
+    work = one_rank()
+    schedule = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "cpu", -1, 0)])
+    shared = table_of(work, cpu=100.0, publish=1e-6, topology=cost.Topology(nic_shares_pcie=True))
+    result = evaluate(work, shared, schedule, trace=True)
+    assert max(e.start_us + e.duration_us for e in result.events if e.lane in ("gpu", "cpu")) == pytest.approx(200)
+
+
+def test_ranks_share_the_processors_of_their_node():
+    work = make_workload(pp=1, vp=1, dp=4, microbatches=1, order="no_pipeline")
+    alone = evaluate(work, table_of(work)).iteration_time_us
+    shared = evaluate(work, with_host_cpu(table_of(work), 2.0)).iteration_time_us
+    assert alone == pytest.approx(400) and shared == pytest.approx(100 + 2 * 300)
+    nodes = make_workload(pp=1, vp=1, dp=4, microbatches=1, order="no_pipeline", gpus_per_node=1)
+    assert evaluate(nodes, with_host_cpu(table_of(nodes), 2.0)).iteration_time_us == pytest.approx(400)
+    emulated = evaluate(nodes, with_host_cpu(table_of(nodes), 2.0, nodes_sharing=4))
+    assert (
+        emulated.iteration_time_us == pytest.approx(100 + 2 * 300)
+        and emulated.lower_bound_us <= emulated.iteration_time_us
+    )
+
+
+def test_whole_iteration_has_reduction_and_optimizer_where_they_are_known():
+    work = one_rank()
+    bare = evaluate(work, table_of(work))
+    whole = evaluate(work, table_of(work, reduce=flat(70.0), optimizer=flat(40.0)))
+    assert whole.iteration_time_us == pytest.approx(bare.iteration_time_us + 110)
+    assert bare.left_out == ("reduce", "optimizer") and whole.left_out == ()
+
+
+def test_gradients_are_reduced_group_by_group_while_the_backward_goes_on():
+    """Two layers of 100 us backward. In groups of a layer the upper one's reduction of 70 us is hidden
+    behind the lower layer's backward; a group of both is complete only at the end."""
+    work = one_rank(microbatches=2)
+    table = table_of(work, reduce=flat(70.0))
+    compute = 2 * (100 + 200)
+    layers = by_layer(work, [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0)])
+    result = evaluate(work, table, layers, trace=True)
+    reduces = [(e.start_us, e.name) for e in result.events if e.lane == "reduce"]
+    end = result.exposed_us[0] + compute
+    assert [(start, name) for start, name in reduces] == [(pytest.approx(end - 100), "1"), (pytest.approx(end), "0")]
+    assert result.iteration_time_us == pytest.approx(end + 70) and result.lower_bound_us <= result.iteration_time_us
+    whole = evaluate(work, table)
+    assert whole.iteration_time_us == pytest.approx(100 + compute + 70)
+    slow = evaluate(work, table_of(work, reduce=flat(130.0)), layers)
+    assert slow.iteration_time_us == pytest.approx(end - 100 + 2 * 130)  # one after the other
+
+
+def test_an_all_gather_waits_behind_gradients_that_are_reduced_over_its_communicator():
+    """Layer 1 has computed backward at 350 us, and 250 us of reducing begin; layer 0's all-gather of 100 us,
+    issued then, comes behind them, issued before them or from the host it does not."""
+    work = one_rank(zero_stage=3)
+    table = table_of(work, cpu=100.0, publish=1e-6, reduce=flat(250.0))
+    end = {}
+    for route, at in (("gpu", 0), ("gpu", 1), ("cpu", 0)):
+        placed = [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0), Placed(0, route, 1, 1, at=at)]
+        result = evaluate(
+            work, table, by_layer(work, placed, [Freed(0, 0, at=0), Freed(1, 1), Freed(0, 1)]), trace=True
+        )
+        end[route, at] = result.iteration_time_us
+        busy = sorted((e.start_us, e.start_us + e.duration_us) for e in result.events if e.lane in ("gpu", "reduce"))
+        assert all(first[1] <= second[0] + 1e-6 for first, second in zip(busy, busy[1:]))
+    assert end == pytest.approx(
+        {("gpu", 0): 600 + 100 + 100 + 250, ("gpu", 1): 350 + 2 * 250, ("cpu", 0): 350 + 2 * 250}
+    )
+
+
+def test_a_staging_slot_is_reused_only_when_it_is_empty():
+    """nvme takes 300 of which the last 100 are the copy from the slot: with one slot the second
+    read waits for the first copy, with two it does not."""
+    ends = {}
+    for slots in (1, 2):
+        work = one_rank(zero_stage=1, microbatches=2, nvme_slots=slots)
+        second = Placed(1, "nvme", 0, 0, slot=slots - 1, stage=-1 if slots == 2 else 0)
+        schedule = by_layer(work, [Placed(0, "nvme", -1, 0, slot=0, stage=-1), second])
+        result = evaluate(work, table_of(work, cpu=100.0, nvme=300.0, publish=1e-6), schedule, trace=True)
+        ends[slots] = max(e.start_us + e.duration_us for e in result.events if e.lane == "cpu")
+    assert ends == pytest.approx({1: 600, 2: 500}, rel=1e-6)
+
+
+def test_zero_stage_3_brings_and_frees():
+    work = one_rank(zero_stage=3, layers=1)
+    group = groups_of(work, layer_buckets)[0][0].bytes
+    twice = by_layer(work, [Placed(0, "gpu", 0, 0), Placed(0, "gpu", 1, 1)], [Freed(0, 0), Freed(0, 1)])
+    once = by_layer(work, [Placed(0, "gpu", 0, 0)])
+    assert evaluate(work, table_of(work), twice).iteration_time_us == pytest.approx(500)
+    assert evaluate(work, table_of(work), once).iteration_time_us == pytest.approx(400)
+    assert evaluate(work, table_of(work), once).peak_bytes["device"] == (group,)
+
+
+def test_stock_rule_looks_ahead_by_chunks():
+    """Chunks 0 and 1 before warm-up; chunk 2 at the first micro-batch of chunk 1."""
+    work = make_workload(pp=2, vp=3, microbatches=4)
+    schedule = validate(stock_schedule(work))
+    rank = schedule.ranks[0]
+    assert [schedule.groups[a.group].model_chunk_id for a in rank.start.unshard] == [0, 1]
+    later = [(entry.step, schedule.groups[a.group].model_chunk_id) for entry in rank.steps for a in entry.unshard]
+    assert later == [("2F0", 2)]
+
+
+def test_stock_rule_without_interleaving_gathers_on_demand():
+    work = make_workload(pp=2, vp=1, order="1f1b")
+    schedule = validate(stock_schedule(work))
+    assert all(not rank.start.unshard and len(rank.steps[0].unshard) == 1 for rank in schedule.ranks)
+
+
+def test_messages_between_stages_take_their_time_and_queue():
+    work = make_workload(pp=2, vp=1, microbatches=1, order="gpipe")
+    table = make_table(work, gpu=(1.0, 1e9), p2p=(50.0, 1e9))
+    result = evaluate(work, table)
+    assert result.iteration_time_us == pytest.approx(600 + 2 * 50, abs=5)
+
+
+def test_a_missing_figure_is_an_error():
+    work = make_workload()
+    with pytest.raises(InputError, match="p2p"):
+        evaluate(work, make_table(work, p2p=None))
+    with pytest.raises(InputError, match="compute"):
+        evaluate(work, msgspec.structs.replace(make_table(work), compute=()))
+    with pytest.raises(InputError, match="routes.gpu"):
+        evaluate(work, make_table(work, gpu=None))
+
+
+def test_padding_may_carry_a_group_just_past_the_largest_measured_size():
+    work = one_rank(layers=1)
+    size = sum(group.bytes for group in groups_of(work)[0])
+
+    def table(largest: int):
+        points = (cost.Point(size_bytes=1, p50_us=1.0), cost.Point(size_bytes=largest, p50_us=100.0))
+        return msgspec.structs.replace(table_of(work), routes=cost.Routes(gpu=cost.Curve(points=points)))
+
+    assert evaluate(work, table(size - 128)).busy_us["gpu"] == pytest.approx(100, rel=0.02)
+    with pytest.raises(InputError, match="outside the measured range"):
+        evaluate(work, table(size // 2))
