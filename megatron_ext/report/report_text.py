@@ -213,9 +213,7 @@ def as_text(report: Report, width: int | None = None) -> str:
     detail.add_row("routes", _routes(report))
     detail.add_row("plan", report.verdict.text)
     detail.add_row("verdict", verdict_line(report))
-    for name in WRITTEN:
-        detail.add_row(name, str(report.run.file(name)))
-    detail.add_row("all files", str(report.run.path))
+    files = {**{name: report.run.file(name) for name in WRITTEN}, "all files": report.run.path}
     text = io.StringIO()
     console = Console(file=text, width=width or max(Console().width, 96))
     console.print(_title(report), soft_wrap=True)
@@ -223,6 +221,8 @@ def as_text(report: Report, width: int | None = None) -> str:
     if report.memory:
         console.print(memory)
     console.print(detail)
+    for name, path in files.items():  # paths are copied from here, so they are not wrapped
+        console.print(f"{name:<9}  {path}", soft_wrap=True, markup=False, highlight=False)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
