@@ -4,7 +4,9 @@
 
 Every case has a true table. The planner sees another one: each figure times a log-normal factor with a standard
 deviation of 10, 25 or 40 %, in half of the cases without saying so, in half of the cases without rows of contention.
-The plan that is made from it is simulated on the true table, and so is what the verdict compares it with. Writes
+The plan that is made from it is simulated on the true table, and so is what the verdict compares it with. The true gain
+also differs from the simulated one by an error of the model, drawn as large as it was in measured runs. What the
+uncertainty of costs rests on was chosen with the seeds 200 and 300; the kept result is of seed 100. Writes
 benchmarks/results/verdict_truth.json. Ends 0 if "helps" is never said of a true gain of less than 1 % and the interval
 holds the true gain in at least 90 % of the cases.
 """
@@ -29,6 +31,7 @@ from planning_cases import make_table, make_workload
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats import json_files
 from megatron_ext.planner import plan, verdict
+from megatron_ext.planner.gain_interval import model_error
 from megatron_ext.planner.verdict import HELPS, HELPS_NOT, LEAST_GAIN, compare_with
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
@@ -129,7 +132,12 @@ def row_of(noise: float, second: str, kind: str, zero_stage: int, seed: int) -> 
     judged = verdict(work, seen, planned).figures
     timing = Timing(work, truth)
     _, other, _ = compare_with(work, Timing(work, seen), planned.predicted.baselines_us).other
-    true_gain = 1 - run(work, timing, planned).iteration_time_us / run(work, timing, other).iteration_time_us
+    ours, theirs = run(work, timing, planned), run(work, timing, other)
+    true_gain = 1 - ours.iteration_time_us / theirs.iteration_time_us
+    if judged["samples"]:  # two names of one plan take equally long
+        error = random.Random(f"model {noise} {second} {kind} {zero_stage} {seed}").gauss(0, 1)
+        up, down = model_error(ours, theirs)
+        true_gain += error * (up if error > 0 else down)
     return {
         "noise": noise,
         "second_route": second,
@@ -148,6 +156,7 @@ def summarize(rows: list[dict]) -> dict:
     said = [row for row in rows if row["answer"] == HELPS]
     denied = [row for row in rows if row["answer"] == HELPS_NOT]
     gains = [row for row in rows if row["true_gain"] >= LEAST_GAIN]
+    middling = [row for row in rows if row["true_gain"] >= 0.05]
     large = [row for row in rows if row["true_gain"] >= 0.1]
     no_gains = [row for row in rows if row["true_gain"] < LEAST_GAIN]
     return {
@@ -158,6 +167,7 @@ def summarize(rows: list[dict]) -> dict:
         "denied_with_gain": sum(row["true_gain"] >= LEAST_GAIN for row in denied),
         "precision": _share(said, lambda row: row["true_gain"] >= LEAST_GAIN),
         "recall": _share(gains, lambda row: row["answer"] == HELPS),
+        "recall_of_gains_of_5_percent": _share(middling, lambda row: row["answer"] == HELPS),
         "recall_of_gains_of_10_percent": _share(large, lambda row: row["answer"] == HELPS),
         "recall_of_no_gain": _share(no_gains, lambda row: row["answer"] == HELPS_NOT),
         "covered": _share(rows, lambda row: row["covered"]),

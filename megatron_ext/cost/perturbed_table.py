@@ -1,11 +1,10 @@
 """Cost tables that differ from a given one as far as its figures may be wrong.
 
 [Note: How a table is perturbed]
-* Every curve has one factor of its own, and every one of its points another: a machine that was slow while a curve
-  was measured moves all of it, chance moves single points.
-* The spread of a point is read from what it and the points near it miss by when they are read from their neighbours,
-  and from p95 of its samples.
+* Every curve has one factor of its own: a machine that was slow while a curve was measured moves all of it.
+* Its points are drawn from where the true curve may lie (:mod:`megatron_ext.cost.true_curve`).
 * A figure that does not say how much it wavers is taken to waver as the table's curves do.
+* Nothing runs faster beside other work than alone, so a slowdown is drawn from the part above 1 of what its row allows.
 * What the table lacks is drawn from a range, and named: a pair of activities without a row of contention, the time of
   a call, the write-back of a route. It is never taken as exactly 1.0 or 0.
 Factors are log-normal.
@@ -14,26 +13,21 @@ Factors are log-normal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import exp, sqrt
+from math import exp, log, sqrt
 from statistics import NormalDist, median
 
 import numpy
 from msgspec.structs import replace
 
 from megatron_ext.cost.cost_table import Compute, Contention, CostTable, Curve, Point, Publish, Routes
-from megatron_ext.cost.curve import NEIGHBOURS, curves_of, residuals, spread_of_samples
+from megatron_ext.cost.curve import curves_of, residuals
 from megatron_ext.cost.host_cpu import HostCpu
+from megatron_ext.cost.true_curve import noise_of_misses, noise_of_samples, posterior
 from megatron_ext.workload.route import ROUTES
 
 SYSTEMATIC = 0.05
-"""Standard deviation of what all figures of one curve are off by together, beyond their own spread. Gathers in
-training took what the table says with a root mean square error of 10 % (benchmarks/results/cost_prediction.json), of
-which the points' own spread is the larger part."""
-
-SHARED = 0.5
-"""Part of the points' spread that all points of a curve may share: they were measured within minutes of each other."""
-
-P95 = NormalDist().inv_cdf(0.95)
+"""Standard deviation of what all figures of one curve are off by together, beyond what their own noise explains. It was
+4 % between two measurements in a row (benchmarks/results/cost_repeatability.json)."""
 
 TRANSFERS = ("gpu", "cpu", "nvme", "publish", "reduce")
 COLLECTIVES = ("gpu", "reduce")
@@ -135,12 +129,9 @@ class PerturbedTables:
     def _points(self, points: tuple[Point, ...], name: str, number: Callable[[str], float]) -> tuple[Point, ...]:
         if not points:
             return points
-        spreads = [
-            max(spread, self._noise) if point.p95_us is None else spread
-            for point, spread in zip(points, _spreads(points))
-        ]
-        together = number(name) * sqrt(SYSTEMATIC**2 + (SHARED * median(spreads)) ** 2)
-        factors = [exp(together + number(name) * spread) for spread in spreads]
+        mean, factor = posterior(points, self._noise)
+        together = number(name) * SYSTEMATIC
+        factors = numpy.exp(together + mean + factor @ numpy.array([number(name) for _ in points])).tolist()
         return tuple(
             Point(
                 size_bytes=point.size_bytes,
@@ -176,19 +167,16 @@ class PerturbedTables:
     def _compute_spread(self, us: float, p95: float | None, samples: int) -> float:
         if p95 is None:
             return self._noise
-        return _of_samples(Point(size_bytes=1, p50_us=us, p95_us=max(p95, us), samples=samples))
+        return noise_of_samples(us, p95, samples)
 
     def _contention(self, number: Callable[[str], float]) -> tuple[Contention, ...]:
         """Rows of one pair move together: they come from one measurement beside one busy link."""
         # A slowdown is the quotient of two times, each as rough as the curves.
         spread = sqrt(SYSTEMATIC**2 + 2 * self._noise**2)
-        factors: dict[tuple[str, str], float] = {}
-        for row in self._table.contention:
-            pair = (row.measured, row.busy)
-            if pair not in factors:
-                factors[pair] = exp(number(CONTENTION) * spread)
+        pairs = dict.fromkeys((row.measured, row.busy) for row in self._table.contention)
+        numbers = {pair: number(CONTENTION) for pair in pairs}
         rows = [
-            replace(row, slowdown=max(row.slowdown * factors[row.measured, row.busy], 1.0))
+            replace(row, slowdown=_slowdown(row, spread, numbers[row.measured, row.busy]))
             for row in self._table.contention
         ]
         rows += [
@@ -238,7 +226,7 @@ def roughness(table: CostTable) -> float:
         for points in curves_of(curve or ()).values():
             misses = [value for value in residuals(points) if value is not None]
             if misses:
-                found.append(_of_misses(misses))
+                found.append(noise_of_misses(misses))
     return median(found) if found else SYSTEMATIC
 
 
@@ -251,25 +239,13 @@ def latin_hypercube(count: int, dimensions: int, seed: int = 0) -> numpy.ndarray
     return inverse(numpy.clip(uniform, 1e-9, 1 - 1e-9)) if uniform.size else uniform
 
 
-def _spreads(points: tuple[Point, ...]) -> list[float]:
-    """Relative standard deviation of every point: by the misses near it or by its samples, whichever says more."""
-    misses = [value for value in residuals(points) if value is not None]
-    found = []
-    for number, point in enumerate(points):
-        first = min(max(number - 1 - NEIGHBOURS, 0), max(len(misses) - 2 * NEIGHBOURS, 0))
-        near = misses[first : first + 2 * NEIGHBOURS]
-        found.append(max(_of_misses(near) if near else 0.0, _of_samples(point)))
-    return found
-
-
-def _of_misses(misses: Sequence[float]) -> float:
-    """A miss holds the noise of the point and of the mean of its two neighbours."""
-    return sqrt(sum(value * value for value in misses) / len(misses) / 1.5)
-
-
-def _of_samples(point: Point) -> float:
-    """Standard deviation of the median by the spread of the samples."""
-    return spread_of_samples(point) / P95
+def _slowdown(row: Contention, spread: float, number: float) -> float:
+    """A true slowdown, given a measured one whose logarithm has this spread; ``number`` standard normal. It is at least
+    1, and at most what a pair without a row may have or what was measured, if that is more."""
+    normal = NormalDist(log(row.slowdown), spread)
+    most = max(1 + _most_excess(row.measured, row.busy), row.slowdown)
+    lowest, highest = normal.cdf(0.0), normal.cdf(log(most))
+    return exp(normal.inv_cdf(lowest + _part(number) * (highest - lowest)))
 
 
 def _part(number: float) -> float:

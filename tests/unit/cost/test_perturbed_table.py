@@ -2,6 +2,7 @@
 
 from statistics import mean, stdev
 
+import pytest
 from msgspec.structs import replace
 from planning_cases import make_table, make_workload, with_host_cpu
 
@@ -40,11 +41,26 @@ def test_every_cost_moves_and_none_with_another():
         assert all(moved[other] == given[other] for other in same)
 
 
-def test_no_number_leaves_the_figures_as_they_are():
+def test_no_number_leaves_smooth_figures_nearly_as_they_are():
     table = make_table(WORK, contention=(("gpu", "cpu", 1.2),))
     tables = PerturbedTables(table, KINDS)
     same = tables.table([0.0] * tables.size)
-    assert figures(same)["routes.gpu"] == figures(table)["routes.gpu"] and same.compute == table.compute
+    assert figures(same)["routes.gpu"] == pytest.approx(figures(table)["routes.gpu"], rel=0.01)
+    assert same.compute == table.compute
+
+
+def test_a_measured_slowdown_never_becomes_a_speedup_and_stays_plausible():
+    def slowdowns(given: float) -> list[float]:
+        points = tuple(
+            replace(p, p50_us=p.p50_us * (1.3 if n % 2 else 0.7))
+            for n, p in enumerate(make_table(WORK).routes.gpu.points)
+        )
+        table = make_table(WORK, contention=(("gpu", "cpu", given),), cpu=None, publish=None, p2p=None)
+        rough = replace(table, routes=replace(table.routes, gpu=cost.Curve(points=points)))
+        return [each.contention[0].slowdown for each in PerturbedTables(rough, KINDS).draw(64)]
+
+    assert 1.0 <= min(slowdowns(1.1)) < 1.05 and 1.2 < max(slowdowns(1.1)) <= 1.3
+    assert 1.0 <= min(slowdowns(1.8)) < 1.4 and 1.6 < max(slowdowns(1.8)) <= 1.8
 
 
 def test_a_missing_row_of_contention_is_a_range_and_is_said():

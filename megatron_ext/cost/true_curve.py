@@ -1,0 +1,101 @@
+"""Where the true curve may lie, given measured points that waver.
+
+[Note: A curve is smooth, its noise is not]
+The logarithms of the measured times are the true ones plus independent noise. The true curve is a latency and a rate,
+of which nothing is known beforehand, times a smooth departure: a Gaussian process over the logarithm of the size. Its
+posterior (kriging: Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, chapter 2) is normal. Points
+that waver little keep their measured times. Points that waver much move towards their neighbours: a size that looked
+fast by chance, for which a plan was chosen, is not believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import log, log1p, sqrt
+from statistics import NormalDist
+
+import numpy
+
+from megatron_ext.cost.cost_table import Point
+from megatron_ext.cost.curve import INDEPENDENT, NEIGHBOURS, residuals
+
+DEPARTURE = 0.15
+"""Standard deviation of a true curve from a straight line, relative. Published curves are up to 32 % off a line."""
+
+RANGE = log(16.0)
+"""Departures at sizes this far apart, in logarithms, are correlated by 1/e."""
+
+UNKNOWN = 10.0
+"""Standard deviation of the logarithms of latency and rate before anything is measured."""
+
+P95 = NormalDist().inv_cdf(0.95)
+
+
+def noise_of_points(points: tuple[Point, ...], least: float = 0.0) -> list[float]:
+    """Relative standard deviation of every point: by the misses near it or by its samples, whichever says more.
+
+    Args:
+        points: sorted by size.
+        least: of a point that does not say how its samples spread.
+    """
+    misses = [value for value in residuals(points) if value is not None]
+    found = []
+    for number, point in enumerate(points):
+        first = min(max(number - 1 - NEIGHBOURS, 0), max(len(misses) - 2 * NEIGHBOURS, 0))
+        near = misses[first : first + 2 * NEIGHBOURS]
+        noise = max(noise_of_misses(near), noise_of_samples(point.p50_us, point.p95_us, point.samples))
+        found.append(max(noise, least) if point.p95_us is None else noise)
+    return found
+
+
+def noise_of_misses(misses: Sequence[float]) -> float:
+    """Root mean square of leave-one-out misses as noise of one point. A miss holds the noise of the point and of the
+    mean of its two neighbours. 0 for no misses."""
+    if not misses:
+        return 0.0
+    return sqrt(sum(log1p(max(value, -0.9)) ** 2 for value in misses) / len(misses) / 1.5)
+
+
+def noise_of_samples(p50_us: float, p95_us: float | None, samples: int) -> float:
+    """Standard deviation of the logarithm of a median by the spread of its samples; 0 where this is not known."""
+    if p95_us is None or p95_us <= p50_us:
+        return 0.0
+    return log(p95_us / p50_us) / P95 / sqrt(min(samples, INDEPENDENT))
+
+
+@lru_cache(maxsize=256)
+def posterior(points: tuple[Point, ...], least: float = 0.0) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The logarithms of true over measured times.
+
+    Args:
+        points: of one curve, sorted by size, n of them.
+        least: noise of points that do not say how their samples spread.
+
+    Returns:
+        The mean (float64, shape ``[n]``) and a factor (float64, shape ``[n, n]``): mean + factor @ z with n standard
+        normal numbers z is a draw.
+    """
+    noise = numpy.maximum(noise_of_points(points, least), 1e-9)
+    if len(points) < 3:
+        return numpy.zeros(len(points)), numpy.diag(noise)
+    size = numpy.array([float(point.size_bytes) for point in points])
+    us = numpy.array([point.p50_us for point in points])
+    line = _line(size, us)
+    far = numpy.abs(numpy.log(numpy.maximum(size, 1.0))[:, None] - numpy.log(numpy.maximum(size, 1.0))[None, :])
+    terms = line / line.sum(axis=0)  # by how much a latency and a rate off by e move each point
+    prior = DEPARTURE**2 * numpy.exp(-far / RANGE) + UNKNOWN**2 * terms.T @ terms
+    gain = numpy.linalg.solve(prior + numpy.diag(noise**2), prior).T
+    miss = numpy.log(us / line.sum(axis=0))
+    spread = prior - gain @ prior
+    value, vector = numpy.linalg.eigh((spread + spread.T) / 2)
+    return gain @ miss - miss, vector * numpy.sqrt(numpy.maximum(value, 0.0))
+
+
+def _line(size: numpy.ndarray, us: numpy.ndarray) -> numpy.ndarray:
+    """Latency and time of the bytes at every size (shape ``[2, n]``), by least squares of relative misses."""
+    terms = numpy.stack([numpy.ones_like(size), size])
+    scale = terms.max(axis=1)
+    found, *_ = numpy.linalg.lstsq((terms / scale[:, None] / us).T, numpy.ones_like(us), rcond=None)
+    found = numpy.maximum(found, [us.min() * 1e-3, us.min() * 1e-3])
+    return terms * (found / scale)[:, None]
