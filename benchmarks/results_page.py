@@ -182,7 +182,8 @@ ROWS = {
             "**simulated** "
             + verdicts(result["summary"])
             + f"; precision {result['summary']['precision']:.0%}, recall {result['summary']['recall']:.0%} "
-            f"(gains of 10 % and more {result['summary']['recall_of_gains_of_10_percent']:.0%}), "
+            f"(of gains of 5 % {result['summary']['recall_of_gains_of_5_percent']:.0%}, "
+            f"of 10 % {result['summary']['recall_of_gains_of_10_percent']:.0%}), "
             f"true gain in the 90 % interval in {result['summary']['covered']:.0%}"
         ),
     ),

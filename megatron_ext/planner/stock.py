@@ -1,11 +1,10 @@
-"""Stock Megatron's own rule, written as a schedule: one bucket per chunk and dtype, all by ``gpu``.
+"""Stock Megatron's own rule, written as a schedule: its buckets, all by ``gpu``.
 
-Sources: Megatron-LM ``megatron/core/distributed/distributed_data_parallel.py`` (one bucket a
-chunk wherever bucketing is off: pipeline ranks and chunks above 0) and
-``param_and_grad_buffer.py`` (the shared embedding has a bucket of its own);
-``megatron/core/pipeline_parallel/schedules.py`` ``forward_step_helper_preprocess``: chunks 0
-and 1 before warm-up, chunk c + 1 at the forward whose virtual micro-batch plus pipeline rank
-is the first micro-batch of chunk c. Other orders gather when a chunk first computes.
+Sources, in Megatron-LM: ``megatron/core/distributed`` for the buckets (:mod:`megatron_ext.workload.bucket_rules`);
+``megatron/core/pipeline_parallel/schedules.py`` ``forward_step_helper_preprocess`` for the interleaved order: chunks 0
+and 1 before warm-up, chunk c + 1 at the forward whose virtual micro-batch plus pipeline rank is the first micro-batch
+of chunk c, all buckets of a chunk at once. Other orders gather the first bucket of a chunk when it first computes, and
+each further one when the one before it is used (``param_and_grad_buffer.py`` ``finish_param_sync``).
 """
 
 from megatron_ext.schedule.user_defined_schedule import (
@@ -20,7 +19,7 @@ from megatron_ext.schedule.user_defined_schedule import (
     StepActions,
     Unshard,
 )
-from megatron_ext.workload.bucket_rules import buckets, layer_buckets
+from megatron_ext.workload.bucket_rules import buckets, layer_buckets, stock_buckets
 from megatron_ext.workload.step_order import schedule_table, steps_of_ranks
 from megatron_ext.workload.workload import Workload, fingerprint, group_bytes
 
@@ -61,12 +60,14 @@ def stock_schedule(workload: Workload, cut=None) -> Schedule:
     """Stock Megatron's rule for zero stage 1; for zero stage 3 the rule of FSDP: each layer is
     gathered when the one before it computes and freed after its own compute.
 
-    ``cut`` makes the groups of a chunk (default: :func:`buckets`, or :func:`layer_buckets`).
+    ``cut`` makes the groups of a chunk (default: :func:`stock_buckets`, or :func:`layer_buckets`).
     """
     if workload.zero_stage == 3:
         return _stock_zero3(workload, cut or layer_buckets)
-    groups, of_stage = groups_of(workload, cut or buckets)
     parallel = workload.parallel
+    cut = cut or (lambda chunk: stock_buckets(chunk, parallel.dp))
+    first_layers = [min(p.layer for p in part) for chunk in workload.chunks for part in cut(chunk)]
+    groups, of_stage = groups_of(workload, cut)
     ranks = []
     for pp_rank, steps in enumerate(steps_of_ranks(parallel)):
         first_use, forwards = {}, []
@@ -77,12 +78,19 @@ def stock_schedule(workload: Workload, cut=None) -> Schedule:
         start, at_step = [], {}
         for chunk in range(parallel.vp):
             need_by = first_use[chunk]
-            issue = need_by
+            mine = of_stage[chunk * parallel.pp + pp_rank]
             if parallel.order == "interleaved":
                 number = issue_index(workload, pp_rank, chunk)
                 issue = -1 if number < 0 else forwards[number]
-            for group in of_stage[chunk * parallel.pp + pp_rank]:
-                (start if issue < 0 else at_step.setdefault(issue, [])).append(Unshard(group, "gpu", need_by))
+                unshards = [Unshard(group, "gpu", need_by) for group in reversed(mine)]
+            else:
+                issue, unshards = need_by, []
+                for group in mine:
+                    # Of a layer's buckets the next one is under way while the one before is used: within the layer,
+                    # where a schedule has no place. The layer before is the nearest place that is not slower.
+                    earlier = [first_layers[other] for other in mine if first_layers[other] < first_layers[group]]
+                    unshards.append(Unshard(group, "gpu", need_by, max(earlier, default=0) or -1))
+            (start if issue < 0 else at_step.setdefault(issue, [])).extend(unshards)
         entries = tuple(
             StepActions(str(step), unshard=tuple(at_step.get(index, ()))) for index, step in enumerate(steps)
         )
