@@ -45,7 +45,7 @@ def with_device_memory(
     """
     least = compute_durations(workload, timing)
     limit = workload.limits.whole_parameter_bytes
-    if workload.zero_stage == 1 or limit is None:
+    if workload.zero_stage < 3 or limit is None:
         return least
     pp = workload.parallel.pp
     steps, gaps, spans = [], [], []

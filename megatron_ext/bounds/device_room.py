@@ -33,7 +33,7 @@ def with_room(workload: Workload, shard_rests: Literal["host"] | None = None) ->
     for pp_rank in range(workload.parallel.pp):
         parameters = [p for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters]
         least, _ = resting_bytes(_groups(workload, pp_rank, shard_rests, single=False), workload)
-        if workload.zero_stage == 1:
+        if workload.zero_stage < 3:
             whole = sum(p.bytes for p in parameters)
         else:
             whole = layers[pp_rank]
@@ -50,7 +50,7 @@ def with_room(workload: Workload, shard_rests: Literal["host"] | None = None) ->
             )
         most, _ = resting_bytes(_groups(workload, pp_rank, shard_rests, single=True), workload)
         rooms.append(limits.device_bytes - sum(most.values()) - activations[pp_rank])
-    if workload.zero_stage == 1:
+    if workload.zero_stage < 3:
         return workload
     room = max(min(rooms), 0) if limits.whole_parameter_bytes is None else min(limits.whole_parameter_bytes, *rooms)
     return msgspec.structs.replace(workload, limits=msgspec.structs.replace(limits, whole_parameter_bytes=max(room, 0)))
@@ -83,7 +83,7 @@ def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) ->
     states = held.get("main_parameters", 0) + held.get("optimizer_states", 0)
     if states:
         settings.append(f"--optimizer-cpu-offload frees {states}")
-    if workload.zero_stage == 1:
+    if workload.zero_stage < 3:
         shards = sum(chunk.bytes for chunk in workload.chunks) // workload.parallel.pp // workload.parallel.dp
         freed = held["whole_parameters"] - largest_layer - shards
         if freed > 0:

@@ -22,7 +22,7 @@ def check_fits(workload: Workload) -> None:
         return
     parallel = workload.parallel
     for pp_rank in range(parallel.pp):
-        if workload.zero_stage == 1:
+        if workload.zero_stage < 3:
             need = sum(
                 group_bytes(part, parallel.dp) for chunk in workload.chunks_of_rank(pp_rank) for part in buckets(chunk)
             )

@@ -200,6 +200,7 @@ class Run:
         )
         try:
             _check_copies(self.schedule, nvme_path, file=self.path)
+            _check_gradients(self.schedule, file=self.path)
             _check_host_memory(self.schedule)
             match.match(self.schedule, workload, file=self.path)
             memory_bill.check_run(self.schedule, workload, file=self.path)
@@ -356,6 +357,13 @@ def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
         )
     if schedule.publish:
         (schedule.metadata.options.nvme or DriveReads()).check("metadata.options.nvme", file=file)
+
+
+def _check_gradients(schedule: Schedule, *, file) -> None:
+    for index, group in enumerate(schedule.groups):
+        if group.gradients is not None:
+            message = "this release trains with whole gradients alone"
+            raise InputError(message, file=file, field=f"groups[{index}].gradients", value=group.gradients)
 
 
 def _check_host_memory(schedule: Schedule) -> None:

@@ -9,7 +9,7 @@ from the least to the most gain of all draws, and is widened by the simulator's 
 import random
 from collections.abc import Iterator
 from math import hypot, inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
     shape: GptShape
     parallel: Parallel
     batch: MicroBatch
-    zero_stage: int
+    zero_stage: Literal[1, 2, 3]
     limits: Limits = Limits()
     optimizer: OptimizerSettings = OptimizerSettings()
 
@@ -173,7 +173,7 @@ def judged(setting: Setting, sheet: HardwareSheet, *, fewest: bool = False) -> O
     best = min(plans, key=_time)
     bills = memory_bill(best.schedules[-1], rounds.parts[-1][0])
     memory = max((bill.memory for bill in bills), key=lambda memory: memory.device_total_bytes)
-    return Outcome(setting, rounds, plans[0] if setting.zero_stage == 1 else gathers, gathers, best, memory, short)
+    return Outcome(setting, rounds, plans[0] if setting.zero_stage < 3 else gathers, gathers, best, memory, short)
 
 
 def _interval(outcome: Outcome, pairs: list[tuple[float, float]]) -> Interval:

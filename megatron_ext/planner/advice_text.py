@@ -56,7 +56,7 @@ def figures(outcome: Outcome) -> dict:
 
 
 def compared_with(outcome: Outcome) -> str:
-    if outcome.setting.zero_stage == 1:
+    if outcome.setting.zero_stage < 3:
         return "stock Megatron"
     return f"the best of all-gathers alone ({outcome.gathers.name})"
 

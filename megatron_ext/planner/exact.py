@@ -327,7 +327,7 @@ class _Model:
 
     def _room(self) -> None:
         limit = self.workload.limits.whole_parameter_bytes
-        if self.workload.zero_stage == 1 or limit is None:
+        if self.workload.zero_stage < 3 or limit is None:
             return
         groups = self.blocks.groups
         for rank, points in enumerate(self.points):

@@ -115,7 +115,7 @@ def _room_and_routes(workload: Workload, timing: Timing) -> tuple[Workload, tupl
         return with_room(workload), routes, False
     except InputError:
         possible = any(route in FROM_HOST for route in routes) or timing.offers_cpu_shard
-        if workload.zero_stage == 1 or not possible or not can_rest_on_host(workload):
+        if workload.zero_stage < 3 or not possible or not can_rest_on_host(workload):
             raise
         return with_room(workload, "host"), routes, True
 

@@ -113,7 +113,7 @@ def by_all_gathers(plan: Plan) -> bool:
 
 
 def _rules(zero_stage: int) -> list[tuple[str, Make]]:
-    if zero_stage == 1:
+    if zero_stage < 3:
         names, walks = ("all-gpu", "urgency", "share-25", "share-50"), [("hybrid-inf", _walked(inf, divide=True))]
     else:
         names = ("urgency", "all-gpu", "all-cpu")

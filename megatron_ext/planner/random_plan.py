@@ -43,7 +43,7 @@ def random_schedule(workload: Workload, routes: tuple[Route, ...], seed: int) ->
     placed, freed = [], []
     for pp_rank in range(workload.parallel.pp):
         own = of_stage[pp_rank :: workload.parallel.pp]
-        if workload.zero_stage == 1:
+        if workload.zero_stage < 3:
             unshards, reshards = _zero1(workload, pp_rank, own, routed, draw), []
         elif streams[pp_rank]:
             unshards, reshards = _streamed(workload, pp_rank, own, routed)
@@ -57,7 +57,7 @@ def random_schedule(workload: Workload, routes: tuple[Route, ...], seed: int) ->
 def _must_stream(workload: Workload, pp_rank: int) -> bool:
     """Whether a chunk of the rank may not fit whole; padding is worst with a group a parameter."""
     limit = workload.limits.whole_parameter_bytes
-    if workload.zero_stage == 1 or limit is None:
+    if workload.zero_stage < 3 or limit is None:
         return False
     chunks = workload.chunks_of_rank(pp_rank)
     return max(sum(group_bytes([p], workload.parallel.dp) for p in chunk.parameters) for chunk in chunks) > limit

@@ -24,7 +24,7 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Parameter, Workload
 
-EFFORT = {1: 400_000, 3: 1_200_000}
+EFFORT = {1: 400_000, 2: 400_000, 3: 1_200_000}
 """By zero stage: steps, turns of blocks and gathers that one search may walk and simulate."""
 
 CLOSE_ENOUGH = 5e-4
@@ -316,7 +316,7 @@ class Grid:
 
 def _horizons(workload: Workload, timing: Timing) -> list[float]:
     """Times to look ahead, by factors of about 1.4 from one layer's compute to everything."""
-    if workload.zero_stage == 1 and not workload.limits.nvme_slots:
+    if workload.zero_stage < 3 and not workload.limits.nvme_slots:
         return [inf]
     layers = [us for row in timing.layers for times in row for us in times.forward]
     found = [sum(layers) / len(layers)]

@@ -120,7 +120,7 @@ class StageCosts:
     def _cost(self, first: int, end: int) -> float:
         layers = self.layers[first:end]
         size, compute = sum(layer.bytes for layer in layers), sum(layer.us for layer in layers) + self.step_us
-        if self.workload.zero_stage == 1:
+        if self.workload.zero_stage < 3:
             return compute if size <= self.room else inf
         if not size or not self.routes:
             return compute

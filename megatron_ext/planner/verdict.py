@@ -31,7 +31,7 @@ has no rule."""
 
 def rule_of(workload: Workload) -> str:
     """What is simulated without a schedule."""
-    return STOCK if workload.zero_stage == 1 else f"{LAYERS_ANEW} (stock Megatron has no zero stage 3)"
+    return STOCK if workload.zero_stage < 3 else f"{LAYERS_ANEW} (stock Megatron has no zero stage 3)"
 
 
 class Verdict(NamedTuple):
@@ -66,7 +66,7 @@ class Comparison(NamedTuple):
     @property
     def other(self) -> tuple[str, Schedule, float]:
         """Name, schedule and iteration time of what a user would run without the plan."""
-        if self.zero_stage == 1:
+        if self.zero_stage < 3:
             return STOCK, self.naive, self.naive_us
         name, schedule, us = self.gathers
         return f"the best plan by all-gathers alone ({name})", schedule, us
@@ -157,11 +157,11 @@ def _of_gain(ours: float, against: Comparison, gain: Gain, answer: str) -> dict:
         "gain_high": gain.high,
         "uncertainty_us": max(gain.gain - gain.low, gain.high - gain.gain) * other_us,
         "samples": gain.samples,
-        ("stock_us" if against.zero_stage == 1 else "layers_anew_us"): against.naive_us,
+        ("stock_us" if against.zero_stage < 3 else "layers_anew_us"): against.naive_us,
         "gathers_only": gathers_name,
         "gathers_only_us": gathers_us,
         "gain_of_timing": (against.naive_us - gathers_us) / against.naive_us,
-        "gain_of_routes": (gathers_us - ours) / (against.naive_us if against.zero_stage == 1 else gathers_us),
+        "gain_of_routes": (gathers_us - ours) / (against.naive_us if against.zero_stage < 3 else gathers_us),
         "missing": list(gain.missing),
     }
 

@@ -11,7 +11,7 @@ def device_peaks(schedule: Schedule) -> list[int]:
     """
     peaks = []
     for rank in schedule.ranks:
-        if schedule.zero_stage == 1:
+        if schedule.zero_stage < 3:
             peaks.append(sum(g.bytes for g in schedule.groups if g.pp_rank == rank.pp_rank))
             continue
         resident = sum(schedule.groups[a.group].bytes for a in rank.start.unshard)

@@ -52,7 +52,7 @@ def with_host_shards(schedule: Schedule, workload: Workload) -> Schedule:
 
     As many as ``limits.pinned_host_bytes`` has room for, in the order of the groups.
     """
-    if schedule.zero_stage == 1:
+    if schedule.zero_stage < 3:
         return schedule
     by_device = {
         action.group

@@ -31,8 +31,24 @@ def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
             value=schedule.model.fingerprint[:12],
         )
     check_host_shards(schedule, workload, file=file)
+    _check_shared_embedding(schedule, workload, file)
     check_layers(schedule, workload, file=file)
     _match_limits(schedule, workload, file)
+
+
+def _check_shared_embedding(schedule: Schedule, workload: Workload, file) -> None:
+    for index, group in enumerate(schedule.groups):
+        if group.gradients is None:
+            continue
+        chunk = workload.chunk(group.pp_rank, group.model_chunk_id)
+        if any(p.shared_embedding for p in chunk.parameters if p.name in group.parameters):
+            raise InputError(
+                "the embedding that two pipeline ranks share keeps its gradient whole: Megatron adds both ranks' after "
+                "all others are reduced",
+                file=file,
+                field=f"groups[{index}].gradients",
+                value=group.gradients,
+            )
 
 
 def match_parallel(schedule: Schedule, parallel: Parallel, *, file=None) -> None:

@@ -108,6 +108,11 @@ def summary(schedule: Schedule) -> str:
     resting = sum(group.shard_rests == "host" for group in schedule.groups)
     if resting:
         lines.append(f"{resting} groups' shards rest in host memory")
+    for kept in ("sharded", "host"):
+        every = [str(group.reduce_every) for group in schedule.groups if group.gradients == kept]
+        if every:
+            visits = "/".join(sorted(set(every), key=int))
+            lines.append(f"gradients {kept}: {len(every)} groups, reduced every {visits} backward steps of their chunk")
     if schedule.publish:
         lines.append(f"{len(schedule.publish)} groups are published after the optimizer step")
     if schedule.predicted is not None:

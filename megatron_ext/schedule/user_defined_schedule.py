@@ -95,6 +95,12 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``shard_rests`` is where the shard lies between the group's uses: on the device (left out), or in
     host memory. Such a group comes by ``cpu`` or ``nvme`` alone, and nothing of it stays on the device after
     its reshard.
+
+    ``gradients`` is what the group keeps of them: the whole through the iteration, as in Megatron (left out), or the
+    reduced shard, on the device (``sharded``) or in host memory (``host``). The whole gradient of the latter two has
+    bytes from the group's backward to the end of its reduce-scatter. ``reduce_every`` is how many backward steps of
+    the chunk lie between two reduces; the iteration's last always reduces. One reduce of a rank is on its way at a
+    time: the one before it has ended, and its whole gradient is freed, before the next is issued.
     """
 
     pp_rank: int
@@ -103,6 +109,8 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     bytes: int
     algorithm: Literal["hierarchical"] | None = None
     shard_rests: Literal["host"] | None = None
+    gradients: Literal["sharded", "host"] | None = None
+    reduce_every: int = 1
 
 
 class PublishGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -175,13 +183,17 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A whole ``user_defined_schedule``."""
+    """A whole ``user_defined_schedule``.
+
+    ``zero_stage`` 1: whole parameters and gradients stay. 2: whole parameters stay, gradients are kept as each group
+    says. 3: whole parameters come and go, gradients are kept as each group says.
+    """
 
     schema_version: int
     kind: Literal["user_defined_schedule"]
     metadata: Metadata = Metadata()
     parallel: Parallel
-    zero_stage: Literal[1, 3]
+    zero_stage: Literal[1, 2, 3]
     model: Model
     limits: Limits = Limits()
     groups: tuple[Group, ...]

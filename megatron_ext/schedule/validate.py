@@ -6,7 +6,7 @@ copy stale. ``unshard`` makes it UNSHARDING, reaching its ``need_by`` step makes
 ``reshard`` makes it SHARDED again. A step may compute only on groups that are WHOLE (or whose
 ``need_by`` is this step: then the first layer that uses the group waits). Every layer of the
 step's chunk is used, in forward and in backward. At the end of the iteration whatever is
-still whole is dropped. Zero stage 1 gathers every group exactly once and never frees it.
+still whole is dropped. Zero stages 1 and 2 gather every group exactly once and never free it.
 """
 
 import math
@@ -92,9 +92,10 @@ def _check_groups(schedule: Schedule, file) -> None:
                 "needs data-parallel groups that span nodes, with several ranks on each, as many on one as on another"
             )
             raise InvalidSchedule(message, file=file, field=f"{field}.algorithm", value=group.algorithm)
-        if group.shard_rests == "host" and schedule.zero_stage == 1:
-            message = "zero stage 1 keeps whole groups, and the shards in them, on the device"
+        if group.shard_rests == "host" and schedule.zero_stage < 3:
+            message = f"zero stage {schedule.zero_stage} keeps whole groups, and the shards in them, on the device"
             raise InvalidSchedule(message, file=file, field=f"{field}.shard_rests", value=group.shard_rests)
+        _check_gradients(schedule, index, file)
         if not group.parameters:
             raise InvalidSchedule("a group needs at least one parameter", file=file, field=f"{field}.parameters")
         for name in group.parameters:
@@ -104,6 +105,21 @@ def _check_groups(schedule: Schedule, file) -> None:
                     f"is in two groups, {owner[key]} and {index}", file=file, field=f"{field}.parameters", value=name
                 )
             owner[key] = index
+
+
+def _check_gradients(schedule: Schedule, index: int, file) -> None:
+    """What a group keeps of its gradients, and how often they are reduced."""
+    group, visits = schedule.groups[index], schedule.parallel.num_microbatches
+    if group.gradients is not None and schedule.zero_stage == 1:
+        message = "zero stage 1 keeps whole gradients: use zero stage 2 or 3"
+        raise InvalidSchedule(message, file=file, field=f"groups[{index}].gradients", value=group.gradients)
+    if group.gradients is None and group.reduce_every != 1:
+        message = "gradients that stay whole are reduced once an iteration"
+    elif not 1 <= group.reduce_every <= visits:
+        message = f"expected 1 to {visits}, the backward steps of the chunk in an iteration"
+    else:
+        return
+    raise InvalidSchedule(message, file=file, field=f"groups[{index}].reduce_every", value=group.reduce_every)
 
 
 def _check_publish(schedule: Schedule, file) -> dict[int, set[str]]:
@@ -177,7 +193,7 @@ class _RankWalk:
         self.resident = 0
         limit = schedule.limits.whole_parameter_bytes
         self.limit = math.inf if limit is None else limit
-        if schedule.zero_stage == 1:  # whole parameters never leave the device
+        if schedule.zero_stage < 3:  # whole parameters never leave the device
             self.resident = sum(self.groups[i].bytes for i in self.own)
             if self.resident > self.limit:
                 self._fail(
@@ -220,11 +236,12 @@ class _RankWalk:
                 if action.at < 0:
                     self._reshard(action, index, f"{field}.reshard[{n}]")
             self._within = frozenset()
-        if self.schedule.zero_stage == 1:
+        if self.schedule.zero_stage < 3:
             for group, count in self.gathers.items():
                 if count != 1:
                     self._fail(
-                        f"zero stage 1 gathers every group once an iteration; group {group} is gathered {count} times",
+                        f"zero stage {self.schedule.zero_stage} gathers every group once an iteration; "
+                        f"group {group} is gathered {count} times",
                         prefix,
                     )
 
@@ -354,8 +371,8 @@ class _RankWalk:
     def _reshard(self, action, index: int, field: str, inside: bool = False) -> None:
         self._own_group(action.group, field, index)
         self._check_at(action, index, field)
-        if self.schedule.zero_stage == 1:
-            self._fail("zero stage 1 never frees a group", field, step_index=index)
+        if self.schedule.zero_stage < 3:
+            self._fail(f"zero stage {self.schedule.zero_stage} never frees a group", field, step_index=index)
         ready = self.ready_at.get(action.group)
         if ready is None:
             self._fail(f"group {action.group} is not unsharded", field, step_index=index)

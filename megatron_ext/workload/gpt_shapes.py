@@ -6,7 +6,7 @@ tensor-parallel rank holds them. tests/distributed/megatron/test_describe.py com
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.activation_bytes import kept_by_layer
@@ -93,7 +93,7 @@ def gpt_workload(
     parallel: Parallel,
     batch: MicroBatch,
     *,
-    zero_stage: int = 1,
+    zero_stage: Literal[1, 2, 3] = 1,
     limits: Limits | None = None,
     optimizer: OptimizerSettings | None = None,
     layers_of_stages: Sequence[int] | None = None,
@@ -117,7 +117,7 @@ def gpt_workload(
             schema_version=SCHEMA_VERSION,
             kind="workload",
             parallel=parallel,
-            zero_stage=1 if zero_stage == 1 else 3,
+            zero_stage=zero_stage,
             chunks=tuple(_chunk(shape, parallel, batch, stage, count) for stage, count in enumerate(layers_of_stages)),
             p2p_bytes=p2p_bytes(parallel, batch, shape.hidden, ITEM_BYTES[shape.dtype]),
             limits=limits or Limits(),

@@ -100,7 +100,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     schema_version: int
     kind: Literal["workload"]
     parallel: Parallel
-    zero_stage: Literal[1, 3]
+    zero_stage: Literal[1, 2, 3]
     chunks: tuple[Chunk, ...]
     p2p_bytes: int = 0
     limits: Limits = Limits()
