@@ -2,7 +2,7 @@
 
     python benchmarks/results_page.py
 
-Replaces what stands between the two markers of docs/results.md. ``tests/unit/benchmarks/test_kept_results.py`` fails
+Replaces what stands between the two markers of docs/results.md. ``tests/unit/benchmarks/test_results_page.py`` fails
 where the page and the files differ, and where a kept result has no row.
 """
 

@@ -22,7 +22,7 @@ NEIGHBOURS = 4
 
 SAFETY = 1.8
 """Half-width over the root mean square of those misses, times the Student-like factor of
-:func:`_half_width`. Chosen on simulated curves (tests/cost/test_interval.py): 94 % and more
+:func:`_half_width`. Chosen on simulated curves (tests/unit/cost/test_curve.py): 94 % and more
 of left-out points lie inside, at noise of 1 % to 30 %."""
 
 INDEPENDENT = 25
