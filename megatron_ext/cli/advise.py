@@ -5,9 +5,10 @@ import gc
 import click
 
 from megatron_ext.cli.output import emit, json_option
+from megatron_ext.cli.script_command import BareScriptCommand
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+@click.command(cls=BareScriptCommand)
 @click.option("--hardware", required=True, help="A machine's name (see: cost hardware), or a data sheet's path.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--picture", type=click.Path(), help="Write the same as a picture (PNG).")
@@ -29,13 +30,17 @@ def advise(hardware: str, nodes: int, picture: str | None, megatron_options, as_
     sheet = hardware_sheet.load(hardware)
     if picture:
         json_files.check_writable(picture)
+    passed_over: list[str] = []
     args = parse(
         megatron_options,
         verb="advise",
+        passed_over=passed_over,
         world_size=nodes * sheet.gpus_per_node,
         transformer_impl="transformer_engine",  # Megatron's own default
         gpus_per_node=sheet.gpus_per_node,
     )
+    if passed_over:
+        click.echo(f"advise: not known here and passed over: {', '.join(passed_over)}", err=True)
     setting = advice.Setting(
         gpt_arguments.shape_of(args),
         gpt_arguments.parallel_of(args),

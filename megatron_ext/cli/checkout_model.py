@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
-from megatron_ext.megatron import script_arguments
+from megatron_ext.megatron import cpu_options, ignored_options, script_arguments
 from megatron_ext.megatron.script_arguments import ScriptArguments
 
 LAYER_RUNNERS = "megatron_ext.megatron.layer_runners:layer_runners"
@@ -46,8 +46,22 @@ def use_megatron_of(checkout: str | None) -> None:
         raise InputError("measuring layers needs Megatron, which cannot be imported here; give it", field="--checkout")
 
 
+def refuse_script(script: ScriptArguments, verb: str):
+    """Refuse what the text of a checkout's arguments already shows to be impossible.
+
+    Returns:
+        Its options as of ``gpt_arguments``; None where the text does not say all.
+
+    Raises:
+        InputError: naming the option and its value.
+    """
+    cpu_options.refuse_absent_engine(script.transformer_impl)
+    known = {"data_parallel_size": said(script)["data_parallel_size"], "gpus_per_node": script.ours.gpus_per_node}
+    return ignored_options.refuse_at_once(script.megatron, verb=verb, **known)
+
+
 def refuse_early(script: ScriptArguments, options: Options) -> None:
-    """Refuse what the text of the script's arguments already shows to be wrong.
+    """Refuse what the text of the script's arguments already shows to be wrong with measuring.
 
     Raises:
         InputError: options beside the arguments say otherwise, or a size is out of range.

@@ -7,13 +7,14 @@ import click
 from msgspec import structs, to_builtins
 
 from megatron_ext.cli.output import emit, json_option
-from megatron_ext.formats import rank_memory
+from megatron_ext.cli.script_command import BareScriptCommand
+from megatron_ext.formats import json_files, rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.workload.workload import Workload
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+@click.command(cls=BareScriptCommand)
 @click.option("--out", required=True, help="Where the workload is written.")
 @click.option(
     "--checkout",
@@ -34,9 +35,16 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
     from megatron_ext.workload import workload_text as showing
 
     warnings.simplefilter("ignore", UserWarning)  # Megatron's, on what is not installed: nothing is trained here
+    json_files.check_writable(out)
     if checkout:
-        from megatron_ext.megatron import describe_from_checkout
+        from megatron_ext.cli.checkout_model import refuse_script
+        from megatron_ext.megatron import describe_from_checkout, script_arguments
 
+        describe_from_checkout.require_script(checkout)
+        script = script_arguments.read(megatron_options)
+        refuse_script(script, "describe")
+        if script.ours.data_parallel_size is None and "WORLD_SIZE" not in os.environ:
+            click.echo("describe: not given, taken to be: --data-parallel-size 1", err=True)
         described = describe_from_checkout.describe_command_line(checkout, megatron_options).workload
     else:
         from megatron_ext.megatron import cpu_compat

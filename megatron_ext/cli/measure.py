@@ -10,10 +10,12 @@ from megatron_ext.cli.checkout_model import (
     checkout_option,
     for_workload,
     refuse_early,
+    refuse_script,
     use_megatron_of,
     with_sizes,
 )
 from megatron_ext.cli.output import emit, json_option
+from megatron_ext.cli.script_command import ScriptCommand
 from megatron_ext.formats.errors import InputError
 
 READ_BY = {"nccl-tests": ("placement", "collective", "algorithm"), "curves": ("placement", "system"), "nvbandwidth": ()}
@@ -41,14 +43,18 @@ def refuse_unread(imported: str | None) -> None:
 def _of_script(options, checkout: str | None):
     """``options`` with what the script's arguments say, and with the layers that they build."""
     if not options.module_args:
+        if checkout:
+            raise InputError("needs the script's arguments behind --", field="--checkout", value=checkout)
         return options
     from megatron_ext.megatron import script_arguments
 
     of_megatron = options.modules is None or options.modules == LAYER_RUNNERS or bool(checkout)
     script = script_arguments.read(options.module_args, verb="measure", of_megatron=of_megatron)
+    refuse_early(script, options)
     if of_megatron:
         use_megatron_of(checkout)
-    refuse_early(script, options)
+    if checkout:
+        refuse_script(script, "measure")
     if not checkout:
         return with_sizes(msgspec.structs.replace(options, modules=options.modules or LAYER_RUNNERS), script)
     from megatron_ext.megatron.describe_from_checkout import describe_command_line
@@ -59,7 +65,7 @@ def _of_script(options, checkout: str | None):
     return for_workload(with_sizes(options, script), describe_command_line(checkout, arguments))
 
 
-@click.command()
+@click.command(cls=ScriptCommand)
 @click.option("--out", required=True, help="Where the cost table is written.")
 @click.option(
     "--import",
@@ -121,7 +127,7 @@ def _of_script(options, checkout: str | None):
     "--nvme-path", type=click.Path(), help="Directory on the drive; without it the nvme route is not offered."
 )
 @checkout_option
-@click.argument("module_args", nargs=-1)
+@click.argument("module_args", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def measure(
     out: str,

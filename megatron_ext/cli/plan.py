@@ -2,8 +2,9 @@
 
 import click
 
-from megatron_ext.cli.checkout_model import checkout_option, use_megatron_of
+from megatron_ext.cli.checkout_model import checkout_option, refuse_script, said, use_megatron_of
 from megatron_ext.cli.output import emit, json_option
+from megatron_ext.cli.script_command import ScriptCommand
 from megatron_ext.cli.table_check import naming_files, planning_inputs, table_differences
 from megatron_ext.formats.errors import InputError
 
@@ -18,18 +19,22 @@ def _refuse_sources(path: str | None, checkout: str | None, script_arguments) ->
         )
 
 
-def _workload(path: str | None, checkout: str | None, script_arguments):
+def _workload(path: str | None, checkout: str | None, words, refuse_table):
     if path is not None:
         from megatron_ext.workload import workload
 
         return workload.load(path)
     use_megatron_of(checkout)
+    from megatron_ext.megatron import script_arguments
     from megatron_ext.megatron.describe_from_checkout import describe_command_line
 
-    return describe_command_line(checkout, script_arguments).workload
+    script = script_arguments.read(words, verb="plan")
+    refuse_script(script, "plan")
+    refuse_table(said(script))
+    return describe_command_line(checkout, words).workload
 
 
-@click.command()
+@click.command(cls=ScriptCommand)
 @planning_inputs(workload_required=False)
 @checkout_option
 @click.option("--out", required=True, help="Where the schedule is written.")
@@ -42,7 +47,7 @@ def _workload(path: str | None, checkout: str | None, script_arguments):
         "-75, urgency, pipeswitch, hierarchical."
     ),
 )
-@click.argument("script_arguments", nargs=-1)
+@click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def plan(
     cost_table: str,
@@ -62,12 +67,21 @@ def plan(
     """
     from megatron_ext import planner
     from megatron_ext.cost import cost_table as cost
+    from megatron_ext.cost import environment
     from megatron_ext.formats import json_files
+    from megatron_ext.planner.policies import check_policy
     from megatron_ext.schedule import user_defined_schedule as schedule
 
     _refuse_sources(workload_path, checkout, script_arguments)
+    check_policy(policy)
+    json_files.check_writable(out)
     table = cost.load(cost_table)
-    work = _workload(workload_path, checkout, script_arguments)
+
+    def refuse_table(sizes) -> None:
+        found = environment.size_differences(table.metadata, sizes)
+        environment.refuse(found, allow=allow_differences, file=cost_table, how="allow it by --allow-differences")
+
+    work = _workload(workload_path, checkout, script_arguments, refuse_table)
     with naming_files(cost_table, workload_path or str(checkout)):
         differences = table_differences(
             table, work, this_machine=this_machine, allow=allow_differences, file=cost_table

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
-from megatron_ext.cli.checkout_model import for_workload, refuse_early, use_megatron_of, with_sizes
+from megatron_ext.cli.checkout_model import for_workload, refuse_early, refuse_script, use_megatron_of, with_sizes
 from megatron_ext.cli.output import emit, json_option
+from megatron_ext.cli.script_command import BareScriptCommand
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
@@ -42,6 +43,7 @@ class Preparation:
         self.script.data_parallel_size()
         self.options = Options(seconds=seconds, nvme_path=nvme_path)
         refuse_early(self.script, self.options)
+        refuse_script(self.script, "prepare")
         self.arguments = [*self._places(), *arguments]
         self.is_first = os.environ.get("RANK", "0") == "0"
         self.patched = self.is_first and self._is_patched()  # one process at a time may look
@@ -172,7 +174,7 @@ def _make_directory(out: Path) -> None:
         raise InputError(f"cannot be made: {error.strerror}", field="--out", value=str(out)) from None
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+@click.command(cls=BareScriptCommand)
 @click.option("--checkout", required=True, help="The Megatron-LM checkout that trains.")
 @click.option("--out", required=True, type=click.Path(file_okay=False), help="Directory of the three files.")
 @click.option("--policy", default="hybrid", show_default=True, help="As of plan.")

@@ -25,24 +25,46 @@ def run_on_cpu(nproc: int | None, script: str, script_arguments) -> int:
     from megatron_ext.cpubench import launcher
     from megatron_ext.megatron import cpu_options
     from megatron_ext.megatron import script_arguments as arguments
-    from megatron_ext.schedule import user_defined_schedule
 
     path = Path(script).resolve()
     if not path.is_file():
         raise InputError("no such file", field="SCRIPT", value=script)
     given = arguments.read(script_arguments, verb="run-on-cpu")
     cpu_options.refuse_absent_engine(given.transformer_impl)
-    if nproc is None and given.schedule is not None:
-        nproc = user_defined_schedule.decode(given.schedule).parallel.world_size
-    nproc = nproc or given.replica_size
+    nproc = nproc or (given.replica_size if given.schedule is None else _ranks_of_schedule(given.schedule))
     if nproc % given.replica_size:
         raise InputError(
             f"is no multiple of a replica's {given.replica_size} ranks (pipeline x tensor x context)",
             field="--nproc",
             value=nproc,
         )
+    if given.schedule is not None:
+        _refuse_other_run(path.parent, given, nproc)
     return launcher.launch(
         [sys.executable, "-m", "megatron_ext.megatron.cpu_compat", str(path), *script_arguments],
         nproc,
         environment={"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     )
+
+
+def _ranks_of_schedule(path: str) -> int:
+    from megatron_ext.schedule import user_defined_schedule
+
+    return user_defined_schedule.decode(path).parallel.world_size
+
+
+def _refuse_other_run(tree: Path, given, nproc: int) -> None:
+    """Say at once what every rank would refuse after a while: no hooks, or a schedule for another run."""
+    from megatron_ext.checkout import check
+    from megatron_ext.megatron import gpt_arguments, ignored_options
+    from megatron_ext.schedule import match, validate
+
+    if check(tree).state == "clean":
+        raise InputError(f"has no hooks yet; run `megatron-ext patch apply {tree}`", file=tree)
+    replicas = nproc // given.replica_size
+    options = ignored_options.refuse_at_once(given.megatron, verb="run-on-cpu", data_parallel_size=replicas)
+    if options is None:
+        return
+    schedule = validate.load(given.schedule)
+    match.match_layers(schedule, options.num_layers, file=given.schedule)
+    match.match_parallel(schedule, gpt_arguments.parallel_of(options), file=given.schedule)

@@ -67,6 +67,18 @@ def run_differences(metadata: Metadata, workload: Workload) -> list[str]:
     return lines + model_differences(metadata, workload)
 
 
+def size_differences(metadata: Metadata, sizes: Mapping[str, object]) -> list[str]:
+    """The part of :func:`run_differences` that options alone show; ``sizes`` by Megatron's names, or None."""
+    lines = []
+    for part in ("world_sizes", "model"):
+        stored = getattr(metadata, part)
+        for name, here in sizes.items():
+            there = stored.get(name) if isinstance(stored, Mapping) and not metadata.synthetic else None
+            if None not in (here, there) and there != here:
+                lines.append(f"{part}.{name}: table {there}, here {here}")
+    return lines
+
+
 def model_differences(metadata: Metadata, workload: Workload) -> list[str]:
     """What compute was measured of, where ``workload`` says otherwise: precision, bytes of a message."""
     model, lines = metadata.model, []

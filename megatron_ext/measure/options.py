@@ -1,6 +1,7 @@
 """What to measure, and for which run: the options that every rank of a measurement is given."""
 
 import math
+import os
 from typing import Literal
 
 import msgspec
@@ -162,6 +163,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise InputError(
                 "expected package.module:function or file.py:function", file=_flag("modules"), value=self.modules
             )
+        if self.nvme_path is not None and not os.path.isdir(self.nvme_path):
+            raise InputError("is no directory", file=_flag("nvme_path"), value=self.nvme_path)
         return self
 
 

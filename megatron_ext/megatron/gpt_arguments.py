@@ -103,6 +103,14 @@ def limits_of(args):
     )
 
 
+_OPTIONS = {
+    "num_microbatches": "global_batch_size",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
+}
+"""Fields of the parallel sizes -> the options that decide them, where they have other names."""
+
+
 def check(args, *, world_size: int | None = None) -> None:
     """Refuse values that cannot train, and fill in what follows from others.
 
@@ -120,7 +128,11 @@ def check(args, *, world_size: int | None = None) -> None:
     if world_size is not None:
         _check_processes(args, world_size)
     _fill_batch(args)
-    parallel_of(args).check(field="options")
+    try:
+        parallel_of(args).check()
+    except InputError as error:
+        name = (error.field or "").rpartition(".")[2]
+        _refuse(args, _OPTIONS.get(name, name), error.message)
 
 
 def _refuse(args, name: str, message: str) -> NoReturn:
@@ -158,7 +170,7 @@ def _check_sizes(args) -> None:
 
 def _check_shapes(args) -> None:
     """The layers' shapes fit together; the default of ``ffn_hidden_size``, the sizes of positions and vocabulary."""
-    if args.hidden_size % args.num_attention_heads:
+    if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
         _refuse(args, "num_attention_heads", f"does not divide --hidden-size {args.hidden_size}")
     if args.num_attention_heads % args.tensor_model_parallel_size:
         _refuse(args, "tensor_model_parallel_size", f"does not divide --num-attention-heads {args.num_attention_heads}")

@@ -7,9 +7,10 @@ name. Whatever is in neither list may be misspelt, and is refused too. With a ch
 """
 
 import argparse
+import contextlib
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import gpt_arguments
@@ -22,7 +23,7 @@ FLAGS = """
     ckpt-assume-constant-structure ckpt-fully-parallel-load ckpt-fully-parallel-save cross-entropy-loss-fusion
     data-parallel-random-init ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw
     defer-embedding-wgrad-compute deterministic-mode disable-gloo-process-groups dist-ckpt-optim-fully-reshardable
-    distribute-saved-activations enable-cuda-graph eod-mask-loss exit-on-missing-checkpoint exit-signal-handler fim-data
+    distribute-saved-activations eod-mask-loss exit-on-missing-checkpoint exit-signal-handler fim-data
     finetune flash-decode fp16-lm-cross-entropy grad-reduce-in-bf16 init-model-with-meta-device log-device-memory-used
     log-energy log-max-attention-logit log-memory-to-tensorboard log-num-zeros-in-grad log-params-norm log-progress
     log-straggler log-throughput log-timers-to-tensorboard log-validation-ppl-to-tensorboard
@@ -45,7 +46,7 @@ FLAGS += ["init-by-name", "no-overlap-param-gather"]  # of examples/pretrain_gpt
 
 VALUES = """
     adam-beta1 adam-beta2 adam-eps async-strategy attention-backend check-weight-hash-across-dp-replicas-interval
-    ckpt-format ckpt-step clip-grad cross-entropy-fusion-impl cuda-graph-impl data-cache-path dataloader-type
+    ckpt-format ckpt-step clip-grad cross-entropy-fusion-impl data-cache-path dataloader-type
     ddp-bucket-size decoupled-lr decoupled-min-lr dist-ckpt-format dist-ckpt-strictness empty-unused-memory-level
     end-weight-decay error-injection-rate error-injection-type eval-global-batch-size eval-interval eval-iters
     exit-duration-in-mins exit-interval exp-avg-dtype exp-avg-sq-dtype fim-rate fim-spm-rate fp8-amax-compute-algo
@@ -101,29 +102,75 @@ def sizes_taken(options) -> dict[str, int]:
     return {f"--{name}": parser.get_default(name.replace("-", "_")) for name in SIZES if f"--{name}" not in given}
 
 
-def parse(options, *, verb: str = "describe", world_size: int | None = None, **defaults) -> argparse.Namespace:
+def parse(
+    options, *, verb: str = "describe", world_size: int | None = None, passed_over: list[str] | None = None, **defaults
+) -> argparse.Namespace:
     """Options of ``megatron-ext describe`` (or another ``verb``): Megatron's, and what a plan may use.
 
     Args:
         world_size: number of GPUs, or None to take it from the parallel sizes.
+        passed_over: where given, options that no list names are put there, unless they look misspelt; otherwise they
+            are refused.
         defaults: values of options that are not given, where they are others than the example's.
 
     Raises:
         InputError: naming the option and its value.
     """
-    parser = gpt_arguments.OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
-    gpt_arguments.add_gpt_arguments(parser)
-    gpt_arguments.add_plan_arguments(parser)
-    parser.add_argument("--sequence-parallel", action="store_true")  # of messages between stages only
-    add_other_options(parser)
+    parser = _parser(verb)
     default_vocab_size = parser.get_default("vocab_size")
     parser.set_defaults(vocab_size=None, **defaults)
     args, unknown = parser.parse_known_args(list(options))
-    refuse_unknown(parser, unknown)
+    _refuse_unknown(parser, unknown, passed_over)
     check_other_options(args)
     args.vocab_size = default_vocab_size if args.vocab_size is None else args.vocab_size
     gpt_arguments.check(args, world_size=world_size)
     return args
+
+
+def refuse_at_once(options, *, verb: str, **known) -> argparse.Namespace | None:
+    """Refuse what the text of a checkout's options already shows to be impossible with a schedule.
+
+    Args:
+        options: of Megatron, as its own parser will read them.
+        known: values that are known from elsewhere, e.g. ``data_parallel_size``.
+
+    Returns:
+        The options, checked; None where a size is not given, or only Megatron can work out what they mean.
+
+    Raises:
+        InputError: naming the option and its value.
+    """
+    parser = _parser(verb)
+    for action in parser._actions:
+        action.choices = None  # a checkout may know more of them
+    try:
+        args, _ = parser.parse_known_args(list(options))
+    except InputError:
+        return None  # the checkout's own parser says what is wrong
+    given = vars(args)
+    _refuse_neutral(given)
+    if "yaml_cfg" in given:
+        return None
+    for name in ("use_distributed_optimizer", "overlap_param_gather"):
+        if name not in given:
+            raise InputError("is needed: a schedule takes the place of its gathers", field="--" + _dashes(name))
+    if given.get("expert_model_parallel_size") not in (None, ["1"]):
+        _refuse(given, "expert_model_parallel_size", "expert-parallel parameters cannot be scheduled")
+    if sizes_taken(options) or any(name.replace("-", "_") in given for name in (*REFUSED, *BATCH)):
+        return None
+    given |= {name: value for name, value in known.items() if value is not None}
+    if args.global_batch_size is None:
+        args.global_batch_size = args.micro_batch_size * (args.data_parallel_size or 1)  # as Megatron takes it
+    gpt_arguments.check(args)
+    return args
+
+
+def _parser(verb: str) -> argparse.ArgumentParser:
+    parser = gpt_arguments.OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
+    gpt_arguments.add_gpt_arguments(parser)
+    gpt_arguments.add_plan_arguments(parser)
+    parser.add_argument("--sequence-parallel", action="store_true")  # of messages between stages only
+    return add_other_options(parser)
 
 
 def _dashes(name: str) -> str:
@@ -157,21 +204,14 @@ def check_other_options(args) -> None:
         InputError: naming the option and its value.
     """
     given = vars(args)
-
-    def refuse(name: str, why: str):
-        raise InputError(why, field="--" + _dashes(name), value=" ".join(given[name]) or ...)
-
-    for name, neutral in NEUTRAL.items():
-        if given.get(name) not in (None, [str(neutral)]):
-            refuse(name, "cannot be combined with a schedule")
-    if given.get("optimizer", [""])[0] in LAYER_WISE_OPTIMIZERS:
-        refuse("optimizer", "cannot be combined with a schedule")
+    _refuse_neutral(given)
     for name in BATCH:
         if name.replace("-", "_") in given:
-            refuse(name.replace("-", "_"), "a schedule holds for one number of micro-batches")
+            _refuse(given, name.replace("-", "_"), "a schedule holds for one number of micro-batches")
     for name in REFUSED:
         if given.get(name.replace("-", "_")) not in (None, ["1"]):
-            refuse(
+            _refuse(
+                given,
                 name.replace("-", "_"),
                 "changes parameters or the order of steps; give --checkout DIR, and Megatron itself says how",
             )
@@ -183,22 +223,35 @@ def check_other_options(args) -> None:
             value=given[tokenizers[0].replace("-", "_")],
         )
     if given.get("tokenizer_type") == "NullTokenizer":
-        from megatron.core import package_info
+        with contextlib.suppress(ImportError):  # without Megatron: as of its last releases
+            from megatron.core import package_info
 
-        # Up to 0.17 it has an end of document beside its vocabulary.
-        args.vocab_size += int(package_info.MAJOR) == 0 and int(package_info.MINOR) < 18
+            # Up to 0.17 it has an end of document beside its vocabulary.
+            args.vocab_size += int(package_info.MAJOR) == 0 and int(package_info.MINOR) < 18
 
 
-def refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None:
-    """Refuse what no list names, with the nearest name.
+def _refuse(given: dict, name: str, why: str) -> NoReturn:
+    raise InputError(why, field="--" + _dashes(name), value=" ".join(given[name]) or ...)
 
-    Raises:
-        InputError: if anything is unknown.
-    """
-    if not unknown:
+
+def _refuse_neutral(given: dict) -> None:
+    for name, neutral in NEUTRAL.items():
+        if given.get(name) not in (None, [str(neutral)]):
+            _refuse(given, name, "cannot be combined with a schedule")
+    if given.get("optimizer", [""])[0] in LAYER_WISE_OPTIMIZERS:
+        _refuse(given, "optimizer", "cannot be combined with a schedule")
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str], passed_over: list[str] | None) -> None:
+    """Refuse what no list names, with the nearest name; or put it into ``passed_over`` where nothing is near."""
+    options = [word.partition("=")[0] for word in unknown]
+    if passed_over is not None:
+        options = [option for option in options if option.startswith("--")]
+        passed_over += [option for option in options if not _near(parser, option, 0.9)]
+        options = [option for option in options if option not in passed_over]
+    if not options:
         return
-    option = unknown[0].partition("=")[0]
-    near = difflib.get_close_matches(option, list(parser._option_string_actions), n=1, cutoff=0.8)
+    option, near = options[0], _near(parser, options[0], 0.8)
     hint = (
         f"did you mean {near[0]}?"
         if near
@@ -206,3 +259,7 @@ def refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None:
     )
     verb = parser.prog.rpartition(" ")[2]
     raise InputError(f"is not an option that {verb} knows; {hint}", file=parser.prog, field="option", value=option)
+
+
+def _near(parser: argparse.ArgumentParser, option: str, cutoff: float) -> list[str]:
+    return difflib.get_close_matches(option, list(parser._option_string_actions), n=1, cutoff=cutoff)

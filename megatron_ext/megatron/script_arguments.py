@@ -81,7 +81,7 @@ def read(options: Iterable[str], *, verb: str = "describe", of_megatron: bool = 
     """
     parser = OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
     add_plan_arguments(parser)
-    parser.add_argument("--data-parallel-size", type=int, default=None)
+    parser.add_argument("--data-parallel-size", "--dp", type=int, default=None)
     for name in ("", "-trace", "-nvme-path", "-check"):
         parser.add_argument(f"--user-defined-schedule{name}")
     ours, megatron = parser.parse_known_args(list(options))

@@ -1,17 +1,29 @@
 """What is refused from the text of a script's arguments, before anything is imported."""
 
+import re
 import sys
 
+import msgspec
 import pytest
+import toy_megatron
+from planning_cases import make_table, make_workload
 
+from megatron_ext import planner
+from megatron_ext.checkout import apply
 from megatron_ext.cli import main as cli
+from megatron_ext.cli.checkout_model import refuse_script
+from megatron_ext.cost import cost_table
+from megatron_ext.cost.cost_table import Metadata
+from megatron_ext.cost.environment import size_differences
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.cpu_options import refuse_absent_engine
 from megatron_ext.megatron.script_arguments import read, refuse_contradictions
+from megatron_ext.schedule import user_defined_schedule
 
 ARGUMENTS = (
     "--hidden-size 64 --seq-length=32 --micro-batch-size 2 --pipeline-model-parallel-size 2 --lr 1e-3 --bf16 "
-    "--tensor-model-parallel-size 2"
+    "--tensor-model-parallel-size 2 --num-layers 4 --num-attention-heads 4 --use-distributed-optimizer "
+    "--overlap-param-gather --transformer-impl local"
 ).split()
 
 
@@ -72,6 +84,15 @@ REFUSED = {
     "no replicas": (["prepare", "--out", "OUT"], "--data-parallel-size: is needed"),
     "policy": (["prepare", "--out", "OUT", "--data-parallel-size", "2", "--policy", "fastest"], "fastest"),
     "time": (["prepare", "--out", "OUT", "--data-parallel-size", "2", "--seconds", "0"], "--seconds"),
+    "a drive": (["prepare", "--out", "OUT", "--dp", "2", "--nvme-path", "/nowhere"], "--nvme-path"),
+    "nodes": (["prepare", "--out", "OUT", "--dp", "2", "--gpus-per-node", "3"], "--gpus-per-node = 3"),
+    "beside, prepare": (["prepare", "--out", "OUT", "--seq-length", "64"], "= '64': the script's arguments say --seq"),
+    "beside, describe": (["describe", "--out", "OUT", "--num-layers", "8"], "arguments say --num-layers 4"),
+    "beside, plan": (["plan", "--out", "OUT", "--cost-table", "T", "--hidden-size", "8"], "say --hidden-size 64"),
+    "short form": (["measure", "--out", "OUT", "--pp", "4"], "--pipeline-model-parallel-size = '4'"),
+    "unknown, prepare": (["prepare", "--out", "OUT", "--secnds", "3"], "--secnds: is no option of prepare"),
+    "unknown, measure": (["measure", "--out", "OUT", "--zero-stages", "3"], "--zero-stages: is no option of measure"),
+    "policy of plan": (["plan", "--out", "OUT", "--cost-table", "T", "--policy", "best"], "best"),
 }
 
 
@@ -84,6 +105,102 @@ def test_what_would_be_refused_later_is_refused_before_the_script_runs(name, che
     assert cli.main([*command, "--checkout", str(checkout), "--", *ARGUMENTS]) == 2
     said = capsys.readouterr().err.strip()
     assert expected in said and len(said.splitlines()) == 1
+
+
+TAKEN_OUT = {
+    "--overlap-param-gather": "--overlap-param-gather: is needed",
+    "--use-distributed-optimizer": "--use-distributed-optimizer: is needed",
+    "--transformer-impl local": "train with --transformer-impl local",
+}
+ADDED = {
+    "--context-parallel-size 2": "--context-parallel-size = '2': cannot be combined",
+    "--nccl-ub": "--nccl-ub: cannot be combined",
+    "--optimizer muon": "--optimizer = 'muon': cannot be combined",
+    "--expert-model-parallel-size 2": "--expert-model-parallel-size = '2': expert-parallel",
+    "--cuda-graph-impl local": "--cuda-graph-impl = 'local': cannot be combined",
+    "--num-attention-heads 3": "--num-attention-heads = 3: does not divide --hidden-size 64",
+    "--global-batch-size 3": "--global-batch-size = 3: is no multiple",
+    "--global-batch-size 4 --num-virtual-stages-per-pipeline-rank 2": "--global-batch-size = 4: needs pipeline size 2",
+}
+
+
+def judged(arguments: list[str]):
+    """What the text of a checkout's arguments is taken to say, with two replicas."""
+    return refuse_script(read([*arguments, "--dp", "2"]), "prepare")
+
+
+@pytest.mark.parametrize("change", [*TAKEN_OUT, *ADDED])
+def test_what_no_schedule_can_be_combined_with_is_refused_from_the_text(change):
+    arguments = " ".join(ARGUMENTS)
+    arguments = arguments.replace(change, "") if change in TAKEN_OUT else f"{arguments} {change}"
+    with pytest.raises(InputError, match=re.escape((TAKEN_OUT | ADDED)[change])):
+        judged(arguments.split())
+
+
+@pytest.mark.parametrize("verb", ["prepare", "measure", "describe", "plan"])
+def test_every_verb_looks_at_the_text_first(verb, checkout, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    table = tmp_path / "t.json"
+    cost_table.save(table, make_table(make_workload()))
+    command = [verb, "--out", str(tmp_path / "out"), "--checkout", str(checkout), "--dp", "2"]
+    command += ["--cost-table", str(table)] if verb == "plan" else []
+    assert cli.main([*command, "--", *ARGUMENTS, "--nccl-ub"]) == 2
+    assert "--nccl-ub: cannot be combined" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["--kv-channels 16 --hidden-size 62", "--cuda-graph-impl none", "--position-embedding-type yarn", "--new-option 3"],
+)
+def test_what_only_megatron_can_judge_is_left_to_it(change):
+    judged([*ARGUMENTS, *change.split()])
+
+
+@pytest.mark.parametrize("change", ["--num-experts 8", "--yaml-cfg a.yaml", "--pipeline-model-parallel-layout E|t"])
+def test_sizes_are_not_judged_where_other_options_change_their_meaning(change):
+    assert judged([*ARGUMENTS, "--num-layers", "3", *change.split()]) is None
+
+
+def test_a_table_of_other_messages_is_refused_before_the_script_runs(checkout, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    sizes = {"world_sizes": {"data_parallel_size": 2}, "model": {"seq_length": 128}}
+    metadata = Metadata(**sizes)
+    found = size_differences(metadata, {"data_parallel_size": 2, "seq_length": 32, "hidden_size": 64, "lr": None})
+    assert found == ["model.seq_length: table 128, here 32"]
+    assert not size_differences(Metadata(synthetic=True, **sizes), {"seq_length": 32})
+    table = tmp_path / "t.json"
+    cost_table.save(table, msgspec.structs.replace(make_table(make_workload()), metadata=metadata))
+    command = ["plan", "--checkout", str(checkout), "--cost-table", str(table), "--out", str(tmp_path / "s.json")]
+    assert cli.main([*command, "--dp", "2", "--", *ARGUMENTS]) == 2
+    assert "model.seq_length: table 128, here 32" in capsys.readouterr().err
+
+
+def test_advise_takes_a_whole_command_line_without_megatron(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    others = "--tokenizer-type NullTokenizer --vocab-size 1023 --mock-data --an-option-of-a-fork 3"
+    command = ["advise", "--hardware", "h100-rdma", "--json", "--", *ARGUMENTS, *others.split()]
+    assert cli.main(command) == 0, capsys.readouterr().err
+    assert "passed over: --an-option-of-a-fork" in capsys.readouterr().err
+    assert cli.main([*command, "--hidden-sice", "64"]) == 2
+    assert "did you mean --hidden-size?" in capsys.readouterr().err
+
+
+def test_run_on_cpu_says_at_once_what_every_rank_would_say_later(tmp_path, capsys):
+    tree, schedule = tmp_path / "tree", tmp_path / "s.json"
+    toy_megatron.write(tree)
+    work = make_workload(pp=2, vp=1, dp=2, layers=2, microbatches=4, order="1f1b")
+    user_defined_schedule.save(schedule, planner.plan(work, make_table(work), policy="all-gpu"))
+    command = ["run-on-cpu", "--", str(tree / "pretrain_gpt.py"), *ARGUMENTS, "--user-defined-schedule", str(schedule)]
+    assert cli.main(command) == 2
+    assert "has no hooks yet; run `megatron-ext patch apply" in capsys.readouterr().err
+    apply(tree)
+    other = "--tensor-model-parallel-size 1 --global-batch-size 8".split()
+    assert cli.main([*command, *other]) == 2
+    assert "num_microbatches = 4: the run has 2" in capsys.readouterr().err
+    assert cli.main([*command, "--nccl-ub"]) == 2
+    assert "--nccl-ub: cannot be combined" in capsys.readouterr().err
 
 
 def test_a_directory_without_the_script_is_refused(tmp_path, capsys):
@@ -103,8 +220,8 @@ def test_plan_takes_a_workload_or_the_scripts_arguments(tmp_path, capsys):
 def test_run_on_cpu_asks_for_what_it_can_run(tmp_path, capsys):
     script = tmp_path / "pretrain_gpt.py"
     script.write_text("raise SystemExit('nothing may run this')\n")
-    assert cli.main(["run-on-cpu", "--", str(script), *ARGUMENTS]) == 2
-    local = [*ARGUMENTS, "--transformer-impl", "local"]
+    local = ARGUMENTS
+    assert cli.main(["run-on-cpu", "--", str(script), *local[:-2]]) == 2
     assert cli.main(["run-on-cpu", "--nproc", "3", "--", str(script), *local]) == 2
     assert cli.main(["run-on-cpu", "--", str(tmp_path / "absent.py"), *local]) == 2
     said = capsys.readouterr().err.splitlines()

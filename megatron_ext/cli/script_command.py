@@ -1,0 +1,79 @@
+"""A verb that is given the arguments of a training script behind ``--``."""
+
+import click
+
+from megatron_ext.formats.errors import InputError
+
+PLAN_OPTIONS = (
+    "--data-parallel-size",
+    "--dp",
+    "--zero-stage",
+    "--gpus-per-node",
+    "--limit-device-bytes",
+    "--limit-whole-parameter-bytes",
+    "--limit-pinned-host-bytes",
+    "--limit-nvme-slots",
+)
+"""What a script's arguments do not say; may stand on either side of ``--``."""
+
+
+class ScriptCommand(click.Command):
+    """The argument of such a verb that takes any number of words gets the script's arguments, and before them
+    :data:`PLAN_OPTIONS` that stand in front of ``--``.
+
+    Raises:
+        InputError: an option in front of ``--`` is none of the verb's, or says otherwise than the one behind it.
+    """
+
+    ignore_unknown_options = True
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, then look at what stands on both sides of ``--``."""
+        dashes = "--" in args
+        cut = args.index("--") if dashes else len(args)
+        in_front, behind = args[:cut], args[cut + 1 :]
+        rest = super().parse_args(ctx, args)
+        (name,) = (p.name for p in self.params if isinstance(p, click.Argument) and p.nargs == -1)
+        assert name is not None  # click names every parameter
+        given = ctx.params[name]
+        self._refuse_contradiction(in_front, behind)
+        if dashes or self.dashes_are_needed:
+            self._refuse_unknown(given[: len(given) - len(behind)])
+        return rest
+
+    dashes_are_needed = True
+    """Whether the script's arguments are known by ``--`` alone."""
+
+    def _refuse_contradiction(self, in_front: list[str], behind: list[str]) -> None:
+        names = {"--dp": "--data-parallel-size"} | {opt: p.opts[0] for p in self.params for opt in p.opts}
+        said = {names.get(option, option): value for option, value in values(behind).items()}
+        for option, value in values(in_front).items():
+            option = names.get(option, option)
+            if said.get(option, value) != value:
+                raise InputError(
+                    f"the script's arguments say {option} {said[option]}; give it once", field=option, value=value
+                )
+
+    def _refuse_unknown(self, words: tuple[str, ...]) -> None:
+        for option in values(words):
+            if option not in PLAN_OPTIONS:
+                raise InputError(f"is no option of {self.name}; the script's arguments stand behind --", field=option)
+
+
+class BareScriptCommand(ScriptCommand):
+    """The script's arguments may also stand among the verb's own options, without ``--``."""
+
+    dashes_are_needed = False
+
+
+def values(words) -> dict[str, str]:
+    """By option its last value in ``words``; "" where it has none."""
+    found: dict[str, str] = {}
+    option = None
+    for word in words:
+        if word.startswith("--"):
+            option, _, value = word.partition("=")
+            found[option] = value
+        elif option is not None:
+            found[option] = f"{found[option]} {word}".strip()
+    return found
