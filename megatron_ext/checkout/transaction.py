@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,9 @@ import msgspec
 from megatron_ext.checkout.patchset import blob_id
 from megatron_ext.formats import json_files as files
 from megatron_ext.formats.errors import InputError
+
+WAIT_SECONDS = 10.0
+"""How long a command waits for another one on the same tree, which takes a fraction of a second."""
 
 STAGE = ".megatron-ext-patch"
 JOURNAL = "journal.json"
@@ -55,15 +59,23 @@ def locked(root: Path) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"cannot be read: {error}", file=root) from None
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError("another patch command is at work here; wait for it", file=root) from None
-        except OSError:
-            pass  # some network file systems cannot lock a directory
+        _lock(handle, root)
         yield
     finally:
         os.close(handle)
+
+
+def _lock(handle: int, root: Path) -> None:
+    until = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise InputError("another patch command is at work here; wait for it", file=root) from None
+            time.sleep(0.05)
+        except OSError:
+            return  # some network file systems cannot lock a directory
 
 
 def replace_files(root: Path, contents: dict[str, bytes], *, rehearse: bool = False) -> None:

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -349,10 +351,16 @@ def test_a_link_to_another_file_system(archive, tmp_path, monkeypatch):
     assert snapshot(archive) == before
 
 
-def test_two_commands_at_once(archive):
+def test_two_commands_at_once_take_turns(archive, monkeypatch):
+    with ThreadPoolExecutor() as pool:
+        with locked(archive):
+            waiting = pool.submit(apply, archive)
+            time.sleep(0.2)
+            assert not waiting.done()
+        assert waiting.result().state == "applied"
+    monkeypatch.setattr(transaction, "WAIT_SECONDS", 0.1)
     with locked(archive), pytest.raises(InputError, match="another patch command"):
-        apply(archive)
-    assert apply(archive).state == "applied"
+        check(archive)
 
 
 def test_the_command(archive, capsys):

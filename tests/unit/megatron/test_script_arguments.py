@@ -84,7 +84,7 @@ REFUSED = {
     "no replicas": (["prepare", "--out", "OUT"], "--data-parallel-size: is needed"),
     "policy": (["prepare", "--out", "OUT", "--data-parallel-size", "2", "--policy", "fastest"], "fastest"),
     "time": (["prepare", "--out", "OUT", "--data-parallel-size", "2", "--seconds", "0"], "--seconds"),
-    "a drive": (["prepare", "--out", "OUT", "--dp", "2", "--nvme-path", "/nowhere"], "--nvme-path"),
+    "a drive": (["prepare", "--out", "OUT", "--dp", "2", "--nvme-path", "/dev/null/drive"], "--nvme-path"),
     "nodes": (["prepare", "--out", "OUT", "--dp", "2", "--gpus-per-node", "3"], "--gpus-per-node = 3"),
     "beside, prepare": (["prepare", "--out", "OUT", "--seq-length", "64"], "= '64': the script's arguments say --seq"),
     "beside, describe": (["describe", "--out", "OUT", "--num-layers", "8"], "arguments say --num-layers 4"),
