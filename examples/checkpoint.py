@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_ext.formats.errors import InputError
 
@@ -24,6 +25,8 @@ def save(directory, iteration: int, model, optimizer) -> None:
         "model": [chunk.module.state_dict() for chunk in model],
         "optimizer": _optimizer_state(optimizer),
         "rng": (random.getstate(), numpy.random.get_state(), torch.get_rng_state()),
+        # Dropout draws from these: the device's own state, and Megatron's, one a kind of region.
+        "cuda_rng": (torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()),
     }
     path = folder / f"rank_{dist.get_rank():05d}.pt"
     temporary = path.with_suffix(".tmp")
@@ -70,6 +73,9 @@ def load(directory, model, optimizer) -> int:
     random.setstate(python_state)
     numpy.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)
+    device_state, tracked = state["cuda_rng"]
+    torch.cuda.set_rng_state(device_state)
+    get_cuda_rng_tracker().set_states(tracked)
     return iteration
 
 

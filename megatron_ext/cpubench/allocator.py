@@ -19,11 +19,29 @@ Source: mallopt(3).
 """
 
 import ctypes
+import os
+from pathlib import Path
 
 ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Environment of ranks that our launchers start; the user's own settings go before."""
+"""Environment of ranks on the CPU; the user's own settings go before."""
+
+CUDA_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""One of them is there where a process can have a CUDA device; the second is that of Windows' Linux subsystem."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def environment(device: str = "auto") -> dict[str, str]:
+    """:data:`ENVIRONMENT` for ranks on the CPU; nothing for those that may have a CUDA device.
+
+    There the host's allocator serves data loaders and checkpoints, which free what they take.
+
+    Args:
+        device: ``cpu``, ``cuda``, or ``auto``: by whether there is a CUDA device that is not hidden.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    on_cuda = device == "cuda" or (device == "auto" and not hidden and any(path.exists() for path in CUDA_DEVICES))
+    return {} if on_cuda else dict(ENVIRONMENT)
 
 
 def keep_freed_blocks() -> bool:

@@ -105,7 +105,7 @@ def launch(command: list[str], num_processes: int, *, environment: dict[str, str
     """
     store = _Store()
     shared = {
-        **allocator.ENVIRONMENT,
+        **allocator.environment(),
         **LOOPBACK,
         **os.environ,
         **ONE_MACHINE,

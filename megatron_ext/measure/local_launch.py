@@ -86,7 +86,7 @@ class _Ranks:
             setup["listener"] = listener.fileno()
             descriptors.append(listener.fileno())
         environment = dict(
-            allocator.ENVIRONMENT | launcher.LOOPBACK | os.environ,
+            allocator.environment(self.options.device) | launcher.LOOPBACK | os.environ,
             OMP_NUM_THREADS=str(self.options.threads),
             MKL_NUM_THREADS=str(self.options.threads),
         )

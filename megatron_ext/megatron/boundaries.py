@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_ext.formats.errors import InputError
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -36,8 +38,9 @@ def layers_of(chunk: torch.nn.Module) -> list[Layer]:
     """Layers of a chunk in execution order: embedding, transformer layers, output.
 
     The final norm belongs to the output layer, whose first module it is. An output layer that is
-    tied to an embedding in the same chunk borrows its weight. A chunk may have no layer with
-    parameters; it then has no layers.
+    tied to an embedding in the same chunk borrows its weight. Layers of multi-token prediction run
+    between the decoder and the output, and count as part of it; they call the embedding again, all of
+    which is then borrowed. A chunk may have no layer with parameters; it then has no layers.
     """
     model = bare(chunk)
     modules = dict(model.named_modules())
@@ -65,10 +68,11 @@ def layers_of(chunk: torch.nn.Module) -> list[Layer]:
             kind, module = "transformer", modules[f"decoder.layers.{index}"]
         else:
             kind, module = "output", _first_output_module(modules)
-            if "output_layer" in modules and getattr(model, "share_embeddings_and_output_weights", False):
-                borrowed = tuple(
-                    name for name, _ in found.get((0, 0), ()) if name == "embedding.word_embeddings.weight"
-                )
+            embedding = tuple(name for name, _ in found.get((0, 0), ()))
+            if "mtp" in modules:
+                borrowed = embedding
+            elif "output_layer" in modules and getattr(model, "share_embeddings_and_output_weights", False):
+                borrowed = tuple(name for name in embedding if name == "embedding.word_embeddings.weight")
         layers.append(Layer(kind, module, tuple(parameters), borrowed))
     return layers
 
@@ -77,7 +81,11 @@ def _first_output_module(modules) -> torch.nn.Module:
     for name in ("decoder.final_layernorm", "decoder.final_norm", "output_layer"):
         if modules.get(name) is not None:
             return modules[name]
-    raise AssertionError("a chunk has parameters behind its layers but no final norm and no output layer")
+    raise InputError(
+        "a stage has parameters behind its layers but no final norm and no output layer; layers of multi-token "
+        "prediction must be on the last stage, where the output is",
+        field="--pipeline-model-parallel-layout",
+    )
 
 
 class Boundaries:

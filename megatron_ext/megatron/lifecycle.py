@@ -28,6 +28,7 @@ from megatron_ext.megatron import buckets, refusals, run_summary, stock_trace
 from megatron_ext.megatron.agreement import agree, gather_objects
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.equality_check import EqualityCheck, parameter_digest
+from megatron_ext.megatron.optimizer_steps import OptimizerSteps
 from megatron_ext.megatron.pre_hooks import replace_pre_hooks
 from megatron_ext.megatron.prepare import prepare
 from megatron_ext.megatron.recompute import check_recompute
@@ -100,6 +101,7 @@ class Run:
         self._error: str | None = None
         self._optimizers: list = []
         self._optimizers_pending: set[int] = set()
+        self._steps: OptimizerSteps | None = None
         if schedule is not None:
             self.sha256 = json_files.sha256(schedule)
             self.schedule = validate.load(schedule)
@@ -172,6 +174,7 @@ class Run:
                 self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
                 self._agree(self._try_to_prepare(nvme_path))
                 self._begin()
+                self._steps = OptimizerSteps(optimizer)
         if self.trace_path is not None and self.recorder is not None:
             stock_trace.record_optimizer(optimizer, self.recorder)
 
@@ -248,6 +251,9 @@ class Run:
         if forward_only:
             self.executor.unshard_all()
             return IDLE
+        assert self._steps is not None
+        self._steps.watch()
+        self._steps.check()
         self.executor.expect(num_microbatches)
         self.executor.begin_iteration()
         return self.executor
@@ -260,6 +266,8 @@ class Run:
         if len(self._optimizers_pending) < len(self._optimizers):
             return
         self._optimizers_pending.clear()
+        assert self._steps is not None
+        self._steps.told += 1
         self.executor.params_updated()
 
     def params_changed(self) -> None:

@@ -29,6 +29,12 @@ NEUTRAL = {
     "cuda_graph_impl": "none",
     "enable_cuda_graph": False,  # as releases before 0.15 call it
     "external_cuda_graph": False,
+    "optimizer_cuda_graph": False,  # a replayed step does not say that parameters have changed
+    # They send saved tensors to the host and back by hooks of autograd's; no schedule has been run beside them.
+    "cpu_offloading": False,
+    "cpu_offloading_weights": False,
+    "fine_grained_activation_offloading": False,
+    "perform_rl_step": False,  # it reads and offloads parameters between training steps
     "qk_clip": False,  # it writes whole parameters behind the optimizer's back
 }
 

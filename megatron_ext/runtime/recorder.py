@@ -8,7 +8,9 @@ nodes are aligned by it (to the accuracy of their time synchronisation).
 On CUDA a call returns when its work is queued, and a wait when the stream has been told to wait.
 So what the device does (compute, waits, copies) is recorded between events on its stream, which
 are read when all has been recorded; what the training thread itself does (issuing) by the clock.
-This half has not yet been run on a GPU.
+The time between two events is a float32 of milliseconds: after an hour it is known to 250 us. So every iteration has
+a base event of its own, which is placed by the base before it, and a duration is read between its own two events.
+Source: cudaEventElapsedTime, whose result is a float. This half has not yet been run on a GPU.
 """
 
 import time
@@ -32,23 +34,31 @@ class Recorder:
         self.recording = iterations is None
         self.rows: list[tuple] = []
         self.epoch_offset_ns = time.time_ns() - time.perf_counter_ns()
-        self._base, self._base_ns = None, 0
+        self._bases: dict[int, torch.cuda.Event] = {}  # by iteration, in order
+        self._first_base_ns = 0
 
     def now(self):
         """This moment of what computes, for :meth:`add`: nanoseconds, or an event on the current stream. On the
         training thread."""
         if not self.on_device:
             return time.perf_counter_ns()
-        if self._base is None:
-            self._base = event_here()
-            self._base.synchronize()
-            self._base_ns = time.perf_counter_ns()
+        if not self._bases:
+            self._add_base()
         return event_here()
+
+    def _add_base(self) -> None:
+        base = event_here()
+        if not self._bases:  # the only one that the clock is read beside
+            base.synchronize()
+            self._first_base_ns = time.perf_counter_ns()
+        self._bases[self.iteration] = base
 
     def begin_iteration(self) -> None:
         """The next iteration of training begins."""
         self.iteration += 1
         self.recording = self.iterations is None or self.iteration in self.iterations
+        if self.on_device and self.recording:
+            self._add_base()
 
     def add(self, lane: str, name: str, start, end) -> None:
         """Record a span from ``start`` to ``end``: nanoseconds of ``perf_counter_ns``, or events with timing."""
@@ -72,22 +82,39 @@ class Recorder:
 
     def events(self) -> list[Event]:
         """Everything recorded so far, in microseconds since the epoch offset."""
-        if self._base is not None:
+        if self._bases:
             torch.cuda.synchronize()
+        base_ns = self._base_times_ns()
         offset = self.epoch_offset_ns
-        spans = [
-            (lane, name, self._ns(start), self._ns(end), iteration) for lane, name, start, end, iteration in self.rows
-        ]
         return [
-            Event(self.rank, lane, name, (start + offset) / 1e3, (end - start) / 1e3, iteration)
-            for lane, name, start, end, iteration in spans
+            Event(
+                self.rank, lane, name, (self._ns(start, iteration, base_ns) + offset) / 1e3, _us(start, end), iteration
+            )
+            for lane, name, start, end, iteration in self.rows
         ]
 
-    def _ns(self, moment) -> int:
+    def _base_times_ns(self) -> dict[int, int]:
+        """When each base event was, by iteration."""
+        times, before = {}, None
+        for iteration, base in self._bases.items():
+            times[iteration] = self._first_base_ns if before is None else times[before] + _ns(self._bases[before], base)
+            before = iteration
+        return times
+
+    def _ns(self, moment, iteration: int, base_ns: dict[int, int]) -> int:
         if isinstance(moment, int):
             return moment
-        assert self._base is not None  # made before any event was
-        return self._base_ns + round(self._base.elapsed_time(moment) * 1e6)
+        # Copies may be recorded before the training thread has made the first base.
+        nearest = max((i for i in base_ns if i <= iteration), default=min(base_ns))
+        return base_ns[nearest] + _ns(self._bases[nearest], moment)
+
+
+def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    return round(begin.elapsed_time(end) * 1e6)
+
+
+def _us(start, end) -> float:
+    return (end - start if isinstance(start, int) else _ns(start, end)) / 1e3
 
 
 def event_here() -> torch.cuda.Event:

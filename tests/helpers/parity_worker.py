@@ -7,6 +7,7 @@ options of the layout. See ``parity_service.py``.
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -88,7 +89,8 @@ def train(
     meddle: str | None = None,
 ) -> dict:
     """Train a new model; returns this rank's metrics. ``meddle``: ``told`` or ``silent``, see
-    :func:`meddling`; or ``go on``: another iteration after training has been finished."""
+    :func:`meddling`; ``go on``: another iteration after training has been finished; ``replay``: the
+    optimizer's hook is not called, as in the replay of a CUDA graph."""
     for name in (lifecycle.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -99,6 +101,9 @@ def train(
     example.hooks.configure(schedule)
     model, optimizer, config = example.build_model_and_optimizer(args)
     rows = Rows(args)
+    if meddle == "replay":
+        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+            one.step_with_ready_grads = functools.partial(super(type(one), one).step_with_ready_grads)
     if meddle in ("told", "silent"):
         with meddling(example, meddle == "told") as hashes:
             metrics = example.train(args, model, optimizer, config, (rows, rows))

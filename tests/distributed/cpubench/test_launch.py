@@ -44,6 +44,15 @@ def test_one_arena_unless_the_user_says_otherwise(monkeypatch, tmp_path, given, 
     assert (tmp_path / "said").read_text() == found
 
 
+def test_ranks_that_may_have_a_cuda_device_keep_the_hosts_own_allocator(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(allocator, "CUDA_DEVICES", (tmp_path,))
+    assert allocator.environment() == allocator.environment("cuda") == {}
+    assert allocator.environment("cpu") == allocator.ENVIRONMENT
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert allocator.environment() == allocator.ENVIRONMENT
+
+
 def test_a_module_is_launched_as_python_does(tmp_path):
     (tmp_path / "said.py").write_text(
         "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(' '.join(sys.argv[2:]))"

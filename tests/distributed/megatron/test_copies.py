@@ -68,6 +68,15 @@ def test_training_that_goes_on_without_its_schedule(workloads, services, tmp_pat
         )
 
 
+def test_an_optimizer_step_that_the_schedule_is_not_told_of_stops_training(workloads, services, tmp_path):
+    """Else the next iteration would compute on parameters of the step before, without an error."""
+    hosted(workloads["interleaved", "fp32"], 1, tmp_path / "s.json")
+    with pytest.raises(Died, match="1 optimizer steps have changed parameters, but .* was called after 0"):
+        services("interleaved").run(
+            options=MODELS["fp32"], schedule=tmp_path / "s.json", meddle="replay", reference=False
+        )
+
+
 def test_layers_that_are_recomputed_together_are_not_parted(workloads):
     """Uniform recompute over two layers: freed and brought only at their ends, in backward."""
     from types import SimpleNamespace

@@ -6,14 +6,21 @@ import pytest
 from cases import MODELS
 from draw_schedule import hosted
 
+DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")  # drawn from the states that a checkpoint keeps
 
-@pytest.mark.parametrize(("name", "zero_stage"), [("fp32", 3), ("bf16-tied", 1), ("bf16-tied", 3), ("fp16", 3)])
-def test_a_loaded_checkpoint_goes_on_like_the_run_that_saved_it(services, workloads, tmp_path, name, zero_stage):
+
+@pytest.mark.parametrize(
+    ("name", "zero_stage", "more"), [("fp32", 3, DROPOUT), ("bf16-tied", 1, ()), ("bf16-tied", 3, ()), ("fp16", 3, ())]
+)
+def test_a_loaded_checkpoint_goes_on_like_the_run_that_saved_it(services, workloads, tmp_path, name, zero_stage, more):
     hosted(workloads["interleaved", name], zero_stage, tmp_path / "s.json")
 
     def train(iterations: int, *options) -> dict:
         case = dict(
-            options=[*MODELS[name], *options], schedule=tmp_path / "s.json", iterations=iterations, reference=False
+            options=[*MODELS[name], *more, *options],
+            schedule=tmp_path / "s.json",
+            iterations=iterations,
+            reference=False,
         )
         return services("interleaved").run(**case, environment={"MEGATRON_EXT_DEBUG": "1"})["scheduled"]
 

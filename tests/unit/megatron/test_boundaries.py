@@ -3,9 +3,11 @@
 import copy
 import inspect
 
+import pytest
 import torch
 
-from megatron_ext.megatron.boundaries import Boundaries, Layer
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.boundaries import Boundaries, Layer, layers_of
 
 
 def two_layers():
@@ -86,3 +88,22 @@ def test_what_runs_in_forward_alone_asks_for_no_activation():
     boundaries.arm(0, 1, (), ())()
     layers[1](torch.ones(2, 4))
     assert seen == ["F"]
+
+
+def test_multi_token_prediction_reads_the_embedding_again_behind_the_decoder():
+    """At zero stage 3 it must not be freed before: Megatron's GPTModel calls self.embedding from self.mtp."""
+    model = torch.nn.Module()
+    model.embedding = torch.nn.ModuleDict({"word_embeddings": torch.nn.Embedding(4, 2)})
+    model.decoder = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+    model.decoder["final_layernorm"] = torch.nn.LayerNorm(2)
+    model.mtp = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+    model.output_layer = torch.nn.Linear(2, 4)
+    embedding, _, output = layers_of(model)
+    assert output.borrowed == ("embedding.word_embeddings.weight",) == tuple(name for name, _ in embedding.parameters)
+    assert "mtp.layers.0.weight" in dict(output.parameters)
+    del model.mtp
+    assert layers_of(model)[-1].borrowed == ()
+    del model.decoder["final_layernorm"], model.output_layer
+    model.mtp = torch.nn.Linear(2, 2)
+    with pytest.raises(InputError, match="multi-token prediction must be on the last stage"):
+        layers_of(model)
