@@ -62,9 +62,10 @@ def load(directory, model, optimizer) -> int:
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", file=path, field="--load") from None
     try:
+        # The optimizer first: Megatron's host optimizer makes its states by a step, which changes parameters.
+        _load_optimizer(optimizer, state["optimizer"])
         for chunk, saved in zip(model, state["model"], strict=True):
             chunk.module.load_state_dict(saved)
-        _load_optimizer(optimizer, state["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
         raise InputError(
             f"was saved by a run of another shape: {str(error).splitlines()[0]}", file=path, field="--load"
@@ -134,3 +135,5 @@ def _load_optimizer(optimizer, states: list) -> None:
                             one._set_main_param_and_optimizer_states(parameter, tensors)
                         else:
                             _main_param(one, parameter).copy_(tensors["param"])
+        if stepped and hasattr(one.optimizer, "_sync_hdo_state_to_sub_optimizers"):
+            one.optimizer._sync_hdo_state_to_sub_optimizers()  # as Megatron does after it has loaded states

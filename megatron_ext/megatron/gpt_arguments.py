@@ -83,6 +83,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     plan.add_argument("--zero-stage", type=int, choices=(1, 3), default=1)
     plan.add_argument("--limit-device-bytes", type=int, default=None)
     plan.add_argument("--limit-whole-parameter-bytes", type=int, default=None)
+    plan.add_argument("--limit-host-bytes", type=int, default=None)
     plan.add_argument("--limit-pinned-host-bytes", type=int, default=None)
     plan.add_argument("--limit-nvme-slots", type=int, default=0)
     if "--gpus-per-node" not in parser._option_string_actions:
@@ -97,6 +98,7 @@ def limits_of(args):
     return Limits(
         device_bytes=args.limit_device_bytes,
         whole_parameter_bytes=args.limit_whole_parameter_bytes,
+        host_bytes=args.limit_host_bytes,
         pinned_host_bytes=args.limit_pinned_host_bytes,
         nvme_slots=args.limit_nvme_slots,
         nvme_slot_bytes=None,

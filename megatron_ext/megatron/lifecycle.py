@@ -356,9 +356,10 @@ class Run:
 
 def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
     """Refuse copies that this run has no place for."""
-    if any("nvme" in entry.to for entry in schedule.publish) and nvme_path is None:
+    on_drive = any(group.states_rest == "nvme" for group in schedule.groups)
+    if nvme_path is None and (on_drive or any("nvme" in entry.to for entry in schedule.publish)):
         raise InputError(
-            "the schedule publishes to nvme; say where",
+            f"the schedule {'keeps optimizer states on' if on_drive else 'publishes to'} nvme; say where",
             file=file,
             field="--user-defined-schedule-nvme-path",
             value=None,

@@ -14,10 +14,12 @@ from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
 from megatron_ext.megatron.shards import hold_shards, offloaded_shards, refuse_state_of_freed
+from megatron_ext.megatron.states_on_drive import put_states_on_drive
 from megatron_ext.runtime import debug
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.cpu_shard import CpuShardRoute, make_data_group
 from megatron_ext.runtime.device import device_of, has_cuda
+from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
@@ -43,37 +45,38 @@ def prepare(
     """Make everything that training by ``schedule`` needs on this rank; collective.
 
     Args:
-        ddps: this rank's model chunks, laid out by :func:`buckets.lay_out`.
-        bucket_groups: their bucket groups by group index.
+        ddps, bucket_groups: model chunks laid out by :func:`buckets.lay_out`, and their bucket groups by group index.
         optimizers: Megatron's DistributedOptimizer objects.
         faults: delays and negative controls.
         recorder: where to record issues and waits, and where it records every iteration also links; or None.
-        nvme_path: directory for NVMe copies; used by schedules with the nvme route.
+        nvme_path: directory for NVMe copies and optimizer states, where the schedule has any.
 
     Raises:
         InputError: copies cannot be made; not on every rank of the run.
     """
+    keep_host_blocks()
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     clock, residency = Clock(), Residency()
     groups = make_groups(schedule, bucket_groups, process_group, residency)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
-    keep_host_blocks()
     if schedule.zero_stage == 3:
         _hold_shards_only(schedule, ddps, groups, optimizers, buckets)
     links = recorder if recorder and recorder.iterations is None else None
     hierarchical = _hierarchical(schedule, groups, process_group, links)
     gpu, routes, order = _collective_routes(process_group, hierarchical, links)
     checks = _checks(schedule, pp_rank, process_group, order)
-    offloaded = offloaded_shards(optimizers, buckets) if schedule.publish else {}
+    offloaded = _offloaded(schedule, optimizers, buckets)
     copies = Copies(schedule, groups, offloaded, process_group, clock, faults, links, nvme_path)
     routes.update(copies.routes)
     cpu_shard = _cpu_shard(schedule, groups, process_group, faults, links)
     if cpu_shard is not None:
-        routes[cpu_shard.name] = cpu_shard if order is None else debug.OrderedRoute(cpu_shard, order)
+        routes["cpu_shard"] = cpu_shard if order is None else debug.OrderedRoute(cpu_shard, order)
+    states = _states(schedule, optimizers, buckets, nvme_path, links)
+    resting = partial(resting_storages, groups, ddps, optimizers, copies, states)
     boundaries = _boundaries(schedule, ddps, pp_rank)
-    how = (clock, boundaries, recorder, faults.skip_group, checks is not None)
-    program = compile_program(schedule, schedule.ranks[pp_rank], groups, routes, *how)
+    how = (groups, routes, clock, boundaries, recorder, faults.skip_group, checks is not None)
+    program = compile_program(schedule, schedule.ranks[pp_rank], *how)
     executor = Executor(
         program,
         groups,
@@ -85,12 +88,26 @@ def prepare(
         publisher=copies.publisher,
         pool=copies.pool,
         drop_staged=copies.drop_staged,
-        census=Census(residency, _parameters(ddps), partial(resting_storages, groups, ddps, optimizers, copies)),
+        census=Census(residency, _parameters(ddps), resting),
     )
-    closing = [boundaries.close, *copies.closing, *(route.close for route in (hierarchical, cpu_shard) if route)]
-    for part in closing:
-        executor.on_close(part)
+    opened = [part.close for part in (*states, hierarchical, cpu_shard) if part]
+    executor.on_close(boundaries.close, *copies.closing, *opened)
     return executor
+
+
+def _offloaded(schedule: Schedule, optimizers: list, buckets: list) -> dict:
+    """The host optimizer's copies of shards to publish from, by group index."""
+    copies = offloaded_shards(optimizers, buckets) if schedule.publish else {}
+    # Where states rest on the drive there is no such copy in memory: the group is published from its shard.
+    return {index: copy for index, copy in copies.items() if schedule.groups[index].states_rest is None}
+
+
+def _states(schedule: Schedule, optimizers: list, buckets: list, nvme_path, recorder) -> list[DriveStates]:
+    """Optimizer states of this rank that rest on the drive."""
+    if schedule.state_slots is None or not buckets:
+        return []
+    device = device_of(buckets[0][1].whole)
+    return put_states_on_drive(schedule, optimizers, buckets, nvme_path, device, recorder)
 
 
 def _checks(schedule: Schedule, pp_rank: int, process_group, order: debug.IssueOrder | None) -> debug.Checks | None:

@@ -6,24 +6,30 @@ import torch
 
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.runtime.census import storage_bytes
+from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.runtime.group import FreedGroup, Group
 
 
 def resting_storages(
-    groups: dict[int, Group], ddps: list, optimizers: list, copies: Copies
+    groups: dict[int, Group], ddps: list, optimizers: list, copies: Copies, states: list[DriveStates]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by kind on the device, and by kind in host memory.
 
     Args:
         optimizers: Megatron's DistributedOptimizer objects.
         copies: the node's host copies.
+        states: optimizer states on the drive, which pass through slots in host memory.
     """
     freed = [group for group in groups.values() if isinstance(group, FreedGroup)]
     device = {
         "shards": storage_bytes(group.shard for group in freed if not group.on_host),
         "gradients": storage_bytes(buffer.grad_data for ddp in ddps for buffer in ddp.buffers),
     }
-    host = {"host_copies": copies.own_bytes, "shards": storage_bytes(group.shard for group in freed if group.on_host)}
+    host = {
+        "host_copies": copies.own_bytes,
+        "staging_slots": sum(one.slots_bytes for one in states),
+        "shards": storage_bytes(group.shard for group in freed if group.on_host),
+    }
     own = {group.shard.untyped_storage()._cdata for group in groups.values()}
     own |= {group.whole.untyped_storage()._cdata for group in groups.values()}
     for optimizer in optimizers:

@@ -78,6 +78,11 @@ def offloaded_shards(optimizers, groups: list[tuple[Any, Group]]) -> dict[int, C
     return {index: source(own) for index, own in pieces.items() if all(optimizer is not None for *_, optimizer in own)}
 
 
+def pieces_of_groups(optimizers, groups: list[tuple[Any, Group]]) -> list[tuple[Group, torch.Tensor]]:
+    """The group of every part of a parameter that this rank updates, and the tensor by which the optimizer knows it."""
+    return [(group, shard) for _, group, _, _, shard in _pieces(optimizers, groups)]
+
+
 def _pieces(optimizers, groups):
     """``(optimizer, group, start, end, view)``: every part of a parameter that this rank updates,
     its place in the group's shard, and the tensor by which the optimizer knows it."""

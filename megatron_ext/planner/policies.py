@@ -15,6 +15,7 @@ from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.host_shards import FROM_HOST, by_cpu_shard, can_rest_on_host, with_host_shards
 from megatron_ext.schedule.match import check_device_bytes, match
 from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.schedule.state_placement import with_states_on_drive
 from megatron_ext.schedule.user_defined_schedule import MeasuredOn, PlanOptions, Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run, with_prediction
@@ -73,6 +74,7 @@ def plan(
         _refuse_what_does_not_fit(schedule, policy)
     if workload.limits.device_bytes is not None:
         schedule = _within_device_bytes(with_host_shards(schedule, workload), workload)
+    schedule = with_states_on_drive(schedule, workload)
     _check_own_work(schedule, workload)
     result = run(workload, timing, schedule, bound_us=bound_us)
     result = result._replace(memory=tuple(memory_bill(schedule, workload)))

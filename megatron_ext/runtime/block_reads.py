@@ -1,4 +1,4 @@
-"""Reads of blocks in flight at once: by the kernel's asynchronous I/O, or by threads where it has none.
+"""Reads and writes of blocks in flight at once: by the kernel's asynchronous I/O, or by threads where it has none.
 
 [Note: Why the kernel's interface]
 A thread that waits for its read needs a processor to come back and give the next one to the drive,
@@ -20,17 +20,18 @@ from typing import NamedTuple
 SYSTEM_CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 """io_setup, io_destroy, io_getevents, io_submit (asm/unistd.h)."""
 
-READ = 0
-"""IOCB_CMD_PREAD (linux/aio_abi.h)."""
+READ, WRITE = 0, 1
+"""IOCB_CMD_PREAD and IOCB_CMD_PWRITE (linux/aio_abi.h)."""
 
 
 class Request(NamedTuple):
-    """Fill ``view`` from ``offset``; then ``done(result)`` is called on some thread: bytes read, or
+    """Fill ``view`` from ``offset``, or write it there; then ``done(result)`` is called on some thread: bytes moved, or
     an error number as a negative one."""
 
     view: memoryview
     offset: int
     done: Callable[[int], None]
+    write: bool = False
 
 
 class _Control(ctypes.Structure):
@@ -64,7 +65,7 @@ class _Event(ctypes.Structure):
 
 
 class KernelReads:
-    """At most ``queue_depth`` reads of ``descriptor`` in the kernel at once, the others in order behind them.
+    """At most ``queue_depth`` requests for ``descriptor`` in the kernel at once, the others in order behind them.
 
     Raises:
         OSError: the kernel has no asynchronous I/O for us.
@@ -116,7 +117,7 @@ class KernelReads:
             self._number += 1
             control = _Control(
                 data=self._number,
-                opcode=READ,
+                opcode=WRITE if request.write else READ,
                 descriptor=self._descriptor,
                 buffer=ctypes.addressof(memory),
                 bytes=len(request.view),
@@ -206,7 +207,8 @@ class ThreadReads:
 
     def _one(self, request: Request) -> None:
         try:
-            result = os.preadv(self._descriptor, [request.view], request.offset)
+            move = os.pwritev if request.write else os.preadv
+            result = move(self._descriptor, [request.view], request.offset)
         except OSError as error:
             result = -(error.errno or errno.EIO)
         _tell([(request, result)])

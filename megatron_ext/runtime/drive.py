@@ -19,7 +19,7 @@ from collections.abc import Callable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.block_reads import Request, open_reads
 from megatron_ext.runtime.worker import Transfer
-from megatron_ext.workload.drive_reads import SECTOR_BYTES
+from megatron_ext.workload.drive_reads import SECTOR_BYTES, DriveReads
 
 BLOCK = SECTOR_BYTES
 """Alignment that every drive takes for direct reads."""
@@ -90,6 +90,20 @@ def _unnamed(directory) -> int:
     return descriptor
 
 
+def open_own(directory, size_bytes: int, settings: DriveReads) -> "DriveFile":
+    """A new nameless file of this process alone. Raises InputError as :func:`create` does."""
+    descriptor = create(directory, size_bytes)
+    try:
+        return DriveFile(
+            f"/proc/self/fd/{descriptor}",
+            f"the file of process {os.getpid()} in {directory}",
+            block_bytes=settings.block_bytes,
+            queue_depth=settings.queue_depth,
+        )
+    finally:
+        os.close(descriptor)
+
+
 class DriveFile:
     """One process's access to a nameless file.
 
@@ -112,7 +126,7 @@ class DriveFile:
         self.label, self.direct = label, True
         self._buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
             if need_direct:
                 os.close(self._buffered)
@@ -120,7 +134,7 @@ class DriveFile:
                     f"cannot be read past the page cache: {error.strerror}", field=OPTION, value=label
                 ) from None
             self.direct = False
-            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.block_bytes, self.queue_depth = block_bytes, queue_depth
         self._reads = open_reads(self._direct, queue_depth, self.direct)
 
@@ -136,7 +150,11 @@ class DriveFile:
         ``done(error)`` is called on another thread when all is there, with a DriveError that names
         ``what`` and the file when it cannot be.
         """
-        _Read(self, memory, offset, what, done).begin()
+        _Move(self, memory, offset, what, done, write=False).begin()
+
+    def start_write(self, memory: memoryview, offset: int, what: str, done: Callable[[Exception | None], None]) -> None:
+        """The same the other way: begin to write ``memory`` past the page cache. It must not change until ``done``."""
+        _Move(self, memory, offset, what, done, write=True).begin()
 
     def read(self, memory: memoryview, offset: int, what: str) -> None:
         """:meth:`start`, and block until it is there.
@@ -180,11 +198,12 @@ class DriveFile:
         os.close(self._buffered)
 
 
-class _Read:
-    """One read of a group, in blocks that come back in any order."""
+class _Move:
+    """One read or write of contiguous bytes, in blocks that end in any order."""
 
-    def __init__(self, file: DriveFile, memory: memoryview, offset: int, what: str, done):
+    def __init__(self, file: DriveFile, memory: memoryview, offset: int, what: str, done, *, write: bool):
         self.file, self.memory, self.offset, self.what, self.done = file, memory, offset, what, done
+        self.is_write = write
         self._lock, self._left, self._error = threading.Lock(), 0, None
 
     def begin(self) -> None:
@@ -195,16 +214,22 @@ class _Read:
         )
 
     def _request(self, start: int, end: int) -> Request:
-        return Request(self.memory[start:end], self.offset + start, lambda count: self._came(start, end, count))
+        return Request(
+            self.memory[start:end],
+            self.offset + start,
+            lambda count: self._came(start, end, count),
+            write=self.is_write,
+        )
 
     def _came(self, start: int, end: int, count: int) -> None:
-        """A block's read has ended after ``count`` bytes, or with an error number below 0."""
+        """A block's request has ended after ``count`` bytes, or with an error number below 0."""
         if 0 < count < end - start and count % BLOCK == 0:
             self.file._reads.read([self._request(start + count, end)])
             return
         error = None
         if count < 0:
-            error = f"cannot be read at byte {self.offset + start}: {os.strerror(-count)}"
+            verb = "written" if self.is_write else "read"
+            error = f"cannot be {verb} at byte {self.offset + start}: {os.strerror(-count)}"
         elif count < end - start:
             error = f"ends at byte {self.offset + start + count}, {len(self.memory) - start - count} bytes too early"
         with self._lock:

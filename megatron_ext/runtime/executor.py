@@ -172,8 +172,9 @@ class Executor:
                 group.unshard(self.gather, self.clock)
                 group.wait(self.clock)
 
-    def on_close(self, function: Callable[[], None]) -> None:
-        self._close.append(function)
+    def on_close(self, *functions: Callable[[], None]) -> None:
+        """Call ``functions`` at the end, the last one first."""
+        self._close += functions
 
     def close(self) -> None:
         """End threads and unmap host memory."""

@@ -27,6 +27,7 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels
+from megatron_ext.workload.state_layout import region_bytes
 from megatron_ext.workload.step import Step
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Workload
@@ -55,7 +56,7 @@ def memory_bill(schedule: Schedule, workload: Workload) -> list[Bill]:
 def _bill(schedule: Schedule, workload: Workload, pp_rank: int) -> Bill:
     own = [group for group in schedule.groups if group.pp_rank == pp_rank]
     device, host = resting_bytes(own, workload)
-    copies, nvme_bytes = _copies(schedule, pp_rank)
+    copies, nvme_bytes = _copies(schedule, pp_rank, states_on_drive_bytes(own, workload))
     resting = sum(device.values())
     moments = list(_moments(schedule, workload, pp_rank))
     peak = max(moments, key=lambda moment: moment.whole + moment.activations)
@@ -71,19 +72,22 @@ def resting_bytes(groups: Iterable[Group], workload: Workload) -> tuple[dict[str
     settings, dp = workload.optimizer, workload.parallel.dp
     device, host = {"shards": 0, "gradients": 0}, {"shards": 0}
     main, states = [0] * dp, [0] * dp
+    gradients = [0] * dp  # of the host optimizer
     for group in groups:
         dtype, numels = _members(workload, group)
         if workload.zero_stage == 3:
             (host if group.shard_rests == "host" else device)["shards"] += group.bytes // dp
         device["gradients"] += group.bytes // ITEM_BYTES[dtype] * settings.gradient_item_bytes
         for rank, numel in enumerate(_shard_numels(numels, dp)):
-            main[rank] += numel * settings.main_item_bytes(dtype)
-            states[rank] += numel * settings.state_item_bytes
-    most = max(range(dp), key=lambda rank: main[rank] + states[rank])
+            gradients[rank] += numel * settings.main_item_bytes(dtype)
+            if group.states_rest is None:
+                main[rank] += numel * settings.main_item_bytes(dtype)
+                states[rank] += numel * settings.state_item_bytes
+    most = max(range(dp), key=lambda rank: main[rank] + states[rank] + gradients[rank])
     held = host if settings.on_host else device
     held |= {"main_parameters": main[most], "optimizer_states": states[most]}
     if settings.on_host:  # Megatron's host optimizer copies gradients into buffers of the main parameters' dtype
-        host["gradients"] = main[most]
+        host["gradients"] = gradients[most]
     return device, host
 
 
@@ -139,7 +143,18 @@ def _members(workload: Workload, group: Group) -> tuple[str, tuple[int, ...]]:
     return members[0].dtype, tuple(p.numel for p in members)
 
 
-def _copies(schedule: Schedule, pp_rank: int) -> tuple[dict[str, int], int]:
+def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
+    """What the drive holds of the optimizer states of a rank's ``groups``."""
+    moments, dp = len(workload.optimizer.moment_dtypes), workload.parallel.dp
+    held = [0] * dp
+    for group in groups:
+        if group.states_rest == "nvme":
+            for rank, numel in enumerate(_shard_numels(_members(workload, group)[1], dp)):
+                held[rank] += region_bytes(numel, moments)
+    return max(held)
+
+
+def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:
     """This rank's part of the node's host copies and staging slots, and of the copies on the drive."""
     parallel = schedule.parallel
     nodes = [parallel.node_of(pp_rank, dp_rank) for dp_rank in range(parallel.dp)]
@@ -151,7 +166,11 @@ def _copies(schedule: Schedule, pp_rank: int) -> tuple[dict[str, int], int]:
             for destination in entry.to:
                 copies[destination] += group.bytes
     slots = slot_bytes(schedule, pp_rank) * schedule.limits.nvme_slots
-    return {"host_copies": copies["cpu"] // sharing, "staging_slots": slots}, copies["nvme"] // sharing
+    if schedule.state_slots is not None and states_on_drive:
+        slots += schedule.state_slots.slots * schedule.state_slots.slot_bytes
+    return {"host_copies": copies["cpu"] // sharing, "staging_slots": slots}, copies[
+        "nvme"
+    ] // sharing + states_on_drive
 
 
 def _moments(schedule: Schedule, workload: Workload, pp_rank: int) -> Iterator[_Moment]:

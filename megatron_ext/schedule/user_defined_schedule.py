@@ -92,6 +92,9 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``algorithm`` says how route ``gpu`` gathers it: one all-gather over the data-parallel group
     (left out), or ``hierarchical``, between nodes first and inside them after.
 
+    ``states_rest`` is where the optimizer's own fp32 parameters and moments lie between its steps: where the
+    optimizer steps (left out), or on the drive, from where they pass through ``state_slots``.
+
     ``shard_rests`` is where the shard lies between the group's uses: on the device (left out), or in
     host memory. Such a group comes by ``cpu`` or ``nvme`` alone, and nothing of it stays on the device after
     its reshard.
@@ -111,6 +114,14 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     shard_rests: Literal["host"] | None = None
     gradients: Literal["sharded", "host"] | None = None
     reduce_every: int = 1
+    states_rest: Literal["nvme"] | None = None
+
+
+class StateSlots(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Pinned host memory of each rank through which optimizer states on the drive pass: ``slots`` of ``slot_bytes``."""
+
+    slots: int
+    slot_bytes: int
 
 
 class PublishGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -199,6 +210,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     groups: tuple[Group, ...]
     ranks: tuple[Rank, ...]
     publish: tuple[PublishGroup, ...] = ()
+    state_slots: StateSlots | None = None
     predicted: Predicted | None = None
 
 

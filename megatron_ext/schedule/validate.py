@@ -14,6 +14,7 @@ import math
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.versions import check_version
 from megatron_ext.schedule.footprint import pinned_host_bytes
+from megatron_ext.schedule.state_placement import check_state_slots
 from megatron_ext.schedule.user_defined_schedule import Schedule, decode
 from megatron_ext.workload.nodes import check_spread, has_hierarchy
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -47,6 +48,7 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
     schedule.parallel.check(file=file)
     _check_groups(schedule, file)
     destinations = _check_publish(schedule, file)
+    check_state_slots(schedule, file=file)
     parallel = schedule.parallel
     if len(schedule.ranks) != parallel.pp:
         raise InvalidSchedule(

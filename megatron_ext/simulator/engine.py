@@ -20,7 +20,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from operator import mul
 
@@ -47,6 +47,7 @@ class Engine:
         publish: per pipeline rank, ``(group, size_bytes, us)`` in the order of publishing.
         trace: keep every interval as an event of the trace.
         host_cpu: where ranks share the processors of their node; None on machines with GPUs.
+        states_us: by pipeline rank, how long optimizer states on the drive are read and written beside the step.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Engine:
         *,
         trace: bool = False,
         host_cpu: HostCpuModel | None = None,
+        states_us: Sequence[float] = (),
     ):
         self.workload, self.timing, self.publish = workload, timing, publish
+        self.states_us = states_us
         self.host_cpu: HostCpuModel | None = host_cpu
         parallel = workload.parallel
         self.pp, self.stages, self.microbatches = parallel.pp, parallel.pp * parallel.vp, parallel.num_microbatches
@@ -222,7 +225,7 @@ class Engine:
         begin = self.now + (self.host_cpu.backlog_us(self.now) if self.host_cpu is not None else 0.0)
         for other in self.ranks:
             size = sum(chunk.bytes for chunk in self.workload.chunks_of_rank(other.pp_rank))
-            us = self.timing.optimizer_us(size)
+            us = max(self.timing.optimizer_us(size), *self.states_us[other.pp_rank : other.pp_rank + 1], 0.0)
             other.finished_at = begin + us
             if us:
                 self.record(other, "optimizer", "optimizer", begin, us)

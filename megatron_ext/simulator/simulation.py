@@ -8,7 +8,7 @@ from megatron_ext.cost.cost_table import KINDS
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.trace import Event
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes, slot_bytes
-from megatron_ext.schedule.memory_bill import Bill
+from megatron_ext.schedule.memory_bill import Bill, states_on_drive_bytes
 from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
 from megatron_ext.simulator.activity_kinds import COMPUTE
 from megatron_ext.simulator.engine import Engine
@@ -103,7 +103,16 @@ def run(
             parts = timing.publish_parts(group.pp_rank, entry.to, group.bytes)
             processor_us[entry.group] = times.of_publish(parts)
     host_cpu = HostProcessors(times, processor_us) if times is not None else None
-    engine = Engine(programs, workload, timing, publish, trace=trace, host_cpu=host_cpu)
+    slots = schedule.state_slots
+    states_us = (
+        [
+            timing.states_us(states_on_drive_bytes(own, workload), slots.slot_bytes)
+            for own in ([g for g in schedule.groups if g.pp_rank == rank] for rank in range(len(programs)))
+        ]
+        if slots is not None
+        else ()
+    )
+    engine = Engine(programs, workload, timing, publish, trace=trace, host_cpu=host_cpu, states_us=states_us)
     iteration_time = engine.run()
     spans = [rank.last_end - rank.first_start for rank in engine.ranks]
     longest = max(range(len(spans)), key=lambda index: (spans[index], -index))

@@ -225,6 +225,26 @@ class Timing:
     def optimizer_us(self, size_bytes: int) -> float:
         return self.costs.optimizer_us(size_bytes) or 0.0 if size_bytes else 0.0
 
+    def states_us(self, size_bytes: int, slot_bytes: int) -> float:
+        """Reading and writing optimizer states of ``size_bytes`` on the drive, in pieces of ``slot_bytes``.
+
+        Reads and writes share the drive, so their times add up. A piece of a size that was not measured has the rate
+        of the nearest size that was. Where reads or writes were not measured, this time is left out, and said so.
+        """
+        if not size_bytes:
+            return 0.0
+        total = 0.0
+        for what, curve in (("routes.nvme", self.table.routes.nvme), ("publish.nvme", self.table.publish.nvme)):
+            points = [point for points in curves_of(curve or ()).values() for point in points]
+            if not points:
+                if what not in self.left_out:
+                    self.left_out += (what,)
+                continue
+            sizes = [point.size_bytes for point in points]
+            piece = min(max(slot_bytes, min(sizes)), max(sizes))
+            total += size_bytes / piece * self._estimate(what, piece).us
+        return total
+
     def excess(self, kind: int, size_bytes: int) -> tuple[float, ...]:
         """By busy kind: the share by which an activity of ``kind`` takes longer beside it.
 

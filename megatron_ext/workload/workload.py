@@ -80,12 +80,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     ``device_bytes``: everything that one rank holds on its device, see the memory bill
     (``schedule/memory_bill.py``). ``whole_parameter_bytes``: whole parameters on one device at a time
-    (zero stage 3). ``pinned_host_bytes``: host copies and staging slots of one node. ``nvme_slots`` staging
+    (zero stage 3). ``host_bytes``: everything that the ranks of one node hold in host memory by the memory bill.
+    ``pinned_host_bytes``: host copies and staging slots of one node. ``nvme_slots`` staging
     slots per rank of ``nvme_slot_bytes`` each (``None``: as large as the largest group on the route).
     """
 
     device_bytes: int | None = None
     whole_parameter_bytes: int | None = None
+    host_bytes: int | None = None
     pinned_host_bytes: int | None = None
     nvme_slots: int = 0
     nvme_slot_bytes: int | None = None

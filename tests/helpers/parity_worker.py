@@ -98,6 +98,7 @@ def train(
     args = example.parse_args()
     example.gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
     example.set_seeds(args)
+    args.user_defined_schedule = schedule
     example.hooks.configure(schedule)
     model, optimizer, config = example.build_model_and_optimizer(args)
     rows = Rows(args)

@@ -10,7 +10,8 @@ DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")  # drawn fro
 
 
 @pytest.mark.parametrize(
-    ("name", "zero_stage", "more"), [("fp32", 3, DROPOUT), ("bf16-tied", 1, ()), ("bf16-tied", 3, ()), ("fp16", 3, ())]
+    ("name", "zero_stage", "more"),
+    [("fp32", 3, DROPOUT), ("bf16-tied", 1, ()), ("bf16-tied", 3, ()), ("fp16", 3, ()), ("bf16-offload", 3, ())],
 )
 def test_a_loaded_checkpoint_goes_on_like_the_run_that_saved_it(services, workloads, tmp_path, name, zero_stage, more):
     hosted(workloads["interleaved", name], zero_stage, tmp_path / "s.json")

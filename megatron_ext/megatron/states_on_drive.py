@@ -1,0 +1,150 @@
+"""Lets Megatron's host optimizer (``--optimizer-cpu-offload``) keep the states of chosen groups on a drive.
+
+[Note: What is changed of the host optimizer]
+HybridDeviceOptimizer steps all parameters by one optimizer of torch, or by one each. The parameters whose states
+rest on the drive get optimizers of their own, one a unit, which it steps behind the others. All else is its own:
+gradients to the host, values of param_groups, copies of the new parameters back to the device.
+Checkpoints reach states through two methods of Megatron's DistributedOptimizer. For these parameters both go to the
+drive, one parameter at a time, so that saving and loading need no memory for all states.
+Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.shards import pieces_of_groups
+from megatron_ext.runtime.drive_states import DriveStates
+from megatron_ext.runtime.group import Group, ScheduleError
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload.drive_reads import DriveReads
+from megatron_ext.workload.state_layout import region_bytes
+
+
+def put_states_on_drive(
+    schedule: Schedule, optimizers: list, buckets: list[tuple[Any, Group]], nvme_path, device, recorder=None
+) -> list[DriveStates]:
+    """Move the states of groups that rest on the drive there. After this every optimizer step streams them.
+
+    Args:
+        optimizers: Megatron's DistributedOptimizer objects of this rank, with states or before their first step.
+        buckets: (bucket, group) of every group of this rank.
+        nvme_path: directory on the drive.
+
+    Returns:
+        One object an optimizer, to be closed with the run.
+
+    Raises:
+        InputError: the optimizer does not step on the host, a slot is too small, or the drive is full.
+    """
+    wanted = {index for index, group in enumerate(schedule.groups) if group.states_rest == "nvme"}
+    if not wanted:
+        return []
+    made = []
+    for optimizer in optimizers:
+        own = [shard for group, shard in pieces_of_groups([optimizer], buckets) if group.index in wanted]
+        if own:
+            made.append(_one(optimizer, own, schedule, nvme_path, device, recorder))
+    return made
+
+
+def _one(optimizer, shards: list, schedule: Schedule, nvme_path, device, recorder) -> DriveStates:
+    hybrid = optimizer.optimizer
+    copies = getattr(hybrid, "gpu_params_map_cpu_copy", None)
+    if copies is None or any(shard not in copies for shard in shards):
+        raise InputError(
+            "states on the drive need an optimizer that steps on the host: --optimizer-cpu-offload with "
+            "--optimizer-offload-fraction 1.0",
+            field="groups[].states_rest",
+            value="nvme",
+        )
+    slots = schedule.state_slots
+    assert slots is not None  # validated
+    on_drive = [copies[shard] for shard in shards]
+    moments = 2 if issubclass(hybrid.cpu_optimizer_cls, torch.optim.AdamW | torch.optim.Adam) else 1
+    largest = max(region_bytes(parameter.numel(), moments) for parameter in on_drive)
+    if largest > slots.slot_bytes:
+        raise InputError(
+            f"a slot is smaller than the states of one parameter, which take {largest} bytes",
+            field="state_slots.slot_bytes",
+            value=slots.slot_bytes,
+        )
+    units = _replace_optimizers(hybrid, on_drive, moments, slots.slot_bytes)
+    settings = schedule.metadata.options.nvme or DriveReads()
+    states = DriveStates(
+        units, nvme_path, moments=moments, slots=slots.slots, settings=settings, device=device, recorder=recorder
+    )
+    _redirect_checkpoints(optimizer, states)
+    hybrid.register_load_state_dict_pre_hook(_refuse_late_load)
+    return states
+
+
+def _replace_optimizers(hybrid, on_drive: list, moments: int, slot_bytes: int) -> list[torch.optim.Optimizer]:
+    """Give ``hybrid`` one optimizer for the parameters that stay and one a unit behind it; returns the latter."""
+    states = {parameter: own for one in hybrid.cpu_optimizers for parameter, own in one.state.items()}
+    chosen = set(on_drive)
+    stay = [{**group, "params": [p for p in group["params"] if p not in chosen]} for group in hybrid.cpu_param_groups]
+    stay = [group for group in stay if group["params"]]
+    kept = [hybrid.cpu_optimizer_cls(stay)] if stay else []
+    units = [hybrid.cpu_optimizer_cls(groups) for groups in _units(hybrid, chosen, moments, slot_bytes)]
+    for one in (*kept, *units):
+        for group in one.param_groups:
+            for parameter in group["params"]:
+                if parameter in states:  # after a checkpoint was loaded, with a copy of the parameter among them
+                    own = states[parameter]
+                    one.state[parameter] = {name: own[name] for name in own if name != "master_param"}
+    hybrid.cpu_optimizers = kept + units
+    hybrid._register_param_copy_back_gpu_hook()
+    return units
+
+
+def _units(hybrid, chosen: set, moments: int, slot_bytes: int) -> Iterator[list[dict]]:
+    """Parameter groups of each unit: as many parameters in order as fit a slot."""
+    unit: dict[int, dict] = {}
+    used = 0
+    for number, group in enumerate(hybrid.cpu_param_groups):
+        for parameter in group["params"]:
+            if parameter not in chosen:
+                continue
+            size = region_bytes(parameter.numel(), moments)
+            if used + size > slot_bytes:
+                yield list(unit.values())
+                unit, used = {}, 0
+            unit.setdefault(number, {**group, "params": []})["params"].append(parameter)
+            used += size
+    if unit:
+        yield list(unit.values())
+
+
+def _redirect_checkpoints(optimizer, states: DriveStates) -> None:
+    """Let Megatron's accessors of one parameter's states read from the drive and write to it."""
+    get, put = optimizer._get_main_param_and_optimizer_states, optimizer._set_main_param_and_optimizer_states
+
+    def host_parameter(parameter) -> torch.Tensor | None:
+        group, order = optimizer.model_param_group_index_map[parameter]
+        shard = optimizer.optimizer.param_groups[group]["params"][order]
+        copy = optimizer.optimizer.gpu_params_map_cpu_copy.get(shard)
+        return copy if copy is not None and states.holds(copy) else None
+
+    def read(parameter) -> dict[str, torch.Tensor]:
+        copy = host_parameter(parameter)
+        if copy is None:
+            return get(parameter)
+        in_memory = {name: value for name, value in get(parameter).items() if value.dim() == 0}  # the step count
+        return in_memory | states.read_tensors(copy)
+
+    def write(parameter, tensors) -> None:
+        copy = host_parameter(parameter)
+        if copy is None:
+            put(parameter, tensors)
+        else:
+            states.write_tensors(copy, tensors)
+
+    vars(optimizer)["_get_main_param_and_optimizer_states"] = read
+    vars(optimizer)["_set_main_param_and_optimizer_states"] = write
+
+
+def _refuse_late_load(*_) -> None:
+    raise ScheduleError("optimizer states on the drive are loaded before training begins, not after")

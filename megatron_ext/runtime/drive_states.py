@@ -1,0 +1,265 @@
+"""Optimizer states that rest on a drive and pass through a fixed number of slots in host memory.
+
+[Note: A step through slots]
+The parameters of a host optimizer are divided into units, each stepped by an optimizer of its own. What a unit
+keeps (its parameters, fp32, and their moments) lies in one piece of a file. Before a unit is stepped its piece is
+read into a slot, and its tensors are pointed there. After the step the slot is written back. Meanwhile the next
+units are read into the other slots. The arithmetic is the optimizer's own on the same values, so training is the
+same to the last bit as with states in memory.
+
+Between its steps a unit's tensors point at one NaN: they keep their shapes, take no memory, and whoever computes
+with them by mistake sees it.
+Source: ZeRO-Infinity (arXiv 2104.07857), section 5.2.2, which pipelines the optimizer's reads, step and writes.
+"""
+
+import mmap
+from functools import partial
+from math import nan
+from time import perf_counter_ns
+
+import torch
+
+from megatron_ext.runtime import drive
+from megatron_ext.runtime.worker import LATER, Transfer, Worker
+from megatron_ext.workload import state_layout
+from megatron_ext.workload.drive_reads import DriveReads
+
+
+class Region:
+    """Where one parameter and its moments lie in a unit's piece.
+
+    Attributes:
+        parameter: the host optimizer's, fp32, any shape.
+        offset: byte at which the region begins within the unit's piece, a multiple of the drive's block.
+    """
+
+    __slots__ = ("parameter", "names", "offset", "shape", "tensor_bytes")
+
+    def __init__(self, parameter: torch.Tensor, moments: int, offset: int):
+        self.parameter, self.offset, self.shape = parameter, offset, parameter.shape
+        self.names: tuple[str, ...] = ()
+        self.tensor_bytes = state_layout.tensor_bytes(parameter.numel())
+
+    def view(self, slot: torch.Tensor, index: int, start: int | None = None) -> torch.Tensor:
+        """Tensor ``index`` (0: the parameter) in ``slot``, 1D uint8, where the region begins at byte ``start`` (left
+        out: at its offset)."""
+        start = (self.offset if start is None else start) + index * self.tensor_bytes
+        flat = slot[start : start + self.parameter.numel() * self.parameter.element_size()]
+        return flat.view(self.parameter.dtype).view(self.shape)
+
+
+class Unit:
+    """Parameters that are read, stepped and written together."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, moments: int, start: int):
+        self.optimizer, self.start, self.regions, self.written = optimizer, start, [], False
+        offset = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                assert parameter.dtype is torch.float32
+                self.regions.append(Region(parameter, moments, offset))
+                offset += state_layout.region_bytes(parameter.numel(), moments)
+        self.bytes = offset
+
+    def adopt(self, slot: torch.Tensor) -> None:
+        """Copy the tensors, which are in memory of their own, into ``slot``, and point them there."""
+        for region in self.regions:
+            state = self.optimizer.state.get(region.parameter, {})
+            region.names = tuple(name for name, value in state.items() if _is_moment(value, region.parameter))
+            for index, tensor in enumerate(self._tensors(region)):
+                place = region.view(slot, index)
+                place.copy_(tensor.detach())
+                tensor.data = place
+
+    def point_at(self, slot: torch.Tensor) -> None:
+        for region in self.regions:
+            for index, tensor in enumerate(self._tensors(region)):
+                tensor.data = region.view(slot, index)
+
+    def let_go(self) -> None:
+        for region in self.regions:
+            for tensor in self._tensors(region):
+                tensor.data = torch.full((), nan, dtype=tensor.dtype).expand(region.shape)
+
+    def _tensors(self, region: Region) -> list[torch.Tensor]:
+        state = self.optimizer.state.get(region.parameter, {})
+        return [region.parameter, *(state[name] for name in region.names)]
+
+
+class DriveStates:
+    """Lets host optimizers step with their parameters and moments on a drive, see the note above.
+
+    Args:
+        optimizers: one a unit, stepped in this order, each once an iteration. Their parameters are fp32 host tensors.
+        directory: on the drive.
+        moments: tensors of a parameter's shape that the optimizer keeps for it: 2 for Adam.
+        slots: pieces in host memory at once, at least 2; with 3 a read, a step and a write run at the same time.
+        settings: how to read and write.
+        device: pins the slots.
+
+    Raises:
+        InputError: the drive cannot hold the states.
+    """
+
+    def __init__(
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        directory,
+        *,
+        moments: int,
+        slots: int,
+        settings: DriveReads,
+        device,
+        recorder=None,
+    ):
+        assert optimizers and slots >= 2
+        self.units: list[Unit] = []
+        start = 0
+        for optimizer in optimizers:
+            self.units.append(Unit(optimizer, moments, start))
+            start += self.units[-1].bytes
+        self.bytes, self.moments, self.recorder = start, moments, recorder
+        self.slot_bytes = max(unit.bytes for unit in self.units)
+        self.file = drive.open_own(directory, start, settings)
+        self._map = mmap.mmap(-1, slots * self.slot_bytes)
+        self._memory = memoryview(self._map)
+        everything = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.slots_bytes = slots * self.slot_bytes
+        self._slots = list(everything.split(self.slot_bytes))
+        self._device, self._pinned = device, everything
+        device.pin(everything)
+        self._worker = Worker("states-read")
+        self._moves: list[Transfer | None] = [None] * slots  # the last write out of each slot
+        self._copied: list = [None] * slots  # the last copy out of each slot to the device
+        self._writes: list[Transfer | None] = [None] * len(self.units)
+        self._reads: dict[int, Transfer] = {}  # by turn
+        self._turn = 0  # of the unit that is stepped next, over all iterations
+        self._places = {region.parameter: (unit, region) for unit in self.units for region in unit.regions}
+        self._hooks = []
+        with torch.no_grad():
+            self._write_initial_values()
+        for index, unit in enumerate(self.units):
+            self._hooks.append(unit.optimizer.register_step_pre_hook(partial(self._before, index)))
+            self._hooks.append(unit.optimizer.register_step_post_hook(partial(self._after, index)))
+        self._read_ahead()
+
+    # Once.
+
+    def _write_initial_values(self) -> None:
+        for index, unit in enumerate(self.units):
+            slot = index % len(self._slots)
+            self._wait(self._moves[slot])
+            unit.adopt(self._slots[slot])
+            self._write(index, slot)
+
+    # Every step.
+
+    def _before(self, index: int, *_) -> None:
+        """The step of unit ``index`` begins."""
+        assert index == self._turn % len(self.units), "units are stepped in their order"
+        self._read_ahead()
+        self._reads.pop(self._turn).wait()
+        self.units[index].point_at(self._slots[self._turn % len(self._slots)])
+
+    def _after(self, index: int, *_) -> None:
+        """The step of unit ``index`` has ended."""
+        slot, unit = self._turn % len(self._slots), self.units[index]
+        self._copied[slot] = self._device.mark()  # the optimizer has queued copies of its new parameters
+        if not all(region.names for region in unit.regions):
+            with torch.no_grad():
+                unit.adopt(self._slots[slot])  # the optimizer has made its moments in this step
+        self._write(index, slot)
+        self._turn += 1
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Begin to read the next units into the slots that are free or being written."""
+        # A unit is read again only after its step of this iteration has ended.
+        for turn in range(self._turn, self._turn + min(len(self._slots) - 1, len(self.units))):
+            if turn not in self._reads:
+                self._reads[turn] = self._read(turn % len(self.units), turn % len(self._slots))
+
+    def _read(self, index: int, slot: int) -> Transfer:
+        unit, before, copied = self.units[index], (self._moves[slot], self._writes[index]), self._copied[slot]
+        memory = self._memory[slot * self.slot_bytes : slot * self.slot_bytes + unit.bytes]
+
+        def read(transfer: Transfer):
+            for write in before:
+                self._wait(write)
+            self._device.synchronize(copied)
+            begin = perf_counter_ns()
+            self.file.start(memory, unit.start, f"states {index}", self._recorded(transfer, "states read", begin))
+            return LATER
+
+        return self._worker.submit(read)
+
+    def _write(self, index: int, slot: int) -> None:
+        unit, transfer = self.units[index], Transfer()
+        unit.let_go()
+        memory = self._memory[slot * self.slot_bytes : slot * self.slot_bytes + unit.bytes]
+        self._moves[slot] = self._writes[index] = transfer
+        done = self._recorded(transfer, "states write", perf_counter_ns())
+        self.file.start_write(memory, unit.start, f"states {index}", done)
+
+    def _recorded(self, transfer: Transfer, name: str, begin: int):
+        def done(error: Exception | None) -> None:
+            if self.recorder is not None:
+                self.recorder.add("nvme", name, begin, perf_counter_ns())
+            transfer.finish(error)
+
+        return done
+
+    @staticmethod
+    def _wait(transfer: Transfer | None) -> None:
+        if transfer is not None:
+            transfer.wait()
+
+    # For checkpoints.
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._places
+
+    def read_tensors(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A copy of ``parameter`` (as "param") and of its moments by name, read from the drive."""
+        unit, region = self._places[parameter]
+        self._wait(self._writes[self.units.index(unit)])
+        memory, tensors = self._piece_of(region)
+        self.file.read(memory, unit.start + region.offset, "states of a checkpoint")
+        return tensors
+
+    def write_tensors(self, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        """Replace what the drive holds of ``parameter`` by the tensors that :meth:`read_tensors` gave."""
+        unit, region = self._places[parameter]
+        index = self.units.index(unit)
+        for turn in [turn for turn in self._reads if turn % len(self.units) == index]:
+            self._reads.pop(turn).wait()  # it is read again
+        self._wait(self._writes[index])
+        memory, places = self._piece_of(region)
+        for name, place in places.items():
+            place.copy_(tensors[name])
+        transfer = Transfer()
+        self.file.start_write(memory, unit.start + region.offset, "states of a checkpoint", transfer.finish)
+        transfer.wait()
+        self._read_ahead()
+
+    def _piece_of(self, region: Region) -> tuple[memoryview, dict[str, torch.Tensor]]:
+        """New memory for one region, and its tensors by name."""
+        memory = mmap.mmap(-1, state_layout.region_bytes(region.parameter.numel(), self.moments))
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        names = ("param", *region.names)
+        return memoryview(memory), {name: region.view(flat, index, start=0) for index, name in enumerate(names)}
+
+    def close(self) -> None:
+        """Wait for what is on its way, then close the file, which is gone with it."""
+        for hook in self._hooks:
+            hook.remove()
+        for transfer in (*self._reads.values(), *self._writes):
+            self._wait(transfer)
+        self._worker.close()
+        self.file.close()
+        self._device.unpin(self._pinned)
+
+
+def _is_moment(value, parameter: torch.Tensor) -> bool:
+    # Megatron's host optimizer lists the parameter itself among its states.
+    return isinstance(value, torch.Tensor) and value is not parameter and value.shape == parameter.shape

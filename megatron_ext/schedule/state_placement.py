@@ -1,0 +1,127 @@
+"""Where optimizer states rest: in memory, or on the drive as far as ``limits.host_bytes`` asks for it."""
+
+from msgspec.structs import replace
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots
+from megatron_ext.workload.bucket_layout import ITEM_BYTES
+from megatron_ext.workload.drive_reads import SECTOR_BYTES
+from megatron_ext.workload.nodes import pinned_bytes_of_nodes
+from megatron_ext.workload.state_layout import region_bytes
+from megatron_ext.workload.workload import Workload
+
+SLOTS = 3
+"""One is read, one stepped, one written."""
+
+LARGE_SLOT_BYTES = 32 << 20
+"""Pieces of this size are read and written at a drive's full rate."""
+
+
+def check_state_slots(schedule: Schedule, *, file=None) -> None:
+    """Refuse states on the drive without slots to pass through, and slots for nothing.
+
+    Raises:
+        InputError: naming the field.
+    """
+    on_drive = [index for index, group in enumerate(schedule.groups) if group.states_rest == "nvme"]
+    slots = schedule.state_slots
+    if slots is None:
+        if on_drive:
+            raise InputError(
+                "needs state_slots to pass through", file=file, field=f"groups[{on_drive[0]}].states_rest", value="nvme"
+            )
+        return
+    if not on_drive:
+        raise InputError("no group's states rest on the drive", file=file, field="state_slots")
+    if slots.slots < 2:
+        raise InputError("expected at least 2", file=file, field="state_slots.slots", value=slots.slots)
+    if slots.slot_bytes < SECTOR_BYTES or slots.slot_bytes % SECTOR_BYTES:
+        raise InputError(
+            f"expected a multiple of {SECTOR_BYTES}", file=file, field="state_slots.slot_bytes", value=slots.slot_bytes
+        )
+
+
+def check_states(schedule: Schedule, workload: Workload, *, file=None) -> None:
+    """Refuse states on the drive that the run's optimizer cannot step from there.
+
+    Raises:
+        InputError: the optimizer steps on the device, or a slot is too small for one parameter.
+    """
+    slots = schedule.state_slots
+    if slots is None:
+        return
+    if not workload.optimizer.on_host:
+        raise InputError(
+            "the optimizer steps on the device; train with --optimizer-cpu-offload", file=file, field="state_slots"
+        )
+    for index, group in enumerate(schedule.groups):
+        if group.states_rest == "nvme" and (need := largest_region(schedule, workload, index)) > slots.slot_bytes:
+            raise InputError(
+                f"group {index} needs {need} bytes for one parameter and its moments",
+                file=file,
+                field="state_slots.slot_bytes",
+                value=slots.slot_bytes,
+            )
+
+
+def largest_region(schedule: Schedule, workload: Workload, index: int) -> int:
+    """The most bytes that one parameter of a group takes in a slot: its part in one shard, with its moments."""
+    group, moments = schedule.groups[index], len(workload.optimizer.moment_dtypes)
+    chunk = workload.chunk(group.pp_rank, group.model_chunk_id)
+    members = [p for p in chunk.parameters if p.name in set(group.parameters)]
+    shard = group.bytes // ITEM_BYTES[members[0].dtype] // workload.parallel.dp
+    return max(region_bytes(min(p.numel, shard), moments) for p in members)
+
+
+def with_states_on_drive(schedule: Schedule, workload: Workload) -> Schedule:
+    """The schedule with as few optimizer states on the drive as ``limits.host_bytes`` allows.
+
+    Raises:
+        InputError: they do not fit with all of them there, or the optimizer does not step on the host.
+    """
+    limit = workload.limits.host_bytes
+    if limit is None or max(host_bytes_of_nodes(schedule, workload)) <= limit:
+        return schedule
+
+    def short(need: int, why: str) -> InputError:
+        message = f"a node needs {need} bytes of host memory{why}, {need - limit} more than allowed"
+        return InputError(message, field="limits.host_bytes", value=limit)
+
+    if not workload.optimizer.on_host:
+        why = " (without --optimizer-cpu-offload no optimizer state can rest on the drive)"
+        raise short(max(host_bytes_of_nodes(schedule, workload)), why)
+    # The largest groups first: fewer of them then go to the drive, with fewer and longer pieces.
+    order = sorted(range(len(schedule.groups)), key=lambda index: (-schedule.groups[index].bytes, index))
+    fits, most = None, len(order)
+    least = 1
+    while least <= most:
+        number = (least + most) // 2
+        tried = _move(schedule, workload, order[:number])
+        if max(host_bytes_of_nodes(tried, workload)) <= limit:
+            fits, most = tried, number - 1
+        else:
+            least = number + 1
+    if fits is None:
+        need = max(host_bytes_of_nodes(_move(schedule, workload, order), workload))
+        raise short(need, " with all optimizer states on the drive")
+    return fits
+
+
+def host_bytes_of_nodes(schedule: Schedule, workload: Workload) -> list[int]:
+    """Host memory that the ranks of each node hold by the memory bill."""
+    bills = memory_bill(schedule, workload)
+    of_ranks = [sum(bill.memory.host_bytes.values()) for bill in bills]
+    return pinned_bytes_of_nodes(workload.parallel, [0] * len(bills), of_ranks)
+
+
+def _move(schedule: Schedule, workload: Workload, chosen: list[int]) -> Schedule:
+    """The schedule with the states of the groups ``chosen`` on the drive."""
+    groups = list(schedule.groups)
+    for index in chosen:
+        groups[index] = replace(groups[index], states_rest="nvme")
+    largest = max(largest_region(schedule, workload, index) for index in chosen)
+    moments = len(workload.optimizer.moment_dtypes)
+    in_all = sum(region_bytes(groups[i].bytes // workload.parallel.dp // 2, moments) for i in chosen)
+    size = max(largest, min(LARGE_SLOT_BYTES, in_all // (8 * SLOTS) // SECTOR_BYTES * SECTOR_BYTES))
+    return replace(schedule, groups=tuple(groups), state_slots=StateSlots(slots=SLOTS, slot_bytes=size))

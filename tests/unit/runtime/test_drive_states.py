@@ -1,0 +1,130 @@
+"""A host optimizer whose states rest on a drive: the same steps, to the last bit, through a fixed number of slots."""
+
+import pytest
+import torch
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime.device import HostDevice
+from megatron_ext.runtime.drive import DriveError
+from megatron_ext.runtime.drive_states import DriveStates
+from megatron_ext.workload.drive_reads import DriveReads
+from megatron_ext.workload.state_layout import piece_bytes
+
+SHAPES = [(3, 5), (7,), (64, 33), (1,), (4096,), (129, 2)]
+UNITS = [[0, 1], [2], [3, 4], [5]]
+
+
+def parameters(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def optimizers_of(params: list[torch.Tensor], units) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.AdamW([{"params": [params[i] for i in unit], "weight_decay": 0.1}], lr=1e-2, fused=True)
+        for unit in units
+    ]
+
+
+def store(optimizers, directory, slots=3, **settings) -> DriveStates:
+    return DriveStates(
+        optimizers, directory, moments=2, slots=slots, settings=DriveReads(**settings), device=HostDevice()
+    )
+
+
+def step(params: list[torch.Tensor], optimizers, iteration: int) -> None:
+    for parameter, gradient in zip(params, parameters(100 + iteration)):
+        parameter.grad = gradient
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + iteration)
+        optimizer.step()
+
+
+def everything(states: DriveStates, params) -> list[dict[str, torch.Tensor]]:
+    return [states.read_tensors(parameter) for parameter in params]
+
+
+def in_memory(params, optimizers) -> list[dict[str, torch.Tensor]]:
+    found = {}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            found[parameter] = {"param": parameter, **{n: t for n, t in state.items() if n != "step"}}
+    return [found[parameter] for parameter in params]
+
+
+def assert_equal(ours, theirs) -> None:
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.keys() == other.keys()
+        for name in own:
+            assert torch.equal(own[name], other[name]), name
+
+
+@pytest.mark.parametrize("slots", [2, 3, 7])
+@pytest.mark.parametrize("units", [UNITS, [[0, 1, 2, 3, 4, 5]]], ids=["four units", "one unit"])
+def test_steps_are_those_of_the_same_optimizer_in_memory(tmp_path, units, slots):
+    ours, theirs = parameters(0), parameters(0)
+    own, other = optimizers_of(ours, units), optimizers_of(theirs, units)
+    states = store(own, tmp_path, slots, block_bytes=4096, queue_depth=2)
+    for iteration in range(5):
+        step(ours, own, iteration)
+        step(theirs, other, iteration)
+        assert all(parameter.isnan().all() for parameter in ours)  # nothing of them is in memory
+        assert_equal(everything(states, ours), in_memory(theirs, other))
+    states.close()
+
+
+def test_states_that_exist_already_go_to_the_drive(tmp_path):
+    ours, theirs = parameters(0), parameters(0)
+    own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS)
+    for iteration in range(2):
+        step(ours, own, iteration)
+        step(theirs, other, iteration)
+    states = store(own, tmp_path)
+    assert_equal(everything(states, ours), in_memory(theirs, other))
+    step(ours, own, 2)
+    step(theirs, other, 2)
+    assert_equal(everything(states, ours), in_memory(theirs, other))
+    states.close()
+
+
+def test_what_a_checkpoint_gives_takes_the_place_of_what_was_there(tmp_path):
+    ours, theirs = parameters(0), parameters(7)
+    own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS)
+    states = store(own, tmp_path)
+    step(ours, own, 0)
+    step(theirs, other, 0)
+    for parameter, tensors in zip(ours, in_memory(theirs, other)):
+        states.write_tensors(parameter, tensors)
+    step(ours, own, 1)
+    step(theirs, other, 1)
+    assert_equal(everything(states, ours), in_memory(theirs, other))
+    states.close()
+
+
+def test_memory_is_that_of_the_slots(tmp_path):
+    ours = parameters(0)
+    states = store(optimizers_of(ours, UNITS), tmp_path, slots=2)
+    sizes = [piece_bytes([ours[i].numel() for i in unit], 2) for unit in UNITS]
+    assert [unit.bytes for unit in states.units] == sizes
+    assert states.slot_bytes == max(sizes) and states.bytes == sum(sizes)
+    step(ours, [unit.optimizer for unit in states.units], 0)
+    held = [*ours, *(t for unit in states.units for s in unit.optimizer.state.values() for t in s.values() if t.dim())]
+    assert all(tensor.untyped_storage().nbytes() == 4 for tensor in held)
+    states.close()
+
+
+def test_a_file_that_is_cut_off_ends_the_step_with_its_name(tmp_path):
+    ours = parameters(0)
+    own = optimizers_of(ours, UNITS)
+    states = store(own, tmp_path, slots=2)
+    step(ours, own, 0)
+    everything(states, ours)  # all writes have ended
+    states.file.truncate(4096)
+    with pytest.raises(DriveError, match=rf"states [0-9]: the file of process .* in {tmp_path} ends at byte"):
+        for iteration in (1, 2):
+            step(ours, own, iteration)
+
+
+def test_a_directory_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(InputError, match="is no directory"):
+        store(optimizers_of(parameters(0), UNITS), tmp_path / "nowhere")

@@ -1,0 +1,105 @@
+"""Optimizer states on the drive: as few as the host's limit asks for, and what is refused."""
+
+import pytest
+from msgspec.structs import replace
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner import plan
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.schedule.match import match
+from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.schedule.state_placement import host_bytes_of_nodes, largest_region
+from megatron_ext.schedule.user_defined_schedule import StateSlots
+from megatron_ext.schedule.validate import validate
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from tests.helpers.planning_cases import line, make_table, make_workload
+
+
+def on_host(**limits):
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", hidden=64, layers=12, **limits)
+    return replace(work, optimizer=OptimizerSettings(on_host=True))
+
+
+def table(work, optimizer_us=10.0):
+    return make_table(work, nvme=(50.0, 1e3), optimizer=line(optimizer_us, 1e9))
+
+
+def planned(part: float | None):
+    """A plan with ``part`` of the host memory that it takes without a limit, and its workload."""
+    work = on_host()
+    free = plan(work, table(work))
+    if part is None:
+        return free, work
+    limit = int(part * host_bytes_of_nodes(free, work)[0])
+    work = replace(work, limits=replace(work.limits, host_bytes=limit))
+    return plan(work, table(work)), work
+
+
+def test_states_stay_in_memory_where_there_is_room():
+    for part in (None, 1.0):
+        schedule, _ = planned(part)
+        assert schedule.state_slots is None and all(group.states_rest is None for group in schedule.groups)
+
+
+def test_as_few_states_as_the_limit_asks_for_go_to_the_drive():
+    numbers = []
+    for part in (0.9, 0.7, 0.5):
+        schedule, work = planned(part)
+        assert host_bytes_of_nodes(schedule, work)[0] <= work.limits.host_bytes
+        numbers.append(sum(group.states_rest == "nvme" for group in schedule.groups))
+        assert memory_bill(schedule, work)[0].memory.nvme_bytes > 0
+    assert numbers == sorted(numbers) and numbers[0] < numbers[-1]
+
+
+def test_what_goes_to_the_drive_leaves_the_host_but_for_the_slots():
+    free, work = planned(None)
+    schedule, _ = planned(0.5)
+    before, after = (memory_bill(s, work)[0].memory for s in (free, schedule))
+    assert after.host_bytes["optimizer_states"] < before.host_bytes["optimizer_states"]
+    slots = schedule.state_slots
+    assert after.host_bytes["staging_slots"] == slots.slots * slots.slot_bytes
+    assert after.host_bytes["gradients"] == before.host_bytes["gradients"]
+
+
+def test_reads_and_writes_make_the_optimizer_step_longer_by_what_they_take():
+    schedule, work = planned(0.5)
+    nbytes, piece = memory_bill(schedule, work)[0].memory.nvme_bytes, schedule.state_slots.slot_bytes
+    drive_us = nbytes / piece * (50.0 + piece / 1e3 + 5.0 + piece / 2e4)
+    times = [evaluate(work, table(work, us), schedule).iteration_time_us for us in (1.0, 2 * drive_us)]
+    assert times[1] - times[0] == pytest.approx(drive_us, rel=0.1)
+
+
+def test_a_drive_that_was_not_measured_is_left_out_and_said():
+    schedule, work = planned(0.5)
+    result = evaluate(work, make_table(work), schedule)
+    assert {"routes.nvme", "publish.nvme"} <= set(result.left_out)
+
+
+def test_a_limit_that_cannot_be_kept_says_what_is_short():
+    with pytest.raises(InputError, match="limits.host_bytes = .* with all optimizer states on the drive, [0-9]+ more"):
+        planned(0.1)
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", host_bytes=1000)
+    with pytest.raises(InputError, match="without --optimizer-cpu-offload"):
+        plan(work, table(work))
+
+
+def test_slots_and_states_belong_together():
+    schedule, work = planned(0.5)
+    match(validate(schedule), work)
+    with pytest.raises(InputError, match="states_rest .*needs state_slots"):
+        validate(replace(schedule, state_slots=None))
+    with pytest.raises(InputError, match="no group's states rest on the drive"):
+        validate(replace(schedule, groups=tuple(replace(g, states_rest=None) for g in schedule.groups)))
+    for slots, size, field in ((1, 4096, "slots"), (3, 4097, "slot_bytes"), (3, 0, "slot_bytes")):
+        with pytest.raises(InputError, match=f"state_slots.{field} = "):
+            validate(replace(schedule, state_slots=StateSlots(slots=slots, slot_bytes=size)))
+
+
+def test_a_run_whose_optimizer_or_parameters_do_not_fit_is_refused():
+    schedule, work = planned(0.5)
+    with pytest.raises(InputError, match="train with --optimizer-cpu-offload"):
+        match(schedule, replace(work, optimizer=OptimizerSettings()))
+    need = max(largest_region(schedule, work, index) for index in range(len(schedule.groups)))
+    small = replace(schedule, state_slots=StateSlots(slots=3, slot_bytes=need - 4096))
+    with pytest.raises(InputError, match=f"needs {need} bytes for one parameter and its moments"):
+        match(small, work)
