@@ -69,3 +69,9 @@ def nvbandwidth(unit="GB/s", total=None) -> str:
         *test("host_to_device_bidirectional_memcpy_ce", "<->", [27.7, 27.6]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def write(tmp_path, text: str) -> Path:
+    path = tmp_path / "log.txt"
+    path.write_text(text)
+    return path

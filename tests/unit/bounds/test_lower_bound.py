@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload, uneven_case, with_host_cpu
 
 from megatron_ext.bounds.least_loads import layer_bytes
-from megatron_ext.bounds.link_rates import LinkRates
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import plan
@@ -269,14 +268,3 @@ def test_nothing_is_faster_where_host_copies_are_published_between_nodes(seed):
         bound = lower_bound(work, Timing(work, full))
         for policy in ("all-gpu", "all-cpu", "hybrid", "random:1", "random:2"):
             assert plan(work, full, policy=policy).predicted.iteration_time_us >= bound * (1 - 1e-9), policy
-
-
-def test_publishing_and_gathers_on_one_network_bring_no_more_than_it_carries():
-    """Ten bytes a microsecond each way alone. A short copy from the host disturbs gathers for as long as it
-    takes only, so it costs the mix nearly nothing."""
-    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline")
-    both = lambda a, b: ((a, b, 2.0), (b, a, 2.0))
-    for contention, rate in (((), 20.0), (both("gpu", "publish"), 10.0), (both("gpu", "cpu"), 20.0)):
-        table = make_table(work, gpu=(0.001, 10.0), cpu=(0.001, 1e5), publish=(0.001, 10.0), contention=contention)
-        links = LinkRates(work, Timing(work, table), 0)
-        assert links.least_us(1000.0, first=True) == pytest.approx(1000.0 / rate, rel=0.01)

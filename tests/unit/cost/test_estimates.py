@@ -5,7 +5,6 @@ import pytest
 from megatron_ext.cost.cost_table import Compute, Contention, CostTable, Curve, Point, Routes, check
 from megatron_ext.cost.curve import lookup
 from megatron_ext.cost.estimates import Costs
-from megatron_ext.cost.host_cpu import HostCpu, ProcessorTime
 from megatron_ext.formats.errors import InputError
 
 
@@ -136,11 +135,3 @@ def test_a_step_costs_what_its_layers_do_not_hold():
     assert costs.compute_us(0, 0, ["transformer"] * 3) == (33, 64)
     whole = Compute(pp_rank=0, model_chunk_id=0, forward_us=50, backward_us=60)  # measured with everything in it
     assert Costs(table(compute=(*rows, whole))).compute_us(0, 0, ["transformer"]) == (50, 60)
-
-
-def test_processor_time_of_a_transport_is_checked():
-    times = {"routes.gpu": (ProcessorTime(size_bytes=1, us=-1.0),)}
-    with pytest.raises(InputError, match=r"host_cpu.processor_us.routes.gpu\[0\].us = -1.0"):
-        table(host_cpu=HostCpu(processors_per_node=2, processor_us=times))
-    with pytest.raises(InputError, match="host_cpu.processors_per_node = 0.0"):
-        table(host_cpu=HostCpu(processors_per_node=0.0))

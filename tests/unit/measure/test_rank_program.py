@@ -8,6 +8,7 @@ import torch
 
 from megatron_ext.measure import rank_program
 from megatron_ext.measure.options import Options
+from megatron_ext.measure.rank_program import PASSES, parts_due, shuffled, sizes_of
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples
 
 TIMES_US = {("cpu", 8192): 100.0, ("cpu", 65536): 5000.0, ("gpu", 8192): 100.0}
@@ -92,3 +93,49 @@ def test_visits_of_one_pass_count_together(visits):
                 points[name][size]["samples"] == rank_program.PASSES * MAX_ROUNDS
                 and points[name][size]["passes"] == rank_program.PASSES
             )
+
+
+def test_gathers_are_measured_at_further_sizes_beside_the_grid():
+    options = Options(min_bytes=4096, max_bytes=16384, also_sizes=(10000, 70000))
+    assert sizes_of("gpu", options) == sizes_of("cpu", options) == [4096, 7680, 10240, 16384, 70144]
+    assert sizes_of("reduce", options) == [4096, 7680, 16384]  # what is no gather is not asked for
+    assert options.largest == 70144  # and there is memory for it
+
+
+def test_passes_walk_the_same_sizes_in_orders_of_their_own():
+    visits = [("gpu", 1 << power) for power in range(12, 24)]
+    orders = [shuffled(visits, number) for number in range(5)]
+    assert all(sorted(order) == visits for order in orders)
+    assert len({tuple(order) for order in orders}) == 5 and len({order[0] for order in orders}) > 1
+    assert orders[3] == shuffled(visits, 3)  # as on every other rank
+
+
+def test_compute_is_measured_all_along_however_short_the_passes_are():
+    assert [parts_due(used / 20) for used in range(21)] == sorted(parts_due(used / 20) for used in range(21))
+    assert parts_due(0.01) == 1 and parts_due(0.5) == (PASSES + 1) // 2 and parts_due(0.99) < PASSES
+    assert parts_due(1.0) == parts_due(3.0) == PASSES
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("internode", [(2.0, 4.0), (20.0, 40.0)]),
+        ("gpu", [(4.0,), (40.0,)]),
+        ("cpu", [(1.0, 2.0, 3.0, 4.0), (10.0, 20.0, 30.0, 40.0)]),
+    ],
+)
+def test_what_a_curve_is_made_of(monkeypatch, name, expected):
+    """Ranks that share a link end one after the other."""
+
+    def gathered(everyone, own):
+        everyone[:] = [
+            {key: tuple([factor * value for value in part] for part in parts) for key, parts in own.items()}
+            for factor in (1, 2, 3, 4)
+        ]
+
+    monkeypatch.setattr(rank_program.dist, "all_gather_object", gathered)
+    fabric, merged = SimpleNamespace(world_size=4, options=Options(data_parallel_size=4, ranks_per_node=2)), {}
+    rank_program._merge(
+        fabric, {(name, 512): SimpleNamespace(us=[1.0, 10.0], issued_us=[1.0], processor_us=[1.0])}, merged
+    )
+    assert merged[name, 512][0][0] == expected

@@ -3,13 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
+from megatron.core.pipeline_parallel import schedules
 
+from megatron_ext.checkout.hook_table import SCHEDULE_FUNCTIONS
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.refusals import (
     environment_mismatch,
     refuse_at_zero_stage_3,
     refuse_unsupported,
     require_hooks,
+    schedule_without_hooks,
 )
 from megatron_ext.megatron.workload_of_run import parallel_of_megatron, workload_of_run
 from megatron_ext.runtime import machine
@@ -161,3 +164,17 @@ def test_a_release_without_micro_batch_groups_is_read_as_it_runs():
         parallel_of_megatron(SimpleNamespace(global_batch_size=2, **sizes))
     later = SimpleNamespace(global_batch_size=2, microbatch_group_size_per_vp_stage=2, **sizes)
     assert parallel_of_megatron(later).num_microbatches == 2
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULE_FUNCTIONS))
+def test_the_schedules_with_hooks_pass(name, monkeypatch):
+    function = getattr(schedules, name)
+    monkeypatch.setattr(schedules, "get_forward_backward_func", lambda: function)
+    assert schedule_without_hooks() is None
+
+
+def test_another_schedule_is_named(monkeypatch):
+    def zero_bubble(): ...
+
+    monkeypatch.setattr(schedules, "get_forward_backward_func", lambda: zero_bubble)
+    assert "zero_bubble, which has no hooks" in (schedule_without_hooks() or "")

@@ -4,7 +4,7 @@ from itertools import permutations, product
 
 import pytest
 from msgspec.structs import replace
-from planning_cases import make_table, make_workload, random_case
+from planning_cases import line, make_table, make_workload, random_case
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import exact, plan
@@ -85,3 +85,14 @@ def test_what_is_not_solved_is_said_to_be_so_for_the_reason_it_has(monkeypatch, 
     monkeypatch.setattr(exact, "EXACT", EXACT._replace(choices=choices))
     with pytest.raises(InputError, match=f"policy = 'exact': {said}"):
         exact.exact_schedule(work, Timing(work, table), ("gpu",), known, known.predicted.iteration_time_us, 0.0)
+
+
+def test_exact_proves_no_more_than_is_so_where_gradients_are_reduced():
+    """Reducing beside the last backward: what the model proves lies below what is found."""
+    from megatron_ext.planner.exact import EXACT, solve
+
+    work = make_workload(pp=1, vp=1, order="no_pipeline", microbatches=2, layers=4)
+    table = make_table(work, cpu=None, reduce=line(1, 2e3), forward=100, backward=400)
+    known = plan(work, table, policy="all-gpu")
+    _, found, proven = solve(work, Timing(work, table), ("gpu",), known, known.predicted.iteration_time_us, EXACT)
+    assert proven <= found < known.predicted.iteration_time_us

@@ -1,5 +1,4 @@
-"""What the emulated cluster says of a network rate: how long all-gathers take beside compute
-(benchmarks/emulated_cluster.py)."""
+"""What the emulated cluster says of a network rate: how long all-gathers take beside compute."""
 
 import sys
 from pathlib import Path

@@ -1,0 +1,101 @@
+"""The verbs of ``megatron-ext cost``."""
+
+import json
+
+import pytest
+from two_tables import CLUSTER, ONE_GPU, table
+
+from megatron_ext.cli import main as cli
+from megatron_ext.cost import cost_table
+from megatron_ext.cost.cost_table import Metadata
+from megatron_ext.cost.environment import world_sizes
+from megatron_ext.workload import workload
+from megatron_ext.workload.parallel import Parallel
+
+
+def test_check_verb(tmp_path, capsys):
+    from megatron_ext.runtime.machine import environment
+
+    parallel = Parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, data_parallel_size=2, num_microbatches=4
+    )
+    workload.save(
+        tmp_path / "W.json",
+        workload.Workload(schema_version=2, kind="workload", parallel=parallel, zero_stage=1, chunks=()),
+    )
+    cost_table.save(tmp_path / "T.json", table(metadata=Metadata(**environment(), world_sizes=world_sizes(parallel))))
+    arguments = [
+        "cost",
+        "check",
+        str(tmp_path / "T.json"),
+        "--workload",
+        str(tmp_path / "W.json"),
+        "--this-machine",
+        "--json",
+    ]
+    assert cli.main(arguments) == 0 and json.loads(capsys.readouterr().out) == {"differences": []}
+    cost_table.save(
+        tmp_path / "T.json",
+        table(metadata=Metadata(**environment(), world_sizes=world_sizes(parallel) | {"data_parallel_size": 8})),
+    )
+    assert cli.main(arguments) == 2
+    assert "world_sizes.data_parallel_size: table 8, here 2" in capsys.readouterr().err
+    assert cli.main([*arguments, "--allow-differences"]) == 0
+    assert json.loads(capsys.readouterr().out)["differences"] == ["world_sizes.data_parallel_size: table 8, here 2"]
+    assert cli.main(["cost", "check", str(tmp_path / "T.json")]) == 2
+
+
+@pytest.fixture
+def path(tmp_path):
+    cost_table.save(tmp_path / "T.json", ONE_GPU)
+    return str(tmp_path / "T.json")
+
+
+def test_predict_verb(path, capsys):
+    assert cli.main(["cost", "predict", path, "--route", "gpu", "--bytes", "10000", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert set(figures) == {"us", "low_us", "high_us"}
+    assert figures["us"] == pytest.approx(2 * (10 + 1)) and figures["low_us"] <= figures["us"] <= figures["high_us"]
+    assert cli.main(["cost", "predict", path, "--route", "gpu", "--bytes", "10000", "--busy", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["us"] == pytest.approx(1.1 * figures["us"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--route", "gpu", "--bytes", "1"],
+        ["--route", "gpu", "--bytes", "-5", "--extrapolate"],
+        ["--route", "nvme", "--bytes", "10000"],
+        ["--route", "warp", "--bytes", "10000"],
+        ["--route", "gpu", "--bytes", "10000", "--busy", "nvme"],
+        ["--route", "gpu", "--bytes", "10000", "--groups", "0"],
+        ["--route", "p2p", "--bytes", "10000"],
+    ],
+)
+def test_predict_verb_refuses(path, arguments, capsys):
+    assert cli.main(["cost", "predict", path, *arguments]) == 2
+    assert len(capsys.readouterr().err.strip().split("\n")) == 1
+
+
+def test_show_verb_with_plot(path, tmp_path, capsys):
+    plot = tmp_path / "curves.png"
+    assert cli.main(["cost", "show", path, "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "SYNTHETIC" in shown and "routes.cpu" in shown and "gpu      beside cpu        1.10" in shown
+    assert cli.main(["cost", "show", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["curves"]["routes.gpu"]["points"] == 12
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["T.json", "curves.png"]
+
+
+def test_combine_and_compare_verbs(path, tmp_path, capsys):
+    cost_table.save(tmp_path / "cluster.json", CLUSTER)
+    out = tmp_path / "both.json"
+    assert (
+        cli.main(["cost", "combine", f"links={tmp_path / 'cluster.json'}", f"compute={path}", "--out", str(out)]) == 0
+    )
+    both = cost_table.load(out)
+    assert both.routes.gpu == CLUSTER.routes.gpu and both.compute == ONE_GPU.compute
+    capsys.readouterr()
+    assert cli.main(["cost", "compare", path, str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["curves"]["routes.gpu"]["median"] == pytest.approx(-0.5)

@@ -1,0 +1,95 @@
+"""nccl-tests' output: what is read from it, and that a broken one is refused with its line."""
+
+import logs
+import pytest
+
+from megatron_ext.cli import main as cli
+from megatron_ext.cost import importers
+from megatron_ext.formats.errors import InputError
+
+
+def test_nccl_tests_all_gather(tmp_path):
+    table = importers.read("nccl-tests", logs.write(tmp_path, logs.nccl_tests()))
+    assert [(point.size_bytes, point.p50_us) for point in table.routes.gpu.points] == logs.ROWS
+    assert table.metadata.world_sizes == {"data_parallel_size": 16}
+    assert table.metadata.hardware == {"device": "NVIDIA H200", "devices": 8}
+    assert table.metadata.software == {"nccl": "2.21.5"}
+    assert "all_gather_perf" in table.routes.gpu.source and not table.metadata.synthetic
+
+
+@pytest.mark.parametrize(
+    ("program", "redop", "field"),
+    [
+        ("reduce_scatter_perf", "sum", "reduce"),
+        ("all_reduce_perf", "sum", "all_reduce"),
+        ("sendrecv_perf", "sum", "p2p"),
+    ],
+)
+def test_other_collectives_are_no_gather_route(tmp_path, program, redop, field):
+    table = importers.read("nccl-tests", logs.write(tmp_path, logs.nccl_tests(program=program, redop=redop)))
+    assert table.routes.gpu is None
+    assert len(getattr(table, field).points) == len(logs.ROWS)
+
+
+def test_log_that_does_not_name_its_program(tmp_path):
+    assert importers.read("nccl-tests", logs.write(tmp_path, logs.nccl_tests(program=""))).routes.gpu
+    reduction = logs.write(tmp_path, logs.nccl_tests(program="", redop="sum"))
+    with pytest.raises(InputError, match="--collective"):
+        importers.read("nccl-tests", reduction)
+    assert importers.read("nccl-tests", reduction, collective="reduce_scatter").reduce
+
+
+def test_older_header_without_redop_and_rows_without_bytes(tmp_path):
+    text = logs.nccl_tests().replace("   redop    root  ", "  ").replace("    none      -1 ", " ")
+    row = next(line for line in text.split("\n") if line.strip().startswith("1048576"))
+    empty = row.replace("1048576", "0").replace("262144", "0").replace("13.15", "0.00")
+    table = importers.read("nccl-tests", logs.write(tmp_path, text.replace(row, empty + "\n" + row)))
+    assert len(table.routes.gpu.points) == len(logs.ROWS)
+
+
+LINES = logs.nccl_tests().split("\n")
+FIRST = next(index for index, line in enumerate(LINES) if line.strip().startswith("1048576"))
+
+
+def edited(number: int, old: str, new: str) -> str:
+    assert old in LINES[number]
+    return "\n".join([*LINES[:number], LINES[number].replace(old, new), *LINES[number + 1 :]])
+
+
+BROKEN = {
+    "cut off in a row": ("\n".join(LINES)[: "\n".join(LINES).index("134217728") + 60], "cut off", FIRST + 7),
+    "cut off between rows": ("\n".join(LINES[: FIRST + 5]) + "\n", "cut off", FIRST + 4),
+    "zero time": (edited(FIRST + 2, "83.21", " 0.00"), "time must be positive", FIRST + 2),
+    "negative time": (edited(FIRST + 2, "83.21", "-3.21"), "time must be positive", FIRST + 2),
+    "not a number": (edited(FIRST + 2, "83.21", "  nan"), "time nan is not a number", FIRST + 2),
+    "header in ms": (logs.nccl_tests(unit="ms", factor=1e-3), r"units are not \(B\) and \(us\)", FIRST - 1),
+    "figures in ms": (logs.nccl_tests(factor=1e-2), "another unit", FIRST),
+    "sizes in KB": ("\n".join(LINES).replace("(B)", "(KB)"), r"units are not \(B\)", FIRST - 1),
+    "falling time": (logs.nccl_tests([*logs.ROWS[:4], (16777216, 70.0), *logs.ROWS[5:]]), "not monotone", FIRST + 4),
+    "size twice": (logs.nccl_tests([*logs.ROWS[:3], *logs.ROWS[2:]]), "does not grow", FIRST + 3),
+    "wrong results": (edited(FIRST + 1, "      0", "      7"), "results were wrong", FIRST + 1),
+    "empty": ("", "is empty", None),
+    "white space": (" \n\n", "is empty", None),
+    "another tool's": ("hello\n1 2 3\n", "no nccl-tests table", None),
+    "no rows": ("\n".join(LINES[:FIRST] + LINES[FIRST + len(logs.ROWS) :]), "has no rows", None),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_nccl_tests_logs(tmp_path, case, capsys):
+    text, message, index = BROKEN[case]
+    path = logs.write(tmp_path, text)
+    with pytest.raises(InputError, match=message) as error:
+        importers.read("nccl-tests", path)
+    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+    if index is not None:
+        assert f"line {index + 1}" in str(error.value)
+    out = tmp_path / "T.json"
+    assert cli.main(["measure", "--import", "nccl-tests", str(path), "--out", str(out)]) == 2
+    assert len(capsys.readouterr().err.strip().split("\n")) == 1 and not out.exists()
+
+
+@pytest.mark.parametrize("label", ["[1,0]<stdout>:", " 0: "])
+def test_lines_that_a_launcher_has_labelled(tmp_path, label):
+    text = "".join(label + line + "\n" for line in logs.nccl_tests().rstrip("\n").split("\n"))
+    assert len(importers.read("nccl-tests", logs.write(tmp_path, text)).routes.gpu.points) == len(logs.ROWS)

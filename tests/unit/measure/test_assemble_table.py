@@ -1,0 +1,48 @@
+"""What the notes of a measured table say."""
+
+import pytest
+
+from megatron_ext.cost import cost_table
+from megatron_ext.measure import assemble_table
+from megatron_ext.measure.hostcpu.shared_processors import ROUNDS
+from megatron_ext.measure.options import Options
+
+
+def raw(first, second, **more):
+    return {"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [first, second], "passes": 2}]}, **more}
+
+
+def test_a_table_with_options_of_several_values_can_be_read_back(tmp_path):
+    point = {"p50_us": 10.0, "p95_us": 11.0, "samples": 5, "medians_us": [10.0], "issued_us": 1.0}
+    points = [{"size_bytes": size, **point} for size in (512, 1024)]
+    table = assemble_table.assemble(
+        Options(module_args=("--num-layers", "8"), sizes=(512, 1024)), {"curves": {"gpu": points}}
+    )
+    cost_table.save(tmp_path / "table.json", table)
+    options = cost_table.load(tmp_path / "table.json").metadata.source.options
+    assert options["module_args"] == "--num-layers 8" and options["sizes"] == "512 1024"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"), [(100.0, 109.0, False), (100.0, 112.0, True), (112.0, 100.0, True)]
+)
+def test_a_table_says_where_two_passes_disagree(first, second, said):
+    assert bool(assemble_table.notes(raw(first, second))) == said
+
+
+def test_a_table_says_who_else_was_busy_and_what_there_was_no_time_for():
+    notes = assemble_table.notes(raw(1.0, 1.0, background_processors=1.5, unmeasured_pairs=[("gpu", "cpu")]))
+    assert "other programs used 1.5 processors" in notes[0] and "gpu beside cpu" in notes[1]
+    once = {"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [1.0], "passes": 1}]}}
+    assert "only one pass" in assemble_table.notes(once)[0]
+    assert (
+        assemble_table.notes(
+            {"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [1.0], "passes": 1, "refined": True}]}}
+        )
+        == []
+    )
+
+
+def test_a_table_says_that_compute_was_measured_in_few_rounds():
+    few, enough = (assemble_table.notes(raw(1.0, 1.0, compute={"rounds": rounds})) for rounds in (ROUNDS - 1, ROUNDS))
+    assert len(few) == 1 and "takes so long that there was time for 3" in few[0] and enough == []

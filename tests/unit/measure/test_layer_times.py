@@ -1,0 +1,29 @@
+"""How layers are run to be timed."""
+
+import pytest
+from layers import Layer
+
+from megatron_ext.measure.layer_times import measure_compute, micro_batch_us
+
+
+def test_every_layer_runs_forward_then_backward():
+    runners = {"a": Layer(8), "b": Layer(64)}
+    rows = measure_compute(runners, repeats=5, evict_bytes=1 << 16, warmup=2)
+    assert [row.layer_kind for row in rows] == ["a", "b"]
+    assert all(
+        0 < row.forward_us <= row.forward_p95_us and 0 < row.backward_us <= row.backward_p95_us and row.samples == 5
+        for row in rows
+    )
+    assert runners["a"].calls == ["forward", "backward"] * 7
+    assert micro_batch_us(rows, runners) == pytest.approx(sum(row.forward_us + row.backward_us for row in rows))
+
+
+def test_a_walk_comes_by_every_layer_of_a_kind():
+    runners = {"a": Layer(8), "b": Layer(8)}
+    runners["b"].visits = 3
+    rows = measure_compute(runners, repeats=5, warmup=1)
+    assert runners["b"].calls == (["forward"] * 3 + ["backward"] * 3) * 6 and [row.samples for row in rows] == [5, 15]
+    a, b = rows
+    assert micro_batch_us(rows, runners) == pytest.approx(
+        a.forward_us + a.backward_us + 3 * (b.forward_us + b.backward_us)
+    )

@@ -1,0 +1,84 @@
+"""The search behind ``hybrid``: what it finds where rules of thumb do not."""
+
+import random
+
+import pytest
+from msgspec.structs import replace
+from planning_cases import least_room, line, make_table, make_workload
+
+from megatron_ext.bounds.lower_bound import lower_bound
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.planner import plan, search_note
+from megatron_ext.planner.search import search
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload import workload
+
+
+def test_gathers_keep_out_of_the_way_of_gradients_that_are_reduced():
+    """All-gathers queue behind reduces, on one communicator: both links before the last backward, the host's copies in
+    it."""
+    shape = dict(pp=2, vp=1, microbatches=4, order="1f1b", layers=6, zero_stage=3)
+    layer = make_workload(**shape).chunks[0].bytes // 6
+    work = make_workload(**shape, whole_parameter_bytes=3 * layer + 4096)
+    table = make_table(
+        work, gpu=(1.0, layer / 300.0), cpu=(1.0, layer / 300.0), publish=(0.1, 1e9), forward=600.0, backward=900.0
+    )
+    table = cost.check(replace(table, reduce=line(1.0, layer / 900.0)))
+    found, found_us = search(work, Timing(work, table), ("gpu", "cpu"))
+    for rank in found.ranks:
+        *before, last = [[action.route for action in entry.unshard] for entry in rank.steps if entry.unshard]
+        assert {route for routes in before for route in routes} == {"gpu", "cpu"}
+        assert 2 * last.count("gpu") < last.count("cpu"), "some may be on their way before the first reduce"
+    assert found_us < 0.85 * search(work, Timing(work, table), ("cpu",))[1]
+    assert found_us < 1.1 * lower_bound(work, Timing(work, table))
+
+
+def test_unequal_layers_in_room_for_the_largest_alone_are_searched():
+    """Blocks of about equal bytes would join layers that do not fit together; a rule would be 5 % slower and more."""
+    base = make_workload(pp=1, vp=1, order="no_pipeline", layers=4, microbatches=2, zero_stage=3)
+    (chunk,) = base.chunks
+    times = (1, 1, 1, 8)
+    parameters = tuple(
+        replace(p, shape=(p.shape[0] * times[p.layer], *p.shape[1:]), bytes=p.bytes * times[p.layer])
+        for p in chunk.parameters
+    )
+    work = workload.check(replace(base, chunks=(replace(chunk, parameters=parameters),)))
+    limit = int(least_room(work) * 1.05)
+    work = workload.check(replace(work, limits=workload.Limits(whole_parameter_bytes=limit)))
+    planned = plan(work, make_table(work, gpu=(5.0, 3000.0), cpu=(5.0, 2000.0), forward=200.0, backward=400.0))
+    assert search_note(planned) is None
+    assert max(planned.predicted.peak_bytes["device"]) <= limit
+    assert planned.predicted.iteration_time_us < 0.95 * min(planned.predicted.baselines_us.values())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tied_embeddings_in_little_room(seed):
+    """A parameter of the first layer that the last layer uses too stays between them, and nothing else has to."""
+    draw = random.Random(seed)
+    base = make_workload(pp=1, vp=1, order="no_pipeline", layers=4, microbatches=2, zero_stage=3)
+    (chunk,) = base.chunks
+    tied = (replace(chunk.parameters[0], borrowed_by=(3,)), *chunk.parameters[1:])
+    work = workload.check(replace(base, chunks=(replace(chunk, parameters=tied),)))
+    limit = int(least_room(work) * draw.choice((1.0, 1.3, 2.0)))
+    work = workload.check(replace(work, limits=workload.Limits(whole_parameter_bytes=limit)))
+    planned = plan(work, make_table(work, gpu=(5.0, draw.uniform(1000, 5000))))
+    assert search_note(planned) is None
+    assert max(planned.predicted.peak_bytes["device"]) <= limit
+
+
+def test_two_routes_over_one_link_are_not_mixed_where_that_only_slows_both():
+    """A fairly shared link: the copy is the faster way, and an all-gather beside it takes from it."""
+    work = make_workload(
+        pp=2, vp=1, order="1f1b", layers=12, zero_stage=3, whole_parameter_bytes=396_000
+    )  # room for four layers
+    shared = (("gpu", "cpu", 2.0), ("cpu", "gpu", 2.0))
+    table = make_table(
+        work, gpu=(1.0, 1000.0), cpu=(1.0, 2000.0), publish=(0.1, 1e6), forward=160.0, backward=320.0, contention=shared
+    )
+    routes = [
+        action.route
+        for rank in plan(work, table).ranks
+        for entry in (rank.start, *rank.steps)
+        for action in entry.unshard
+    ]
+    assert routes.count("cpu") > 0.9 * len(routes)
