@@ -6,6 +6,7 @@ import click
 
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.cli.script_command import BareScriptCommand
+from megatron_ext.formats.errors import InputError
 
 
 @click.command(cls=BareScriptCommand)
@@ -31,14 +32,22 @@ def advise(hardware: str, nodes: int, picture: str | None, megatron_options, as_
     if picture:
         json_files.check_writable(picture)
     passed_over: list[str] = []
-    args = parse(
-        megatron_options,
-        verb="advise",
-        passed_over=passed_over,
-        world_size=nodes * sheet.gpus_per_node,
-        transformer_impl="transformer_engine",  # Megatron's own default
-        gpus_per_node=sheet.gpus_per_node,
-    )
+    try:
+        args = parse(
+            megatron_options,
+            verb="advise",
+            passed_over=passed_over,
+            world_size=nodes * sheet.gpus_per_node,
+            transformer_impl="transformer_engine",  # Megatron's own default
+            gpus_per_node=sheet.gpus_per_node,
+        )
+    except InputError as error:
+        if error.field != "WORLD_SIZE":
+            raise
+        # There are no processes: the user gives nodes.
+        gpus = f"gives {nodes * sheet.gpus_per_node} GPUs; the parallel sizes"
+        reason = error.message.replace("processes", "GPUs").replace("is no multiple", "need a multiple")
+        raise InputError(f"{gpus} {reason}", field="--nodes", value=nodes) from None
     if passed_over:
         click.echo(f"advise: not known here and passed over: {', '.join(passed_over)}", err=True)
     setting = advice.Setting(

@@ -67,16 +67,12 @@ class Costs:
             known[-1].issued_us if known else None,
         )
 
-    def contended(self, route: str, size_bytes: int, busy: Iterable[str]) -> Estimate:
-        """A gather while the links named in ``busy`` work.
+    def beside(self, route: str, size_bytes: int, busy: Iterable[str], alone: Estimate) -> Estimate:
+        """A transfer while the links named in ``busy`` work; ``alone`` is the same without them.
 
         Raises:
             InputError: as :meth:`gather_us`; or a pair was never measured.
         """
-        return self.beside(route, size_bytes, busy, self.gather(route, size_bytes))
-
-    def beside(self, route: str, size_bytes: int, busy: Iterable[str], alone: Estimate) -> Estimate:
-        """``alone`` with what the links in ``busy`` add. Raises as :meth:`contended`."""
         factors = []
         for name in busy:
             if (route, name) not in self._contention:

@@ -112,7 +112,7 @@ def _model(outcome: Outcome) -> str:
 
 def _how(outcome: Outcome) -> str:
     few = "; few micro-batches, continued linearly" if len(outcome.rounds.parts) > 1 else ""
-    return f"Rules and a few walks, no full search{few}."
+    return f"A quick plan, no full search{few}."
 
 
 def _shares(outcome: Outcome) -> str:

@@ -92,11 +92,12 @@ def test_slowdown_by_size_and_contended_gather():
     assert costs.slowdown("gpu", "cpu") == 1.4
     assert costs.slowdown("cpu", "gpu") == 1.0  # never a speed-up
     assert costs.slowdown("gpu", "nvme") == 1.0
-    assert costs.contended("gpu", 1000, ["cpu"]).us == pytest.approx(12)
-    both = costs.contended("gpu", 1000, ["cpu", "compute"])
+    alone = costs.gather("gpu", 1000)
+    assert costs.beside("gpu", 1000, ["cpu"], alone).us == pytest.approx(12)
+    both = costs.beside("gpu", 1000, ["cpu", "compute"], alone)
     assert both.us == pytest.approx(10 * (1 + 0.2 + 1.0)) and both.low_us <= both.us <= both.high_us
     with pytest.raises(InputError, match="contention: no row for gpu beside nvme"):
-        costs.contended("gpu", 1000, ["nvme"])
+        costs.beside("gpu", 1000, ["nvme"], alone)
 
 
 def test_compute_by_place_wins_over_layer_kinds():
