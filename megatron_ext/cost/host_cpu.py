@@ -21,8 +21,8 @@ class HostCpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     Attributes:
         processors_per_node: how many ranks' worth of compute a node does at once.
         nodes_sharing: neighbouring nodes that share these processors, where nodes are emulated on one machine.
-        processor_us: processor time of transports by curve (``routes.gpu``, ``publish.internode``, ``p2p``, ...), sorted
-            by size, as if the rank were alone, like compute.
+        processor_us: processor time of transports by curve (``routes.gpu``, ``publish.internode``, ``p2p``, ...),
+            sorted by size, as if the rank were alone, like compute.
         compute_rounds: when all ranks computed at once (Unix time in seconds), and how long a micro-batch took them.
     """
 

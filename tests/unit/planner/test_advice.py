@@ -159,7 +159,10 @@ def test_the_command_on_a_laptop(without_torch, capsys, tmp_path):
         (["--hardware", "l40s", "--picture", "/proc/nowhere/a.png"], "/proc/nowhere/a.png: cannot be written"),
         (["--hardware", "l40s", "--", "--hiden-size", "8"], "'--hiden-size': is not an option that advise knows; did"),
         (["--hardware", "l40s", "--", "--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size = 3"),
-        (["--hardware", "l40s", "--", "--data-parallel-size", "4"], "nodes = 1: gives 8 GPUs; the parallel sizes need 4 GPUs"),
+        (
+            ["--hardware", "l40s", "--", "--data-parallel-size", "4"],
+            "nodes = 1: gives 8 GPUs; the parallel sizes need 4",
+        ),
         (["--hardware", "l40s", "--", "--num-experts", "8"], "--num-experts = '8'"),
         (["--hardware", "l40s", "--nodes", "0"], "--nodes"),
     ],
