@@ -1,7 +1,6 @@
 """Apply, check and revert: what ``megatron-ext patch`` does to a Megatron tree."""
 
 import difflib
-import re
 from dataclasses import dataclass, field
 
 from megatron_ext.checkout.hook_table import HOOKS, hooks_of
@@ -10,7 +9,7 @@ from megatron_ext.checkout.place_hooks import place_hooks
 from megatron_ext.checkout.syntax import PlaceError
 from megatron_ext.checkout.transaction import locked, recover, replace_files
 from megatron_ext.checkout.tree import Tree
-from megatron_ext.checkout.verify import count_hooks, is_hook_line, strip_hooks, verify_text
+from megatron_ext.checkout.verify import EDITED, count_hooks, edited_line, is_hook_line, strip_hooks, verify_text
 from megatron_ext.formats.errors import InputError
 
 
@@ -125,7 +124,9 @@ def revert(path, *, dry_run: bool = False) -> Report:
                 clean = strip_hooks(file, text)
             except PlaceError as error:
                 raise InputError(str(error), file=tree.root / file) from None
-            _refuse_edited(tree, file, text)
+            edited = edited_line(file, text)
+            if edited:
+                raise InputError(f"line {edited}: {EDITED}; delete it, then revert again", file=tree.root / file)
             if clean != text:
                 stripped[file] = clean.encode()
                 diff += _diff(file, text, clean)
@@ -134,24 +135,6 @@ def revert(path, *, dry_run: bool = False) -> Report:
         report, _ = _examine(tree, repaired)
         report.changed, report.diff = bool(stripped) and not dry_run, diff
         return report
-
-
-_CALLED = "|".join(re.findall(r"(?:hooks|gather_schedule)\.(\w+)\(", " ".join(hook.text for hook in HOOKS)))
-_LEFT_OVER = re.compile(
-    r'\s*(if __name__ == "__main__": )?(from megatron_ext\.megatron import hooks;.*hooks|gather_schedule)'
-    rf"\.({_CALLED})\("
-)
-
-
-def _refuse_edited(tree: Tree, file: str, text: str) -> None:
-    """Refuse a file that lacks hooks and has another line that calls one: it was ours, and was edited."""
-    if count_hooks(text) >= len(hooks_of(file)):
-        return
-    for number, line in enumerate(text.split("\n"), start=1):
-        if _LEFT_OVER.match(line) and not is_hook_line(line):
-            raise InputError(
-                f"line {number}: a hook line was edited by hand; delete it, then revert again", file=tree.root / file
-            )
 
 
 def _replace(tree: Tree, contents: dict[str, bytes], dry_run: bool) -> None:
@@ -167,7 +150,7 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
     patched = {}
     for file in tree.present:
         text = tree.read(file)
-        if count_hooks(text):
+        if count_hooks(text) or edited_line(file, text):
             problems = verify_text(file, text)
             detail = "; ".join(f"{p.hook + ': ' if p.hook else ''}{p.message}" for p in problems)
             report.files.append(FileState(file, "drifted" if problems else "applied", detail, _numbers(text)))

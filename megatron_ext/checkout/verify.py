@@ -6,6 +6,7 @@ gap that ``places.py`` describes, and must add a statement to the syntax tree an
 """
 
 import ast
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,23 @@ def is_hook_line(line: str) -> bool:
 def count_hooks(text: str) -> int:
     """Number of lines in ``text`` that have the text of one of ours."""
     return sum(map(is_hook_line, text.split("\n")))
+
+
+EDITED = "a hook line was edited by hand"
+
+_CALLED = "|".join(re.findall(r"(?:hooks|gather_schedule)\.(\w+)\(", " ".join(LINES)))
+_LEFT_OVER = re.compile(
+    r'\s*(if __name__ == "__main__": )?(from megatron_ext\.megatron import hooks;.*hooks|gather_schedule)'
+    rf"\.({_CALLED})\("
+)
+
+
+def edited_line(file: str, text: str) -> int | None:
+    """Number of the first line that calls a hook and is not as ``apply`` writes it, where ``file`` lacks hooks."""
+    if count_hooks(text) >= len(hooks_of(file)):
+        return None
+    rows = enumerate(text.split("\n"), start=1)
+    return next((number for number, row in rows if _LEFT_OVER.match(row) and not is_hook_line(row)), None)
 
 
 def hook_lines(file: str, text: str) -> dict[int, Gap]:
@@ -121,6 +139,9 @@ def _of_ours(file: str, text: str, lines: list[int], count: int) -> list[int]:
 
 def verify_text(file: str, text: str) -> list[Problem]:
     """Problems of one patched file; empty means that every hook of it is in its place."""
+    edited = edited_line(file, text)
+    if edited:
+        return [Problem(file, "", f"line {edited}: {EDITED}")]
     try:
         in_place = hook_lines(file, text)
     except PlaceError as error:

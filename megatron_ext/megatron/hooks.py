@@ -38,11 +38,8 @@ def configure(schedule=None, trace=None, *, parallel=None, check=None):
         raise InputError("needs --user-defined-schedule", field="--user-defined-schedule-check", value=str(check))
     if schedule is None and trace is None:
         return None
-    from megatron_ext.formats import json_files
     from megatron_ext.megatron.lifecycle import Run
 
-    if trace is not None and int(os.environ.get("RANK", 0)) == 0:
-        json_files.check_writable(trace)  # before hours of training whose trace would be lost
     _run = Run(schedule, trace, parallel, check)
     return _run
 

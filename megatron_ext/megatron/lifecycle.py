@@ -69,6 +69,15 @@ NEXT_STATES = {
 }
 
 
+def _unwritable(trace) -> str | None:
+    """Why a trace cannot be written, said before hours of training whose trace would be lost; or None."""
+    try:
+        json_files.check_writable(trace)
+    except InputError as error:
+        return str(error)
+    return None
+
+
 class Run:
     """State of a scheduled or traced run on this rank.
 
@@ -113,6 +122,8 @@ class Run:
                 self.stock_gather |= self.check.is_reference
         if trace is not None and self.recorder is not None:
             stock_trace.record_steps(self.recorder)
+            if rank == 0:
+                self._error = _unwritable(trace)
 
     def _move_to(self, state: State) -> None:
         assert state in NEXT_STATES[self.state], f"a run that is {self.state.value} cannot become {state.value}"
@@ -160,7 +171,9 @@ class Run:
         Raises:
             InputError: on every rank, with the same text.
         """
-        if self.schedule is not None:
+        if self.schedule is None:
+            agree(self._error, ("trace", str(self.trace_path)), file=self.trace_path)
+        else:
             assert self.state is State.BUILDING, f"training begins once; the run is {self.state.value}"
             nvme_path = getattr(args, "user_defined_schedule_nvme_path", None)
             self._agree(self._mismatch(workload_of_run(args), nvme_path))

@@ -216,7 +216,8 @@ def test_an_edited_hook_line_stops_revert(archive):
     apply(archive)
     change(archive, DDP, f"hooks.on_ddp_built(self)  {MARKER}", "hooks.on_ddp_built(self)")
     before = snapshot(archive)
-    assert check(archive).state == "drifted"
+    report = check(archive)
+    assert report.state == "drifted" and "a hook line was edited by hand" in report.problems()[0]
     with pytest.raises(InputError, match="edited by hand"):
         revert(archive)
     assert snapshot(archive) == before

@@ -187,3 +187,8 @@ def _as_json(table) -> dict:
     import msgspec
 
     return json.loads(msgspec.json.encode(cost_file.check(table)))
+
+
+def test_a_trace_that_cannot_be_written_ends_every_rank_with_one_line(corpus_prefix, megatron_tree):
+    options = [*SMALL, "--data-path", corpus_prefix, "--train-iters", "2", "--user-defined-schedule-trace"]
+    refused(launch_training([*options, "/dev/null/trace.json"], nproc=2), "/dev/null", "cannot be written")
