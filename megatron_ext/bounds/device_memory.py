@@ -28,7 +28,7 @@ BringUs = Callable[[int], float]
 """Bytes -> the least microseconds in which they come."""
 
 WaitUs = Callable[[int, Sequence[int]], float]
-"""Room beside a layer, bytes of the next layer's parameters -> least microseconds between the two."""
+"""Bytes that the limit leaves beside a layer, bytes of the next layer's parameters -> least microseconds between."""
 
 STEPS_AHEAD = 24
 """Steps that a window spans at most; several windows in a row bound longer spans almost as well."""
@@ -58,14 +58,14 @@ def with_device_memory(
             return wait_us[rank](limit - before, after) if before and after else 0.0
 
         waits = [_waits(row, between) for row in parameters]
-        turns = [
+        runs = [
             (list(zip(row, times.forward)), list(zip(row, times.backward))[::-1])
             for row, times in zip(sizes, timing.layers[rank])
         ]
         steps.append(
             [
                 (step_us(forward, window, ahead), step_us(backward, window, back))
-                for (forward, backward), (ahead, back) in zip(turns, waits)
+                for (forward, backward), (ahead, back) in zip(runs, waits)
             ]
         )
         mine = [0.0]
@@ -82,16 +82,14 @@ def with_device_memory(
         gaps.append(mine)
         spans.append(
             list(
-                _spans(
-                    [(step.stage // pp, step.kind == "B") for step in order], turns, steps[rank], mine, limit, window
-                )
+                _spans([(step.stage // pp, step.kind == "B") for step in order], runs, steps[rank], mine, limit, window)
             )
         )
     return Durations(steps, gaps, spans)
 
 
-Turns = Sequence[tuple[int, float]]
-"""Layers in the order in which they compute: (bytes, microseconds alone)."""
+LayerRuns = Sequence[tuple[int, float]]
+"""Layers in the order in which a step computes them: (bytes, microseconds alone)."""
 
 
 def _by_layer(chunk: Chunk) -> list[list[int]]:
@@ -109,17 +107,17 @@ def _waits(layers: list[list[int]], between) -> tuple[list[float], list[float]]:
     return forward, backward
 
 
-def step_us(turns: Turns, window: BringUs, waits: Sequence[float] = ()) -> float:
+def step_us(runs: LayerRuns, window: BringUs, waits: Sequence[float] = ()) -> float:
     """The longest path through one step.
 
     Args:
         window: bytes that layers need together -> least time from the end of the first to the begin of the last.
-        waits: by layer, in the order of ``turns``, the least time since the end of the layer before it.
+        waits: by layer, in the order of ``runs``, the least time since the end of the layer before it.
     """
-    sums = [0, *accumulate(size for size, _ in turns)]
+    sums = [0, *accumulate(size for size, _ in runs)]
     ends: list[float] = []
     now = 0.0
-    for layer, (size, us) in enumerate(turns):
+    for layer, (size, us) in enumerate(runs):
         if size:  # a window ends at a layer that needs something
             now = max([now, *(end + window(sums[layer + 1] - sums[first]) for first, end in enumerate(ends))])
             if waits and ends:
@@ -129,15 +127,15 @@ def step_us(turns: Turns, window: BringUs, waits: Sequence[float] = ()) -> float
     return now
 
 
-def _spans(order, turns, least, gaps, limit, window) -> Iterator[tuple[int, int, float]]:
+def _spans(order, runs, least, gaps, limit, window) -> Iterator[tuple[int, int, float]]:
     """Steps ``(i, j, us)`` between which windows say more than all steps one after the other do."""
-    if sum(size for forward, _ in turns for size, _ in forward) <= limit:
+    if sum(size for forward, _ in runs for size, _ in forward) <= limit:
         return
     known: dict[tuple, list[float]] = {}
     for start in range(len(order)):
         ahead = tuple(order[start : start + STEPS_AHEAD])
         if ahead not in known:
-            known[ahead] = list(_across(ahead, turns, least, limit, window))
+            known[ahead] = list(_across(ahead, runs, least, limit, window))
         plain = least[order[start][0]][order[start][1]]
         for index, us in enumerate(known[ahead], start + 1):
             plain += gaps[index] + least[order[index][0]][order[index][1]]
@@ -145,28 +143,28 @@ def _spans(order, turns, least, gaps, limit, window) -> Iterator[tuple[int, int,
                 yield start, index, us
 
 
-def _across(ahead, turns, least, limit, window) -> Iterator[float]:
+def _across(ahead, runs, least, limit, window) -> Iterator[float]:
     """From the begin of the first step to the end of each later one, by windows that begin at the first step's first
     layer or at its last."""
     chunk, backward = ahead[0]
-    own = turns[chunk][backward]
-    first = _brought(ahead, turns, limit, 0)
-    last = _brought(ahead, turns, limit, len(own) - 1)
+    own = runs[chunk][backward]
+    first = _brought(ahead, runs, limit, 0)
+    last = _brought(ahead, runs, limit, len(own) - 1)
     for (chunk, backward), by_first, by_last in zip(ahead[1:], first, last):
-        rest = list(accumulate((us for _, us in reversed(turns[chunk][backward])), initial=0.0))[:0:-1]
+        rest = list(accumulate((us for _, us in reversed(runs[chunk][backward])), initial=0.0))[:0:-1]
         yield max(
             max(own[0][1] + window(one), least[ahead[0][0]][ahead[0][1]] + window(other)) + after
             for one, other, after in zip(by_first, by_last, rest)
         )
 
 
-def _brought(ahead, turns, limit, skipped) -> list[list[int]]:
+def _brought(ahead, runs, limit, skipped) -> list[list[int]]:
     """By later step and layer, the bytes that are brought until it begins, onto a device that is empty before the
     first step's layer ``skipped``."""
     requests = []
     for index, (chunk, backward) in enumerate(ahead):
-        layers = range(len(turns[chunk][backward]))
-        for layer, (size, _) in enumerate(turns[chunk][backward]):
+        layers = range(len(runs[chunk][backward]))
+        for layer, (size, _) in enumerate(runs[chunk][backward]):
             if index or layer >= skipped:
                 requests.append((index, (chunk, layers[-1] - layer if backward else layer), size))
     found: list[list[int]] = [[] for _ in ahead]

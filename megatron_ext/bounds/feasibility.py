@@ -9,7 +9,7 @@ from megatron_ext.workload.workload import Workload, group_bytes
 def check_fits(workload: Workload) -> None:
     """Refuse a workload that no schedule can train within ``limits.whole_parameter_bytes``.
 
-    Zero stage 1 keeps all parameters of a rank whole; zero stage 3 needs room for the
+    Zero stage 1 keeps all parameters of a rank whole; zero stage 3 needs memory for the
     largest layer.
 
     Raises:

@@ -27,9 +27,9 @@ def layer_bytes(chunk: Chunk) -> list[int]:
 
 
 def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
-    """Moments at which a rank must have brought more bytes than before, with room for ``limits.whole_parameter_bytes``.
+    """Moments at which a rank must have brought more bytes than before.
 
-    Zero stage 1 brings everything once.
+    At zero stage 3 at most ``limits.whole_parameter_bytes`` may be whole. Zero stage 1 brings everything once.
     """
     pp = workload.parallel.pp
     limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None

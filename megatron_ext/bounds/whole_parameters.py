@@ -1,11 +1,11 @@
 """The least time between two layers when parameters come whole or not at all.
 
 [Note: Why it is a bound]
-Symbols: ``room`` is what the limit of device memory leaves beside the earlier layer; ``S`` are the parameters of the
-later layer that are whole, or on their way, while the earlier one computes.
+Symbols: ``free_bytes`` is what the limit of device memory leaves beside the earlier layer; ``S`` are the parameters of
+the later layer that are whole, or on their way, while the earlier one computes.
 
 1. A parameter lies in one group, and a group counts with all of its bytes from its issue on. So the bytes of ``S`` are
-   at most ``room``.
+   at most ``free_bytes``.
 2. The others are issued after the earlier layer has ended, each by one link. A link brings ``n`` bytes in no less than
    :meth:`LinkRates.least_alone_us`, and longer while the other link is busy.
 3. So at least the least of these times passes, over all ``S`` and all ways to spread the others over the links. Small
@@ -33,21 +33,21 @@ class LeastWait:
         self._known: dict[tuple, float] = {}
         self._alone: dict[tuple[str, int], float] = {}
 
-    def __call__(self, room: int, sizes: Sequence[int]) -> float:
-        """``room``: bytes that the limit leaves beside the earlier layer; ``sizes``: the later layer's parameters."""
+    def __call__(self, free_bytes: int, sizes: Sequence[int]) -> float:
+        """``free_bytes``: what the limit leaves beside the earlier layer; ``sizes``: the later layer's parameters."""
         rates = self.rates
-        if sum(sizes) <= room or not rates.routes or ("nvme" in rates.routes and "cpu" not in rates.routes):
+        if sum(sizes) <= free_bytes or not rates.routes or ("nvme" in rates.routes and "cpu" not in rates.routes):
             return 0.0  # what lies in a staging slot already is not bounded by the drive
-        key = (room, tuple(sorted(sizes, reverse=True)[:LISTED]))
+        key = (free_bytes, tuple(sorted(sizes, reverse=True)[:LISTED]))
         if key not in self._known:
             self._known[key] = self._least(*key)
         return self._known[key]
 
-    def _least(self, room: int, sizes: tuple[int, ...]) -> float:
+    def _least(self, free_bytes: int, sizes: tuple[int, ...]) -> float:
         routes = self.rates.best_rates
         ways = {(0, 0, 0)}  # bytes that stay, that come by gpu, that come by cpu
         for size in sizes:
-            found = {(stay + size, a, b) for stay, a, b in ways if stay + size <= room}
+            found = {(stay + size, a, b) for stay, a, b in ways if stay + size <= free_bytes}
             if "gpu" in routes:
                 found |= {(stay, a + size, b) for stay, a, b in ways}
             if "cpu" in routes:

@@ -63,7 +63,7 @@ class PerturbedTables:
         self._stand_ins = _stand_ins(table, kinds, sends_between_nodes)
         self.costs: list[str] = []
         self.missing = self._describe_missing()
-        self._walk(self._record)
+        self._rebuild(self._record)
 
     @property
     def size(self) -> int:
@@ -73,11 +73,11 @@ class PerturbedTables:
     def table(self, numbers: Sequence[float]) -> CostTable:
         """The table of ``numbers`` (standard normal, one a name of :attr:`costs`)."""
         given = iter(numbers)
-        return self._walk(lambda cost: float(next(given)))
+        return self._rebuild(lambda cost: float(next(given)))
 
     def shifted(self, cost: str, by: float) -> CostTable:
         """The table with every figure of one cost ``by`` standard deviations off."""
-        return self._walk(lambda name: by if name == cost else 0.0)
+        return self._rebuild(lambda name: by if name == cost else 0.0)
 
     def draw(self, count: int, seed: int = 0) -> list[CostTable]:
         """``count`` tables by Latin hypercube sampling (McKay, Beckman and Conover 1979): every figure takes each of
@@ -100,7 +100,7 @@ class PerturbedTables:
 
     # -- one table --------------------------------------------------------------------------
 
-    def _walk(self, number: Callable[[str], float]) -> CostTable:
+    def _rebuild(self, number: Callable[[str], float]) -> CostTable:
         """Visit every uncertain figure in one order; ``number(cost)`` says how many standard deviations it is off."""
         table = self._table
         routes = Routes(**{name: self._curve(getattr(table.routes, name), f"routes.{name}", number) for name in ROUTES})

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from megatron_ext.bounds.device_room import with_room
+from megatron_ext.bounds.memory_headroom import with_headroom
 from megatron_ext.cost.estimated_table import estimate
 from megatron_ext.cost.hardware_sheet import Figure, HardwareSheet, drawn, figures
 from megatron_ext.formats.errors import InputError
@@ -158,7 +158,7 @@ def judged(setting: Setting, sheet: HardwareSheet, *, fewest: bool = False) -> O
     """
     workload, short = setting.workload(sheet), None
     try:
-        workload = with_room(workload)
+        workload = with_headroom(workload)
     except InputError as error:
         if setting.zero_stage == 3:
             raise

@@ -27,7 +27,7 @@ from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import cut_by_layer, make_blocks
 from megatron_ext.planner.link_split import part_of
 from megatron_ext.planner.pipelined_groups import pipelined_cut
-from megatron_ext.planner.residency import Choices, walk
+from megatron_ext.planner.placement import Choices, place_gathers
 from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import groups_of, stock_schedule
 from megatron_ext.schedule.user_defined_schedule import Metadata, PublishGroup, Schedule
@@ -117,23 +117,23 @@ def window(workload: Workload, ahead: int) -> Schedule:
 
 
 def urgency(workload: Workload, timing: Timing) -> Schedule:
-    """Every layer by all-gather, as early as there is room, in the order of first use."""
-    return _walked(workload, timing, [cut_by_layer(chunk) for chunk in workload.chunks], "urgency")
+    """Every layer by all-gather, as early as the memory limit allows, in the order of first use."""
+    return _placed(workload, timing, [cut_by_layer(chunk) for chunk in workload.chunks], "urgency")
 
 
 def pipeswitch(workload: Workload, timing: Timing) -> Schedule:
     """As :func:`urgency`, in groups that trade calls against waiting."""
     limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
     cuts = [pipelined_cut(timing, chunk, "gpu", limit) for chunk in workload.chunks]
-    return _walked(workload, timing, cuts, "pipeswitch")
+    return _placed(workload, timing, cuts, "pipeswitch")
 
 
-def _walked(workload: Workload, timing: Timing, cuts, name: str) -> Schedule:
+def _placed(workload: Workload, timing: Timing, cuts, name: str) -> Schedule:
     blocks = make_blocks(workload, cuts)
     limit = workload.limits.whole_parameter_bytes
     if workload.zero_stage == 3 and limit is not None and any(block.bytes > limit for block in blocks.blocks):
         raise InputError(f"a group of {name} does not fit", field="limits.whole_parameter_bytes", value=limit)
-    plan = walk(workload, timing, blocks, Choices(inf, ("gpu",), frozenset()))
+    plan = place_gathers(workload, timing, blocks, Choices(inf, ("gpu",), frozenset()))
     return assemble(workload, blocks.groups, plan.placed, plan.freed, planner=name)
 
 

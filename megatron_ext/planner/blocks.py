@@ -119,9 +119,9 @@ def make_blocks(
     return Blocks(tuple(groups), tuple(blocks), tuple(of_stage))
 
 
-class Point(NamedTuple):
-    """One block's turn within one step: ``before`` and ``after`` are the layers (``at``) at which
-    actions just before and just after it stand; -1 at the step's begin and end."""
+class BlockUse(NamedTuple):
+    """One step computes one block, for ``us`` microseconds. ``before`` and ``after`` are the layers (``at``) of actions
+    just before and just after it; -1 at the begin and the end of the step."""
 
     step: int
     block: int
@@ -130,9 +130,9 @@ class Point(NamedTuple):
     after: int
 
 
-def points_of_rank(workload: Workload, timing: Timing, blocks: Blocks, pp_rank: int) -> list[Point]:
-    """All turns of all blocks on a rank, in the order in which they compute; block -1 where a
-    chunk has no parameters."""
+def block_uses_of_rank(workload: Workload, timing: Timing, blocks: Blocks, pp_rank: int) -> list[BlockUse]:
+    """All uses of all blocks on a rank, in the order in which they compute; block -1 where a chunk has no
+    parameters."""
     pp = workload.parallel.pp
     patterns: dict[tuple[int, str], list[tuple[int, float, int, int]]] = {}
     for chunk in range(workload.parallel.vp):
@@ -152,7 +152,7 @@ def points_of_rank(workload: Workload, timing: Timing, blocks: Blocks, pp_rank: 
                 pattern.append((block_id, sum(layers[block.first : block.last + 1]), before, after))
             patterns[chunk, kind] = pattern
     return [
-        Point(index, *turn)
+        BlockUse(index, *use)
         for index, step in enumerate(steps_of_ranks(workload.parallel)[pp_rank])
-        for turn in patterns[step.stage // pp, step.kind]
+        for use in patterns[step.stage // pp, step.kind]
     ]

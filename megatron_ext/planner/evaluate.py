@@ -1,8 +1,8 @@
 """What one iteration takes by a schedule, or by stock Megatron's rule, beside the bound that no schedule can beat."""
 
-from megatron_ext.bounds.device_room import with_room
 from megatron_ext.bounds.feasibility import check_fits
 from megatron_ext.bounds.lower_bound import lower_bound
+from megatron_ext.bounds.memory_headroom import with_headroom
 from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.planner.stock import stock_schedule
@@ -35,7 +35,7 @@ def evaluate(
     Raises:
         InputError: the schedule is not for this workload, without one no schedule can fit, or the table lacks a figure.
     """
-    workload = with_room(with_activations(workload, table))
+    workload = with_headroom(with_activations(workload, table))
     if schedule is None:
         check_fits(workload)
         timing = timing or Timing(workload, table, extrapolate=extrapolate)

@@ -1,7 +1,7 @@
 """The exact policy: small cases solved to proven optimality by CP-SAT.
 
 For each way to cut and divide the blocks that the hybrid policy knows, one model decides
-route, issue turn, order on every link, publishing and what stays whole between turns.
+route, the use at which a gather is issued, order on every link, publishing and what stays whole between uses.
 CP-SAT (Google OR-tools; Perron and Didier) proves the optimum.
 
 [Note: What is proven]
@@ -22,8 +22,8 @@ from megatron_ext.bounds.feasibility import pinned_need
 from megatron_ext.bounds.reduce_tail import least_tail_us
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
-from megatron_ext.planner.blocks import Blocks, points_of_rank
-from megatron_ext.planner.residency import Choices
+from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
+from megatron_ext.planner.placement import Choices
 from megatron_ext.planner.search import Grid, Search, Settings
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
 from megatron_ext.simulator.simulation import run
@@ -37,7 +37,7 @@ UNITS = 2_000_000
 
 
 class Gap(NamedTuple):
-    """The wait of a group for its turn ``use``, since its turn ``after`` (-1: since the start)."""
+    """The time before block use ``use`` of a group, since its use ``after`` (-1: since the start)."""
 
     rank: int
     group: int
@@ -46,7 +46,7 @@ class Gap(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How much to spend: ``choices`` of issue turns in one model at most, ``work`` on one model
+    """How much to spend: ``choices`` of issue places in one model at most, ``work`` on one model
     (CP-SAT's own measure: deterministic, unlike seconds), and on all ``models`` at most."""
 
     choices: int
@@ -128,16 +128,16 @@ def _why_unsolved(workload: Workload, timing: Timing, routes: tuple[Route, ...],
 
 
 def _small(workload: Workload, timing: Timing, blocks: Blocks, choices: int) -> bool:
-    """Whether a model of these blocks has at most so many choices of issue turns."""
+    """Whether a model of these blocks has at most so many choices of issue places."""
     total = 0
     for rank in range(workload.parallel.pp):
-        points = points_of_rank(workload, timing, blocks, rank)
-        per_turn = sum(
+        block_uses = block_uses_of_rank(workload, timing, blocks, rank)
+        per_use = sum(
             len(blocks.blocks[b].groups)
             for c in range(workload.parallel.vp)
             for b in blocks.of_stage[c * workload.parallel.pp + rank]
         )
-        total += len(points) * per_turn
+        total += len(block_uses) * per_use
         if total > choices:
             return False
     return True
@@ -173,12 +173,14 @@ class _Model:
         self.model = cp_model.CpModel()
         parallel = workload.parallel
         self.steps = steps_of_ranks(parallel)
-        self.points = [points_of_rank(workload, timing, blocks, rank) for rank in range(parallel.pp)]
+        self.block_uses = [block_uses_of_rank(workload, timing, blocks, rank) for rank in range(parallel.pp)]
         self.reach = [
-            [self._time(f"r{rank}.{n}") for n in range(len(points) + 1)] for rank, points in enumerate(self.points)
+            [self._time(f"r{rank}.{n}") for n in range(len(block_uses) + 1)]
+            for rank, block_uses in enumerate(self.block_uses)
         ]
         self.begin = [
-            [self._time(f"b{rank}.{n}") for n in range(len(points))] for rank, points in enumerate(self.points)
+            [self._time(f"b{rank}.{n}") for n in range(len(block_uses))]
+            for rank, block_uses in enumerate(self.block_uses)
         ]
         self.gaps = self._gaps()
         self.issue: dict[Gap, dict[int, cp_model.IntVar]] = {}
@@ -187,7 +189,7 @@ class _Model:
         self.starts: dict[Gap, cp_model.IntVar] = {}
         self._pipeline()
         self._gathers()
-        self._room()
+        self._memory_limit()
         ends = [self.reach[rank][-1] + self._units(after) for rank, after in enumerate(self._after())]
         makespan = self._time("makespan")
         for end in ends:
@@ -214,9 +216,9 @@ class _Model:
 
     def _gaps(self) -> list[Gap]:
         gaps = []
-        for rank, points in enumerate(self.points):
+        for rank, block_uses in enumerate(self.block_uses):
             last: dict[int, int] = {}
-            for number, point in enumerate(points):
+            for number, point in enumerate(block_uses):
                 for group in self.blocks.blocks[point.block].groups if point.block >= 0 else ():
                     if self.workload.zero_stage == 3 or group not in last:
                         gaps.append(Gap(rank, group, last.get(group, -1), number))
@@ -224,19 +226,19 @@ class _Model:
         return gaps
 
     def _pipeline(self) -> None:
-        """Turns in order, inputs before steps."""
+        """Uses in order, inputs before steps."""
         model, parallel = self.model, self.workload.parallel
         ends = {}
         for rank, steps in enumerate(self.steps):
-            for number, point in enumerate(self.points[rank]):
+            for number, point in enumerate(self.block_uses[rank]):
                 model.add(self.begin[rank][number] >= self.reach[rank][number])
                 end = self.begin[rank][number] + self._units(point.us)
                 model.add(self.reach[rank][number + 1] >= end)
                 ends[rank, steps[point.step]] = end
         final = parallel.pp * parallel.vp - 1
         for rank, steps in enumerate(self.steps):
-            for number, point in enumerate(self.points[rank]):
-                if number and self.points[rank][number - 1].step == point.step:
+            for number, point in enumerate(self.block_uses[rank]):
+                if number and self.block_uses[rank][number - 1].step == point.step:
                     continue
                 step = steps[point.step]
                 source = step.stage - 1 if step.kind == "F" else step.stage + 1
@@ -247,23 +249,25 @@ class _Model:
 
     def _gathers(self) -> None:
         model, groups = self.model, self.blocks.groups
-        uses = self._uses()
+        spans = self._layer_spans()
         lanes: dict[tuple[int, str], list] = {}
         published: dict[int, tuple[cp_model.LinearExprT, cp_model.IntVar]] = {}
         for gap in self.gaps:
             name = f"{gap.rank}.{gap.group}.{gap.use}"
             # A group of several blocks stays within a step.
-            stays = gap.after >= 0 and self.points[gap.rank][gap.after].step == self.points[gap.rank][gap.use].step
-            turns = () if stays else range(gap.after + (gap.after >= 0), gap.use + 1)
-            issue = {turn: model.new_bool_var(f"i{name}.{turn}") for turn in turns}
+            stays = (
+                gap.after >= 0 and self.block_uses[gap.rank][gap.after].step == self.block_uses[gap.rank][gap.use].step
+            )
+            places = () if stays else range(gap.after + (gap.after >= 0), gap.use + 1)
+            issue = {place: model.new_bool_var(f"i{name}.{place}") for place in places}
             if gap.after < 0:
                 issue.setdefault(-1, model.new_bool_var(f"i{name}.start"))
             kept = model.new_bool_var(f"k{name}") if gap.after >= 0 else None
             model.add_exactly_one([*issue.values(), *([kept] if kept is not None else [])])
-            start, lead = self._time(f"s{name}"), self._lead(gap, *uses[gap.group])
-            for turn, chosen in issue.items():
-                if turn >= 0:
-                    model.add(start >= self.reach[gap.rank][turn]).only_enforce_if(chosen)
+            start, lead = self._time(f"s{name}"), self._lead(gap, *spans[gap.group])
+            for place, chosen in issue.items():
+                if place >= 0:
+                    model.add(start >= self.reach[gap.rank][place]).only_enforce_if(chosen)
             by: dict[Route, cp_model.IntVar] = {}
             for route in self.choices.routes:
                 if route == "nvme":
@@ -282,7 +286,7 @@ class _Model:
             model.add_no_overlap(intervals)
         self._host_memory({group: pair[1] for group, pair in published.items()})
 
-    def _uses(self) -> list[tuple[int, int]]:
+    def _layer_spans(self) -> list[tuple[int, int]]:
         """First and last layer of its chunk that use each group."""
         layers = {(c.pp_rank, c.model_chunk_id, p.name): p.uses for c in self.workload.chunks for p in c.parameters}
         used = [
@@ -292,9 +296,9 @@ class _Model:
         return [(min(found), max(found)) for found in used]
 
     def _lead(self, gap: Gap, first: int, last: int) -> int:
-        """Units for which the block's turn goes on before a layer uses the group, rounded up: the run waits there, not
-        where the turn begins."""
-        point = self.points[gap.rank][gap.use]
+        """Units that the block computes before a layer uses the group, rounded up: the run waits there, not where the
+        block begins."""
+        point = self.block_uses[gap.rank][gap.use]
         block = self.blocks.blocks[point.block]
         times = self.timing.layers[gap.rank][block.model_chunk_id]
         backward = self.steps[gap.rank][point.step].kind == "B"
@@ -325,75 +329,75 @@ class _Model:
         self.model.add_implication(chosen, there)
         return end
 
-    def _room(self) -> None:
+    def _memory_limit(self) -> None:
         limit = self.workload.limits.whole_parameter_bytes
         if self.workload.zero_stage < 3 or limit is None:
             return
         groups = self.blocks.groups
-        for rank, points in enumerate(self.points):
-            use: list[list] = [[] for _ in range(len(points) + 1)]  # index 0 is the start
+        for rank, block_uses in enumerate(self.block_uses):
+            whole_at: list[list] = [[] for _ in range(len(block_uses) + 1)]  # index 0 is the start
             for gap in self.gaps:
                 if gap.rank != rank:
                     continue
                 size = groups[gap.group].bytes
-                for turn in range(gap.after + (gap.after >= 0), gap.use + 1):
-                    whole = [chosen for issue, chosen in self.issue[gap].items() if issue <= turn]
+                for place in range(gap.after + (gap.after >= 0), gap.use + 1):
+                    whole = [chosen for issue, chosen in self.issue[gap].items() if issue <= place]
                     kept = self.keep[gap]
                     if kept is not None:
                         whole.append(kept)
-                    use[turn + 1].append(size * sum(whole))
-            for terms in use:
+                    whole_at[place + 1].append(size * sum(whole))
+            for terms in whole_at:
                 if terms:
                     self.model.add(sum(terms) <= limit)
 
     def start_from(self, known: Schedule) -> None:
         """Let the search begin at a schedule of the same groups: its routes, issues and what it keeps."""
-        for rank, points in enumerate(self.points):
-            turns: dict[tuple[int, int], int] = {}
-            for number, point in enumerate(points):
-                turns.setdefault((point.step, point.before), number)
+        for rank, block_uses in enumerate(self.block_uses):
+            places: dict[tuple[int, int], int] = {}
+            for number, point in enumerate(block_uses):
+                places.setdefault((point.step, point.before), number)
             issued: dict[int, list[tuple[int, str]]] = {}
             for unshard in known.ranks[rank].start.unshard:
                 issued.setdefault(unshard.group, []).append((-1, unshard.route))
             for step, entry in enumerate(known.ranks[rank].steps):
                 for unshard in entry.unshard:
-                    issued.setdefault(unshard.group, []).append((turns.get((step, unshard.at), -2), unshard.route))
+                    issued.setdefault(unshard.group, []).append((places.get((step, unshard.at), -2), unshard.route))
             for gap in self.gaps:
                 if gap.rank != rank:
                     continue
                 first = gap.after + (gap.after >= 0)
-                turn, route = next(
+                place, route = next(
                     ((t, r) for t, r in issued.get(gap.group, ()) if first <= t <= gap.use), (None, None)
                 )
                 kept = self.keep[gap]
                 if kept is not None:
-                    self.model.add_hint(kept, turn is None)
+                    self.model.add_hint(kept, place is None)
                 for number, chosen in self.issue[gap].items():
-                    self.model.add_hint(chosen, number == turn)
+                    self.model.add_hint(chosen, number == place)
                 for name, chosen in self.by[gap].items():
                     self.model.add_hint(chosen, name == route)
 
     def schedule(self, solver) -> Schedule:
-        """The schedule of the solution, every gather issued at the last turn reached before it starts."""
-        placed: list[list[tuple]] = [[] for _ in self.points]
-        freed: list[list[Freed]] = [[] for _ in self.points]
+        """The schedule of the solution, every gather issued at the last use reached before it starts."""
+        placed: list[list[tuple]] = [[] for _ in self.block_uses]
+        freed: list[list[Freed]] = [[] for _ in self.block_uses]
         for gap in self.gaps:
             if self.keep[gap] is not None and solver.value(self.keep[gap]):
                 continue
             start = solver.value(self.starts[gap])
-            issue = next(turn for turn, chosen in self.issue[gap].items() if solver.value(chosen))
+            issue = next(place for place, chosen in self.issue[gap].items() if solver.value(chosen))
             while issue < gap.use and solver.value(self.reach[gap.rank][issue + 1]) <= start:
                 issue += 1
             route: Route = next(route for route, chosen in self.by[gap].items() if solver.value(chosen))
-            points = self.points[gap.rank]
-            step, at = (-1, -1) if issue < 0 else (points[issue].step, points[issue].before)
-            placed[gap.rank].append((issue, start, Placed(gap.group, route, step, points[gap.use].step, at)))
+            uses = self.block_uses[gap.rank]
+            step, at = (-1, -1) if issue < 0 else (uses[issue].step, uses[issue].before)
+            placed[gap.rank].append((issue, start, Placed(gap.group, route, step, uses[gap.use].step, at)))
             if gap.after >= 0:
-                freed[gap.rank].append(Freed(gap.group, points[gap.after].step, points[gap.after].after))
+                freed[gap.rank].append(Freed(gap.group, uses[gap.after].step, uses[gap.after].after))
         if self.workload.zero_stage == 3:
             final = {gap.group: gap for gap in self.gaps}  # gaps are in order of use
             for gap in final.values():
-                point = self.points[gap.rank][gap.use]
+                point = self.block_uses[gap.rank][gap.use]
                 freed[gap.rank].append(Freed(gap.group, point.step, point.after))
         ordered = [[item for _, _, item in sorted(row)] for row in placed]
         return assemble(self.workload, self.blocks.groups, ordered, freed, planner="exact")

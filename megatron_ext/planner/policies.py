@@ -2,9 +2,9 @@
 
 import msgspec
 
-from megatron_ext.bounds.device_room import with_room
 from megatron_ext.bounds.feasibility import check_fits
 from megatron_ext.bounds.lower_bound import lower_bound
+from megatron_ext.bounds.memory_headroom import with_headroom
 from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
@@ -50,7 +50,7 @@ def plan(
     check_policy(policy)
     workload = with_activations(workload, table)
     timing = Timing(workload, table, extrapolate=extrapolate)
-    workload, routes, from_host = _room_and_routes(workload, timing)
+    workload, routes, from_host = _headroom_and_routes(workload, timing)
     if from_host and policy != "hybrid":  # these know no cpu_shard
         routes = _of_host(usable_routes(workload, timing))
     check_fits(workload)
@@ -105,8 +105,8 @@ def _exact(workload: Workload, timing: Timing, routes, bound_us: float) -> tuple
     return exact_schedule(workload, timing, routes, known, known_us, bound_us), baselines
 
 
-def _room_and_routes(workload: Workload, timing: Timing) -> tuple[Workload, tuple[Route, ...], bool]:
-    """The workload with the room that ``limits.device_bytes`` leaves for whole parameters, the routes to plan with, and
+def _headroom_and_routes(workload: Workload, timing: Timing) -> tuple[Workload, tuple[Route, ...], bool]:
+    """The workload with what ``limits.device_bytes`` leaves for whole parameters, the routes to plan with, and
     whether all shards rest in host memory, because on the device they leave too little.
 
     Raises:
@@ -114,12 +114,12 @@ def _room_and_routes(workload: Workload, timing: Timing) -> tuple[Workload, tupl
     """
     routes = usable_routes(workload, timing)
     try:
-        return with_room(workload), routes, False
+        return with_headroom(workload), routes, False
     except InputError:
         possible = any(route in FROM_HOST for route in routes) or timing.offers_cpu_shard
         if workload.zero_stage < 3 or not possible or not can_rest_on_host(workload):
             raise
-        return with_room(workload, "host"), routes, True
+        return with_headroom(workload, "host"), routes, True
 
 
 def _from_host(workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float) -> Schedule:
@@ -225,7 +225,7 @@ def _refuse_what_does_not_fit(schedule: Schedule, policy: str) -> None:
 
 
 def usable_routes(workload: Workload, timing: Timing) -> tuple[Route, ...]:
-    """Routes that the table offers, the limits leave room for, and the nodes can serve."""
+    """Routes that the table offers, the limits allow, and the nodes can serve."""
     limits = workload.limits
     shut = set() if limits.nvme_slots else {"nvme"}
     if limits.pinned_host_bytes == 0 or not _spreads_evenly(workload):

@@ -1,4 +1,4 @@
-"""A good plan in a part of a second: rules and a few walks in place of a search, on few micro-batches.
+"""A good plan in a part of a second: rules and a few placement passes in place of a search, on few micro-batches.
 
 [Note: Few micro-batches]
 In the steady state of a pipeline every further round of micro-batches takes as long as the one before. So an iteration
@@ -17,8 +17,8 @@ from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.baselines import BASELINES
 from megatron_ext.planner.blocks import cut_evenly, make_blocks
 from megatron_ext.planner.link_split import splitter
+from megatron_ext.planner.placement import Choices, place_gathers
 from megatron_ext.planner.policies import usable_routes
-from megatron_ext.planner.residency import Choices, walk
 from megatron_ext.planner.search import fits, hosted_groups, staged_groups
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.simulation import run
@@ -29,7 +29,7 @@ Make = Callable[[Workload, Timing], Schedule]
 
 MOST_OFTEN_BEST = ("all-gpu", "urgency", "hybrid-near", "hybrid-inf")
 LAYERS_AHEAD = 8
-"""How far a walk looks ahead where whole parameters come and go."""
+"""How far a placement pass prefetches at zero stage 3."""
 
 
 class Times(NamedTuple):
@@ -114,18 +114,18 @@ def by_all_gathers(plan: Plan) -> bool:
 
 def _rules(zero_stage: int) -> list[tuple[str, Make]]:
     if zero_stage < 3:
-        names, walks = ("all-gpu", "urgency", "share-25", "share-50"), [("hybrid-inf", _walked(inf, divide=True))]
+        names, placements = ("all-gpu", "urgency", "share-25", "share-50"), [("hybrid-inf", _placed(inf, divide=True))]
     else:
         names = ("urgency", "all-gpu", "all-cpu")
-        walks = [
-            ("hybrid-near", _walked(LAYERS_AHEAD, divide=False)),
-            ("hybrid-inf", _walked(inf, divide=False)),
-            ("hybrid-split", _walked(LAYERS_AHEAD, divide=True)),
+        placements = [
+            ("hybrid-near", _placed(LAYERS_AHEAD, divide=False)),
+            ("hybrid-inf", _placed(inf, divide=False)),
+            ("hybrid-split", _placed(LAYERS_AHEAD, divide=True)),
         ]
-    return [(name, BASELINES[name][1]) for name in names] + walks
+    return [(name, BASELINES[name][1]) for name in names] + placements
 
 
-def _walked(layers_ahead: float, *, divide: bool) -> Make:
+def _placed(layers_ahead: float, *, divide: bool) -> Make:
     """By layer, over all routes; with ``divide`` every layer is divided between the links."""
 
     def make(workload: Workload, timing: Timing) -> Schedule:
@@ -140,7 +140,7 @@ def _walked(layers_ahead: float, *, divide: bool) -> Make:
         layers = [us for row in timing.layers for times in row for us in times.forward]
         horizon_us = layers_ahead * sum(layers) / len(layers)
         choices = Choices(horizon_us, routes, hosted, staged_groups(workload, blocks, hosted))
-        plan = walk(workload, timing, blocks, choices)
+        plan = place_gathers(workload, timing, blocks, choices)
         return assemble(workload, blocks.groups, plan.placed, plan.freed, planner="quick")
 
     return make

@@ -1,7 +1,7 @@
 """Random valid schedules: the test that any schedule that validates trains like stock Megatron.
 
 Everything that is free is drawn at random: groups (contiguous or not), routes, issue steps,
-``need_by``, staging slots, and with zero stage 3 what stays whole between visits.
+``need_by``, staging slots, and with zero stage 3 what stays whole between steps.
 """
 
 import random
@@ -9,7 +9,6 @@ import random
 from megatron_ext.bounds.feasibility import check_fits, pinned_need
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
-from megatron_ext.planner.chunk_visits import visits_of_rank
 from megatron_ext.planner.stock import stream
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets
@@ -131,10 +130,10 @@ def _affordable_routes(workload: Workload, groups, routes, draw: random.Random) 
 
 
 def _zero1(workload, pp_rank, own, routed, draw) -> list[Placed]:
-    visits = visits_of_rank(workload, pp_rank)
+    chunks = [step.stage // workload.parallel.pp for step in steps_of_ranks(workload.parallel)[pp_rank]]
     unshards = []
     for chunk, ids in enumerate(own):
-        first = visits[chunk][0]
+        first = chunks.index(chunk)
         for group in ids:
             need_by = draw.randint(max(0, first - draw.choice((0, 0, 3))), first)
             unshards.append(Placed(group, routed[group], draw.randint(-1, need_by), need_by))
@@ -143,7 +142,7 @@ def _zero1(workload, pp_rank, own, routed, draw) -> list[Placed]:
 
 
 def _zero3(workload, pp_rank, own, groups, routed, draw) -> tuple[list[Placed], list[Freed]]:
-    """Walk the steps; before each, free what must go and fetch what it needs, some of it early."""
+    """Step by step: before each, free what must go and fetch what it needs, some of it early."""
     pp, limit = workload.parallel.pp, workload.limits.whole_parameter_bytes
     chunks = [step.stage // pp for step in steps_of_ranks(workload.parallel)[pp_rank]]
     size = lambda ids: sum(groups[g].bytes for g in ids)
@@ -163,14 +162,14 @@ def _zero3(workload, pp_rank, own, groups, routed, draw) -> tuple[list[Placed], 
             if chunks[later] in chunks[index + 1 : later]:
                 continue  # it is needed before that already
             for group in own[chunks[later]]:
-                # Until it is due it stays: every step in between must still have room.
+                # Until it is due it stays: it must fit beside what every step in between needs.
                 held = {*due, group}
-                room = (
+                possible = (
                     limit is None
                     or all(size(held.union(own[chunks[s]])) <= limit for s in range(max(index, 0), later + 1))
                     and size(whole | {group}) <= limit
                 )
-                if group not in whole and draw.random() < eager and room:
+                if group not in whole and draw.random() < eager and possible:
                     unshards.append(Placed(group, routed[group], index, later))
                     whole.add(group)
                     due[group] = later

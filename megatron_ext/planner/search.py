@@ -1,7 +1,6 @@
-"""The hybrid policy: many walks with different choices, judged by the simulator, then polished.
+"""The hybrid policy: placement passes with different choices; the best are simulated, then improved locally.
 
-Nothing here looks at a clock: the effort is a number of simulated steps, so the same inputs
-give the same plan on every machine.
+The effort is counted in simulated steps and not in seconds, so the same inputs give the same plan on every machine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +13,10 @@ import msgspec
 from megatron_ext.bounds.feasibility import pinned_need
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
-from megatron_ext.planner.blocks import Blocks, cut_by_layer, cut_evenly, cut_within, make_blocks, points_of_rank
+from megatron_ext.planner.blocks import Blocks, block_uses_of_rank, cut_by_layer, cut_evenly, cut_within, make_blocks
 from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.pipelined_groups import pipelined_cut
-from megatron_ext.planner.residency import Choices, walk
+from megatron_ext.planner.placement import Choices, place_gathers
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
@@ -25,7 +24,7 @@ from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Parameter, Workload
 
 EFFORT = {1: 400_000, 2: 400_000, 3: 1_200_000}
-"""By zero stage: steps, turns of blocks and gathers that one search may walk and simulate."""
+"""By zero stage: steps, block uses and gathers that one search may place and simulate."""
 
 CLOSE_ENOUGH = 5e-4
 """A plan this near to the proven bound, relatively, is not searched further (small cases: proven)."""
@@ -34,8 +33,8 @@ LEAST_CANDIDATES = 4
 """However large the workload, so many candidates are tried."""
 
 
-GROUPS_OF_MICROBATCHES = 2
-"""Estimates walk so many groups of micro-batches, where there are more: the steps in between repeat themselves."""
+ESTIMATED_ROUNDS = 2
+"""Estimates look at so many rounds of ``microbatch_group_size`` micro-batches: further rounds repeat the same steps."""
 
 
 def number_of_steps(workload: Workload) -> int:
@@ -44,9 +43,9 @@ def number_of_steps(workload: Workload) -> int:
 
 
 def shortened(workload: Workload) -> Workload:
-    """The same workload with at most :data:`GROUPS_OF_MICROBATCHES` groups of micro-batches."""
+    """The same workload with at most :data:`ESTIMATED_ROUNDS` rounds of micro-batches."""
     parallel = workload.parallel
-    most = GROUPS_OF_MICROBATCHES * parallel.microbatch_group_size
+    most = ESTIMATED_ROUNDS * parallel.microbatch_group_size
     if parallel.num_microbatches <= most or number_of_steps(workload) <= POLISHED_STEPS:
         return workload
     return msgspec.structs.replace(workload, parallel=msgspec.structs.replace(parallel, num_microbatches=most))
@@ -68,7 +67,7 @@ class Search:
         return near or (self.effort <= 0 and self.tried >= LEAST_CANDIDATES)
 
     def schedule(self, blocks: Blocks, choices: Choices) -> Schedule:
-        plan = walk(self.workload, self.timing, blocks, choices)
+        plan = place_gathers(self.workload, self.timing, blocks, choices)
         return assemble(self.workload, blocks.groups, plan.placed, plan.freed, planner="hybrid")
 
     def judge(self, schedule: Schedule) -> float:
@@ -80,7 +79,7 @@ class Search:
 
     def time_of(self, blocks: Blocks, choices: Choices) -> float:
         """Simulated iteration time with these choices; the best schedule so far is kept."""
-        self.effort -= self.steps  # the walk
+        self.effort -= self.steps  # the placement pass
         schedule = self.schedule(blocks, choices)
         us = self.judge(schedule)
         if us < self.best_us * (1 - 1e-9):
@@ -129,7 +128,7 @@ def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozens
     )
     routed = ["gpu"] * len(groups)
     chosen = set()
-    # Staging slots are pinned too: leave room for them where they may be used.
+    # Staging slots are pinned too: reserve bytes for them where they may be used.
     reserve = workload.limits.nvme_slots * (workload.limits.nvme_slot_bytes or 0) * workload.parallel.node_size
     for group in sorted(range(len(groups)), key=keys[order]):
         routed[group] = "cpu"
@@ -166,7 +165,7 @@ def cuttings(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> I
     """Ways to cut all chunks into blocks, without repetitions.
 
     Whole; in 2, 4, ... parts of about equal bytes; by layer; the fewest blocks that the limit of device memory, or a
-    part of it, has room for; and the first chunk finer than the others (by layer, and by dynamic programming), which
+    part of it, holds; and the first chunk finer than the others (by layer, and by dynamic programming), which
     starts the first compute early at few calls. By layer every workload fits that fits at all.
     """
     deepest = max(chunk.num_layers for chunk in workload.chunks)
@@ -231,7 +230,7 @@ class Settings(NamedTuple):
 
 
 class Grid:
-    """All settings of a workload; walks are estimated once and remembered."""
+    """All settings of a workload; each is estimated once."""
 
     def __init__(self, state: Search):
         workload, timing, routes = state.workload, state.timing, state.routes
@@ -269,7 +268,7 @@ class Grid:
         return blocks, Choices(self.horizons[settings.horizon], allowed, hosted, staged)
 
     def estimate(self, settings: Settings) -> float:
-        """Estimated end of the last step, by a walk of the :func:`shortened` workload."""
+        """Estimated end of the last step, by a placement pass of the :func:`shortened` workload."""
         workload = self.rough
         if settings not in self.estimates:
             made = self.made(settings)
@@ -280,7 +279,7 @@ class Grid:
                     number_of_steps(workload) + 2 * sum(map(len, made[0].of_stage)) * workload.parallel.num_microbatches
                 )
                 try:
-                    self.estimates[settings] = walk(workload, self.state.timing, *made).end_us
+                    self.estimates[settings] = place_gathers(workload, self.state.timing, *made).end_us
                 except InputError as error:  # a group of a size that was not measured
                     self.estimates[settings] = inf
                     self.refused = self.refused or error
@@ -375,21 +374,23 @@ def search(
 
 
 def _to_judge(estimates: dict[Settings, float]) -> list[Settings]:
-    """The best settings by estimate, every set of routes in turn: an estimate knows less of links that
-    disturb each other than the simulator. Of those that differ in nothing that the walk noticed, one."""
+    """The best settings by estimate, interleaved by set of routes: an estimate knows less of contention than
+    the simulator. Of settings with the same estimate, cut, division and host copies, one."""
     by_routes: dict[int, dict[tuple, Settings]] = {}
     for us, settings in sorted((us, settings) for settings, us in estimates.items() if us < inf):
         by_routes.setdefault(settings.routes, {}).setdefault(
             (us, settings.cut, settings.divide, settings.hosts), settings
         )
-    turns = zip_longest(*(found.values() for found in sorted(by_routes.values(), key=lambda found: min(found)[0])))
-    return [settings for turn in turns for settings in turn if settings is not None][:SIMULATED]
+    interleaved = zip_longest(
+        *(found.values() for found in sorted(by_routes.values(), key=lambda found: min(found)[0]))
+    )
+    return [settings for row in interleaved for settings in row if settings is not None][:SIMULATED]
 
 
 def _polish(state: Search, blocks: Blocks, choices: Choices, us: float) -> None:
     """Change one decision at a time while the simulated iteration time falls.
 
-    A change sends one gather by another link, holds back looking ahead at one turn, or gives or
+    A change sends one gather by another link, stops prefetching before one use, or gives or
     takes a host copy.
     """
     improved = True
@@ -406,7 +407,7 @@ def _polish(state: Search, blocks: Blocks, choices: Choices, us: float) -> None:
 def _changes(state: Search, blocks: Blocks, choices: Choices) -> Iterator[Choices]:
     """Neighbours of ``choices``, one decision apart."""
     workload = state.workload
-    placed = walk(workload, state.timing, blocks, choices).placed
+    placed = place_gathers(workload, state.timing, blocks, choices).placed
     for pp_rank, mine in enumerate(placed):
         for number, item in enumerate(mine):
             for route in choices.routes:
@@ -425,5 +426,5 @@ def _changes(state: Search, blocks: Blocks, choices: Choices) -> Iterator[Choice
                 yield choices._replace(hosted=hosted, staged=staged)
     if workload.zero_stage == 3:
         for pp_rank in range(len(placed)):
-            for turn in range(1, len(points_of_rank(workload, state.timing, blocks, pp_rank))):
-                yield choices._replace(held=choices.held ^ {(pp_rank, turn)})
+            for use in range(1, len(block_uses_of_rank(workload, state.timing, blocks, pp_rank))):
+                yield choices._replace(held=choices.held ^ {(pp_rank, use)})

@@ -108,7 +108,7 @@ class StageCosts:
         self.routes = usable_routes(workload, self.timing)
         self.step_us = sum(row.forward_us + row.backward_us for row in table.compute if row.layer_kind == STEP)
         limit = workload.limits.whole_parameter_bytes
-        self.room = inf if limit is None else limit / workload.parallel.vp
+        self.headroom = inf if limit is None else limit / workload.parallel.vp
         self._known: dict[tuple[int, int], float] = {}
 
     def __call__(self, first: int, end: int) -> float:
@@ -121,11 +121,11 @@ class StageCosts:
         layers = self.layers[first:end]
         size, compute = sum(layer.bytes for layer in layers), sum(layer.us for layer in layers) + self.step_us
         if self.workload.zero_stage < 3:
-            return compute if size <= self.room else inf
+            return compute if size <= self.headroom else inf
         if not size or not self.routes:
             return compute
-        # What there is room for comes once an iteration, the rest for every forward and every backward.
-        again = max(size - self.room, 0.0)
+        # What fits is gathered once an iteration, the rest for every forward and every backward.
+        again = max(size - self.headroom, 0.0)
         us = sum(self._gather_us(layer.bytes) for layer in layers if layer.bytes)
         share = again / size
         return max(compute, us * (2.0 * share + (1.0 - share) / self.workload.parallel.num_microbatches))

@@ -118,28 +118,28 @@ def _stock_zero3(workload: Workload, cut) -> Schedule:
 def stream(
     spans, sizes, num_layers: int, kind: str, limit: int | None
 ) -> tuple[tuple[Unshard, ...], tuple[Reshard, ...]]:
-    """Unshards and reshards of one step: layer by layer, the next layer's under way if there is room.
+    """Unshards and reshards of one step: layer by layer, the next layer's gathered meanwhile if it fits.
 
     Args:
         spans: by group, first and last layer that uses it; sizes: bytes by group.
         kind: ``F`` or ``B``: layers run in descending order in a backward.
         limit: bytes that may be whole at once; None is unlimited.
     """
-    turn = (lambda layer: num_layers - 1 - layer) if kind == "B" else (lambda layer: layer)
-    begins = {g: min(map(turn, span)) for g, span in spans.items()}
-    ends = {g: max(map(turn, span)) for g, span in spans.items()}
+    position = (lambda layer: num_layers - 1 - layer) if kind == "B" else (lambda layer: layer)
+    first_at = {g: min(map(position, span)) for g, span in spans.items()}
+    last_at = {g: max(map(position, span)) for g, span in spans.items()}
     unshards = []
-    for group in sorted(spans, key=lambda g: (begins[g], g)):
-        place = begins[group]
-        before = max((begins[g] for g in spans if begins[g] < place), default=None)
+    for group in sorted(spans, key=lambda g: (first_at[g], g)):
+        place = first_at[group]
+        before = max((first_at[g] for g in spans if first_at[g] < place), default=None)
         if before is not None:
             # While the layer before computes: what it uses, and everything this layer starts with.
-            beside = sum(sizes[g] for g in spans if begins[g] <= before <= ends[g] or begins[g] == place)
+            beside = sum(sizes[g] for g in spans if first_at[g] <= before <= last_at[g] or first_at[g] == place)
             place = before if limit is None or beside <= limit else place
-        unshards.append((place, Unshard(group, "gpu", -1, turn(place) if place else -1)))
+        unshards.append((place, Unshard(group, "gpu", -1, position(place) if place else -1)))
     unshards.sort(key=lambda item: item[0])
     return tuple(action for _, action in unshards), tuple(
-        Reshard(g, turn(ends[g])) for g in sorted(spans, key=lambda g: (ends[g], g))
+        Reshard(g, position(last_at[g])) for g in sorted(spans, key=lambda g: (last_at[g], g))
     )
 
 

@@ -111,7 +111,7 @@ def test_an_expensive_output_layer_gives_its_stage_fewer_layers_and_the_iteratio
     assert after < 0.9 * before
 
 
-def test_a_limit_moves_layers_to_stages_with_room():
+def test_a_limit_moves_layers_to_stages_with_headroom():
     """At zero stage 1 a rank holds all of its parameters: no more than four layers and the embedding have room."""
     work, table = gpt(pp=2, vp=1, layers=3, order="1f1b", output=(900.0, 1800.0))
     layer = max(layer.bytes for layer in model_layers(work, table))

@@ -1,34 +1,30 @@
-"""What to bring, when, by which link, and (zero stage 3) what to keep between visits.
+"""The placement pass: at which step and by which route every group is unsharded and, at zero stage 3, resharded.
 
-[Note: Knowing the future]
-Megatron's order says when every block (see :mod:`megatron_ext.planner.blocks`) computes, to
-the last visit of the iteration. So each rank walks its turns with an estimate of the time:
+[Note: Placement pass]
+Megatron's order is fixed, so all uses of all blocks (:mod:`megatron_ext.planner.blocks`) are known. One pass goes
+through the uses of every rank in order and keeps an estimate of the time. It decides by three rules:
 
-* Room is made by freeing the group whose next turn lies farthest in the future (Belady 1966),
-  which keeps the bytes to gather least; and only for a group that is needed before that
-  turn, so that looking ahead never costs a gather ("do no harm": Cao, Felten, Karlin and Li,
-  "A study of integrated prefetching and caching strategies", 1995). A block's groups come and
-  go singly, so that a part of a block can stay.
-* Within a horizon of time, missing groups are brought early, in the order of their turns.
-  Looking further ahead hides more, but frees groups earlier; the best horizon is found by
-  simulation.
-* Each gather goes by the link on which it would arrive first, counting what is queued there,
-  what the links lose beside each other, and when the group is published. Behind a block's last
-  backward its gradients are reduced on the communicator of the all-gathers, which queue behind.
+* Free: when memory is needed, the group whose next use lies farthest in the future is resharded (Belady 1966). This
+  gathers the fewest bytes. It is resharded only for a group that is used before that, so that prefetching never costs
+  an additional gather (Cao, Felten, Karlin and Li, "A study of integrated prefetching and caching strategies", 1995).
+  The groups of a block are freed one by one.
+* Prefetch: groups that are used within a time horizon are unsharded early, in the order of their uses. A longer horizon
+  hides more time but frees groups earlier. The search tries several horizons.
+* Route: a gather takes the link on which it arrives first. This counts the queue of the link, contention between links,
+  and the time at which the group is published. After the last backward of a block its gradients are reduced. They use
+  the communicator of the all-gathers, and later all-gathers queue behind them.
 
-With zero stage 1 there is room for everything and nothing is freed: all groups are brought
-in the order of their first turns, which has the least lateness on each link (earliest
-deadline first, Jackson 1955).
+At zero stage 1 nothing is freed. Groups are unsharded in the order of their first uses, which has the least lateness on
+each link (earliest deadline first, Jackson 1955).
 
-Ranks advance together, each as far as its inputs have arrived, so that waiting for gathers
-on one rank moves the estimates of the others.
+All ranks advance together, each as far as its inputs have arrived: a rank that waits for a gather delays the others.
 """
 
 from math import inf
 from typing import NamedTuple
 
 from megatron_ext.planner.assemble import Freed, Placed
-from megatron_ext.planner.blocks import Blocks, points_of_rank
+from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
 from megatron_ext.planner.knapsack import best_fill, least_cover
 from megatron_ext.simulator.activity_kinds import CPU, GPU
 from megatron_ext.simulator.timing import Timing
@@ -38,7 +34,7 @@ from megatron_ext.workload.workload import Workload
 
 
 class Plan(NamedTuple):
-    """Unshards and reshards by rank, and the estimated end of the last step and of reducing."""
+    """Unshards and reshards by rank, and the estimated end of the last step and of reducing (microseconds)."""
 
     placed: list[list[Placed]]
     freed: list[list[Freed]]
@@ -46,12 +42,15 @@ class Plan(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What a walk takes as given.
+    """Input of a placement pass.
 
-    ``horizon_us``: how far ahead to look. ``routes``: links to use. ``hosted``: groups that may
-    have a host copy; ``staged``: groups that may go by ``nvme``. ``forced``: by (rank, number of
-    its unshard in issue order) a route. ``held``: (rank, turn) beyond which the rank does not look
-    before that turn has come.
+    Attributes:
+        horizon_us: how far ahead groups are prefetched.
+        routes: routes that may be used.
+        hosted: groups that may have a host copy.
+        staged: groups that may go by ``nvme``.
+        forced: by (rank, number of its unshard in issue order), a route.
+        held: (rank, use): nothing for this use or later ones is prefetched before it.
     """
 
     horizon_us: float
@@ -62,30 +61,30 @@ class Choices(NamedTuple):
     held: frozenset[tuple[int, int]] = frozenset()
 
 
-class RankWalk:
-    """One pipeline rank on its way through its turns."""
+class RankPlacement:
+    """The placement pass of one pipeline rank. A use is named by its number among the rank's block uses."""
 
     def __init__(self, workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, pp_rank: int):
         self.workload, self.timing, self.blocks, self.choices, self.pp_rank = workload, timing, blocks, choices, pp_rank
-        self.points = points_of_rank(workload, timing, blocks, pp_rank)
+        self.block_uses = block_uses_of_rank(workload, timing, blocks, pp_rank)
         limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
         self.free = inf if limit is None else limit
-        self.whole: dict[int, int] = {}  # group -> the turn up to which it must stay
+        self.whole: dict[int, int] = {}  # group -> the use up to which it must stay
         self.arrives: dict[int, float] = {}  # group -> estimated time at which it is whole
-        self.turns: dict[int, list[int]] = {}  # group -> its turns to come, last first
+        self.uses_to_come: dict[int, list[int]] = {}  # group -> its remaining uses, last first
         self.stays: dict[
             tuple[int, int], int
-        ] = {}  # (group, turn) -> last turn of that step, of groups of several blocks
-        for number in range(len(self.points) - 1, -1, -1):
+        ] = {}  # (group, use) -> last use of that step, of groups of several blocks
+        for number in range(len(self.block_uses) - 1, -1, -1):
             for group in self._groups_of(number):
-                turns = self.turns.setdefault(group, [])
-                if turns and self.points[turns[-1]].step == self.points[number].step:
-                    self.stays[group, number] = self.stays.get((group, turns[-1]), turns[-1])
-                turns.append(number)
+                uses = self.uses_to_come.setdefault(group, [])
+                if uses and self.block_uses[uses[-1]].step == self.block_uses[number].step:
+                    self.stays[group, number] = self.stays.get((group, uses[-1]), uses[-1])
+                uses.append(number)
         self.ideal = [0.0]
-        for point in self.points:
-            self.ideal.append(self.ideal[-1] + point.us)
-        self.front = 0  # every turn before this one has its block whole or on its way
+        for block_use in self.block_uses:
+            self.ideal.append(self.ideal[-1] + block_use.us)
+        self.front = 0  # every use before this one has its block whole or on its way
         self.link_free = dict.fromkeys(choices.routes, 0.0)
         self.reduced = 0.0  # when what was issued to be reduced is
         self.published: dict[int, float] = {}
@@ -100,40 +99,38 @@ class RankWalk:
         """Actions before the first step."""
         self._look_ahead(-1)
 
-    def take_turns(self, step: int, begin: float) -> float:
-        """Walk all turns of one step that may begin at ``begin``; returns its estimated end."""
+    def run_step(self, step: int, begin: float) -> float:
+        """Place what the uses of one step need; the step may begin at ``begin``. Returns its estimated end."""
         self.now = max(self.now, begin)
-        points = self.points
-        while self.number < len(points) and points[self.number].step == step:
+        while self.number < len(self.block_uses) and self.block_uses[self.number].step == step:
             number = self.number
-            point = points[number]
-            block = point.block
+            _, block, us, *_ = self.block_uses[number]
             if block >= 0:
                 groups = self.blocks.blocks[block].groups
                 for group in groups:
-                    self.turns[group].pop()
+                    self.uses_to_come[group].pop()
                 if self.front <= number:
-                    # What is still whole stays, before room is made for what is not.
+                    # What is still whole stays; then memory is freed for what is not.
                     for group in groups:
                         if group in self.whole:
                             self.whole[group] = self.stays.get((group, number), number)
                     missing = [group for group in groups if group not in self.whole]
-                    roomy = self._make_room(number, missing, beyond=number)
-                    assert roomy, "the largest block fits, and nothing else must stay"
+                    fits = self._free_up(number, missing, beyond=number)
+                    assert fits, "the largest block fits, and nothing else must stay"
                     for group in self._longest_first(missing):
                         self._bring(number, group, number)
                     self.front = number + 1
                 self._look_ahead(number)
                 self.now = max([self.now, *(self.arrives[group] for group in groups)])
-            self.now += point.us
+            self.now += us
             self.number += 1
-            if block >= 0 and (done := [group for group in groups if not self.turns[group]]):
+            if block >= 0 and (done := [group for group in groups if not self.uses_to_come[group]]):
                 self._reduce(done)
         return self.now
 
     def _groups_of(self, number: int) -> tuple[int, ...]:
-        """Groups of a turn; none where its chunk has no parameters."""
-        block = self.points[number].block
+        """Groups of a block use; none where its chunk has no parameters."""
+        block = self.block_uses[number].block
         return self.blocks.blocks[block].groups if block >= 0 else ()
 
     def _reduce(self, groups: list[int]) -> None:
@@ -143,11 +140,11 @@ class RankWalk:
             self.reduced = max(self.now, self.reduced, self.link_free.get("gpu", 0.0)) + us
 
     def _look_ahead(self, number: int) -> None:
-        """Bring blocks of turns to come, as far as horizon and room allow."""
-        points, ideal = self.points, self.ideal
+        """Prefetch the blocks of later uses, as far as the horizon and the memory limit allow."""
+        ideal = self.ideal
         reach = ideal[max(number, 0)] + self.choices.horizon_us
         current = self._groups_of(number) if number >= 0 else ()
-        while self.front < len(points) and ideal[self.front] <= reach:
+        while self.front < len(self.block_uses) and ideal[self.front] <= reach:
             if self.choices.held and (self.pp_rank, self.front) in self.choices.held:
                 return
             groups = self._groups_of(self.front)
@@ -155,30 +152,30 @@ class RankWalk:
                 if group in self.whole:
                     self.whole[group] = max(self.whole[group], self.stays.get((group, self.front), self.front))
             missing = [group for group in groups if group not in self.whole]
-            roomy = self._make_room(number, missing, beyond=self.front, keep=current)
-            if not roomy:
+            fits = self._free_up(number, missing, beyond=self.front, keep=current)
+            if not fits:
                 sizes = tuple(self.blocks.groups[group].bytes for group in missing)
                 missing = [missing[index] for index in best_fill(sizes, int(self.free))]
             for group in self._longest_first(missing):
                 self._bring(number, group, self.front)
-            if not roomy:
+            if not fits:
                 return
             self.front += 1
 
     def _longest_first(self, missing: list[int]) -> list[int]:
-        """The order that spreads groups for one turn most evenly over the links (Graham 1969)."""
+        """The order that spreads groups for one use most evenly over the links (Graham 1969)."""
         return sorted(missing, key=lambda group: (-self.blocks.groups[group].bytes, group))
 
-    def _next_turn(self, group: int) -> float:
-        turns = self.turns[group]
-        return turns[-1] if turns else inf
+    def _next_use(self, group: int) -> float:
+        uses = self.uses_to_come[group]
+        return uses[-1] if uses else inf
 
-    def _make_room(self, number: int, missing: list[int], *, beyond: int, keep: tuple[int, ...] = ()) -> bool:
-        """Free groups whose next turn lies beyond ``beyond``, farthest first, until all of
-        ``missing`` fit; of those with the same next turn the ones that leave least room unused.
+    def _free_up(self, number: int, missing: list[int], *, beyond: int, keep: tuple[int, ...] = ()) -> bool:
+        """Free groups whose next use lies beyond ``beyond``, farthest first, until all of
+        ``missing`` fit; of those with the same next use, the ones that free the fewest bytes too many.
 
         Returns:
-            Whether they fit. If not, everything that may go has gone.
+            Whether they fit. If not, everything that may be freed has been freed.
         """
         groups = self.blocks.groups
         short = sum(groups[group].bytes for group in missing) - self.free
@@ -186,10 +183,10 @@ class RankWalk:
             return True
         usable: dict[float, list[int]] = {}
         for other, until in self.whole.items():
-            if until < number and other not in keep and (turn := self._next_turn(other)) > beyond:
-                usable.setdefault(turn, []).append(other)
-        for turn in sorted(usable, reverse=True):
-            others = sorted(usable[turn])
+            if until < number and other not in keep and (use := self._next_use(other)) > beyond:
+                usable.setdefault(use, []).append(other)
+        for use in sorted(usable, reverse=True):
+            others = sorted(usable[use])
             sizes = tuple(groups[other].bytes for other in others)
             if sum(sizes) > short:
                 others = [others[index] for index in least_cover(sizes, int(short))]
@@ -201,19 +198,19 @@ class RankWalk:
         return False
 
     def _release(self, number: int, group: int) -> None:
-        """Free ``group`` right after the turn before ``number``; where it is needed again within that
-        turn's step, right after its own last turn: a group may be freed in a step only behind its use."""
-        previous, until = self.points[number - 1], self.whole.pop(group)
-        again = self._next_turn(group)
-        if again < inf and self.points[int(again)].step == previous.step:
-            previous = self.points[until]
+        """Free ``group`` right after the use before ``number``; where it is needed again within that
+        use's step, right after its own last use: a group may be freed in a step only behind its use."""
+        previous, until = self.block_uses[number - 1], self.whole.pop(group)
+        again = self._next_use(group)
+        if again < inf and self.block_uses[int(again)].step == previous.step:
+            previous = self.block_uses[until]
         self.free += self.blocks.groups[group].bytes
         self.freed.append(Freed(group, previous.step, previous.after))
 
-    def _bring(self, number: int, group: int, turn: int) -> None:
-        """Unshard ``group`` just before turn ``number`` (-1: at the start), to be whole for ``turn``."""
-        issue, at = (-1, -1) if number < 0 else (self.points[number].step, self.points[number].before)
-        self.whole[group] = self.stays.get((group, turn), turn)
+    def _bring(self, number: int, group: int, use: int) -> None:
+        """Unshard ``group`` just before use ``number`` (-1: at the start), to be whole for ``use``."""
+        issue, at = (-1, -1) if number < 0 else (self.block_uses[number].step, self.block_uses[number].before)
+        self.whole[group] = self.stays.get((group, use), use)
         size = self.blocks.groups[group].bytes
         self.free -= size
         route, arrival, delay = self._route(group, size, issue)
@@ -229,7 +226,7 @@ class RankWalk:
             self.link_free["cpu"] = max(self.link_free.get("cpu", 0.0), arrival)
         self.link_free[route] = arrival
         self.arrives[group] = arrival
-        self.placed.append(Placed(group, route, issue, self.points[turn].step, at, slot, issue))
+        self.placed.append(Placed(group, route, issue, self.block_uses[use].step, at, slot, issue))
 
     def _route(self, group: int, size: int, issue: int) -> tuple[Route, float, float]:
         """The route on which the group arrives first, counting what the others lose: route, arrival, and
@@ -282,16 +279,16 @@ class RankWalk:
         return us + shared * (1.0 - 1.0 / slower), shared * others / (1.0 + others)
 
 
-def walk(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices) -> Plan:
-    """Walk all ranks through one iteration."""
+def place_gathers(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices) -> Plan:
+    """Run the placement pass of all ranks through one iteration."""
     parallel = workload.parallel
     pp, last = parallel.pp, parallel.pp * parallel.vp - 1
-    walks = [RankWalk(workload, timing, blocks, choices, rank) for rank in range(pp)]
+    placements = [RankPlacement(workload, timing, blocks, choices, rank) for rank in range(pp)]
     order = steps_of_ranks(parallel)
     position = [0] * pp
     done: dict[tuple, float] = {}
     waiting: dict[tuple, int] = {}
-    for one in walks:
+    for one in placements:
         one.start()
     ready = list(range(pp - 1, -1, -1))
     while ready:
@@ -308,10 +305,12 @@ def walk(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices) -
                     waiting[source] = rank
                     break
                 begin = arrival + (timing.p2p_us if source[0] % pp != rank else 0.0)
-            done[step] = walks[rank].take_turns(position[rank], begin)
+            done[step] = placements[rank].run_step(position[rank], begin)
             position[rank] += 1
             if step in waiting:
                 ready.append(waiting.pop(step))
     return Plan(
-        [one.placed for one in walks], [one.freed for one in walks], max(max(one.now, one.reduced) for one in walks)
+        [one.placed for one in placements],
+        [one.freed for one in placements],
+        max(max(one.now, one.reduced) for one in placements),
     )

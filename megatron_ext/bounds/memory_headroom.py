@@ -12,7 +12,7 @@ from megatron_ext.workload.bucket_rules import buckets
 from megatron_ext.workload.workload import Workload, group_bytes
 
 
-def with_room(workload: Workload, shard_rests: Literal["host"] | None = None) -> Workload:
+def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None) -> Workload:
     """The workload with ``limits.whole_parameter_bytes`` lowered to what ``limits.device_bytes`` leaves for them.
 
     What a rank holds beside whole parameters counts with its largest activations, and with the padding of one group a
@@ -29,7 +29,7 @@ def with_room(workload: Workload, shard_rests: Literal["host"] | None = None) ->
     if limits.device_bytes is None:
         return workload
     activations, layers = activation_peaks(workload), largest_layers(workload)
-    rooms = []
+    left = []
     for pp_rank in range(workload.parallel.pp):
         parameters = [p for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters]
         least, _ = resting_bytes(_groups(workload, pp_rank, shard_rests, single=False), workload)
@@ -49,11 +49,13 @@ def with_room(workload: Workload, shard_rests: Literal["host"] | None = None) ->
                 value=limits.device_bytes,
             )
         most, _ = resting_bytes(_groups(workload, pp_rank, shard_rests, single=True), workload)
-        rooms.append(limits.device_bytes - sum(most.values()) - activations[pp_rank])
+        left.append(limits.device_bytes - sum(most.values()) - activations[pp_rank])
     if workload.zero_stage < 3:
         return workload
-    room = max(min(rooms), 0) if limits.whole_parameter_bytes is None else min(limits.whole_parameter_bytes, *rooms)
-    return msgspec.structs.replace(workload, limits=msgspec.structs.replace(limits, whole_parameter_bytes=max(room, 0)))
+    headroom = max(min(left), 0) if limits.whole_parameter_bytes is None else min(limits.whole_parameter_bytes, *left)
+    return msgspec.structs.replace(
+        workload, limits=msgspec.structs.replace(limits, whole_parameter_bytes=max(headroom, 0))
+    )
 
 
 def _groups(workload: Workload, pp_rank: int, shard_rests, *, single: bool) -> list[Group]:
