@@ -9,7 +9,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.memory_bill import activation_peaks, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.bucket_rules import buckets
-from megatron_ext.workload.workload import Workload, group_bytes
+from megatron_ext.workload.workload import Chunk, Workload, group_bytes
 
 
 def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None) -> Workload:
@@ -90,6 +90,11 @@ def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) ->
         freed = held["whole_parameters"] - largest_layer - shards
         if freed > 0:
             settings.append(f"--zero-stage 3 frees up to {freed}")
-    if held["activations"] and not any(chunk.recompute_bytes for chunk in workload.chunks):
+    if held["activations"] and not any(map(_recomputes_layers, workload.chunks)):
         settings.append(f"--recompute-granularity full frees a part of the activations' {held['activations']}")
     return "; " + ", ".join(settings) if settings else ""
+
+
+def _recomputes_layers(chunk: Chunk) -> bool:
+    """Whether whole layers are recomputed: a backward makes more anew than any layer has saved."""
+    return chunk.recompute_bytes > max(chunk.activation_bytes, default=0)

@@ -25,6 +25,9 @@ class Saved(NamedTuple):
     recompute_bytes: int
 
 
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+"""Settings of Megatron's TransformerConfig that decide what is saved and what is made anew."""
+
 _known: dict[tuple, Saved | None] = {}
 
 
@@ -36,9 +39,12 @@ def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
         args: options with ``seq_length``, ``micro_batch_size`` and ``hidden_size``.
     """
     # Chunks of the same layers save the same: most chunks of a model are alike.
-    key = (chunk.layer_kinds, tuple((p.name.rpartition(".")[2], p.shape, p.dtype, p.layer) for p in chunk.parameters))
+    sizes = {name: getattr(args, name) for name in ("seq_length", "micro_batch_size", "hidden_size")}
+    config = bare(module).config
+    recompute = tuple(str(getattr(config, name, None)) for name in RECOMPUTE)
+    layers = tuple((p.name.rpartition(".")[2], p.shape, p.dtype, p.layer) for p in chunk.parameters)
+    key = (chunk.layer_kinds, layers, tuple(sizes.values()), recompute)
     if key not in _known:
-        sizes = {name: getattr(args, name) for name in ("seq_length", "micro_batch_size", "hidden_size")}
         _known[key] = saved_activations(module, **sizes)
     saved = _known[key]
     return chunk if saved is None else msgspec.structs.replace(chunk, **saved._asdict())

@@ -40,8 +40,8 @@ def serve(engine: EngineView, rank: RankState, kind: int) -> None:
     if kind in (GPU, CPU):
         if head.flat and rank.communicator[0] != GPU:
             return
-        if kind == CPU and head.route == SHARD:
-            size, us = head.shard_bytes, head.shard_us
+        if head.route == SHARD:
+            size, us = _leg(head, kind)
         elif kind == CPU and head.group not in (rank.published if head.route == CPU else rank.staged):
             return
         else:
@@ -66,6 +66,37 @@ def serve(engine: EngineView, rank: RankState, kind: int) -> None:
     rank.active[kind] = Activity(rank, kind, size, us, engine.now, head, share)
 
 
+def _leg(gather: Gather, kind: int) -> tuple[int, float]:
+    """Bytes and microseconds of a part of ``cpu_shard``: over each link two legs, of one piece and of all others."""
+    size, us = (gather.shard_bytes, gather.shard_us) if kind == CPU else (gather.bytes, gather.us)
+    if gather.pieces == 1:
+        return size, us
+    single = gather.copied == 0 if kind == CPU else gather.gathered == 1
+    share = (1 if single else gather.pieces - 1) / gather.pieces
+    return size, us * share
+
+
+def _shard_leg_ended(engine: EngineView, rank: RankState, kind: int, gather: Gather) -> None:
+    """Go on with ``cpu_shard``: what is copied is gathered while the rest is copied, the last piece when all is."""
+    legs = 1 if gather.pieces == 1 else 2
+    if kind == CPU:
+        gather.copied += 1
+        if gather.copied < legs:
+            rank.queues[CPU].appendleft(gather)
+        if gather.copied == 1:
+            rank.queues[GPU].append(gather)
+        elif gather.gathered == 1:
+            rank.queues[GPU].appendleft(gather)
+    else:
+        gather.gathered += 1
+        if gather.gathered == legs:
+            engine.gather_ended(rank, gather)
+        elif gather.copied == legs:
+            rank.queues[GPU].appendleft(gather)
+    serve(engine, rank, GPU)
+    serve(engine, rank, CPU)
+
+
 def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Activity, lasted: float) -> None:
     """Start what has waited for this transport."""
     item = activity.item
@@ -74,10 +105,8 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
         if item.flat:
             rank.communicator.popleft()
             serve(engine, rank, REDUCE)
-        if kind == CPU and item.route == SHARD:
-            rank.queues[GPU].append(item)
-            serve(engine, rank, GPU)
-            serve(engine, rank, CPU)
+        if item.route == SHARD:
+            _shard_leg_ended(engine, rank, kind, item)
             return
         if item.route == NVME:
             rank.staged.discard(item.group)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from megatron_ext.schedule.layer_use import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import shard_pieces
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
@@ -22,11 +23,14 @@ class Gather:
     """One unshard of one group: the engine's unit of work on a link.
 
     ``flat``: one all-gather over the communicator that gradients are reduced over, too. ``shard_bytes`` and
-    ``shard_us``: the first part of ``cpu_shard``.
+    ``shard_us``: the copies of ``cpu_shard``, of which the first of ``pieces`` is copied before anything is gathered,
+    and the last is gathered when everything is copied. ``copied`` and ``gathered``: legs over each link that have
+    ended.
     """
 
     __slots__ = (
         *("group", "route", "bytes", "us", "call_us", "slot", "flat", "shard_bytes", "shard_us"),
+        *("pieces", "copied", "gathered"),
         *("issued_us", "start_us", "end_us", "done"),
     )
 
@@ -41,6 +45,7 @@ class Gather:
             flat,
         )
         self.shard_bytes, self.shard_us = 0, 0.0
+        self.pieces, self.copied, self.gathered = 1, 0, 0
         self.issued_us = self.start_us = self.end_us = -1.0
         self.done = False
 
@@ -95,7 +100,7 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
         gathers.append(Gather(action.group, _ROUTE_KIND[action.route], size, *costs[key], slot, flat))
         if action.route == "cpu_shard":
             gathers[-1].shard_bytes = size // workload.parallel.dp
-            gathers[-1].shard_us = timing.shard_copy_us(size)
+            gathers[-1].shard_us, gathers[-1].pieces = timing.shard_copy_us(size), shard_pieces(size)
         return (ISSUE, len(gathers) - 1)
 
     def stage(action) -> tuple:

@@ -12,7 +12,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import COMPUTE
 from megatron_ext.simulator.processor_times import ProcessorTimes
 from megatron_ext.workload.nodes import crossing_bytes, has_hierarchy
-from megatron_ext.workload.route import HIERARCHICAL
+from megatron_ext.workload.route import HIERARCHICAL, shard_pieces
 from megatron_ext.workload.workload import Chunk, Workload
 
 PADDING_SHARE = 64
@@ -160,11 +160,19 @@ class Timing:
         return self.gather_us("cpu", max(size_bytes // self.workload.parallel.dp, least))
 
     def _shard_gather_us(self, size_bytes: int) -> float:
-        """Its second part: an all-gather, and whatever the route as it was measured takes beyond both parts."""
-        gather_us = self.gather_us("gpu", size_bytes)
+        """Its second part: all-gathers of all pieces, and whatever the route as it was measured takes beyond both
+        parts, of which all but one piece run beside each other."""
+        gather_us, pieces = self.gather_us("gpu", size_bytes), shard_pieces(size_bytes)
+        if pieces > 1:
+            with contextlib.suppress(InputError):  # not measured at the size of a piece: bytes alone set the time
+                gather_us = max(gather_us, pieces * self.gather_us("gpu", size_bytes // pieces))
         if not self.offers("cpu_shard"):
             return gather_us
-        return max(self.gather_us("cpu_shard", size_bytes) - self.shard_copy_us(size_bytes), gather_us)
+        copy_us, both_us = self.shard_copy_us(size_bytes), self.gather_us("cpu_shard", size_bytes)
+        rest_us = both_us - copy_us / pieces  # where gathering takes longer than copying
+        if rest_us < copy_us and pieces > 1:
+            rest_us = pieces * (both_us - copy_us)
+        return max(rest_us, gather_us)
 
     def unshard_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
         """What an unshard occupies its link for: all of the route, or for ``nvme`` and ``cpu_shard`` its last leg."""

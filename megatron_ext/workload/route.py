@@ -7,6 +7,23 @@ Route = Literal["gpu", "cpu", "cpu_shard", "nvme"]
 ROUTES: tuple[Route, ...] = ("gpu", "cpu", "cpu_shard", "nvme")
 """``cpu_shard``: the own shard from host memory, then an all-gather."""
 
+PIECE_BYTES, MOST_PIECES = 16 << 20, 8
+
+
+def shard_pieces(size_bytes: int) -> int:
+    """Pieces in which ``cpu_shard`` brings a group of ``size_bytes``: one is gathered while the next is copied.
+
+    A piece has at least :data:`PIECE_BYTES` of the whole group, so that bytes and not calls set the time.
+    """
+    return min(max(size_bytes // PIECE_BYTES, 1), MOST_PIECES)
+
+
+def piece_buffer_bytes(size_bytes: int) -> int:
+    """Bytes in which a piece of a group is gathered, before its parts go to their places; 0 where there is one piece."""
+    pieces = shard_pieces(size_bytes)
+    return -(-size_bytes // pieces) if pieces > 1 else 0
+
+
 HIERARCHICAL = "hierarchical"
 """The algorithm of route ``gpu`` that a schedule can ask for: between nodes first, inside them after.
 Other names that a cost table compares are the process group's own affair."""

@@ -1,6 +1,8 @@
 """A user's whole command line: read over, honoured, or refused by name; and read by a checkout's own script."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,25 @@ def test_options_of_the_example_that_change_no_parameter_are_read_over():
     example = Path(__file__).parents[3] / "examples/pretrain_gpt_hybrid.py"
     options = re.findall(r'training.add_argument\("--([a-z-]+)"', example.read_text())
     assert len(options) > 15 and set(options) <= {*FLAGS, *VALUES, *LISTS}
+
+
+SELECTIVE_AND_FULL = """
+import sys
+from megatron_ext.megatron import cpu_compat
+cpu_compat.install()
+from megatron_ext.megatron.describe_model import describe_options, parse
+ways = {"none": [], "full": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
+        "selective": ["--recompute-granularity", "selective"]}
+kept = {}
+for name, options in ways.items():
+    (chunk,) = describe_options(parse([*sys.argv[1:], *options])).chunks
+    kept[name] = sum(chunk.activation_bytes)
+assert kept["full"] < kept["selective"] < kept["none"], kept
+"""
+
+
+def test_recompute_is_counted_as_it_is_set(megatron_tree):
+    """Three models described by one process: what was counted for one is not the other's."""
+    small = MODEL[: MODEL.index("--pipeline-model-parallel-size")]
+    result = subprocess.run([sys.executable, "-c", SELECTIVE_AND_FULL, *small], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""Gathers in two legs bring what one all-gather brings."""
+"""Gathers in two legs, and of shards in pieces, bring what one all-gather brings."""
 
 import sys
 
@@ -6,7 +6,7 @@ from places import HELPERS
 from training import run
 
 
-def test_two_legs_bring_the_same_bytes():
+def test_two_legs_and_pieces_bring_the_same_bytes():
     program = HELPERS / "hierarchical_rank.py"
     result = run([sys.executable, "-m", "megatron_ext.cpubench.launcher", "--nproc-per-node", "4", str(program)])
     assert result.returncode == 0, result.stderr

@@ -7,9 +7,12 @@ from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.bucket_rules import buckets
+from megatron_ext.workload.route import shard_pieces
 from megatron_ext.workload.workload import Limits
 from tests.helpers.planning_cases import line, make_table, make_workload
 
@@ -74,3 +77,23 @@ def test_it_is_planned_where_shards_have_no_room_and_the_link_to_the_host_is_slo
     routes = {a.route for rank in planned.ranks for e in (rank.start, *rank.steps) for a in e.unshard}
     assert {group.shard_rests for group in planned.groups} == {"host"}
     assert routes == ({"cpu"} if fast == "cpu" else {"cpu_shard"}) or (fast == "gpu" and "cpu_shard" in routes)
+
+
+@pytest.mark.parametrize("gpu, cpu", (((0.0, 1e4), (0.0, 5e3)), ((0.0, 1e3), (0.0, 5e3))))
+def test_pieces_are_gathered_while_others_are_copied(gpu, cpu):
+    """A group of 256 MiB comes in eight pieces: the slower link sets the time, and one piece of the other."""
+    work = make_workload(**{**SHAPE, "hidden": 3344, "microbatches": 1})
+    table = make_table(work, publish=None, forward=1.0, backward=1.0, gpu=gpu, cpu=cpu)
+    gathered = stock_schedule(work, buckets)
+    sharded = validate(with_host_shards(by_cpu_shard(gathered), work))
+    size = sharded.groups[0].bytes
+    assert len(sharded.groups) == 1 and shard_pieces(size) == 8
+    copy_us, gather_us = size / 4 / cpu[1], size / gpu[1]
+    result = evaluate(work, table, sharded, trace=True)
+    expected = copy_us / 8 + 7 / 8 * max(copy_us, gather_us) + gather_us / 8
+    assert result.exposed_us[0] / 2 == pytest.approx(expected, rel=1e-6)
+    lanes = {lane: sum(e.duration_us for e in result.events if e.lane == lane) / 2 for lane in ("cpu", "gpu")}
+    assert lanes == pytest.approx({"cpu": copy_us, "gpu": gather_us})
+    # A curve of its own says how long all of it takes.
+    own = replace(table, routes=replace(table.routes, cpu_shard=line(0.0, 1 / (1.5 * expected / size))))
+    assert evaluate(work, own, sharded).exposed_us[0] / 2 == pytest.approx(1.5 * expected, rel=1e-3)
