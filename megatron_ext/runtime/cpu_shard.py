@@ -4,9 +4,10 @@ Each rank copies 1/DP of the group over its own PCIe link, and the all-gather do
 rests in host memory, so nothing is published for this route.
 Source: bandwidth-centric partitioning of ZeRO-Infinity (Rajbhandari et al., SC 2021).
 
-Large groups come in pieces (:func:`megatron_ext.workload.route.shard_pieces`): one is gathered while the next is copied,
-and the next group's copy runs beside this one's last all-gather. Its process group is its own. On CPU one thread copies
-and one gathers; on CUDA the training thread issues both, as NCCL wants one order over all communicators, on two streams.
+Large groups come in pieces (:func:`megatron_ext.workload.route.shard_pieces`): one is gathered while the next is
+copied, and the next group is copied beside this one's last all-gather. Its process group is its own. On CPU one thread
+copies and one gathers; on CUDA the training thread issues both, on two streams, as NCCL wants one order over all
+communicators.
 """
 
 from functools import partial

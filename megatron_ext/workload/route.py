@@ -19,7 +19,7 @@ def shard_pieces(size_bytes: int) -> int:
 
 
 def piece_buffer_bytes(size_bytes: int) -> int:
-    """Bytes in which a piece of a group is gathered, before its parts go to their places; 0 where there is one piece."""
+    """Bytes of the buffer in which a piece is gathered, before its parts go to their places; 0 for a single piece."""
     pieces = shard_pieces(size_bytes)
     return -(-size_bytes // pieces) if pieces > 1 else 0
 

@@ -218,7 +218,7 @@ import sys
 from megatron_ext.megatron import cpu_compat
 cpu_compat.install()
 from megatron_ext.megatron.describe_model import describe_options, parse
-ways = {"none": [], "full": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
+ways = {"none": [], "full": ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
         "selective": ["--recompute-granularity", "selective"]}
 kept = {}
 for name, options in ways.items():
