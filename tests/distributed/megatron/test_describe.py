@@ -218,8 +218,9 @@ import sys
 from megatron_ext.megatron import cpu_compat
 cpu_compat.install()
 from megatron_ext.megatron.describe_model import describe_options, parse
-ways = {"none": [], "full": ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
-        "selective": ["--recompute-granularity", "selective"]}
+by = "--recompute-granularity"
+full = [by, "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+ways = {"none": [], "full": full, "selective": [by, "selective"]}
 kept = {}
 for name, options in ways.items():
     (chunk,) = describe_options(parse([*sys.argv[1:], *options])).chunks
