@@ -58,7 +58,8 @@ class ShardGather:
         pieces = shard_pieces(whole.numel() * whole.element_size())
         ends = [shard.numel() * number // pieces for number in range(pieces + 1)]
         parts = list(zip(ends, ends[1:]))
-        if self.copier is None or self.gatherer is None:
+        copier, gatherer = self.copier, self.gatherer
+        if copier is None or gatherer is None:
             return self._issue_on_streams(whole, start, shard, parts)
 
         def copy(begin: int, end: int) -> Transfer:
@@ -70,7 +71,7 @@ class ShardGather:
                 if done is not None:
                     done("cpu", before, perf_counter_ns())
 
-            return self.copier.submit(run)
+            return copier.submit(run)
 
         copied = [copy(begin, end) for begin, end in parts]
 
@@ -82,7 +83,7 @@ class ShardGather:
                 if done is not None:
                     done("gpu", before, perf_counter_ns())
 
-        return self.gatherer.submit(gather)
+        return gatherer.submit(gather)
 
     def _issue_on_streams(self, whole, start: int, shard, parts) -> Transfer:
         after, transfer = self.device.mark(), Transfer()
