@@ -36,7 +36,7 @@ LINKS = (
     "all_reduce",
     "topology.nic_shares_pcie",
 )
-COMPUTE = ("compute", "optimizer", "host_cpu")
+COMPUTE = ("compute", "optimizer", "host_add", "host_cpu")
 PARTS = LINKS + COMPUTE
 
 _STRUCTS = {"routes": Routes, "publish": Publish, "group_overhead": GroupOverhead, "topology": Topology}

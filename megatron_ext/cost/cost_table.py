@@ -146,7 +146,8 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Everything measured. ``reduce`` (gradient reduce-scatter by group bytes) and
     ``optimizer`` (one optimizer step by bytes of whole parameters of one rank) are needed
-    only to predict a whole iteration; a prediction without them says that it leaves them out.
+    only to predict a whole iteration; a prediction without them says that it leaves them out. ``host_add`` is adding
+    one float32 gradient shard to another in host memory, by bytes of the shard.
     ``all_reduce`` is no route: it is imported to compare algorithms by size.
     """
 
@@ -161,6 +162,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     p2p: Curve | tuple[Point, ...] = ()
     reduce: Curve | None = None
     optimizer: Curve | None = None
+    host_add: Curve | None = None
     all_reduce: Curve | None = None
     topology: Topology = Topology()
     host_cpu: HostCpu | None = None
@@ -216,6 +218,7 @@ def check(table: CostTable, *, file=None) -> CostTable:
         p2p=p2p,
         reduce=curve(table.reduce, "reduce"),
         optimizer=curve(table.optimizer, "optimizer"),
+        host_add=curve(table.host_add, "host_add"),
         all_reduce=curve(table.all_reduce, "all_reduce"),
         host_cpu=check_host_cpu(table.host_cpu, checker),
     )

@@ -12,7 +12,7 @@ from megatron_ext.cost.estimates import Costs
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.route import ROUTES
 
-OTHERS = ("publish.cpu", "publish.nvme", "publish.internode", "p2p", "reduce", "optimizer", "all_reduce")
+OTHERS = ("publish.cpu", "publish.nvme", "publish.internode", "p2p", "reduce", "optimizer", "host_add", "all_reduce")
 
 
 def all_curves(table: CostTable) -> Iterator[tuple[str, Curve]]:

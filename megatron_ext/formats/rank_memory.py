@@ -6,6 +6,7 @@ DEVICE_KINDS = (
     "whole_parameters",
     "shards",
     "gradients",
+    "gradient_shards",
     "main_parameters",
     "optimizer_states",
     "activations",
@@ -15,7 +16,8 @@ DEVICE_KINDS = (
 
 ``whole_parameters``: groups that are whole or on their way. ``shards``: shards with storage of their own.
 ``gradients``:
-Megatron's gradient buffers. ``main_parameters``: fp32 copies of 16-bit parameters. ``optimizer_states``: moments.
+Megatron's gradient buffers, and whole gradients that come and go. ``gradient_shards``: where their reduced parts are
+added up. ``main_parameters``: fp32 copies of 16-bit parameters. ``optimizer_states``: moments.
 ``activations``: what autograd has saved for backwards. ``buffers``: of gathers, reduces and staging.
 """
 

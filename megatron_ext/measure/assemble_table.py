@@ -102,6 +102,7 @@ def assemble(options: Options, raw: dict) -> CostTable:
         p2p=curve("p2p", f"half a {backend} message there and back, {at_once}") or (),
         reduce=curve("reduce", f"{backend} reduce-scatter of float32 in place, {at_once}"),
         optimizer=curve("optimizer", f"AdamW with clipping on the shard, {at_once}"),
+        host_add=curve("host_add", f"one float32 gradient shard added to another in host memory, {at_once}"),
         host_cpu=_host_cpu(options, curves, compute),
     )
     return check(table)

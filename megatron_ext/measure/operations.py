@@ -316,6 +316,23 @@ class Optimizer(Operation):
         self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True if self.fused else None)
 
 
+class HostAdd(Operation):
+    """A gradient shard of ``size_bytes`` of float32 added to another in host memory."""
+
+    name = "host_add"
+    computes = True
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self._sum = self._part = torch.zeros(0)
+
+    def issue(self, size_bytes: int, round_index: int):
+        if size_bytes > self._sum.numel() * 4:
+            self._sum, self._part = torch.zeros(2, size_bytes // 4).unbind()
+        self._sum[: size_bytes // 4].add_(self._part[: size_bytes // 4])
+        return DONE
+
+
 class MatrixProduct(Operation):
     """Products of the model's shapes: (sequence * micro-batch, hidden) x (hidden, 4 hidden) and
     back, until about a millisecond has passed. ``size_bytes`` does not matter."""
@@ -353,6 +370,7 @@ OPERATIONS = {
         Reduce,
         P2P,
         Optimizer,
+        HostAdd,
         MatrixProduct,
     )
 }

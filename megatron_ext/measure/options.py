@@ -22,6 +22,7 @@ LINKS = (
     "reduce",
     "p2p",
     "optimizer",
+    "host_add",
     "nvme",
     "contention",
     "compute",

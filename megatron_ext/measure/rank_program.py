@@ -78,6 +78,7 @@ CURVES = (
     "reduce",
     "p2p",
     "optimizer",
+    "host_add",
     "nvme",
     "publish_nvme",
 )
@@ -91,6 +92,8 @@ def sizes_of(name: str, options: Options) -> list[int]:
     low, high = options.min_bytes, options.max_bytes
     if name == "optimizer":
         sizes = size_grid.factor_2(low, max(options.max_rank_bytes or high, low), factor=4)
+    elif name == "host_add":
+        sizes = size_grid.factor_2(low, max(high // options.data_parallel_size, low), factor=4)
     elif options.sizes:
         sizes = list(options.sizes)
     elif name == "p2p":

@@ -4,7 +4,10 @@
 * Whole parameters from the issue of an unshard to the reshard. Zero stage 1: all of them, always.
 * Shards with storage of their own (zero stage 3), on the device or in host memory as the schedule says. At zero
   stage 1 a shard is a view of the whole group.
-* Gradient buffers, whole, with Megatron's padding.
+* Gradients with Megatron's padding: whole through the iteration, or the shard alone and the whole from just before the
+  backward of the group's last layer until the rank's next reduce is issued, which waits for it. Of a run with several
+  backward steps between two reduces, until then.
+* Buffers that hierarchical all-gathers and pieces of ``cpu_shard`` go through, as large as the largest group needs.
 * The optimizer's copies of 16-bit parameters and its states, for the elements of the rank's shards without padding. Of
   the data-parallel ranks the one that holds most is billed.
 * Activations: what autograd saves in each layer, from the layer's forward to its backward, for every micro-batch
@@ -25,8 +28,10 @@ from megatron_ext.formats import rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.schedule.footprint import slot_bytes
+from megatron_ext.schedule.layer_use import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels
+from megatron_ext.workload.route import piece_buffer_bytes
 from megatron_ext.workload.state_layout import region_bytes
 from megatron_ext.workload.step import Step
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -46,6 +51,11 @@ class _Moment(NamedTuple):
     step: str
     whole: int
     activations: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        return self.whole + self.activations + self.gradients
 
 
 def memory_bill(schedule: Schedule, workload: Workload) -> list[Bill]:
@@ -57,27 +67,35 @@ def _bill(schedule: Schedule, workload: Workload, pp_rank: int) -> Bill:
     own = [group for group in schedule.groups if group.pp_rank == pp_rank]
     device, host = resting_bytes(own, workload)
     copies, nvme_bytes = _copies(schedule, pp_rank, states_on_drive_bytes(own, workload))
+    device["buffers"] = buffer_bytes(schedule, workload, pp_rank)
     resting = sum(device.values())
     moments = list(_moments(schedule, workload, pp_rank))
-    peak = max(moments, key=lambda moment: moment.whole + moment.activations)
+    peak = max(moments, key=lambda moment: moment.total)
     device |= {"whole_parameters": peak.whole, "activations": peak.activations}
+    device["gradients"] += peak.gradients
     return Bill(
         rank_memory.make(device, host | copies, nvme_bytes, peak.step),
-        tuple(resting + moment.whole + moment.activations for moment in moments),
+        tuple(resting + moment.total for moment in moments),
     )
 
 
 def resting_bytes(groups: Iterable[Group], workload: Workload) -> tuple[dict[str, int], dict[str, int]]:
     """What a rank holds of its ``groups`` throughout the iteration: by kind on the device, and in host memory."""
     settings, dp = workload.optimizer, workload.parallel.dp
-    device, host = {"shards": 0, "gradients": 0}, {"shards": 0}
+    device, host = {"shards": 0, "gradients": 0, "gradient_shards": 0}, {"shards": 0, "gradients": 0}
     main, states = [0] * dp, [0] * dp
     gradients = [0] * dp  # of the host optimizer
     for group in groups:
         dtype, numels = _members(workload, group)
         if workload.zero_stage == 3:
             (host if group.shard_rests == "host" else device)["shards"] += group.bytes // dp
-        device["gradients"] += group.bytes // ITEM_BYTES[dtype] * settings.gradient_item_bytes
+        whole = gradient_bytes(group, workload)
+        if group.gradients is None:
+            device["gradients"] += whole
+        elif group.gradients == "sharded":
+            device["gradient_shards"] += whole // dp
+        else:
+            host["gradients"] += whole // dp
         for rank, numel in enumerate(_shard_numels(numels, dp)):
             gradients[rank] += numel * settings.main_item_bytes(dtype)
             if group.states_rest is None:
@@ -87,8 +105,35 @@ def resting_bytes(groups: Iterable[Group], workload: Workload) -> tuple[dict[str
     held = host if settings.on_host else device
     held |= {"main_parameters": main[most], "optimizer_states": states[most]}
     if settings.on_host:  # Megatron's host optimizer copies gradients into buffers of the main parameters' dtype
-        host["gradients"] = gradients[most]
+        host["gradients"] += gradients[most]
     return device, host
+
+
+def gradient_bytes(group: Group, workload: Workload) -> int:
+    """Bytes of the whole gradient of ``group``, with Megatron's padding."""
+    parameters = workload.chunk(group.pp_rank, group.model_chunk_id).parameters
+    dtype = next(p.dtype for p in parameters if p.name == group.parameters[0])
+    return group.bytes // ITEM_BYTES[dtype] * workload.optimizer.gradient_item_bytes
+
+
+def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
+    """Bytes on the device that gathers of a rank go through: for each dtype, as large as the largest group needs."""
+    parallel, rank = schedule.parallel, schedule.ranks[pp_rank]
+    nodes = len({parallel.node_of(pp_rank, dp_rank) for dp_rank in range(parallel.dp)})
+    most: dict[tuple[str, str], int] = {}
+    for entry in (rank.start, *rank.steps):
+        for action in entry.unshard:
+            group = schedule.groups[action.group]
+            if action.route == "cpu_shard":
+                size = piece_buffer_bytes(group.bytes)
+            elif action.route == "gpu" and group.algorithm is not None:
+                size = group.bytes + group.bytes // parallel.dp * nodes
+            else:
+                continue
+            parameters = workload.chunk(pp_rank, group.model_chunk_id).parameters
+            key = (action.route, next(p.dtype for p in parameters if p.name == group.parameters[0]))
+            most[key] = max(most.get(key, 0), size)
+    return sum(most.values())
 
 
 def activation_peaks(workload: Workload) -> list[int]:
@@ -110,8 +155,8 @@ def check_run(schedule: Schedule, workload: Workload, *, file=None) -> None:
     """Refuse a run that holds more than the schedule's ``limits.device_bytes``.
 
     Args:
-        workload: the run's, with its own optimizer settings. Whole parameters and activations are the schedule's
-        prediction.
+        workload: the run's, with its own optimizer settings. Whole parameters, whole gradients, buffers and activations
+            are the schedule's prediction.
 
     Raises:
         InputError: with the bytes that are missing.
@@ -121,8 +166,9 @@ def check_run(schedule: Schedule, workload: Workload, *, file=None) -> None:
         return
     for pp_rank, planned in enumerate(schedule.predicted.memory):
         device, _ = resting_bytes([group for group in schedule.groups if group.pp_rank == pp_rank], workload)
-        moving = sum(planned.device_bytes.get(kind, 0) for kind in ("whole_parameters", "activations"))
-        need = sum(device.values()) + moving
+        kinds = ("whole_parameters", "activations", "gradients", "buffers")
+        moving = sum(planned.device_bytes.get(kind, 0) for kind in kinds)
+        need = sum(device.values()) - device["gradients"] + moving
         if need > limit:
             raise InputError(
                 f"pipeline rank {pp_rank} holds up to {need} bytes with this run's optimizer, "
@@ -178,27 +224,70 @@ def _moments(schedule: Schedule, workload: Workload, pp_rank: int) -> Iterator[_
     pp, groups, rank = schedule.parallel.pp, schedule.groups, schedule.ranks[pp_rank]
     freed = schedule.zero_stage == 3
     sums = [_sums_of(chunk) for chunk in workload.chunks_of_rank(pp_rank)]
+    gradients = _Gradients(schedule, workload, pp_rank)
     whole = sum(groups[a.group].bytes for a in rank.start.unshard)
     if not freed:
         whole = sum(group.bytes for group in groups if group.pp_rank == pp_rank)
     in_flight = 0  # saved by micro-batches that have done their forward and not begun their backward
     for entry in rank.steps:
         step = Step.parse(entry.step)
-        own, recomputed = sums[step.model_chunk_id(pp)]
-        in_flight -= own[-1] if step.kind == "B" else 0
-        best = (0, 0)
-        for layer, saved in enumerate(own) if step.kind == "F" else reversed(list(enumerate(own))):
+        chunk, backward = step.model_chunk_id(pp), step.kind == "B"
+        own, recomputed = sums[chunk]
+        in_flight -= own[-1] if backward else 0
+        best = _Moment(entry.step, 0, 0, 0)
+        if backward:
+            gradients.begin(chunk)
+        for layer, saved in reversed(list(enumerate(own))) if backward else enumerate(own):
             if freed:
-                first = layer == (0 if step.kind == "F" else len(own) - 1)
+                first = layer == (len(own) - 1 if backward else 0)
                 whole += sum(groups[a.group].bytes for a in entry.unshard if a.at == layer or (first and a.at < 0))
-            activations = in_flight + saved + (recomputed if step.kind == "B" else 0)
-            best = max(best, (whole, activations), key=sum)
+            if backward:
+                gradients.before(chunk, layer)
+            activations = in_flight + saved + (recomputed if backward else 0)
+            best = max(best, _Moment(entry.step, whole, activations, gradients.bytes), key=lambda m: m.total)
+            if backward:
+                gradients.behind(chunk, layer)
             if freed and entry.reshard:
                 whole -= sum(groups[a.group].bytes for a in entry.reshard if a.at == layer)
         if freed:
             whole -= sum(groups[a.group].bytes for a in entry.reshard if a.at < 0)
-        in_flight += own[-1] if step.kind == "F" else 0
-        yield _Moment(entry.step, *best)
+        in_flight += 0 if backward else own[-1]
+        yield best
+
+
+class _Gradients:
+    """Whole gradients of one rank that come and go. ``bytes``: those that are there."""
+
+    def __init__(self, schedule: Schedule, workload: Workload, pp_rank: int):
+        self.bytes = self._on_its_way = 0
+        self._visits = [0] * schedule.parallel.vp
+        self._last = schedule.parallel.num_microbatches
+        spans = uses_of_groups(schedule, workload) if any(g.gradients for g in schedule.groups) else []
+        self._allocated: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._reduced: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for group, (first, last) in zip(schedule.groups, spans):
+            if group.pp_rank == pp_rank and group.gradients is not None:
+                item = gradient_bytes(group, workload), group.reduce_every
+                self._allocated.setdefault((group.model_chunk_id, last), []).append(item)
+                self._reduced.setdefault((group.model_chunk_id, first), []).append(item)
+
+    def begin(self, chunk: int) -> None:
+        """A backward step of ``chunk`` begins."""
+        self._visits[chunk] += 1
+
+    def before(self, chunk: int, layer: int) -> None:
+        """Allocate what the backward of ``layer`` is the first to add to."""
+        for size, every in self._allocated.get((chunk, layer), ()):
+            if (self._visits[chunk] - 1) % every == 0:
+                self.bytes += size
+
+    def behind(self, chunk: int, layer: int) -> None:
+        """Issue the reduces that are due behind the backward of ``layer``; the one before has ended and is freed."""
+        visit = self._visits[chunk]
+        for size, every in self._reduced.get((chunk, layer), ()):
+            if visit % every == 0 or visit == self._last:
+                self.bytes -= self._on_its_way
+                self._on_its_way = size
 
 
 def _sums_of(chunk: Chunk) -> tuple[list[int], int]:

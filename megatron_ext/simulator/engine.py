@@ -12,7 +12,9 @@
 * Activities that overlap slow each other down by the measured slowdowns. At every event the rates of the rank are set
   anew, so a short overlap costs little.
 * Gradients of a group are reduced as soon as the last backward of its chunk has passed the lowest layer that uses it,
-  as ``overlap_grad_reduce`` does.
+  as ``overlap_grad_reduce`` does. Those that come and go are reduced behind the backward steps that the schedule says.
+  The thread then waits for the one before, because its whole gradient is freed. What is added up in host memory is
+  copied there in the direction in which groups are published, and added by a thread of the host.
 * The optimizer step starts when every rank has reduced its gradients, because the gradient norm needs all of them.
   Time 0 is the end of the previous optimizer step.
 * Data-parallel ranks of one pipeline rank behave alike, so one of them is simulated.
@@ -29,7 +31,7 @@ from megatron_ext.formats.trace import Event, Lane
 from megatron_ext.simulator.activity_kinds import COMPUTE, NVME, P2P, PUBLISH
 from megatron_ext.simulator.engine_protocols import HostCpuModel
 from megatron_ext.simulator.links import issue_gather, issue_reduce, serve, transport_ended
-from megatron_ext.simulator.lower import ISSUE, REDUCE_GROUP, RUN, WAIT, Gather, RankProgram
+from megatron_ext.simulator.lower import ISSUE, REDUCE_GROUP, REDUCE_VISIT, RUN, WAIT, Gather, RankProgram
 from megatron_ext.simulator.rank_state import Activity, RankState
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
@@ -164,6 +166,9 @@ class Engine:
             if rank.blocked_on < 0:
                 rank.blocked_on, rank.blocked_since = operation[1], self.now
             return False
+        if code == REDUCE_VISIT and rank.whole_gradient:
+            rank.settling = True
+            return False
         rank.position += 1
         if code == RUN:
             self._compute(rank, operation[1])
@@ -176,6 +181,9 @@ class Engine:
                 self._push(self.now + gather.call_us, _THREAD, rank)
                 return False
         elif code == REDUCE_GROUP:
+            issue_reduce(self, rank, operation)
+        elif code == REDUCE_VISIT:
+            rank.whole_gradient = True
             issue_reduce(self, rank, operation)
         else:
             rank.queues[NVME].append(operation)
@@ -212,6 +220,13 @@ class Engine:
             self.group_exposed[gather.group] = self.group_exposed.get(gather.group, 0.0) + waited
             self.record(rank, "wait", f"{rank.step_name} for {gather.group}", rank.blocked_since, waited)
             rank.blocked_on = -1
+            self._run_thread(rank)
+
+    def gradient_freed(self, rank: RankState) -> None:
+        """A gradient that comes and goes is reduced, and copied if it is added up on the host: its whole is freed."""
+        rank.whole_gradient = False
+        if rank.settling:
+            rank.settling = False
             self._run_thread(rank)
 
     def start_optimizer(self, rank: RankState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_ext.cost.cost_table import KINDS
 from megatron_ext.simulator.activity_kinds import CPU, GPU, NVME, PUBLISH, REDUCE
 from megatron_ext.simulator.engine_protocols import EngineView
-from megatron_ext.simulator.lower import SHARD, Gather
+from megatron_ext.simulator.lower import REDUCE_VISIT, SHARD, Gather
 from megatron_ext.simulator.rank_state import Activity, RankState
 
 
@@ -56,13 +56,13 @@ def serve(engine: EngineView, rank: RankState, kind: int) -> None:
     elif kind == REDUCE:
         if rank.communicator[0] != REDUCE:
             return
-        _, _, size, us = head
+        _, _, size, us, *_ = head
     else:
-        _, size, us = head
+        _, size, us, *_ = head
     rank.queues[kind].popleft()
     share = 0.0
     if engine.host_cpu is not None:
-        share = engine.host_cpu.share_of(kind, size, us, head[0] if kind == PUBLISH else None)
+        share = engine.host_cpu.share_of(kind, size, us, head[0] if kind == PUBLISH and len(head) == 3 else None)
     rank.active[kind] = Activity(rank, kind, size, us, engine.now, head, share)
 
 
@@ -97,6 +97,17 @@ def _shard_leg_ended(engine: EngineView, rank: RankState, kind: int, gather: Gat
     serve(engine, rank, CPU)
 
 
+def _add_on_host(engine: EngineView, rank: RankState, add_us: float) -> None:
+    """The host adds one gradient at a time to its shard; the optimizer waits for the last."""
+    rank.adding_until = max(rank.adding_until, engine.now) + add_us
+
+    def added(time: float) -> None:
+        rank.reducing -= 1
+        engine.start_optimizer(rank)
+
+    engine.call_at(rank.adding_until, added)
+
+
 def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Activity, lasted: float) -> None:
     """Start what has waited for this transport."""
     item = activity.item
@@ -117,6 +128,10 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
         engine.record(rank, "nvme", str(item[1]), activity.started, lasted)
         rank.staged.add(item[1])
         serve(engine, rank, CPU)
+    elif kind == PUBLISH and len(item) == 4:
+        engine.record(rank, "publish", f"gradient {item[0]}", activity.started, lasted)
+        engine.gradient_freed(rank)
+        _add_on_host(engine, rank, item[3])
     elif kind == PUBLISH:
         engine.record(rank, "publish", str(item[0]), activity.started, lasted)
         rank.published.add(item[0])
@@ -124,8 +139,15 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
         serve(engine, rank, NVME)
     elif kind == REDUCE:
         engine.record(rank, "reduce", str(item[1]), activity.started, lasted)
-        rank.reducing -= 1
         rank.communicator.popleft()
         serve(engine, rank, GPU)
-        engine.start_optimizer(rank)
+        if item[0] == REDUCE_VISIT and item[4] is not None:
+            copy_us, add_us = item[4]
+            rank.queues[PUBLISH].append((item[1], item[2], copy_us, add_us))
+            serve(engine, rank, PUBLISH)
+        else:
+            rank.reducing -= 1
+            if item[0] == REDUCE_VISIT:
+                engine.gradient_freed(rank)
+            engine.start_optimizer(rank)
     serve(engine, rank, kind)

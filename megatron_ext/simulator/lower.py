@@ -1,6 +1,6 @@
 """A schedule as the engine runs it: every step a short list of operations with durations.
 
-Operations are tuples whose first item is one of RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP. A step is
+Operations are tuples whose first item is one of RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP, REDUCE_VISIT. A step is
 cut at the layers where a group arrives, an action stands or gradients are complete; layers
 between two cuts run as one.
 """
@@ -8,15 +8,17 @@ between two cuts run as one.
 from collections.abc import Sequence
 
 from megatron_ext.schedule.layer_use import uses_of_groups
+from megatron_ext.schedule.memory_bill import gradient_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import shard_pieces
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
-RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP = range(5)
+RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP, REDUCE_VISIT = range(6)
 """``(RUN, us)``; ``(WAIT, gather)``; ``(ISSUE, gather)``; ``(STAGE, group,
-slot, bytes, us)``; ``(REDUCE_GROUP, group, bytes, us)``."""
+slot, bytes, us)``; ``(REDUCE_GROUP, group, bytes, us)``; ``(REDUCE_VISIT, group, bytes, us, to_host)``, where
+``to_host`` is what copying to host memory and adding there take, or None."""
 
 
 class Gather:
@@ -111,7 +113,7 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
     rank = schedule.ranks[pp_rank]
     program.start = [stage(a) for a in rank.start.stage_in] + [gather(a, -1) for a in rank.start.unshard]
     whole = [(((RUN, sum(times.forward)),), ((RUN, sum(times.backward)),)) for times in timing.layers[pp_rank]]
-    reduces = _reduces(groups, spans, timing, pp_rank, pp, steps)
+    reduces = _reduces(groups, spans, workload, timing, pp_rank, steps)
     for index, (entry, step) in enumerate(zip(rank.steps, steps)):
         backward = step.kind == "B"
         chunk = step.stage // pp
@@ -150,18 +152,29 @@ def _run_between(cuts: dict[int, list[tuple]], layers: Sequence[float]) -> tuple
     return tuple(operations)
 
 
-def _reduces(groups, spans, timing: Timing, pp_rank: int, pp: int, steps) -> dict[int, list[tuple[int, tuple]]]:
-    """By the step that is its chunk's last backward: ``(lowest layer that uses the group, its
-    operation)``, in the order in which gradients become complete."""
-    last_backward = {step.stage // pp: index for index, step in enumerate(steps) if step.kind == "B"}
+def _reduces(
+    groups, spans, workload: Workload, timing: Timing, pp_rank: int, steps
+) -> dict[int, list[tuple[int, tuple]]]:
+    """By backward step: ``(lowest layer that uses the group, its operation)``, in the order in which gradients become
+    complete. Whole gradients are reduced in the last backward of their chunk."""
+    backwards: dict[int, list[int]] = {}
+    for index, step in enumerate(steps):
+        if step.kind == "B":
+            backwards.setdefault(step.stage // workload.parallel.pp, []).append(index)
     found: dict[int, list[tuple[int, tuple]]] = {}
     for number, group in enumerate(groups):
-        if group.pp_rank == pp_rank:
-            us = timing.reduce_us(group.bytes)
-            if us:
-                found.setdefault(last_backward[group.model_chunk_id], []).append(
-                    (spans[number][0], (REDUCE_GROUP, number, group.bytes, us))
-                )
+        if group.pp_rank != pp_rank:
+            continue
+        us, visits = timing.reduce_us(group.bytes), backwards[group.model_chunk_id]
+        if group.gradients is None:
+            operation = (REDUCE_GROUP, number, group.bytes, us)
+            due = visits[-1:] if us else []
+        else:
+            to_host = timing.to_host_us(gradient_bytes(group, workload)) if group.gradients == "host" else None
+            operation = (REDUCE_VISIT, number, group.bytes, us, to_host)
+            due = [*visits[group.reduce_every - 1 : -1 : group.reduce_every], visits[-1]]
+        for index in due:
+            found.setdefault(index, []).append((spans[number][0], operation))
     for operations in found.values():
         operations.sort(key=lambda item: -item[0])
     return found

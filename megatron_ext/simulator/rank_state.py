@@ -34,13 +34,16 @@ class RankState:
         blocked_on: number of the gather that compute waits for; -1 for none.
         messages: messages to or from other ranks that are on their way.
         communicator: kinds of what was issued to the data-parallel communicator and has not ended, in issue order.
+        whole_gradient, settling: whether a gradient that comes and goes is on its way to its shard, and whether the
+            thread waits for it.
+        adding_until: when the host has added up every gradient that was copied to it so far.
     """
 
     __slots__ = (
         *("program", "pp_rank", "index", "position", "operations", "steps_done", "finished_at"),
         *("active", "queues", "busy", "communicator", "messages", "reducing"),
         *("blocked_on", "blocked_since", "exposed", "first_start", "last_end", "compute_us"),
-        *("published", "staged", "slot_busy"),
+        *("published", "staged", "slot_busy", "whole_gradient", "settling", "adding_until"),
     )
 
     def __init__(self, program: RankProgram):
@@ -59,6 +62,8 @@ class RankState:
         self.published: set[int] = set()
         self.staged: set[int] = set()
         self.slot_busy: set[int] = set()
+        self.whole_gradient = self.settling = False
+        self.adding_until = 0.0
 
     @property
     def step_name(self) -> str:

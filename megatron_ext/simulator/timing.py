@@ -225,6 +225,29 @@ class Timing:
             return 0.0
         return self._estimate("reduce", max(size_bytes, self._reduce[0].size_bytes)).us
 
+    def to_host_us(self, size_bytes: int) -> tuple[float, float]:
+        """Copying the own shard of a gradient of ``size_bytes`` to host memory, and adding it there.
+
+        The copy takes what writing the shard into the host copy takes when the group is published, or where that was
+        not measured what a copy from there takes. What no curve says is left out, and said so.
+        """
+        shard = size_bytes // self.workload.parallel.dp
+        if self.costs.offers_publish("cpu"):
+            copy_us = self._beyond.estimate("publish.cpu", size_bytes).us
+        elif self.offers("cpu"):
+            copy_us = self._beyond.estimate("routes.cpu", shard).us
+        else:
+            copy_us = 0.0
+            self._leave_out("gradients to host memory")
+        if _has(self.table.host_add):
+            return copy_us, self._beyond.estimate("host_add", shard).us
+        self._leave_out("host_add")
+        return copy_us, 0.0
+
+    def _leave_out(self, name: str) -> None:
+        if name not in self.left_out:
+            self.left_out += (name,)
+
     @property
     def least_reduce_us(self) -> float:
         """What reducing any group takes at least."""

@@ -6,13 +6,16 @@ from msgspec.structs import replace
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
-from megatron_ext.schedule.host_shards import with_host_shards
+from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.match import match
-from megatron_ext.schedule.memory_bill import activation_peaks, check_run, memory_bill
+from megatron_ext.schedule.memory_bill import activation_peaks, buffer_bytes, check_run, memory_bill
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.bucket_layout import bucket_numel, shard_numels
+from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.route import shard_pieces
 from tests.helpers.planning_cases import make_table, make_workload
 
 SAVED = (100_000, 50_000)
@@ -145,3 +148,49 @@ def test_shards_in_host_memory_count_as_pinned_and_keep_the_limit():
     some = with_host_shards(replace(hosted, limits=limits), work)
     assert 0 <= sum(group.shard_rests == "host" for group in some.groups) < len(some.groups)
     validate(some)
+
+
+def with_gradients(schedule, kept, reduce_every=1):
+    groups = tuple(replace(group, gradients=kept, reduce_every=reduce_every) for group in schedule.groups)
+    return validate(replace(schedule, groups=groups, zero_stage=2))
+
+
+def by_layer(work, **kept):
+    return with_gradients(replace(stock_schedule(work, layer_buckets), zero_stage=2), **kept)
+
+
+@pytest.mark.parametrize("kept", ("sharded", "host"))
+def test_whole_gradients_of_two_layers_are_there_at_a_time(kept):
+    """Three equal layers: one in its backward, and the one before it until its reduce has been waited for."""
+    work = make_workload(pp=1, vp=1, dp=2, microbatches=2, order="no_pipeline", layers=3, zero_stage=2)
+    layer = 2 * by_layer(work, kept=kept).groups[0].bytes  # float32 gradients of bfloat16 parameters
+    whole, parts = (memory_bill(by_layer(work, kept=way), work)[0] for way in (None, kept))
+    assert whole.memory.device_bytes["gradients"] == 3 * layer and "gradient_shards" not in whole.memory.device_bytes
+    assert parts.memory.device_bytes["gradients"] == 2 * layer
+    on_device, on_host = (
+        getattr(parts.memory, where).get(kind, 0)
+        for where, kind in (("device_bytes", "gradient_shards"), ("host_bytes", "gradients"))
+    )
+    assert (on_device, on_host) == ((3 * layer // 2, 0) if kept == "sharded" else (0, 3 * layer // 2))
+    # The first micro-batch's forward has none; the last reduce of a backward is waited for in the next one.
+    rest = min(parts.step_device_bytes)
+    assert [step - rest for step in parts.step_device_bytes] == [0, 2 * layer, layer, 2 * layer]
+
+
+def test_gradients_that_are_reduced_every_second_time_stay_in_between():
+    work = make_workload(pp=1, vp=1, dp=2, microbatches=3, order="no_pipeline", layers=3, zero_stage=2)
+    layer = 2 * by_layer(work, kept="sharded").groups[0].bytes
+    (bill,) = memory_bill(by_layer(work, kept="sharded", reduce_every=2), work)
+    rest = min(bill.step_device_bytes)
+    assert [(step - rest) // layer for step in bill.step_device_bytes] == [0, 3, 3, 3, 1, 2]
+
+
+def test_pieces_and_two_legs_go_through_buffers():
+    work = make_workload(pp=1, vp=1, dp=4, order="no_pipeline", zero_stage=3, layers=1, hidden=1700, gpus_per_node=2)
+    gathered = stock_schedule(work)
+    (group,) = gathered.groups
+    assert buffer_bytes(gathered, work, 0) == 0
+    two_legs = replace(gathered, groups=(replace(group, algorithm="hierarchical"),))
+    assert buffer_bytes(two_legs, work, 0) == group.bytes + group.bytes // 2
+    sharded = with_host_shards(by_cpu_shard(gathered), work)
+    assert buffer_bytes(sharded, work, 0) == -(-group.bytes // shard_pieces(group.bytes)) < group.bytes
