@@ -94,7 +94,7 @@ def test_output_that_cannot_be_written_is_one_line():
 @pytest.mark.parametrize(
     ("kind", "text", "said"),
     [
-        (Workload, '{"schema_version": 2, "kind": "workload", "zero_stage": 2}', "zero_stage = 2: expected 1 or 3"),
+        (Workload, '{"schema_version": 2, "kind": "workload", "zero_stage": 4}', "zero_stage = 4: expected 1, 2 or 3"),
         (
             Workload,
             '{"parallel": {"order": "zigzag"}}',
