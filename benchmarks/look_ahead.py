@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from megatron_ext.schedule import match, validate
-from megatron_ext.schedule.layer_use import uses_of_groups
+from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import Schedule, Unshard
 
 

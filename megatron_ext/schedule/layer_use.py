@@ -5,22 +5,10 @@ workload does. Within a step, a group must be unsharded no later than before its
 the direction of the step, and freed no earlier than behind its last.
 """
 
+from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import InvalidSchedule
 from megatron_ext.workload.workload import Workload
-
-
-def uses_of_groups(schedule: Schedule, workload: Workload) -> list[tuple[int, int]]:
-    """First and last layer of its chunk that use each group."""
-    layers: dict[tuple[int, int, str], tuple[int, ...]] = {}
-    for chunk in workload.chunks:
-        for parameter in chunk.parameters:
-            layers[chunk.pp_rank, chunk.model_chunk_id, parameter.name] = parameter.uses
-    found = []
-    for group in schedule.groups:
-        uses = [layer for name in group.parameters for layer in layers[group.pp_rank, group.model_chunk_id, name]]
-        found.append((min(uses), max(uses)))
-    return found
 
 
 def check_layers(schedule: Schedule, workload: Workload, *, file=None) -> None:

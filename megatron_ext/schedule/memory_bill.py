@@ -28,7 +28,7 @@ from megatron_ext.formats import rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.schedule.footprint import slot_bytes
-from megatron_ext.schedule.layer_use import uses_of_groups
+from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels
 from megatron_ext.workload.route import piece_buffer_bytes
