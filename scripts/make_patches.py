@@ -34,7 +34,7 @@ REFS = {
         "0.15.0 0.15.1 0.15.2 0.15.3 0.16.0 0.16.1 0.17.0 0.17.1 0.18.0 0.18.2 0.19.0"
     ).split()
 } | {"main": "main"}
-"""Version -> ref. Candidates (rc) are served by a three-way merge in a clone."""
+"""Version -> ref. Candidates (rc) are placed by the syntax tree."""
 
 MODE = "100644"
 

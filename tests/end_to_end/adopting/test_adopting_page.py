@@ -8,12 +8,15 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import click
 import pytest
 from places import HELPERS, ROOT
 from released import MIRROR
 
 from megatron_ext.checkout import obtain
 from megatron_ext.checkout.hook_table import HOOKS
+from megatron_ext.cli.main import cli
+from megatron_ext.formats.errors import InputError
 
 PAGE = ROOT / "docs" / "adopting.md"
 RELEASE = "0.17.1"
@@ -26,6 +29,39 @@ def commands() -> list[str]:
     """The blocks of the section on the CPU, in order."""
     section = PAGE.read_text().partition("\n## Five commands on a CPU\n")[2].partition("\n## ")[0]
     return [block.replace("--seconds 30", "--seconds 5") for block in BLOCK.findall(section)]
+
+
+def spoken(path: Path) -> list[list[str]]:
+    """Every ``megatron-ext`` command of a page, as words; ``$ARGS`` are those of args.sh."""
+    arguments = re.search(r'ARGS="(.*?)"', PAGE.read_text(), re.S)[1]
+    text = path.read_text().replace("\\\n", " ").replace("-m megatron_ext ", "megatron-ext ").replace("$ARGS", "@ARGS")
+    found = re.findall(r"(?<![-/\w\[])megatron-ext ((?:patch )?[a-z][-a-z]* [^`#&|'\n]*)", text)
+    commands = [command.split() for command in found]
+    return [
+        [word for part in words for word in (arguments.split() if part == "@ARGS" else [part])]
+        for words in commands
+        if words[0] in cli.commands and "..." not in words
+    ]
+
+
+@pytest.mark.parametrize("page", [PAGE, ROOT / "README.md"], ids=["adopting", "README"])
+def test_every_command_of_the_pages_is_understood(page):
+    """Options exist and do not contradict each other. Nothing is run."""
+    commands = spoken(page)
+    assert {words[0] for words in commands} >= {"patch", "prepare", "run-on-cpu"}
+    for words in commands:
+        if "--hidden-size" in words[: words.index("--") if "--" in words else 0]:
+            with pytest.raises(InputError, match="give it once"):  # the page's example of a contradiction
+                understand(cli, words)
+        else:
+            understand(cli, words)
+
+
+def understand(command: click.Command, words: list[str], parent=None) -> None:
+    context = command.make_context(command.name, list(words), parent=parent)
+    if isinstance(command, click.Group):
+        _, verb, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        understand(verb, rest, context)
 
 
 def make_checkout(work: Path, cache: Path) -> None:
