@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_ext import checkout
 from megatron_ext.checkout.hook_table import ARGUMENTS, DDP, FILES, HOOKS, OPTIMIZER, PRETRAIN, SCHEDULES, TRAINING
-from megatron_ext.checkout.patchset import insertions_by_blob, manifest
+from megatron_ext.checkout.patchset import known_files, manifest
 from megatron_ext.checkout.tree import Tree
 from megatron_ext.checkout.verify import hook_lines
 from megatron_ext.formats.errors import InputError
@@ -203,7 +203,7 @@ def beside_known(outcome: Outcome, known: Neighbours) -> int:
 
 def run(mirror, commits: int, seed: int, forks: list[Path], at: list[str]) -> int:
     """Try all trees and print the tables in Markdown; 1 if a tree failed or a hook stands beside nothing known."""
-    assert insertions_by_blob()  # read once, before processes are forked
+    assert known_files()  # read once, before processes are forked
     trees = [*releases(mirror), *drawn_commits(mirror, commits, seed)]
     trees += [s for ref in at for s in sources_at(mirror, ref, "named", ref)]
     seen: set = set()

@@ -20,7 +20,7 @@ from checkout_under_test import Checkout, Failed, build_corpus, extract
 
 from megatron_ext import checkout
 from megatron_ext.checkout.hook_table import FILES
-from megatron_ext.checkout.patchset import blob_id, insertions_by_blob
+from megatron_ext.checkout.patchset import blob_id, known_files
 from megatron_ext.formats.errors import InputError
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
@@ -38,7 +38,7 @@ class Edited:
     def __init__(self, tree: Path, work: Path, data: Path, iterations: int, timeout_s: float):
         self.tree, self.work, self.data, self.iterations, self.timeout_s = tree, work, data, iterations, timeout_s
         self.originals = {f: (tree / f).read_bytes().decode() for f in FILES}
-        self.insertions = [insertions_by_blob()[f, blob_id(text.encode())] for f, text in self.originals.items()]
+        self.entries = [known_files()[f, blob_id(text.encode())] for f, text in self.originals.items()]
         self.outcomes = {"refused": 0, "every file is exact": 0, "does not train unpatched": 0, "trained": 0}
         self.rows: list[list[str]] = []
 
@@ -48,7 +48,7 @@ class Edited:
         Raises:
             Failed: the tree trains by itself, and patched it does not train or not the same.
         """
-        texts = edit_files(random.Random(seed), self.originals, self.insertions)
+        texts = edit_files(random.Random(seed), self.originals, self.entries)
         for file, text in texts.items():
             (self.tree / file).write_bytes(text.encode())
         edited = [file for file in FILES if texts[file] != self.originals[file]]

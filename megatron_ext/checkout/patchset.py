@@ -1,18 +1,11 @@
-"""The patch files and their manifest: which lines go where, in which exact file.
-
-A patch inserts only and has no context lines, so it holds nothing of the file it is for. It
-says nothing about where it may go, either: that is the work of the recorded blob ids.
-"""
+"""The manifest of the patches: which lines go where, in which exact file of which release."""
 
 import functools
 import hashlib
-import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from megatron_ext.checkout.hook_table import MARKER
 from megatron_ext.formats import json_files as files
 from megatron_ext.formats.errors import InputError
 
@@ -71,26 +64,6 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True):
     releases: list[Release]
 
 
-@dataclass(frozen=True)
-class Insertion:
-    """Our lines for one exact file: ``lines`` are (after line of the preimage, text)."""
-
-    path: str
-    preimage: str
-    postimage: str
-    lines: tuple[tuple[int, str], ...]
-
-    def apply(self, data: bytes) -> bytes:
-        """The postimage of ``data``, which must be the recorded preimage."""
-        assert blob_id(data) == self.preimage, f"{self.path} is not the recorded file"
-        rows = data.split(b"\n")
-        for after, text in reversed(self.lines):
-            rows.insert(after, text.encode())
-        result = b"\n".join(rows)
-        assert blob_id(result) == self.postimage, f"patch for {self.path} does not fit its manifest"
-        return result
-
-
 def blob_id(data: bytes) -> str:
     """The id git gives a file with this content."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -121,53 +94,6 @@ def known_releases() -> str:
 
 
 @functools.cache
-def read_patch(name: str) -> tuple[Insertion, ...]:
-    """The insertions of one patch file, in the order of the file."""
-    return parse_patch((directory() / name).read_text(), name)
-
-
-def parse_patch(text: str, name: str) -> tuple[Insertion, ...]:
-    """Parse a patch of the only form we write: insertions without context.
-
-    Raises:
-        InputError: the text is anything else; a patch that removes a line, or that has
-            lines of the original file, is never applied.
-    """
-    insertions, path, lines, after, left = [], None, [], 0, 0
-    ids: tuple[str, ...] = ()
-
-    def close():
-        if path is not None and len(ids) == 2:
-            insertions.append(Insertion(path, *ids, tuple(lines)))
-
-    for number, row in enumerate(text.splitlines(), start=1):
-        if row.startswith("diff --git a/"):
-            close()
-            path, ids, lines = row.split(" b/", 1)[1], (), []
-        elif match := re.fullmatch(r"index ([0-9a-f]{40})\.\.([0-9a-f]{40})( \d+)?", row):
-            ids = match.groups()[:2]
-        elif row.startswith(("--- ", "+++ ")) and left == 0:
-            continue
-        elif match := re.fullmatch(r"@@ -(\d+),0 \+\d+(?:,(\d+))? @@", row):
-            after, left = int(match[1]), int(match[2] or 1)
-        elif left and row.startswith("+") and row.endswith(MARKER):
-            lines.append((after, row[1:]))
-            left -= 1
-        else:
-            raise InputError("not an insert-only patch", file=name, field=f"line {number}")
-    close()
-    return tuple(insertions)
-
-
-@functools.cache
-def insertions_by_blob() -> dict[tuple[str, str], Insertion]:
-    """Every known file: (path, preimage blob id) -> what to insert."""
-    found = {}
-    for release in manifest().releases:
-        patch = {i.path: i for i in read_patch(release.patch)}
-        for entry in release.files:
-            insertion = patch[entry.path]
-            ids = (insertion.preimage, insertion.postimage)
-            assert ids == (entry.preimage, entry.postimage), f"{release.patch} and manifest differ"
-            found[entry.path, entry.preimage] = insertion
-    return found
+def known_files() -> dict[tuple[str, str], PatchedFile]:
+    """Every file of a release: (path, git blob id) -> what becomes of it."""
+    return {(entry.path, entry.preimage): entry for release in manifest().releases for entry in release.files}

@@ -10,7 +10,6 @@ from toy_megatron import git
 
 from megatron_ext.checkout import place_hooks
 from megatron_ext.checkout.hook_table import FILES
-from megatron_ext.checkout.patchset import parse_patch
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -45,21 +44,20 @@ def load_script(name: str):
 
 
 @pytest.fixture(scope="session")
-def toy_insertions():
-    """(path, blob) -> insertion, for the files of the toy."""
+def toy_entries():
+    """(path, blob) -> entry of a manifest, for the files of the toy."""
     make_patches = load_script("make_patches")
     found = {}
     for path in FILES:
-        text, entry = make_patches.patch_file(path, toy_megatron.TEXTS[path].encode())
-        (insertion,) = parse_patch(text, path)
-        found[path, entry.preimage] = insertion
+        _, entry = make_patches.patch_file(path, toy_megatron.TEXTS[path].encode())
+        found[path, entry.preimage] = entry
     return found
 
 
 @pytest.fixture
-def toy_release(monkeypatch, toy_insertions):
+def toy_release(monkeypatch, toy_entries):
     """The toy is a release that the patches serve."""
-    monkeypatch.setattr(place_hooks, "insertions_by_blob", lambda: toy_insertions)
+    monkeypatch.setattr(place_hooks, "known_files", lambda: toy_entries)
 
 
 @pytest.fixture

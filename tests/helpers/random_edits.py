@@ -40,11 +40,11 @@ def edit(rng: random.Random, text: str, near: list[int]) -> str:
     return "\n".join(rows)
 
 
-def edit_files(rng: random.Random, originals: dict[str, str], insertions) -> dict[str, str]:
+def edit_files(rng: random.Random, originals: dict[str, str], entries) -> dict[str, str]:
     """``originals`` with one or two files edited; most of the time they still parse."""
     texts = dict(originals)
     for path in rng.sample([f for f in FILES if f in originals], rng.randint(1, 2)):
-        near = [after for i in insertions if i.path == path for after, _ in i.lines]
+        near = [number - 1 for entry in entries if entry.path == path for number in entry.lines.values()]
         for _ in range(20):
             texts[path] = edit(rng, originals[path], near)
             try:

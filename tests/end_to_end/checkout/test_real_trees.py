@@ -18,7 +18,8 @@ from toy_megatron import snapshot
 
 from megatron_ext.checkout import apply, check, obtain, revert, verify_hooks
 from megatron_ext.checkout.hook_table import FILES, HOOKS
-from megatron_ext.checkout.patchset import blob_id, insertions_by_blob, manifest
+from megatron_ext.checkout.patchset import blob_id, known_files, manifest
+from megatron_ext.checkout.place_hooks import place_hooks
 from megatron_ext.checkout.verify import count_hooks, is_hook_line, strip_hooks
 from megatron_ext.formats.errors import InputError
 
@@ -115,11 +116,11 @@ def test_random_edits(name, packages, tmp_path):
     write(tree, texts)
     # A package's files take as long as the toy's, which has all of them.
     edits = EDITS // 5 if name[0].isdigit() else EDITS
-    insertions = [insertions_by_blob()[f, blob_id(t.encode())] for f, t in texts.items()]
-    hooked = {i.path: neighbours(i.apply(texts[i.path].encode()).decode()) for i in insertions}
+    entries = [known_files()[f, blob_id(t.encode())] for f, t in texts.items()]
+    hooked = {path: neighbours(place_hooks(path, text).text) for path, text in texts.items()}
     outcomes = {"placed": 0, "refused": 0}
     for seed in range(edits):
-        edited = edit_files(random.Random(seed), texts, insertions)
+        edited = edit_files(random.Random(seed), texts, entries)
         write(tree, edited)
         try:
             apply(tree)

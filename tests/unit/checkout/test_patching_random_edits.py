@@ -14,6 +14,7 @@ from toy_megatron import TEXTS, snapshot
 
 from megatron_ext.checkout import apply, revert, verify_hooks
 from megatron_ext.checkout.hook_table import FILES, HOOKS
+from megatron_ext.checkout.place_hooks import place_hooks
 from megatron_ext.checkout.verify import is_hook_line, strip_hooks
 from megatron_ext.formats.errors import InputError
 
@@ -38,12 +39,12 @@ def behaviour(texts, monkeypatch):
         return None
 
 
-def test_random_edits(archive, toy_insertions, monkeypatch):
+def test_random_edits(archive, toy_entries, monkeypatch):
     outcomes = {"exact": 0, "placed": 0, "refused": 0, "ran": 0}
     ours = {"add_arguments", "on_train_setup", "on_train_end", "on_ddp_built", "on_params_updated", "begin_iteration"}
     ours |= {"begin_steps", "pre_forward", "pre_backward", "post_backward", "end_iteration"}
     for seed in range(EDITS):
-        texts = edit_files(random.Random(seed), TEXTS, toy_insertions.values())
+        texts = edit_files(random.Random(seed), TEXTS, toy_entries.values())
         for path in FILES:
             (archive / path).write_bytes(texts[path].encode())
         before = snapshot(archive)
@@ -72,8 +73,8 @@ def test_random_edits(archive, toy_insertions, monkeypatch):
     print(outcomes)
 
 
-def test_the_judge_of_behaviour_sees_a_hook_that_is_late(toy_insertions, monkeypatch):
-    patched = {p: i.apply(TEXTS[p].encode()).decode() for (p, _), i in toy_insertions.items()}
+def test_the_judge_of_behaviour_sees_a_hook_that_is_late(monkeypatch):
+    patched = {path: place_hooks(path, TEXTS[path]).text for path in FILES}
     assert is_announced(toy_megatron.run(patched, monkeypatch))
     for path, text in patched.items():
         rows = text.split("\n")

@@ -1,10 +1,12 @@
 """The committed patches: insert-only, few lines, nothing of Megatron's text, and as the manifest says."""
 
+import msgspec
 import pytest
+from toy_megatron import TEXTS
 
-from megatron_ext.checkout.hook_table import FILES, HOOKS, MARKER
-from megatron_ext.checkout.patchset import directory, insertions_by_blob, manifest, parse_patch, read_patch
-from megatron_ext.formats.errors import InputError
+from megatron_ext.checkout import place_hooks
+from megatron_ext.checkout.hook_table import FILES, HOOKS
+from megatron_ext.checkout.patchset import directory, known_files, manifest
 
 WANTED = "0.10.0 0.11.0 0.12.3 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2 0.19.0 main".split()
 MAX_LINES = 20
@@ -15,65 +17,42 @@ def test_the_releases_people_run_are_served():
 
 
 def test_manifest_and_patches_agree():
+    """A patch file holds the lines of the manifest, each inserted at its number, and nothing else."""
     names = {hook.name: hook for hook in HOOKS}
     assert [(h.name, h.file, h.text, h.place, h.purpose) for h in manifest().hooks] == [
         (h.name, h.file, h.text, h.place, h.purpose) for h in HOOKS
     ]
     for release in manifest().releases:
-        patch = {i.path: i for i in read_patch(release.patch)}
-        assert tuple(patch) == tuple(f.path for f in release.files) == FILES
+        assert tuple(entry.path for entry in release.files) == FILES
+        rows = iter((directory() / release.patch).read_text().splitlines())
         for entry in release.files:
-            insertion = patch[entry.path]
-            assert (insertion.preimage, insertion.postimage) == (entry.preimage, entry.postimage)
-            assert len(insertion.lines) == len(entry.lines)
-            for shift, ((after, line), (name, number)) in enumerate(
-                zip(insertion.lines, entry.lines.items(), strict=True), start=1
-            ):
-                assert number == after + shift and names[name].file == entry.path
-                assert line.strip() in (
+            assert next(rows) == f"diff --git a/{entry.path} b/{entry.path}"
+            assert next(rows) == f"index {entry.preimage}..{entry.postimage} 100644"
+            assert (next(rows), next(rows)) == (f"--- a/{entry.path}", f"+++ b/{entry.path}")
+            for shift, (name, number) in enumerate(entry.lines.items(), start=1):
+                assert next(rows) == f"@@ -{number - shift},0 +{number} @@" and names[name].file == entry.path
+                line = next(rows)
+                assert line[0] == "+" and line[1:].strip() in (
                     names[name].line(),
                     names[name].line("microbatch_id"),  # as 0.9 calls it
                 )
+        assert next(rows, None) is None
         assert {n for f in release.files for n in f.lines} == set(names)
         assert sum(len(f.lines) for f in release.files) <= MAX_LINES
-    assert len(insertions_by_blob()) == len({(f.path, f.preimage) for r in manifest().releases for f in r.files})
+    assert len(known_files()) == len({(f.path, f.preimage) for r in manifest().releases for f in r.files})
 
 
-def test_every_patch_file_is_used_and_holds_only_our_lines():
-    used = {release.patch for release in manifest().releases}
-    assert used == {place.name for place in directory().glob("*.patch")}
-    for name in used:
-        rows = (directory() / name).read_text().splitlines()
-        body = [r for r in rows if not r.startswith(("diff --git ", "index ", "--- a/", "+++ b/", "@@ -"))]
-        assert body and all(row.startswith("+") and row.endswith(MARKER) for row in body)
+def test_every_patch_file_is_used():
+    assert {release.patch for release in manifest().releases} == {place.name for place in directory().glob("*.patch")}
 
 
-GOOD = """diff --git a/x.py b/x.py
-index {}..{} 100644
---- a/x.py
-+++ b/x.py
-@@ -3,0 +4 @@
-+    hooks.call()  # megatron-ext
-""".format("a" * 40, "b" * 40)
-
-
-def test_a_patch_is_read():
-    (insertion,) = parse_patch(GOOD, "x.patch")
-    assert insertion.lines == ((3, "    hooks.call()  # megatron-ext"),)
-
-
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("@@ -3,0 +4 @@", "@@ -3 +3 @@\n-    call()"),
-        ("@@ -3,0 +4 @@", "@@ -3,1 +4,2 @@\n     context()"),
-        ("  # megatron-ext", ""),
-        ("+    hooks", " hooks"),
-        ("a" * 40, "abcdef0"),
-        ("+    hooks.call()  # megatron-ext\n", "+  a  # megatron-ext\n+  b  # megatron-ext\n"),
-    ],
-)
-def test_any_other_patch_is_refused(old, new):
-    assert old in GOOD
-    with pytest.raises(InputError, match="not an insert-only patch"):
-        parse_patch(GOOD.replace(old, new), "x.patch")
+def test_a_file_of_a_release_becomes_what_the_manifest_says(toy_entries, monkeypatch):
+    (path, blob), entry = next(iter(toy_entries.items()))
+    text = TEXTS[path]
+    assert place_hooks.place_hooks(path, text).how == "syntax tree"
+    monkeypatch.setattr(place_hooks, "known_files", lambda: {(path, blob): entry})
+    assert place_hooks.place_hooks(path, text).how == "exact"
+    wrong = msgspec.structs.replace(entry, postimage="0" * 40)
+    monkeypatch.setattr(place_hooks, "known_files", lambda: {(path, blob): wrong})
+    with pytest.raises(AssertionError, match="not as the manifest says"):
+        place_hooks.place_hooks(path, text)

@@ -15,17 +15,16 @@ from megatron_ext.checkout.hook_table import (
     TRAINING,
     hooks_of,
 )
+from megatron_ext.checkout.place_hooks import place_hooks
 from megatron_ext.checkout.places import find_gaps
 from megatron_ext.checkout.syntax import PlaceError
 from megatron_ext.checkout.verify import is_hook_line, strip_hooks, verify_text
 
 
 @pytest.fixture
-def patched(toy_insertions):
+def patched():
     """path -> patched text of the toy."""
-    return {
-        path: toy_insertion.apply(TEXTS[path].encode()).decode() for (path, _), toy_insertion in toy_insertions.items()
-    }
+    return {path: place_hooks(path, TEXTS[path]).text for path in FILES}
 
 
 def test_every_hook_has_one_place():
@@ -202,7 +201,7 @@ def test_a_hook_line_inside_a_string_is_seen(patched):
     assert verify_text(DDP, text)
 
 
-def test_tabs_indent_as_their_neighbours(toy_insertions):
+def test_tabs_indent_as_their_neighbours():
     text = TEXTS[DDP].replace("    ", "\t")
     (gap,) = find_gaps(DDP, text)
     assert gap.line.startswith("\t\tfrom")
