@@ -1,4 +1,15 @@
-"""The pipeline without gathers: earliest ends, and what must still follow a step."""
+"""The longest path through the pipeline: earliest ends, and what must still follow a step.
+
+[Note: Longest path]
+Symbols: ``i`` is a step of a rank, ``i - 1`` the step before it on the rank; ``gap(i)`` is the least time for gathers
+that are issued after ``i - 1`` and that the first layer of ``i`` needs (:mod:`megatron_ext.bounds.device_memory`).
+
+1. begin of i >= end of i - 1 + gap(i).
+2. begin of i >= arrival of the input of i + gap(i). The actions of a step run once its input has arrived, so gathers
+   that are issued after ``i - 1`` are issued after the arrival.
+3. end of i >= begin of i + least duration of i.
+4. end of j >= begin of i + span(i, j) for the spans of :class:`Durations`.
+"""
 
 from typing import NamedTuple
 
@@ -12,7 +23,8 @@ class Durations(NamedTuple):
 
     Attributes:
         steps: ``steps[rank][chunk]``: (forward, backward) of one micro-batch.
-        gaps: ``gaps[rank][i]``: from the end of step ``i - 1`` of a rank to the begin of its step ``i``.
+        gaps: ``gaps[rank][i]``: from the end of step ``i - 1`` of a rank, and from the arrival of the input of its step
+            ``i``, to the begin of step ``i``.
         spans: ``spans[rank]``: triples ``(i, j, us)``, from the begin of step ``i`` of a rank to
             the end of its step ``j``.
     """
@@ -28,16 +40,21 @@ def compute_durations(workload: Workload, timing: Timing) -> Durations:
     return Durations(steps, [[0.0] * len(order) for order in steps_of_ranks(workload.parallel)])
 
 
-def _sweep(workload: Workload, timing: Timing, times, gaps, spans, orders, source_of) -> list[list[float]]:
-    """Longest path to the end of every step, each rank's steps taken in the order of ``orders``."""
+def _sweep(workload: Workload, timing: Timing, least: Durations, *, backward: bool) -> list[list[float]]:
+    """Longest path to the end of every step; with ``backward``, from the begin of every step to the end of all."""
     pp = workload.parallel.pp
     last = pp * workload.parallel.vp - 1
+    orders, gaps, spans = steps_of_ranks(workload.parallel), least.gaps, least.spans
+    if backward:
+        orders, gaps = [steps[::-1] for steps in orders], [mine[::-1] for mine in gaps]
+        spans = [[(len(s) - 1 - j, len(s) - 1 - i, us) for i, j, us in mine] for s, mine in zip(orders, spans)]
     ends: list[list[float]] = [[] for _ in range(pp)]
     begins: list[list[float]] = [[] for _ in range(pp)]
     until: list[dict[int, list[tuple[int, float]]]] = [{} for _ in range(pp)]
     for rank, mine in enumerate(spans):
         for first, last_of, us in mine:
             until[rank].setdefault(last_of, []).append((first, us))
+    free = [0.0] * pp  # from when on the rank may go on
     done: dict[tuple, float] = {}
     waiting: dict[tuple, int] = {}
     ready = list(range(pp))
@@ -45,10 +62,9 @@ def _sweep(workload: Workload, timing: Timing, times, gaps, spans, orders, sourc
         rank = ready.pop()
         steps, mine = orders[rank], ends[rank]
         while len(mine) < len(steps):
-            step = steps[len(mine)]
-            stage, kind, microbatch = step
-            source = source_of(stage, kind)
-            begin = mine[-1] + gaps[rank][len(mine)] if mine else 0.0
+            stage, kind, microbatch = steps[len(mine)]
+            source = stage - 1 if (kind == "F") != backward else stage + 1
+            begin = free[rank]
             if 0 <= source <= last:
                 other = (source, kind, microbatch)
                 arrival = done.get(other)
@@ -56,12 +72,15 @@ def _sweep(workload: Workload, timing: Timing, times, gaps, spans, orders, sourc
                     waiting[other] = rank
                     break
                 begin = max(begin, arrival + (timing.p2p_us if source % pp != rank else 0.0))
-            end = begin + times[rank][stage // pp][kind == "B"]
+            gap = gaps[rank][len(mine)]
+            if not backward:
+                begin += gap
+            end = begin + least.steps[rank][stage // pp][kind == "B"]
             end = max([end, *(begins[rank][first] + us for first, us in until[rank].get(len(mine), ()))])
             begins[rank].append(begin)
             mine.append(end)
             key = (stage, kind, microbatch)
-            done[key] = end
+            done[key] = free[rank] = end + gap if backward else end
             if key in waiting:
                 ready.append(waiting.pop(key))
     return ends
@@ -69,18 +88,9 @@ def _sweep(workload: Workload, timing: Timing, times, gaps, spans, orders, sourc
 
 def earliest_ends(workload: Workload, timing: Timing, least: Durations) -> list[list[float]]:
     """By rank and step index: the earliest end if no gather held a step up but as ``least`` says."""
-    orders = steps_of_ranks(workload.parallel)
-    forward = lambda stage, kind: stage - 1 if kind == "F" else stage + 1
-    return _sweep(workload, timing, least.steps, least.gaps, least.spans, orders, forward)
+    return _sweep(workload, timing, least, backward=False)
 
 
 def tails(workload: Workload, timing: Timing, least: Durations) -> list[list[float]]:
     """By rank and step index: the least time from the begin of a step to the end of all steps."""
-    orders = [steps[::-1] for steps in steps_of_ranks(workload.parallel)]
-    gaps = [[0.0, *mine[:0:-1]] for mine in least.gaps]
-    spans = [
-        [(len(steps) - 1 - last, len(steps) - 1 - first, us) for first, last, us in mine]
-        for steps, mine in zip(orders, least.spans)
-    ]
-    backward = lambda stage, kind: stage + 1 if kind == "F" else stage - 1
-    return [mine[::-1] for mine in _sweep(workload, timing, least.steps, gaps, spans, orders, backward)]
+    return [mine[::-1] for mine in _sweep(workload, timing, least, backward=True)]

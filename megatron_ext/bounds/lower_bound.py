@@ -6,7 +6,8 @@ The bound is the largest of the following times, plus the optimizer step. Each o
 1. Pipeline: the longest path through all steps and messages, with every group whole in time and nothing disturbed
    (:mod:`megatron_ext.bounds.critical_path`).
 2. Device memory: at zero stage 3 what does not fit beside a layer is gathered after that layer has computed
-   (:mod:`megatron_ext.bounds.device_memory`). This lengthens the paths of 1.
+   (:mod:`megatron_ext.bounds.device_memory`). This lengthens the paths of 1. The actions of a step run once its input
+   has arrived, so a gather between two steps adds to the time of the message.
 3. Gradients: what must be reduced after the last backward of a chunk (:mod:`megatron_ext.bounds.reduce_tail`).
 4. Links: at some moment at least ``n`` bytes must have arrived (:mod:`megatron_ext.bounds.least_loads`), which takes
    the links of the rank at least ``t(n)`` (:mod:`megatron_ext.bounds.link_rates`). After that moment at least the rest

@@ -74,6 +74,22 @@ def test_steps_of_two_chunks_wait_for_each_other():
     )
 
 
+def test_gathers_of_a_step_come_after_its_input():
+    """Chunks of one layer, and memory for one: each change of the chunk gathers a layer, after the input has come."""
+    shape = dict(pp=2, vp=2, microbatches=2, layers=1, zero_stage=3)
+    layer = layer_bytes(make_workload(**shape).chunks[0])[0]
+    work = make_workload(**shape, whole_parameter_bytes=layer + 1024)  # with padding
+    table = make_table(work, gpu=(0.001, layer / 1000.0), cpu=None, forward=10.0, backward=10.0, p2p=(500.0, 1e9))
+    timing, least = least_of(work, table)
+    # The first micro-batch passes stages 0 to 3 and back. Stages 2 and 3, and 1 and 0 on the way back, are gathered.
+    longest = 6 * 500.0 + 4 * 1000.0 + 8 * 10.0
+    for way in (earliest_ends, tails):
+        assert max(map(max, way(work, timing, least))) >= longest
+    assert (
+        plan(work, table).predicted.iteration_time_us <= 1.01 * lower_bound(work, timing) + 1000.0
+    )  # the first gather
+
+
 def test_back_and_forth_through_one_chunk_needs_no_more_than_its_steps():
     """What a forward ends with is what the backward begins with, and the other way round."""
     shape = dict(pp=1, vp=1, microbatches=3, order="no_pipeline", layers=5, zero_stage=3)
