@@ -218,8 +218,8 @@ class _Model:
         gaps = []
         for rank, block_uses in enumerate(self.block_uses):
             last: dict[int, int] = {}
-            for number, point in enumerate(block_uses):
-                for group in self.blocks.blocks[point.block].groups if point.block >= 0 else ():
+            for number, block_use in enumerate(block_uses):
+                for group in self.blocks.blocks[block_use.block].groups if block_use.block >= 0 else ():
                     if self.workload.zero_stage == 3 or group not in last:
                         gaps.append(Gap(rank, group, last.get(group, -1), number))
                     last[group] = number
@@ -230,17 +230,17 @@ class _Model:
         model, parallel = self.model, self.workload.parallel
         ends = {}
         for rank, steps in enumerate(self.steps):
-            for number, point in enumerate(self.block_uses[rank]):
+            for number, block_use in enumerate(self.block_uses[rank]):
                 model.add(self.begin[rank][number] >= self.reach[rank][number])
-                end = self.begin[rank][number] + self._units(point.us)
+                end = self.begin[rank][number] + self._units(block_use.us)
                 model.add(self.reach[rank][number + 1] >= end)
-                ends[rank, steps[point.step]] = end
+                ends[rank, steps[block_use.step]] = end
         final = parallel.pp * parallel.vp - 1
         for rank, steps in enumerate(self.steps):
-            for number, point in enumerate(self.block_uses[rank]):
-                if number and self.block_uses[rank][number - 1].step == point.step:
+            for number, block_use in enumerate(self.block_uses[rank]):
+                if number and self.block_uses[rank][number - 1].step == block_use.step:
                     continue
-                step = steps[point.step]
+                step = steps[block_use.step]
                 source = step.stage - 1 if step.kind == "F" else step.stage + 1
                 if 0 <= source <= final:
                     sender = source % parallel.pp
@@ -298,10 +298,10 @@ class _Model:
     def _lead(self, gap: Gap, first: int, last: int) -> int:
         """Units that the block computes before a layer uses the group, rounded up: the run waits there, not where the
         block begins."""
-        point = self.block_uses[gap.rank][gap.use]
-        block = self.blocks.blocks[point.block]
+        block_use = self.block_uses[gap.rank][gap.use]
+        block = self.blocks.blocks[block_use.block]
         times = self.timing.layers[gap.rank][block.model_chunk_id]
-        backward = self.steps[gap.rank][point.step].kind == "B"
+        backward = self.steps[gap.rank][block_use.step].kind == "B"
         before = times.backward[last + 1 : block.last + 1] if backward else times.forward[block.first : first]
         return self._units(sum(before)) + 1 if before else 0
 
@@ -354,8 +354,8 @@ class _Model:
         """Let the search begin at a schedule of the same groups: its routes, issues and what it keeps."""
         for rank, block_uses in enumerate(self.block_uses):
             places: dict[tuple[int, int], int] = {}
-            for number, point in enumerate(block_uses):
-                places.setdefault((point.step, point.before), number)
+            for number, block_use in enumerate(block_uses):
+                places.setdefault((block_use.step, block_use.before), number)
             issued: dict[int, list[tuple[int, str]]] = {}
             for unshard in known.ranks[rank].start.unshard:
                 issued.setdefault(unshard.group, []).append((-1, unshard.route))
@@ -397,7 +397,7 @@ class _Model:
         if self.workload.zero_stage == 3:
             final = {gap.group: gap for gap in self.gaps}  # gaps are in order of use
             for gap in final.values():
-                point = self.block_uses[gap.rank][gap.use]
-                freed[gap.rank].append(Freed(gap.group, point.step, point.after))
+                block_use = self.block_uses[gap.rank][gap.use]
+                freed[gap.rank].append(Freed(gap.group, block_use.step, block_use.after))
         ordered = [[item for _, _, item in sorted(row)] for row in placed]
         return assemble(self.workload, self.blocks.groups, ordered, freed, planner="exact")
