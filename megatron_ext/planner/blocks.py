@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from megatron_ext.bounds.least_loads import layer_bytes
 from megatron_ext.planner.assemble import make_group
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.timing import Timing
@@ -34,17 +35,9 @@ class Blocks(NamedTuple):
     of_stage: tuple[tuple[int, ...], ...]
 
 
-def layer_sizes(chunk: Chunk) -> list[int]:
-    """Bytes of each layer of a chunk, without padding and without what it borrows."""
-    sizes = [0] * chunk.num_layers
-    for parameter in chunk.parameters:
-        sizes[parameter.layer] += parameter.bytes
-    return sizes
-
-
 def cut_evenly(chunk: Chunk, parts: int) -> list[int]:
     """First layers of ``parts`` blocks with about equal bytes; fewer where there are fewer layers."""
-    sizes = layer_sizes(chunk)
+    sizes = layer_bytes(chunk)
     total, seen, starts = sum(sizes), 0, [0]
     for layer, size in enumerate(sizes):
         if layer and len(starts) < parts and seen * parts >= total * len(starts):

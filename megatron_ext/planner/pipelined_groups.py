@@ -6,7 +6,7 @@ of each prefix the groupings are kept that no other beats in both end of transfe
 compute.
 """
 
-from megatron_ext.planner.blocks import layer_sizes
+from megatron_ext.bounds.least_loads import layer_bytes
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Chunk
 
@@ -20,7 +20,7 @@ def pipelined_cut(timing: Timing, chunk: Chunk, route: str, limit: int | None = 
     Args:
         limit: most bytes of a group of several layers; None is unlimited.
     """
-    sizes = layer_sizes(chunk)
+    sizes = layer_bytes(chunk)
     compute = timing.layers[chunk.pp_rank][chunk.model_chunk_id].forward
     # By number of layers: (end of compute, end of transfer, first layers of the groups).
     fronts: list[list[tuple[float, float, tuple[int, ...]]]] = [[(0.0, 0.0, ())]]

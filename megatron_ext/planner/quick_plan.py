@@ -15,7 +15,7 @@ from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.baselines import BASELINES
-from megatron_ext.planner.blocks import cut_evenly, make_blocks
+from megatron_ext.planner.blocks import cut_by_layer, make_blocks
 from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.placement import Choices, place_gathers
 from megatron_ext.planner.policies import usable_routes
@@ -132,7 +132,7 @@ def _placed(layers_ahead: float, *, divide: bool) -> Make:
         routes = usable_routes(workload, timing)
         if len(routes) < 2:
             raise InputError("has no second route", field="routes")
-        cuts = [cut_evenly(chunk, chunk.num_layers) for chunk in workload.chunks]
+        cuts = [cut_by_layer(chunk) for chunk in workload.chunks]
         blocks = make_blocks(workload, cuts, splitter(timing, routes) if divide else None, timing.algorithm)
         if not fits(workload, blocks):
             raise InputError("a layer does not fit", field="limits.whole_parameter_bytes")

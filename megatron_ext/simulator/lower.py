@@ -37,15 +37,8 @@ class Gather:
     )
 
     def __init__(self, group: int, route: int, size: int, us: float, call_us: float, slot: int, flat: bool):
-        self.group, self.route, self.bytes, self.us, self.call_us, self.slot, self.flat = (
-            group,
-            route,
-            size,
-            us,
-            call_us,
-            slot,
-            flat,
-        )
+        self.group, self.route, self.bytes = group, route, size
+        self.us, self.call_us, self.slot, self.flat = us, call_us, slot, flat
         self.shard_bytes, self.shard_us = 0, 0.0
         self.pieces, self.copied, self.gathered = 1, 0, 0
         self.issued_us = self.start_us = self.end_us = -1.0
