@@ -83,6 +83,7 @@ def parse_args():
 
 
 def initialize(args) -> None:
+    """Process groups, parallel sizes and seeds of this rank."""
     backend = args.distributed_backend or ("nccl" if has_cuda() else "gloo")
     if has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -107,6 +108,7 @@ def set_seeds(args) -> None:
 
 
 def build_datasets(args):
+    """Samples for training and for validation. Collective."""
     return batches.build_datasets(
         args.data_path,
         seq_length=args.seq_length,
@@ -118,6 +120,8 @@ def build_datasets(args):
 
 
 def batches_of(args, dataset, start_iteration: int = 0):
+    """This rank's micro-batches from ``start_iteration`` on: int64 ``tokens`` of shape (micro-batch, sequence) and what
+    goes with them."""
     return batches.batches(
         dataset,
         micro_batch_size=args.micro_batch_size,
@@ -127,6 +131,7 @@ def batches_of(args, dataset, start_iteration: int = 0):
 
 
 def loss_func(loss_mask, output):
+    """Mean loss over the tokens that ``loss_mask`` (micro-batch, sequence) keeps; ``output`` is the loss a token."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.float().view(-1) * mask) / mask.sum()
     return loss, {"lm loss": loss.detach().clone()}
@@ -134,10 +139,12 @@ def loss_func(loss_mask, output):
 
 @functools.cache
 def causal_mask(seq: int, device):
+    """Bool, shape (1, 1, sequence, sequence): true where a token must not look."""
     return torch.tril(torch.ones((1, 1, seq, seq), device=device)) < 0.5
 
 
 def forward_step(data_iterator, model):
+    """Megatron's ``forward_step_func``: one micro-batch through one chunk."""
     batch = next(data_iterator)
     seq = batch["tokens"].shape[1]
     mask = causal_mask(seq, batch["tokens"].device)
@@ -146,6 +153,7 @@ def forward_step(data_iterator, model):
 
 
 def run_schedule(args, model, iterators, forward_only: bool = False) -> list[dict]:
+    """All micro-batches of one iteration, in Megatron's order. Losses by micro-batch on the last stage, else empty."""
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(model) > 1 else iterators[0],
@@ -190,6 +198,7 @@ def force_param_sync(model, args) -> None:
 
 
 def train(args, model, optimizer, config, datasets) -> dict:
+    """Train and return this rank's metrics (megatron_ext/formats/metrics.py)."""
     iteration = checkpoint.load(args.load, model, optimizer) if args.load else 0
     hooks.on_train_setup(args, model, optimizer, config)
     iterators = [batches_of(args, datasets[0], iteration) for _ in model]
@@ -242,6 +251,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
 
 @torch.no_grad()
 def evaluate(args, model, dataset) -> float:
+    """Mean loss of ``args.eval_iters`` validation batches; parameters must be whole."""
     for chunk in model:
         chunk.eval()
     iterators = [batches_of(args, dataset) for _ in model]
@@ -252,6 +262,7 @@ def evaluate(args, model, dataset) -> float:
 
 
 def save_metrics(args, metrics: dict) -> None:
+    """Rank 0 writes the metrics of all ranks. Collective."""
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, metrics)
     if dist.get_rank() == 0 and args.metrics_path:

@@ -25,13 +25,16 @@ class Checker:
         self.file, self.error = file, error
 
     def refuse(self, message: str, field: str | None = None, value: object = ...) -> NoReturn:
+        """Raise the error with this file's name."""
         raise self.error(message, file=self.file, field=field, value=value)
 
     def at_least(self, least: int, value: float | None, field: str) -> None:
+        """``value`` is ``least`` or more; None passes."""
         if value is not None and value < least:
             self.refuse(f"must be at least {least}" if least else "must not be negative", field, value)
 
     def below(self, limit: int, what: str, value: int, field: str) -> None:
+        """``value`` is 0 to ``limit`` - 1; ``what`` names the limit in the message."""
         if not 0 <= value < limit:
             self.refuse(f"must be below the {what} {limit}", field, value)
 

@@ -14,10 +14,9 @@ class Metrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     skipped the step. ``iteration_us`` is the largest over ranks, from a barrier to the end of
     the optimizer step. ``eval_loss`` has one entry an evaluation. ``peak_bytes`` is the most
     bytes of whole parameters of each global rank; empty where nothing was scheduled. ``census`` is what
-    each global rank held in the iteration in which its device held most; ``device_bytes`` has one entry an
-    iteration, the
-    most that any rank's census says. ``cuda_peak_bytes`` is ``torch.cuda.max_memory_allocated`` of each global rank.
-    ``turn_iterations``: the run took turns of so many iterations with another one; None where it ran alone.
+    each global rank held in the iteration in which its device held most. ``device_bytes`` has one entry an iteration:
+    the most that any rank's census says. ``cuda_peak_bytes`` is ``torch.cuda.max_memory_allocated`` of each global
+    rank. ``turn_iterations``: the run took turns of so many iterations with another one; None where it ran alone.
     """
 
     loss: tuple[float | None, ...]
@@ -33,6 +32,7 @@ class Metrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def iterations(self) -> int:
+        """Iterations that were trained."""
         return len(self.loss)
 
 

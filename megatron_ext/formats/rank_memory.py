@@ -42,6 +42,7 @@ class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def device_total_bytes(self) -> int:
+        """All kinds together, at the step in which they are most."""
         return sum(self.device_bytes.values())
 
 

@@ -191,6 +191,7 @@ class Busy:
         self.slack = 2 if fabric.torch_device.type == "cpu" else IN_FLIGHT + 2
 
     def start(self) -> None:
+        """Keep the link busy from a thread of this rank; returns when it is busy on all ranks. Collective."""
         self._stop = threading.Event()
         self._running = threading.Event()
         self._error: BaseException | None = None
@@ -203,6 +204,7 @@ class Busy:
         self.fabric.barrier()
 
     def stop(self) -> None:
+        """End the thread. Collective. Raises what the thread has raised."""
         self.fabric.barrier()
         self._stop.set()
         self._thread.join()

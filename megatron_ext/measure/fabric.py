@@ -28,6 +28,7 @@ def shared_bytes(options: Options) -> int:
 
 
 def arena_bytes(options: Options) -> int:
+    """Bytes of one pipeline rank's host copies, in whole pages."""
     size = options.rounded(max(options.largest, ARENA_BYTES))
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 

@@ -53,11 +53,13 @@ from megatron_ext.runtime.saved_tensors import SavedTensors
 
 
 class Runner(Protocol):
-    """One layer of a kind."""
+    """One layer of a kind, with an input of its own: one micro-batch."""
 
-    def forward(self) -> None: ...
+    def forward(self) -> None:
+        """Compute the output and keep what the backward needs. On CUDA it may return before the device has done so."""
 
-    def backward(self) -> None: ...
+    def backward(self) -> None:
+        """Gradients of the input and the parameters, from the last forward."""
 
 
 def load_runners(path: str, args: list[str]) -> Mapping[str, Runner]:

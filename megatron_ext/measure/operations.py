@@ -26,7 +26,9 @@ from megatron_ext.runtime.worker import Transfer, Worker
 class Handle(Protocol):
     """What is waited for: a collective's work, a transfer."""
 
-    def wait(self) -> object: ...
+    def wait(self) -> object:
+        """Return when it is complete; on CUDA the stream waits and not the host, as torch's handles do."""
+        ...
 
 
 class Done:

@@ -74,6 +74,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def node_size(self) -> int:
+        """Ranks of a node."""
         return self.ranks_per_node or self.world_size
 
     def uses_cuda(self) -> bool:
@@ -91,6 +92,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def world_size(self) -> int:
+        """Ranks that measure: data-parallel times pipeline size."""
         return self.data_parallel_size * self.pipeline_model_parallel_size
 
     @property

@@ -31,6 +31,7 @@ class Samples:
         self.transfers = 0
 
     def add(self, later: Samples) -> None:
+        """Append the samples of a later visit."""
         self.us += later.us
         self.issued_us += later.issued_us
         self.processor_us += later.processor_us

@@ -25,6 +25,7 @@ class Equality(NamedTuple):
 
     @property
     def text(self) -> str:
+        """The outcome as one sentence."""
         if self.bitwise is None:
             return "equality not checked: there is no reference run"
         if self.bitwise:

@@ -45,6 +45,7 @@ class RunDir(NamedTuple):
 
     @property
     def iterations(self) -> int:
+        """Iterations that the scheduled run trained."""
         return self.scheduled.iterations
 
     @property

@@ -19,6 +19,7 @@ class Spread(NamedTuple):
     samples: int
 
     def as_json(self) -> dict:
+        """The fields by name."""
         return self._asdict()
 
 

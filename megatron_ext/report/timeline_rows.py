@@ -34,6 +34,7 @@ class Row(NamedTuple):
     bars: list[Bar]
 
     def total_us(self, kind: str) -> float:
+        """Microseconds of all bars of a kind."""
         return sum(bar.duration_us for bar in self.bars if bar.kind == kind)
 
 

@@ -78,6 +78,7 @@ class SharedBoard(Board):
 
     @staticmethod
     def size_bytes(world_size: int) -> int:
+        """Bytes of memory that a board of so many ranks takes."""
         return 8 * LINE * (world_size + WORDS + 1)
 
     def barrier(self) -> None:

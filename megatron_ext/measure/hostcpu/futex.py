@@ -44,6 +44,7 @@ class Futex:
 
     @property
     def value(self) -> int:
+        """The word as it is now (64 bits, signed)."""
         return self._word.value
 
     def wait(self, seen: int, seconds: float) -> None:
