@@ -161,9 +161,8 @@ def verdict_line(report: Report) -> str:
     if ratio is None:
         return f"{answer}; not held to a measured ratio: the runs did not take turns"
     was = f", so the verdict is {report.verdict_was}" if report.verdict_was else ""
-    return (
-        f"{answer}; measured {ratio.ratio:.3f} +- {ratio.standard_error:.3f} (standard error, {ratio.turns} turns){was}"
-    )
+    measured = f"{ratio.ratio:.3f} +- {ratio.standard_error:.3f} of stock's iteration time"
+    return f"{answer}; measured {measured} (standard error, {ratio.turns} turns){was}"
 
 
 def cautions(report: Report) -> list[str]:
