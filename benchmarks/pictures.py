@@ -298,6 +298,24 @@ def endurance(result: dict):
     return figure
 
 
+def balance_measured(result: dict):
+    """Iteration time of both placements: predicted by two tables, and measured."""
+    figure, (axis,) = figure_of(6, 3.2)
+    rows = [(f"predicted: {row['means'].split(':')[0]}", row) for row in result["predicted"].values()]
+    measured = result["measured_us"]
+    rows.append(("measured", {"even_us": measured["even"], "balanced_us": measured["balanced"]}))
+    for shift, name, title, colour in ((-0.2, "even_us", "even", OTHER), (0.2, "balanced_us", result["layout"], OURS)):
+        places = [number + shift for number in range(len(rows))]
+        axis.barh(places, [row[name] / 1e3 for _, row in rows], height=0.4, color=colour, label=title)
+    axis.set_yticks(
+        range(len(rows)), [title.replace(", as", ",\nas").replace("measuring", "\nmeasuring") for title, _ in rows]
+    )
+    axis.set_xlabel("iteration time, ms")
+    axis.invert_yaxis()
+    axis.legend(fontsize=8)
+    return figure
+
+
 def runtime_claims(result: dict):
     """Ratios of adjacent slices, 10th to 90th percentile, and the limit of each."""
     parts = [
@@ -351,6 +369,7 @@ PICTURES = {
         parity_500,
         patched_iteration_time,
         endurance,
+        balance_measured,
         runtime_claims,
     )
 }

@@ -187,6 +187,16 @@ ROWS = {
             f"true gain in the 90 % interval in {result['summary']['covered']:.0%}"
         ),
     ),
+    "balance_measured": Row(
+        "Are stages that `balance` has placed faster, in a real checkout?",
+        "benchmarks/balance_measured.py MIRROR",
+        lambda r: (
+            f"`{r['layout']}` to an even placement, {r['release']}: "
+            f"{r['measured_ratio']['median']:.2f} ± {2 * r['measured_ratio']['standard_error']:.2f}; predicted "
+            f"{r['predicted']['own_processors']['ratio']:.2f} with a processor to each rank, "
+            f"{r['predicted']['costs']['ratio']:.2f} with the {r['processors_while_measured']:.1f} that were free"
+        ),
+    ),
     "exact_gaps": Row(
         "How far is hybrid from the exact solver on random small cases?",
         "benchmarks/exact_gaps.py",

@@ -125,3 +125,18 @@ def test_shared_processors_are_uncertain_too():
     assert len({each.host_cpu.processors_per_node for each in drawn}) == 16
     assert len({each.host_cpu.processor_us["routes.gpu"][0].us for each in drawn}) == 16
     assert not any("compute beside gpu" in text for text in tables.missing)
+
+
+def test_every_part_of_a_table_that_holds_times_moves():
+    """A part that is added to the table and forgotten here would be taken as known exactly."""
+    some = make_table(WORK, cpu=None).routes.gpu
+    table = with_host_cpu(make_table(WORK, contention=(("gpu", "cpu", 1.2),)), 2.0, {"routes.gpu": 5.0})
+    times = dict(reduce=some, optimizer=some, group_overhead=cost.GroupOverhead(call_us=1.0))
+    table = replace(table, routes=cost.Routes(**dict.fromkeys(cost.Routes.__struct_fields__, some)), **times)
+    table = replace(table, publish=cost.Publish(cpu=some, nvme=some, internode=some))
+    drawn = PerturbedTables(table, cost.KINDS).draw(1)[0]
+    constant = {"schema_version", "kind", "metadata", "topology", "all_reduce"}  # the last: no plan uses it
+    for name in set(table.__struct_fields__) - constant:
+        assert getattr(drawn, name) != getattr(table, name), name
+    for name in cost.Routes.__struct_fields__:
+        assert getattr(drawn.routes, name) != some, name
