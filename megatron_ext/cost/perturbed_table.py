@@ -111,6 +111,7 @@ class PerturbedTables:
             p2p=self._curve(table.p2p if isinstance(table.p2p, Curve) else None, "p2p", number) or (),
             reduce=self._curve(table.reduce, "reduce", number),
             optimizer=self._curve(table.optimizer, "optimizer", number),
+            host_add=self._curve(table.host_add, "host_add", number),
             compute=self._compute(number),
             contention=self._contention(number),
             group_overhead=replace(table.group_overhead, call_us=self._call_us(number)),
