@@ -73,7 +73,8 @@ def prepare(
     if cpu_shard is not None:
         routes["cpu_shard"] = cpu_shard if order is None else debug.OrderedRoute(cpu_shard, order)
     states = _states(schedule, optimizers, buckets, nvme_path, links)
-    resting = partial(resting_storages, groups, ddps, optimizers, copies, states)
+    buffered = [route for route in (hierarchical, cpu_shard) if route]
+    resting = partial(resting_storages, groups, ddps, optimizers, copies, states, buffered)
     boundaries = _boundaries(schedule, ddps, pp_rank)
     how = (groups, routes, clock, boundaries, recorder, faults.skip_group, checks is not None)
     program = compile_program(schedule, schedule.ranks[pp_rank], *how)
@@ -90,7 +91,7 @@ def prepare(
         drop_staged=copies.drop_staged,
         census=Census(residency, _parameters(ddps), resting),
     )
-    opened = [part.close for part in (*states, hierarchical, cpu_shard) if part]
+    opened = [part.close for part in (*states, *buffered)]
     executor.on_close(boundaries.close, *copies.closing, *opened)
     return executor
 

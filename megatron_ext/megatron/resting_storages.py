@@ -11,7 +11,7 @@ from megatron_ext.runtime.group import FreedGroup, Group
 
 
 def resting_storages(
-    groups: dict[int, Group], ddps: list, optimizers: list, copies: Copies, states: list[DriveStates]
+    groups: dict[int, Group], ddps: list, optimizers: list, copies: Copies, states: list[DriveStates], routes: list
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by kind on the device, and by kind in host memory.
 
@@ -19,12 +19,14 @@ def resting_storages(
         optimizers: Megatron's DistributedOptimizer objects.
         copies: the node's host copies.
         states: optimizer states on the drive, which pass through slots in host memory.
+        routes: whose gathers go through buffers.
     """
     freed = [group for group in groups.values() if isinstance(group, FreedGroup)]
     device = {
         "shards": storage_bytes(group.shard for group in freed if not group.on_host),
         "gradients": storage_bytes(buffer.grad_data for ddp in ddps for buffer in ddp.buffers),
     }
+    device["buffers"] = sum(route.buffer_bytes for route in routes)
     host = {
         "host_copies": copies.own_bytes,
         "staging_slots": sum(one.slots_bytes for one in states),

@@ -143,5 +143,9 @@ class CpuShardRoute:
             done = lambda lane, start, end: recorder.add(lane, name, start, end)
         return self.gather.issue(group.whole, group.shard_start, group.shard, done)
 
+    @property
+    def buffer_bytes(self) -> int:
+        return self.gather.buffer_bytes
+
     def close(self) -> None:
         self.gather.close()

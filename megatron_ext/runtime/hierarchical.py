@@ -73,6 +73,11 @@ class HierarchicalGather:
             buffer = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=device)
         return buffer
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that groups are gathered in."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
     def close(self) -> None:
         if self.worker is not None:
             self.worker.close()
@@ -92,6 +97,10 @@ class HierarchicalRoute:
             return self.gather.issue(group.whole, group.shard)
         name = f"unshard {group.index}"
         return self.gather.issue(group.whole, group.shard, lambda start, end: recorder.add("gpu", name, start, end))
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.gather.buffer_bytes
 
     def close(self) -> None:
         self.gather.close()

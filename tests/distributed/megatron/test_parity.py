@@ -60,7 +60,10 @@ def test_a_valid_schedule_trains_bitwise_like_megatron(
     options += ["--metrics-path", str(folder / "unused.json")]  # takes the census
     options += ["--gpus-per-node", str(gpus_per_node), "--user-defined-schedule-nvme-path", str(folder)]
     answer = service.run(
-        options=options, schedule=path, environment={"MEGATRON_EXT_FAULTS": delays, "MEGATRON_EXT_DEBUG": "1"}
+        options=options,
+        schedule=path,
+        iterations=4 if name == "fp16" else 3,
+        environment={"MEGATRON_EXT_FAULTS": delays, "MEGATRON_EXT_DEBUG": "1"},
     )
     assert differences(answer) == []
     assert [entry.name for entry in folder.iterdir()] == ["schedule.json"]
@@ -69,7 +72,7 @@ def test_a_valid_schedule_trains_bitwise_like_megatron(
     assert answer["scheduled"]["peak_bytes"] == [peak for peak in peaks for _ in range(ranks_of_stage)]
     _compare_census(answer["scheduled"], schedule, workload, on_host="offload" in name)
     if name == "fp16":
-        assert None in answer["scheduled"]["grad_norm"][0], "no step was skipped"
+        assert len({norm is None for norm in answer["scheduled"]["grad_norm"][0]}) == 2, "some steps are skipped"
 
 
 def _compare_census(run: dict, schedule, workload, on_host: bool) -> None:
