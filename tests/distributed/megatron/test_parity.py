@@ -76,7 +76,7 @@ def test_a_valid_schedule_trains_bitwise_like_megatron(
 
 
 def _compare_census(run: dict, schedule, workload, on_host: bool) -> None:
-    """The memory bill is what the ranks counted in every iteration: exactly, but for activations, within 4 % in all.
+    """The memory bill is what the ranks counted in every iteration: exactly, but for activations, within 6 % in all.
 
     What no layer saves (the loss's tensors, tokens, messages) is not billed, and is a larger part here than in a model
     of a real size.
@@ -90,7 +90,7 @@ def _compare_census(run: dict, schedule, workload, on_host: bool) -> None:
         bill = bills[rank // per_stage].memory
         for counted in iterations[skipped:]:
             total = sum(counted["device_bytes"].values())
-            assert abs(bill.device_total_bytes / total - 1) <= 0.04, (bill, counted)
+            assert abs(bill.device_total_bytes / total - 1) <= 0.06, (bill, counted)
             for kind in ("shards", "gradients"):
                 assert bill.device_bytes.get(kind, 0) == counted["device_bytes"].get(kind, 0), (kind, bill, counted)
 
