@@ -60,8 +60,7 @@ def prepare(
     clock, residency = Clock(), Residency()
     groups = make_groups(schedule, bucket_groups, process_group, residency)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
-    if schedule.zero_stage == 3:
-        _hold_shards_only(schedule, ddps, groups, optimizers, buckets)
+    _hold_shards_only(schedule, ddps, groups, optimizers, buckets)
     links = recorder if recorder and recorder.iterations is None else None
     hierarchical = _hierarchical(schedule, groups, process_group, links)
     gpu, routes, order = _collective_routes(process_group, hierarchical, links)
@@ -134,7 +133,9 @@ def keep_host_blocks() -> None:
 def _hold_shards_only(
     schedule: Schedule, ddps: list, groups: dict[int, Group], optimizers: list, buckets: list
 ) -> None:
-    """Zero stage 3: the optimizers work on shards, and the state of a freed chunk is refused."""
+    """At zero stage 3 the optimizers work on shards, and the state of a freed chunk is refused."""
+    if schedule.zero_stage != 3:
+        return
     hold_shards(optimizers, buckets)
     for chunk_id, ddp in enumerate(ddps):
         freed = [group for index, group in groups.items() if schedule.groups[index].model_chunk_id == chunk_id]
