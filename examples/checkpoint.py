@@ -1,8 +1,15 @@
-"""Checkpoints of the example: one file a rank for the model, Megatron's own state for the
-optimizer. Written to temporary names and renamed, so that the last complete one always loads.
+"""Checkpoints of the example: one file a rank for the model, Megatron's own state for the optimizer.
+
+Files are written to temporary names and renamed, so that the last complete checkpoint always loads. Beside each lies
+its SHA-256. Reading a file runs no code from it (torch.load with weights_only=True): it holds tensors, numbers and
+text. All ranks fail with the same line.
 """
 
+import contextlib
+import fcntl
+import hashlib
 import os
+import pickle
 import random
 from pathlib import Path
 
@@ -12,64 +19,153 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.agreement import agree
 
 LATEST = "latest_checkpointed_iteration.txt"
+LOCK = ".in_use"
+
+
+@contextlib.contextmanager
+def claimed(directory):
+    """Keep other jobs from saving to ``directory`` (None: nothing is saved) inside of this context, and clear away what
+    a killed one left; collective. The lock ends with the process, however that ends.
+
+    Raises:
+        InputError: on every rank, where another job saves there or the directory cannot be written.
+    """
+    if directory is None:
+        yield
+        return
+    error = descriptor = None
+    if dist.get_rank() == 0:
+        try:
+            os.makedirs(directory, exist_ok=True)
+            descriptor = os.open(Path(directory) / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in Path(directory).glob("iter_*/*.tmp"):
+                left.unlink()
+        except BlockingIOError:
+            error = str(InputError("another job saves there", field="--save", value=str(directory)))
+        except OSError as refused:
+            error = str(InputError(f"cannot be written: {refused.strerror}", field="--save", value=str(directory)))
+    _agree(error, directory)
+    yield
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def save(directory, iteration: int, model, optimizer) -> None:
-    """Write iteration ``iteration``; all ranks call it, with parameters whole."""
-    folder = Path(directory) / f"iter_{iteration:07d}"
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write iteration ``iteration``; all ranks call it, with parameters whole.
+
+    Raises:
+        InputError: on every rank, naming the file that could not be written.
+    """
+    path = _path(directory, iteration)
+    numpy_name, numpy_keys, *numpy_rest = numpy.random.get_state()
     state = {
         "iteration": iteration,
         "model": [chunk.module.state_dict() for chunk in model],
         "optimizer": _optimizer_state(optimizer),
-        "rng": (random.getstate(), numpy.random.get_state(), torch.get_rng_state()),
+        "rng": (random.getstate(), (numpy_name, numpy_keys.tolist(), *numpy_rest), torch.get_rng_state()),
         # Dropout draws from these: the device's own state, and Megatron's, one a kind of region.
         "cuda_rng": (torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()),
     }
-    path = folder / f"rank_{dist.get_rank():05d}.pt"
-    temporary = path.with_suffix(".tmp")
+    error = None
     try:
-        torch.save(state, temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", file=path, field="--save") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    dist.barrier()
+        _write(path, state)
+    except (OSError, RuntimeError) as failed:  # torch's writer raises RuntimeError where the disk is full
+        why = failed.strerror if isinstance(failed, OSError) else str(failed).splitlines()[0]
+        error = str(InputError(f"cannot be written: {why}", file=path, field="--save"))
+    _agree(error, directory)
     if dist.get_rank() == 0:
-        marker = Path(directory) / f".{LATEST}"
-        marker.write_text(f"{iteration}\n")
-        os.replace(marker, Path(directory) / LATEST)
-    dist.barrier()
+        try:
+            _replace(Path(directory) / LATEST, lambda file: file.write_text(f"{iteration}\n"))
+        except OSError as failed:
+            marker = Path(directory) / LATEST
+            error = str(InputError(f"cannot be written: {failed.strerror}", file=marker, field="--save"))
+    _agree(error, directory)
 
 
 def load(directory, model, optimizer) -> int:
-    """Read the latest checkpoint and return its iteration.
+    """Read the latest checkpoint and return its iteration; collective.
 
     Raises:
-        InputError: there is none, or it is of another run's shape.
+        InputError: on every rank: there is none, a file is damaged, or it is of another run's shape.
     """
-    latest = Path(directory) / LATEST
+    error, state, iteration = None, {}, 0
     try:
-        iteration = int(latest.read_text())
-    except (OSError, ValueError):
-        raise InputError("there is no checkpoint", file=latest, field="--load") from None
-    path = Path(directory) / f"iter_{iteration:07d}" / f"rank_{dist.get_rank():05d}.pt"
-    try:
-        state = torch.load(path, weights_only=False)
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", file=path, field="--load") from None
+        iteration, state = _read(directory)
+    except InputError as refused:
+        error = str(refused)
+    _agree(error, directory)
     try:
         # The optimizer first: Megatron's host optimizer makes its states by a step, which changes parameters.
         _load_optimizer(optimizer, state["optimizer"])
         for chunk, saved in zip(model, state["model"], strict=True):
             chunk.module.load_state_dict(saved)
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise InputError(
-            f"was saved by a run of another shape: {str(error).splitlines()[0]}", file=path, field="--load"
-        ) from None
+        _load_random_states(state)
+    except (RuntimeError, ValueError, KeyError, TypeError) as failed:
+        why = f"was saved by a run of another shape: {str(failed).splitlines()[0]}"
+        error = str(InputError(why, file=_path(directory, iteration), field="--load"))
+    _agree(error, directory)
+    return iteration
+
+
+def _path(directory, iteration: int) -> Path:
+    return Path(directory) / f"iter_{iteration:07d}" / f"rank_{dist.get_rank():05d}.pt"
+
+
+def _agree(error: str | None, directory) -> None:
+    agree(error, ("checkpoints", str(directory)), file=directory)
+
+
+def _write(path: Path, state: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _replace(path, lambda file: torch.save(state, file))
+    digest = _digest(path)
+    _replace(path.with_suffix(".sha256"), lambda file: file.write_text(f"{digest}\n"))
+
+
+def _replace(path: Path, write) -> None:
+    """``write(temporary path)``, then rename it to ``path``."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return digest.hexdigest()
+
+
+def _read(directory) -> tuple[int, dict]:
+    """Iteration and state of the latest checkpoint of this rank. Raises InputError."""
+    latest = Path(directory) / LATEST
+    try:
+        iteration = int(latest.read_text())
+    except (OSError, ValueError):
+        raise InputError("there is no checkpoint", file=latest, field="--load") from None
+    path = _path(directory, iteration)
+    where = dict(file=path, field="--load")
+    try:
+        expected = path.with_suffix(".sha256").read_text().strip()
+        if _digest(path) != expected:
+            raise InputError(f"is damaged: its SHA-256 is not that in {path.with_suffix('.sha256').name}", **where)
+        return iteration, torch.load(path, weights_only=True)
+    except OSError as failed:
+        name = Path(failed.filename).name if failed.filename else path.name
+        raise InputError(f"cannot be read: {name}: {failed.strerror}", **where) from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as failed:
+        raise InputError(f"is no checkpoint of this example: {str(failed).splitlines()[0]}", **where) from None
+
+
+def _load_random_states(state: dict) -> None:
     python_state, numpy_state, torch_state = state["rng"]
     random.setstate(python_state)
     numpy.random.set_state(numpy_state)
@@ -77,7 +173,6 @@ def load(directory, model, optimizer) -> int:
     device_state, tracked = state["cuda_rng"]
     torch.cuda.set_rng_state(device_state)
     get_cuda_rng_tracker().set_states(tracked)
-    return iteration
 
 
 def _optimizers(optimizer) -> list:
@@ -105,8 +200,19 @@ def _optimizer_state(optimizer) -> list:
         common = (
             one.state_dict() if stepped else {"grad_scaler": one.grad_scaler.state_dict() if one.grad_scaler else None}
         )
-        states.append({"common": common, "shards": shards})
+        states.append({"common": _without_classes(common), "shards": shards})
     return states
+
+
+def _without_classes(common: dict) -> dict:
+    """Megatron's host optimizer names its classes in every parameter group; a checkpoint holds values alone."""
+    if "optimizer" not in common:
+        return common
+    groups = [
+        {name: value for name, value in group.items() if not isinstance(value, type)}
+        for group in common["optimizer"]["param_groups"]
+    ]
+    return {**common, "optimizer": {**common["optimizer"], "param_groups": groups}}
 
 
 def _main_param(optimizer, parameter) -> torch.Tensor:
@@ -119,6 +225,10 @@ def _load_optimizer(optimizer, states: list) -> None:
     for one, state in zip(_optimizers(optimizer), states, strict=True):
         stepped = "optimizer" in state["common"]
         if stepped:
+            saved = state["common"]["optimizer"]
+            own_groups = one.optimizer.param_groups
+            for group, own in zip(saved["param_groups"], own_groups, strict=True):
+                group |= {name: value for name, value in own.items() if isinstance(value, type)}
             one.load_state_dict(state["common"])
             for own in one.optimizer.state.values():
                 # Megatron gives all parameters the same tensor, which each of them then counts up.

@@ -291,7 +291,8 @@ def main() -> int:
     )
     initialize(args)
     model, optimizer, config = build_model_and_optimizer(args)
-    metrics = train(args, model, optimizer, config, build_datasets(args))
+    with checkpoint.claimed(args.save):
+        metrics = train(args, model, optimizer, config, build_datasets(args))
     hooks.finish()
     save_metrics(args, metrics)  # last: where the metrics are, the run is complete
     dist.destroy_process_group()

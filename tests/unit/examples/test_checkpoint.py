@@ -1,0 +1,129 @@
+"""Checkpoints that cannot be written or read are named in one line, and reading one runs no code."""
+
+import os
+import pickle
+import resource
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import cpu_compat
+
+cpu_compat.install()
+
+import checkpoint
+
+OPTIMIZER = SimpleNamespace(chained_optimizers=[])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model(value: float, size: int = 4) -> list:
+    module = torch.nn.Linear(size, size, bias=False)
+    torch.nn.init.constant_(module.weight, value)
+    return [SimpleNamespace(module=module)]
+
+
+def rank_file(directory):
+    return directory / "iter_0000007" / "rank_00000.pt"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    checkpoint.save(tmp_path, 7, model(3.0), OPTIMIZER)
+    return tmp_path
+
+
+def test_what_was_saved_comes_back_with_the_random_states(saved):
+    drawn = torch.rand(3)
+    torch.rand(5)
+    loaded = model(0.0)
+    assert checkpoint.load(saved, loaded, OPTIMIZER) == 7
+    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(loaded[0].module.weight, torch.full((4, 4), 3.0))
+    assert sorted(os.listdir(saved / "iter_0000007")) == ["rank_00000.pt", "rank_00000.sha256"]
+
+
+def flip(path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (flip, r"rank_00000.pt: --load: is damaged: its SHA-256 is not that in rank_00000.sha256"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1000]), r"rank_00000.pt: --load: is damaged"),
+        (lambda path: path.unlink(), r"rank_00000.pt: --load: cannot be read: rank_00000.pt: No such file"),
+        (lambda path: path.with_suffix(".sha256").unlink(), r"cannot be read: rank_00000.sha256: No such file"),
+        (lambda path: (path.parents[1] / checkpoint.LATEST).write_text("?"), r"there is no checkpoint"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(saved, damage, said):
+    damage(rank_file(saved))
+    with pytest.raises(InputError, match=said):
+        checkpoint.load(saved, model(0.0), OPTIMIZER)
+
+
+def test_a_checkpoint_of_another_shape_is_refused(saved):
+    with pytest.raises(InputError, match="was saved by a run of another shape"):
+        checkpoint.load(saved, model(0.0, size=5), OPTIMIZER)
+
+
+class Crafted:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_crafted_file_runs_no_code(saved):
+    """By torch's own writer, and as a bare pickle; with the digest that its author would give it."""
+    path, trace = rank_file(saved), saved / "code_ran"
+    for write in (lambda: torch.save(Crafted(trace), path), lambda: path.write_bytes(pickle.dumps(Crafted(trace)))):
+        write()
+        path.with_suffix(".sha256").write_text(checkpoint._digest(path))
+        with pytest.raises(InputError, match="is no checkpoint of this example"):
+            checkpoint.load(saved, model(0.0), OPTIMIZER)
+        assert not trace.exists()
+
+
+def test_a_write_that_fails_names_the_file_and_leaves_the_last_checkpoint(saved):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(InputError, match=r"iter_0000008/rank_00000.pt: --save: cannot be written: "):
+            checkpoint.save(saved, 8, model(1.0, size=64), OPTIMIZER)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(saved / "iter_0000008") == []
+    assert checkpoint.load(saved, model(0.0), OPTIMIZER) == 7
+
+
+def test_a_directory_is_one_job_s_at_a_time(saved):
+    (saved / "iter_0000007" / "rank_00003.pt.tmp").write_text("left by a killed job")
+    with checkpoint.claimed(saved):
+        assert not list(saved.glob("*/*.tmp"))
+        with pytest.raises(InputError, match="--save = .*: another job saves there"), checkpoint.claimed(saved):
+            pass
+    with checkpoint.claimed(saved), checkpoint.claimed(None):
+        pass
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(InputError, match="--save = .*: cannot be written: Not a directory"),
+        checkpoint.claimed(tmp_path / "file" / "c"),
+    ):
+        pass
