@@ -111,7 +111,9 @@ def planner_scale(result: dict) -> str:
     return (
         f"PP {plan['pp']}, VP {plan['vp']}, {plan['microbatches']} micro-batches, zero stage 3: planned in "
         f"{plan['plan']['seconds']:.1f} s, loaded in {plan['load_and_validate']['seconds']:.2f} s, "
-        f"{plan['schedule_bytes'] / 1e6:.1f} MB; time grows with size to the power {result['growth_exponent']:.2f}"
+        f"{plan['schedule_bytes'] / 1e6:.1f} MB; time grows with size to the power {result['growth_exponent']:.2f}; "
+        "over the lower bound "
+        + ", ".join(f"{row['over_bound']:.1%} ({name})" for name, row in result["in_little_memory"].items())
     )
 
 
