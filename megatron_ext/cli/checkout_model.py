@@ -11,6 +11,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
 from megatron_ext.megatron import cpu_options, ignored_options, script_arguments
 from megatron_ext.megatron.script_arguments import ScriptArguments
+from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 
 LAYER_RUNNERS = "megatron_ext.megatron.layer_runners:layer_runners"
 
@@ -95,7 +96,7 @@ def said(script: ScriptArguments) -> dict[str, object]:
 def with_sizes(options: Options, script: ScriptArguments) -> Options:
     """``options`` with the sizes that the script's arguments say."""
     found = {name: value for name, value in said(script).items() if name in SAID and value is not None}
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or options.ranks_per_node
+    ranks_per_node = ranks_on_this_node() or options.ranks_per_node
     return msgspec.structs.replace(options, ranks_per_node=ranks_per_node, **found)
 
 

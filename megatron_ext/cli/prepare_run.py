@@ -15,6 +15,7 @@ from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
 from megatron_ext.megatron import script_arguments
+from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 
 
 class Preparation:
@@ -53,7 +54,7 @@ class Preparation:
 
     def _places(self) -> list[str]:
         """Where ranks are, as a launcher says it."""
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) * self.script.sizes.tensor_model_parallel_size
+        local = (ranks_on_this_node() or 0) * self.script.sizes.tensor_model_parallel_size
         return [f"--gpus-per-node={local}"] if local and self.script.ours.gpus_per_node is None else []
 
     def _is_patched(self) -> bool:

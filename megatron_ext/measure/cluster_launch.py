@@ -13,6 +13,7 @@ import warnings
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
+from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 
 
 def is_launched() -> bool:
@@ -33,7 +34,7 @@ def with_nodes(options: Options) -> Options:
         raise InputError(
             f"{options.world_size} ranks are asked for by --dp x --pp", field="WORLD_SIZE", value=world_size
         )
-    return msgspec.structs.replace(options, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size))).check()
+    return msgspec.structs.replace(options, ranks_per_node=ranks_on_this_node() or world_size).check()
 
 
 def run(options: Options, progress) -> dict | None:

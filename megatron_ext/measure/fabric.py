@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_ext.measure.hostcpu.board import Board, SharedBoard
 from megatron_ext.measure.options import MIB, Options
+from megatron_ext.runtime import block_pages
 from megatron_ext.runtime.device import device_of
 
 ARENA_BYTES = 64 * MIB
@@ -61,6 +62,7 @@ class Fabric:
         self.device = device_of(torch.empty(0, device=self.torch_device))
         self._map = mmap.mmap(block, shared_bytes(options))
         os.close(block)
+        block_pages.spread(self._map)  # as the run's host copies lie
         self.board = board or SharedBoard(memoryview(self._map)[: _control_bytes(options)], rank, self.world_size)
         self._host: torch.Tensor | None = None
         self._arena: torch.Tensor | None = None

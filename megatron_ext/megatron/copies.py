@@ -1,11 +1,13 @@
 """Host and NVMe copies of a run: pools, publisher, and the routes that read them."""
 
+import time
 from functools import partial
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.megatron.agreement import gather_objects
+from megatron_ext.megatron.run_summary import say
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock
@@ -17,6 +19,20 @@ from megatron_ext.runtime.routes import CpuRoute, NvmeRoute
 from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.drive_reads import DriveReads
+
+SAID_EVERY_SECONDS = 5.0
+
+
+class _Progress:
+    """Says on the first rank of the run how much of its part of the host copies is there, where that takes long."""
+
+    def __init__(self, rank: int):
+        self._speaks, self._said = rank == 0, time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._speaks and time.monotonic() - self._said > SAID_EVERY_SECONDS:
+            self._said = time.monotonic()
+            say(f"making host copies: {done / 1e9:.0f} of {total / 1e9:.0f} GB on each rank")
 
 
 class Copies:
@@ -46,7 +62,9 @@ class Copies:
         exchange = partial(gather_objects, process_group=local)
         device = device_of(targets[0].group.whole)
         hosted = {target.group.index for target in targets if target.host}
-        pool = self.pool = HostPool([target.group for target in targets], hosted, rank, size, exchange)
+        pool = self.pool = HostPool(
+            [target.group for target in targets], hosted, rank, size, exchange, _Progress(dist.get_rank())
+        )
         self.closing.append(pool.close)
         self.own_bytes = sum(copy.numel() * copy.element_size() for copy in pool.copies.values()) // size
         nvme, staged = None, [target.group for target in targets if target.nvme]

@@ -2,7 +2,9 @@
 
 The first run with a FILE that is not there is the reference: Megatron gathers, at the schedule's bucket layout, and
 FILE holds what came of it. The same command again trains by the schedule and is compared with FILE when it ends.
-Compared are the gradient norms of all iterations and all parameters of every rank at the end.
+Compared are the gradient norms of all iterations and all parameters of every rank at the end. As a control, with
+MEGATRON_EXT_STOCK_GATHER=1 a further run is the reference once more, compared with itself: where that differs, this
+training is not the same twice, with or without a schedule.
 """
 
 import hashlib

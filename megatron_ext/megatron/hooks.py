@@ -91,9 +91,10 @@ def _configure_from(args) -> None:
 
 def on_pretrain() -> None:
     """Start of pretrain_gpt.py, before Megatron is imported."""
-    from megatron_ext.megatron import cpu_compat, one_line_end
+    from megatron_ext.megatron import cpu_compat, device_environment, one_line_end
 
     one_line_end.install()
+    device_environment.prepare(sys.argv[1:], os.environ)
     atexit.register(_require_end)
     asked_for = cpu_compat.is_installed()
     if cpu_compat.install() and not asked_for and os.environ.get("RANK", "0") == "0":

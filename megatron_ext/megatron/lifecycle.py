@@ -178,7 +178,7 @@ class Run:
             nvme_path = getattr(args, "user_defined_schedule_nvme_path", None)
             self._agree(self._mismatch(workload_of_run(args), nvme_path))
             if dist.get_rank() == 0:
-                self._announce()
+                self._announce(args)
             if self.check is not None:
                 self.check.watch(optimizer)
             if self.stock_gather:
@@ -355,7 +355,7 @@ class Run:
         if self.check is not None:
             self._agree(error)
 
-    def _announce(self) -> None:
+    def _announce(self, args) -> None:
         """Print what this run does, and where its prediction may not hold."""
         assert self.schedule is not None
         lines = run_summary.start_lines(self.schedule, self.path, self.trace_path, reference=self.stock_gather)
@@ -364,6 +364,8 @@ class Run:
             lines.append(warning)
         if self.check is not None:
             lines += self.check.start_lines()
+        if has_cuda():
+            lines += refusals.warnings_at_start(args, self.schedule)
         run_summary.say(*lines)
 
 

@@ -83,6 +83,22 @@ def refuse_at_zero_stage_3(args) -> None:
         )
 
 
+def warnings_at_start(args, schedule: Schedule) -> list[str]:
+    """Lines about options that are accepted and cost memory or time beside a schedule."""
+    lines = []
+    if schedule.zero_stage == 3 and getattr(args, "fp8", None):
+        lines.append(
+            f"--fp8-format {args.fp8}: Transformer Engine keeps fp8 copies of weights between micro-batches (one byte "
+            "a parameter, two where it also keeps the transpose); a reshard does not free them and no limit counts them"
+        )
+    if getattr(args, "check_for_nan_in_loss_and_grad", False):
+        lines.append(
+            "--no-check-for-nan-in-loss-and-grad is not given: on a GPU Megatron waits for the device once a bucket, "
+            f"and this schedule has {len(schedule.groups)}"
+        )
+    return lines
+
+
 def refuse_combinations(args) -> None:
     """The part of :func:`refuse_unsupported` that can be said of options as they were given.
 

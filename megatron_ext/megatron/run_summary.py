@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.schedule.footprint import pinned_host_bytes
+from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
 from megatron_ext.schedule.schedule_text import bytes_by_route
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
@@ -93,11 +93,23 @@ def start_lines(schedule: Schedule, path, trace_path, *, reference: bool) -> lis
             need, limit = max(pinned_host_bytes(schedule)), schedule.limits.pinned_host_bytes
             allowed = "no limit" if limit is None else f"limit {limit / 2**20:.1f} MiB"
             lines.append(f"host copies and staging slots take up to {need / 2**20:.1f} MiB a node ({allowed})")
+        if schedule.zero_stage == 3:
+            lines.append(_whole_at_times(schedule))
         lines.append(f"predicted: {_predicted(schedule)}")
     lines.append(
         f"trace: {trace_path}" if trace_path else "trace: none (--user-defined-schedule-trace FILE writes one)"
     )
     return lines
+
+
+def _whole_at_times(schedule: Schedule) -> str:
+    """What evaluation needs beside what training does."""
+    ranks = range(len(schedule.ranks))
+    whole = max(sum(group.bytes for group in schedule.groups if group.pp_rank == rank) for rank in ranks)
+    return (
+        f"whole parameters on a rank: up to {max(device_peaks(schedule)) / 2**20:.1f} MiB in training; evaluation, "
+        f"checkpoints and the end of training bring all of them, up to {whole / 2**20:.1f} MiB"
+    )
 
 
 def _predicted(schedule: Schedule) -> str:

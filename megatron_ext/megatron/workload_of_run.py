@@ -1,10 +1,9 @@
 """The workload of a run as far as its options say it: sizes and limits, not yet parameters."""
 
-import os
-
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.gpt_arguments import parallel_of
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
+from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import SCHEMA_VERSION, Workload
 
@@ -37,7 +36,6 @@ def parallel_of_megatron(args) -> Parallel:
             field = "--" + name.replace("_", "-")
             raise InputError("a schedule holds for one number of micro-batches", field=field, value=getattr(args, name))
     pp, vp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    local = os.environ.get("LOCAL_WORLD_SIZE")
     num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     # core_v0.9.0 has no such option: its groups have PP micro-batches, and with no more than these in an
     # iteration it runs all forwards before the first backward.
@@ -55,6 +53,6 @@ def parallel_of_megatron(args) -> Parallel:
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         num_microbatches=num_microbatches,
         microbatch_group_size_per_vp_stage=group,
-        gpus_per_node=int(local) if local else None,
+        gpus_per_node=ranks_on_this_node(),
         order="interleaved" if vp else "1f1b" if pp > 1 else "no_pipeline",
     )

@@ -45,6 +45,9 @@ class HostDevice:
     def synchronize(self, event) -> None:
         """Block this thread until ``event``."""
 
+    def settle(self) -> None:
+        """Block this thread until what the current stream has been given is done."""
+
     def pin(self, tensor: torch.Tensor) -> None:
         """Page-lock memory for asynchronous copies: nothing to do on the host."""
 
@@ -96,6 +99,9 @@ class CudaDevice:
         if event is not None:
             with torch.cuda.device(self.device):  # a thread begins on device 0, and would make a context there
                 event.event.synchronize()
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
 
     def pin(self, tensor: torch.Tensor) -> None:
         """Page-lock shared memory that torch did not allocate, so that copies are asynchronous.

@@ -152,6 +152,7 @@ class Executor:
             # Counts like an iteration: nobody overwrites copies that a slower rank still makes whole.
             self.iterations += 1
             assert self.pool is not None
+            self.publisher.device.settle()  # see [Note: Reads that are queued]
             self.pool.set_reads_done(self.iterations)
         self.params_updated()
 

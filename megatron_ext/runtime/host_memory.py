@@ -1,16 +1,22 @@
-"""How much host memory this machine, or the cgroup that the process runs in, can still give."""
+"""How much host memory this machine, or a cgroup that the process is in, can still give.
 
-from pathlib import Path
+A shared anonymous file counts as memory of the cgroup of whoever makes its pages: where it has no room left, the
+kernel ends a process. So what is needed is compared with the room before it is taken.
+Source: the kernel's documentation of cgroup v2 (memory.max, memory.current, memory.stat) and v1.
+"""
+
+from pathlib import Path, PurePosixPath
 
 from megatron_ext.formats.errors import InputError
 
 MEMINFO = Path("/proc/meminfo")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int | None:
     """Bytes that can be allocated without swapping; None where the system does not say."""
-    known = [figure for figure in (_machine(), _cgroup()) if figure is not None]
+    known = [figure for figure in (_machine(), *_cgroups()) if figure is not None]
     return min(known, default=None)
 
 
@@ -37,9 +43,35 @@ def _machine() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def _cgroup() -> int | None:
+def _cgroups() -> list[int | None]:
+    """Room in the process's cgroup and in all above it, of both versions."""
     try:
-        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        lines = []
+    found = []
+    for version, root in ((2, CGROUP), (1, CGROUP / "memory")):
+        # "0::/path", or "4:memory:/path": seen from a container the path may be one that is not mounted here.
+        paths = [line.split(":", 2)[2] for line in lines if ("memory" in line.split(":", 2)[1]) == (version == 1)]
+        own = PurePosixPath(paths[0].lstrip("/")) if paths and ".." not in paths[0] else PurePosixPath()
+        found += [_room(root / place, version) for place in {own, *own.parents, PurePosixPath()}]
+    return found
+
+
+def _room(place: Path, version: int) -> int | None:
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    try:
+        limit, used = ((place / name).read_text().strip() for name in names)
     except OSError:
         return None
-    return int(limit) - int(used) if limit.isdecimal() else None
+    # The kernel gives up cached files that nobody has used lately before it refuses memory.
+    return int(limit) - int(used) + _idle_files(place, version) if limit.isdecimal() else None
+
+
+def _idle_files(place: Path, version: int) -> int:
+    name = "inactive_file" if version == 2 else "total_inactive_file"
+    try:
+        lines = (place / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)

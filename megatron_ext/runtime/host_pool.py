@@ -8,17 +8,25 @@ Before a rank overwrites what iteration n read, it waits until every rank of the
 n into its ``reads_done`` flag, so nobody reads a mixture. (Iterations are counted, not versions:
 after a skipped optimizer step one version is read by two iterations.) What orders a flag behind the data that it
 announces is in shared_flags.py.
+
+[Note: Reads that are queued]
+On CUDA a rank stores ``reads_done`` when it has issued its copies, which may still be queued. That is enough: another
+rank writes behind its optimizer step on its device, which comes behind its reduce-scatters, and these need this rank's
+backward, which is queued behind the copies. Where parameters change without an optimizer step (``params_changed``) no
+reduce-scatter lies between, so a rank waits for its device before it stores the flag.
 """
 
 import contextlib
 import mmap
 import os
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from megatron_ext.runtime import shared_block
+from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import block_pages, shared_block
 from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.shared_flags import flags_bytes, open_flags
 from megatron_ext.runtime.worker import Exiting, exiting
@@ -44,12 +52,25 @@ class HostPool:
         rank: this rank's index in the pool (among the data-parallel ranks on the node).
         size: number of ranks in the pool.
         exchange: collective ``exchange(object) -> list`` over exactly the pool's ranks.
+        progress: told how many bytes of this rank's part of the pages are there, and of how many.
+
+    Attributes:
+        memory: the whole block as uint8, flags included; page-locked as one region.
 
     Raises:
-        InputError: another rank's block cannot be opened, or this machine cannot order stores (see shared_flags.py).
+        InputError: another rank's block cannot be opened, there is no memory for it, or this machine cannot order
+            stores (see shared_flags.py).
     """
 
-    def __init__(self, groups: list[Group], copied: set[int], rank: int, size: int, exchange):
+    def __init__(
+        self,
+        groups: list[Group],
+        copied: set[int],
+        rank: int,
+        size: int,
+        exchange,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ):
         self.rank, self.size = rank, size
         self._row_of = {group.index: n for n, group in enumerate(groups)}
         self._reads_row = len(groups)  # behind the published groups' rows
@@ -63,6 +84,8 @@ class HostPool:
         descriptor = shared_block.share(offset, rank, exchange, field="gpus_per_node")
         self._map = mmap.mmap(descriptor, offset)
         os.close(descriptor)
+        _make_pages(self._map, rank, size, exchange, progress)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pids = exchange(os.getpid())
         self._flags = open_flags(self._map, len(groups) + 1, size)
         self._failure: BaseException | None = None
@@ -140,9 +163,23 @@ class HostPool:
     def close(self) -> None:
         """Unmap the block. It disappears with its last rank."""
         self.copies.clear()
-        del self._flags
+        del self._flags, self.memory
         with contextlib.suppress(BufferError):  # a view still lives; the mapping ends with the process
             self._map.close()
+
+
+def _make_pages(block: mmap.mmap, rank: int, size: int, exchange, progress) -> None:
+    """All ranks make the pages of the block together, or all fail alike."""
+    block_pages.spread(block)
+    exchange(None)  # a page that is made before the policy is set stays where it is
+    failed = None
+    try:
+        block_pages.make(block, rank, size, progress)
+    except OSError as error:
+        failed = error.strerror
+    failures = [text for text in exchange(failed) if text is not None]
+    if failures:
+        raise InputError(failures[0], field="host memory", value=len(block))
 
 
 def _alive(pid: int) -> bool:

@@ -63,6 +63,12 @@ class Publisher:
         self.stream = device.copy_stream()
         self._delay = faults.delayer(faults.publish_delay_ms, salt=31 + dp_rank)
         self._last: Transfer | None = None
+        unhosted = [target.group.shard for target in targets if not target.host]
+        size = max((shard.numel() * shard.element_size() for shard in unhosted), default=0)
+        # Copies on the drive alone pass through these in turn: as many as may be on their way.
+        pinned = any(shard.device.type == "cuda" for shard in unhosted)
+        self._passing = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT)]
+        self._passed = 0
 
     def publish(self, iterations: int) -> None:
         """Issue the write of every group's shard at the clock's version; returns at once.
@@ -129,18 +135,22 @@ class Publisher:
         offloaded = target.offloaded() if target.offloaded is not None else None
         if target.host:
             own = self.pool.slice_of(group, self.dp_rank)
-        elif offloaded is not None:
-            own = torch.zeros_like(group.shard, device="cpu")
-        elif group.shard.device.type == "cpu":
+        elif offloaded is None and group.shard.device.type == "cpu":
             return group.shard
         else:
-            own = torch.empty_like(group.shard, device="cpu")
+            own = self._next_passing(group.shard)
         if offloaded is not None:
             for start, copy in offloaded:  # fp32 on the host; rounded here as on the device
                 own[start : start + copy.numel()].copy_(copy)
             return own
         self.device.synchronize(self.device.copy(own, group.shard, self.stream, after))
         return own
+
+    def _next_passing(self, shard: torch.Tensor) -> torch.Tensor:
+        """Host memory like ``shard``, zero at first: what offloaded pieces leave out is padding."""
+        self._passed += 1
+        buffer = self._passing[self._passed % IN_FLIGHT][: shard.numel() * shard.element_size()]
+        return buffer.zero_().view(shard.dtype)
 
     def wait(self) -> None:
         """Block until everything issued has been written; the shards may change after that."""

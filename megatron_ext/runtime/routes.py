@@ -66,8 +66,7 @@ class CpuRoute:
         self.worker = Worker("cpu-route")
         self.stream = device.copy_stream()
         self._delay = faults.delayer(faults.copy_delay_ms, salt=17 + pool.rank)
-        for copy in pool.copies.values():
-            device.pin(copy)
+        device.pin(pool.memory)
 
     def issue(self, group: Group) -> Transfer:
         version, after = self.clock.version, self.device.mark()
@@ -87,8 +86,7 @@ class CpuRoute:
 
     def close(self) -> None:
         self.worker.close()
-        for copy in self.pool.copies.values():
-            self.device.unpin(copy)
+        self.device.unpin(self.pool.memory)
 
 
 class NvmeRoute:

@@ -4,15 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.pipeline_parallel import schedules
+from msgspec.structs import replace
 
 from megatron_ext.checkout.hook_table import SCHEDULE_FUNCTIONS
 from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import device_environment
 from megatron_ext.megatron.refusals import (
     environment_mismatch,
     refuse_at_zero_stage_3,
     refuse_unsupported,
     require_hooks,
     schedule_without_hooks,
+    warnings_at_start,
 )
 from megatron_ext.megatron.workload_of_run import parallel_of_megatron, workload_of_run
 from megatron_ext.runtime import machine
@@ -178,3 +181,21 @@ def test_another_schedule_is_named(monkeypatch):
 
     monkeypatch.setattr(schedules, "get_forward_backward_func", lambda: zero_bubble)
     assert "zero_bubble, which has no hooks" in (schedule_without_hooks() or "")
+
+
+def test_what_libraries_on_a_gpu_read_is_set_before_they_start():
+    plain, scheduled, checked = {}, {}, {"NCCL_NVLS_ENABLE": "1"}
+    device_environment.prepare(["--bf16"], plain)
+    device_environment.prepare(["--user-defined-schedule=s.json"], scheduled)
+    device_environment.prepare(["--user-defined-schedule", "s.json", "--user-defined-schedule-check", "r"], checked)
+    assert plain == {} and scheduled == device_environment.SCHEDULED
+    assert checked == device_environment.SCHEDULED | device_environment.REPEATABLE | {"NCCL_NVLS_ENABLE": "1"}
+
+
+def test_what_costs_memory_or_time_beside_a_schedule_is_said():
+    schedule = planned()
+    assert warnings_at_start(options(), schedule) == []
+    (line,) = warnings_at_start(options(check_for_nan_in_loss_and_grad=True, fp8="hybrid"), schedule)
+    assert "once a bucket" in line
+    (line,) = warnings_at_start(options(fp8="hybrid"), replace(schedule, zero_stage=3))
+    assert line.startswith("--fp8-format hybrid: Transformer Engine keeps fp8 copies")

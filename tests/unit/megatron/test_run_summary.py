@@ -40,3 +40,14 @@ def test_the_start_names_schedule_routes_prediction_and_trace():
     lines = "\n".join(run_summary.start_lines(all_gpu(make_workload()), "s.json", "t.json", reference=False))
     for part in ("gathers by s.json", "groups)", "all ranks of a pipeline: gpu", "predicted: ", "trace: t.json"):
         assert part in lines
+
+
+def test_at_zero_stage_3_the_start_says_what_evaluation_needs():
+    schedule = all_gpu(make_workload(zero_stage=3))
+    (line,) = [
+        line for line in run_summary.start_lines(schedule, "s", None, reference=False) if "whole parameters" in line
+    ]
+    whole = [0] * len(schedule.ranks)
+    for group in schedule.groups:
+        whole[group.pp_rank] += group.bytes
+    assert line.endswith(f"bring all of them, up to {max(whole) / 2**20:.1f} MiB")

@@ -11,6 +11,7 @@ def machine(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 40 kB\n")
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "cgroup")
     return tmp_path
 
 
@@ -21,6 +22,29 @@ def test_the_smaller_of_machine_and_cgroup(machine):
     assert host_memory.available_bytes() == 40 * 1024
     (machine / "memory.max").write_text("11000\n")
     assert host_memory.available_bytes() == 10_000
+
+
+def test_a_limit_counts_wherever_it_is_set_above_the_process(machine):
+    """As Slurm sets it: on a cgroup between the root and the process's own."""
+    job = machine / "slurm" / "job_7"
+    (job / "step").mkdir(parents=True)
+    (machine / "cgroup").write_text("0::/slurm/job_7/step\n")
+    (job / "memory.max").write_text("9000\n")
+    (job / "memory.current").write_text("5000\n")
+    assert host_memory.available_bytes() == 4000
+    (job / "memory.stat").write_text("anon 3000\ninactive_file 1500\nactive_file 500\n")
+    assert host_memory.available_bytes() == 5500  # cached files make room
+    (job / "memory.max").unlink()
+    assert host_memory.available_bytes() == 40 * 1024
+
+
+def test_limits_of_the_first_version_of_cgroups_count(machine):
+    box = machine / "memory" / "box"
+    box.mkdir(parents=True)
+    (machine / "cgroup").write_text("4:memory:/box\n0::/\n")
+    (box / "memory.limit_in_bytes").write_text("7000\n")
+    (box / "memory.usage_in_bytes").write_text("1000\n")
+    assert host_memory.available_bytes() == 6000
 
 
 def test_too_little_is_refused(machine):

@@ -1,0 +1,26 @@
+"""How many ranks of a run share this node, as the launcher says it."""
+
+import os
+import re
+
+from megatron_ext.formats.errors import InputError
+
+
+def ranks_on_this_node() -> int | None:
+    """By ``LOCAL_WORLD_SIZE`` of torchrun, or where srun itself starts the ranks by ``SLURM_STEP_TASKS_PER_NODE``
+    (written ``8(x2)``); None where no launcher says it.
+
+    Raises:
+        InputError: srun has started different numbers of ranks on its nodes.
+    """
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if text is None or "WORLD_SIZE" not in os.environ:
+        return None
+    counts = {int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)}
+    if len(counts) != 1:
+        raise InputError(
+            "every node must have as many ranks: srun --ntasks-per-node", field="SLURM_STEP_TASKS_PER_NODE", value=text
+        )
+    return counts.pop()

@@ -1,0 +1,85 @@
+"""Pages of a shared block are made before they are needed, by all ranks, or refused on all."""
+
+import ctypes
+import mmap
+import os
+
+import pytest
+import torch
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import block_pages, shared_block
+from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.host_pool import HostPool
+
+PAGES = 64
+
+
+@pytest.fixture
+def block():
+    descriptor = shared_block.create(PAGES * mmap.PAGESIZE)
+    mapped = mmap.mmap(descriptor, PAGES * mmap.PAGESIZE)
+    yield descriptor, mapped
+    os.close(descriptor)
+    mapped.close()
+
+
+def made(descriptor: int) -> int:
+    return os.fstat(descriptor).st_blocks * 512 // mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("advice", [block_pages._MADV_POPULATE_WRITE, 9999])
+def test_parts_make_all_pages_together(block, monkeypatch, advice):
+    """Also on a kernel that does not know the advice."""
+    descriptor, mapped = block
+    monkeypatch.setattr(block_pages, "_MADV_POPULATE_WRITE", advice)
+    monkeypatch.setattr(block_pages, "PIECE_BYTES", 4 * mmap.PAGESIZE)
+    mapped[:4] = b"flag"
+    said = []
+    block_pages.make(mapped, 1, 3, lambda done, total: said.append((done, total)))
+    assert 21 <= made(descriptor) <= 24
+    assert said[-1][0] == said[-1][1] and len(said) == 6
+    for part in (0, 2):
+        block_pages.make(mapped, part, 3)
+    assert made(descriptor) == PAGES and mapped[:4] == b"flag"
+
+
+def test_nodes_that_the_process_may_use(tmp_path, monkeypatch):
+    (tmp_path / "status").write_text("Name:\tx\nMems_allowed:\t3\nMems_allowed_list:\t0-1,4\n")
+    monkeypatch.setattr(block_pages, "STATUS", tmp_path / "status")
+    assert block_pages.memory_nodes() == [0, 1, 4]
+    monkeypatch.setattr(block_pages, "STATUS", tmp_path / "nowhere")
+    assert block_pages.memory_nodes() == []
+
+
+def test_pages_take_turns_over_nodes_by_the_kernels_policy(block, monkeypatch):
+    """Asked for node 0 alone the kernel takes the policy, and says so; of a node that is not there it refuses."""
+    _, mapped = block
+    monkeypatch.setattr(block_pages, "memory_nodes", lambda: [0, 0])
+    accepted = block_pages.spread(mapped)
+    mode = ctypes.c_int(-1)
+    start = (ctypes.c_char * len(mapped)).from_buffer(mapped)
+    get_mempolicy = {"x86_64": 239, "aarch64": 236}[os.uname().machine]
+    at_address = 2
+    asked = ctypes.CDLL(None).syscall(
+        get_mempolicy, ctypes.byref(mode), None, 0, ctypes.c_void_p(ctypes.addressof(start)), at_address
+    )
+    del start
+    if asked == 0:  # a container may forbid both calls
+        assert accepted and mode.value == block_pages._MPOL_INTERLEAVE
+    else:
+        assert not accepted
+    monkeypatch.setattr(block_pages, "memory_nodes", lambda: [62, 63])
+    assert not block_pages.spread(mapped)
+    monkeypatch.setattr(block_pages, "memory_nodes", lambda: [0])
+    assert not block_pages.spread(mapped)
+
+
+def test_memory_that_cannot_be_had_is_refused_on_all_ranks(monkeypatch):
+    def none_left(*_):
+        raise OSError(12, "4096 bytes of host memory cannot be had: Cannot allocate memory")
+
+    monkeypatch.setattr(block_pages, "make", none_left)
+    group = Group(0, "chunk 0", torch.zeros(128), 0, 1)
+    with pytest.raises(InputError, match="host memory = [0-9]+: 4096 bytes of host memory cannot be had"):
+        HostPool([group], {0}, 0, 1, lambda value: [value])

@@ -1,0 +1,34 @@
+"""How many ranks share a node is read from whichever launcher started them."""
+
+import pytest
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.launcher_ranks import ranks_on_this_node
+
+NAMES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "WORLD_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, None),
+        ({"LOCAL_WORLD_SIZE": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "WORLD_SIZE": "8"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "WORLD_SIZE": "16"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8", "WORLD_SIZE": "8"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, None),  # a step that starts no ranks
+    ],
+)
+def test_ranks_of_a_node(monkeypatch, environment, ranks):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert ranks_on_this_node() == ranks
+
+
+def test_nodes_with_different_numbers_of_ranks_are_refused(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "23")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2),7")
+    with pytest.raises(InputError, match="SLURM_STEP_TASKS_PER_NODE = .*every node must have as many"):
+        ranks_on_this_node()
