@@ -86,7 +86,7 @@ def executor_of(schedule, workload, boundaries) -> Executor:
                 if schedule.zero_stage == 3
                 else Group(index, "", whole, 0, 2)
             )
-    boundaries._uses = dict(enumerate(uses_of_groups(schedule, workload)))
+    boundaries._uses = dict(enumerate(uses_of_groups(schedule.groups, workload)))
     program = compile_program(schedule, schedule.ranks[0], groups, {"gpu": route, "cpu": route}, clock, boundaries)
     executor = Executor(program, groups, clock, residency, route.issue)
     executor.params_updated()

@@ -10,7 +10,7 @@ from megatron_ext.schedule.user_defined_schedule import Schedule, Unshard
 def without_look_ahead(schedule: Schedule, workload) -> Schedule:
     """The same groups by the same routes, freed at the same places, each issued just before the
     first layer that needs it."""
-    uses, ranks = uses_of_groups(schedule, workload), []
+    uses, ranks = uses_of_groups(schedule.groups, workload), []
     for rank in schedule.ranks:
         late: dict[int, list[Unshard]] = {}
         for index, entry in [(-1, rank.start), *enumerate(rank.steps)]:

@@ -77,14 +77,43 @@ def _groups(workload: Workload, pp_rank: int, shard_rests, *, single: bool) -> l
     return groups
 
 
+def with_most_headroom(workload: Workload) -> Workload:
+    """The workload with ``limits.whole_parameter_bytes`` at most what ``limits.device_bytes`` leaves for them by any
+    schedule: gradients and shards may be elsewhere, and when a step begins no activations are there."""
+    limits = workload.limits
+    if limits.device_bytes is None or workload.zero_stage < 3:
+        return workload
+    left = []
+    for pp_rank in range(workload.parallel.pp):
+        least, _ = resting_bytes(_groups(workload, pp_rank, "host", single=False), workload)
+        left.append(limits.device_bytes - least.get("main_parameters", 0) - least.get("optimizer_states", 0))
+    most = max(max(left), *largest_layers(workload), 1)
+    if limits.whole_parameter_bytes is not None:
+        most = min(most, limits.whole_parameter_bytes)
+    return msgspec.structs.replace(workload, limits=msgspec.structs.replace(limits, whole_parameter_bytes=most))
+
+
+def what_helps(workload: Workload) -> str:
+    """Settings that free bytes on the device of the rank that holds most, with how many."""
+    activations, layers = activation_peaks(workload), largest_layers(workload)
+    ranks = []
+    for pp_rank in range(workload.parallel.pp):
+        held, _ = resting_bytes(_groups(workload, pp_rank, None, single=False), workload)
+        whole = sum(p.bytes for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters)
+        held |= {"whole_parameters": whole, "activations": activations[pp_rank]}
+        ranks.append((held, layers[pp_rank]))
+    return _what_helps(workload, *max(ranks, key=lambda item: sum(item[0].values())))
+
+
 def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) -> str:
-    """Settings that free bytes on the device, with how many."""
     settings = []
     if held.get("shards"):
-        settings.append(f"shards that rest in host memory free {held['shards']} (they need route cpu or nvme)")
+        settings.append(f"shards that rest in host memory free {held['shards']} (they need route cpu or cpu_shard)")
     states = held.get("main_parameters", 0) + held.get("optimizer_states", 0)
     if states:
         settings.append(f"--optimizer-cpu-offload frees {states}")
+    if workload.zero_stage == 1 and held["gradients"]:
+        settings.append(f"--zero-stage 2 frees a part of the gradients' {held['gradients']}")
     if workload.zero_stage < 3:
         shards = sum(chunk.bytes for chunk in workload.chunks) // workload.parallel.pp // workload.parallel.dp
         freed = held["whole_parameters"] - largest_layer - shards

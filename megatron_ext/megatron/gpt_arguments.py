@@ -80,7 +80,7 @@ def _add_gpus_per_node(group) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add what a plan may use, which Megatron has no option for, and return ``parser``."""
     plan = parser.add_argument_group("plan")
-    plan.add_argument("--zero-stage", type=int, choices=(1, 3), default=1)
+    plan.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=1)
     plan.add_argument("--limit-device-bytes", type=int, default=None)
     plan.add_argument("--limit-whole-parameter-bytes", type=int, default=None)
     plan.add_argument("--limit-host-bytes", type=int, default=None)

@@ -2,7 +2,7 @@
 
 from megatron_ext.bounds.feasibility import check_fits
 from megatron_ext.bounds.lower_bound import lower_bound
-from megatron_ext.bounds.memory_headroom import with_headroom
+from megatron_ext.bounds.memory_headroom import with_headroom, with_most_headroom
 from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.planner.stock import stock_schedule
@@ -35,8 +35,9 @@ def evaluate(
     Raises:
         InputError: the schedule is not for this workload, without one no schedule can fit, or the table lacks a figure.
     """
-    workload = with_headroom(with_activations(workload, table))
+    workload = with_activations(workload, table)
     if schedule is None:
+        workload = with_headroom(workload)
         check_fits(workload)
         timing = timing or Timing(workload, table, extrapolate=extrapolate)
         schedule = stock_schedule(workload)
@@ -44,6 +45,6 @@ def evaluate(
         timing = timing or Timing(workload, table, extrapolate=extrapolate)
         match(schedule, workload)
     if bound_us is None:
-        bound_us = lower_bound(workload, timing)
+        bound_us = lower_bound(with_most_headroom(workload), timing)
     result = run(workload, timing, schedule, trace=trace, bound_us=bound_us)
     return result._replace(memory=tuple(memory_bill(schedule, workload)))

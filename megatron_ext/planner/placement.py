@@ -20,15 +20,17 @@ each link (earliest deadline first, Jackson 1955).
 All ranks advance together, each as far as its inputs have arrived: a rank that waits for a gather delays the others.
 """
 
+from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
 from megatron_ext.planner.assemble import Freed, Placed
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
 from megatron_ext.planner.knapsack import best_fill, least_cover
+from megatron_ext.schedule.memory_bill import gradient_bytes
 from megatron_ext.simulator.activity_kinds import CPU, GPU
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import Route, shard_pieces
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
@@ -51,6 +53,7 @@ class Choices(NamedTuple):
         staged: groups that may go by ``nvme``.
         forced: by (rank, number of its unshard in issue order), a route.
         held: (rank, use): nothing for this use or later ones is prefetched before it.
+        from_host: groups whose shards rest in host memory.
     """
 
     horizon_us: float
@@ -59,6 +62,7 @@ class Choices(NamedTuple):
     staged: frozenset[int] = frozenset()
     forced: dict[tuple[int, int], str] = {}
     held: frozenset[tuple[int, int]] = frozenset()
+    from_host: frozenset[int] = frozenset()
 
 
 class RankPlacement:
@@ -87,6 +91,8 @@ class RankPlacement:
         self.front = 0  # every use before this one has its block whole or on its way
         self.link_free = dict.fromkeys(choices.routes, 0.0)
         self.reduced = 0.0  # when what was issued to be reduced is
+        self.freed_at = 0.0  # when the last whole gradient that comes and goes is freed
+        self.due = self._reduces_due()
         self.published: dict[int, float] = {}
         self.publish_free = 0.0
         self.staged: dict[int, list[int]] = {}  # step -> groups staged in there, by slot
@@ -125,7 +131,9 @@ class RankPlacement:
             self.now += us
             self.number += 1
             if block >= 0 and (done := [group for group in groups if not self.uses_to_come[group]]):
-                self._reduce(done)
+                self._reduce(group for group in done if self.blocks.groups[group].gradients is None)
+            for group in self.due.get(number, ()):
+                self._reduce_visit(group)
         return self.now
 
     def _groups_of(self, number: int) -> tuple[int, ...]:
@@ -133,7 +141,29 @@ class RankPlacement:
         block = self.block_uses[number].block
         return self.blocks.blocks[block].groups if block >= 0 else ()
 
-    def _reduce(self, groups: list[int]) -> None:
+    def _reduces_due(self) -> dict[int, list[int]]:
+        """By use, the groups whose gradients come and go and are reduced behind it."""
+        steps = steps_of_ranks(self.workload.parallel)[self.pp_rank]
+        due: dict[int, list[int]] = {}
+        for group, uses in self.uses_to_come.items():
+            if self.blocks.groups[group].gradients is None:
+                continue
+            last = {self.block_uses[n].step: n for n in reversed(uses) if steps[self.block_uses[n].step].kind == "B"}
+            visits, every = list(last.values()), self.blocks.groups[group].reduce_every
+            for number in {*visits[every - 1 :: every], *visits[-1:]}:
+                due.setdefault(number, []).append(group)
+        return due
+
+    def _reduce_visit(self, group: int) -> None:
+        """Reduce a gradient that comes and goes; the one before is waited for."""
+        self.now = max(self.now, self.freed_at)
+        self._reduce([group])
+        self.freed_at = max(self.now, self.reduced)
+        if self.blocks.groups[group].gradients == "host":
+            size = gradient_bytes(self.blocks.groups[group], self.workload)
+            self.freed_at += self.timing.to_host_us(size)[0]
+
+    def _reduce(self, groups: Iterable[int]) -> None:
         """Reduce the gradients of ``groups``, behind what was issued before."""
         us = sum(self.timing.reduce_us(self.blocks.groups[group].bytes) for group in groups)
         if us:
@@ -217,6 +247,9 @@ class RankPlacement:
         if delay:
             other = "cpu" if route == "gpu" else "gpu"
             self.link_free[other] += delay
+        if route == "cpu_shard":
+            copied = max(self.now, self.link_free.get("cpu", 0.0)) + self.timing.shard_copy_us(size)
+            self.link_free |= {"cpu": copied, "gpu": arrival}
         slot = -1
         if route == "nvme":
             slots = self.staged.setdefault(issue, [])
@@ -233,20 +266,23 @@ class RankPlacement:
         by how much the other link's queue is delayed."""
         best, least = None, inf
         forced = self.choices.forced.get((self.pp_rank, len(self.placed)))
+        wrong = ("gpu",) if group in self.choices.from_host else ("cpu_shard",)
         for route in self.choices.routes:
             ready = self.now
             if route == "cpu":
                 if group not in self.choices.hosted:
                     continue
                 ready = max(ready, self._published_at(group, size))
-            elif route == "nvme" and not self._has_slot(group, issue):
+            elif (route == "nvme" and not self._has_slot(group, issue)) or route in wrong:
                 continue
             begin = max(ready, self.link_free[route])
             if route == "gpu" and self.blocks.groups[group].algorithm is None:
                 begin = max(begin, self.reduced)
-            us, delay = self._beside(
-                route, size, begin, self.timing.unshard_us(route, size, self.blocks.groups[group].algorithm)
-            )
+            if route == "cpu_shard":
+                us, delay = self._by_shard(size) - begin, 0.0
+            else:
+                alone_us = self.timing.unshard_us(route, size, self.blocks.groups[group].algorithm)
+                us, delay = self._beside(route, size, begin, alone_us)
             found = route, begin + us, delay
             if route == forced:
                 return found
@@ -254,6 +290,14 @@ class RankPlacement:
                 best, least = found, begin + us + delay
         assert best is not None, "every group has a route"
         return best
+
+    def _by_shard(self, size: int) -> float:
+        """When a group is whole whose shards are copied from the host and gathered, piece after piece."""
+        pieces, gather_us = shard_pieces(size), self.timing.unshard_us("cpu_shard", size)
+        copy_us = self.timing.shard_copy_us(size)
+        begin = max(self.now, self.link_free.get("cpu", 0.0))
+        gathered = max(begin + copy_us / pieces, self.link_free.get("gpu", 0.0)) + gather_us
+        return max(gathered, begin + copy_us + gather_us / pieces)
 
     def _has_slot(self, group: int, issue: int) -> bool:
         staged = self.staged.get(issue, ())

@@ -4,7 +4,7 @@ import msgspec
 
 from megatron_ext.bounds.feasibility import check_fits
 from megatron_ext.bounds.lower_bound import lower_bound
-from megatron_ext.bounds.memory_headroom import with_headroom
+from megatron_ext.bounds.memory_headroom import with_headroom, with_most_headroom
 from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
@@ -12,11 +12,12 @@ from megatron_ext.planner.baselines import BASELINES
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.search import is_tiny, search
 from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.planner.within_memory import plan_within_memory
 from megatron_ext.schedule.host_shards import FROM_HOST, by_cpu_shard, can_rest_on_host, with_host_shards
 from megatron_ext.schedule.match import check_device_bytes, match
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.state_placement import with_states_on_drive
-from megatron_ext.schedule.user_defined_schedule import MeasuredOn, PlanOptions, Schedule
+from megatron_ext.schedule.user_defined_schedule import MeasuredOn, Metadata, PlanOptions, Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run, with_prediction
 from megatron_ext.simulator.timing import Timing, require
@@ -50,14 +51,20 @@ def plan(
     check_policy(policy)
     workload = with_activations(workload, table)
     timing = Timing(workload, table, extrapolate=extrapolate)
-    workload, routes, from_host = _headroom_and_routes(workload, timing)
+    by_memory = keeps_device_bytes(workload) and policy in ("hybrid", "gathers-only")
+    if by_memory:
+        routes, from_host = usable_routes(workload, timing), False
+    else:
+        workload, routes, from_host = _headroom_and_routes(workload, timing)
     if from_host and policy != "hybrid":  # these know no cpu_shard
         routes = _of_host(usable_routes(workload, timing))
     check_fits(workload)
     _check_routes(workload, timing, routes)
-    bound_us = lower_bound(workload, timing)
+    bound_us = lower_bound(with_most_headroom(workload), timing)
     baselines: dict[str, float] = {}
-    if policy in BASELINES:
+    if by_memory:
+        schedule, baselines = _within_memory(workload, timing, routes, bound_us, policy)
+    elif policy in BASELINES:
         needs, make = BASELINES[policy]
         for route in sorted(needs):
             require(timing, route)
@@ -72,20 +79,56 @@ def plan(
         schedule, baselines = _hybrid(workload, timing, routes, bound_us)
     if policy in BASELINES:
         _refuse_what_does_not_fit(schedule, policy)
-    if workload.limits.device_bytes is not None:
+    if workload.limits.device_bytes is not None and not by_memory:
         schedule = _within_device_bytes(with_host_shards(schedule, workload), workload)
     schedule = with_states_on_drive(schedule, workload)
     _check_own_work(schedule, workload)
     result = run(workload, timing, schedule, bound_us=bound_us)
     result = result._replace(memory=tuple(memory_bill(schedule, workload)))
-    metadata = msgspec.structs.replace(
+    metadata = _metadata(schedule, table, policy, cost_table_sha256, megatron_core)
+    return with_prediction(msgspec.structs.replace(schedule, metadata=metadata), result, baselines)
+
+
+def _metadata(schedule: Schedule, table: CostTable, policy: str, digest: str | None, core: str | None) -> Metadata:
+    return msgspec.structs.replace(
         schedule.metadata,
         planner=policy.partition(":")[0],
-        cost_table_sha256=cost_table_sha256,
-        megatron_core=megatron_core,
+        cost_table_sha256=digest,
+        megatron_core=core,
         options=_options_of_run(schedule, table),
     )
-    return with_prediction(msgspec.structs.replace(schedule, metadata=metadata), result, baselines)
+
+
+def keeps_device_bytes(workload: Workload) -> bool:
+    """Whether gradients, and at zero stage 3 shards, can go elsewhere to keep ``limits.device_bytes``."""
+    return workload.limits.device_bytes is not None and workload.zero_stage > 1
+
+
+def _within_memory(
+    workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float, policy: str
+) -> tuple[Schedule, dict[str, float]]:
+    """The faster of the plans by all routes and by all-gathers alone, and the time of the latter."""
+    found: list[tuple[float, Schedule]] = []
+    reasons: list[InputError] = []
+    baselines: dict[str, float] = {}
+    ways: dict[str, tuple[Route, ...]] = {"gathers-only": tuple(route for route in routes if route == "gpu")}
+    if policy == "hybrid":
+        ways[policy] = routes
+    for name, chosen in ways.items():
+        if not chosen:
+            continue
+        try:
+            schedule = plan_within_memory(workload, timing, chosen, bound_us, only_gathers=name != "hybrid")
+            us = run(workload, timing, schedule).iteration_time_us
+        except InputError as error:
+            reasons.append(error)
+            continue
+        if name == "gathers-only":
+            baselines[name] = us
+        found.append((us, schedule))
+    if not found:
+        raise reasons[-1]
+    return min(found, key=lambda item: item[0])[1], baselines
 
 
 def check_policy(policy: str) -> None:

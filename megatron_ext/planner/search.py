@@ -17,7 +17,7 @@ from megatron_ext.planner.blocks import Blocks, block_uses_of_rank, cut_by_layer
 from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.pipelined_groups import pipelined_cut
 from megatron_ext.planner.placement import Choices, place_gathers
-from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route
@@ -51,11 +51,22 @@ def shortened(workload: Workload) -> Workload:
     return msgspec.structs.replace(workload, parallel=msgspec.structs.replace(parallel, num_microbatches=most))
 
 
-class Search:
-    """Tries choices, keeps the best schedule by simulated iteration time."""
+Place = Callable[[tuple[Group, ...]], tuple[Group, ...] | None]
+"""Says of groups where their shards rest and what becomes of their gradients; None where memory is short."""
 
-    def __init__(self, workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float):
+
+class Search:
+    """Tries choices, keeps the best schedule by simulated iteration time.
+
+    Args:
+        place: of the groups of every candidate; by default everything stays on the device.
+    """
+
+    def __init__(
+        self, workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float, place: Place | None = None
+    ):
         self.workload, self.timing, self.routes, self.bound_us = workload, timing, routes, bound_us
+        self.place = place
         self.steps = number_of_steps(workload)
         self.effort = EFFORT[workload.zero_stage]
         self.tried = 0
@@ -213,6 +224,8 @@ def route_sets(routes: tuple[Route, ...]) -> list[tuple[Route, ...]]:
         others: list[Route] = [route for route in routes if route != "gpu"]
         if len(others) > 1:
             sets.extend(("gpu", route) for route in others)
+        if "cpu_shard" in others and "nvme" in others:
+            sets.append(tuple(route for route in routes if route != "nvme"))
     if "cpu" in routes and routes != ("cpu",):
         sets.append(("cpu",))
     return sets
@@ -237,8 +250,8 @@ class Grid:
         self.state, self.rough = state, shortened(workload)
         self.cuts = list(cuttings(workload, timing, routes))
         self.divides: list[Callable[[list[Parameter]], list[list[Parameter]]] | None] = [None]
-        if len(routes) > 1:
-            self.divides.append(splitter(timing, routes))
+        if len({*routes} - {"cpu_shard"}) > 1:
+            self.divides.append(splitter(timing, tuple(route for route in routes if route != "cpu_shard")))
         limits = workload.limits
         if (
             workload.zero_stage == 3 and limits.whole_parameter_bytes is not None
@@ -248,7 +261,7 @@ class Grid:
         self.sets = route_sets(routes)
         hosts = range(4 if workload.limits.pinned_host_bytes is not None and "cpu" in routes else 1)
         self.sizes = tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets, hosts)))
-        self._blocks: dict[tuple[int, int], Blocks] = {}
+        self._blocks: dict[tuple[int, int], Blocks | None] = {}
         self.estimates: dict[Settings, float] = {}
         self.refused: InputError | None = None
 
@@ -257,15 +270,26 @@ class Grid:
         workload = self.state.workload
         key = (settings.cut, settings.divide)
         if key not in self._blocks:
-            self._blocks[key] = make_blocks(
-                workload, self.cuts[settings.cut], self.divides[settings.divide], self.state.timing.algorithm
+            self._blocks[key] = self._placed(
+                make_blocks(
+                    workload, self.cuts[settings.cut], self.divides[settings.divide], self.state.timing.algorithm
+                )
             )
         blocks, allowed = self._blocks[key], self.sets[settings.routes]
+        if blocks is None:
+            return None
         hosted = hosted_groups(workload, blocks, settings.hosts) if "cpu" in allowed else frozenset()
         staged = staged_groups(workload, blocks, hosted) if "nvme" in allowed else frozenset()
-        if not fits(workload, blocks) or ("gpu" not in allowed and len(hosted) < len(blocks.groups)):
+        from_host = frozenset(g for g, group in enumerate(blocks.groups) if group.shard_rests == "host")
+        gathered = {g for g in range(len(blocks.groups)) if ("cpu_shard" if g in from_host else "gpu") in allowed}
+        if not fits(workload, blocks) or len(gathered | hosted) < len(blocks.groups):
             return None
-        return blocks, Choices(self.horizons[settings.horizon], allowed, hosted, staged)
+        return blocks, Choices(self.horizons[settings.horizon], allowed, hosted, staged, from_host=from_host)
+
+    def _placed(self, blocks: Blocks) -> Blocks | None:
+        """``blocks`` with their groups as the search's ``place`` says."""
+        groups = blocks.groups if self.state.place is None else self.state.place(blocks.groups)
+        return None if groups is None else blocks._replace(groups=groups)
 
     def estimate(self, settings: Settings) -> float:
         """Estimated end of the last step, by a placement pass of the :func:`shortened` workload."""
@@ -346,19 +370,29 @@ POLISHED_STEPS = 2048
 
 
 def search(
-    workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float = 0.0
+    workload: Workload,
+    timing: Timing,
+    routes: tuple[Route, ...],
+    bound_us: float = 0.0,
+    place: Place | None = None,
+    effort: float = 1.0,
 ) -> tuple[Schedule, float]:
     """The best schedule found, and its simulated iteration time.
+
+    Args:
+        place: see :class:`Search`.
+        effort: part of the usual effort.
 
     Raises:
         InputError: no groups can be gathered within the limits and the measured sizes.
     """
-    state = Search(workload, timing, routes, bound_us)
+    state = Search(workload, timing, routes, bound_us, place)
+    state.effort = int(state.effort * effort)
     grid = Grid(state)
     grid.descend()
     if all(us == inf for us in grid.estimates.values()):
         raise grid.refused or InputError("cannot fit: no route can bring every group within the limits", field="limits")
-    state.effort = max(state.effort, EFFORT[workload.zero_stage] // 4)
+    state.effort = max(state.effort, int(EFFORT[workload.zero_stage] * effort) // 4)
     judged = []
     for settings in _to_judge(grid.estimates):
         if judged and state.spent():
@@ -414,7 +448,7 @@ def _changes(state: Search, blocks: Blocks, choices: Choices) -> Iterator[Choice
                 if route != item.route:
                     yield choices._replace(forced={**choices.forced, (pp_rank, number): route})
     limit = workload.limits.pinned_host_bytes
-    if limit is not None and "cpu" in choices.routes:
+    if limit is not None and "cpu" in choices.routes and not choices.from_host:
         for swap in product(range(len(blocks.groups)), repeat=2):
             hosted = choices.hosted ^ frozenset(swap)
             staged = choices.staged - hosted

@@ -10,6 +10,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import best_of_gathers
 from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
 from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.planner.within_memory import plan_within_memory
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.schedule_text import bytes_by_route
 from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
@@ -73,7 +74,8 @@ class Comparison(NamedTuple):
 
 
 def compare_with(workload: Workload, timing: Timing, known_us: dict[str, float] | None = None) -> Comparison | None:
-    """The plans to compare with; None where all-gathers were not measured, or not for these sizes.
+    """The plans to compare with; None where all-gathers were not measured for these sizes, or where by them alone
+    nothing keeps ``limits.device_bytes``.
 
     Args:
         known_us: iteration times of baselines on the same table.
@@ -83,6 +85,13 @@ def compare_with(workload: Workload, timing: Timing, known_us: dict[str, float] 
         naive_us = run(workload, timing, naive).iteration_time_us
     except InputError:
         return None
+    if workload.limits.device_bytes is not None and workload.zero_stage == 3:
+        try:
+            gathers = plan_within_memory(workload, timing, ("gpu",), 0.0, only_gathers=True)
+        except InputError:  # nothing by all-gathers alone keeps the limit
+            return None
+        best = "gathers-only", gathers, run(workload, timing, gathers).iteration_time_us
+        return Comparison(naive, naive_us, best, workload.zero_stage)
     best = best_of_gathers(workload, timing, known_us)
     return Comparison(naive, naive_us, best or ("all-gpu", naive, naive_us), workload.zero_stage)
 

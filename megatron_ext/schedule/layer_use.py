@@ -21,7 +21,7 @@ def check_layers(schedule: Schedule, workload: Workload, *, file=None) -> None:
     Raises:
         InvalidSchedule: naming the action.
     """
-    uses = uses_of_groups(schedule, workload)
+    uses = uses_of_groups(schedule.groups, workload)
     pp = schedule.parallel.pp
     for rank in schedule.ranks:
         for index, entry in enumerate(rank.steps):

@@ -262,7 +262,7 @@ class _Gradients:
         self.bytes = self._on_its_way = 0
         self._visits = [0] * schedule.parallel.vp
         self._last = schedule.parallel.num_microbatches
-        spans = uses_of_groups(schedule, workload) if any(g.gradients for g in schedule.groups) else []
+        spans = uses_of_groups(schedule.groups, workload) if any(g.gradients for g in schedule.groups) else []
         self._allocated: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self._reduced: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for group, (first, last) in zip(schedule.groups, spans):

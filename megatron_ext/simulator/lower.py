@@ -63,7 +63,7 @@ class RankProgram:
 
 def lower(schedule: Schedule, workload: Workload, timing: Timing) -> list[RankProgram]:
     """Programs of all pipeline ranks. The schedule must be valid and match the workload."""
-    spans = uses_of_groups(schedule, workload)
+    spans = uses_of_groups(schedule.groups, workload)
     expected = steps_of_ranks(workload.parallel)
     return [
         _lower_rank(schedule, workload, timing, spans, rank, expected[rank]) for rank in range(workload.parallel.pp)

@@ -52,7 +52,7 @@ def moved(items, number: int, at: int):
 def test_layer_by_layer_fits():
     schedule, work = streamed()
     match(validate(schedule), work)
-    assert uses_of_groups(schedule, work)[:3] == [(0, 0), (1, 1), (2, 2)]
+    assert uses_of_groups(schedule.groups, work)[:3] == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_a_group_that_is_freed_before_its_layer_is_refused():
@@ -92,7 +92,7 @@ def test_a_layer_that_the_chunk_lacks_is_refused():
 
 def test_a_borrowed_parameter_must_stay_for_the_layer_that_borrows_it():
     schedule, work = streamed(borrowed=True)
-    assert uses_of_groups(schedule, work)[0] == (0, 2)
+    assert uses_of_groups(schedule.groups, work)[0] == (0, 2)
     with pytest.raises(InvalidSchedule, match="layer 2 still computes on group 0 after that"):
         match(validate(schedule), work)
 

@@ -1,0 +1,61 @@
+"""Gradients, shards and routes planned together: every limit down to a fifth of stock's memory has a plan."""
+
+import pytest
+from msgspec.structs import replace
+from planning_cases import line, make_table, make_workload
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner import plan
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.workload import Limits
+
+LAYOUTS = {
+    "PP 2 x VP 2 x DP 2": dict(pp=2, vp=2, dp=2, layers=3),
+    "DP 4": dict(pp=1, vp=1, dp=4, order="no_pipeline", layers=6),
+}
+
+
+def case(layout, microbatches=2):
+    work = make_workload(**LAYOUTS[layout], microbatches=microbatches, dtypes=("float32",))
+    table = make_table(work, gpu=(20.0, 2e3), cpu=(10.0, 3e3), publish=(5.0, 5e3))
+    table = replace(table, reduce=line(20.0, 1.5e3), host_add=line(1.0, 1e4))
+    stock = max(bill.memory.device_total_bytes for bill in evaluate(work, table).memory)
+    return work, table, stock
+
+
+def limited(work, limit, zero_stage=3, on_host=True):
+    return replace(
+        work, zero_stage=zero_stage, optimizer=OptimizerSettings(on_host=on_host), limits=Limits(device_bytes=limit)
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_less_memory_takes_longer_and_nothing_beats_the_bound(layout):
+    work, table, stock = case(layout)
+    times = []
+    for percent in (100, 50, 25):
+        planned = plan(limited(work, stock * percent // 100), table)
+        assert max(m.device_total_bytes for m in planned.predicted.memory) <= stock * percent // 100
+        assert planned.predicted.lower_bound_us <= planned.predicted.iteration_time_us * (1 + 1e-9)
+        times.append(planned.predicted.iteration_time_us)
+    assert times == sorted(times)
+    kept = {group.gradients for group in planned.groups}
+    assert kept & {"sharded", "host"} and {group.shard_rests for group in planned.groups} == {"host"}
+
+
+def test_zero_stage_2_keeps_parameters_whole_and_gradients_in_shards():
+    work, table, stock = case("DP 4")
+    need = stock - sum(chunk.bytes for chunk in work.chunks) // 4
+    planned = plan(limited(work, need, zero_stage=2, on_host=False), table)
+    assert {"sharded"} <= {group.gradients for group in planned.groups} <= {None, "sharded"}  # no more than is needed
+    assert planned.predicted.memory[0].device_total_bytes <= need
+    assert planned.predicted.baselines_us.keys() == {"gathers-only"}
+
+
+def test_what_cannot_fit_says_what_is_missing_and_what_would_help():
+    work, table, stock = case("DP 4")
+    with pytest.raises(InputError, match=r"holds at least \d+ bytes .* bytes short.*--optimizer-cpu-offload frees"):
+        plan(limited(work, stock // 5, zero_stage=2, on_host=False), table)
+    with pytest.raises(InputError, match="--zero-stage 2 frees a part of the gradients"):
+        plan(limited(work, stock // 2, zero_stage=1, on_host=False), table)
