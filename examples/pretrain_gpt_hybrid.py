@@ -27,6 +27,7 @@ from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import cpu_compat, gpt_arguments, hooks, one_line_end
 from megatron_ext.runtime.device import has_cuda
+from megatron_ext.runtime.watch import exit_code
 
 cpu_compat.install()  # does nothing where there is a CUDA device
 
@@ -305,9 +306,9 @@ if __name__ == "__main__":
         code = main()
     except InputError as refused:
         one_line_end.end(refused)
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
-        code = 1
+        code = exit_code(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

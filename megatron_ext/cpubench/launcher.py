@@ -28,6 +28,12 @@ from megatron_ext.cpubench import allocator
 GRACE_SECONDS = 10
 """How long ranks may take to end after they were asked to."""
 
+PEER_LOST_CODE = 3
+"""Exit code of a rank that ended because another one had gone: the cause is elsewhere."""
+
+CAUSE_SECONDS = 2.0
+"""How long to look for the rank whose end explains that of ranks that have lost a peer."""
+
 SETTLE_SECONDS = 0.2
 """How long to look whom else a failure has ended before one rank is named as its cause: a killed
 process closes its connections a moment before it counts as ended, and its peers see that."""
@@ -149,22 +155,39 @@ def _watch(ranks: list[subprocess.Popen], interrupted: list[int]) -> int:
                 f"launch: {signal.Signals(interrupted[0]).name} received; ending all ranks", file=sys.stderr, flush=True
             )
             return 128 + interrupted[0]
-        codes = [rank.poll() for rank in ranks]
+        codes = _codes(ranks)
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
             time.sleep(SETTLE_SECONDS)
-            return _report(ranks, *cause_of([rank.poll() for rank in ranks]))
+            deadline = time.monotonic() + CAUSE_SECONDS
+            while cause_of(_codes(ranks))[1] == PEER_LOST_CODE and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return _report(ranks, *cause_of(_codes(ranks)))
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.05)
 
 
+def _codes(ranks: list[subprocess.Popen]) -> list[int | None]:
+    return [rank.poll() for rank in ranks]
+
+
 def cause_of(codes: list[int | None]) -> tuple[int, int]:
     """``(rank, exit code)`` of the rank whose end explains those of the others, of which one at
     least has failed: bad input (2) before anything else, a signal before an error, which may be
-    that of a rank that lost its peer, and SIGKILL, which no rank gives itself, before others."""
+    that of a rank that lost its peer, and SIGKILL, which no rank gives itself, before others. A rank that says that it
+    lost a peer comes last."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
-    return min(failed, key=lambda entry: (entry[1] != 2, entry[1] != -signal.SIGKILL, entry[1] > 0, entry[0]))
+    return min(
+        failed,
+        key=lambda entry: (
+            entry[1] != 2,
+            entry[1] != -signal.SIGKILL,
+            entry[1] > 0,
+            entry[1] == PEER_LOST_CODE,
+            entry[0],
+        ),
+    )
 
 
 def _report(ranks: list[subprocess.Popen], first: int, code: int) -> int:

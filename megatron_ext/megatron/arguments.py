@@ -29,4 +29,12 @@ def add_arguments(parser):
         help="Equality check. While FILE is not there, train with Megatron's own gather at the schedule's bucket "
         "layout and write FILE; afterwards train by the schedule, and fail where it differs from FILE in any bit.",
     )
+    group.add_argument(
+        "--user-defined-schedule-step-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=None,
+        help="End a scheduled run, and say what every group and thread is doing, when no step has ended for so long "
+        "within an iteration; 0: never. Default: nine tenths of --distributed-timeout-minutes.",
+    )
     return parser

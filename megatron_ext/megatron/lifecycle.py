@@ -39,6 +39,7 @@ from megatron_ext.runtime.device import has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.watch import DEFAULT_STEP_SECONDS, Watch
 from megatron_ext.schedule import match, memory_bill, validate
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -104,6 +105,7 @@ class Run:
         self.check: EqualityCheck | None = None
         self.schedule: Schedule | None = None
         self.executor: Executor | None = None
+        self.watch: Watch | None = None
         self.stock_gather = os.environ.get(STOCK_GATHER) == "1"
         self._ddps: list = []
         self._bucket_groups: dict = {}
@@ -185,6 +187,7 @@ class Run:
                 self._move_to(State.REFERENCE)
             else:
                 self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+                self.watch = Watch(dist.get_rank(), _step_seconds(args))
                 self._agree(self._try_to_prepare(nvme_path))
                 self._begin()
                 self._steps = OptimizerSteps(optimizer)
@@ -239,10 +242,11 @@ class Run:
         return None
 
     def _begin(self) -> None:
-        assert self.schedule is not None and self.executor is not None
+        assert self.schedule is not None and self.executor is not None and self.watch is not None
         for bucket_group in self._bucket_groups.values():
             bucket_group.executor = self.executor
         self._move_to(State.READY)
+        self.watch.executor = self.executor
         # The initial parameters are whole everywhere; publishing them lets the first
         # iteration run like every other.
         self.executor.params_updated()
@@ -273,7 +277,10 @@ class Run:
 
     def on_params_updated(self, optimizer, update_successful: bool) -> None:
         """One of the run's optimizers has written new shards; publish after the last one."""
-        if self.executor is None or not update_successful:
+        if self.executor is None:
+            return
+        if not update_successful:  # the optimizer has skipped its step
+            self.executor.busy = False
             return
         self._optimizers_pending.add(id(optimizer))
         if len(self._optimizers_pending) < len(self._optimizers):
@@ -317,6 +324,8 @@ class Run:
         if self.executor is not None:
             self.executor.close()
             self.executor = None
+            if self.watch is not None:
+                self.watch.close()
             for bucket_group in self._bucket_groups.values():
                 bucket_group.executor = None
         trained = self.state in (State.READY, State.REFERENCE)
@@ -367,6 +376,17 @@ class Run:
         if has_cuda():
             lines += refusals.warnings_at_start(args, self.schedule)
         run_summary.say(*lines)
+
+
+def _step_seconds(args) -> float:
+    """After how long without the end of a step this run ends. Raises InputError."""
+    given = getattr(args, "user_defined_schedule_step_timeout", None)
+    if given is None:
+        minutes = getattr(args, "distributed_timeout_minutes", None)
+        return DEFAULT_STEP_SECONDS if minutes is None else 54.0 * minutes
+    if not 0 <= given < float("inf"):
+        raise InputError("must be 0 or more seconds", field="--user-defined-schedule-step-timeout", value=given)
+    return given
 
 
 def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:

@@ -1,4 +1,4 @@
-"""Bad input ends a training process with one line and exit code 2, without a traceback."""
+"""How a training process ends: bad input by one line and exit code 2, a lost peer by an exit code of its own."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ import time
 from typing import NoReturn
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime.watch import exit_code, lost_peer
 
 OTHER_RANKS_SECONDS = 2.0
 """How long ranks but the first wait before they say what is wrong: the first mostly says the same, and the launcher
@@ -13,13 +14,18 @@ then ends the others."""
 
 
 def install() -> None:
-    """Let an InputError that nobody catches end the process by :func:`end`. Other errors are reported as before."""
+    """Let an InputError that nobody catches end the process by :func:`end`, and the loss of a peer, once it is
+    reported, by its exit code. Other errors are reported as before."""
     report = sys.excepthook
 
     def report_unless_input(kind, error, traceback):
         if isinstance(error, InputError):
             end(error)
         report(kind, error, traceback)
+        if lost_peer(error):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(exit_code(error))
 
     sys.excepthook = report_unless_input
 

@@ -6,16 +6,18 @@ and a processor is what training leaves least of. With io_submit(2) all requests
 kernel's queue: the drive goes on by itself, and one thread hears of what is done.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
 import platform
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+
+from megatron_ext.runtime.worker import guarded, report_failure
 
 SYSTEM_CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 """io_setup, io_destroy, io_getevents, io_submit (asm/unistd.h)."""
@@ -26,11 +28,13 @@ READ, WRITE = 0, 1
 
 class Request(NamedTuple):
     """Fill ``view`` from ``offset``, or write it there; then ``done(result)`` is called on some thread: bytes moved, or
-    an error number as a negative one."""
+    an error number as a negative one. ``failed(error)`` is called instead where nobody will hear of the end, and after
+    ``done`` has raised."""
 
     view: memoryview
     offset: int
     done: Callable[[int], None]
+    failed: Callable[[BaseException], None]
     write: bool = False
 
 
@@ -81,10 +85,12 @@ class KernelReads:
         self._call(self._setup, ctypes.c_uint(queue_depth), ctypes.byref(self._context))
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._pending: deque[Request] = deque()
-        self._in_kernel: dict[int, tuple] = {}
-        self._number, self._closed, self._broken = 0, False, False
-        self._thread = threading.Thread(target=self._run, name="megatron_ext-drive", daemon=True)
+        self._untold: dict[int, Request] = {}  # all that were given, until they have been told; by number
+        self._pending: deque[int] = deque()
+        self._in_kernel: dict[int, tuple] = {}  # what the kernel reads and writes, by number
+        self._number, self._closed = 0, False
+        self._broken: BaseException | None = None
+        self._thread = threading.Thread(target=guarded(self._run), name="megatron_ext-drive", daemon=True)
         self._thread.start()
 
     def _call(self, *arguments) -> int:
@@ -97,33 +103,44 @@ class KernelReads:
     def read(self, requests: list[Request]) -> None:
         """Give requests to the drive, behind those given before; returns at once."""
         with self._lock:
-            if self._broken or self._closed:
-                failed = [(request, -errno.EIO) for request in requests]
-            else:
-                self._pending.extend(requests)
+            refused = self._broken or (OSError(errno.EIO, os.strerror(errno.EIO)) if self._closed else None)
+            if refused is None:
+                for request in requests:
+                    self._number += 1
+                    self._untold[self._number] = request
+                    self._pending.append(self._number)
+        if refused is not None:
+            for request in requests:
+                request.failed(refused)
+            return
+        with self._breaking():
+            with self._lock:
                 failed = self._fill()
                 self._changed.notify()
-        _tell(failed)
+            self._tell(failed)
 
-    def _fill(self) -> list[tuple[Request, int]]:
-        """Submit what there is space for; returns what the kernel refused."""
+    @contextlib.contextmanager
+    def _breaking(self):
+        """An error here leaves no read without an end: all fail with it, those given later as well."""
+        try:
+            yield
+        except BaseException as error:
+            with self._lock:
+                self._broken = error
+                untold = list(self._untold.values())
+                self._untold.clear()
+                self._pending.clear()
+                self._changed.notify()
+            for request in untold:
+                request.failed(error)
+            raise
+
+    def _fill(self) -> list[tuple[int, int]]:
+        """Submit what there is space for; returns what the kernel refused, with the error number as a negative one."""
         free = min(self._depth - len(self._in_kernel), len(self._pending))
         if not free:
             return []
-        entries = []
-        for _ in range(free):
-            request = self._pending.popleft()
-            memory = (ctypes.c_char * len(request.view)).from_buffer(request.view)
-            self._number += 1
-            control = _Control(
-                data=self._number,
-                opcode=WRITE if request.write else READ,
-                descriptor=self._descriptor,
-                buffer=ctypes.addressof(memory),
-                bytes=len(request.view),
-                offset=request.offset,
-            )
-            entries.append((self._number, control, memory, request))
+        entries = [self._entry(self._pending.popleft()) for _ in range(free)]
         pointers = (ctypes.c_void_p * free)(*(ctypes.addressof(entry[1]) for entry in entries))
         taken, failed = 0, []
         while taken < free:
@@ -137,7 +154,7 @@ class KernelReads:
             except InterruptedError:
                 continue
             except OSError as error:  # of the first that is left
-                failed.append((entries[taken][3], -(error.errno or errno.EIO)))
+                failed.append((entries[taken][0], -(error.errno or errno.EIO)))
                 taken += 1
                 continue
             for entry in entries[taken : taken + count]:
@@ -145,22 +162,30 @@ class KernelReads:
             taken += count
         return failed
 
+    def _entry(self, number: int) -> tuple:
+        """What the kernel reads and writes of a request, which must stay until it is done."""
+        request = self._untold[number]
+        memory = (ctypes.c_char * len(request.view)).from_buffer(request.view)
+        control = _Control(
+            data=number,
+            opcode=WRITE if request.write else READ,
+            descriptor=self._descriptor,
+            buffer=ctypes.addressof(memory),
+            bytes=len(request.view),
+            offset=request.offset,
+        )
+        return number, control, memory
+
     def _run(self) -> None:
-        try:
+        with self._breaking():
             self._reap()
-        except Exception:  # nobody would hear of any later read: they all fail at once instead
-            with self._lock:
-                self._broken = True
-                left = [entry[3] for entry in self._in_kernel.values()] + list(self._pending)
-                self._pending.clear()
-            _tell([(request, -errno.EIO) for request in left])
 
     def _reap(self) -> None:
         events = (_Event * self._depth)()
         while True:
             with self._lock:
                 while not self._in_kernel:
-                    if self._closed:
+                    if self._closed or self._broken:
                         return
                     self._changed.wait()
             try:
@@ -169,29 +194,39 @@ class KernelReads:
                 )
             except InterruptedError:
                 continue
+            done = [(event.data, event.result) for event in events[:count]]
             with self._lock:
-                done = [(self._in_kernel.pop(event.data)[3], event.result) for event in events[:count]]
+                for number, _ in done:
+                    del self._in_kernel[number]
                 done += self._fill()
-            _tell(done)
+            self._tell(done)
+
+    def _tell(self, done: list[tuple[int, int]]) -> None:
+        """Tell whose reads have ended; each stays known until it has been told."""
+        for number, result in done:
+            request = self._untold.get(number)
+            if request is not None:  # or all have failed meanwhile
+                _tell(request, result)
+                self._untold.pop(number, None)
 
     def close(self) -> None:
         """Forget what the kernel does not have yet; returns when it has read the rest."""
         with self._lock:
-            left = list(self._pending)
+            left = [(number, -errno.ECANCELED) for number in self._pending]
             self._pending.clear()
             self._closed = True
             self._changed.notify()
-        _tell([(request, -errno.ECANCELED) for request in left])
+        self._tell(left)
         self._thread.join()
         self._call(self._destroy, self._context)
 
 
-def _tell(done: list[tuple[Request, int]]) -> None:
-    for request, result in done:
-        try:
-            request.done(result)
-        except Exception:  # of one reader: the others must hear of theirs
-            traceback.print_exc()
+def _tell(request: Request, result: int) -> None:
+    try:
+        request.done(result)
+    except Exception as error:  # of one reader: the others must hear of theirs
+        request.failed(error)
+        report_failure(error)
 
 
 class ThreadReads:
@@ -203,15 +238,19 @@ class ThreadReads:
 
     def read(self, requests: list[Request]) -> None:
         for request in requests:
-            self._pool.submit(self._one, request)
+            self._pool.submit(guarded(self._one), request)
 
     def _one(self, request: Request) -> None:
         try:
-            move = os.pwritev if request.write else os.preadv
-            result = move(self._descriptor, [request.view], request.offset)
-        except OSError as error:
-            result = -(error.errno or errno.EIO)
-        _tell([(request, result)])
+            try:
+                move = os.pwritev if request.write else os.preadv
+                result = move(self._descriptor, [request.view], request.offset)
+            except OSError as error:
+                result = -(error.errno or errno.EIO)
+            _tell(request, result)
+        except BaseException as error:
+            request.failed(error)
+            raise
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

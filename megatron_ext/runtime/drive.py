@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.block_reads import Request, open_reads
-from megatron_ext.runtime.worker import Transfer
+from megatron_ext.runtime.worker import Transfer, tell_watch
 from megatron_ext.workload.drive_reads import SECTOR_BYTES, DriveReads
 
 BLOCK = SECTOR_BYTES
@@ -144,17 +144,32 @@ class DriveFile:
         self.block_bytes, self.queue_depth = block_bytes, queue_depth
         self._reads = open_reads(self._direct, queue_depth, self.direct)
 
-    def start(self, memory: memoryview, offset: int, what: str, done: Callable[[Exception | None], None]) -> None:
+    def start(
+        self,
+        memory: memoryview,
+        offset: int,
+        what: str,
+        transfer: Transfer,
+        before_end: Callable[[], None] | None = None,
+    ) -> None:
         """Begin to fill ``memory`` (aligned, a multiple of BLOCK) from ``offset``, behind reads that began before.
 
-        ``done(error)`` is called on another thread when all is there, with a DriveError that names
-        ``what`` and the file when it cannot be.
+        ``transfer`` is finished on another thread when all is there, with a DriveError that names ``what`` and the file
+        when it cannot be; ``before_end()`` is called there just before.
         """
-        _Move(self, memory, offset, what, done, write=False).begin()
+        _Move(self, memory, offset, what, transfer, before_end, write=False).begin()
 
-    def start_write(self, memory: memoryview, offset: int, what: str, done: Callable[[Exception | None], None]) -> None:
-        """The same the other way: begin to write ``memory`` past the page cache. It must not change until ``done``."""
-        _Move(self, memory, offset, what, done, write=True).begin()
+    def start_write(
+        self,
+        memory: memoryview,
+        offset: int,
+        what: str,
+        transfer: Transfer,
+        before_end: Callable[[], None] | None = None,
+    ) -> None:
+        """The same the other way: begin to write ``memory`` past the page cache. It must not change until the end of
+        ``transfer``."""
+        _Move(self, memory, offset, what, transfer, before_end, write=True).begin()
 
     def read(self, memory: memoryview, offset: int, what: str) -> None:
         """:meth:`start`, and block until it is there.
@@ -163,7 +178,7 @@ class DriveFile:
             DriveError: naming ``what`` and the file.
         """
         transfer = Transfer()
-        self.start(memory, offset, what, transfer.finish)
+        self.start(memory, offset, what, transfer)
         transfer.wait()
 
     def write(self, memory, offset: int, what: str) -> None:
@@ -201,9 +216,19 @@ class DriveFile:
 class _Move:
     """One read or write of contiguous bytes, in blocks that end in any order."""
 
-    def __init__(self, file: DriveFile, memory: memoryview, offset: int, what: str, done, *, write: bool):
-        self.file, self.memory, self.offset, self.what, self.done = file, memory, offset, what, done
-        self.is_write = write
+    def __init__(
+        self,
+        file: DriveFile,
+        memory: memoryview,
+        offset: int,
+        what: str,
+        transfer: Transfer,
+        before_end,
+        *,
+        write: bool,
+    ):
+        self.file, self.memory, self.offset, self.what = file, memory, offset, what
+        self.transfer, self.before_end, self.is_write = transfer, before_end, write
         self._lock, self._left, self._error = threading.Lock(), 0, None
 
     def begin(self) -> None:
@@ -214,12 +239,8 @@ class _Move:
         )
 
     def _request(self, start: int, end: int) -> Request:
-        return Request(
-            self.memory[start:end],
-            self.offset + start,
-            lambda count: self._came(start, end, count),
-            write=self.is_write,
-        )
+        view, came = self.memory[start:end], lambda count: self._came(start, end, count)
+        return Request(view, self.offset + start, came, self.transfer.finish, self.is_write)
 
     def _came(self, start: int, end: int, count: int) -> None:
         """A block's request has ended after ``count`` bytes, or with an error number below 0."""
@@ -240,4 +261,8 @@ class _Move:
                 return
         if not self.file.direct:  # or the next read would come from the page cache
             os.posix_fadvise(self.file._direct, self.offset, len(self.memory), os.POSIX_FADV_DONTNEED)
-        self.done(self._error)
+        if self.before_end is not None:
+            self.before_end()
+        self.transfer.finish(self._error)
+        if self._error is not None:
+            tell_watch(self._error)

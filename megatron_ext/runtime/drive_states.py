@@ -188,7 +188,7 @@ class DriveStates:
                 self._wait(write)
             self._device.synchronize(copied)
             begin = perf_counter_ns()
-            self.file.start(memory, unit.start, f"states {index}", self._recorded(transfer, "states read", begin))
+            self.file.start(memory, unit.start, f"states {index}", transfer, self._recorded("states read", begin))
             return LATER
 
         return self._worker.submit(read)
@@ -198,16 +198,12 @@ class DriveStates:
         unit.let_go()
         memory = self._memory[slot * self.slot_bytes : slot * self.slot_bytes + unit.bytes]
         self._moves[slot] = self._writes[index] = transfer
-        done = self._recorded(transfer, "states write", perf_counter_ns())
-        self.file.start_write(memory, unit.start, f"states {index}", done)
+        recorded = self._recorded("states write", perf_counter_ns())
+        self.file.start_write(memory, unit.start, f"states {index}", transfer, recorded)
 
-    def _recorded(self, transfer: Transfer, name: str, begin: int):
-        def done(error: Exception | None) -> None:
-            if self.recorder is not None:
-                self.recorder.add("nvme", name, begin, perf_counter_ns())
-            transfer.finish(error)
-
-        return done
+    def _recorded(self, name: str, begin: int):
+        recorder = self.recorder
+        return None if recorder is None else lambda: recorder.add("nvme", name, begin, perf_counter_ns())
 
     @staticmethod
     def _wait(transfer: Transfer | None) -> None:
@@ -238,7 +234,7 @@ class DriveStates:
         for name, place in places.items():
             place.copy_(tensors[name])
         transfer = Transfer()
-        self.file.start_write(memory, unit.start + region.offset, "states of a checkpoint", transfer.finish)
+        self.file.start_write(memory, unit.start + region.offset, "states of a checkpoint", transfer)
         transfer.wait()
         self._read_ahead()
 

@@ -50,6 +50,7 @@ class Executor:
         self.peak_bytes = 0  # of whole parameters in the iteration that ended last
         self._started = False
         self._undisturbed = True
+        self.busy = False  # between the begin of an iteration and the update of parameters
         self._close: list[Callable[[], None]] = []
 
     # Called by hooks, in the order of a training iteration.
@@ -61,6 +62,7 @@ class Executor:
         self._started = True
 
     def begin_iteration(self) -> None:
+        self.busy = True
         if not self._undisturbed:  # something gathered outside the program; begin anew
             self._drop_all()
             self._undisturbed = True
@@ -141,6 +143,7 @@ class Executor:
         if self.recorder is not None:
             self.recorder.add("issue", "publish", start, time.perf_counter_ns())
         self.start()
+        self.busy = False
 
     def params_changed(self) -> None:
         """Whole parameters have new values that the optimizer did not write: take the shards
@@ -164,7 +167,7 @@ class Executor:
         Collective over the data-parallel group where anything has to be gathered: all its
         ranks must call it.
         """
-        self._undisturbed = False
+        self._undisturbed, self.busy = False, True
         for index in sorted(self.groups):
             group = self.groups[index]
             if group.state is State.UNSHARDING:
@@ -172,6 +175,22 @@ class Executor:
             elif group.state is State.SHARDED:
                 group.unshard(self.gather, self.clock)
                 group.wait(self.clock)
+        self.busy = False
+
+    # For who watches, from another thread.
+
+    def progress(self) -> tuple[int, int, int, int] | None:
+        """Changes with every step that begins or ends; None while the training thread is not here, but in an
+        evaluation, a checkpoint, or between two iterations."""
+        steps = (self._count_forward, self._count_backward)
+        return (self.iterations, self.clock.version, *steps) if self.busy else None
+
+    def where(self) -> str:
+        """The iteration and the step that the training thread is at, in words."""
+        return (
+            f"iteration {self.iterations + 1} of this schedule, after the begin of {self._count_forward} of "
+            f"{len(self._forwards)} forwards and the end of {self._count_backward} of {len(self._backwards)} backwards"
+        )
 
     def on_close(self, *functions: Callable[[], None]) -> None:
         """Call ``functions`` at the end, the last one first."""

@@ -31,6 +31,9 @@ from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.shared_flags import flags_bytes, open_flags
 from megatron_ext.runtime.worker import Exiting, exiting
 
+LOOK_SECONDS = 0.2
+"""How often who waits looks whether the ranks that it waits for are still there."""
+
 SPINS = 200
 """Polls that only yield; after these a waiting reader sleeps between polls."""
 
@@ -111,6 +114,10 @@ class HostPool:
         for row in range(self._reads_row):
             self._flags.store(row, self.rank, FAILED)
 
+    def publishes(self, group: Group) -> bool:
+        """Whether ``group`` is one of those that have flags."""
+        return group.index in self._row_of
+
     def published(self, group: Group) -> np.ndarray:
         """Version at which each rank's shard of ``group`` is there, or :data:`FAILED`; shape ``(size,)``."""
         return self._flags.load(self._row_of[group.index])
@@ -146,7 +153,7 @@ class HostPool:
                 raise self._failure
             if exiting():
                 raise Exiting(f"the process ended while it waited for others {what}")
-            if time.monotonic() - checked > 1.0:
+            if time.monotonic() - checked > LOOK_SECONDS:
                 checked = time.monotonic()
                 for rank in np.flatnonzero(self._flags.load(row) < value):
                     if any(self._flags.load(group)[rank] == FAILED for group in range(self._reads_row)):

@@ -9,6 +9,7 @@ import torch
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import drive
 from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.worker import Transfer
 from megatron_ext.workload.drive_reads import DriveReads
 
 
@@ -64,12 +65,11 @@ class NvmePool:
         """What was written of ``group`` is on the drive when this returns. Raises DriveError."""
         self.file.flush(self._offset_of[group.index], drive.aligned(group.bytes), str(group))
 
-    def start(self, group: Group, slot: int, done) -> None:
-        """Begin to read the whole group into ``slot``; then ``done(error)`` is called, see DriveFile.start."""
+    def start(self, group: Group, slot: int, transfer: Transfer, before_end=None) -> None:
+        """Begin to read the whole group into ``slot``; finishes ``transfer``, see DriveFile.start."""
         start = slot * self.slot_bytes
-        self.file.start(
-            self._memory[start : start + drive.aligned(group.bytes)], self._offset_of[group.index], str(group), done
-        )
+        memory = self._memory[start : start + drive.aligned(group.bytes)]
+        self.file.start(memory, self._offset_of[group.index], str(group), transfer, before_end)
 
     def staged(self, group: Group, slot: int) -> torch.Tensor:
         """``slot`` as the flat tensor that it holds of ``group``."""

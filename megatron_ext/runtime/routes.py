@@ -132,14 +132,13 @@ class NvmeRoute:
                 self.pool.cut_short(group)
             start = perf_counter_ns() if self.recorder is not None else 0
 
-            def done(error: Exception | None) -> None:
-                if self.recorder is not None:
-                    end = perf_counter_ns()
-                    self.recorder.add("nvme", f"stage_in {group.index}", max(start, min(self._read_end, end)), end)
-                    self._read_end = end
-                transfer.finish(error)
+            def record() -> None:
+                assert self.recorder is not None  # or this is not called
+                end = perf_counter_ns()
+                self.recorder.add("nvme", f"stage_in {group.index}", max(start, min(self._read_end, end)), end)
+                self._read_end = end
 
-            self.pool.start(group, slot, done)
+            self.pool.start(group, slot, transfer, None if self.recorder is None else record)
             return LATER
 
         self._staged[group.index] = (slot, self.reader.submit(read))

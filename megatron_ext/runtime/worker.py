@@ -7,8 +7,11 @@ until a copy may be issued, then issues it on its stream.
 
 import atexit
 import queue
+import sys
 import threading
+import traceback
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 CLOSE_SECONDS = 60
@@ -25,6 +28,35 @@ class Exiting(RuntimeError):
 def exiting() -> bool:
     """Whether the interpreter is about to end; whoever polls stops then."""
     return _exiting.is_set()
+
+
+on_failure: Callable[[BaseException], None] | None = None
+"""Who ends the run when a background thread fails; set by :class:`megatron_ext.runtime.watch.Watch`."""
+
+
+def tell_watch(error: BaseException) -> None:
+    """A background thread has failed. A run that is watched ends, whether or not anybody waits for this thread."""
+    if on_failure is not None and not isinstance(error, Exiting):
+        on_failure(error)
+
+
+def report_failure(error: BaseException) -> None:
+    """The same for an error that is handed to nobody: where no run is watched it is printed."""
+    if on_failure is None and not isinstance(error, Exiting):
+        traceback.print_exception(error, file=sys.stderr)
+    tell_watch(error)
+
+
+def guarded(function: Callable) -> Callable:
+    """``function`` for a background thread: what it raises is reported, as nobody is there to catch it."""
+
+    def run(*arguments) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:
+            report_failure(error)
+
+    return run
 
 
 @atexit.register
@@ -93,11 +125,12 @@ LATER = object()
 
 
 class Worker:
-    """FIFO of ``(function, transfer)``; after a failure every later transfer fails too."""
+    """FIFO of ``(function, transfer)``; after a failure every later transfer fails too, and a run that is watched
+    ends."""
 
     def __init__(self, name: str):
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"megatron_ext-{name}", daemon=True)
+        self._thread = threading.Thread(target=guarded(self._run), name=f"megatron_ext-{name}", daemon=True)
         self._thread.start()
         _alive.add(self)
 
@@ -123,6 +156,8 @@ class Worker:
                 except BaseException as error:  # handed to whoever waits
                     failure = error
             transfer.finish(failure)
+            if failure is not None:
+                tell_watch(failure)
 
     def close(self) -> None:
         """End the thread after what is queued.

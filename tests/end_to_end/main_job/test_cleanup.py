@@ -124,6 +124,9 @@ def test_a_killed_rank_ends_the_run_and_is_named(training):
         ([-6, -9, 1, 1], (1, -9)),
         ([None, 1, 1, None], (1, 1)),
         ([-15, 2, 2, 1], (1, 2)),
+        ([3, 3, 1, None], (2, 1)),
+        ([3, -11, 3, 3], (1, -11)),
+        ([None, 3, 3, None], (1, 3)),
     ],
 )
 def test_the_rank_that_brought_the_others_down_is_named(codes, cause):

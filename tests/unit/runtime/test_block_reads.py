@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from megatron_ext.runtime.block_reads import KernelReads, Request, ThreadReads, open_reads
+from megatron_ext.runtime.worker import Transfer
 
 BLOCK, BLOCKS = 4096, 64
 
@@ -32,7 +33,9 @@ def read_all(reads, order: list[int], memory: memoryview) -> list[int]:
             results[place] = result
             all_there.release()
 
-        return Request(memory[place * BLOCK : (place + 1) * BLOCK], number * BLOCK, done)
+        return Request(
+            memory[place * BLOCK : (place + 1) * BLOCK], number * BLOCK, done, lambda error: done(-errno.EIO)
+        )
 
     for begin in range(0, len(order), 7):
         reads.read([request(place, number) for place, number in enumerate(order[begin : begin + 7], begin)])
@@ -72,12 +75,14 @@ def test_errors_and_ends_come_back_as_results(direct, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", [KernelReads, ThreadReads])
 def test_a_reader_that_fails_does_not_keep_the_others_from_theirs(direct, kind):
-    memory, reads = mmap.mmap(-1, BLOCK), kind(direct, 1)
+    memory, reads, transfer = mmap.mmap(-1, BLOCK), kind(direct, 1), Transfer()
 
     def fail(result: int) -> None:
         raise ValueError("in the callback")
 
-    reads.read([Request(memoryview(memory), 0, fail)])
+    reads.read([Request(memoryview(memory), 0, fail, transfer.finish)])
+    with pytest.raises(ValueError, match="in the callback"):
+        transfer.wait()
     assert read_all(reads, [5], memoryview(memory)) == [BLOCK]
     reads.close()
 

@@ -38,7 +38,7 @@ def make_pool(directory, groups, **settings) -> NvmePool:
 
 def read(pool: NvmePool, group: Group, slot: int) -> None:
     transfer = Transfer()
-    pool.start(group, slot, transfer.finish)
+    pool.start(group, slot, transfer)
     transfer.wait()
 
 

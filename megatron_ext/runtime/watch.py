@@ -1,0 +1,155 @@
+"""Ends a run that cannot go on: a background thread has failed, or no step ends any more.
+
+[Note: Who hears of a failure]
+The error of a background thread is raised where its transfers are waited for. The training thread may never get there:
+it may be in a collective with a rank that waits, through others, for the thread that has failed, and a call of gloo or
+NCCL cannot be broken off from Python. So the process ends by itself, :data:`GRACE_SECONDS` after the failure. That
+closes its connections: ranks that wait for it get an error, and the launcher ends all others.
+
+[Note: Who is to blame]
+A rank that ends because another one has gone ends with the exit code :data:`PEER_LOST_CODE`, so that a launcher can
+tell it from the rank that went first.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+
+from megatron_ext.cpubench.launcher import PEER_LOST_CODE
+from megatron_ext.runtime import worker
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.host_pool import PeerLost
+
+GRACE_SECONDS = 0.4
+"""How long the training thread may take, after a background thread has failed, to end the process by its own error."""
+
+LOOK_SECONDS = 1.0
+"""How often the watch looks whether a step has ended."""
+
+OTHERS_SECONDS = 2.0
+"""How long a rank whose steps do not end stays after it has said so: the other ranks are to say where they are, too."""
+
+DEFAULT_STEP_SECONDS = 540.0
+"""A bit less than the 10 minutes after which Megatron's process groups give up, whose message names no group."""
+
+FRAMES = 6
+"""Frames of each thread that are printed, the innermost first."""
+
+CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused")
+"""What gloo and NCCL say of a peer that has gone."""
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether ``error`` tells that another rank has gone, and not what is wrong with this one."""
+    return isinstance(error, PeerLost) or (
+        isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in CLOSED)
+    )
+
+
+def exit_code(error: BaseException) -> int:
+    """With which a process ends that ``error`` has ended, see [Note: Who is to blame]."""
+    return PEER_LOST_CODE if lost_peer(error) else 1
+
+
+class Watch:
+    """Watches over one rank, on a thread of its own; one instance a process. It begins before the other threads do.
+
+    Args:
+        step_seconds: after so long without the end of a step, while an iteration runs, the process ends; 0: never.
+
+    Attributes:
+        executor: whose steps are to end; None while it is being prepared.
+    """
+
+    def __init__(self, rank: int, step_seconds: float = DEFAULT_STEP_SECONDS):
+        self.rank, self.step_seconds = rank, step_seconds
+        self.executor: Executor | None = None
+        self._failure: BaseException | None = None
+        self._failed_in = ""
+        self._closed, self._wake = False, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="megatron_ext-watch", daemon=True)
+        worker.on_failure = self._on_failure
+        self._thread.start()
+
+    def _on_failure(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure, self._failed_in = error, threading.current_thread().name
+        self._wake.set()
+
+    def _run(self) -> None:
+        try:
+            self._look()
+        except BaseException as error:  # nobody would watch any more
+            self._end(error, "megatron_ext-watch")
+
+    def _look(self) -> None:
+        seen, waited = None, 0.0
+        while not self._closed:
+            self._wake.wait(LOOK_SECONDS)
+            if self._failure is not None:
+                time.sleep(GRACE_SECONDS)
+                self._end(self._failure, self._failed_in)
+            progress = self.executor.progress() if self.executor is not None else None
+            # Not by the clock: a process that was stopped and goes on has not waited.
+            waited = waited + LOOK_SECONDS if progress is not None and progress == seen else 0.0
+            seen = progress
+            if self.step_seconds and waited >= self.step_seconds and not worker.exiting():
+                self._end_stalled()
+
+    def _end(self, error: BaseException, thread: str) -> None:
+        lines = traceback.format_exception(error)
+        print(
+            f"{''.join(lines)}megatron-ext: rank {self.rank}: the thread {thread} failed, so the run ends: "
+            f"{type(error).__name__}: {error}",
+            file=sys.__stderr__,
+            flush=True,
+        )
+        os._exit(exit_code(error))
+
+    def _end_stalled(self) -> None:
+        text = (
+            f"megatron-ext: rank {self.rank}: no step has ended for {self.step_seconds:g} s, so the run ends "
+            "(--user-defined-schedule-step-timeout)"
+        )
+        groups = state_of(self.executor) if self.executor is not None else []
+        print("\n  ".join([text, *groups, *state_of_threads()]), file=sys.__stderr__, flush=True)
+        time.sleep(OTHERS_SECONDS)
+        os._exit(1)
+
+    def close(self) -> None:
+        """Training has ended. Raises RuntimeError where a background thread has failed meanwhile."""
+        worker.on_failure = None
+        if self._failure is not None:
+            raise RuntimeError(f"the thread {self._failed_in} failed") from self._failure
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+
+def state_of(executor: Executor) -> list[str]:
+    """Where a rank is: its step, and every group with its state and who has published it; one line each."""
+    lines = [executor.where()]
+    for group in executor.groups.values():
+        line = f"{group}: {group.state.value}, version {group.version} of {executor.clock.version}"
+        if executor.pool is not None and executor.pool.publishes(group):
+            line += f"; published at versions {executor.pool.published(group).tolist()}, by rank of the node"
+        lines.append(line)
+    return lines
+
+
+def state_of_threads() -> list[str]:
+    """Where every thread is, the innermost frame first; one line each."""
+    frames = sys._current_frames()
+    return [
+        f"thread {thread.name}: {_stack(frames[thread.ident])}"
+        for thread in threading.enumerate()
+        if thread.ident in frames
+    ]
+
+
+def _stack(frame: FrameType) -> str:
+    found = reversed(traceback.extract_stack(frame, limit=None)[-FRAMES:])
+    return ", called by ".join(f"{entry.name} ({entry.filename}:{entry.lineno})" for entry in found)
