@@ -39,7 +39,7 @@ def obtain(version: str, into) -> Path:
         return into
     into.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{into.name}.", dir=into.parent) as scratch:
-        wheel = _download(version, Path(scratch, "wheel"))
+        wheel = download_wheel(version, Path(scratch, "wheel"))
         unpacked = Path(scratch, "tree")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(unpacked)
@@ -54,7 +54,7 @@ def obtain(version: str, into) -> Path:
     return into
 
 
-def _download(version: str, scratch: Path) -> Path:
+def download_wheel(version: str, scratch: Path) -> Path:
     """The wheel of ``version``."""
     command = [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-input"),

@@ -122,7 +122,7 @@ class Measurement:
     Attributes:
         operations: by the name of the curve.
         visits: by pass, (curve, size) in the order in which they are visited.
-        merged: see :func:`_merge`.
+        merged: see :func:`merge_visits`.
         refined: (curve, size) that the first pass did not have.
         short: (curve, size) that are visited ``SHORT_VISITS`` times in a pass behind the first.
     """
@@ -172,7 +172,7 @@ class Measurement:
                     break
                 self.visits.append(shuffled(self.visits[-1], number))
                 self._count()
-            _merge(self.fabric, self._pass(number), self.merged)
+            merge_visits(self.fabric, self._pass(number), self.merged)
             if self.compute_rounds is not None:
                 self._take_compute()
 
@@ -197,7 +197,7 @@ class Measurement:
             return None
         known = {(row["measured"], row["busy"]) for row in rows}
         return {
-            "curves": _curves(self.merged, self.refined, us_per_byte),
+            "curves": curves_of(self.merged, self.refined, us_per_byte),
             "contention": rows,
             "unmeasured_pairs": [pair for pair in self.pairs if pair not in known],
             "compute": compute,
@@ -291,7 +291,7 @@ def _text(size: int) -> str:
     return f"{size} B"
 
 
-def _merge(fabric: Fabric, own: dict, merged: dict) -> None:
+def merge_visits(fabric: Fabric, own: dict, merged: dict) -> None:
     """Add a pass: ``merged[name, size]`` is a list over passes of (us that count, see completion.py, in each round,
     issued of all ranks, processor time of all ranks)."""
     everyone: list = [None] * fabric.world_size
@@ -321,7 +321,7 @@ def _refined(fabric: Fabric, visits: list, medians: dict) -> list:
     return sorted({*visits, *added}, key=lambda visit: (CURVES.index(visit[0]), visit[1]))
 
 
-def _curves(merged: dict, refined: set, softirq: dict[str, float]) -> dict[str, list[dict]]:
+def curves_of(merged: dict, refined: set, softirq: dict[str, float]) -> dict[str, list[dict]]:
     """Medians and 95th percentiles, by name then size; what a table is made of. ``softirq``: by name,
     softirq time of a byte, in microseconds."""
     curves: dict[str, list[dict]] = {}

@@ -109,7 +109,7 @@ class Boundaries:
     def __init__(
         self, chunks: list[torch.nn.Module], uses: dict[int, tuple[int, int]], blocks: list[list[tuple[int, int]]]
     ):
-        self._layers = [layers_of(chunk) for chunk in chunks]
+        self.layers = [layers_of(chunk) for chunk in chunks]
         self._uses, self._blocks = uses, blocks
         self._waiting: dict[tuple[int, int], list] = {}
         self._restore: list[Callable[[], None]] = []
@@ -118,7 +118,7 @@ class Boundaries:
         return self._uses[group_index]
 
     def num_layers(self, model_chunk_id: int) -> int:
-        return len(self._layers[model_chunk_id])
+        return len(self.layers[model_chunk_id])
 
     def backward_begins(self, model_chunk_id: int, layer: int) -> int:
         return self._blocks[model_chunk_id][layer][1]
@@ -143,7 +143,7 @@ class Boundaries:
         """What runs when this layer computes next; the first call wraps the layer's forward."""
         key = (model_chunk_id, boundary)
         if key not in self._waiting:
-            self._waiting[key], restore = _wrap_forward(self._layers[model_chunk_id][boundary].module)
+            self._waiting[key], restore = _wrap_forward(self.layers[model_chunk_id][boundary].module)
             self._restore.append(restore)
         return self._waiting[key]
 

@@ -16,7 +16,7 @@ _run = None
 
 _looked = False
 
-_ended = False
+ended = False
 """Whether a run has written what it was to write."""
 
 
@@ -44,11 +44,11 @@ def configure(schedule=None, trace=None, *, parallel=None, check=None):
     return _run
 
 
-def _require_end() -> None:
+def require_end() -> None:
     """Fail a process that ends without an error before its trace, or its equality check, is written."""
     args = _megatron_args()
     wanted = [getattr(args, f"user_defined_schedule_{name}", None) for name in ("trace", "check")]
-    if _ended or not any(wanted) or getattr(sys, "last_value", None) is not None:
+    if ended or not any(wanted) or getattr(sys, "last_value", None) is not None:
         return
     if int(os.environ.get("RANK", 0)) == 0:
         text = f"{wanted[0] or wanted[1]} was not written: the process ended before the end of training"
@@ -95,7 +95,7 @@ def on_pretrain() -> None:
 
     one_line_end.install()
     device_environment.prepare(sys.argv[1:], os.environ)
-    atexit.register(_require_end)
+    atexit.register(require_end)
     asked_for = cpu_compat.is_installed()
     if cpu_compat.install() and not asked_for and os.environ.get("RANK", "0") == "0":
         text = "torch sees no CUDA device, so this trains on the CPU, as `megatron-ext run-on-cpu` does"
@@ -188,8 +188,8 @@ def census():
 
 def finish() -> None:
     """End of training: collective; writes the trace and frees threads and host memory."""
-    global _run, _ended
+    global _run, ended
     if _run is not None:
         run, _run = _run, None
         run.finish()
-        _ended = True
+        ended = True

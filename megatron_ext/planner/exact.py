@@ -95,7 +95,7 @@ def solve(
         if models == effort.models or not _small(workload, timing, made[0], effort.choices):
             continue
         try:
-            schedule, bound = _solve(workload, timing, *made, known, known_us, effort.work)
+            schedule, bound = solve_groups(workload, timing, *made, known, known_us, effort.work)
         except InputError:  # a group of a size that was not measured
             continue
         models += 1
@@ -143,7 +143,7 @@ def _small(workload: Workload, timing: Timing, blocks: Blocks, choices: int) -> 
     return True
 
 
-def _solve(
+def solve_groups(
     workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, known: Schedule, known_us: float, work: float
 ) -> tuple[Schedule | None, float]:
     """Optimum for these groups: a schedule (None where the known one is no worse) and a lower bound."""

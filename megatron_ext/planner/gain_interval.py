@@ -89,7 +89,7 @@ def gain_interval(
     if _same(plan, other):
         return Gain(0.0, 0.0, 0.0, 0.0, 0, ())
     tables = _tables(workload, table, ours, theirs, extrapolate)
-    samples = _samples(workload, plan, other)
+    samples = tables_to_draw(workload, plan, other)
     drawn = numpy.array([gains.on(each) for each in tables.draw(samples)])
     centre, lowest, highest = (float(value) for value in numpy.quantile(drawn, (0.5, 0.05, 0.95)))
     up, down = model_error(ours, theirs)
@@ -124,7 +124,7 @@ def _same(plan: Schedule, other: Schedule) -> bool:
     return plan.groups == other.groups and plan.ranks == other.ranks and plan.publish == other.publish
 
 
-def _samples(workload: Workload, *schedules: Schedule) -> int:
+def tables_to_draw(workload: Workload, *schedules: Schedule) -> int:
     parallel = workload.parallel
     steps = 2 * parallel.pp * parallel.vp * parallel.num_microbatches
     unshards = sum(

@@ -93,7 +93,7 @@ class CudaDevice:
             function()
             event = torch.cuda.Event()
             event.record(stream)
-        return _StreamWait(event, self.device)
+        return StreamWait(event, self.device)
 
     def synchronize(self, event) -> None:
         if event is not None:
@@ -121,7 +121,7 @@ class CudaDevice:
         runtime.cudaHostUnregister(tensor.data_ptr())
 
 
-class _StreamWait:
+class StreamWait:
     """``wait()`` makes the waiting thread's current stream wait for an event."""
 
     __slots__ = ("event", "device")

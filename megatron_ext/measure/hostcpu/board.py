@@ -73,7 +73,7 @@ class SharedBoard(Board):
         self._words = words[LINE * world_size : LINE * (world_size + WORDS)]
         self._gate = Futex(words[LINE * (world_size + WORDS) :][:1])
         own_session, crowded = os.getsid(0) == os.getpid(), world_size > len(os.sched_getaffinity(0))
-        self._polls = 0 if own_session and crowded else POLLS
+        self.polls = 0 if own_session and crowded else POLLS
         self._barriers = 0
 
     @staticmethod
@@ -84,7 +84,7 @@ class SharedBoard(Board):
     def barrier(self) -> None:
         self._barriers += 1
         self._flags[self.rank * LINE] = self._barriers
-        for _ in range(self._polls):
+        for _ in range(self.polls):
             if self._all_here():
                 return
             os.sched_yield()

@@ -66,13 +66,13 @@ class SoftirqTime:
         # One answer for all ranks, as they exchange what they saw.
         self.active = bool(fabric.agree(int(fabric.torch_device.type == "cpu" and STAT.exists())))
         self._processors = frozenset(os.sched_getaffinity(0)) if self.active else frozenset()
-        self._quiet, self._own = Spent(), {}
+        self.quiet, self._own = Spent(), {}
         if self.active:
             fabric.barrier()
             before = self._now()
             shortest, longest = QUIET_SECONDS
             sleep(min(max(seconds, shortest), longest))
-            self._quiet = self._since(before)
+            self.quiet = self._since(before)
             fabric.barrier()
 
     def _now(self) -> Spent:
@@ -103,7 +103,7 @@ class SoftirqTime:
         if not self.active:
             return {}
         everyone: list = [None] * self._fabric.world_size
-        dist.all_gather_object(everyone, ((kernel, self._processors), self._quiet, self._own))
+        dist.all_gather_object(everyone, ((kernel, self._processors), self.quiet, self._own))
         return per_byte(everyone)
 
 

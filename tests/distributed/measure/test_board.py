@@ -44,7 +44,7 @@ def test_nobody_leaves_before_everyone_has_come(polls):
     came, left = shared_array(RANKS, ROUNDS), shared_array(RANKS, ROUNDS)
 
     def rounds(board, rank):
-        board._polls = polls
+        board.polls = polls
         for index in range(ROUNDS):
             if (index + rank) % 7 == 0:
                 time.sleep(1e-3)  # another rank comes last every time
@@ -62,7 +62,7 @@ def test_who_sleeps_is_woken(monkeypatch):
     start = time.monotonic()
 
     def rounds(board, rank):
-        board._polls = 0
+        board.polls = 0
         for index in range(20):
             if index % RANKS == rank:
                 time.sleep(0.02)
@@ -76,7 +76,7 @@ def test_who_waits_leaves_the_processor_to_others():
     used = shared_array(RANKS)
 
     def wait(board, rank):
-        board._polls = 0
+        board.polls = 0
         if rank == 0:
             time.sleep(0.5)
         start = time.process_time()
@@ -118,7 +118,7 @@ def test_ranks_yield_only_to_whom_they_can(monkeypatch, processors, own_session,
     found = shared_array(RANKS)
 
     def look(board, rank):
-        found[rank] = board._polls
+        found[rank] = board.polls
 
     in_ranks(look, own_session)
     assert (found == polls).all()

@@ -67,7 +67,7 @@ def _fabric(monkeypatch, device="cpu"):
 
 def _at_rest(watch: SoftirqTime) -> SoftirqTime:
     """As on processors that had nothing to do before: what they have is not for a test to say."""
-    watch._quiet = Spent(SECOND, 0.0, 0.0)
+    watch.quiet = Spent(SECOND, 0.0, 0.0)
     return watch
 
 
@@ -120,7 +120,7 @@ def test_work_of_others_during_a_visit_is_found_and_own_work_is_not(monkeypatch)
 
 def test_it_is_what_a_curve_holds_beside_what_ranks_were_charged_with():
     passes = {(name, 1000): [([(5.0,)], [1.0], [2.0])] for name in ("gpu", "cpu")}
-    curves = rank_program._curves(passes, set(), {"gpu": 0.01})
+    curves = rank_program.curves_of(passes, set(), {"gpu": 0.01})
     assert curves["gpu"][0]["processor_us"] == pytest.approx(12.0) and curves["cpu"][0]["processor_us"] == 2.0
 
 
@@ -147,4 +147,4 @@ def test_copies_and_devices_are_not_watched(monkeypatch):
 
 def test_processors_are_watched_at_rest_for_long_enough_to_tell(monkeypatch):
     """Idle time comes in steps: over no time at all, one step would be everything."""
-    assert SoftirqTime(_fabric(monkeypatch), 0.0)._quiet.wall_us > 15 * TICK_US
+    assert SoftirqTime(_fabric(monkeypatch), 0.0).quiet.wall_us > 15 * TICK_US

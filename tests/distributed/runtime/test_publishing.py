@@ -28,12 +28,14 @@ from megatron_ext.runtime.routes import CpuRoute, NvmeRoute
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.step import Step
 
+NO_FAULTS = Faults()
+
 
 class Node:
     """One rank that publishes three groups to memory and drive."""
 
-    def __init__(self, directory, nodes=None):
-        self.clock, device, faults = Clock(), HostDevice(), Faults()
+    def __init__(self, directory, nodes=None, faults=NO_FAULTS):
+        self.clock, device = Clock(), HostDevice()
         self.groups = [Group(index, "chunk 0", torch.full((1 << 12,), float(index)), 0, 1) for index in range(3)]
         self.pool = HostPool(self.groups, {0, 1, 2}, 0, 1, lambda value: [value])
         self.nvme = NvmePool(
@@ -216,11 +218,11 @@ def test_a_pool_that_one_rank_cannot_open_is_refused_on_all(monkeypatch):
 
 
 def test_closing_waits_for_what_is_being_written(tmp_path):
-    node = Node(tmp_path)
-    node.publisher._delay = lambda: time.sleep(0.3)
+    before = set(threading.enumerate())
+    node = Node(tmp_path, faults=Faults(publish_delay_ms=300.0))
     node.publish()
     node.close()
-    assert not node.publisher.worker._thread.is_alive()
+    assert set(threading.enumerate()) == before
     assert node.publisher.worker.submit(lambda transfer: None) is not None  # a closed worker takes, and does, nothing
 
 

@@ -25,7 +25,7 @@ def index(monkeypatch):
                     archive.writestr(path, text)
         return wheel
 
-    monkeypatch.setattr(download, "_download", from_index)
+    monkeypatch.setattr(download, "download_wheel", from_index)
     return fetched
 
 

@@ -135,7 +135,7 @@ def test_what_a_curve_is_made_of(monkeypatch, name, expected):
 
     monkeypatch.setattr(rank_program.dist, "all_gather_object", gathered)
     fabric, merged = SimpleNamespace(world_size=4, options=Options(data_parallel_size=4, ranks_per_node=2)), {}
-    rank_program._merge(
+    rank_program.merge_visits(
         fabric, {(name, 512): SimpleNamespace(us=[1.0, 10.0], issued_us=[1.0], processor_us=[1.0])}, merged
     )
     assert merged[name, 512][0][0] == expected

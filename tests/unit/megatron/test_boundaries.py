@@ -13,7 +13,7 @@ from megatron_ext.megatron.boundaries import Boundaries, Layer, layers_of
 def two_layers():
     layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
     boundaries = Boundaries([], {}, [])
-    boundaries._layers = [[Layer("transformer", layer, ()) for layer in layers]]
+    boundaries.layers = [[Layer("transformer", layer, ()) for layer in layers]]
     return layers, boundaries
 
 

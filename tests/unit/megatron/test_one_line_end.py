@@ -40,13 +40,13 @@ def test_bad_input_ends_with_one_line_and_other_errors_as_before(leaving, monkey
 
 def test_a_trace_that_nobody_wrote_is_an_error(leaving, monkeypatch, capfd):
     args = SimpleNamespace(user_defined_schedule_trace="t.json", user_defined_schedule_check=None)
-    monkeypatch.setattr(hooks, "_megatron_args", lambda: args)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
     with pytest.raises(Left):
-        hooks._require_end()
+        hooks.require_end()
     assert leaving == [1] and "t.json was not written: the process ended before" in capfd.readouterr().err
-    monkeypatch.setattr(hooks, "_ended", True)
-    hooks._require_end()
-    monkeypatch.setattr(hooks, "_ended", False)
+    monkeypatch.setattr(hooks, "ended", True)
+    hooks.require_end()
+    monkeypatch.setattr(hooks, "ended", False)
     args.user_defined_schedule_trace = None
-    hooks._require_end()
+    hooks.require_end()
     assert leaving == [1]

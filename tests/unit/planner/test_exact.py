@@ -10,7 +10,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import exact, plan
 from megatron_ext.planner.assemble import Placed, assemble
 from megatron_ext.planner.evaluate import evaluate
-from megatron_ext.planner.exact import EXACT, _solve
+from megatron_ext.planner.exact import EXACT, solve_groups
 from megatron_ext.planner.search import Grid, Search, Settings
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.simulator.timing import Timing
@@ -66,7 +66,7 @@ def test_the_proof_knows_that_a_block_waits_where_its_group_is_used():
     us = evaluate(work, table, in_order).iteration_time_us
     arrived = sum(timing.gather_us("gpu", group.bytes) for group in blocks.groups)
     assert us < arrived + 400 + 800  # the second comes while layers run
-    _, bound = _solve(work, timing, blocks, choices, in_order, 2 * us, EXACT.work)
+    _, bound = solve_groups(work, timing, blocks, choices, in_order, 2 * us, EXACT.work)
     assert us * 0.9 < bound <= us * (1 + 1e-6)
 
 

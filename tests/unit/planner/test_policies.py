@@ -140,7 +140,7 @@ def test_a_plan_that_is_a_baseline_says_so(monkeypatch):
     def nothing(*_):
         raise InputError("no blocks fit", field="limits")
 
-    monkeypatch.setattr(policies, "_searched", nothing)
+    monkeypatch.setattr(policies, "search", nothing)
     planned = plan(work, table)
     assert planned.metadata.options.rule in planned.predicted.baselines_us
     note = search_note(planned)

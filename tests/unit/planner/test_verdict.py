@@ -6,7 +6,7 @@ from planning_cases import make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import plan, verdict
-from megatron_ext.planner.gain_interval import _samples, dominant_cost, gain_interval
+from megatron_ext.planner.gain_interval import dominant_cost, gain_interval, tables_to_draw
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, answer_of
 from megatron_ext.simulator.simulation import run
@@ -198,4 +198,4 @@ def test_a_verdict_counts_how_uncertain_two_legs_are():
 
 def test_a_larger_workload_takes_fewer_tables():
     small, large = make_workload(), make_workload(pp=8, vp=2, microbatches=512)
-    assert _samples(large, *[stock_schedule(large)] * 2) < _samples(small, *[stock_schedule(small)] * 2)
+    assert tables_to_draw(large, *[stock_schedule(large)] * 2) < tables_to_draw(small, *[stock_schedule(small)] * 2)

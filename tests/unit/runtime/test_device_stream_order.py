@@ -98,10 +98,10 @@ def nothing(*args) -> None:
 @pytest.mark.parametrize(
     ("route", "early", "cls", "method"),
     [
-        ("cpu", False, devices._StreamWait, "wait"),  # compute does not wait for the copy
+        ("cpu", False, devices.StreamWait, "wait"),  # compute does not wait for the copy
         ("cpu", False, CudaDevice, "synchronize"),  # published before it lies in host memory
         ("cpu", True, CudaDevice, "mark"),  # copied before compute has made way
-        ("nvme", False, devices._StreamWait, "wait"),
+        ("nvme", False, devices.StreamWait, "wait"),
         ("nvme", False, CudaDevice, "synchronize"),
         ("nvme", False, Transfer, "finished"),  # a slot filled anew while it is still copied from
         ("nvme", True, CudaDevice, "mark"),

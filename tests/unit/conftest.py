@@ -1,0 +1,25 @@
+"""Unit tests start no process: they run in parallel, and a machine that is busy does not change what they find."""
+
+import sys
+
+import pytest
+
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
+"""Events of Python's audit hooks, see PEP 578."""
+
+_running: list[str] = []
+
+
+def _refuse(event: str, _) -> None:
+    if event in STARTS and _running:
+        raise AssertionError(f"{_running[-1]} starts a process ({event}): it belongs into tests/distributed")
+
+
+sys.addaudithook(_refuse)
+
+
+@pytest.fixture(autouse=True)
+def no_process(request):
+    _running.append(request.node.nodeid)
+    yield
+    _running.pop()

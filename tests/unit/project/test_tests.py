@@ -1,0 +1,93 @@
+"""How tests are arranged: a stranger finds those of a file by its name, and they call what users call."""
+
+import ast
+import subprocess
+from collections import Counter
+
+import pytest
+from places import ROOT
+
+TESTS = ROOT / "tests"
+FILES = sorted(TESTS.rglob("*.py"))
+UNIT_FILES = sorted((TESTS / "unit").rglob("test_*.py"))
+TIERS = {"unit", "distributed", "end_to_end", "nightly"}
+BESIDE_THE_PACKAGE = ("benchmarks", "examples")
+"""Directories of the project whose files have unit tests too."""
+
+
+OF_OTHERS = {"_replace", "_version"}
+"""Members of named tuples and tensors that have a leading underscore and are for everyone."""
+
+
+def of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Names with a leading underscore that a file defines."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
+            names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.startswith("__")} - OF_OTHERS
+
+
+PRIVATE = set().union(*(private_names(ast.parse(path.read_text())) for path in (ROOT / "megatron_ext").rglob("*.py")))
+
+
+def reached(tree: ast.AST):
+    """(line, name) of every private name of the package that a test reads, replaces or imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
+            if not of_self(node):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_ext"):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in PRIVATE)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) in ("setattr", "delattr"):
+            names = (part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str))
+            yield from ((node.lineno, name) for name in names if name.rpartition(".")[2] in PRIVATE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(TESTS)))
+def test_private_members_of_the_package_are_left_alone(path):
+    assert list(reached(ast.parse(path.read_text()))) == []
+
+
+def test_a_private_member_is_seen():
+    private = min(PRIVATE)
+    for text in (
+        f"run.{private}()",
+        f"from megatron_ext.x import {private}",
+        f"monkeypatch.setattr(run, '{private}', 0)",
+    ):
+        assert [name for _, name in reached(ast.parse(text))] == [private]
+
+
+@pytest.mark.parametrize("path", UNIT_FILES, ids=lambda path: str(path.relative_to(TESTS)))
+def test_unit_tests_are_named_after_the_file_that_they_test(path):
+    """``tests/unit/ROOM/test_FILE.py``, perhaps with what it is about behind the name."""
+    room = path.relative_to(TESTS / "unit").parts[0]
+    if room == "project":
+        return
+    folder = ROOT / room if room in BESIDE_THE_PACKAGE else ROOT / "megatron_ext" / room
+    name = path.stem.removeprefix("test_")
+    files = {file.stem for file in folder.rglob("*.py")}
+    assert any(name == stem or name.startswith(f"{stem}_") for stem in files), f"no file of {room} is named so"
+
+
+def test_tests_lie_in_the_tiers():
+    assert {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")} <= TIERS
+
+
+def test_no_two_files_of_tests_share_a_name():
+    names = Counter(path.name for path in FILES if path.name not in ("conftest.py",))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_unit_test_cannot_start_a_process():
+    with pytest.raises(AssertionError, match="starts a process"):
+        subprocess.run(["true"])
