@@ -76,7 +76,9 @@ def test_unit_tests_are_named_after_the_file_that_they_test(path):
     folder = ROOT / room if room in BESIDE_THE_PACKAGE else ROOT / "megatron_ext" / room
     name = path.stem.removeprefix("test_")
     files = {file.stem for file in folder.rglob("*.py")}
-    assert any(name == stem or name.startswith(f"{stem}_") for stem in files), f"no file of {room} is named so"
+    assert any(name == stem or name.startswith(f"{stem}_") for stem in files), (
+        f"name it test_FILE.py or test_FILE_ABOUT.py, after a file of {folder.relative_to(ROOT)}"
+    )
 
 
 def test_tests_lie_in_the_tiers():

@@ -2,13 +2,13 @@
 
 import pytest
 from msgspec.structs import replace
+from planning_cases import make_table, make_workload
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.schedule_text import summary
 from megatron_ext.schedule.validate import validate
-from tests.helpers.planning_cases import make_table, make_workload
 
 
 def planned(zero_stage):
