@@ -141,3 +141,13 @@ def test_random_edits(name, packages, tmp_path):
     print(outcomes)
     write(tree, texts)
     assert check(tree).state == "clean"
+
+
+def test_a_release_that_does_not_exist(tmp_path, monkeypatch):
+    # No index at all: pip fails at once, and its last line is the reason.
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    with pytest.raises(InputError, match="cannot be fetched: .*megatron-core==0.99.0"):
+        obtain("0.99.0", tmp_path / "core")
+    assert not (tmp_path / "core").exists()

@@ -2,6 +2,7 @@
 
 import pytest
 from msgspec.structs import replace
+from planning_cases import make_table, make_workload
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
@@ -16,7 +17,6 @@ from megatron_ext.workload.bucket_layout import bucket_numel, shard_numels
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.route import shard_pieces
-from tests.helpers.planning_cases import make_table, make_workload
 
 SAVED = (100_000, 50_000)
 

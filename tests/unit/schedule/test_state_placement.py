@@ -2,6 +2,7 @@
 
 import pytest
 from msgspec.structs import replace
+from planning_cases import line, make_table, make_workload
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
@@ -12,7 +13,6 @@ from megatron_ext.schedule.state_placement import host_bytes_of_nodes, largest_r
 from megatron_ext.schedule.user_defined_schedule import StateSlots
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-from tests.helpers.planning_cases import line, make_table, make_workload
 
 
 def on_host(**limits):

@@ -2,6 +2,7 @@
 
 import pytest
 from msgspec.structs import replace
+from planning_cases import line, make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
@@ -14,7 +15,6 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import buckets
 from megatron_ext.workload.route import shard_pieces
 from megatron_ext.workload.workload import Limits
-from tests.helpers.planning_cases import line, make_table, make_workload
 
 SHAPE = dict(pp=1, vp=1, dp=4, order="no_pipeline", zero_stage=3, microbatches=2, layers=1, p2p_bytes=0)
 
