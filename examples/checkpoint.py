@@ -122,7 +122,7 @@ def _agree(error: str | None, directory) -> None:
 def _write(path: Path, state: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path, lambda file: torch.save(state, file))
-    digest = _digest(path)
+    digest = file_digest(path)
     _replace(path.with_suffix(".sha256"), lambda file: file.write_text(f"{digest}\n"))
 
 
@@ -136,7 +136,7 @@ def _replace(path: Path, write) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):
@@ -155,7 +155,7 @@ def _read(directory) -> tuple[int, dict]:
     where = dict(file=path, field="--load")
     try:
         expected = path.with_suffix(".sha256").read_text().strip()
-        if _digest(path) != expected:
+        if file_digest(path) != expected:
             raise InputError(f"is damaged: its SHA-256 is not that in {path.with_suffix('.sha256').name}", **where)
         return iteration, torch.load(path, weights_only=True)
     except OSError as failed:

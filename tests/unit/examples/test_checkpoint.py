@@ -92,7 +92,7 @@ def test_a_crafted_file_runs_no_code(saved):
     path, trace = rank_file(saved), saved / "code_ran"
     for write in (lambda: torch.save(Crafted(trace), path), lambda: path.write_bytes(pickle.dumps(Crafted(trace)))):
         write()
-        path.with_suffix(".sha256").write_text(checkpoint._digest(path))
+        path.with_suffix(".sha256").write_text(checkpoint.file_digest(path))
         with pytest.raises(InputError, match="is no checkpoint of this example"):
             checkpoint.load(saved, model(0.0), OPTIMIZER)
         assert not trace.exists()
