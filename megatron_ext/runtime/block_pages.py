@@ -23,9 +23,9 @@ STATUS = Path("/proc/self/status")
 PIECE_BYTES = 1 << 30
 """Pages are made in pieces of so many bytes, so that progress can be said."""
 
-_MPOL_INTERLEAVE = 3
+MPOL_INTERLEAVE = 3
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
+MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 def memory_nodes() -> list[int]:
@@ -62,7 +62,7 @@ def spread(block: mmap.mmap) -> bool:
         ctypes.c_long(number),
         ctypes.c_void_p(ctypes.addressof(start)),
         ctypes.c_ulong(len(block)),
-        ctypes.c_int(_MPOL_INTERLEAVE),
+        ctypes.c_int(MPOL_INTERLEAVE),
         mask,
         bits,
         ctypes.c_uint(0),
@@ -84,7 +84,7 @@ def make(block: mmap.mmap, part: int, parts: int, progress: Callable[[int, int],
     for begin in range(start, stop, PIECE_BYTES):
         size = min(PIECE_BYTES, stop - begin)
         try:
-            block.madvise(_MADV_POPULATE_WRITE, begin, size)
+            block.madvise(MADV_POPULATE_WRITE, begin, size)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise OSError(error.errno, f"{size} bytes of host memory cannot be had: {error.strerror}") from None

@@ -28,11 +28,11 @@ def made(descriptor: int) -> int:
     return os.fstat(descriptor).st_blocks * 512 // mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("advice", [block_pages._MADV_POPULATE_WRITE, 9999])
+@pytest.mark.parametrize("advice", [block_pages.MADV_POPULATE_WRITE, 9999])
 def test_parts_make_all_pages_together(block, monkeypatch, advice):
     """Also on a kernel that does not know the advice."""
     descriptor, mapped = block
-    monkeypatch.setattr(block_pages, "_MADV_POPULATE_WRITE", advice)
+    monkeypatch.setattr(block_pages, "MADV_POPULATE_WRITE", advice)
     monkeypatch.setattr(block_pages, "PIECE_BYTES", 4 * mmap.PAGESIZE)
     mapped[:4] = b"flag"
     said = []
@@ -66,7 +66,7 @@ def test_pages_take_turns_over_nodes_by_the_kernels_policy(block, monkeypatch):
     )
     del start
     if asked == 0:  # a container may forbid both calls
-        assert accepted and mode.value == block_pages._MPOL_INTERLEAVE
+        assert accepted and mode.value == block_pages.MPOL_INTERLEAVE
     else:
         assert not accepted
     monkeypatch.setattr(block_pages, "memory_nodes", lambda: [62, 63])
