@@ -123,6 +123,9 @@ class Boundaries:
     def backward_begins(self, model_chunk_id: int, layer: int) -> int:
         return self._blocks[model_chunk_id][layer][1]
 
+    def backward_ends(self, model_chunk_id: int, layer: int) -> int:
+        return self._blocks[model_chunk_id][layer][0]
+
     def arm(self, model_chunk_id: int, boundary: int, forward, backward):
         """A function that makes ``forward`` run just before layer ``boundary`` computes next, and
         ``backward`` when the gradient of that layer's input is complete."""

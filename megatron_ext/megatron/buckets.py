@@ -16,6 +16,7 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime.gradients import Gradient
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.bucket_layout import PARAMETER_ALIGNMENT, bucket_numel
@@ -57,23 +58,35 @@ def lay_out(
     if not groups:
         return {}
 
-    by_index = {}
-    ordered = []
+    # Buckets lie in the order in which gradients get ready: backwards.
+    indices_of_buffers = []
     for buffer in ddp.buffers:
         own = {id(parameter) for parameter in buffer.params}
-        # Buckets lie in the order in which gradients get ready: backwards.
-        indices = [index for index in reversed(groups) if id(members[index][0]) in own]
-        for index in indices:
+        indices_of_buffers.append([index for index in reversed(groups) if id(members[index][0]) in own])
+        for index in indices_of_buffers[-1]:
             if any(id(parameter) not in own for parameter in members[index]):
                 raise InputError("mixes dtypes; a bucket has one", file=file, field=f"groups[{index}].parameters")
-        _lay_out_buffer(buffer, {index: members[index] for index in indices})
+    kept = {index: group.gradients for index, group in groups.items() if group.gradients is not None}
+    if not issubclass(bucket_group_class, ScheduledBucketGroup):
+        kept = {}  # Megatron's own keep whole gradients
+    _drop_old(ddp)
+    by_index = {}
+    ordered = []
+    for buffer, indices in zip(ddp.buffers, indices_of_buffers):
+        _lay_out_buffer(buffer, {index: members[index] for index in indices}, kept)
         for index, bucket in zip(indices, buffer.buckets):
             bucket_group = bucket_group_class(
                 [bucket], buffer.ddp_config, buffer.data_parallel_group, buffer.data_parallel_world_size
             )
+            gradient = getattr(bucket, "gradient", None)
+            if gradient is not None:
+                assert isinstance(bucket_group, ScheduledBucketGroup)
+                bucket_group.gradient, gradient.issue = gradient, bucket_group.issue_reduce
             by_index[index] = bucket_group
             ordered.append(bucket_group)
 
+    if ordered and ordered[0].buckets[0].param_data.device.type == "cuda":
+        torch.cuda.empty_cache()  # the old buckets' blocks, which are of other sizes
     ddp.bucket_groups = ordered
     if ddp.ddp_config.use_distributed_optimizer and ddp.ddp_config.overlap_param_gather:
         for later, earlier in zip(ordered[1:], ordered[:-1]):
@@ -100,10 +113,24 @@ def _members(index: int, group: Group, names, file) -> list[torch.nn.Parameter]:
     return members
 
 
-def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]]) -> None:
+def _drop_old(ddp) -> None:
+    """Let go of Megatron's buckets and gradients: all views of them, so that their memory is free before ours is taken.
+
+    Parameters keep their values in the old storage until they are moved.
+    """
+    ddp.bucket_groups, ddp.param_to_bucket_group = [], {}
+    for buffer in ddp.buffers:
+        buffer.buckets, buffer.param_to_bucket = [], {}
+        buffer.grad_data = buffer.param_data = None  # every bucket gets parameters of its own
+        for parameter in buffer.params:
+            vars(parameter)["main_grad"] = None
+
+
+def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]], kept: dict[int, str]) -> None:
     """Replace a buffer's buckets by one bucket a group, each with its own parameter storage.
 
-    Gradients stay in one storage: they are reduced by bucket and zeroed together.
+    Gradients that stay whole, and shards of gradients on the device, lie in one storage: they are zeroed and scaled
+    together. ``kept`` says of the other groups where their gradients' shards are.
     """
     dp = buffer.data_parallel_world_size
     ranges, index_map, start = [], {}, 0
@@ -118,48 +145,116 @@ def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]]) -> Non
         start = end
 
     assert set(index_map) == set(buffer.params)
-    device, grad_dtype = buffer.grad_data.device, buffer.grad_data.dtype
-    buffer.grad_data = None  # the old gradients go before the new ones are made
-    for parameter in buffer.params:
-        parameter.main_grad = None
+    device = next(iter(index_map)).device
     buffer.numel, buffer.numel_unpadded = start, sum(unpadded for _, _, unpadded in ranges)
     buffer.bucket_indices = [(begin, end) for begin, end, _ in ranges]
     buffer.param_index_map = index_map
-    buffer.param_to_bucket, buffer.buckets = {}, []
-    buffer.grad_data = torch.zeros(start, dtype=grad_dtype, device=device)
-    buffer.param_data = None  # every bucket has its own
-    # From 0.18 on a bucket also lists parameters with gradients of their own in fp32; refused at start.
-    accepted = inspect.signature(buffer._new_bucket).parameters
-    none_extra = {name: [] for name in ("bucket_params_with_extra_main_grads",) if name in accepted}
-    for bucket_id, (parameters, (begin, end, unpadded)) in enumerate(zip(members.values(), ranges)):
-        storage = torch.zeros(end - begin, dtype=buffer.param_dtype, device=device)
+    storages = []
+    for parameters, (begin, end, _) in zip(members.values(), ranges):
+        storages.append(torch.zeros(end - begin, dtype=buffer.param_dtype, device=device))
         for parameter in parameters:
             first, last, _ = index_map[parameter]
             with torch.no_grad():
-                view = storage[first - begin : last - begin].view(parameter.shape)
+                view = storages[-1][first - begin : last - begin].view(parameter.shape)
                 view.copy_(parameter.data)
                 parameter.data = view
-            vars(parameter)["main_grad"] = buffer.grad_data[first:last].view(parameter.shape)
+    wholes, shards = _make_gradients(buffer, ranges, [kept.get(index) for index in members], device)
+    # From 0.18 on a bucket also lists parameters with gradients of their own in fp32; refused at start.
+    accepted = inspect.signature(buffer._new_bucket).parameters
+    none_extra = {name: [] for name in ("bucket_params_with_extra_main_grads",) if name in accepted}
+    resting, buffer.grad_data = buffer.grad_data, buffer.grad_data.new_zeros(1).expand(start)
+    for bucket_id, (index, (begin, end, unpadded)) in enumerate(zip(members, ranges)):
         bucket = buffer._new_bucket(
-            bucket_params=list(reversed(parameters)),
+            bucket_params=list(reversed(members[index])),
             start_index=begin,
             end_index=end,
             numel_unpadded=unpadded,
             bucket_id=bucket_id,
             **none_extra,
         )
-        bucket.param_data = storage
+        whole, shard = wholes[bucket_id], shards[bucket_id]
+        bucket.param_data = storages[bucket_id]
+        bucket.grad_data = whole if whole is not None else torch.zeros(end - begin, dtype=shard.dtype, device=device)
+        for parameter in members[index]:
+            first, last, _ = index_map[parameter]
+            vars(parameter)["main_grad"] = bucket.grad_data[first - begin : last - begin].view(parameter.shape)
+        if whole is None:  # freed at once: one of them has bytes at a time
+            rank = buffer.data_parallel_group.rank()
+            vars(bucket)["gradient"] = Gradient(index, bucket.grad_data, shard, rank * shard.numel())
         buffer.buckets.append(bucket)
+    buffer.grad_data = resting
+
+
+def _make_gradients(buffer, ranges, kept: list, device) -> tuple[list[torch.Tensor | None], list]:
+    """Of every bucket the whole gradient that stays, or the shard of one that comes and goes.
+
+    Sets ``buffer.grad_data`` to what rests on the device.
+    """
+    dp, dtype = buffer.data_parallel_world_size, buffer.grad_dtype
+    sizes = [end - begin for begin, end, _ in ranges]
+    resting = {None: 1, "sharded": dp}
+    numel = sum(size // resting[keeps] for size, keeps in zip(sizes, kept) if keeps in resting)
+    buffer.grad_data = torch.zeros(numel, dtype=dtype, device=device)
+    wholes, shards, begin = [], [], 0
+    for size, keeps in zip(sizes, kept):
+        own = None
+        if keeps in resting:
+            own = buffer.grad_data[begin : begin + size // resting[keeps]]
+            begin += own.numel()
+        if keeps == "host":
+            own = torch.zeros(size // dp, dtype=dtype, pin_memory=device.type == "cuda")
+            if type(buffer) is not _BufferWithHostShards:
+                buffer.__class__, buffer.host_shards = _BufferWithHostShards, []
+            buffer.host_shards.append(own)
+        wholes.append(own if keeps is None else None)
+        shards.append(own if keeps is not None else None)
+    return wholes, shards
+
+
+class _BufferWithHostShards(upstream._ParamAndGradBuffer):
+    """A buffer some of whose gradients are added up in host memory."""
+
+    host_shards: list[torch.Tensor]
+
+    def reset(self):
+        super().reset()
+        for shard in self.host_shards:
+            shard.zero_()
+
+    def scale_gradients(self, scaling_factor) -> None:
+        super().scale_gradients(scaling_factor)
+        for shard in self.host_shards:
+            shard.mul_(scaling_factor)
 
 
 class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
     """A bucket group whose parameters are gathered by the schedule, not by module hooks.
 
-    Gradient reduction stays Megatron's. Whoever asks for parameters outside of the schedule
-    (``force_sync``: evaluation, checkpoints, hashes) gets all of them whole.
+    Whole gradients are reduced by Megatron, those that come and go by the program. Whoever asks for parameters outside
+    of the schedule (``force_sync``: evaluation, checkpoints, hashes) gets all of them whole.
     """
 
     executor = None
+
+    gradient: Gradient | None = None
+    """Set where the schedule says when the gradient is reduced."""
+
+    def issue_reduce(self):
+        """Begin Megatron's reduce-scatter of the bucket, with its scaling and checks; returns its handle."""
+        super().start_grad_sync()
+        handle, self.grad_reduce_handle = self.grad_reduce_handle, None
+        assert handle is not None  # overlap_param_gather, which a schedule needs, needs overlap_grad_reduce
+        return handle
+
+    def register_grad_ready(self, *args, **kwargs):
+        if self.gradient is None:
+            super().register_grad_ready(*args, **kwargs)
+
+    def finish_grad_sync(self, *args, **kwargs):
+        if self.gradient is None:
+            super().finish_grad_sync(*args, **kwargs)
+        else:
+            self.param_gather_dispatched = False
 
     def start_grad_sync(self, *args, **kwargs):
         if self.executor is None:
@@ -167,7 +262,8 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
                 "training goes on without its schedule: megatron_ext.megatron.hooks.on_train_setup was not called, "
                 "or finish was"
             )
-        return super().start_grad_sync(*args, **kwargs)
+        if self.gradient is None:
+            super().start_grad_sync(*args, **kwargs)
 
     def start_param_sync(self, force_sync: bool = False):
         if force_sync and self.executor is not None:

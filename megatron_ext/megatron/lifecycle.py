@@ -32,6 +32,7 @@ from megatron_ext.megatron.optimizer_steps import OptimizerSteps
 from megatron_ext.megatron.pre_hooks import replace_pre_hooks
 from megatron_ext.megatron.prepare import prepare
 from megatron_ext.megatron.recompute import check_recompute
+from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.step_calls import IDLE, StepCalls
 from megatron_ext.megatron.workload_of_run import workload_of_run
 from megatron_ext.runtime import faults, host_memory
@@ -44,7 +45,6 @@ from megatron_ext.schedule import match, memory_bill, validate
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.drive_reads import DriveReads
-from megatron_ext.workload.workload import Workload
 
 STOCK_GATHER = "MEGATRON_EXT_STOCK_GATHER"
 """Set to 1: lay buckets out by the schedule but gather as Megatron does. The reference that a
@@ -113,6 +113,7 @@ class Run:
         self._optimizers: list = []
         self._optimizers_pending: set[int] = set()
         self._steps: OptimizerSteps | None = None
+        self._reference: ReferenceGradients | None = None
         if schedule is not None:
             self.sha256 = json_files.sha256(schedule)
             self.schedule = validate.load(schedule)
@@ -178,12 +179,14 @@ class Run:
         else:
             assert self.state is State.BUILDING, f"training begins once; the run is {self.state.value}"
             nvme_path = getattr(args, "user_defined_schedule_nvme_path", None)
-            self._agree(self._mismatch(workload_of_run(args), nvme_path))
+            self._agree(self._mismatch(args, nvme_path))
             if dist.get_rank() == 0:
                 self._announce(args)
             if self.check is not None:
                 self.check.watch(optimizer)
             if self.stock_gather:
+                if any(group.gradients for group in self.schedule.groups):
+                    self._reference = ReferenceGradients(self.schedule, self._bucket_groups)
                 self._move_to(State.REFERENCE)
             else:
                 self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
@@ -198,12 +201,11 @@ class Run:
         kind = "reference" if self.stock_gather else "scheduled"
         agree(error, ("schedule sha256 and kind of run", f"{self.sha256[:12]} {kind}"), file=self.path)
 
-    def _mismatch(self, workload: Workload, nvme_path) -> str | None:
+    def _mismatch(self, args, nvme_path) -> str | None:
         """Why this run is not the one that the schedule is for, or None; collective.
 
         Args:
-            workload: of this run's parallel sizes; its chunks are replaced by what all ranks really
-                hold, its zero stage by the schedule's.
+            args: Megatron's, which say this run's parallel sizes; its chunks are what all ranks really hold.
         """
         assert self.schedule is not None
         if not self._ddps:
@@ -215,11 +217,13 @@ class Run:
             return self._error
         held = {(chunk.model_chunk_id, chunk.pp_rank): chunk for chunks in everybody for chunk in chunks}
         workload = msgspec.structs.replace(
-            workload, chunks=tuple(held[key] for key in sorted(held)), zero_stage=self.schedule.zero_stage
+            workload_of_run(args), chunks=tuple(held[key] for key in sorted(held)), zero_stage=self.schedule.zero_stage
         )
         try:
             _check_copies(self.schedule, nvme_path, file=self.path)
-            _check_gradients(self.schedule, file=self.path)
+            if any(group.gradients for group in self.schedule.groups):
+                on_host = any(group.gradients == "host" for group in self.schedule.groups)
+                refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
             _check_host_memory(self.schedule)
             match.match(self.schedule, workload, file=self.path)
             memory_bill.check_run(self.schedule, workload, file=self.path)
@@ -262,6 +266,9 @@ class Run:
             self.sample.begin_iteration(self.recorder.iteration)
         if self.state is State.BUILDING and not forward_only and not self.stock_gather:
             raise ScheduleError("training begins before megatron_ext.megatron.hooks.on_train_setup was called")
+        if self._reference is not None and self.state is State.REFERENCE and not forward_only:
+            self._reference.begin()
+            return self._reference
         if self.state is not State.READY:
             return IDLE
         assert self.executor is not None
@@ -401,13 +408,6 @@ def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
         )
     if schedule.publish:
         (schedule.metadata.options.nvme or DriveReads()).check("metadata.options.nvme", file=file)
-
-
-def _check_gradients(schedule: Schedule, *, file) -> None:
-    for index, group in enumerate(schedule.groups):
-        if group.gradients is not None:
-            message = "this release trains with whole gradients alone"
-            raise InputError(message, file=file, field=f"groups[{index}].gradients", value=group.gradients)
 
 
 def _check_host_memory(schedule: Schedule) -> None:

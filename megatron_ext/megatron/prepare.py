@@ -13,7 +13,7 @@ from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
-from megatron_ext.megatron.shards import hold_shards, offloaded_shards, refuse_state_of_freed
+from megatron_ext.megatron.shards import hold_gradients, hold_shards, offloaded_shards, refuse_state_of_freed
 from megatron_ext.megatron.states_on_drive import put_states_on_drive
 from megatron_ext.runtime import debug
 from megatron_ext.runtime.census import Census
@@ -22,6 +22,7 @@ from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
 from megatron_ext.runtime.hierarchical import HierarchicalGather, HierarchicalRoute
 from megatron_ext.runtime.node_groups import make_node_groups
@@ -73,9 +74,12 @@ def prepare(
         routes["cpu_shard"] = cpu_shard if order is None else debug.OrderedRoute(cpu_shard, order)
     states = _states(schedule, optimizers, buckets, nvme_path, links)
     buffered = [route for route in (hierarchical, cpu_shard) if route]
-    resting = partial(resting_storages, groups, ddps, optimizers, copies, states, buffered)
     boundaries = _boundaries(schedule, ddps, pp_rank)
-    how = (groups, routes, clock, boundaries, recorder, faults.skip_group, checks is not None)
+    reducer = _reducer(schedule, bucket_groups, process_group, faults, order)
+    if reducer is not None:
+        hold_gradients(optimizers, bucket_groups.values())
+    resting = partial(resting_storages, groups, ddps, optimizers, copies, states, buffered, reducer)
+    how = (groups, routes, clock, boundaries, recorder, faults.skip_group, checks is not None, reducer)
     program = compile_program(schedule, schedule.ranks[pp_rank], *how)
     executor = Executor(
         program,
@@ -88,9 +92,10 @@ def prepare(
         publisher=copies.publisher,
         pool=copies.pool,
         drop_staged=copies.drop_staged,
-        census=Census(residency, _parameters(ddps), resting),
+        census=Census(residency, _parameters(ddps), resting, reducer),
+        reducer=reducer,
     )
-    opened = [part.close for part in (*states, *buffered)]
+    opened = [part.close for part in (*states, *buffered, reducer) if part]
     executor.on_close(boundaries.close, *copies.closing, *opened)
     return executor
 
@@ -187,6 +192,22 @@ def _cpu_shard(
         return None
     own = make_data_group(schedule.parallel, dist.get_backend(process_group))
     return CpuShardRoute(own, device_of(next(iter(groups.values())).whole), faults, recorder) if groups else None
+
+
+def _reducer(
+    schedule: Schedule, bucket_groups: dict, process_group, faults: Faults, order: debug.IssueOrder | None
+) -> Reducer | None:
+    """Of this rank's gradients that come and go; None where all stay whole."""
+    gradients = {
+        index: bucket_group.gradient
+        for index, bucket_group in sorted(bucket_groups.items())
+        if bucket_group.gradient is not None
+    }
+    if not gradients:
+        return None
+    on_host = [index for index in gradients if schedule.groups[index].gradients == "host"]
+    device = device_of(next(iter(gradients.values())).whole)
+    return Reducer(gradients, on_host, device, faults, dist.get_rank(process_group), order)
 
 
 def make_groups(schedule: Schedule, bucket_groups: dict, process_group, residency: Residency) -> dict[int, Group]:

@@ -99,6 +99,42 @@ def warnings_at_start(args, schedule: Schedule) -> list[str]:
     return lines
 
 
+NEUTRAL_FOR_GRADIENTS = {
+    "save_wgrads_interval": None,
+    "delay_wgrad_compute": False,
+    "defer_embedding_wgrad_compute": False,
+    "mtp_num_layers": None,
+}
+"""Options under which gradients are read or written at other times than in their layer's backward."""
+
+
+def refuse_with_gradients(args, config, on_host: bool) -> None:
+    """What only a schedule cannot be combined with by which gradients come and go.
+
+    Args:
+        args: Megatron's.
+        config: Megatron's TransformerConfig.
+        on_host: some gradients are added up in host memory.
+
+    Raises:
+        InputError: naming the option.
+    """
+
+    def refuse(name: str, why: str, value=True):
+        raise InputError(f"{why}; keep `gradients` whole", field="--" + name.replace("_", "-"), value=value)
+
+    for name, neutral in NEUTRAL_FOR_GRADIENTS.items():
+        value = getattr(args, name, getattr(config, name, neutral))
+        if value not in (neutral, None, 0):
+            refuse(name, "needs gradients at another time than the schedule has them", value)
+    if getattr(config, "tensor_model_parallel_size", 1) > 1:
+        for name in ("sequence_parallel", "qk_layernorm"):
+            if getattr(config, name, False):
+                refuse(name, "tensor-parallel ranks add whole gradients of norms after the last reduce")
+    if on_host and getattr(config, "fp16", False) and getattr(args, "optimizer_cpu_offload", False):
+        refuse("fp16", "gradients in host memory are unscaled by nobody")
+
+
 def refuse_combinations(args) -> None:
     """The part of :func:`refuse_unsupported` that can be said of options as they were given.
 

@@ -7,11 +7,18 @@ import torch
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.runtime.census import storage_bytes
 from megatron_ext.runtime.drive_states import DriveStates
+from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import FreedGroup, Group
 
 
 def resting_storages(
-    groups: dict[int, Group], ddps: list, optimizers: list, copies: Copies, states: list[DriveStates], routes: list
+    groups: dict[int, Group],
+    ddps: list,
+    optimizers: list,
+    copies: Copies,
+    states: list[DriveStates],
+    routes: list,
+    reducer: Reducer | None,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by kind on the device, and by kind in host memory.
 
@@ -20,6 +27,7 @@ def resting_storages(
         copies: the node's host copies.
         states: optimizer states on the drive, which pass through slots in host memory.
         routes: whose gathers go through buffers.
+        reducer: of the gradients that come and go, or None.
     """
     freed = [group for group in groups.values() if isinstance(group, FreedGroup)]
     device = {
@@ -32,6 +40,14 @@ def resting_storages(
         "staging_slots": sum(one.slots_bytes for one in states),
         "shards": storage_bytes(group.shard for group in freed if group.on_host),
     }
+    if reducer is not None:
+        shards = {index: gradient.shard for index, gradient in reducer.gradients.items()}
+        _add(host, "gradients", [shards[index] for index in reducer.on_host])
+        host["staging_slots"] += reducer.staging_bytes
+        # Those on the device lie in the storage of Megatron's buffer.
+        kept = [shard for index, shard in shards.items() if index not in reducer.on_host]
+        device["gradient_shards"] = sum(shard.numel() * shard.element_size() for shard in kept)
+        device["gradients"] -= device["gradient_shards"]
     own = {group.shard.untyped_storage()._cdata for group in groups.values()}
     own |= {group.whole.untyped_storage()._cdata for group in groups.values()}
     for optimizer in optimizers:

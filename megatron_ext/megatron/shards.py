@@ -14,27 +14,35 @@ from typing import Any
 
 import torch
 
+from megatron_ext.runtime.gradients import Gradient
 from megatron_ext.runtime.group import FreedGroup, Group, ScheduleError, State
 
 
-class ShardOfBucket:
-    """Stands in for ``bucket.param_data``: takes the indices of the whole bucket, has only the
-    shard's elements. Indexing outside of the shard is an error."""
+class ShardOf:
+    """Stands in for ``bucket.param_data``, or for a parameter's ``main_grad``: takes the indices of the whole, has only
+    the shard's elements. Indexing outside of the shard is an error.
 
-    def __init__(self, group: Group):
-        self._shard, self._start, self._numel = group.shard, group.shard_start, group.whole.numel()
+    Args:
+        shard: 1D tensor.
+        start: element of the whole at which the shard begins; negative where it begins before it.
+        numel: of the whole.
+        device: what is taken is copied there where it is elsewhere; None: nothing is copied.
+    """
+
+    def __init__(self, shard: torch.Tensor, start: int, numel: int, device: torch.device | None = None):
+        self._shard, self._start, self._numel, self._device = shard, start, numel, device
 
     def numel(self) -> int:
         return self._numel
 
-    def view(self, *shape) -> "ShardOfBucket":
+    def view(self, *shape) -> "ShardOf":
         assert shape == (-1,), "the distributed optimizer views buckets flat"
         return self
 
     def __getitem__(self, index: slice) -> torch.Tensor:
         start, stop = index.start - self._start, index.stop - self._start
         assert 0 <= start <= stop <= self._shard.numel(), "indexed outside of the own shard"
-        return self._shard[start:stop]
+        return self._shard[start:stop] if self._device is None else self._shard[start:stop].to(self._device)
 
 
 def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]]) -> None:
@@ -47,7 +55,54 @@ def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]]) -> None:
     for _, group, start, end, shard in _pieces(optimizers, groups):
         shard.data = group.shard[start:end]
     for bucket, group in groups:
-        setattr(bucket, "param_data", ShardOfBucket(group))  # noqa: B010 - upstream's attribute
+        shard = ShardOf(group.shard, group.shard_start, group.whole.numel())
+        setattr(bucket, "param_data", shard)  # noqa: B010 - upstream's attribute
+
+
+def hold_gradients(optimizers, bucket_groups) -> None:
+    """Let the optimizers take the gradients that come and go from their shards.
+
+    An optimizer that steps on the host reads shards in host memory there. Any other gets them on the device as it
+    takes them: there they stay until its step has ended.
+
+    Args:
+        optimizers: Megatron's DistributedOptimizer objects of this rank.
+        bucket_groups: of this rank's groups; those whose gradients stay whole are left alone.
+    """
+    for optimizer in optimizers:
+        if getattr(optimizer, "is_stub_optimizer", False):
+            continue
+        on_host = hasattr(optimizer.optimizer, "gpu_params_map_cpu_copy")
+        standing = {}
+        for bucket_group in bucket_groups:
+            gradient: Gradient | None = bucket_group.gradient
+            if gradient is None:
+                continue
+            device = None if on_host else gradient.whole.device
+            for parameter in bucket_group.params:
+                if parameter in optimizer.model_param_gbuf_map:
+                    start = gradient.shard_start - parameter.main_grad.storage_offset()
+                    standing[parameter] = ShardOf(gradient.shard, start, parameter.numel(), device)
+        if standing:
+            optimizer._copy_model_grads_to_main_grads = _with_shards(
+                optimizer._copy_model_grads_to_main_grads, standing
+            )
+
+
+def _with_shards(copy_gradients: Callable, standing: dict) -> Callable:
+    """``copy_gradients`` with the shards of ``standing`` in place of its parameters' whole gradients."""
+
+    def copy_from_shards(*args, **kwargs):
+        whole = {parameter: parameter.main_grad for parameter in standing}
+        for parameter, shard in standing.items():
+            parameter.main_grad = shard
+        try:
+            return copy_gradients(*args, **kwargs)
+        finally:
+            for parameter, gradient in whole.items():
+                parameter.main_grad = gradient
+
+    return copy_from_shards
 
 
 def offloaded_shards(optimizers, groups: list[tuple[Any, Group]]) -> dict[int, Callable]:

@@ -14,6 +14,7 @@ import torch
 
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.rank_memory import RankMemory
+from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Residency
 from megatron_ext.runtime.saved_tensors import SavedTensors
 
@@ -25,6 +26,7 @@ class Census:
         residency: counts whole parameters.
         parameters: whose storages are not activations.
         resting: gives bytes by kind on the device and on the host that come and go with no step.
+        reducer: of the gradients that come and go, or None. They are counted like what autograd saves.
     """
 
     def __init__(
@@ -32,35 +34,42 @@ class Census:
         residency: Residency,
         parameters: Iterable[torch.Tensor],
         resting: Callable[[], tuple[dict[str, int], dict[str, int]]],
+        reducer: Reducer | None = None,
     ):
-        self._residency, self._resting = residency, resting
-        self._saved: SavedTensors | None = SavedTensors(parameters, self._on_saved)
+        self._residency, self._resting, self._reducer = residency, resting, reducer
+        self._saved: SavedTensors | None = SavedTensors(parameters, self._sample)
         self._counting = False
-        self._whole = self._activations = self._first_peak = 0
+        self._whole = self._activations = self._gradients = self._first_peak = 0
 
     def begin(self) -> None:
         """An iteration begins."""
         if self._saved is not None and not self._counting:
             self._counting = True
             self._saved.__enter__()
+            if self._reducer is not None:
+                self._reducer.sample = self._sample
 
     def end(self, peak_bytes: int) -> None:
         """An iteration has ended; ``peak_bytes`` of whole parameters were its most."""
         if self._saved is not None:
             self._saved.__exit__(None, None, None)
             self._saved, self._first_peak = None, peak_bytes
+            if self._reducer is not None:
+                self._reducer.sample = None
         elif peak_bytes != self._first_peak:
             self._whole = peak_bytes
 
-    def _on_saved(self) -> None:
+    def _sample(self) -> None:
         assert self._saved is not None
         whole, activations = self._residency.bytes, self._saved.bytes
-        if whole + activations > self._whole + self._activations:
-            self._whole, self._activations = whole, activations
+        gradients = self._reducer.residency.bytes if self._reducer is not None else 0
+        if whole + activations + gradients > self._whole + self._activations + self._gradients:
+            self._whole, self._activations, self._gradients = whole, activations, gradients
 
     def memory(self) -> RankMemory:
         """What the rank held at the peak of the last iteration."""
         device, host = self._resting()
+        device["gradients"] = device.get("gradients", 0) + self._gradients
         return rank_memory.make(device | {"whole_parameters": self._whole, "activations": self._activations}, host)
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from megatron_ext.runtime.census import Census
+from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, State
 from megatron_ext.runtime.program import Program
 
@@ -24,6 +25,7 @@ class Executor:
         checks: of the debug mode, or None.
         drop_staged: empties the staging slots, or None.
         census: counts what this rank holds, or None.
+        reducer: of the gradients that come and go, or None where all stay whole.
     """
 
     def __init__(
@@ -40,13 +42,14 @@ class Executor:
         checks=None,
         drop_staged=None,
         census: Census | None = None,
+        reducer: Reducer | None = None,
     ):
         self.program, self.groups, self.clock, self.residency = program, groups, clock, residency
         self.gather, self.publisher, self.pool, self.recorder, self.checks = gather, publisher, pool, recorder, checks
         self._forwards, self._backwards, self._end = _by_hook(program)
         self._num_microbatches = len(self._forwards) // (len({chunk for chunk, _ in self._forwards}) or 1)
         self._count_forward = self._count_backward = 0
-        self.iterations, self._drop_staged, self.census = 0, drop_staged, census
+        self.iterations, self._drop_staged, self.census, self.reducer = 0, drop_staged, census, reducer
         self.peak_bytes = 0  # of whole parameters in the iteration that ended last
         self._started = False
         self._undisturbed = True
@@ -109,6 +112,8 @@ class Executor:
                 f"the iteration ended after {self._count_forward} forwards and {self._count_backward} backwards; the "
                 f"schedule has {len(self._forwards)} and {len(self._backwards)}"
             )
+        if self.reducer is not None:
+            self.reducer.finish()
         self.peak_bytes = self.residency.peak
         if self.census is not None:
             self.census.end(self.peak_bytes)

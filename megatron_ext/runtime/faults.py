@@ -18,13 +18,15 @@ VARIABLE = "MEGATRON_EXT_FAULTS"
 
 class Faults(NamedTuple):
     """Delays are upper bounds of uniform draws, in milliseconds; the rest are negative
-    controls: ``no_wait`` copies without waiting for the other ranks' shards, ``stale_group``
+    controls: ``no_wait`` copies without waiting for the other ranks' shards and adds gradients before they are
+    reduced, ``stale_group``
     is a group id whose copies are published only once, ``skip_group`` is never gathered.
     ``short_read`` is a group id whose NVMe copy is cut off in the middle of training."""
 
     publish_delay_ms: float = 0.0
     copy_delay_ms: float = 0.0
     read_delay_ms: float = 0.0
+    reduce_delay_ms: float = 0.0
     no_wait: int = 0
     stale_group: int = -1
     skip_group: int = -1

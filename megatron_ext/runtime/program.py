@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.routes import Route
 from megatron_ext.schedule.footprint import in_order
@@ -37,6 +38,10 @@ class Layers(Protocol):
 
     def backward_begins(self, model_chunk_id: int, layer: int) -> int:
         """The layer at which the backward of ``layer`` begins, where several are recomputed together."""
+        ...
+
+    def backward_ends(self, model_chunk_id: int, layer: int) -> int:
+        """The layer at which the backward of ``layer`` has ended, where several are recomputed together."""
         ...
 
     def arm(
@@ -81,6 +86,7 @@ def compile_program(
     recorder=None,
     skip_group: int = -1,
     check_uses: bool = False,
+    reducer: Reducer | None = None,
 ) -> Program:
     """Turn a validated schedule into calls.
 
@@ -94,14 +100,16 @@ def compile_program(
         recorder: where issues and waits are recorded, or None.
         skip_group: negative control; whatever the schedule says of this group is left out.
         check_uses: check state and version of every group at every layer that uses it.
+        reducer: of the gradients that come and go, or None where all stay whole.
     """
     compiler = _Compiler(schedule, groups, routes, clock, layers, recorder, skip_group)
+    gradients = _gradient_actions(schedule, rank, layers, reducer) if reducer is not None else {}
     waits = compiler.waits_by_step(rank)
     start = [compiler.stage_in(action) for action in rank.start.stage_in if action.group != skip_group]
     start += [compiler.unshard(action) for action in rank.start.unshard if action.group != skip_group]
     steps = [Step.parse(entry.step) for entry in rank.steps]
     placed = [
-        compiler.place(step, entry, waits.get(index, ()), check_uses)
+        compiler.place(step, entry, waits.get(index, ()), check_uses, gradients.get(index, ()))
         for index, (step, entry) in enumerate(zip(steps, rank.steps))
     ]
     backward_of = {(step.stage, step.microbatch): place.at for step, place in zip(steps, placed) if step.kind == "B"}
@@ -119,6 +127,43 @@ def compile_program(
     return Program(tuple(start), tuple(compiled))
 
 
+class _GradientAction(NamedTuple):
+    """What happens to a gradient in a backward step: behind or before a layer."""
+
+    behind: bool
+    layer: int
+    action: Action
+
+
+def _gradient_actions(
+    schedule: Schedule, rank: Rank, layers: Layers, reducer: Reducer
+) -> dict[int, list[_GradientAction]]:
+    """By step of the rank: every gradient is allocated before the backward of its group's last layer and reduced behind
+    that of its first, in the order in which the layers run."""
+    visits, found = schedule.parallel.num_microbatches, {}
+    done: dict[int, int] = {}
+    for number, entry in enumerate(rank.steps):
+        step = Step.parse(entry.step)
+        if step.kind == "F":
+            continue
+        chunk = step.model_chunk_id(schedule.parallel.pp)
+        visit = done[chunk] = done.get(chunk, 0) + 1
+        actions = found[number] = []
+        for index, gradient in reducer.gradients.items():
+            group = schedule.groups[index]
+            if group.model_chunk_id != chunk:
+                continue
+            first, last = layers.uses(index)
+            if (visit - 1) % group.reduce_every == 0:
+                begins = layers.backward_begins(chunk, last)
+                actions.append(_GradientAction(False, begins, partial(reducer.allocate, gradient)))
+            if visit % group.reduce_every == 0 or visit == visits:
+                ends = layers.backward_ends(chunk, first)
+                actions.append(_GradientAction(True, ends, partial(reducer.reduce, gradient)))
+        actions.sort(key=lambda item: (-item.layer, item.behind))
+    return found
+
+
 class _Compiler:
     def __init__(self, schedule: Schedule, groups, routes, clock: Clock, layers, recorder, skip_group: int):
         self.schedule, self.groups, self.routes, self.layers = schedule, groups, routes, layers
@@ -134,10 +179,12 @@ class _Compiler:
                 waits.setdefault(index if action.need_by < 0 else action.need_by, []).append(action.group)
         return {index: [g for g in found if g != self.skip_group] for index, found in waits.items()}
 
-    def place(self, step: Step, entry, waits, check_uses: bool) -> _Placed:
-        """Actions of one step, each where it happens: frees, then issues, then waits."""
+    def place(self, step: Step, entry, waits, check_uses: bool, gradients=()) -> _Placed:
+        """Actions of one step, each where it happens: reduces, frees, then issues, then waits, then allocations."""
         chunk = step.model_chunk_id(self.schedule.parallel.pp)
         place = _Placed([self.stage_in(action) for action in entry.stage_in if action.group != self.skip_group], {}, [])
+        for _, layer, action in (item for item in gradients if item.behind):
+            self._behind(place, step, chunk, layer).append(action)
         for action in in_order(entry):
             if action.group == self.skip_group:
                 continue
@@ -151,6 +198,8 @@ class _Compiler:
             own = self.schedule.groups[index].model_chunk_id == chunk
             layer = -1 if not own else first if step.kind == "F" else self.layers.backward_begins(chunk, last)
             self._before(place, step, chunk, layer).append(self.wait(index))
+        for _, layer, action in (item for item in gradients if not item.behind):
+            self._before(place, step, chunk, layer).append(action)
         if check_uses:
             for index, group in self.groups.items():
                 if self.schedule.groups[index].model_chunk_id == chunk:

@@ -259,15 +259,16 @@ class _Gradients:
     """Whole gradients of one rank that come and go. ``bytes``: those that are there."""
 
     def __init__(self, schedule: Schedule, workload: Workload, pp_rank: int):
-        self.bytes = self._on_its_way = 0
+        self.bytes = 0
+        self._on_its_way: tuple[int, int] | None = None  # group and bytes
         self._visits = [0] * schedule.parallel.vp
         self._last = schedule.parallel.num_microbatches
         spans = uses_of_groups(schedule.groups, workload) if any(g.gradients for g in schedule.groups) else []
-        self._allocated: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        self._reduced: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for group, (first, last) in zip(schedule.groups, spans):
+        self._allocated: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        self._reduced: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        for index, (group, (first, last)) in enumerate(zip(schedule.groups, spans)):
             if group.pp_rank == pp_rank and group.gradients is not None:
-                item = gradient_bytes(group, workload), group.reduce_every
+                item = index, gradient_bytes(group, workload), group.reduce_every
                 self._allocated.setdefault((group.model_chunk_id, last), []).append(item)
                 self._reduced.setdefault((group.model_chunk_id, first), []).append(item)
 
@@ -277,17 +278,24 @@ class _Gradients:
 
     def before(self, chunk: int, layer: int) -> None:
         """Allocate what the backward of ``layer`` is the first to add to."""
-        for size, every in self._allocated.get((chunk, layer), ()):
+        for index, size, every in self._allocated.get((chunk, layer), ()):
             if (self._visits[chunk] - 1) % every == 0:
+                if self._on_its_way is not None and self._on_its_way[0] == index:
+                    self._settle()  # the group's own of the visit before
                 self.bytes += size
 
     def behind(self, chunk: int, layer: int) -> None:
         """Issue the reduces that are due behind the backward of ``layer``; the one before has ended and is freed."""
         visit = self._visits[chunk]
-        for size, every in self._reduced.get((chunk, layer), ()):
+        for index, size, every in self._reduced.get((chunk, layer), ()):
             if visit % every == 0 or visit == self._last:
-                self.bytes -= self._on_its_way
-                self._on_its_way = size
+                self._settle()
+                self._on_its_way = index, size
+
+    def _settle(self) -> None:
+        if self._on_its_way is not None:
+            self.bytes -= self._on_its_way[1]
+            self._on_its_way = None
 
 
 def _sums_of(chunk: Chunk) -> tuple[list[int], int]:

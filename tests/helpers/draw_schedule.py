@@ -51,12 +51,33 @@ def prepared(draw, workload: Workload, path, routes=("gpu", "cpu", "nvme")) -> S
         if draw.random() < 0.7 and can_rest_on_host(workload) and workload.zero_stage == 3 and workload.parallel.dp > 1:
             schedule = by_cpu_shard(schedule)
         schedule = with_host_shards(schedule, workload)
+    schedule = with_gradients(draw, schedule, workload)
     peak = max(footprint.device_peaks(schedule))
     schedule = replace(schedule, limits=replace(schedule.limits, whole_parameter_bytes=peak))
     validate.validate(schedule)
     match.match(schedule, workload)
     schedule_file.save(path, schedule)
     return schedule
+
+
+def with_gradients(draw, schedule: Schedule, workload: Workload, kinds=(None, "sharded", "host")) -> Schedule:
+    """The schedule with gradients that come and go, drawn of every group; at zero stage 1 all stay whole."""
+    if workload.zero_stage == 1:
+        return schedule
+    shared = {
+        (chunk.pp_rank, chunk.model_chunk_id, p.name)
+        for chunk in workload.chunks
+        for p in chunk.parameters
+        if p.shared_embedding
+    }
+    groups = []
+    for group in schedule.groups:
+        kind = draw.choice(kinds)
+        if any((group.pp_rank, group.model_chunk_id, name) in shared for name in group.parameters):
+            kind = None
+        every = draw.randint(1, workload.parallel.num_microbatches) if kind is not None else 1
+        groups.append(replace(group, gradients=kind, reduce_every=every))
+    return replace(schedule, groups=tuple(groups))
 
 
 def hosted(workload: Workload, zero_stage: int, path) -> Schedule:

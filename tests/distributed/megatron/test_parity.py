@@ -35,10 +35,15 @@ def interleaved(services):
 @settings(max_examples=CASES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 @given(
     name=st.sampled_from(sorted(MODELS)),
-    zero_stage=st.sampled_from((3, 3, 1)),
+    zero_stage=st.sampled_from((3, 2, 3, 1)),
     draw=st.randoms(use_true_random=False),
     delays=st.sampled_from(
-        ("", "publish_delay_ms=8,copy_delay_ms=4,read_delay_ms=4", "publish_delay_ms=20", "copy_delay_ms=8")
+        (
+            "",
+            "publish_delay_ms=8,copy_delay_ms=4,read_delay_ms=4,reduce_delay_ms=3",
+            "publish_delay_ms=20",
+            "copy_delay_ms=8,reduce_delay_ms=6",
+        )
     ),
     routes=st.sampled_from((("gpu", "cpu", "nvme"), ("gpu", "cpu"), ("nvme",))),
     gpus_per_node=st.sampled_from((4, 2, 1)),

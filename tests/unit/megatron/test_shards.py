@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ext.megatron.shards import ShardOfBucket, hold_shards, offloaded_shards, refuse_state_of_freed
+from megatron_ext.megatron.shards import ShardOf, hold_shards, offloaded_shards, refuse_state_of_freed
 from megatron_ext.runtime.group import FreedGroup, Residency, ScheduleError
 
 
@@ -46,8 +46,9 @@ def test_the_optimizer_updates_the_shard_while_the_bucket_is_freed():
 
 @pytest.mark.parametrize("index", [slice(95, 100), slice(150, 193)])
 def test_elements_of_other_ranks_are_out_of_reach(index):
+    group = Optimizer().group
     with pytest.raises(AssertionError, match="outside of the own shard"):
-        ShardOfBucket(Optimizer().group)[index]
+        ShardOf(group.shard, group.shard_start, group.whole.numel())[index]
 
 
 def test_a_freed_model_has_no_state_to_save():

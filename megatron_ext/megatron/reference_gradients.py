@@ -1,0 +1,71 @@
+"""The reference of gradients that come and go: whole gradients as Megatron keeps them, reduced and added up when the
+schedule says, in plain PyTorch and one after another.
+
+It adds in the same order as the run by the schedule, so the two are equal to the last bit. Nothing is freed, nothing
+overlaps, and the shard is copied back to where Megatron expects the reduced gradient.
+"""
+
+import torch
+from megatron.core.distributed import param_and_grad_buffer as upstream
+
+from megatron_ext.schedule.user_defined_schedule import Schedule
+
+
+class ReferenceGradients:
+    """What Megatron's schedules call around their steps in a reference run, see step_calls.py.
+
+    Args:
+        bucket_groups: Megatron's own bucket groups, one bucket each, by group index.
+    """
+
+    def __init__(self, schedule: Schedule, bucket_groups: dict):
+        self._schedule, self._chunk = schedule, -1
+        self._visits: dict[int, int] = {}
+        self._kept = {}
+        for index, bucket_group in bucket_groups.items():
+            if schedule.groups[index].gradients is None:
+                continue
+            bucket, rank = bucket_group.buckets[0], bucket_group.intra_distributed_optimizer_instance_rank
+            numel = bucket.grad_data.numel() // bucket_group.intra_distributed_optimizer_instance_size
+            part = bucket.grad_data[rank * numel : (rank + 1) * numel]
+            self._kept[index] = bucket_group, part, torch.zeros_like(part)
+            # The reduces below are the only ones.
+            for name in ("register_grad_ready", "start_grad_sync"):
+                vars(bucket_group)[name] = lambda *args, **kwargs: None
+            vars(bucket_group)["finish_grad_sync"] = _no_reduce(bucket_group)
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self._visits.clear()
+        for _, _, shard in self._kept.values():
+            shard.zero_()
+
+    def pre_forward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
+        """Forward steps make no gradients."""
+
+    def pre_backward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
+        self._chunk = model_chunk_id
+
+    def post_backward(self, virtual_microbatch_id: int) -> None:
+        visit = self._visits[self._chunk] = self._visits.get(self._chunk, 0) + 1
+        last = visit == self._schedule.parallel.num_microbatches
+        for index, (bucket_group, part, shard) in self._kept.items():
+            group = self._schedule.groups[index]
+            if group.model_chunk_id == self._chunk and (last or visit % group.reduce_every == 0):
+                upstream._ParamAndGradBucketGroup.start_grad_sync(bucket_group)
+                bucket_group.grad_reduce_handle.wait()
+                bucket_group.grad_reduce_handle = None
+                shard.add_(part)
+                bucket_group.buckets[0].grad_data.zero_()
+
+    def end_iteration(self) -> None:
+        """What Megatron does with gradients comes next."""
+        for _, part, shard in self._kept.values():
+            part.copy_(shard)
+
+
+def _no_reduce(bucket_group):
+    def finish_grad_sync(*args, **kwargs) -> None:
+        bucket_group.param_gather_dispatched = False
+
+    return finish_grad_sync
