@@ -56,9 +56,8 @@ def prepare(
         InputError: copies cannot be made; not on every rank of the run.
     """
     keep_host_blocks()
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    clock, residency = Clock(), Residency()
+    pp_rank, clock, residency = parallel_state.get_pipeline_model_parallel_rank(), Clock(), Residency()
     groups = make_groups(schedule, bucket_groups, process_group, residency)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
     _hold_shards_only(schedule, ddps, groups, optimizers, buckets)
@@ -75,9 +74,7 @@ def prepare(
     states = _states(schedule, optimizers, buckets, nvme_path, links)
     buffered = [route for route in (hierarchical, cpu_shard) if route]
     boundaries = _boundaries(schedule, ddps, pp_rank)
-    reducer = _reducer(schedule, bucket_groups, process_group, faults, order)
-    if reducer is not None:
-        hold_gradients(optimizers, bucket_groups.values())
+    reducer = _reducer(schedule, bucket_groups, optimizers, process_group, faults, order)
     resting = partial(resting_storages, groups, ddps, optimizers, copies, states, buffered, reducer)
     how = (groups, routes, clock, boundaries, recorder, faults.skip_group, checks is not None, reducer)
     program = compile_program(schedule, schedule.ranks[pp_rank], *how)
@@ -95,8 +92,7 @@ def prepare(
         census=Census(residency, _parameters(ddps), resting, reducer),
         reducer=reducer,
     )
-    opened = [part.close for part in (*states, *buffered, reducer) if part]
-    executor.on_close(boundaries.close, *copies.closing, *opened)
+    executor.on_close(boundaries.close, *copies.closing, *(p.close for p in (*states, *buffered, reducer) if p))
     return executor
 
 
@@ -195,9 +191,14 @@ def _cpu_shard(
 
 
 def _reducer(
-    schedule: Schedule, bucket_groups: dict, process_group, faults: Faults, order: debug.IssueOrder | None
+    schedule: Schedule,
+    bucket_groups: dict,
+    optimizers: list,
+    process_group,
+    faults: Faults,
+    order: debug.IssueOrder | None,
 ) -> Reducer | None:
-    """Of this rank's gradients that come and go; None where all stay whole."""
+    """Of this rank's gradients that come and go, whose shards the optimizers then read; None where all stay whole."""
     gradients = {
         index: bucket_group.gradient
         for index, bucket_group in sorted(bucket_groups.items())
@@ -205,6 +206,7 @@ def _reducer(
     }
     if not gradients:
         return None
+    hold_gradients(optimizers, bucket_groups.values())
     on_host = [index for index in gradients if schedule.groups[index].gradients == "host"]
     device = device_of(next(iter(gradients.values())).whole)
     return Reducer(gradients, on_host, device, faults, dist.get_rank(process_group), order)
