@@ -26,7 +26,7 @@ from megatron_ext.cli.run_on_cpu import run_on_cpu
 from megatron_ext.cli.schema import schema
 from megatron_ext.cli.show import show
 from megatron_ext.cli.simulate import simulate
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, one_line
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         click.echo(error.ctx.get_help())
         return 2
     except click.ClickException as error:
-        click.echo(f"megatron-ext: {error.format_message()}", err=True)
+        click.echo(f"megatron-ext: {one_line(error.format_message())}", err=True)
         return 2
     except InputError as error:
         text = str(error)

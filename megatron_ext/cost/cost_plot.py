@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 from megatron_ext.cost.cost_table import CostTable, Curve
 from megatron_ext.cost.cost_table_text import all_curves
 from megatron_ext.cost.curve import curves_of, lookup, residuals
+from megatron_ext.formats import picture
 from megatron_ext.formats.errors import InputError
 
 DOTS_BETWEEN = 4
@@ -16,8 +15,7 @@ DOTS_BETWEEN = 4
 
 
 def save(table: CostTable, path) -> None:
-    """Write a PNG (or what the suffix says): above each curve with its interval, below the
-    residuals of its points.
+    """Write a PNG: above each curve with its interval, below the residuals of its points.
 
     Raises:
         InputError: the table has no curve, or the place cannot be written.
@@ -39,7 +37,7 @@ def save(table: CostTable, path) -> None:
         above = figure.add_subplot(grid[2 * row, column])
         below = figure.add_subplot(grid[2 * row + 1, column], sharex=above)
         _draw(above, below, what, curve)
-    _write(figure, Path(path))
+    picture.save(path, figure)
 
 
 def _draw(above, below, what: str, curve: Curve) -> None:
@@ -68,19 +66,6 @@ def _draw(above, below, what: str, curve: Curve) -> None:
     below.set(xlabel="bytes of the whole group", ylabel="left out, %")
     if len(curves_of(curve)) > 1:
         above.legend(fontsize=7)
-
-
-def _write(figure, path: Path) -> None:
-    """Write the picture under a temporary name, then rename it."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix or '.png'}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(temporary, dpi=110)
-        os.replace(temporary, path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot be written: {error}", file=path) from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _dense(sizes: list[int]) -> list[int]:

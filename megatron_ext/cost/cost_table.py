@@ -233,6 +233,9 @@ def _check_compute(table: CostTable, checker: Checker) -> None:
             checker.refuse("give either pp_rank and model_chunk_id, or layer_kind", field)
         for name in ("forward_us", "backward_us", "forward_p95_us", "backward_p95_us"):
             checker.duration(getattr(row, name), f"{field}.{name}")
+        checker.not_below("forward_us", row.forward_us, row.forward_p95_us, f"{field}.forward_p95_us")
+        checker.not_below("backward_us", row.backward_us, row.backward_p95_us, f"{field}.backward_p95_us")
+        checker.at_least(1, row.samples, f"{field}.samples")
         for name in ("activation_bytes", "recompute_bytes"):
             checker.size(getattr(row, name), f"{field}.{name}")
         place = (row.pp_rank, row.model_chunk_id, row.layer_kind)
@@ -267,8 +270,7 @@ def _checked(points: tuple[Point, ...], field: str, checker: Checker) -> tuple[P
         sizes.add(point.size_bytes)
         checker.duration(point.p50_us, f"{where}.p50_us")
         checker.duration(point.p95_us, f"{where}.p95_us")
-        if point.p95_us is not None and point.p95_us < point.p50_us:
-            checker.refuse("is below p50_us", f"{where}.p95_us", point.p95_us)
+        checker.not_below("p50_us", point.p50_us, point.p95_us, f"{where}.p95_us")
         checker.duration(point.issued_us, f"{where}.issued_us", zero=True)
         checker.at_least(1, point.samples, f"{where}.samples")
     order = sorted(range(len(points)), key=lambda index: points[index].size_bytes)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from megatron_ext.cost.cost_table import SCHEMA_VERSION, CostTable, Curve, Metadata, Point, Routes, check
+from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "sendrecv", "all_reduce")
@@ -18,10 +18,7 @@ the seed notes' runs). More than that is a broken log."""
 
 def lines_of(path) -> list[str]:
     """The lines of a log. Raises InputError: unreadable, not text, or empty."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", file=path) from None
+    data = json_files.read_bytes(path)
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

@@ -54,3 +54,8 @@ class Checker:
         self.at_least(0, value, field)
         if value is not None and value > MOST_BYTES:
             self.refuse(f"no plausible size: expected at most {MOST_BYTES} bytes", field, value)
+
+    def not_below(self, other: str, least: float, value: float | None, field: str) -> None:
+        """``value`` is not below ``least``, the value of field ``other``; None passes."""
+        if value is not None and value < least:
+            self.refuse(f"is below {other}", field, value)

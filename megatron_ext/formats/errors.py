@@ -21,7 +21,14 @@ class InputError(ValueError):
         elif value is not ...:
             parts.append(_short(value))
         parts.append(message)
-        super().__init__(": ".join(parts).replace("\n", " "))
+        super().__init__(one_line(": ".join(parts)))
+
+
+def one_line(text: str, limit: int = 2000) -> str:
+    """``text`` without line breaks; its middle is left out where it is longer than ``limit``."""
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+    return " ".join(text.splitlines())
 
 
 def _short(value, limit: int = 80) -> str:

@@ -40,22 +40,40 @@ def load(path, kind: type[T], *, versioned: str | None = None) -> T:
         versioned: the kind of file, if its schema version is checked before anything else.
 
     Raises:
-        InputError: the file is missing, too large, not JSON, or does not have the form
-            of ``kind``; the line names the file, the field and the value.
+        InputError: as :func:`read_bytes`; or the file is not JSON, or does not have the form of ``kind``: the line
+            names the file, the field and the value.
     """
-    path = _given(path)
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InputError(f"larger than {MAX_FILE_BYTES} bytes", file=path)
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", file=path) from None
+    data = read_bytes(path)
     if versioned is not None:
         with contextlib.suppress(msgspec.MsgspecError, RecursionError):
             head = msgspec.json.decode(data, type=_Versioned)
             if head.kind == versioned:
                 check_version(versioned, head.schema_version, file=path)
     return decode(data, kind, file=path)
+
+
+def read_bytes(path) -> bytes:
+    """The content of a file that a user names.
+
+    Raises:
+        InputError: it is missing, no regular file (reading a pipe may never end) or larger than :data:`MAX_FILE_BYTES`.
+    """
+    path = _given(path)
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise InputError("cannot be read: " + _what_else(mode), file=path)
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)  # files of /proc say a size of 0
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", file=path) from None
+    if len(data) > MAX_FILE_BYTES:
+        raise InputError(f"larger than {MAX_FILE_BYTES} bytes", file=path)
+    return data
+
+
+def _what_else(mode: int) -> str:
+    return "is a directory" if stat.S_ISDIR(mode) else "is no regular file"
 
 
 def decode(data: bytes, kind: type[T], *, file) -> T:
@@ -179,9 +197,7 @@ def _beside(path: Path) -> tuple[int, str]:
     Its mode is that of the file that is there, or as the umask says.
     """
     if path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file
-        raise InputError(
-            "cannot be written: is a directory" if path.is_dir() else "cannot be written: is no regular file", file=path
-        )
+        raise InputError("cannot be written: " + _what_else(path.stat().st_mode), file=path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = str(path.parent / f".{path.name}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # less the umask
@@ -208,7 +224,4 @@ def check_writable(path) -> None:
 
 def sha256(path) -> str:
     """Hex digest of a file's bytes; ranks compare it before the first collective."""
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", file=path) from None
+    return hashlib.sha256(read_bytes(path)).hexdigest()

@@ -3,6 +3,7 @@
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megatron_ext.formats import picture
 from megatron_ext.planner.advice import Advice, Outcome
 from megatron_ext.planner.advice_text import LINKS, compared_with
 
@@ -17,7 +18,7 @@ def save(advice: Advice, path) -> None:
     _settings(settings, advice)
     figure.suptitle(f"{advice.outcome.answer} (estimated from a data sheet: {advice.sheet.title})", fontsize=11)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    picture.save(path, figure)
 
 
 def _times(axes, advice: Advice) -> None:

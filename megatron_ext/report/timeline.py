@@ -1,8 +1,6 @@
 """The picture of one pipeline iteration: simulated above measured, on one time scale."""
 
-import io
-
-from megatron_ext.formats import json_files
+from megatron_ext.formats import picture
 from megatron_ext.report.build_report import Report
 from megatron_ext.report.timeline_panels import Panel, panels, zoom_us
 from megatron_ext.report.timeline_rows import Row
@@ -95,9 +93,7 @@ def save(report: Report, path) -> None:
         _sum_up_rows(last, panel)
         y -= between
     _write_words(figure, report, drawn, inches)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI)
-    json_files.write_atomically(path, buffer.getvalue())
+    picture.save(path, figure, dpi=DPI)
 
 
 def _height(panel: Panel) -> float:

@@ -11,8 +11,10 @@ still whole is dropped. Zero stages 1 and 2 gather every group exactly once and 
 
 import math
 
+from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.versions import check_version
+from megatron_ext.schedule.check_figures import check_figures
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.state_placement import check_state_slots
 from megatron_ext.schedule.user_defined_schedule import Schedule, decode
@@ -49,6 +51,7 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
     _check_groups(schedule, file)
     destinations = _check_publish(schedule, file)
     check_state_slots(schedule, file=file)
+    check_figures(schedule, Checker(file, InvalidSchedule))
     parallel = schedule.parallel
     if len(schedule.ranks) != parallel.pp:
         raise InvalidSchedule(

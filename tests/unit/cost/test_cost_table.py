@@ -32,6 +32,10 @@ from megatron_ext.formats.errors import InputError
             r"p2p.points\[0\].p50_us = 0.9: no plausible time: less than 1/1000 of the 1000 us that 1 bytes take",
         ),
         (
+            {"compute": (Compute(layer_kind="a", forward_us=3, backward_us=1, forward_p95_us=2),)},
+            r"compute\[0\].forward_p95_us = 2: is below forward_us",
+        ),
+        (
             {"compute": (Compute(layer_kind="a", forward_us=1e15, backward_us=1),)},
             r"compute\[0\].forward_us = 1000000000000000.0: no plausible time",
         ),

@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 
+from megatron_ext.cost import importers
 from megatron_ext.cost.cost_table import CostTable
-from megatron_ext.formats import json_files
+from megatron_ext.formats import json_files, picture
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.workload import Workload
@@ -26,7 +28,14 @@ def test_a_file_of_another_kind_is_named_with_the_kind_that_was_expected(tmp_pat
         json_files.load(path, Workload)
 
 
-@pytest.mark.parametrize("act", [lambda path: json_files.save(path, {}), json_files.check_writable])
+def importers_read(path):
+    return importers.read("nccl-tests", path)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [lambda path: json_files.save(path, {}), json_files.check_writable, lambda path: picture.save(path, Figure())],
+)
 def test_only_files_are_replaced(tmp_path, act):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -43,6 +52,26 @@ def test_only_files_are_replaced(tmp_path, act):
         act(under_a_file)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
     assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("read", [lambda path: json_files.load(path, dict), json_files.sha256, importers_read])
+def test_only_files_are_read(tmp_path, read):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, "/dev/zero"):
+        with pytest.raises(InputError, match=f"{path}: cannot be read: is no regular file"):
+            read(path)
+    with pytest.raises(InputError, match="cannot be read: is a directory"):
+        read(tmp_path)
+
+
+def test_a_file_without_end_is_not_read_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_files, "MAX_FILE_BYTES", 100)
+    (tmp_path / "large").write_bytes(b"0" * 101)
+    with pytest.raises(InputError, match="large: larger than 100 bytes"):
+        json_files.read_bytes(tmp_path / "large")
+    with pytest.raises(InputError, match="larger than 100 bytes"):
+        json_files.read_bytes("/proc/self/smaps")  # whose size is said to be 0
 
 
 def test_looking_whether_a_place_can_be_written_changes_nothing(tmp_path):
@@ -112,3 +141,14 @@ def test_a_value_out_of_few_is_named_with_those_that_there_are(kind, text, said)
     with pytest.raises(InputError) as error:
         json_files.decode(text.encode(), kind, file="f.json")
     assert str(error.value) == f"f.json: {said}"
+
+
+@pytest.mark.parametrize("text", ['{"%s": 1}', '{"parallel": {"order": "%s"}}'])
+def test_a_long_name_or_value_is_told_in_a_short_line(text):
+    with pytest.raises(InputError) as error:
+        json_files.decode((text % ("k" * 10**6)).encode(), Workload, file="f.json")
+    assert len(str(error.value)) < 2100 and str(error.value).startswith("f.json: ")
+
+
+def test_an_error_is_one_line_whatever_it_quotes():
+    assert len(str(InputError("a\nb\rc\u2028d\x85e", file="f\x0bg")).splitlines()) == 1
