@@ -188,3 +188,14 @@ def test_json_forms(case):
         "busy_us",
     } <= result.keys()
     assert result["iteration_time_us"] == planned["iteration_time_us"] and json.loads(trace.read_text())["traceEvents"]
+
+
+def test_output_that_cannot_be_written_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_ext", "schema", "workload"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "megatron-ext: standard output: cannot be written: No space left on device\n",
+    )
