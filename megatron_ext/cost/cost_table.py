@@ -24,6 +24,9 @@ MOST_FALL = 1000
 
 MOST_SLOWDOWN = 1e6
 
+MOST_POINTS = 10_000
+"""Of one curve; a power-of-2 grid has about 30."""
+
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One measured size. ``issued_us`` is the time until the call returned, where it is
@@ -261,6 +264,8 @@ def _checked(points: tuple[Point, ...], field: str, checker: Checker) -> tuple[P
     Raises:
         InputError: a figure is not plausible, by itself or beside that of the next smaller size.
     """
+    if len(points) > MOST_POINTS:
+        checker.refuse(f"more than {MOST_POINTS} points", field, len(points))
     sizes = set()
     for index, point in enumerate(points):
         where = f"{field}[{index}]"

@@ -9,6 +9,7 @@ import msgspec
 from megatron_ext.cost.cost_table import CostTable, Curve, Point
 from megatron_ext.cost.curve import curves_of, residuals
 from megatron_ext.cost.estimates import Costs
+from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.route import ROUTES
 
@@ -33,8 +34,7 @@ def predicted(
     Raises:
         InputError: an unknown curve, a size outside the range, or a pair never measured.
     """
-    if size_bytes < 0:
-        raise InputError("must not be negative", file="--bytes", value=size_bytes)
+    Checker("--bytes").size(size_bytes)
     costs = Costs(table, extrapolate=extrapolate, file=file)
     if route in ROUTES:
         alone = costs.gather(route, size_bytes)

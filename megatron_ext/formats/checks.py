@@ -28,7 +28,7 @@ class Checker:
         """Raise the error with this file's name."""
         raise self.error(message, file=self.file, field=field, value=value)
 
-    def at_least(self, least: int, value: float | None, field: str) -> None:
+    def at_least(self, least: int, value: float | None, field: str | None = None) -> None:
         """``value`` is ``least`` or more; None passes."""
         if value is not None and value < least:
             self.refuse(f"must be at least {least}" if least else "must not be negative", field, value)
@@ -49,7 +49,7 @@ class Checker:
         if value and not LEAST_US <= value <= MOST_US:
             self.refuse(f"no plausible time: expected {LEAST_US:g} to {MOST_US:g} us", field, value)
 
-    def size(self, value: int | None, field: str) -> None:
+    def size(self, value: int | None, field: str | None = None) -> None:
         """``value`` is a plausible number of bytes; None passes."""
         self.at_least(0, value, field)
         if value is not None and value > MOST_BYTES:

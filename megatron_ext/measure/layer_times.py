@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter, thread_time
@@ -77,17 +78,28 @@ def load_runners(path: str, args: list[str]) -> Mapping[str, Runner]:
         module_name = file.stem
     try:
         factory = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"cannot be imported: {error}", file="--modules", value=path) from None
+    except (Exception, SystemExit) as error:  # the module is the user's: it may fail in any way
+        raise InputError(f"cannot be imported: {_told(error)}", file="--modules", value=path) from error
     if not callable(factory):
         raise InputError("is no function", file="--modules", value=path)
-    runners = factory(args)
+    try:
+        runners = factory(args)
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(f"failed: {_told(error)}", file="--modules", value=path) from error
     if not isinstance(runners, Mapping) or not runners:
         raise InputError("returned no mapping of layer kinds to runners", file="--modules", value=path)
     for kind, runner in runners.items():
         if not callable(getattr(runner, "forward", None)) or not callable(getattr(runner, "backward", None)):
             raise InputError(f"its runner for {kind!r} has no forward() and backward()", file="--modules", value=path)
     return runners
+
+
+def _told(error: BaseException) -> str:
+    """What failed, and at which line of which file."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
 
 
 def clock() -> Callable[[], float]:

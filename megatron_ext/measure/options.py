@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from megatron_ext.formats.checks import MOST_BYTES
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.nodes import has_hierarchy, nodes_of_replicas
 from megatron_ext.workload.parallel import Parallel
@@ -28,6 +29,9 @@ LINKS = (
     "compute",
 )
 """What can be measured; ``--links`` picks among them."""
+
+MOST_THREADS, MOST_SECONDS = 4096, 86_400
+"""Of one rank, and of one measurement."""
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -145,6 +149,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         ):
             if getattr(self, name) < 1:
                 raise InputError("must be at least 1", file=_flag(name), value=getattr(self, name))
+        self._check_largest()
         for name in ("evict_bytes", "max_rank_bytes"):
             if (getattr(self, name) or 0) < 0:
                 raise InputError("must not be negative", file=_flag(name), value=getattr(self, name))
@@ -169,6 +174,25 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.nvme_path is not None and not os.path.isdir(self.nvme_path):
             raise InputError("is no directory", file=_flag("nvme_path"), value=self.nvme_path)
         return self
+
+    def _check_largest(self) -> None:
+        """Refuse what this machine's memory cannot hold, and a measurement that would never end."""
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        activation = 4 * self.seq_length * self.micro_batch_size * self.hidden_size
+        for name, size in (
+            ("max_bytes", self.max_bytes),
+            ("sizes", max(self.sizes, default=0)),
+            ("also_sizes", max(self.also_sizes, default=0)),
+            ("evict_bytes", self.evict_bytes),
+            ("hidden_size", 4 * self.hidden_size**2),
+            ("seq_length", activation),
+        ):
+            if size > memory:
+                message = f"takes {size} bytes, more than this machine's memory of {memory} bytes"
+                raise InputError(message, file=_flag(name), value=getattr(self, name))
+        for name, most in (("threads", MOST_THREADS), ("seconds", MOST_SECONDS), ("max_rank_bytes", MOST_BYTES)):
+            if (getattr(self, name) or 0) > most:
+                raise InputError(f"must be at most {most}", file=_flag(name), value=getattr(self, name))
 
 
 def _flag(name: str) -> str:

@@ -19,6 +19,9 @@ from megatron_ext.workload.bucket_layout import ITEM_BYTES, bucket_numel
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
 
+MOST_PARAMETERS = 1 << 17
+"""Of all chunks: planning takes time with each."""
+
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One parameter of a chunk as one rank holds it whole. ``bytes`` is the gathered size.
@@ -164,6 +167,9 @@ def check(workload: Workload, *, file=None) -> Workload:
     workload.optimizer.check(file=file)
     for name in workload.limits.__struct_fields__:
         checker.size(getattr(workload.limits, name), f"limits.{name}")
+    number = sum(len(chunk.parameters) for chunk in workload.chunks)
+    if number > MOST_PARAMETERS:
+        checker.refuse(f"more than {MOST_PARAMETERS} parameters", "chunks", number)
     stages = {}
     for index, chunk in enumerate(workload.chunks):
         where = f"chunks[{index}]"

@@ -91,6 +91,18 @@ BAD = {
     ),
     "unknown key": (put("w.colour", "red"), ("w.json", "colour")),
     "micro-batches Megatron refuses": (put("w.parallel.num_microbatches", 1), ("w.json", "num_microbatches")),
+    "too many points": (
+        put("t.routes.gpu.points", [{"size_bytes": size, "p50_us": 1.0} for size in range(10_001)]),
+        ("t.json", "routes.gpu.points = 10001: more than 10000 points"),
+    ),
+    "2^17 micro-batches": (
+        put("w.parallel.num_microbatches", 1 << 17),
+        ("w.json", "num_microbatches = 131072: more than 65536 forward steps"),
+    ),
+    "too many parameters": (
+        lambda w, t: w["chunks"][0].update(parameters=w["chunks"][0]["parameters"][:1] * (1 << 17)),
+        ("w.json", "chunks = 131102: more than 131072 parameters"),
+    ),
     "too many steps": (put("w.parallel.num_microbatches", 1 << 20), ("w.json", "num_microbatches", "forward steps")),
 }
 
@@ -143,7 +155,7 @@ def test_a_small_file_with_large_promises_is_cheap_to_refuse(case, capsys):
     assert case("plan").returncode == 0
     path = case.folder / "s.json"
     data = json.loads(path.read_text())
-    data["parallel"]["num_microbatches"] = 200_000
+    data["parallel"]["num_microbatches"] = 16_000
     path.write_text(json.dumps(data))
     started = time.process_time()
     assert cli.main(["show", str(path)]) == 2 and "expected" in capsys.readouterr().err

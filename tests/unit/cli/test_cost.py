@@ -6,9 +6,10 @@ import pytest
 from two_tables import CLUSTER, ONE_GPU, table
 
 from megatron_ext.cli import main as cli
-from megatron_ext.cost import cost_table
+from megatron_ext.cost import cost_table, cost_table_text
 from megatron_ext.cost.cost_table import Metadata
 from megatron_ext.cost.environment import world_sizes
+from megatron_ext.formats.errors import InputError
 from megatron_ext.workload import workload
 from megatron_ext.workload.parallel import Parallel
 
@@ -99,3 +100,9 @@ def test_combine_and_compare_verbs(path, tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["cost", "compare", path, str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["curves"]["routes.gpu"]["median"] == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize("size", [-5, 10**25, 10**400], ids=["negative", "huge", "no float"])
+def test_predict_refuses_sizes_that_no_group_has(size):
+    with pytest.raises(InputError, match=r"^--bytes: .*(negative|no plausible size)"):
+        cost_table_text.predicted(ONE_GPU, "gpu", size, extrapolate=True)

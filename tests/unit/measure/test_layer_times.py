@@ -1,9 +1,12 @@
 """How layers are run to be timed."""
 
+import sys
+
 import pytest
 from layers import Layer
 
-from megatron_ext.measure.layer_times import measure_compute, micro_batch_us
+from megatron_ext.formats.errors import InputError
+from megatron_ext.measure.layer_times import load_runners, measure_compute, micro_batch_us
 
 
 def test_every_layer_runs_forward_then_backward():
@@ -27,3 +30,30 @@ def test_a_walk_comes_by_every_layer_of_a_kind():
     assert micro_batch_us(rows, runners) == pytest.approx(
         a.forward_us + a.backward_us + 3 * (b.forward_us + b.backward_us)
     )
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("bad.py:x", "cannot be imported: SyntaxError"),
+        ("at_import.py:x", r"cannot be imported: KeyError: 'inner' \(.*at_import.py:1\)"),
+        ("none.py:x", "cannot be imported: ModuleNotFoundError"),
+        (":x", "cannot be imported: ValueError"),
+        ("os:nothing", "cannot be imported: AttributeError"),
+        ("os:name", "is no function"),
+        ("os:getcwd", "failed: TypeError"),
+        ("when_called.py:fails", r"failed: RuntimeError: inner \(.*when_called.py:2\)"),
+        ("when_called.py:leaves", "failed: SystemExit: 3"),
+    ],
+)
+def test_a_function_that_fails_is_named_with_the_line(tmp_path, monkeypatch, named, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "when_called", raising=False)
+    (tmp_path / "bad.py").write_text("def (:\n")
+    (tmp_path / "at_import.py").write_text("raise KeyError('inner')\n")
+    (tmp_path / "when_called.py").write_text(
+        "def fails(args):\n    raise RuntimeError('inner')\ndef leaves(args):\n    raise SystemExit(3)\n"
+    )
+    with pytest.raises(InputError, match=f"^--modules: '{named}': {said}"):
+        load_runners(named, [])
