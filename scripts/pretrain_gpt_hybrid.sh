@@ -32,11 +32,36 @@ done
 [ -z "${MEGATRON_PATH:-}" ] || [ -d "$MEGATRON_PATH" ] || refuse "MEGATRON_PATH = '$MEGATRON_PATH': no such directory"
 [ $((PP * DP)) -le 64 ] || refuse "PP x DP = $((PP * DP)): more than 64 processes on one machine"
 
-scripts/setup.sh
+# Nothing outlives this script. Every command is asked to end when the script is, and by the kernel when it was killed.
+with_script=(setpriv --pdeathsig TERM)
+run() { # run COMMAND...: in the background, because bash does not hear of a signal while it waits for a command
+    "${with_script[@]}" "$@" &
+    wait $!
+}
+stop() { # stop EXIT_CODE
+    trap '' TERM INT HUP
+    kill $(jobs -p) 2> /dev/null || true
+    wait
+    exit "$1"
+}
+trap 'stop 129' HUP
+trap 'stop 130' INT
+trap 'stop 143' TERM
+
+# One run at a time in a directory, which is free again when the last process of the run has ended.
+run=runs/$NAME
+mkdir -p "$run"
+exec 9>> "$run/.lock"
+flock --nonblock 9 || refuse "NAME = '$NAME': $run is in use by process $(cat "$run/.lock")"
+echo $$ > "$run/.lock"
+
+exec 8>> runs/.setup.lock
+run flock 8
+run scripts/setup.sh
+exec 8>&-
 export PATH="$PWD/.venv/bin:$PATH" PYTHONPATH="${MEGATRON_PATH:-$PWD/.megatron}${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONWARNINGS=ignore OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-run=runs/$NAME
 world=$((PP * DP))
 model=(--num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" --seq-length "$SEQ"
     --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size $((MICRO_BATCH_SIZE * DP * MICRO_BATCHES))
@@ -52,7 +77,6 @@ if [ "$devices" -gt 0 ] && [ "$devices" -lt "$world" ]; then
     export CUDA_VISIBLE_DEVICES=""
 fi
 
-mkdir -p "$run"
 printf '%s\n' "${model[@]}" "$ITERS" "$POLICY" "${MEGATRON_PATH:-}" > "$run/.settings.new"
 if [ -e "$run/report.md" ] || ! cmp -s "$run/.settings.new" "$run/.settings"; then
     rm -f "$run"/*.json "$run"/*.md "$run"/*.png "$run"/*.log
@@ -63,18 +87,18 @@ printf '%s\n' "${model[@]}" > "$run/model_options.txt"
 if [ ! -e "$run/workload.json" ]; then
     say "describing the workload"
     # The example's model, also where its core is a checkout's.
-    env -u MEGATRON_PATH megatron-ext describe --out "$run/workload.json" "${model[@]}"
+    run env -u MEGATRON_PATH megatron-ext describe --out "$run/workload.json" "${model[@]}"
 fi
 
 corpus=runs/corpus/stdlib
 if [ ! -e $corpus.idx ]; then
     say "building a corpus from the Python standard library's source"
-    python examples/corpus.py $corpus
+    run python examples/corpus.py $corpus
 fi
 
 # Costs of an earlier run are used again only where they hold: on this machine, for these sizes.
 if [ -e "$run/cost_table.json" ]; then
-    if ! megatron-ext cost check "$run/cost_table.json" --workload "$run/workload.json" --this-machine ${ALLOW_DIFFERENCES:+--allow-differences} >&2; then
+    if ! run megatron-ext cost check "$run/cost_table.json" --workload "$run/workload.json" --this-machine ${ALLOW_DIFFERENCES:+--allow-differences} >&2; then
         say "the cost table does not hold here: measuring again (ALLOW_DIFFERENCES=1 would use it)"
         rm -f "$run"/{cost_table,schedule}.json "$run"/*.metrics.json "$run"/*.trace.json
     fi
@@ -82,7 +106,7 @@ fi
 if [ ! -e "$run/cost_table.json" ]; then
     say "measuring what gathers, copies and compute cost on $world ranks"
     read -r largest whole likely < <(python -m megatron_ext.workload.measured_sizes "$run/workload.json")
-    megatron-ext measure --out "$run/cost_table.json" --dp "$DP" --pp "$PP" --hidden-size "$HIDDEN" --seq-length "$SEQ" \
+    run megatron-ext measure --out "$run/cost_table.json" --dp "$DP" --pp "$PP" --hidden-size "$HIDDEN" --seq-length "$SEQ" \
         --micro-batch-size "$MICRO_BATCH_SIZE" --min-bytes 512 --max-bytes "$largest" --max-rank-bytes "$whole" ${likely:+--also-sizes "$likely"} \
         --seconds "${MEASURE_SECONDS:-60}" --threads "$OMP_NUM_THREADS" \
         --modules examples/example_layers.py:layer_runners -- "${model[@]}" --data-path $corpus --num-workers 0
@@ -90,14 +114,14 @@ fi
 
 if [ ! -e "$run/schedule.json" ]; then
     say "planning ($POLICY)"
-    megatron-ext plan --cost-table "$run/cost_table.json" --workload "$run/workload.json" --policy "$POLICY" --out "$run/schedule.json" \
+    run megatron-ext plan --cost-table "$run/cost_table.json" --workload "$run/workload.json" --policy "$POLICY" --out "$run/schedule.json" \
         ${ALLOW_DIFFERENCES:+--allow-differences}
 fi
 
-train() { # train KIND OPTIONS...: one training run, in place of the subshell that calls it, so that signals reach it
+train() { # train KIND OPTIONS...: one training run, in place of the subshell in which it is called
     local kind=$1
     shift
-    exec python -m megatron_ext.cpubench.launcher --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
+    exec "${with_script[@]}" python -m megatron_ext.cpubench.launcher --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
         --data-path $corpus --train-iters "$ITERS" --metrics-path "$run/$kind.metrics.json" "$@"
 }
 
@@ -107,7 +131,6 @@ if [ ! -e "$run/stock.metrics.json" ] || [ ! -e "$run/scheduled.metrics.json" ];
     rm -rf "$run"/{stock,scheduled}.metrics.json "$run"/{stock,scheduled}.trace.json "$run/turns"
     mkdir "$run/turns"
     pair=()
-    trap 'kill "${pair[@]}" 2> /dev/null || true' EXIT
     train stock --user-defined-schedule-trace "$run/stock.trace.json" --interleave "$run/turns,0,$TURN_ITERS" > "$run/stock.log" 2>&1 &
     pair+=($!)
     train scheduled --user-defined-schedule "$run/schedule.json" --user-defined-schedule-trace "$run/scheduled.trace.json" \
@@ -116,16 +139,16 @@ if [ ! -e "$run/stock.metrics.json" ] || [ ! -e "$run/scheduled.metrics.json" ];
     for _ in "${pair[@]}"; do
         code=0
         wait -n || code=$?
-        # One that waits for the turn of a run that has failed would wait for ever: the trap ends it.
-        [ "$code" = 0 ] || { tail -n 5 "$run/stock.log" >&2; exit "$code"; }
+        # One that waits for the turn of a run that has failed would wait for ever.
+        [ "$code" = 0 ] || { tail -n 5 "$run/stock.log" >&2; stop "$code"; }
     done
-    trap - EXIT
     rm -rf "$run/turns"
 fi
 if [ ! -e "$run/reference.metrics.json" ]; then
     say "training $ITERS iterations: Megatron's own gather at the schedule's bucket layout, for equality"
-    (MEGATRON_EXT_STOCK_GATHER=1 train reference --user-defined-schedule "$run/schedule.json" --progress-bar reference)
+    MEGATRON_EXT_STOCK_GATHER=1 train reference --user-defined-schedule "$run/schedule.json" --progress-bar reference &
+    wait $!
 fi
 
 say "reporting"
-megatron-ext report "$run"
+run megatron-ext report "$run"

@@ -11,7 +11,7 @@ import click
 from megatron_ext.cli.checkout_model import for_workload, refuse_early, refuse_script, use_megatron_of, with_sizes
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.cli.script_command import BareScriptCommand
-from megatron_ext.formats import json_files
+from megatron_ext.formats import directory_lock, json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
 from megatron_ext.megatron import script_arguments
@@ -50,6 +50,7 @@ class Preparation:
         self.patched = self.is_first and self._is_patched()  # one process at a time may look
         if self.is_first:
             _make_directory(out)
+            directory_lock.hold(out, field="--out")
             json_files.check_writable(self.workload_path)
 
     def _places(self) -> list[str]:

@@ -3,25 +3,17 @@
 Speaks JSON lines to the launcher through an inherited pipe: progress, one result, or an error.
 """
 
-import ctypes
 import json
 import os
 import signal
 import sys
 
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the launcher ends, however it ends (Linux)."""
-    set_pdeathsig = 1
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was told
-        os._exit(1)
+from megatron_ext.cpubench.launcher import end_with_parent
 
 
 def main() -> None:
     setup = json.loads(sys.argv[1])
-    die_with_parent(setup["parent"])
+    end_with_parent(setup["parent"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which ends the ranks
     pipe = os.fdopen(setup["pipe"], "w", buffering=1)
 

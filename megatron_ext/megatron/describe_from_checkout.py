@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from megatron_ext.cpubench.launcher import end_with_parent
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import cpu_options, script_arguments
@@ -134,8 +135,15 @@ def _run(tree: Path, scratch: Path, pp: int, world_size: int, options: list[str]
         world_size,
         *options,
     ]
+    parent = os.getpid()
     result = subprocess.run(
-        list(map(str, command)), env=environment, capture_output=True, text=True, errors="replace", check=False
+        list(map(str, command)),
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        preexec_fn=lambda: end_with_parent(parent),
     )
     found = []
     for pp_rank in range(pp):

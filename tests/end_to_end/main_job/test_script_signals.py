@@ -1,0 +1,109 @@
+"""Whatever ends scripts/pretrain_gpt_hybrid.sh, nothing that it started goes on, and one runs at a time in a directory."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from plans import describe, made_up_table, make_schedule
+from training import PP2_VP2_DP2, SMALL, environment
+
+from megatron_ext.cost import cost_table
+
+ROOT = Path(__file__).parents[3]
+SETTINGS = dict(NAME="run", LAYERS="4", HIDDEN="64", SEQ="64", ITERS="100000", TURN_ITERS="1", MICRO_BATCHES="4")
+
+MEGATRON_EXT = """#!/usr/bin/env bash
+# In place of the command: files that are there already are quicker than measured ones.
+case "$1 $2" in
+    describe*) cp workload.json "$3" ;;
+    measure*) [ -z "${SLOW:-}" ] || exec sleep 1000.5; cp cost_table.json "$3" ;;
+    plan*) cp schedule.json runs/run/schedule.json ;;
+esac
+"""
+
+
+@pytest.fixture
+def tree(tmp_path, megatron_tree, corpus_prefix):
+    """A directory in which the script finds what it needs, and what it makes."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/pretrain_gpt_hybrid.sh").write_text((ROOT / "scripts/pretrain_gpt_hybrid.sh").read_text())
+    for path, text in (
+        ("scripts/setup.sh", "#!/bin/sh\n"),
+        (".venv/bin/megatron-ext", MEGATRON_EXT),
+        (".venv/bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+        (tmp_path / path).chmod(0o755)
+    for name in ("examples", "megatron_ext"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".megatron").symlink_to(megatron_tree)
+    (tmp_path / "runs/corpus").mkdir(parents=True)
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"runs/corpus/stdlib{suffix}").symlink_to(f"{corpus_prefix}{suffix}")
+    workload = describe(tmp_path / "workload.json", [*SMALL, *PP2_VP2_DP2])
+    cost_table.save(tmp_path / "cost_table.json", made_up_table())
+    make_schedule(tmp_path / "schedule.json", workload)
+    return tmp_path
+
+
+def start(tree: Path, **more: str) -> subprocess.Popen:
+    # The directory marks the processes: every command line of theirs has a path in it, or none has.
+    return subprocess.Popen(
+        ["bash", str(tree / "scripts/pretrain_gpt_hybrid.sh")],
+        env=environment(SETTINGS | {"MARKER": str(tree)} | more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def started_by(tree: Path) -> list[str]:
+    """Command lines of processes with the run's variable in their environment."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            try:
+                if f"MARKER={tree}\0".encode() in (process / "environ").read_bytes():
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+    return [line for line in found if line]
+
+
+def wait_for(condition, seconds: float):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_signal_ends_the_command_that_runs(tree, number, code):
+    script = start(tree, SLOW="1")
+    assert wait_for(lambda: any("sleep 1000.5" in line for line in started_by(tree)), 30)
+    second = start(tree, SLOW="1")
+    said, _ = second.communicate(timeout=30)
+    assert second.returncode == 2 and f"runs/run is in use by process {script.pid}" in said
+    script.send_signal(number)
+    assert script.wait(timeout=30) == code
+    assert wait_for(lambda: not started_by(tree), 10), started_by(tree)
+    script.stdout.close()
+
+
+def test_a_kill_ends_training_and_frees_the_directory(tree):
+    script = start(tree)
+    metrics = tree / "runs/run/turns/turn"
+    assert wait_for(metrics.exists, 90), script.communicate(timeout=5)[0]
+    assert len(started_by(tree)) > 8  # two trainings of four ranks
+    script.kill()
+    script.wait()
+    assert wait_for(lambda: not started_by(tree), 20), started_by(tree)
+    with open(tree / "runs/run/.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    script.stdout.close()
