@@ -342,7 +342,10 @@ class Run:
             if dist.get_rank() == 0:
                 events = [event for events in everybody for event in events]
                 about = {"kind": "measured", "scheduled": self.schedule is not None}
-                trace_file.save(self.trace_path, events, about=about)
+                try:
+                    trace_file.save(self.trace_path, events, about=about)
+                except InputError as error:  # what was trained, and its metrics, are worth more
+                    run_summary.say(f"there is no trace of this run: {error}")
         if trained:
             self._report(digest)
 

@@ -1,4 +1,4 @@
-"""Whatever ends scripts/pretrain_gpt_hybrid.sh, nothing that it started goes on, and one runs at a time in a directory."""
+"""Whatever ends scripts/pretrain_gpt_hybrid.sh, nothing goes on that it started. One runs at a time in a directory."""
 
 import fcntl
 import os
@@ -53,7 +53,6 @@ def tree(tmp_path, megatron_tree, corpus_prefix):
 
 
 def start(tree: Path, **more: str) -> subprocess.Popen:
-    # The directory marks the processes: every command line of theirs has a path in it, or none has.
     return subprocess.Popen(
         ["bash", str(tree / "scripts/pretrain_gpt_hybrid.sh")],
         env=environment(SETTINGS | {"MARKER": str(tree)} | more),
