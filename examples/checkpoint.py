@@ -5,8 +5,6 @@ its SHA-256. Reading a file runs no code from it (torch.load with weights_only=T
 text. All ranks fail with the same line.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import pickle
@@ -18,40 +16,32 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_ext.formats import directory_lock
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.agreement import agree
 
 LATEST = "latest_checkpointed_iteration.txt"
-LOCK = ".in_use"
 
 
-@contextlib.contextmanager
-def claimed(directory):
-    """Keep other jobs from saving to ``directory`` (None: nothing is saved) inside of this context, and clear away what
-    a killed one left; collective. The lock ends with the process, however that ends.
+def claim(directory) -> None:
+    """Keep other jobs from saving to ``directory`` until this process ends, and clear away what a killed one left;
+    collective.
 
     Raises:
         InputError: on every rank, where another job saves there or the directory cannot be written.
     """
-    if directory is None:
-        yield
-        return
-    error = descriptor = None
+    error = None
     if dist.get_rank() == 0:
         try:
             os.makedirs(directory, exist_ok=True)
-            descriptor = os.open(Path(directory) / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            directory_lock.hold(directory, field="--save")
             for left in Path(directory).glob("iter_*/*.tmp"):
                 left.unlink()
-        except BlockingIOError:
-            error = str(InputError("another job saves there", field="--save", value=str(directory)))
+        except InputError as refused:
+            error = str(refused)
         except OSError as refused:
             error = str(InputError(f"cannot be written: {refused.strerror}", field="--save", value=str(directory)))
     _agree(error, directory)
-    yield
-    if descriptor is not None:
-        os.close(descriptor)
 
 
 def save(directory, iteration: int, model, optimizer) -> None:

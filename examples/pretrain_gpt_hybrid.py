@@ -292,8 +292,9 @@ def main() -> int:
     )
     initialize(args)
     model, optimizer, config = build_model_and_optimizer(args)
-    with checkpoint.claimed(args.save):
-        metrics = train(args, model, optimizer, config, build_datasets(args))
+    if args.save:
+        checkpoint.claim(args.save)
+    metrics = train(args, model, optimizer, config, build_datasets(args))
     hooks.finish()
     save_metrics(args, metrics)  # last: where the metrics are, the run is complete
     dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Checkpoints that cannot be written or read are named in one line, and reading one runs no code."""
 
+import fcntl
 import os
 import pickle
 import resource
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.formats import directory_lock
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import cpu_compat
 
@@ -112,18 +114,15 @@ def test_a_write_that_fails_names_the_file_and_leaves_the_last_checkpoint(saved)
 
 def test_a_directory_is_one_job_s_at_a_time(saved):
     (saved / "iter_0000007" / "rank_00003.pt.tmp").write_text("left by a killed job")
-    with checkpoint.claimed(saved):
-        assert not list(saved.glob("*/*.tmp"))
-        with pytest.raises(InputError, match="--save = .*: another job saves there"), checkpoint.claimed(saved):
-            pass
-    with checkpoint.claimed(saved), checkpoint.claimed(None):
-        pass
+    with open(saved / directory_lock.NAME, "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="--save = .*: is in use by process"):
+            checkpoint.claim(saved)
+    checkpoint.claim(saved)
+    assert not list(saved.glob("*/*.tmp"))
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(InputError, match="--save = .*: cannot be written: Not a directory"),
-        checkpoint.claimed(tmp_path / "file" / "c"),
-    ):
-        pass
+    with pytest.raises(InputError, match="--save = .*: cannot be written: Not a directory"):
+        checkpoint.claim(tmp_path / "file" / "c")
