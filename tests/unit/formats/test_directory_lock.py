@@ -1,7 +1,7 @@
 """A directory belongs to one process at a time."""
 
-import subprocess
-import sys
+import fcntl
+import os
 
 import pytest
 
@@ -10,11 +10,14 @@ from megatron_ext.formats.errors import InputError
 
 
 def test_a_directory_in_use_is_refused(tmp_path):
-    program = "import sys; from megatron_ext.formats import directory_lock as d; d.hold(sys.argv[1], field='--out'); "
-    command = [sys.executable, "-c", f"{program}d.hold(sys.argv[1], field='--out'); print('held', flush=True); input()"]
-    first = subprocess.Popen([*command, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert first.stdout is not None and first.stdout.readline() == "held\n"
-    with pytest.raises(InputError, match=f"^--out = '{tmp_path}': is in use by process {first.pid}$"):
+    with open(tmp_path / directory_lock.NAME, "w") as other:  # as another process would
+        fcntl.flock(other, fcntl.LOCK_EX)
+        print(4711, file=other, flush=True)
+        with pytest.raises(InputError, match=f"^--out = '{tmp_path}': is in use by process 4711$"):
+            directory_lock.hold(tmp_path, field="--out")
+    for _ in range(2):  # the second time it is this process's already
         directory_lock.hold(tmp_path, field="--out")
-    first.communicate("\n")
-    directory_lock.hold(tmp_path, field="--out")
+    with open(tmp_path / directory_lock.NAME) as other:
+        assert other.read() == f"{os.getpid()}\n"
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
