@@ -4,6 +4,7 @@ import argparse
 from typing import NoReturn
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.workload import parallel as parallel_sizes
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -141,33 +142,38 @@ def _refuse(args, name: str, message: str) -> NoReturn:
     raise InputError(message, field="--" + name.replace("_", "-"), value=getattr(args, name))
 
 
+LARGEST = {
+    "num_layers": 1 << 13,
+    "hidden_size": 1 << 18,
+    "ffn_hidden_size": 1 << 20,
+    "num_attention_heads": 1 << 12,
+    "num_query_groups": 1 << 12,
+    "kv_channels": 1 << 14,
+    "seq_length": 1 << 24,
+    "vocab_size": 1 << 24,
+}
+"""Sizes beyond any model. They bound the time and memory that a mistyped value costs."""
+
+PARALLEL = (
+    "pipeline_model_parallel_size",
+    "tensor_model_parallel_size",
+    "micro_batch_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "data_parallel_size",
+    "global_batch_size",
+    "gpus_per_node",
+    "num_layers_per_virtual_pipeline_stage",
+)
+
+
 def _check_sizes(args) -> None:
-    """Sizes that are given are positive."""
-    positive = (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "seq_length",
-        "vocab_size",
-        "pipeline_model_parallel_size",
-        "tensor_model_parallel_size",
-        "micro_batch_size",
-    )
-    for name in positive:
-        if getattr(args, name) < 1:
+    """Sizes that are given are positive, and not beyond any model."""
+    for name, largest in {**LARGEST, **dict.fromkeys(PARALLEL, parallel_sizes.LARGEST)}.items():
+        value = getattr(args, name)
+        if value is not None and value < 1:
             _refuse(args, name, "must be at least 1")
-    for name in (
-        "num_virtual_stages_per_pipeline_rank",
-        "data_parallel_size",
-        "global_batch_size",
-        "gpus_per_node",
-        "ffn_hidden_size",
-        "kv_channels",
-        "num_query_groups",
-        "num_layers_per_virtual_pipeline_stage",
-    ):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            _refuse(args, name, "must be at least 1")
+        if value is not None and value > largest:
+            _refuse(args, name, f"must be at most {largest}")
 
 
 def _check_shapes(args) -> None:
