@@ -124,6 +124,7 @@ parser.add_argument("--lr", type=float, required=True)
 parser.add_argument("--seed", type=int)
 parser.add_argument("--sequence-parallel", action="store_true")
 parser.add_argument("--use-distributed-optimizer", action="store_true")
+parser.add_argument("--overlap-param-gather", action="store_true")
 parser.add_argument("--use-megatron-fsdp", action="store_true")
 parser.add_argument("--data-path", nargs="*")
 parser.add_argument("--no-rope-fusion", action="store_true")
@@ -159,7 +160,10 @@ def checkout(megatron_tree, tmp_path_factory):
     return root
 
 
-THEIRS = [*MODEL, "--lr", "0.1", "--use-distributed-optimizer", "--data-path", "one", "two"]
+THEIRS = [
+    *MODEL,
+    *"--lr 0.1 --use-distributed-optimizer --overlap-param-gather --transformer-impl local --data-path one two".split(),
+]
 
 
 def test_a_checkout_reads_the_command_line_itself(checkout, described):
@@ -189,7 +193,7 @@ def test_a_checkout_reads_the_command_line_itself(checkout, described):
         (["--lrr", "3"], "unrecognized arguments: --lrr 3"),
         (["--lr", "2"], "Megatron refuses the options: AssertionError: assert args.lr < 1"),
         (["--hidden-size", "65"], "--num-attention-heads = 4: does not divide --hidden-size 65"),
-        (["--use-megatron-fsdp"], "--use-megatron-fsdp = True: cannot be combined"),
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp: cannot be combined"),
         (["--seed", "1"], "without building a model"),
         (["--data-parallel-size", "0"], "--data-parallel-size = 0: must be at least 1"),
     ],
