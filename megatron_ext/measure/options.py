@@ -172,7 +172,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 "expected package.module:function or file.py:function", file=_flag("modules"), value=self.modules
             )
         if self.nvme_path is not None and not os.path.isdir(self.nvme_path):
-            raise InputError("is no directory", file=_flag("nvme_path"), value=self.nvme_path)
+            raise InputError("is no directory", field=_flag("nvme_path"), value=self.nvme_path)
         return self
 
     def _check_largest(self) -> None:

@@ -227,6 +227,19 @@ class _BufferWithHostShards(upstream._ParamAndGradBuffer):
             shard.mul_(scaling_factor)
 
 
+WITHOUT_SCHEDULE = (
+    "training goes on without its schedule: megatron_ext.megatron.hooks.on_train_setup was not called, or finish was"
+)
+
+
+class _NoGradient:
+    """Stands in for ``main_grad`` of a parameter whose gradient nobody gives bytes to any more: adding to its freed
+    storage would end the process without a word."""
+
+    def __getattr__(self, name: str):
+        raise ScheduleError(WITHOUT_SCHEDULE)
+
+
 class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
     """A bucket group whose parameters are gathered by the schedule, not by module hooks.
 
@@ -238,6 +251,13 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
 
     gradient: Gradient | None = None
     """Set where the schedule says when the gradient is reduced."""
+
+    def end(self) -> None:
+        """The run has ended: whoever goes on training is told so."""
+        self.executor = None
+        if self.gradient is not None:
+            for parameter in self.params:
+                vars(parameter)["main_grad"] = _NoGradient()
 
     def issue_reduce(self):
         """Begin Megatron's reduce-scatter of the bucket, with its scaling and checks; returns its handle."""
@@ -258,10 +278,7 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
 
     def start_grad_sync(self, *args, **kwargs):
         if self.executor is None:
-            raise ScheduleError(
-                "training goes on without its schedule: megatron_ext.megatron.hooks.on_train_setup was not called, "
-                "or finish was"
-            )
+            raise ScheduleError(WITHOUT_SCHEDULE)
         if self.gradient is None:
             super().start_grad_sync(*args, **kwargs)
 

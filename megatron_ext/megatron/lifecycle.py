@@ -334,7 +334,7 @@ class Run:
             if self.watch is not None:
                 self.watch.close()
             for bucket_group in self._bucket_groups.values():
-                bucket_group.executor = None
+                bucket_group.end()
         trained = self.state in (State.READY, State.REFERENCE)
         self._move_to(State.CLOSED)
         if self.trace_path is not None and self.recorder is not None:
