@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "megatron")]
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import pictures
 from cases import LAYOUTS
