@@ -119,10 +119,12 @@ if [ ! -e "$run/schedule.json" ]; then
 fi
 
 train() { # train KIND OPTIONS...: one training run, in place of the subshell in which it is called
+    # Runs that start together keep indices of their samples apart: each maps its files while it writes them.
     local kind=$1
     shift
     exec "${with_script[@]}" python -m megatron_ext.cpubench.launcher --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
-        --data-path $corpus --train-iters "$ITERS" --metrics-path "$run/$kind.metrics.json" "$@"
+        --data-path $corpus --data-cache-path "$run/cache/$kind" --train-iters "$ITERS" \
+        --metrics-path "$run/$kind.metrics.json" "$@"
 }
 
 # Stock and schedule take turns of a few iterations, so that the machine's drift is in neither. A half of the pair is no pair.
