@@ -1,0 +1,107 @@
+"""``megatron-ext doctor``: can this machine train by a schedule, and what is to be done where it cannot?"""
+
+import os
+from pathlib import Path
+
+import click
+import msgspec
+
+from megatron_ext.cli.output import emit, json_option
+from megatron_ext.formats.errors import InputError
+
+
+@click.command()
+@click.option("--out", default="doctor_report.json", show_default=True, help="Where the report is written.")
+@click.option("--schedule", "schedule_path", help="A schedule: limits of this node are held against its need.")
+@click.option("--workload", "workload_path", help="A workload: the same, as if every group had a host copy.")
+@click.option("--nvme", help="A directory on a drive: direct reads and the route nvme are tried there.")
+@click.option(
+    "--checkout", help="A patched Megatron-LM checkout to train with. Default: the Megatron that is installed."
+)
+@click.option("--nproc", type=click.IntRange(1, 64), help="Ranks to start here. Default: one a GPU, or 2 on the CPU.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--check-seconds", type=click.FloatRange(1), default=120.0, show_default=True, help="After so long a check hangs."
+)
+@json_option
+def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, check_seconds, as_json: bool) -> int:
+    """Check this machine in about two minutes: versions, limits, pinning, streams, overlap, drives, and training.
+
+    Start it as it stands on one node, or under torchrun or srun on all ranks of several. Ends 0 when no check failed,
+    1 when one did. The report can be attached to an issue.
+    """
+    from megatron_ext.doctor import finding, start_ranks
+    from megatron_ext.doctor.place import DoctorOptions
+    from megatron_ext.formats import json_files
+    from megatron_ext.measure.cluster_launch import is_launched
+
+    need, of = _need(schedule_path, workload_path)
+    if nvme is not None and not Path(nvme).is_dir():
+        raise InputError("is no directory", field="--nvme", value=nvme)
+    nvme = nvme and str(Path(nvme).resolve())
+    if checkout is not None:
+        checkout = _require_tree(checkout)
+    options = DoctorOptions(
+        out=str(Path(out).resolve()), device=device, need_bytes=need, need_of=of, nvme=nvme, check_seconds=check_seconds
+    )
+    printed = ""
+    if is_launched():
+        if nproc is not None:
+            raise InputError("a launcher has started the ranks", field="--nproc", value=nproc)
+        if os.environ["RANK"] == "0":
+            json_files.check_writable(out)
+        _use(checkout)
+        report = start_ranks.join(options)
+        if os.environ["RANK"] != "0":
+            return int(report.failed)
+    else:
+        json_files.check_writable(out)
+        report, printed = start_ranks.start(options, nproc or _devices(device), checkout)
+    if printed:
+        click.echo(printed, err=True)
+    payload = {"report": out, "failed": report.failed, "findings": msgspec.to_builtins(report.findings)}
+    emit(as_json, payload, f"{finding.text(report)}\nwrote {out}")
+    return int(report.failed)
+
+
+def _need(schedule_path: str | None, workload_path: str | None) -> tuple[int | None, str]:
+    """Pinned bytes that the fullest node needs, and what needs them. Raises InputError."""
+    if schedule_path is not None and workload_path is not None:
+        raise InputError("give one of --schedule and --workload", field="--workload", value=workload_path)
+    if schedule_path is not None:
+        from megatron_ext.schedule import footprint, validate
+
+        return max(footprint.pinned_host_bytes(validate.load(schedule_path))), "the schedule"
+    if workload_path is not None:
+        from megatron_ext.workload import nodes, workload
+
+        described = workload.load(workload_path)
+        ranks = range(described.parallel.pp)
+        whole = [sum(p.bytes for c in described.chunks_of_rank(rank) for p in c.parameters) for rank in ranks]
+        return max(nodes.pinned_bytes_of_nodes(described.parallel, whole, [0] * len(whole))), "a host copy of the model"
+    return None, ""
+
+
+def _require_tree(checkout: str) -> str:
+    tree = Path(checkout).resolve()
+    if not (tree / "megatron" / "core").is_dir():
+        raise InputError("holds no megatron/core", field="--checkout", value=checkout)
+    return str(tree)
+
+
+def _use(checkout: str | None) -> None:
+    if checkout is not None:
+        import sys
+
+        sys.path.insert(0, checkout)
+
+
+def _devices(device: str) -> int:
+    """Ranks to start: one a device. Raises InputError where CUDA is asked for and absent."""
+    import torch
+
+    from megatron_ext.runtime.device import has_cuda
+
+    if device == "cuda" and not has_cuda():
+        raise InputError("torch sees no CUDA device here", field="--device", value="cuda")
+    return torch.cuda.device_count() if device != "cpu" and has_cuda() else 2

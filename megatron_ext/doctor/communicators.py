@@ -1,0 +1,65 @@
+"""Collectives of two communicators in flight at once, issued by two threads, as a run issues them: do they end, and
+hold the right bytes, whatever ranks do in between?
+
+In a run the training thread gathers by one communicator, and a thread of its own by another (route ``cpu_shard``, the
+hierarchical all-gather). Ranks are held up here by different times. Collectives that ranks order differently never end;
+the doctor then gives up and says so. Not yet run on a GPU.
+"""
+
+import contextlib
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
+from megatron_ext.doctor.place import Place
+from megatron_ext.measure.fabric import Fabric
+
+NAME = "communicators"
+ROUNDS = 20
+LATE_SECONDS = 0.005
+ELEMENTS = 1 << 16
+"""Of one rank's shard."""
+
+
+def check(place: Place, fabric: Fabric) -> list[Finding]:
+    """All-gathers by two communicators from two threads, late now on this rank, now on that. Collective."""
+    if place.world_size == 1:
+        return [not_tried(NAME, "one rank gathers from nobody")]
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        other = pool.submit(_wrong, place, fabric, fabric.data_busy, 1)
+        wrong = _wrong(place, fabric, fabric.data, 0) + other.result()
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    backend = "nccl" if place.on_cuda else "gloo"
+    where = f"{2 * ROUNDS} all-gathers by two {backend} communicators, CUDA_DEVICE_MAX_CONNECTIONS {connections}"
+    if wrong:
+        return [failed(NAME, f"{where}: {wrong} hold wrong bytes", "please send this report")]
+    return [passed(NAME, f"{where}: ended, and hold the right bytes")]
+
+
+def _wrong(place: Place, fabric: Fabric, group: dist.ProcessGroup, which: int) -> int:
+    """How many of :data:`ROUNDS` all-gathers by ``group`` hold wrong bytes."""
+    if place.on_cuda:
+        torch.cuda.set_device(place.device)  # a thread begins on device 0
+    with torch.cuda.stream(torch.cuda.Stream(place.device)) if place.on_cuda else contextlib.nullcontext():
+        wholes = []
+        for turn in range(ROUNDS):
+            if (turn + which) % place.world_size == place.rank:
+                time.sleep(LATE_SECONDS)
+            wholes.append(_gather(fabric, group, 2 * turn + which))
+        return sum(not torch.equal(whole, _expected(whole, 2 * turn + which)) for turn, whole in enumerate(wholes))
+
+
+def _gather(fabric: Fabric, group: dist.ProcessGroup, turn: int) -> torch.Tensor:
+    whole = torch.zeros(fabric.world_size * ELEMENTS, device=fabric.torch_device)
+    shard = torch.full((ELEMENTS,), float(1000 * turn + fabric.rank), device=fabric.torch_device)
+    dist.all_gather_into_tensor(whole, shard, group=group)
+    return whole
+
+
+def _expected(whole: torch.Tensor, turn: int) -> torch.Tensor:
+    ranks = torch.arange(whole.numel() // ELEMENTS, device=whole.device, dtype=whole.dtype)
+    return (1000.0 * turn + ranks).repeat_interleave(ELEMENTS)

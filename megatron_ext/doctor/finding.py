@@ -1,0 +1,118 @@
+"""What the doctor found: one finding a check, the report that holds them, and the table that people read."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from megatron_ext.formats import json_files
+
+Status = Literal["pass", "fail", "could not try"]
+
+KIND = "doctor_report"
+
+
+class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The result of one check.
+
+    Attributes:
+        check: what was looked at.
+        found: what was seen, in one line.
+        advice: what to do; empty where nothing is to be done.
+        figures: measured values, units in their names.
+    """
+
+    check: str
+    status: Status
+    found: str
+    advice: str = ""
+    figures: dict[str, float | str] = {}
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All findings of one run; written to a file that can be attached to an issue.
+
+    Attributes:
+        version: of megatron-ext.
+        ranks, nodes: processes that took part, and nodes that they ran on.
+        machine: hardware and software of the first node, as a cost table's metadata has them.
+    """
+
+    schema_version: int
+    kind: Literal["doctor_report"]
+    created_at: str
+    version: str
+    ranks: int
+    nodes: int
+    machine: dict[str, dict[str, float | str]]
+    findings: tuple[Finding, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a check failed."""
+        return any(finding.status == "fail" for finding in self.findings)
+
+
+def save(path, report: Report) -> None:
+    """Write a report. Raises InputError where ``path`` cannot be written."""
+    json_files.save(path, report, indent=1)
+
+
+def load(path) -> Report:
+    """Read a report. Raises InputError."""
+    return json_files.load(path, Report)
+
+
+Figures = dict[str, float | str] | None
+
+
+def passed(check: str, found: str, advice: str = "", figures: Figures = None) -> Finding:
+    """A finding of a check that passed."""
+    return Finding(check=check, status="pass", found=found, advice=advice, figures=figures or {})
+
+
+def failed(check: str, found: str, advice: str, figures: Figures = None) -> Finding:
+    """A finding of a check that failed."""
+    return Finding(check=check, status="fail", found=found, advice=advice, figures=figures or {})
+
+
+def not_tried(check: str, why: str, advice: str = "", figures: Figures = None) -> Finding:
+    """A finding of a check that could not be made."""
+    return Finding(check=check, status="could not try", found=why, advice=advice, figures=figures or {})
+
+
+SEVERITY: tuple[Status, ...] = ("pass", "could not try", "fail")
+
+
+def merged(of_ranks: list[list[Finding]]) -> list[Finding]:
+    """One finding a check out of those of all ranks: the worst, with the number of ranks that have it where it is not
+    all of them. Checks keep their order."""
+    names = dict.fromkeys(finding.check for findings in of_ranks for finding in findings)
+    return [_worst(name, of_ranks) for name in names]
+
+
+def _worst(name: str, of_ranks: list[list[Finding]]) -> Finding:
+    seen = [(rank, found) for rank, findings in enumerate(of_ranks) for found in findings if found.check == name]
+    worst = max((found.status for _, found in seen), key=SEVERITY.index)
+    same = [(rank, found) for rank, found in seen if found.status == worst]
+    rank, found = same[0]
+    if len(same) == len(of_ranks) or worst == "pass":
+        return found
+    others = f" and {len(same) - 1} more" if len(same) > 1 else ""
+    return msgspec.structs.replace(found, found=f"rank {rank}{others}: {found.found}")
+
+
+def text(report: Report) -> str:
+    """The report for people: a table, what to do, and the sum."""
+    width = max((len(finding.check) for finding in report.findings), default=0)
+    lines = [f"{finding.status:<13}  {finding.check:<{width}}  {finding.found}" for finding in report.findings]
+    todo = [f"  {finding.check}: {finding.advice}" for finding in report.findings if finding.advice]
+    if todo:
+        lines += ["", "what to do:", *todo]
+    count = {status: _count(report.findings, status) for status in SEVERITY}
+    lines += ["", ", ".join(f"{number} {status}" for status, number in count.items())]
+    return "\n".join(lines)
+
+
+def _count(findings: Iterable[Finding], status: Status) -> int:
+    return sum(finding.status == status for finding in findings)

@@ -1,0 +1,74 @@
+"""Limits of this node that host copies meet: locked memory, host memory, cgroups, /dev/shm."""
+
+import os
+import resource
+from pathlib import Path
+
+from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
+from megatron_ext.doctor.place import DoctorOptions, Place
+from megatron_ext.runtime import host_memory
+
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_SHARED_BYTES = 1 << 30
+"""Of /dev/shm, for NCCL and data loaders of several ranks. Docker gives 64 MiB."""
+
+CONTAINER = "in a container: docker run --ipc=host --ulimit memlock=-1"
+
+
+def check(place: Place, options: DoctorOptions) -> list[Finding]:
+    """What this node allows, against what the plan needs."""
+    return [
+        locked(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], place.on_cuda, options),
+        host(host_memory.available_bytes(), options),
+        shared(SHARED_MEMORY, place.ranks_per_node),
+    ]
+
+
+def locked(limit: int, on_cuda: bool, options: DoctorOptions) -> Finding:
+    """The limit of locked memory (``ulimit -l``), in bytes; ``resource.RLIM_INFINITY`` is none."""
+    name = "locked memory"
+    if limit == resource.RLIM_INFINITY:
+        return passed(name, "no limit")
+    found = f"limit {mib(limit)}"
+    if not on_cuda:
+        return not_tried(name, f"{found}; nothing is page-locked without a CUDA device")
+    if options.need_bytes is None:
+        return passed(name, f"{found}; how much a plan needs is not known", "give --schedule or --workload")
+    found += f", {options.need_of} needs {mib(options.need_bytes)}"
+    if options.need_bytes > limit:
+        return failed(name, found, f"ulimit -l unlimited; {CONTAINER}; under Slurm: PropagateResourceLimits")
+    return passed(name, found)
+
+
+def host(available: int | None, options: DoctorOptions) -> Finding:
+    """Host memory that this machine, or the cgroup, still has, in bytes."""
+    name = "host memory"
+    if available is None:
+        return not_tried(name, "the system does not say how much is left")
+    found = f"{mib(available)} left in machine and cgroup"
+    if options.need_bytes is None:
+        return passed(name, found, figures={"available_bytes": available})
+    found += f", {options.need_of} needs {mib(options.need_bytes)} a node"
+    if options.need_bytes > available:
+        return failed(name, found, "plan with --limit-pinned-host-bytes, or raise the container's memory limit")
+    return passed(name, found, figures={"available_bytes": available})
+
+
+def shared(place: Path, ranks: int) -> Finding:
+    """The size of /dev/shm, which NCCL and data loaders use; host copies do not."""
+    name = "/dev/shm"
+    try:
+        status = os.statvfs(place)
+    except OSError as error:
+        return not_tried(name, f"{place}: {error.strerror}")
+    size = status.f_blocks * status.f_frsize
+    if ranks > 1 and size < LEAST_SHARED_BYTES:
+        return failed(
+            name, f"{mib(size)} for {ranks} ranks", f"{CONTAINER}, or --shm-size 16g", figures={"size_bytes": size}
+        )
+    return passed(name, mib(size), figures={"size_bytes": size})
+
+
+def mib(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,130 @@
+"""Do copies, all-gathers and compute really run at the same time? Measured by the operations that a run issues.
+
+[Note: Overlap]
+Two kinds of work take T1 and T2 alone, and T together. Their overlap is (T1 + T2 - T) / min(T1, T2): 1 where the
+shorter one is hidden, 0 where one comes after the other. Rounds are so many that both take about the same. On a device
+all rounds are issued before the first is waited for, so what the host does is hidden as it is in training.
+Not yet run on a GPU.
+"""
+
+import os
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
+from megatron_ext.doctor.place import Place
+from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.operations import Gather, HostCopy, MatrixProduct, Operation, Publish
+
+PAIRS = (("gpu", "compute"), ("cpu", "compute"), ("gpu", "cpu"), ("publish", "cpu"))
+LABELS = {"gpu": "all-gather", "cpu": "host-to-device copy", "publish": "device-to-host copy", "compute": "compute"}
+
+LEAST_OVERLAP = 0.5
+"""Below this a pair counts as running one after the other."""
+
+ROUND_SECONDS = {"cpu": 0.01, "cuda": 0.1}
+"""About how long one kind of work takes alone, by kind of device."""
+
+REPEATS = 3
+MOST_ROUNDS = 2000
+
+
+def overlap_of(first: float, second: float, together: float) -> float:
+    """The share of the shorter of two times that is hidden behind the longer one, see [Note: Overlap]."""
+    return (first + second - together) / min(first, second)
+
+
+def check(place: Place, fabric: Fabric, size_bytes: int) -> list[Finding]:
+    """The overlap of every pair of :data:`PAIRS`. Collective.
+
+    Args:
+        size_bytes: of one transfer.
+    """
+    operations: dict[str, Operation] = {
+        kind.name: kind(fabric)
+        for kind in (HostCopy, Publish, MatrixProduct, *([Gather] if place.world_size > 1 else []))
+    }
+    work = Work(fabric, operations, size_bytes, ROUND_SECONDS[place.device.type])
+    found = [_pair(place, work, first, second) for first, second in PAIRS]
+    for operation in operations.values():
+        operation.close()
+    return found
+
+
+class Work:
+    """So many rounds of each operation that all take about as long.
+
+    Args:
+        operations: by name.
+        seconds: about what each takes.
+    """
+
+    def __init__(self, fabric: Fabric, operations: dict[str, Operation], size_bytes: int, seconds: float):
+        self.fabric, self.operations, self.size_bytes = fabric, operations, size_bytes
+        self.rounds = dict.fromkeys(operations, 2)
+        self.alone: dict[str, float] = {}
+        for name in operations:
+            self.time(name)  # the first rounds make pages and connections
+            each = self.time(name) / self.rounds[name]
+            self.rounds[name] = fabric.agree(max(2, min(int(seconds / max(each, 1e-9)), MOST_ROUNDS)))
+            self.alone[name] = self.time(name)
+
+    def time(self, *names: str) -> float:
+        """Seconds until all rounds of ``names`` are done on every rank; the least of a few tries."""
+        return min(self._once(names) for _ in range(REPEATS))
+
+    def _once(self, names: tuple[str, ...]) -> float:
+        transfers = [name for name in names if name != MatrixProduct.name]
+        self._settle()
+        self.fabric.barrier()
+        start = perf_counter()
+        handles = []
+        for index in range(max((self.rounds[name] for name in transfers), default=0)):
+            for name in transfers:
+                if index < self.rounds[name]:
+                    handles.append(self.operations[name].issue(self.size_bytes, index))
+        if MatrixProduct.name in names:
+            for index in range(self.rounds[MatrixProduct.name]):
+                self.operations[MatrixProduct.name].issue(self.size_bytes, index)
+        for handle in handles:
+            handle.wait()
+        self._settle()
+        everyone: list = [None] * self.fabric.world_size
+        dist.all_gather_object(everyone, perf_counter() - start)
+        return max(everyone)
+
+    def _settle(self) -> None:
+        if self.fabric.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.fabric.torch_device)
+
+
+def _pair(place: Place, work: Work, first: str, second: str) -> Finding:
+    name = f"overlap: {LABELS[first]}, {LABELS[second]}"
+    if first not in work.operations:
+        return not_tried(name, "one rank gathers from nobody")
+    together = work.time(first, second)
+    share = overlap_of(work.alone[first], work.alone[second], together)
+    found = f"{share:.0%} of the shorter one is hidden"
+    figures: dict[str, float | str] = {
+        f"{LABELS[first]}_seconds": work.alone[first],
+        f"{LABELS[second]}_seconds": work.alone[second],
+        "together_seconds": together,
+        "overlap": share,
+    }
+    if not place.on_cuda:
+        return not_tried(name, f"{found}, on host processors, which says nothing of a GPU", figures=figures)
+    if share < LEAST_OVERLAP:
+        return failed(name, found, _advice(first, second), figures)
+    return passed(name, found, figures=figures)
+
+
+def _advice(first: str, second: str) -> str:
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    advice = f"CUDA_DEVICE_MAX_CONNECTIONS is {connections}: with 1, work of several streams may queue up; "
+    if "gpu" in (first, second):
+        advice += "an all-gather's kernels need processors of the device: see NCCL_MAX_CTAS"
+    else:
+        advice += "is the memory page-locked (see pinning)? Does the GPU share its PCIe link (nvidia-smi topo -m)?"
+    return f"{advice}; `measure` writes what it costs into the cost table, and `plan` counts it"

@@ -1,0 +1,83 @@
+"""Where a rank of the doctor is, and what all its checks are given."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+
+class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a run of the doctor is asked for.
+
+    Attributes:
+        out: path of the report.
+        device: ``cpu`` leaves accelerators out even where torch sees them.
+        need_bytes: pinned host bytes that a plan needs on its fullest node; None where no plan is given.
+        need_of: what needs them.
+        nvme: directory on a drive, or None.
+        check_seconds: after so long a check counts as hanging, and the run ends.
+    """
+
+    out: str
+    device: str = "auto"
+    need_bytes: int | None = None
+    need_of: str = ""
+    nvme: str | None = None
+    check_seconds: float = 120.0
+
+
+class Place(NamedTuple):
+    """One rank.
+
+    Attributes:
+        exchange: collective ``exchange(object) -> list`` over the ranks of this node.
+        everyone: process group of all ranks for objects.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    ranks_per_node: int
+    device: torch.device
+    exchange: Callable[[object], list]
+    everyone: dist.ProcessGroup
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether this rank has a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the run."""
+        return self.world_size // self.ranks_per_node
+
+
+def find_place(use_cuda: bool, ranks_per_node: int) -> Place:
+    """The place of this process, whose default process group is there. Collective.
+
+    Args:
+        use_cuda: every rank has a CUDA device.
+        ranks_per_node: ranks that share a node; neighbours by rank.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    local_rank = rank % ranks_per_node
+    everyone = dist.new_group(backend="gloo")
+    nodes = [
+        dist.new_group(list(range(first, first + ranks_per_node)), backend="gloo")
+        for first in range(0, world_size, ranks_per_node)
+    ]
+    own = nodes[rank // ranks_per_node]
+
+    def exchange(value: object) -> list:
+        values: list = [None] * ranks_per_node
+        dist.all_gather_object(values, value, group=own)
+        return values
+
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    assert isinstance(everyone, dist.ProcessGroup)
+    return Place(rank, world_size, local_rank, ranks_per_node, device, exchange, everyone)

@@ -1,0 +1,106 @@
+"""A block of memory that all ranks of a node share: can it be opened, made, page-locked, and how long does it take?"""
+
+import contextlib
+import mmap
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
+from megatron_ext.doctor.place import DoctorOptions, Place
+from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import block_pages, host_memory, shared_block
+from megatron_ext.runtime.device import device_of
+
+SIZES = {"cpu": 64 << 20, "cuda": 1 << 30}
+"""Bytes of the block, by kind of device."""
+
+PLACES = Path("/proc/self/numa_maps")
+
+
+def check(place: Place, options: DoctorOptions) -> list[Finding]:
+    """Share, make and page-lock a block. Collective over the node."""
+    room = host_memory.available_bytes()
+    size: int = SIZES[place.device.type] if room is None else min(SIZES[place.device.type], room // 4)
+    size = min(place.exchange(max(size // mmap.PAGESIZE, 1) * mmap.PAGESIZE))
+    name = "process namespace"
+    try:
+        descriptor = shared_block.share(size, place.local_rank, place.exchange, field="ranks of a node")
+    except InputError as error:
+        advice = "run the ranks of a node in one container, or with --pid=host and --cap-add SYS_PTRACE"
+        return [failed(name, error.message, advice), not_tried("pinning", "memory cannot be shared")]
+    found = [passed(name, f"{place.ranks_per_node} ranks of a node share memory")]
+    with contextlib.closing(_mapped(descriptor, size)) as block:
+        found += _pages(place, block)
+        found.append(_pin(place, block))
+    return found
+
+
+def _mapped(descriptor: int, size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _pages(place: Place, block: mmap.mmap) -> list[Finding]:
+    block_pages.spread(block)
+    place.exchange(None)
+    start = time.monotonic()
+    try:
+        block_pages.make(block, place.local_rank, place.ranks_per_node, lambda done, total: None)
+        why = None
+    except OSError as error:
+        why = error.strerror
+    slowest = max(place.exchange(time.monotonic() - start))
+    if any(place.exchange(why)):
+        return [failed("host pages", f"cannot be made: {why or 'another rank failed'}", "see host memory")]
+    np.frombuffer(block, dtype=np.uint8)[:: mmap.PAGESIZE].max()  # a process's map shows the pages that it has read
+    rate = slowest / (len(block) / 2**30)
+    lie = pages_of_nodes(PLACES, "memfd:megatron_ext")
+    where = "; ".join(f"node {node}: {count} pages" for node, count in sorted(lie.items())) or "one memory node"
+    return [
+        passed("host pages", f"{rate:.2f} s per GiB by all ranks together; {where}", figures={"seconds_per_gib": rate})
+    ]
+
+
+def pages_of_nodes(maps: Path, name: str) -> dict[int, int]:
+    """By NUMA node, how many pages of the mappings whose name holds ``name`` lie there (numa(7)); empty where the
+    system does not say."""
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError:
+        return {}
+    found: dict[int, int] = {}
+    for line in lines:
+        if name in line:
+            for word in line.split():
+                node, is_node, count = word.partition("=")
+                if is_node and node[:1] == "N" and node[1:].isdecimal():
+                    found[int(node[1:])] = found.get(int(node[1:]), 0) + int(count)
+    return found
+
+
+def _pin(place: Place, block: mmap.mmap) -> Finding:
+    name = "pinning"
+    if not place.on_cuda:
+        return not_tried(name, "no CUDA device: nothing is page-locked")
+    memory, device = torch.frombuffer(block, dtype=torch.uint8), device_of(torch.empty(0, device=place.device))
+    place.exchange(None)
+    start = time.monotonic()
+    try:
+        device.pin(memory)
+        why = None
+    except RuntimeError as error:
+        why = str(error)
+    taken = max(place.exchange(time.monotonic() - start))
+    if why is not None:
+        return failed(name, why, "ulimit -l unlimited; in a container: --ulimit memlock=-1")
+    device.unpin(memory)
+    rate = taken / (len(block) / 2**30)
+    return passed(
+        name, f"{rate:.2f} s per GiB, {place.ranks_per_node} ranks at once", figures={"seconds_per_gib": rate}
+    )

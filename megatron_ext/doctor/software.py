@@ -1,0 +1,120 @@
+"""Versions of what training is made of, and what they mean for a scheduled run."""
+
+import importlib.metadata
+import platform
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.cuda import nccl
+
+from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
+from megatron_ext.doctor.place import DoctorOptions, Place
+
+LEAST_TORCH = (2, 6)
+LEAST_KERNEL = (5, 14)
+
+
+def check(place: Place, options: DoctorOptions) -> list[Finding]:
+    """Python, kernel, PyTorch, CUDA, NCCL, Transformer Engine, Apex and cuda-bindings."""
+    found = [_python(), _kernel(), _torch()]
+    found += _cuda(place) if place.on_cuda else [_no_cuda(options)]
+    return [*found, _engine(), _apex(), _bindings(place)]
+
+
+def version(package: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version: ``2.10.0a0+nv`` gives (2, 10)."""
+    parts = []
+    for part in text.split(".")[:2]:
+        digits = part[: next((index for index, letter in enumerate(part) if not letter.isdigit()), len(part))]
+        parts.append(int(digits or 0))
+    return tuple(parts)
+
+
+def _python() -> Finding:
+    here = platform.python_version()
+    if sys.version_info < (3, 10):  # noqa: UP036 - what is installed by hand may be older
+        return failed("python", here, "use Python 3.10 or newer")
+    return passed("python", f"{here} on {platform.machine()}")
+
+
+def _kernel() -> Finding:
+    release = platform.release()
+    if numbers(release) < LEAST_KERNEL:
+        return passed("kernel", f"{release}: pages of host copies are made one by one, which takes longer", "")
+    return passed("kernel", release)
+
+
+def _torch() -> Finding:
+    here = numbers(str(torch.__version__))
+    if here < LEAST_TORCH:
+        return failed("torch", str(torch.__version__), f"use PyTorch {LEAST_TORCH[0]}.{LEAST_TORCH[1]} or newer")
+    means = "" if here >= (2, 8) else ": buffers of collectives are freed late; TORCH_NCCL_AVOID_RECORD_STREAMS is set"
+    return passed("torch", f"{torch.__version__}{means}")
+
+
+def _no_cuda(options: DoctorOptions) -> Finding:
+    if options.device != "cpu" and torch.version.cuda is not None:
+        return failed(
+            "cuda",
+            f"this PyTorch is built for CUDA {torch.version.cuda} and sees no device",
+            "is there a driver (nvidia-smi)? In a container: docker run --gpus all. Or say --device cpu",
+        )
+    return not_tried("cuda", "no CUDA device: what follows runs on host processors")
+
+
+def _cuda(place: Place) -> list[Finding]:
+    library: Any = torch._C  # a module of bindings
+    driver = library._cuda_getDriverVersion()
+    name, major = torch.cuda.get_device_name(place.device), driver // 1000
+    found = f"{name}, CUDA {torch.version.cuda}, driver for {major}.{driver % 1000 // 10}"
+    built = numbers(torch.version.cuda or "0")
+    if built[0] > major:
+        return [failed("cuda", found, "the driver is older than this PyTorch: update it, or use another image")]
+    return [passed("cuda", found), _nccl()]
+
+
+def _nccl() -> Finding:
+    here = tuple(map(int, nccl.version()))
+    text = ".".join(map(str, here))
+    if here < (2, 18):
+        return passed("nccl", f"{text}: several communicators in flight are not ordered", "use NCCL 2.18 or newer")
+    means = "" if here >= (2, 27) else ": no symmetric memory, so all-gathers use processors of the device"
+    return passed("nccl", f"{text}{means}")
+
+
+def _engine() -> Finding:
+    here = version("transformer_engine") or version("transformer-engine")
+    if find_spec("transformer_engine") is None:
+        return passed("transformer engine", "absent: Megatron needs --transformer-impl local")
+    return passed("transformer engine", f"{here or 'no version known'}")
+
+
+def _apex() -> Finding:
+    if find_spec("apex") is None:
+        return passed("apex", "absent: not needed; Megatron takes Transformer Engine's or torch's Adam")
+    if find_spec("amp_C") is None:
+        return failed(
+            "apex",
+            "a package of this name is installed, without NVIDIA's kernels (amp_C)",
+            "the package `apex` of PyPI is not NVIDIA's: pip uninstall apex",
+        )
+    return passed("apex", f"{version('apex') or 'no version known'}, with kernels")
+
+
+def _bindings(place: Place) -> Finding:
+    here = version("cuda-bindings")
+    if here is not None:
+        return passed("cuda-bindings", here)
+    if not place.on_cuda:
+        return not_tried("cuda-bindings", "absent; used with a CUDA device only")
+    return not_tried("cuda-bindings", "absent: threads wait for flags, not streams", "pip install cuda-bindings")

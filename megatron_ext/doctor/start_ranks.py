@@ -1,0 +1,114 @@
+"""The doctor's ranks: started here, one a device, or by a launcher that has started this process as one of them."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from megatron_ext.cpubench import launcher
+from megatron_ext.doctor import finding
+from megatron_ext.doctor.finding import Report
+from megatron_ext.doctor.place import DoctorOptions
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
+from megatron_ext.workload.launcher_ranks import ranks_on_this_node
+
+TAIL_BYTES = 3000
+
+
+def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Report, str]:
+    """Start ``nproc`` ranks on this machine and wait for them.
+
+    Args:
+        checkout: root of a Megatron tree that the ranks import, or None for the one that is installed.
+
+    Returns:
+        The report, and the end of what ranks printed where they did not end well.
+
+    Raises:
+        InputError: a rank found that the input is bad.
+    """
+    environment = {**_settings(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if checkout is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
+    if options.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
+        log = Path(folder) / "ranks.log"
+        log.touch()
+        command = [sys.executable, "-m", "megatron_ext.doctor.start_ranks", msgspec.json.encode(options).decode()]
+        code = launcher.launch([*command, str(log)], nproc, environment=environment)
+        printed = log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+    if code == 2:
+        raise InputError("a rank refused what it was given; it has said why")
+    if code >= 128:
+        raise SystemExit(code)
+    return finding.load(options.out), printed if code else ""
+
+
+def join(options: DoctorOptions) -> Report:
+    """Be one rank of those that a launcher (torchrun, srun) has started. Collective.
+
+    Raises:
+        InputError: it does not say how many ranks share a node.
+    """
+    os.environ |= _settings()
+    from megatron_ext.doctor import rank_checks
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    per_node = ranks_on_this_node() or world_size
+    if world_size % per_node:
+        raise InputError("every node must have as many ranks", field="LOCAL_WORLD_SIZE", value=per_node)
+    aloud = os.dup(sys.stderr.fileno())
+    with tempfile.TemporaryFile("w+") as log:
+        kept = os.dup(1), os.dup(2)
+        _print_to(log.fileno())
+        try:
+            return rank_checks.run(options, per_node, lambda text: _say(aloud, text))
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for place, descriptor in zip((1, 2), kept):
+                os.dup2(descriptor, place)
+
+
+def _settings() -> dict[str, str]:
+    """Variables of a run by a schedule that is compared to the last bit; the user's own stay."""
+    return {name: value for name, value in (SCHEDULED | REPEATABLE).items() if name not in os.environ}
+
+
+def _print_to(descriptor: int) -> None:
+    """What this process prints, Megatron's and NCCL's lines too, goes to ``descriptor``."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for place in (1, 2):
+        os.dup2(descriptor, place)
+
+
+def _say(descriptor: int, text: str) -> None:
+    os.write(descriptor, f"doctor: {text}\n".encode())
+
+
+def main() -> None:
+    """One rank: ``OPTIONS LOG``; started by :func:`start` only."""
+    options = msgspec.json.decode(sys.argv[1], type=DoctorOptions)
+    aloud = os.dup(2)
+    with open(sys.argv[2], "a") as log:
+        _print_to(log.fileno())
+    from megatron_ext.doctor import rank_checks
+
+    code = 0
+    try:
+        rank_checks.run(options, int(os.environ["WORLD_SIZE"]), lambda text: _say(aloud, text))
+    except InputError as error:
+        _say(aloud, str(error))
+        code = 2
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking process groups down in order takes seconds and nothing of them is needed again
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What the doctor trains by, and what it says of it."""
+
+import pytest
+from planning_cases import make_workload
+
+from megatron_ext.doctor.training_check import CASES, SLOTS, Case, judged, routes_of, schedule_of
+from megatron_ext.schedule.match import match
+from megatron_ext.schedule.validate import validate
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.check)
+def test_every_case_goes_by_its_route(case):
+    slots = SLOTS if case.route == "nvme" else 0
+    work = make_workload(
+        pp=1, vp=1, dp=2, layers=5, order="no_pipeline", zero_stage=case.zero_stage, gpus_per_node=2, nvme_slots=slots
+    )
+    schedule = schedule_of(work, case.route)
+    match(validate(schedule), work)
+    assert routes_of(schedule) in ({case.route}, {case.route, "gpu"} if case.route == "nvme" else {case.route})
+
+
+CASE = Case("cpu", 3)
+
+
+def test_equal_runs_pass():
+    assert judged(CASE, "local layers", [(True, True), (True, True)], 3).status == "pass"
+
+
+def test_a_rank_that_differs_fails_and_is_named():
+    finding = judged(CASE, "local layers", [(True, True), (True, False)], 3)
+    assert finding.status == "fail" and "NOT EQUAL" in finding.found and finding.found.endswith("ranks 1")
+
+
+def test_a_reference_that_differs_from_itself_decides_nothing():
+    finding = judged(CASE, "local layers", [(True, False), (False, False)], 3)
+    assert finding.status == "fail" and "second time" in finding.found and "NVTE" in finding.advice
