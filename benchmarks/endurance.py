@@ -113,6 +113,7 @@ def main() -> int:
                 sys.executable,
                 "-m",
                 "megatron_ext.cpubench.launcher",
+                "--fork",
                 "--nproc-per-node",
                 "4",
                 str(ROOT / "examples/pretrain_gpt_hybrid.py"),

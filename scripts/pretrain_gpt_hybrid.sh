@@ -122,7 +122,7 @@ train() { # train KIND OPTIONS...: one training run, in place of the subshell in
     # Runs that start together keep indices of their samples apart: each maps its files while it writes them.
     local kind=$1
     shift
-    exec "${with_script[@]}" python -m megatron_ext.cpubench.launcher --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
+    exec "${with_script[@]}" python -m megatron_ext.cpubench.launcher --fork --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
         --data-path $corpus --data-cache-path "$run/cache/$kind" --train-iters "$ITERS" \
         --metrics-path "$run/$kind.metrics.json" "$@"
 }

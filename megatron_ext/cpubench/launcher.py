@@ -1,6 +1,6 @@
 """Start the processes of a run on this machine and let none of them outlive it.
 
-    python -m megatron_ext.cpubench.launcher --nproc-per-node 4 [-m] SCRIPT_OR_MODULE [ARGUMENTS]
+    python -m megatron_ext.cpubench.launcher --nproc-per-node 4 [-m | --fork] SCRIPT_OR_MODULE [ARGUMENTS]
 
 sets the environment that torchrun sets. It differs from torchrun in what the main job needs:
 a rank's own exit code is passed on (2 means bad input), a killed launcher takes its ranks with
@@ -24,6 +24,7 @@ import threading
 import time
 
 from megatron_ext.cpubench import allocator
+from megatron_ext.cpubench.forked_rank import ForkedRank, import_script, restart_with
 
 GRACE_SECONDS = 10
 """How long ranks may take to end after they were asked to."""
@@ -106,14 +107,25 @@ class _Store:
         self._listener.close()
 
 
-def launch(command: list[str], num_processes: int, *, environment: dict[str, str] | None = None, stdout=None) -> int:
+Rank = subprocess.Popen | ForkedRank
+
+
+def launch(
+    command: list[str],
+    num_processes: int,
+    *,
+    environment: dict[str, str] | None = None,
+    stdout=None,
+    fork: bool = False,
+) -> int:
     """Run ``command`` once a rank and return 0, or the exit code that :func:`cause_of` a failure has.
 
     Args:
-        command: program and arguments, the same for every rank.
+        command: program and arguments, the same for every rank; with ``fork`` a script and its arguments.
         num_processes: ranks to start.
         environment: variables besides those of this process.
-        stdout: file for the ranks' standard output; None inherits.
+        stdout: file for the ranks' standard output; None inherits. Not with ``fork``.
+        fork: ranks are forks of this process.
     """
     store = _Store()
     shared = {
@@ -127,7 +139,8 @@ def launch(command: list[str], num_processes: int, *, environment: dict[str, str
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **(environment or {}),
     }
-    parent, ranks = os.getpid(), []
+    parent = os.getpid()
+    ranks: list[Rank] = []
     interrupted: list[int] = []
     previous = {
         number: signal.signal(number, lambda received, frame: interrupted.append(received))
@@ -135,15 +148,15 @@ def launch(command: list[str], num_processes: int, *, environment: dict[str, str
     }
     try:
         for rank in range(num_processes):
-            ranks.append(
-                subprocess.Popen(
-                    command,
-                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=stdout,
-                    preexec_fn=lambda: _begin(parent),
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if fork:
+                ranks.append(ForkedRank(command[0], command[1:], own, lambda: _begin(parent)))
+            else:
+                ranks.append(
+                    subprocess.Popen(
+                        command, env=own, stdin=subprocess.DEVNULL, stdout=stdout, preexec_fn=lambda: _begin(parent)
+                    )
                 )
-            )
         store.start()
         return _watch(ranks, interrupted)
     finally:
@@ -153,7 +166,7 @@ def launch(command: list[str], num_processes: int, *, environment: dict[str, str
             signal.signal(number, handler)
 
 
-def _watch(ranks: list[subprocess.Popen], interrupted: list[int]) -> int:
+def _watch(ranks: list[Rank], interrupted: list[int]) -> int:
     """Wait until all ranks have ended well or one has not; returns the exit code."""
     while True:
         if interrupted:
@@ -174,7 +187,7 @@ def _watch(ranks: list[subprocess.Popen], interrupted: list[int]) -> int:
         time.sleep(0.05)
 
 
-def _codes(ranks: list[subprocess.Popen]) -> list[int | None]:
+def _codes(ranks: list[Rank]) -> list[int | None]:
     return [rank.poll() for rank in ranks]
 
 
@@ -196,7 +209,7 @@ def cause_of(codes: list[int | None]) -> tuple[int, int]:
     )
 
 
-def _report(ranks: list[subprocess.Popen], first: int, code: int) -> int:
+def _report(ranks: list[Rank], first: int, code: int) -> int:
     if code == 2:  # the rank has said what is wrong; the others say or hide the same
         return 2
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -206,7 +219,7 @@ def _report(ranks: list[subprocess.Popen], first: int, code: int) -> int:
     return 1
 
 
-def _end(ranks: list[subprocess.Popen]) -> None:
+def _end(ranks: list[Rank]) -> None:
     """End every rank that still runs: first asked, then killed."""
     for rank in ranks:
         if rank.poll() is None:
@@ -223,11 +236,17 @@ def _end(ranks: list[subprocess.Popen]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="megatron_ext.cpubench.launcher", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nproc-per-node", type=int, required=True)
-    parser.add_argument("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
+    how.add_argument("--fork", action="store_true", help="import the script once, then fork the ranks (on the CPU)")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     if args.nproc_per_node < 1 or not args.command:
         parser.error("need at least one process and a script")
+    if args.fork:
+        restart_with({**allocator.environment(), "OMP_NUM_THREADS": "1"})
+        if import_script(args.command[0]):
+            return launch(args.command, args.nproc_per_node, fork=True)
     return launch([sys.executable, *(["-m"] if args.module else []), *args.command], args.nproc_per_node)
 
 

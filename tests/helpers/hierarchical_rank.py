@@ -14,33 +14,43 @@ from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.workload import route
 from megatron_ext.workload.parallel import Parallel
 
-gloo.run_collectives_in_order()
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
-parallel = Parallel(
-    pipeline_model_parallel_size=1, data_parallel_size=size, num_microbatches=1, order="no_pipeline", gpus_per_node=2
-)
-gather = HierarchicalGather(make_node_groups(parallel), device_of(torch.empty(0)))
-in_pieces = ShardGather(make_data_group(parallel, "gloo"), device_of(torch.empty(0)))
-route.PIECE_BYTES = 2048
-cases = []
-for number in range(12):
-    dtype = (torch.float32, torch.bfloat16)[number % 2]
-    shard = torch.rand(64 * (number + 1), generator=torch.Generator().manual_seed(100 * number + rank)).to(dtype)
-    whole = torch.full((shard.numel() * size,), -1.0, dtype=dtype)
-    # With zero stage 1 the shard is a part of the whole.
-    own = whole.narrow(0, rank * shard.numel(), shard.numel()).copy_(shard) if number % 3 else shard
-    flat, again = torch.empty_like(whole), torch.full_like(whole, -1.0)
-    transfers = [gather.issue(whole, own), in_pieces.issue(again, rank * shard.numel(), shard)]
-    cases.append((whole, again, flat, [*transfers, dist.all_gather_into_tensor(flat, shard, async_op=True)]))
-for whole, again, flat, transfers in cases:
-    for transfer in transfers:
-        transfer.wait()
-    if not torch.equal(whole, flat) or not torch.equal(again, flat):
-        sys.exit(f"rank {rank}: {whole.numel()} elements of {whole.dtype} differ")
-sizes = [whole.numel() * whole.element_size() for whole, *_ in cases]
-assert {route.shard_pieces(size) for size in sizes} == {1, 2, 3, 4, 5}, sizes
-assert in_pieces.buffer_bytes > 0
-gather.close()
-in_pieces.close()
-dist.destroy_process_group()
+
+def main() -> None:
+    gloo.run_collectives_in_order()
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parallel = Parallel(
+        pipeline_model_parallel_size=1,
+        data_parallel_size=size,
+        num_microbatches=1,
+        order="no_pipeline",
+        gpus_per_node=2,
+    )
+    gather = HierarchicalGather(make_node_groups(parallel), device_of(torch.empty(0)))
+    in_pieces = ShardGather(make_data_group(parallel, "gloo"), device_of(torch.empty(0)))
+    route.PIECE_BYTES = 2048
+    cases = []
+    for number in range(12):
+        dtype = (torch.float32, torch.bfloat16)[number % 2]
+        shard = torch.rand(64 * (number + 1), generator=torch.Generator().manual_seed(100 * number + rank)).to(dtype)
+        whole = torch.full((shard.numel() * size,), -1.0, dtype=dtype)
+        # With zero stage 1 the shard is a part of the whole.
+        own = whole.narrow(0, rank * shard.numel(), shard.numel()).copy_(shard) if number % 3 else shard
+        flat, again = torch.empty_like(whole), torch.full_like(whole, -1.0)
+        transfers = [gather.issue(whole, own), in_pieces.issue(again, rank * shard.numel(), shard)]
+        cases.append((whole, again, flat, [*transfers, dist.all_gather_into_tensor(flat, shard, async_op=True)]))
+    for whole, again, flat, transfers in cases:
+        for transfer in transfers:
+            transfer.wait()
+        if not torch.equal(whole, flat) or not torch.equal(again, flat):
+            sys.exit(f"rank {rank}: {whole.numel()} elements of {whole.dtype} differ")
+    sizes = [whole.numel() * whole.element_size() for whole, *_ in cases]
+    assert {route.shard_pieces(size) for size in sizes} == {1, 2, 3, 4, 5}, sizes
+    assert in_pieces.buffer_bytes > 0
+    gather.close()
+    in_pieces.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

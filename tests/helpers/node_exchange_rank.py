@@ -19,39 +19,42 @@ def shard_of(dp_rank: int, number: int) -> torch.Tensor:
     )
 
 
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
-_, exchange = make_process_groups(
-    Parallel(
-        pipeline_model_parallel_size=1,
-        data_parallel_size=size,
-        num_microbatches=1,
-        order="no_pipeline",
-        gpus_per_node=2,
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    _, exchange = make_process_groups(
+        Parallel(
+            pipeline_model_parallel_size=1,
+            data_parallel_size=size,
+            num_microbatches=1,
+            order="no_pipeline",
+            gpus_per_node=2,
+        )
     )
-)
-counterparts, begun, lacked = [rank % 2 + 2 * node for node in range(3)], deque(), 0
+    counterparts, begun, lacked = [rank % 2 + 2 * node for node in range(3)], deque(), 0
 
+    def end() -> None:
+        number, arriving = begun.popleft()
+        found = arriving.wait()
+        if [dp_rank for dp_rank, _ in found] != counterparts:
+            sys.exit(f"rank {rank}: shards of {found}")
+        for dp_rank, shard in found:
+            if not torch.equal(shard, shard_of(dp_rank, number)):
+                sys.exit(f"rank {rank}: exchange {number}: what came of {dp_rank} is not what it sent")
 
-def end() -> None:
-    number, arriving = begun.popleft()
-    found = arriving.wait()
-    if [dp_rank for dp_rank, _ in found] != counterparts:
-        sys.exit(f"rank {rank}: shards of {found}")
-    for dp_rank, shard in found:
-        if not torch.equal(shard, shard_of(dp_rank, number)):
-            sys.exit(f"rank {rank}: exchange {number}: what came of {dp_rank} is not what it sent")
-
-
-for number in range(NUMBERS):
-    if len(begun) == IN_FLIGHT:
+    for number in range(NUMBERS):
+        if len(begun) == IN_FLIGHT:
+            end()
+        own = shard_of(rank, number)
+        begun.append((number, exchange.begin(own, rank)))
+        lacked += 2 * own.numel() * own.element_size()  # two other nodes
+    while begun:
         end()
-    own = shard_of(rank, number)
-    begun.append((number, exchange.begin(own, rank)))
-    lacked += 2 * own.numel() * own.element_size()  # two other nodes
-while begun:
-    end()
-if exchange.received_bytes != lacked:
-    sys.exit(f"rank {rank}: {exchange.received_bytes} bytes received, {lacked} lie on other nodes")
-dist.barrier()
-dist.destroy_process_group()
+    if exchange.received_bytes != lacked:
+        sys.exit(f"rank {rank}: {exchange.received_bytes} bytes received, {lacked} lie on other nodes")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

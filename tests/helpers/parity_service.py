@@ -67,6 +67,7 @@ class ParityService:
                 sys.executable,
                 "-m",
                 "megatron_ext.cpubench.launcher",
+                "--fork",
                 "--nproc-per-node",
                 "4",
                 str(WORKER),

@@ -12,6 +12,10 @@ from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()  # before megatron is imported, as the example does
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt_hybrid.py"
+sys.path.insert(0, str(EXAMPLE.parent))  # as when it is run by itself
+
+import pretrain_gpt_hybrid  # noqa: F401 - imported once for all ranks
 from megatron.core.pipeline_parallel import schedules
 
 
@@ -49,7 +53,5 @@ def record(path: Path) -> None:
 
 if __name__ == "__main__":
     record(Path(sys.argv.pop(1)) / f"{os.environ['RANK']}.txt")
-    example = Path(__file__).parents[2] / "examples" / "pretrain_gpt_hybrid.py"
-    sys.argv[0] = str(example)
-    sys.path.insert(0, str(example.parent))  # as when it is run by itself
-    runpy.run_path(str(example), run_name="__main__")
+    sys.argv[0] = str(EXAMPLE)
+    runpy.run_path(str(EXAMPLE), run_name="__main__")

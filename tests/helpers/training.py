@@ -28,6 +28,7 @@ def launch_training(
             sys.executable,
             "-m",
             "megatron_ext.cpubench.launcher",
+            "--fork",
             "--nproc-per-node",
             str(nproc),
             "examples/pretrain_gpt_hybrid.py",

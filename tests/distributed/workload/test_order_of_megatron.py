@@ -91,6 +91,7 @@ def test_steps_are_those_of_a_real_run(shape, corpus_prefix, tmp_path):
             sys.executable,
             "-m",
             "megatron_ext.cpubench.launcher",
+            "--fork",
             "--nproc-per-node",
             str(pp),
             str(program),

@@ -57,6 +57,7 @@ def caught_in_training(schedule_path, corpus_prefix, tmp_path, *more: str):
         sys.executable,
         "-m",
         "megatron_ext.cpubench.launcher",
+        "--fork",
         "--nproc-per-node",
         "4",
         "examples/pretrain_gpt_hybrid.py",

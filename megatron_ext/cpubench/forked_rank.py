@@ -1,0 +1,123 @@
+"""Ranks that are forks of the launcher, which has imported what all of them need.
+
+Importing torch and megatron-core takes 4 s of processor time: four ranks on two processors took 10 s to start. A forked
+rank finds the modules imported and runs the script from there, as ``python SCRIPT`` would.
+
+Only on the CPU, because CUDA does not survive a fork, and only for scripts whose import starts no thread.
+"""
+
+import atexit
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_ext.cpubench import allocator
+
+
+def restart_with(environment: dict[str, str]) -> None:
+    """Start this program anew where ``environment`` has a variable that is not set: the C library and OpenMP read
+    theirs once, before Python runs. Does not return then."""
+    missing = {name: value for name, value in environment.items() if name not in os.environ}
+    if missing:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **missing})
+
+
+def import_script(script: str) -> bool:
+    """Import ``script`` as a module, for what it imports itself.
+
+    Returns:
+        Whether forked ranks gain anything: not on a machine with a CUDA device, and not where the script cannot be
+        imported or has started a thread. Every rank then starts by itself and says what is wrong.
+    """
+    if not allocator.environment():
+        return False
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        importlib.import_module(Path(script).stem)
+    except BaseException:  # SystemExit too: the ranks end as they would without this
+        return False
+    return threading.active_count() == 1
+
+
+class ForkedRank:
+    """One forked rank, with what the launcher uses of :class:`subprocess.Popen`.
+
+    Args:
+        script: path of the script; its directory is the first on ``sys.path``.
+        arguments: its arguments.
+        environment: variables of this rank besides those of this process.
+        begin: called first in the rank.
+    """
+
+    def __init__(self, script: str, arguments: list[str], environment: dict[str, str], begin: Callable[[], None]):
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run(script, arguments, environment, begin)
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while the rank runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once there is one.
+
+        Raises:
+            subprocess.TimeoutExpired: the rank still runs after ``timeout`` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(sys.argv, timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _run(script: str, arguments: list[str], environment: dict[str, str], begin: Callable[[], None]) -> None:
+    """In the rank: run the script and leave without returning to the launcher's code."""
+    code: int | str | None = 1
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        begin()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update(environment)
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if not isinstance(code, int):
+            if code is not None:
+                print(code, file=sys.stderr)
+            code = 0 if code is None else 1
+        atexit._run_exitfuncs()  # as at the end of any program; os._exit does not
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

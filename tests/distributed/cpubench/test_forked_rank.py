@@ -1,0 +1,74 @@
+"""Ranks that are forks of the launcher end, and are told of, as ranks that were started anew."""
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training import run
+
+SCRIPT = """
+import atexit, os, signal, sys
+import beside
+assert __name__ == "__main__" or "RANK" not in os.environ
+if __name__ == "__main__":
+    rank, how = int(os.environ["RANK"]), sys.argv[1]
+    assert sys.stdin.read() == "" and os.environ["MALLOC_ARENA_MAX"] == "1"
+    said = f"rank {rank} imported by the launcher: {beside.PROCESS == os.getppid()}\\n"
+    atexit.register(os.write, 1, said.encode())
+    if rank == 1:
+        {"code": lambda: sys.exit(7), "text": lambda: sys.exit("it was text"), "error": lambda: 1 // 0,
+         "signal": lambda: os.kill(os.getpid(), signal.SIGSEGV), "well": lambda: None}[how]()
+"""
+
+
+def launch(tmp_path, how: str) -> subprocess.CompletedProcess:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("import os; PROCESS = os.getpid()")
+    return run(
+        [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--fork", "--nproc-per-node", "2", str(script), how]
+    )
+
+
+def test_ranks_find_imported_what_the_script_imports(tmp_path):
+    done = launch(tmp_path, "well")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} imported by the launcher: True" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("code", "ended with exit code 7"),
+        ("text", "it was text"),
+        ("error", "ZeroDivisionError"),
+        ("signal", "was ended by SIGSEGV"),
+    ],
+)
+def test_a_rank_that_fails_is_named(tmp_path, how, said):
+    done = launch(tmp_path, how)
+    assert done.returncode == 1
+    assert said in done.stderr and "launch: rank 1 " in done.stderr, done.stderr
+
+
+def test_a_script_that_cannot_be_imported_fails_as_without_forking(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import nothing_of_this_name")
+    launcher = [sys.executable, "-m", "megatron_ext.cpubench.launcher"]
+    forked, anew = (run([*launcher, *options, "--nproc-per-node", "1", str(script)]) for options in (["--fork"], []))
+    assert forked.returncode == anew.returncode == 1
+    assert forked.stderr.splitlines()[:-1] == anew.stderr.splitlines()[:-1], "but for the process number"
+
+
+def test_a_killed_launcher_takes_forked_ranks_along(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nif __name__ == '__main__':\n    print(os.getpid(), flush=True); time.sleep(99)")
+    command = [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--fork", "--nproc-per-node", "1", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        rank = int(launcher.stdout.readline())
+        launcher.kill()
+        assert launcher.stdout.read() == "", "read() ends once the rank has ended and closed the pipe"
+    with contextlib.suppress(FileNotFoundError):
+        assert Path(f"/proc/{rank}/stat").read_text().split()[2] == "Z"
