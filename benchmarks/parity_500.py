@@ -3,12 +3,13 @@
     python benchmarks/parity_500.py [--cases 500] [--seed 0] [--out benchmarks/results/parity_500.json]
 
 Cases are drawn as in ``tests/distributed/megatron/test_parity.py``: model, precision, recompute, tied
-embeddings, zero stage, groups, routes (gpu, cpu, nvme), issue, need_by, keep or free down to single
-layers, gradients that come and go, nodes, and delays put into publishing, copying, reading and
-reducing. Each case trains both ways, in debug mode, and must be equal to the last bit in losses, gradient
-norms and parameters, with the
-promised peak of whole parameters. Every tenth case is trained once more with a safeguard switched
-off (shards not waited for, a stale copy, a group left out): that must be seen.
+embeddings, zero stage, micro-batches, groups, routes (gpu, cpu, cpu_shard, nvme), issue, need_by, keep or free down to
+single layers, where shards, gradients and optimizer states rest, visits between two reduces, nodes, and delays put
+into publishing, copying, reading and reducing. Each case trains both ways, in debug mode, and must be equal to the
+last bit in losses, gradient norms and parameters, with the promised peak of whole parameters. Where gradients come and
+go, the reference is plain PyTorch that adds them in the same order. After every tenth case another is trained with a
+safeguard switched off (shards not waited for, a stale copy, a stale shard, a group left out, a reduce left out, a
+gradient added behind all others): that must be seen.
 """
 
 import argparse
@@ -26,7 +27,7 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import pictures
 from cases import LAYOUTS, MODELS
-from draw_schedule import hosted, prepared
+from draw_schedule import from_shards, hosted, prepared, reduced
 from machine import about_this_machine
 from msgspec.structs import replace
 from parity_service import Died, ParityService, differences
@@ -35,6 +36,7 @@ from training import environment
 from megatron_ext.formats import json_files
 from megatron_ext.schedule import footprint
 from megatron_ext.workload import workload as workload_file
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
 DELAYS = (
     "",
@@ -43,10 +45,35 @@ DELAYS = (
     "copy_delay_ms=8,reduce_delay_ms=6",
     "read_delay_ms=12",
 )
-BLOCK = 40
+BLOCK = 50
 """Cases of one layout between two launches; results are saved after each."""
 
-CONTROLS = ("publish_delay_ms=60,no_wait=1", "stale_group={largest}", "skip_group=0")
+SETTINGS = ("shard_rests", "gradients", "reduce_every", "states_rest")
+"""Fields of a group that are drawn, counted by cases in which any group has them."""
+
+
+def _hosted(zero_stage: int):
+    return "fp32", lambda workload, path: hosted(workload, zero_stage, path)
+
+
+def _reduced(zero_stage: int, kind: str):
+    return "fp32", lambda workload, path: reduced(workload, zero_stage, path, kind)
+
+
+CONTROLS = (
+    *[
+        (fault, *_hosted(zero_stage))
+        for zero_stage in (1, 3)
+        for fault in ("publish_delay_ms=60,no_wait=1", "stale_group={largest}", "skip_group=0")
+    ],
+    *[
+        (fault, *_reduced(zero_stage, kind))
+        for zero_stage, kind in ((2, "host"), (3, "sharded"), (2, "sharded"), (3, "host"))
+        for fault in ("skip_reduce={largest}", "late_add={largest}")
+    ],
+    ("stale_group={largest}", "bf16-selective", from_shards),
+)
+"""The fault, the model, and a function that makes the schedule."""
 
 
 def describe(folder: Path) -> None:
@@ -59,24 +86,29 @@ def parity(service: ParityService, draw: random.Random, workloads: Path, folder:
     name, zero_stage = draw.choice(sorted(MODELS)), draw.choice((3, 2, 3, 1))
     routes = draw.choice((("gpu", "cpu", "nvme"), ("gpu", "cpu"), ("nvme",), ("gpu",), ("cpu",)))
     gpus_per_node, delays, evaluate = draw.choice((4, 2, 1)), draw.choice(DELAYS), draw.random() < 0.3
-    workload = workload_file.load(workloads / f"{service.layout}.{name}.json")
+    microbatches = draw.choice((2, 4))
+    workload, batch = with_microbatches(workload_file.load(workloads / f"{service.layout}.{name}.json"), microbatches)
     workload = replace(
         workload,
         zero_stage=zero_stage,
+        optimizer=OptimizerSettings(on_host="offload" in name),
         limits=workload_file.Limits(nvme_slots=draw.choice((1, 2, 4))),
         parallel=replace(workload.parallel, gpus_per_node=gpus_per_node),
     )
     schedule = prepared(draw, workload, folder / "schedule.json", routes)
-    options = [*MODELS[name], "--gpus-per-node", str(gpus_per_node), "--user-defined-schedule-nvme-path", str(folder)]
+    options = [*MODELS[name], *batch, "--gpus-per-node", str(gpus_per_node)]
+    options += ["--user-defined-schedule-nvme-path", str(folder)]
     options += ["--eval-interval", "2", "--eval-iters", "1"] if evaluate else []
     case = dict(
         layout=service.layout,
         model=name,
         zero_stage=zero_stage,
-        routes=routes,
+        microbatches=microbatches,
         gpus_per_node=gpus_per_node,
         delays=delays,
         evaluate=evaluate,
+        routes=routes_of(schedule),
+        **{field: sorted({str(getattr(group, field)) for group in schedule.groups}) for field in SETTINGS},
     )
     try:
         answer = service.run(
@@ -94,18 +126,30 @@ def parity(service: ParityService, draw: random.Random, workloads: Path, folder:
     return {**case, "differences": found}
 
 
+def with_microbatches(workload, number: int) -> tuple[workload_file.Workload, list[str]]:
+    """The workload with so many micro-batches, and the options that say so."""
+    parallel = replace(workload.parallel, num_microbatches=number)
+    return replace(workload, parallel=parallel), ["--global-batch-size", str(number * parallel.dp)]
+
+
+def routes_of(schedule) -> list[str]:
+    """Routes by which any group comes."""
+    entries = [entry for rank in schedule.ranks for entry in (rank.start, *rank.steps)]
+    return sorted({action.route for entry in entries for action in entry.unshard})
+
+
 def control(service: ParityService, number: int, workloads: Path, folder: Path) -> dict:
     """A negative control; ``seen`` must be true."""
-    zero_stage = (1, 3)[number // len(CONTROLS) % 2]
-    workload = workload_file.load(workloads / f"{service.layout}.fp32.json")
-    schedule = hosted(workload, zero_stage, folder / "schedule.json")
+    fault, model, make = CONTROLS[number % len(CONTROLS)]
+    workload, batch = with_microbatches(workload_file.load(workloads / f"{service.layout}.{model}.json"), 4)
+    schedule = make(workload, folder / "schedule.json")
     largest = max(range(len(schedule.groups)), key=lambda index: schedule.groups[index].bytes)
-    fault = CONTROLS[number % len(CONTROLS)].format(largest=largest) + f",seed={number}"
+    fault = fault.format(largest=largest) + f",seed={number}"
     try:
         seen = bool(
             differences(
                 service.run(
-                    options=MODELS["fp32"],
+                    options=[*MODELS[model], *batch],
                     schedule=folder / "schedule.json",
                     environment={"MEGATRON_EXT_FAULTS": fault},
                 )
@@ -113,7 +157,8 @@ def control(service: ParityService, number: int, workloads: Path, folder: Path) 
         )
     except Died:
         seen = True
-    return dict(layout=service.layout, zero_stage=zero_stage, fault=fault, seen=seen)
+    gradients = sorted({str(group.gradients) for group in schedule.groups})
+    return dict(layout=service.layout, zero_stage=schedule.zero_stage, fault=fault, gradients=gradients, seen=seen)
 
 
 def main() -> int:
@@ -134,6 +179,8 @@ def main() -> int:
                     cases.append(parity(service, draw, Path(workloads), Path(folder)))
                     if n % 10 == 9:
                         controls.append(control(service, len(controls), Path(workloads), Path(folder)))
+                        if not controls[-1]["seen"]:
+                            print(f"not seen: {controls[-1]}", file=sys.stderr, flush=True)
                 if cases[-1]["differences"]:
                     print(f"case {n}: {cases[-1]}", file=sys.stderr, flush=True)
             service.close()
@@ -157,8 +204,9 @@ def summary(cases: list[dict], controls: list[dict]) -> dict:
     different = [case for case in cases if case["differences"]]
     unseen = [one for one in controls if not one["seen"]]
     drawn = {}
-    for key in ("layout", "model", "zero_stage", "routes", "gpus_per_node", "delays", "evaluate"):
-        drawn[key] = dict(sorted(Counter(str(case[key]) for case in cases).items()))
+    for key in (name for name in cases[0] if name != "differences"):
+        values = [value if isinstance(value := case[key], list) else [value] for case in cases]
+        drawn[key] = dict(sorted(Counter(str(value) for found in values for value in found).items()))
     return {
         "cases": len(cases),
         "equal": len(cases) - len(different),
@@ -166,6 +214,7 @@ def summary(cases: list[dict], controls: list[dict]) -> dict:
         "controls": len(controls),
         "controls_seen": len(controls) - len(unseen),
         "controls_unseen": unseen,
+        "faults": dict(sorted(Counter(one["fault"].partition("=")[0] for one in controls).items())),
         "drawn": drawn,
     }
 

@@ -135,13 +135,16 @@ class CpuShardRoute:
     def __init__(self, process_group, device, faults: Faults, recorder=None):
         delay = faults.delayer(faults.copy_delay_ms, salt=59 + dist.get_rank(process_group))
         self.gather, self.recorder = ShardGather(process_group, device, delay), recorder
+        self._stale, self._first = faults.stale_group, None
 
     def issue(self, group: Group) -> Transfer:
-        done = None
+        done, shard = None, group.shard
+        if group.index == self._stale:
+            shard = self._first = shard.clone() if self._first is None else self._first
         if self.recorder is not None and self.gather.copier is not None:
             recorder, name = self.recorder, f"unshard {group.index}"
             done = lambda lane, start, end: recorder.add(lane, name, start, end)
-        return self.gather.issue(group.whole, group.shard_start, group.shard, done)
+        return self.gather.issue(group.whole, group.shard_start, shard, done)
 
     @property
     def buffer_bytes(self) -> int:

@@ -82,7 +82,8 @@ class Reducer:
         self.gradients, self.on_host, self.device, self.order = gradients, frozenset(on_host), device, order
         self.residency = Residency()
         self.sample: Callable[[], None] | None = None
-        self._early = bool(faults.no_wait)
+        self._early, self._skipped, self._late = bool(faults.no_wait), faults.skip_reduce, faults.late_add
+        self._held: torch.Tensor | None = None
         self._delay = faults.delayer(faults.reduce_delay_ms, salt=71 + rank)
         self._in_flight: tuple[Gradient, Waitable] | None = None
         self.worker = Worker("gradients") if self.on_host else None
@@ -120,8 +121,11 @@ class Reducer:
             self._delay()
         if self.order is not None:
             self.order.add(gradient)
-        gradient.state = _REDUCING
         gradient.version += 1
+        if gradient.index == self._skipped:
+            self._free(gradient)
+            return
+        gradient.state = _REDUCING
         reduced = gradient.issue()
         if gradient.index in self.on_host:
             assert self.worker is not None
@@ -137,13 +141,22 @@ class Reducer:
         (gradient, handle), self._in_flight = self._in_flight, None
         added = isinstance(handle, Transfer)
         if self._early and not added:
-            gradient.shard.add_(gradient.part)
+            self._add(gradient, gradient.part)
         handle.wait()
         if not self._early and not added:
-            gradient.shard.add_(gradient.part)
+            self._add(gradient, gradient.part)
+        self._free(gradient)
+
+    def _free(self, gradient: Gradient) -> None:
         gradient.resize(0)
         gradient.state = _FREED
         self.residency.bytes -= gradient.bytes
+
+    def _add(self, gradient: Gradient, part: torch.Tensor) -> None:
+        if gradient.index == self._late and self._held is None:
+            self._held = part.clone()
+        else:
+            gradient.shard.add_(part)
 
     def finish(self) -> None:
         """The iteration's steps are done: every reduced part is in its shard when this returns.
@@ -157,6 +170,9 @@ class Reducer:
                 raise ScheduleError(f"{gradient} is {gradient.state.value} at the end of the iteration")
         if self.worker is not None:
             self.worker.submit(lambda transfer: None).wait()
+        if self._held is not None:
+            self.gradients[self._late].shard.add_(self._held)
+            self._held = None
 
     def _bring(self, transfer: Transfer, gradient: Gradient, handle) -> None:
         """On the thread: wait for the reduce, and add the part to the shard in host memory."""
@@ -165,10 +181,10 @@ class Reducer:
         with torch.no_grad():
             if self._staging is None:
                 if self._early:
-                    gradient.shard.add_(gradient.part)
+                    self._add(gradient, gradient.part)
                 handle.wait()
                 if not self._early:
-                    gradient.shard.add_(gradient.part)
+                    self._add(gradient, gradient.part)
                 return
             staging = self._staging[: gradient.shard.numel()]
 
@@ -179,7 +195,7 @@ class Reducer:
             transfer.after = self.device.on_stream(copy, self.stream, None)
             transfer.finish()  # the training thread goes on: its stream waits for the copy
             self.device.synchronize(transfer.after)
-            gradient.shard.add_(staging)
+            self._add(gradient, staging)
 
     def close(self) -> None:
         if self.worker is not None:

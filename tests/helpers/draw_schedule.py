@@ -14,7 +14,8 @@ from megatron_ext.planner.random_plan import random_groups
 from megatron_ext.schedule import footprint, match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.host_shards import by_cpu_shard, can_rest_on_host, with_host_shards
-from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.state_placement import largest_region
+from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots
 from megatron_ext.workload.nodes import has_hierarchy
 from megatron_ext.workload.route import HIERARCHICAL
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -51,7 +52,11 @@ def prepared(draw, workload: Workload, path, routes=("gpu", "cpu", "nvme")) -> S
         if draw.random() < 0.7 and can_rest_on_host(workload) and workload.zero_stage == 3 and workload.parallel.dp > 1:
             schedule = by_cpu_shard(schedule)
         schedule = with_host_shards(schedule, workload)
-    schedule = with_gradients(draw, schedule, workload)
+    schedule = with_states(draw, with_gradients(draw, schedule, workload), workload)
+    return _saved(schedule, workload, path)
+
+
+def _saved(schedule: Schedule, workload: Workload, path) -> Schedule:
     peak = max(footprint.device_peaks(schedule))
     schedule = replace(schedule, limits=replace(schedule.limits, whole_parameter_bytes=peak))
     validate.validate(schedule)
@@ -78,6 +83,39 @@ def with_gradients(draw, schedule: Schedule, workload: Workload, kinds=(None, "s
         every = draw.randint(1, workload.parallel.num_microbatches) if kind is not None else 1
         groups.append(replace(group, gradients=kind, reduce_every=every))
     return replace(schedule, groups=tuple(groups))
+
+
+def with_states(draw, schedule: Schedule, workload: Workload) -> Schedule:
+    """The schedule with the optimizer states of drawn groups on the drive, where the optimizer steps on the host."""
+    if not workload.optimizer.on_host or draw.random() < 0.3:
+        return schedule
+    chosen = [index for index in range(len(schedule.groups)) if draw.random() < 0.6]
+    return states_on_drive(schedule, workload, chosen, slots=draw.randint(2, 3))
+
+
+def states_on_drive(schedule: Schedule, workload: Workload, chosen: list[int], slots: int) -> Schedule:
+    """The schedule with the optimizer states of the groups ``chosen``, and of no others, on the drive."""
+    groups = tuple(
+        replace(group, states_rest="nvme" if index in chosen else None) for index, group in enumerate(schedule.groups)
+    )
+    if not chosen:
+        return replace(schedule, groups=groups, state_slots=None)
+    size = max(largest_region(schedule, workload, index) for index in chosen)
+    return replace(schedule, groups=groups, state_slots=StateSlots(slots=slots, slot_bytes=size))
+
+
+def reduced(workload: Workload, zero_stage: int, path, kind: str) -> Schedule:
+    """A schedule whose gradients are all reduced at every visit and kept as ``kind``, for negative controls."""
+    schedule = draw_schedule(random.Random(1), replace(workload, zero_stage=zero_stage))
+    groups = tuple(replace(group, gradients=kind) for group in schedule.groups)
+    return _saved(replace(schedule, groups=groups), replace(workload, zero_stage=zero_stage), path)
+
+
+def from_shards(workload: Workload, path) -> Schedule:
+    """A schedule in which every group comes by ``cpu_shard``, for negative controls."""
+    workload = replace(workload, zero_stage=3)
+    schedule = by_cpu_shard(draw_schedule(random.Random(1), workload, routes=("gpu",)))
+    return _saved(with_host_shards(schedule, workload), workload, path)
 
 
 def hosted(workload: Workload, zero_stage: int, path) -> Schedule:

@@ -6,7 +6,7 @@ Megatron's own gathers and by the schedule, in debug mode. Evaluation in between
 
 import pytest
 from cases import LAYOUTS, MODELS
-from draw_schedule import hosted, prepared
+from draw_schedule import from_shards, hosted, prepared, reduced
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -57,6 +57,7 @@ def test_a_valid_schedule_trains_bitwise_like_megatron(
     workload = replace(
         workload,
         zero_stage=zero_stage,
+        optimizer=OptimizerSettings(on_host="offload" in name),
         limits=workload_file.Limits(nvme_slots=2),
         parallel=replace(workload.parallel, gpus_per_node=gpus_per_node),
     )
@@ -75,18 +76,18 @@ def test_a_valid_schedule_trains_bitwise_like_megatron(
     peaks = footprint.device_peaks(schedule)
     ranks_of_stage = len(answer["scheduled"]["peak_bytes"]) // len(peaks)
     assert answer["scheduled"]["peak_bytes"] == [peak for peak in peaks for _ in range(ranks_of_stage)]
-    _compare_census(answer["scheduled"], schedule, workload, on_host="offload" in name)
+    _compare_census(answer["scheduled"], schedule, workload)
     if name == "fp16":
         assert len({norm is None for norm in answer["scheduled"]["grad_norm"][0]}) == 2, "some steps are skipped"
 
 
-def _compare_census(run: dict, schedule, workload, on_host: bool) -> None:
+def _compare_census(run: dict, schedule, workload) -> None:
     """The memory bill is what the ranks counted in every iteration: exactly, but for activations, within 6 % in all.
 
     What no layer saves (the loss's tensors, tokens, messages) is not billed, and is a larger part here than in a model
     of a real size.
     """
-    bills = memory_bill(schedule, replace(workload, optimizer=OptimizerSettings(on_host=on_host)))
+    bills = memory_bill(schedule, workload)
     per_stage = len(run["census"]) // len(bills)
     # The optimizer has states after its first step; with fp16, steps are skipped at first.
     skipped = sum(norm is None for norm in run["grad_norm"][0])
@@ -151,6 +152,26 @@ def test_a_stale_host_copy_is_seen(workloads, interleaved, tmp_path, zero_stage)
         environment={"MEGATRON_EXT_FAULTS": f"stale_group={largest}"},
     )
     assert differences(answer)
+
+
+@pytest.mark.parametrize("zero_stage, kind", [(2, "sharded"), (3, "host")])
+@pytest.mark.parametrize("fault", ["skip_reduce", "late_add"])
+def test_a_reduce_that_is_left_out_or_added_in_another_order_is_seen(
+    workloads, interleaved, tmp_path, fault, zero_stage, kind
+):
+    schedule = reduced(workloads["interleaved", "fp32"], zero_stage, tmp_path / "s.json", kind)
+    largest = max(range(len(schedule.groups)), key=lambda index: schedule.groups[index].bytes)
+    case = dict(options=MODELS["fp32"], schedule=tmp_path / "s.json")
+    assert differences(interleaved.run(**case)) == []
+    assert differences(interleaved.run(**case, environment={"MEGATRON_EXT_FAULTS": f"{fault}={largest}"}))
+
+
+def test_a_stale_shard_in_host_memory_is_seen(workloads, interleaved, tmp_path):
+    schedule = from_shards(workloads["interleaved", "bf16-selective"], tmp_path / "s.json")
+    assert {group.shard_rests for group in schedule.groups} == {"host"}
+    case = dict(options=MODELS["bf16-selective"], schedule=tmp_path / "s.json")
+    assert differences(interleaved.run(**case)) == []
+    assert differences(interleaved.run(**case, environment={"MEGATRON_EXT_FAULTS": "stale_group=0"}))
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])

@@ -6,11 +6,11 @@ import random
 
 import pytest
 from cases import MODELS
-from draw_schedule import prepared
+from draw_schedule import prepared, states_on_drive
 from msgspec.structs import replace
 from parity_service import Died, differences
 
-from megatron_ext.schedule import match, state_placement, validate
+from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -22,13 +22,8 @@ def on_drive(workload, zero_stage: int, path, seed: int, every: int):
     """A drawn schedule whose states rest on the drive, those of every ``every``-th group excepted; and its workload."""
     workload = replace(workload, zero_stage=zero_stage, optimizer=OptimizerSettings(on_host=True))
     schedule = prepared(random.Random(seed), workload, path, routes=("gpu", "cpu"))
-    groups = tuple(
-        replace(group, states_rest=None if index % every == every - 1 else "nvme")
-        for index, group in enumerate(schedule.groups)
-    )
-    schedule = replace(schedule, groups=groups)
-    slot = max(state_placement.largest_region(schedule, workload, index) for index in range(len(groups)))
-    schedule = replace(schedule, state_slots=schedule_file.StateSlots(slots=2 + seed % 2, slot_bytes=slot))
+    chosen = [index for index in range(len(schedule.groups)) if index % every != every - 1]
+    schedule = states_on_drive(schedule, workload, chosen, slots=2 + seed % 2)
     match.match(validate.validate(schedule), workload)
     schedule_file.save(path, schedule)
     return schedule, workload
