@@ -63,17 +63,14 @@ def test_it_needs_a_shard_in_host_memory_and_several_ranks():
         validate(by_cpu_shard(single))
 
 
-@pytest.mark.parametrize("fast", ("cpu",))
+@pytest.mark.parametrize("fast", ("cpu", "gpu"))
 def test_it_is_planned_where_shards_have_no_room_and_the_link_to_the_host_is_slow(fast):
     """Shards do not fit the device; whole copies win over a fast link to the host, shards over a slow one."""
     work = make_workload(**{**SHAPE, "layers": 3})
     rates = {"cpu": dict(cpu=(5.0, 1e5), gpu=(50.0, 1e3)), "gpu": dict(cpu=(5.0, 1e3), gpu=(5.0, 1e5))}[fast]
     table = make_table(work, **rates)
-    held = evaluate(work, table).memory[0].memory.device_bytes
-    layer = sum(p.bytes for p in work.chunks[0].parameters if p.layer == 0)
-    rest = sum(size for kind, size in held.items() if kind not in ("shards", "whole_parameters"))
-    rest += 5 * layer - held["gradients"]  # beside a layer, whole gradients of two are there at a time
-    limited = replace(work, limits=Limits(device_bytes=rest + 8000))
+    held = evaluate(work, table).memory[0].memory.device_total_bytes
+    limited = replace(work, limits=Limits(device_bytes=held * 4 // 5))
     planned = plan(limited, table)
     hosted = {index for index, group in enumerate(planned.groups) if group.shard_rests == "host"}
     actions = [a for rank in planned.ranks for e in (rank.start, *rank.steps) for a in e.unshard]
@@ -98,3 +95,22 @@ def test_pieces_are_gathered_while_others_are_copied(gpu, cpu):
     # A curve of its own says how long all of it takes.
     own = replace(table, routes=replace(table.routes, cpu_shard=line(0.0, 1 / (1.5 * expected / size))))
     assert evaluate(work, own, sharded).exposed_us[0] / 2 == pytest.approx(1.5 * expected, rel=1e-3)
+
+
+def test_many_links_give_what_is_published_of_bandwidth_centric_partitioning():
+    """A DGX-2: 3 GB/s from host memory to each of 16 GPUs at once, 48 GB/s in all, against the 12 GB/s of one link.
+
+    Source: ZeRO-Infinity (Rajbhandari et al., SC 2021), section 6.1; 70 GB/s between GPUs from section 4. From the
+    parts alone the route takes the copies of all shards, and the all-gather of the last piece.
+    """
+    work = make_workload(**{**SHAPE, "dp": 16, "hidden": 3344, "microbatches": 1})
+    parts = dict(publish=None, forward=1.0, backward=1.0, gpu=(0.0, 70e3))
+    shared, alone = (make_table(work, **parts, cpu=(0.0, rate)) for rate in (3e3, 12e3))
+    whole = stock_schedule(work, buckets)
+    sharded = validate(with_host_shards(by_cpu_shard(whole), work))
+    size, pieces = sharded.groups[0].bytes, shard_pieces(sharded.groups[0].bytes)
+    us = evaluate(work, shared, sharded).exposed_us[0] / 2
+    assert size / us == pytest.approx(1 / (1 / 48e3 + 1 / (70e3 * pieces)), rel=1e-6)
+    assert 0.9 < size / us / 48e3 < 1
+    one_link = Timing(work, alone).gather_us("cpu", size)
+    assert 3.6 < one_link / us < 4
