@@ -161,9 +161,7 @@ def test_a_reduce_that_is_left_out_or_added_in_another_order_is_seen(
     schedule = reduced(workloads["interleaved", "fp32"], zero_stage, tmp_path / "s.json", kind)
     largest = max(range(len(schedule.groups)), key=lambda index: schedule.groups[index].bytes)
     answer = interleaved.run(
-        options=MODELS["fp32"],
-        schedule=tmp_path / "s.json",
-        environment={"MEGATRON_EXT_FAULTS": f"{fault}={largest}"},
+        options=MODELS["fp32"], schedule=tmp_path / "s.json", environment={"MEGATRON_EXT_FAULTS": f"{fault}={largest}"}
     )
     assert differences(answer)
 
