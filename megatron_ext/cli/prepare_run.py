@@ -52,6 +52,8 @@ class Preparation:
             _make_directory(out)
             directory_lock.hold(out, field="--out")
             json_files.check_writable(self.workload_path)
+            for path in (self.workload_path, self.table_path, self.schedule_path):
+                json_files.remove_half_written(path)
 
     def _places(self) -> list[str]:
         """Where ranks are, as a launcher says it."""

@@ -206,6 +206,13 @@ def _beside(path: Path) -> tuple[int, str]:
     return handle, temporary
 
 
+def remove_half_written(path) -> None:
+    """Remove what a process that was killed has left of ``path``; whoever calls this is alone in the directory."""
+    path = Path(path)
+    for temporary in path.parent.glob(f".{path.name}.{'[0-9a-f]' * 8}"):
+        temporary.unlink()
+
+
 def check_writable(path) -> None:
     """Refuse a place where :func:`save` will not be able to write, before the work is done whose
     result is to go there.

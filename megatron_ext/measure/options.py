@@ -154,7 +154,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             if (getattr(self, name) or 0) < 0:
                 raise InputError("must not be negative", file=_flag(name), value=getattr(self, name))
         if self.node_size > 64:
-            raise InputError("more than 64 ranks on one node", file=_flag("data_parallel_size"), value=self.world_size)
+            ranks = f"makes {self.node_size} ranks on this node, more than 64 ranks on one node"
+            raise InputError(ranks, file=_flag("data_parallel_size"), value=self.data_parallel_size)
         if not 512 <= self.min_bytes <= self.max_bytes:
             raise InputError(
                 f"must be between 512 and --max-bytes {self.max_bytes}", file=_flag("min_bytes"), value=self.min_bytes

@@ -76,8 +76,7 @@ def describe_command_line(tree, options) -> "CheckoutModel":
     tree = require_script(tree)
     script = script_arguments.read(options)
     ours, pp = script.ours, script.sizes.pipeline_model_parallel_size
-    with tempfile.TemporaryDirectory() as scratch:
-        found = _run(tree, Path(scratch), pp, script.world_size(), script.megatron)
+    found = _run(tree, pp, script.world_size(), script.megatron)
     chunks = sorted(
         (chunk for rank in found for chunk in rank.chunks), key=lambda chunk: (chunk.model_chunk_id, chunk.pp_rank)
     )
@@ -105,15 +104,11 @@ def require_script(tree) -> Path:
     """
     tree = Path(tree).resolve()
     if not (tree / SCRIPT).is_file():
-        raise InputError(
-            f"has no {SCRIPT}; without --checkout, describe knows a subset of Megatron's options",
-            file=tree,
-            field="--checkout",
-        )
+        raise InputError(f"has no {SCRIPT}; give the root of a Megatron-LM checkout", file=tree, field="--checkout")
     return tree
 
 
-def _run(tree: Path, scratch: Path, pp: int, world_size: int, options: list[str]) -> list[Described]:
+def _run(tree: Path, pp: int, world_size: int, options: list[str]) -> list[Described]:
     """What every pipeline rank builds."""
     ours = Path(__file__).parents[2]
     path = os.pathsep.join([str(tree), str(ours), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -125,36 +120,28 @@ def _run(tree: Path, scratch: Path, pp: int, world_size: int, options: list[str]
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     environment.pop("LOCAL_WORLD_SIZE", None)
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ext.megatron.describe_from_checkout",
-        tree,
-        scratch,
-        pp,
-        world_size,
-        *options,
-    ]
+    module = "megatron_ext.megatron.describe_from_checkout"
     parent = os.getpid()
-    result = subprocess.run(
-        list(map(str, command)),
-        env=environment,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        preexec_fn=lambda: end_with_parent(parent),
-    )
-    found = []
-    for pp_rank in range(pp):
-        place = scratch / f"{pp_rank}.json"
-        if not place.is_file():
-            said = [line for line in result.stderr.splitlines() if line.strip()] or ["no reason given"]
-            raise InputError(f"{SCRIPT} ended with {result.returncode}: {said[-1][:200]}", file=tree)
-        rank = json_files.load(place, Described)
-        if rank.error is not None:
-            raise InputError(rank.error, file=tree / SCRIPT)
-        found.append(rank)
+    with tempfile.TemporaryFile() as written:  # it has no name: nothing of it stays, whatever ends this process
+        command = [sys.executable, "-m", module, tree, written.fileno(), pp, world_size, *options]
+        result = subprocess.run(
+            list(map(str, command)),
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            pass_fds=[written.fileno()],
+            preexec_fn=lambda: end_with_parent(parent),
+        )
+        written.seek(0)
+        found = [json_files.decode(line, Described, file=tree) for line in written]
+    refused = next((rank.error for rank in found if rank.error is not None), None)
+    if refused is not None:
+        raise InputError(refused, file=tree / SCRIPT)
+    if len(found) < pp:
+        said = [line for line in result.stderr.splitlines() if line.strip()] or ["no reason given"]
+        raise InputError(f"{SCRIPT} ended with {result.returncode}: {said[-1][:200]}", file=tree)
     return found
 
 
@@ -328,8 +315,8 @@ def _reason(error: BaseException) -> str:
         )
     if isinstance(error, ModuleNotFoundError):
         return (
-            f"there is no Python package {error.name}, which this checkout imports; describe where it "
-            "trains, or let scripts/setup.sh install such packages: WITH_CHECKOUT=1 bash scripts/setup.sh"
+            f"there is no Python package {error.name}, which this checkout imports; describe where it trains, "
+            "or install what training scripts import with megatron-ext: pip install -e 'megatron-ext[checkout]'"
         )
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     # Many of Megatron's assertions have no text: then the condition says most.
@@ -341,24 +328,27 @@ def _reason(error: BaseException) -> str:
 
 
 def main() -> int:
-    """``TREE OUT PP WORLD_SIZE OPTION...``: write OUT/<pp_rank>.json for every pipeline rank, until one refuses."""
-    tree, out, pp, world_size = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    """``TREE DESCRIPTOR PP WORLD_SIZE OPTION...``: write one line for every pipeline rank, until one refuses."""
+    tree, written, pp, world_size = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     options = sys.argv[5:]
     from megatron_ext.megatron import cpu_compat
 
     cpu_compat.install()
     with contextlib.suppress(Exception):  # what is wrong with it, the script will say
         importlib.import_module("megatron.training.training")
+    parent = os.getpid()
     for pp_rank in range(pp):
         pid = os.fork()
         if pid == 0:
+            end_with_parent(parent)
             code = 1
             try:
                 try:
                     found = _run_script(tree, pp_rank * world_size // pp, world_size, options)
                 except InputError as error:
                     found = Described(error=str(error))
-                json_files.save(out / f"{pp_rank}.json", found)
+                with os.fdopen(written, "wb") as stream:
+                    stream.write(json_files.encode(found))
                 code = 0 if found.error is None else 2
             finally:
                 sys.stdout.flush()

@@ -91,14 +91,18 @@ def _configure_from(args) -> None:
 
 def on_pretrain() -> None:
     """Start of pretrain_gpt.py, before Megatron is imported."""
-    from megatron_ext.megatron import cpu_compat, device_environment, one_line_end
+    from megatron_ext.megatron import cpu_compat, cpu_options, device_environment, one_line_end
 
     one_line_end.install()
-    device_environment.prepare(sys.argv[1:], os.environ)
+    variables = device_environment.prepare(sys.argv[1:], os.environ)
     atexit.register(require_end)
-    asked_for = cpu_compat.is_installed()
-    if cpu_compat.install() and not asked_for and os.environ.get("RANK", "0") == "0":
-        text = "torch sees no CUDA device, so this trains on the CPU, as `megatron-ext run-on-cpu` does"
+    text = None
+    if not cpu_compat.is_installed():  # by run-on-cpu, which imports Megatron
+        text = device_environment.said_of_early_import(variables, list(sys.modules))
+        if cpu_compat.install():
+            cpu_options.without_a_gpu()
+            text = "torch sees no CUDA device, so this trains on the CPU, as `megatron-ext run-on-cpu` does"
+    if text is not None and os.environ.get("RANK", "0") == "0":
         print(f"megatron-ext: {text}", file=sys.stderr, flush=True)
 
 

@@ -192,6 +192,15 @@ def test_what_libraries_on_a_gpu_read_is_set_before_they_start():
     assert checked == device_environment.SCHEDULED | device_environment.REPEATABLE | {"NCCL_NVLS_ENABLE": "1"}
 
 
+def test_megatron_that_is_imported_above_the_first_hook_is_told():
+    said = device_environment.said_of_early_import(["NVTE_X"], ["torch", "megatron.core", "megatron.core.utils"])
+    assert said is not None and said.startswith("megatron.core is imported above the first hook") and "NVTE_X" in said
+    assert device_environment.said_of_early_import([], ["megatron.core"]) is None
+    assert device_environment.said_of_early_import(["NVTE_X"], ["torch", "megatron_ext.cli"]) is None
+    assert device_environment.prepare(["--user-defined-schedule=s"], {"TORCH_NCCL_AVOID_RECORD_STREAMS": "0"}) == []
+    assert device_environment.prepare(["--user-defined-schedule=s"], {}) == list(device_environment.SCHEDULED)
+
+
 def test_what_costs_memory_or_time_beside_a_schedule_is_said():
     schedule = planned()
     assert warnings_at_start(options(), schedule) == []
