@@ -30,7 +30,11 @@ def run_on_cpu(nproc: int | None, script: str, script_arguments) -> int:
     if not path.is_file():
         raise InputError("no such file", field="SCRIPT", value=script)
     given = arguments.read(script_arguments, verb="run-on-cpu")
+    arguments.refuse_none(given)
     cpu_options.refuse_absent_engine(given.transformer_impl)
+    check = given.ours.user_defined_schedule_check
+    if check is not None and given.schedule is None:
+        raise InputError("needs --user-defined-schedule", field="--user-defined-schedule-check", value=check)
     nproc = nproc or (given.replica_size if given.schedule is None else _ranks_of_schedule(given.schedule))
     if nproc % given.replica_size:
         raise InputError(

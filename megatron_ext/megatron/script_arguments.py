@@ -98,6 +98,16 @@ def read(options: Iterable[str], *, verb: str = "describe", of_megatron: bool = 
     return ScriptArguments(ours, megatron, sizes, ours.user_defined_schedule, transformer_impl)
 
 
+def refuse_none(script: ScriptArguments) -> None:
+    """Refuse a command line without any argument of the training script: a shell variable that is not set, mostly.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not script.megatron:
+        raise InputError("none is given; all that pretrain_gpt.py is given stands behind --", field="SCRIPT_ARGUMENTS")
+
+
 def refuse_contradictions(given: Mapping[str, object], said: Mapping[str, object]) -> None:
     """Refuse an option that says otherwise than the script's arguments beside it; None says nothing.
 

@@ -16,7 +16,7 @@ def test_a_patched_script_under_torchrun_trains_without_a_gpu(ran):
     arguments = re.sub(r"--(pipeline|num-layers-per)\S+ \d+", "", text).replace("--train-iters 14", "--train-iters 2")
     assert "--no-persist-layer-norm" not in arguments and "--distributed-backend" not in arguments
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "0"]
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
         + [work / "Megatron-LM/pretrain_gpt.py", *arguments.split()],
         cwd=work,
         env={key: value for key, value in os.environ.items() if key != "MEGATRON_PATH"} | {"PYTHONPATH": str(ROOT)},

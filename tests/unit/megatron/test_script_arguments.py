@@ -224,6 +224,12 @@ def test_run_on_cpu_asks_for_what_it_can_run(tmp_path, capsys):
     assert cli.main(["run-on-cpu", "--", str(script), *local[:-2]]) == 2
     assert cli.main(["run-on-cpu", "--nproc", "3", "--", str(script), *local]) == 2
     assert cli.main(["run-on-cpu", "--", str(tmp_path / "absent.py"), *local]) == 2
+    assert cli.main(["run-on-cpu", "--", str(script), "--user-defined-schedule", "s.json"]) == 2
+    assert cli.main(["run-on-cpu", "--", str(script), *local, "--user-defined-schedule-check", "r.json"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert "--transformer-impl local" in said[0] and "--nproc = 3" in said[1] and "no such file" in said[2]
+    assert (
+        said[3] == "megatron-ext: SCRIPT_ARGUMENTS: none is given; all that pretrain_gpt.py is given stands behind --"
+    )
+    assert said[4:] == ["megatron-ext: --user-defined-schedule-check = 'r.json': needs --user-defined-schedule"]
     refuse_absent_engine("local")
