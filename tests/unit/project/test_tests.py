@@ -1,6 +1,7 @@
 """How tests are arranged: a stranger finds those of a file by its name, and they call what users call."""
 
 import ast
+import configparser
 import subprocess
 from collections import Counter
 
@@ -83,6 +84,28 @@ def test_unit_tests_are_named_after_the_file_that_they_test(path):
 
 def test_tests_lie_in_the_tiers():
     assert {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")} <= TIERS
+
+
+def run_by_ci() -> list[str]:
+    """Files and directories that ``scripts/test.sh`` without arguments hands to pytest."""
+    lines = (ROOT / "scripts" / "test.sh").read_text().splitlines()
+    commands = [line for line in lines if line.startswith("python -m pytest")]
+    return [word for line in commands for word in line.split() if word.startswith("tests")]
+
+
+def test_ci_runs_every_test_once_but_those_of_nightly():
+    """What takes minutes and finds what the other tiers do not need to find lies in ``tests/nightly``."""
+    places = [ROOT / place for place in run_by_ci()]
+    for path in TESTS.rglob("test_*.py"):
+        runs = sum(place == path or place in path.parents for place in places)
+        nightly = path.relative_to(TESTS).parts[0] == "nightly"
+        assert runs == (not nightly), f"{path.relative_to(ROOT)} is run {runs} times by scripts/test.sh"
+
+
+def test_pytest_without_arguments_leaves_nightly_out():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "pytest.ini")
+    assert {f"tests/{tier}" for tier in TIERS} - set(settings["pytest"]["testpaths"].split()) == {"tests/nightly"}
 
 
 def test_no_two_files_of_tests_share_a_name():
