@@ -28,6 +28,7 @@ import sysconfig
 import types
 import typing
 import unittest.mock
+import warnings
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -69,6 +70,8 @@ def install() -> bool:
     _replace_in_megatron()
     # "CPU RNG state changed within GPU RNG context", once a parameter: here they are one.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    # Megatron looks at it on purpose, and the warning would name our file.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     gloo.run_collectives_in_order()
     atexit.register(_leave_process_groups)
     _installed = True
