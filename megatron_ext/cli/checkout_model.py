@@ -57,7 +57,8 @@ def refuse_script(script: ScriptArguments, verb: str):
         InputError: naming the option and its value.
     """
     script_arguments.refuse_none(script)
-    cpu_options.refuse_absent_engine(script.transformer_impl)
+    if verb in ("measure", "prepare"):  # they run the layers; describing and planning need their shapes alone
+        cpu_options.refuse_absent_engine(script.transformer_impl)
     known = {"data_parallel_size": said(script)["data_parallel_size"], "gpus_per_node": script.ours.gpus_per_node}
     return ignored_options.refuse_at_once(script.megatron, verb=verb, **known)
 

@@ -47,10 +47,12 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
             click.echo("describe: not given, taken to be: --data-parallel-size 1", err=True)
         described = describe_from_checkout.describe_command_line(checkout, megatron_options).workload
     else:
-        from megatron_ext.megatron import cpu_compat
+        from megatron_ext.megatron import cpu_compat, engine_modules, script_arguments
 
         try:
             with no_device():  # a model without data goes onto none
+                if script_arguments.read(megatron_options).transformer_impl == "transformer_engine":
+                    engine_modules.install()
                 cpu_compat.install()
                 from megatron_ext.megatron import describe_model as description
 

@@ -103,6 +103,8 @@ class _OnCpu(TorchFunctionMode):
         if "device" in kwargs:
             kwargs = kwargs | {"device": _to_cpu(kwargs["device"])}
         # Tensor.to takes the device by position; an integer there is a device as well.
+        if function is torch.device and args:  # torch.device(0)
+            args = (_to_cpu(args[0]), *args[1:])
         if function is torch.Tensor.to and len(args) > 1:
             args = (args[0], _to_cpu(args[1]), *args[2:])
         return function(*args, **kwargs)

@@ -14,7 +14,7 @@ that is already imported. It imports the checkout once and forks one process a p
 import argparse
 import contextlib
 import functools
-import importlib.util
+import importlib
 import os
 import runpy
 import subprocess
@@ -302,17 +302,6 @@ def _described(chunks: list) -> Described:
 
 def _reason(error: BaseException) -> str:
     """Why Megatron gave up, in one line."""
-    args = None
-    with contextlib.suppress(Exception):
-        args = _megatron_args()
-    if (
-        getattr(args, "transformer_impl", None) == "transformer_engine"
-        and importlib.util.find_spec("transformer_engine") is None
-    ):
-        return (
-            "--transformer-impl = 'transformer_engine': is Megatron's default and is not installed here; "
-            "describe where it is, or train with --transformer-impl local"
-        )
     if isinstance(error, ModuleNotFoundError):
         return (
             f"there is no Python package {error.name}, which this checkout imports; describe where it trains, "
@@ -331,8 +320,10 @@ def main() -> int:
     """``TREE DESCRIPTOR PP WORLD_SIZE OPTION...``: write one line for every pipeline rank, until one refuses."""
     tree, written, pp, world_size = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     options = sys.argv[5:]
-    from megatron_ext.megatron import cpu_compat
+    from megatron_ext.megatron import cpu_compat, engine_modules
 
+    if script_arguments.read(options).transformer_impl in (None, "transformer_engine"):
+        engine_modules.install()
     cpu_compat.install()
     with contextlib.suppress(Exception):  # what is wrong with it, the script will say
         importlib.import_module("megatron.training.training")

@@ -60,10 +60,19 @@ def saved_activations(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _without_random_states():
             chunk.to_empty(device="cpu")
+            _move_other_tensors(chunk)
             return _counted(bare(chunk), layers_of(chunk), seq_length, micro_batch_size, hidden_size)
     except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError, AssertionError):
         # A kernel that has no form without data (a fused one, Transformer Engine's): not counted, and the bill says so.
         return None
+
+
+def _move_other_tensors(chunk: torch.nn.Module) -> None:
+    """Tensors that are no buffers, frequencies of rotary embeddings for example, leave the ``meta`` device too."""
+    for module in chunk.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                setattr(module, name, torch.empty_like(value, device="cpu"))
 
 
 def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size: int) -> Saved:

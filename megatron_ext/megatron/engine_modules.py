@@ -1,0 +1,281 @@
+"""Transformer Engine's modules in plain PyTorch: their parameters by name, order and shape, and what they save.
+
+Megatron builds its layers from Transformer Engine's by default. A machine without it, a laptop, describes such a model
+by these. They stand in its place even where it is installed, so that a description does not depend on the machine.
+Nothing trains by them: the real modules do.
+
+Sources: TransformerEngine v2.9, ``transformer_engine/pytorch/module`` (``linear.py``, ``layernorm_linear.py``,
+``layernorm.py``, ``rmsnorm.py``) and ``pytorch/attention``: order of ``register_parameter``, attributes of parameters.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+from torch.nn import functional as F
+
+VERSION = "2.6.0"
+"""What the stand-in says of itself: Megatron asks for it to decide which arguments modules take. A later one would have
+to bring kernels of the router of experts too."""
+
+PACKAGES = (
+    "",
+    ".common",
+    ".common.recipe",
+    ".pytorch",
+    ".pytorch.distributed",
+    ".pytorch.fp8",
+    ".pytorch.ops",
+    ".pytorch.tensor",
+)
+
+
+class _Module(torch.nn.Module):
+    """What all modules share. They are made on torch's default device, whatever device they are told."""
+
+    def new_parameter(self, name: str, shape: tuple[int, ...], dtype, fill: Callable | float, tracker=None) -> None:
+        """Register a parameter and give it values: a number, or what ``fill`` does under the random state of
+        ``tracker``."""
+        parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.register_parameter(name, parameter)
+        with torch.no_grad(), tracker().fork() if tracker is not None else contextlib.nullcontext():
+            fill(parameter) if callable(fill) else parameter.fill_(fill)
+
+    def set_tensor_parallel_group(self, group) -> None:
+        self.tp_group = group
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """There is no fp8 here."""
+
+
+class LayerNorm(_Module):
+    """``weight`` and ``bias``."""
+
+    kind = "LayerNorm"
+
+    def __init__(
+        self,
+        normalized_shape: int | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype=None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,  # as it was called before 2.0
+        **options,
+    ):
+        super().__init__()
+        size = normalized_shape if hidden_size is None else hidden_size
+        assert size is not None
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        _add_norm(self, "", self.kind, size, params_dtype, sequence_parallel, zero_centered_gamma)
+
+    def forward(self, x):
+        return _norm(self.kind, x, self.weight, getattr(self, "bias", None), self.eps, self.zero_centered_gamma)
+
+
+class RMSNorm(LayerNorm):
+    """``weight`` alone."""
+
+    kind = "RMSNorm"
+
+
+def _add_norm(module: _Module, prefix: str, kind: str, size: int, dtype, sequence_parallel, zero_centered) -> None:
+    module.new_parameter(f"{prefix}weight", (size,), dtype, 0.0 if zero_centered else 1.0)
+    if kind == "LayerNorm":
+        module.new_parameter(f"{prefix}bias", (size,), dtype, 0.0)
+    for parameter in module.parameters():
+        setattr(parameter, "sequence_parallel", sequence_parallel)  # noqa: B010 - no attribute of torch's
+
+
+def _norm(kind: str, x, weight, bias, eps: float, zero_centered: bool):
+    weight = weight + 1 if zero_centered else weight
+    if kind == "RMSNorm":
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+class Linear(_Module):
+    """``weight`` and ``bias``, cut by ``parallel_mode`` over tensor-parallel ranks."""
+
+    normalizes = False
+    weight: torch.Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group=None,
+        tp_size: int = 1,
+        get_rng_state_tracker=None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype=None,
+        parallel_mode: str | None = None,
+        eps: float = 1e-5,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        **options,
+    ):
+        super().__init__()
+        self.tp_size, self.tp_group, self.parallel_mode = tp_size, tp_group, parallel_mode
+        self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
+        self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
+        self.sequence_parallel = sequence_parallel and tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        if self.normalizes:
+            _add_norm(
+                self,
+                "layer_norm_",
+                normalization,
+                in_features,
+                params_dtype,
+                self.sequence_parallel,
+                zero_centered_gamma,
+            )
+        fill = init_method or (lambda weight: torch.nn.init.normal_(weight, std=0.023))
+        tracker = get_rng_state_tracker
+        self.new_parameter("weight", (self.out_features, self.in_features), params_dtype, fill, tracker)
+        if bias:
+            self.new_parameter("bias", (self.out_features,), params_dtype, 0.0)
+        else:
+            self.bias = torch.Tensor()
+        self._mark()
+
+    def _mark(self) -> None:
+        """Attributes by which Megatron knows what is cut, and where."""
+        from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+        set_tensor_model_parallel_attributes(self.weight, True, 1 if self.parallel_mode == "row" else 0, 1)
+        if self.use_bias and self.parallel_mode == "row":
+            setattr(self.bias, "sequence_parallel", self.sequence_parallel)  # noqa: B010 - no attribute of torch's
+        elif self.use_bias and self.parallel_mode == "column":
+            set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+
+    def multiply(self, x):
+        """``x`` by the weight, without bias."""
+        return F.linear(x, self.weight)
+
+    def forward(self, x, is_first_microbatch: bool | None = None, **options):
+        """``x`` of shape (sequence, batch, in); the bias beside the result where ``return_bias`` says so."""
+        from megatron.core.tensor_parallel import mappings
+
+        if self.normalizes:
+            bias = getattr(self, "layer_norm_bias", None)
+            x = _norm(self.normalization, x, self.layer_norm_weight, bias, self.eps, self.zero_centered_gamma)
+        cut = self.parallel_mode if self.tp_size > 1 else None
+        if cut == "column":
+            copied = mappings.copy_to_tensor_model_parallel_region
+            x = mappings.gather_from_sequence_parallel_region(x) if self.sequence_parallel else copied(x)
+        out = self.multiply(x)
+        if cut == "row":
+            reduce = mappings.reduce_from_tensor_model_parallel_region
+            out = mappings.reduce_scatter_to_sequence_parallel_region(out) if self.sequence_parallel else reduce(out)
+        if self.apply_bias:
+            out = out + self.bias
+        return (out, self.bias) if self.return_bias else out
+
+
+class LayerNormLinear(Linear):
+    """``layer_norm_weight``, ``layer_norm_bias`` (not with RMSNorm), ``weight`` and ``bias``."""
+
+    normalizes = True
+
+
+class DotProductAttention(_Module):
+    """No parameters. Query, key and value of shape (sequence, batch, heads, channels)."""
+
+    def __init__(
+        self, num_attention_heads: int, kv_channels, *, attention_dropout: float = 0.0, softmax_scale=None, **options
+    ):
+        super().__init__()
+        self.dropout, self.scale = attention_dropout, softmax_scale
+
+    def forward(self, query, key, value, attention_mask=None, *, attn_mask_type: str = "causal", **options):
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        causal = "causal" in attn_mask_type
+        mask = None if causal or attention_mask is None else ~attention_mask
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, self.dropout if self.training else 0.0, causal, scale=self.scale, enable_gqa=True
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class GroupedLinear(_Module):
+    """Several linear layers in one, for experts, which no schedule gathers."""
+
+    def __init__(self, *arguments, **options):
+        raise NotImplementedError("expert-parallel parameters cannot be scheduled")
+
+
+class DelayedScaling:
+    """A recipe of fp8; nobody computes in it here."""
+
+    def __init__(self, **options):
+        vars(self).update(options)
+
+
+class CudaRNGStatesTracker:
+    """Base of Megatron's tracker, which is made only where it is asked for."""
+
+
+class QuantizedTensor:
+    """No tensor is of this class."""
+
+
+class FP8GlobalStateManager:
+    """There is no fp8 here."""
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return False
+
+    @classmethod
+    def get_fp8_recipe(cls) -> None:
+        return None
+
+
+def _operation(name: str) -> type:
+    """Megatron names single operations in annotations and tables; no layer that it builds by default is of them."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return torch.nn.Sequential if name == "Sequential" else torch.nn.Module
+
+
+def nothing(*arguments, **options):
+    """A context in which nothing is different."""
+    return contextlib.nullcontext()
+
+
+def install() -> None:
+    """Let ``import transformer_engine`` find these modules; before Megatron is imported, which looks for it once."""
+    for name in PACKAGES:
+        full = f"transformer_engine{name}"
+        module = ModuleType(full)
+        module.__spec__, module.__path__ = ModuleSpec(full, None, is_package=True), []
+        sys.modules[full] = module
+        parent, _, own = full.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, module)
+    vars(sys.modules["transformer_engine"])["__version__"] = VERSION
+    fill(".common.recipe", DelayedScaling=DelayedScaling)
+    fill(".pytorch.fp8", FP8GlobalStateManager=FP8GlobalStateManager, fp8_autocast=nothing)
+    fill(".pytorch.distributed", CudaRNGStatesTracker=CudaRNGStatesTracker, activation_recompute_forward=nothing)
+    fill(".pytorch.tensor", QuantizedTensor=QuantizedTensor)
+    fill(".pytorch.ops", __getattr__=_operation)
+    for kind in (Linear, LayerNormLinear, LayerNorm, RMSNorm, DotProductAttention, GroupedLinear):
+        fill(".pytorch", **{kind.__name__: kind})
+
+
+def fill(package: str, **names: object) -> None:
+    """Put ``names`` into a package of the stand-in."""
+    vars(sys.modules[f"transformer_engine{package}"]).update(names)

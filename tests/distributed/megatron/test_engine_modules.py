@@ -1,0 +1,78 @@
+"""A model of Transformer Engine's layers is described without Transformer Engine, with Megatron's names and shapes."""
+
+import json
+
+import pytest
+from plans import command_line
+
+BASE = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --vocab-size 100
+    --data-parallel-size 2 --transformer-impl transformer_engine""".split()
+
+
+def published(hs: int, tp: int) -> dict:
+    """Shapes of one layer, as Megatron's own test of its checkpoints has them: core_v0.17.1,
+    tests/unit_tests/transformer/test_transformer_layer.py, ``get_tensor_shapes_for_tp``."""
+    return {
+        "mlp.linear_fc1.layer_norm_weight": (hs,),
+        "mlp.linear_fc1.layer_norm_bias": (hs,),
+        "mlp.linear_fc1.weight": (hs * 4 // tp, hs),
+        "mlp.linear_fc1.bias": (hs * 4 // tp,),
+        "mlp.linear_fc2.weight": (hs, hs * 4 // tp),
+        "mlp.linear_fc2.bias": (hs,),
+        "self_attention.linear_proj.weight": (hs, hs // tp),
+        "self_attention.linear_proj.bias": (hs,),
+        "self_attention.linear_qkv.layer_norm_weight": (hs,),
+        "self_attention.linear_qkv.layer_norm_bias": (hs,),
+        "self_attention.linear_qkv.weight": (hs * 3 // tp, hs),
+        "self_attention.linear_qkv.bias": (hs * 3 // tp,),
+    }
+
+
+@pytest.fixture(scope="module")
+def layer(megatron_tree, tmp_path_factory):
+    """``layer(*options)``: by name, the shapes of the second layer, in the order of the workload, and its
+    activations."""
+    out = tmp_path_factory.mktemp("described") / "workload.json"
+
+    def layer(*options) -> tuple[dict, int]:
+        result = command_line("describe", "--out", out, *BASE, *options)
+        assert result.returncode == 0, result.stderr
+        (chunk,) = json.loads(out.read_text())["chunks"]
+        start = "decoder.layers.1."
+        own = [p for p in chunk["parameters"] if p["name"].startswith(start)]
+        return {p["name"].removeprefix(start): tuple(p["shape"]) for p in own}, chunk["activation_bytes"][2]
+
+    return layer
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_names_and_shapes_are_the_published_ones(layer, tp):
+    shapes, activations = layer("--tensor-model-parallel-size", tp)
+    assert shapes == published(64, tp) and activations > 0
+    # Order of registration: by it buckets are filled.
+    assert list(shapes)[:6] == [
+        f"self_attention.{name}"
+        for name in (
+            "linear_proj.weight",
+            "linear_proj.bias",
+            "linear_qkv.layer_norm_weight",
+            "linear_qkv.layer_norm_bias",
+            "linear_qkv.weight",
+            "linear_qkv.bias",
+        )
+    ]
+
+
+def test_variants_have_what_their_options_say(layer):
+    """A gate doubles fc1, RMSNorm has no bias, grouped queries have fewer keys and values (arXiv:2305.13245)."""
+    options = "--swiglu --normalization RMSNorm --disable-bias-linear --use-rotary-position-embeddings".split()
+    shapes, activations = layer(*options, "--group-query-attention", "--num-query-groups", 2, "--ffn-hidden-size", 96)
+    assert activations > 0
+    assert shapes == {
+        "self_attention.linear_proj.weight": (64, 64),
+        "self_attention.linear_qkv.layer_norm_weight": (64,),
+        "self_attention.linear_qkv.weight": (64 + 2 * 2 * 16, 64),
+        "mlp.linear_fc1.layer_norm_weight": (64,),
+        "mlp.linear_fc1.weight": (2 * 96, 64),
+        "mlp.linear_fc2.weight": (64, 96),
+    }
