@@ -355,6 +355,40 @@ def runtime_claims(result: dict):
     return figure
 
 
+def device_limits(result: dict):
+    """Iteration time over device memory in all, a line a layout; bill to census; losses beside stock's."""
+    figure, (times, bills, losses) = figure_of(12, 3.6, 3)
+    for layout, colour in zip(("pp2", "dp4", "one"), (OURS, "tab:orange", "tab:green")):
+        rows = [row for row in result["rows"] if row["layout"] == layout and "device_bytes" in row]
+        if not rows:
+            continue
+        stock = next(row for row in result["rows"] if row["layout"] == layout and row["limit"] == "stock")
+        held = [row["device_bytes"] / 1e6 for row in rows]
+        times.plot(
+            held, [row["iteration_us"]["median_us"] / 1e3 for row in rows], "o-", color=colour, label=f"{layout}, ours"
+        )
+        times.plot(
+            sum(stock["bill"].values()) / 1e6,
+            stock["iteration_us"]["median_us"] / 1e3,
+            "s",
+            color=colour,
+            mfc="none",
+            label=f"{layout}, stock Megatron",
+        )
+        pairs = [(size, ratio) for row, size in zip(rows, held) for ratio in row["bill_to_census"]]
+        bills.plot([size for size, _ in pairs], [100 * (ratio - 1) for _, ratio in pairs], "o", color=colour)
+    times.set(xlabel="device bytes of the fullest rank at the peak, MB", ylabel="iteration, ms")
+    times.legend(fontsize=7)
+    bills.axhspan(-2, 2, color="0.9")
+    bills.set(xlabel="device bytes, MB", ylabel="bill above census, %", ylim=(-4, 4))
+    if result["losses"]:
+        for name in ("stock", "sharded"):
+            losses.plot(result["losses"][name], label=f"gradients: {name}", ls="-" if name == "stock" else "--")
+        losses.set(xlabel="iteration", ylabel="loss, float32")
+        losses.legend(fontsize=7)
+    return figure
+
+
 PICTURES = {
     function.__name__: function
     for function in (
@@ -367,6 +401,7 @@ PICTURES = {
         exact_gaps,
         verdict,
         parity_500,
+        device_limits,
         patched_iteration_time,
         endurance,
         balance_measured,

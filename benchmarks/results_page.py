@@ -133,6 +133,19 @@ def patched(result: dict) -> str:
     )
 
 
+def device_limits(result: dict) -> str:
+    """Iteration time to stock's at every limit, how far bills are off, and losses beside stock's."""
+    rows = [row for row in result["rows"] if "device_bytes" in row]
+    off = max(abs(ratio - 1) for row in rows for ratio in row["bill_to_census"])
+    ratio = lambda row: f"{sum(row['to_stock']) / len(row['to_stock']):.2f}"
+    points = "; ".join(f"{row['layout']} at {row['limit']} {ratio(row)}" for row in rows)
+    losses = result["losses"]
+    return (
+        f"iteration time to stock's, mean of rounds: {points}; a bill is at most {off:.1%} off its census; over "
+        f"{losses['iterations']} iterations in float32 losses differ by at most {losses['largest_loss_difference']:.1e}"
+    )
+
+
 HOOKS = "Megatron's pre-hooks"
 CLUSTER = "sudo .venv/bin/python benchmarks/emulated_cluster.py"
 ROWS = {
@@ -158,6 +171,9 @@ ROWS = {
     "peers": Row("Beside what people use, at no more whole parameters", "benchmarks/peers.py", peers),
     "peers_offload": Row(
         "The same in bfloat16, optimizer on the host; a processor with bfloat16", "benchmarks/peers.py", peers
+    ),
+    "device_limits": Row(
+        "Training within a limit of device memory in all", "benchmarks/device_limits.py", device_limits
     ),
     "planner_suite": Row(
         "How far are plans of large models from the proven bound?",

@@ -16,6 +16,7 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import host_memory
 from megatron_ext.runtime.gradients import Gradient
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.schedule.user_defined_schedule import Group
@@ -34,7 +35,7 @@ def parameter_names(ddp) -> dict[str, torch.nn.Parameter]:
 
 
 def lay_out(
-    ddp, groups: dict[int, Group], *, file, bucket_group_class=upstream._ParamAndGradBucketGroup
+    ddp, groups: dict[int, Group], *, file, bucket_group_class=upstream._ParamAndGradBucketGroup, ranks_of_node: int = 1
 ) -> dict[int, object]:
     """Lay the buckets of ``ddp`` out by ``groups`` and return the bucket groups by group index.
 
@@ -43,9 +44,11 @@ def lay_out(
         groups: the schedule's groups of this chunk, by index, in execution order.
         file: the schedule's path, for errors.
         bucket_group_class: what to make of each bucket.
+        ranks_of_node: how many ranks take memory of the same node.
 
     Raises:
-        InputError: the schedule's groups and the chunk's parameters differ; nothing changed.
+        InputError: the schedule's groups and the chunk's parameters differ, or host memory is short of the gradients
+            that are added up there; nothing changed.
     """
     names = parameter_names(ddp)
     if getattr(ddp, "expert_parallel_buffers", None):
@@ -69,6 +72,15 @@ def lay_out(
     kept = {index: group.gradients for index, group in groups.items() if group.gradients is not None}
     if not issubclass(bucket_group_class, ScheduledBucketGroup):
         kept = {}  # Megatron's own keep whole gradients
+    host_bytes = sum(
+        sum(parameter.numel() for parameter in members[index]) * buffer.grad_dtype.itemsize
+        for buffer, indices in zip(ddp.buffers, indices_of_buffers)
+        for index in indices
+        if kept.get(index) == "host"
+    )
+    if host_bytes:
+        of_rank = host_bytes // ddp.buffers[0].data_parallel_world_size
+        host_memory.require(of_rank * ranks_of_node, "gradients that are added up there")
     _drop_old(ddp)
     by_index = {}
     ordered = []

@@ -71,6 +71,7 @@ class StepRunner:
     def __init__(self, model, batches, mask: torch.Tensor, boundary: torch.Tensor):
         model.pre_process = model.post_process = model.decoder.pre_process = model.decoder.post_process = False
         model.decoder.layers, model.decoder.final_layernorm = torch.nn.ModuleList(), None
+        model.decoder.num_layers_per_pipeline_rank = 0  # full recompute counts layers by it
         self.model, self._batches, self._mask, self._boundary = model, batches, mask, boundary
         self._output = None
 

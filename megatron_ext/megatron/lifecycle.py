@@ -42,7 +42,7 @@ from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.watch import DEFAULT_STEP_SECONDS, Watch
 from megatron_ext.schedule import match, memory_bill, validate
-from megatron_ext.schedule.footprint import pinned_host_bytes
+from megatron_ext.schedule.state_placement import host_bytes_taken
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.drive_reads import DriveReads
 
@@ -155,7 +155,15 @@ class Run:
         try:
             refusals.refuse_ddp_config(ddp.ddp_config)
             match.match_layers(self.schedule, ddp.config.num_layers, file=self.path)
-            self._bucket_groups.update(buckets.lay_out(ddp, groups, file=self.path, bucket_group_class=cls))
+            self._bucket_groups.update(
+                buckets.lay_out(
+                    ddp,
+                    groups,
+                    file=self.path,
+                    bucket_group_class=cls,
+                    ranks_of_node=min(self.schedule.parallel.node_size, self.schedule.parallel.world_size),
+                )
+            )
         except InputError as error:
             self._error = self._error or str(error)
             return
@@ -224,8 +232,9 @@ class Run:
             if any(group.gradients for group in self.schedule.groups):
                 on_host = any(group.gradients == "host" for group in self.schedule.groups)
                 refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
-            _check_host_memory(self.schedule)
             match.match(self.schedule, workload, file=self.path)
+            taken = host_bytes_taken(self.schedule, workload)[dist.get_rank() // self.schedule.parallel.node_size]
+            host_memory.require(taken, "host copies, staging slots, shards and optimizer states")
             memory_bill.check_run(self.schedule, workload, file=self.path)
             check_recompute(self.schedule, workload, self._ddps[0].config, file=self.path)
         except InputError as error:
@@ -411,9 +420,3 @@ def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
         )
     if schedule.publish:
         (schedule.metadata.options.nvme or DriveReads()).check("metadata.options.nvme", file=file)
-
-
-def _check_host_memory(schedule: Schedule) -> None:
-    """Refuse copies that this node's memory has no room for."""
-    node = dist.get_rank() // schedule.parallel.node_size
-    host_memory.require(pinned_host_bytes(schedule)[node], "host copies, staging slots and shards")

@@ -115,6 +115,15 @@ def host_bytes_of_nodes(schedule: Schedule, workload: Workload) -> list[int]:
     return pinned_bytes_of_nodes(workload.parallel, [0] * len(bills), of_ranks)
 
 
+def host_bytes_taken(schedule: Schedule, workload: Workload) -> list[int]:
+    """Host memory of each node that a run takes between its setup and the end of its first iteration: host copies,
+    staging slots, shards that rest there, and optimizer states. Gradients and main parameters are there before."""
+    kinds = ("host_copies", "staging_slots", "shards", "optimizer_states")
+    bills = memory_bill(schedule, workload)
+    of_ranks = [sum(bill.memory.host_bytes.get(kind, 0) for kind in kinds) for bill in bills]
+    return pinned_bytes_of_nodes(workload.parallel, [0] * len(bills), of_ranks)
+
+
 def _move(schedule: Schedule, workload: Workload, chosen: list[int]) -> Schedule:
     """The schedule with the states of the groups ``chosen`` on the drive."""
     groups = list(schedule.groups)

@@ -343,11 +343,16 @@ class _RankWalk:
             )
         if action.route == "gpu" and self.groups[group].shard_rests == "host":
             self._fail(
-                f"group {group} goes by gpu but its shard rests in host memory", f"{field}.route", action.route, index
+                f"group {group} goes by gpu but its shard rests in host memory: {self.groups[group].bytes} bytes have "
+                "no copy on the device to come from",
+                f"{field}.route",
+                action.route,
+                index,
             )
         if action.route in ("cpu", "nvme") and action.route not in self.destinations.get(group, ()):
             self._fail(
-                f"group {group} goes by {action.route} but is never published there",
+                f"group {group} goes by {action.route} but is never published there: {self.groups[group].bytes} bytes "
+                "have no copy to come from",
                 f"{field}.route",
                 action.route,
                 index,

@@ -1,5 +1,7 @@
 """Gradients, shards and routes planned together: every limit down to a fifth of stock's memory has a plan."""
 
+import re
+
 import pytest
 from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
@@ -59,3 +61,15 @@ def test_what_cannot_fit_says_what_is_missing_and_what_would_help():
         plan(limited(work, stock // 5, zero_stage=2, on_host=False), table)
     with pytest.raises(InputError, match="--zero-stage 2 frees a part of the gradients"):
         plan(limited(work, stock // 2, zero_stage=1, on_host=False), table)
+
+
+def test_a_limit_below_the_largest_layer_with_its_activations_is_refused_with_the_bytes_that_are_missing():
+    work, table, _ = case("DP 4")
+    chunks = tuple(replace(chunk, activation_bytes=(4096,) * chunk.num_layers) for chunk in work.chunks)
+    work = limited(replace(work, chunks=chunks), 1)
+    layer = max(sum(p.bytes for p in work.chunks[0].parameters if p.layer == n) for n in range(6))
+    least = layer + 6 * 4096
+    with pytest.raises(InputError) as refused:
+        plan(replace(work, limits=Limits(device_bytes=least - 1)), table)
+    need, short = map(int, re.search(r"holds at least (\d+) bytes .*, (\d+) bytes short", str(refused.value)).groups())
+    assert need >= least and short == need - (least - 1) and "\n" not in str(refused.value)

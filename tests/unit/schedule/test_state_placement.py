@@ -7,12 +7,14 @@ from planning_cases import line, make_table, make_workload
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.runtime import host_memory
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import memory_bill
-from megatron_ext.schedule.state_placement import host_bytes_of_nodes, largest_region
+from megatron_ext.schedule.state_placement import host_bytes_of_nodes, host_bytes_taken, largest_region
 from megatron_ext.schedule.user_defined_schedule import StateSlots
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.workload import Limits
 
 
 def on_host(**limits):
@@ -49,6 +51,23 @@ def test_as_few_states_as_the_limit_asks_for_go_to_the_drive():
         numbers.append(sum(group.states_rest == "nvme" for group in schedule.groups))
         assert memory_bill(schedule, work)[0].memory.nvme_bytes > 0
     assert numbers == sorted(numbers) and numbers[0] < numbers[-1]
+
+
+def test_host_memory_short_of_copies_shards_and_states_is_refused_with_the_bytes_that_are_missing(
+    tmp_path, monkeypatch
+):
+    """What the run takes from its setup on: two ranks of one node have half of everything each, and one copy."""
+    work = replace(on_host(), zero_stage=3, limits=Limits(device_bytes=600_000))
+    schedule = plan(work, table(work))
+    held = memory_bill(schedule, work)[0].memory.host_bytes
+    (taken,) = host_bytes_taken(schedule, work)
+    assert held["shards"] and held["gradients"]
+    assert taken == 2 * (sum(held.values()) - held["gradients"] - held["main_parameters"])
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {taken // 1024 - 1} kB\n")
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    short = taken - (taken // 1024 - 1) * 1024
+    with pytest.raises(InputError, match=f"copies need {taken} bytes of host memory, {short} bytes short"):
+        host_memory.require(taken, "copies")
 
 
 def test_what_goes_to_the_drive_leaves_the_host_but_for_the_slots():
