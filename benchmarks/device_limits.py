@@ -250,6 +250,11 @@ def holds(result: dict) -> bool:
     )
 
 
+def save(path: Path, result: dict) -> None:
+    json_files.save(path, result, indent=1)
+    pictures.draw(str(path))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -266,17 +271,18 @@ def main() -> int:
     if not Path(f"{CORPUS}.idx").exists():
         print("device_limits: there is no corpus yet: scripts/pretrain_gpt_hybrid.sh builds it", file=sys.stderr)
         return 2
-    load, rows = os.getloadavg()[0], []
+    load = os.getloadavg()[0]
+    result = {"about": about_this_machine(load_before=load), "options": vars(args) | {"out": ""}, "rows": []}
+    result["losses"] = None
     with tempfile.TemporaryDirectory() as temporary:
         for name in args.layouts:
             layout = Layout(name, Path(temporary), ["--num-layers", str(args.layers), *MODEL, *RECOMPUTE])
             layout.measure(args.measure_seconds)
-            rows += run_layout(layout, args)
-        found = losses(Path(temporary), args.loss_iters) if args.loss_iters else None
-    result = {"about": about_this_machine(load_before=load), "options": vars(args) | {"out": ""}, "rows": rows}
-    result["losses"] = found
-    json_files.save(args.out, result, indent=1)
-    pictures.draw(str(args.out))
+            result["rows"] += run_layout(layout, args)
+            save(args.out, result)
+        if args.loss_iters:
+            result["losses"] = losses(Path(temporary), args.loss_iters)
+            save(args.out, result)
     show(result)
     return 0 if holds(result) else 1
 

@@ -239,7 +239,7 @@ def verdict(result: dict):
     return figure
 
 
-def parity_500(result: dict):
+def parity(result: dict):
     """How often each choice was drawn; the title says how many cases were equal and how many controls were seen."""
     drawn = [
         (f"{key}: {value or 'none'}", count)
@@ -400,7 +400,7 @@ PICTURES = {
         planner_suite,
         exact_gaps,
         verdict,
-        parity_500,
+        parity,
         device_limits,
         patched_iteration_time,
         endurance,

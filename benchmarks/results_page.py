@@ -150,9 +150,9 @@ HOOKS = "Megatron's pre-hooks"
 CLUSTER = "sudo .venv/bin/python benchmarks/emulated_cluster.py"
 ROWS = {
     "main_job": Row("Scheduled to stock on one node", "benchmarks/main_job.py runs/NAME", main_job),
-    "parity_500": Row(
+    "parity": Row(
         "Does every schedule that validates train like Megatron, to the last bit?",
-        "benchmarks/parity_500.py",
+        "benchmarks/parity.py",
         lambda r: (
             f"{r['equal']} of {r['cases']} equal; {r['controls_seen']} of {r['controls']} broken controls are seen"
         ),

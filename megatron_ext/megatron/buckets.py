@@ -72,15 +72,7 @@ def lay_out(
     kept = {index: group.gradients for index, group in groups.items() if group.gradients is not None}
     if not issubclass(bucket_group_class, ScheduledBucketGroup):
         kept = {}  # Megatron's own keep whole gradients
-    host_bytes = sum(
-        sum(parameter.numel() for parameter in members[index]) * buffer.grad_dtype.itemsize
-        for buffer, indices in zip(ddp.buffers, indices_of_buffers)
-        for index in indices
-        if kept.get(index) == "host"
-    )
-    if host_bytes:
-        of_rank = host_bytes // ddp.buffers[0].data_parallel_world_size
-        host_memory.require(of_rank * ranks_of_node, "gradients that are added up there")
+    _require_host_memory(ddp, [index for index in kept if kept[index] == "host"], members, ranks_of_node)
     _drop_old(ddp)
     by_index = {}
     ordered = []
@@ -123,6 +115,16 @@ def _members(index: int, group: Group, names, file) -> list[torch.nn.Parameter]:
             "the shared embedding must be a group of its own", file=file, field=f"groups[{index}].parameters"
         )
     return members
+
+
+def _require_host_memory(ddp, indices: list[int], members: dict, ranks_of_node: int) -> None:
+    """Refuse gradients that are added up in host memory where it is short of them."""
+    parameters = {id(parameter) for index in indices for parameter in members[index]}
+    for buffer in ddp.buffers:
+        numel = sum(parameter.numel() for parameter in buffer.params if id(parameter) in parameters)
+        if numel:
+            of_rank = numel * buffer.grad_dtype.itemsize // buffer.data_parallel_world_size
+            host_memory.require(of_rank * ranks_of_node, "gradients that are added up there")
 
 
 def _drop_old(ddp) -> None:

@@ -1,6 +1,6 @@
-"""Train 500 random valid schedules and Megatron's own gathers, and count the differences.
+"""Train 300 random valid schedules and Megatron's own gathers, and count the differences.
 
-    python benchmarks/parity_500.py [--cases 500] [--seed 0] [--out benchmarks/results/parity_500.json]
+    python benchmarks/parity.py [--cases 300] [--seed 0] [--out benchmarks/results/parity.json]
 
 Cases are drawn as in ``tests/distributed/megatron/test_parity.py``: model, precision, recompute, tied
 embeddings, zero stage, micro-batches, groups, routes (gpu, cpu, cpu_shard, nvme), issue, need_by, keep or free down to
@@ -163,9 +163,9 @@ def control(service: ParityService, number: int, workloads: Path, folder: Path) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="benchmarks/results/parity_500.json")
+    parser.add_argument("--out", default="benchmarks/results/parity.json")
     args = parser.parse_args()
     draw, begin = random.Random(args.seed), time.time()
     cases, controls, load = [], [], os.getloadavg()[0]
@@ -186,7 +186,7 @@ def main() -> int:
             service.close()
             result = summary(cases, controls)
             about = {
-                "command": f"python benchmarks/parity_500.py --cases {args.cases} --seed {args.seed}",
+                "command": f"python benchmarks/parity.py --cases {args.cases} --seed {args.seed}",
                 "machine": about_this_machine(load_before=load),
             }
             json_files.save(args.out, {**about, **result, "seconds": round(time.time() - begin)}, indent=1)
