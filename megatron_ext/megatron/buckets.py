@@ -35,7 +35,7 @@ def parameter_names(ddp) -> dict[str, torch.nn.Parameter]:
 
 
 def lay_out(
-    ddp, groups: dict[int, Group], *, file, bucket_group_class=upstream._ParamAndGradBucketGroup, ranks_of_node: int = 1
+    ddp, groups: dict[int, Group], *, file, bucket_group_class=upstream._ParamAndGradBucketGroup, ranks_of_node=1
 ) -> dict[int, object]:
     """Lay the buckets of ``ddp`` out by ``groups`` and return the bucket groups by group index.
 
@@ -47,17 +47,9 @@ def lay_out(
         ranks_of_node: how many ranks take memory of the same node.
 
     Raises:
-        InputError: the schedule's groups and the chunk's parameters differ, or host memory is short of the gradients
-            that are added up there; nothing changed.
+        InputError: the schedule is for other parameters, or host memory is short of gradients; nothing changed.
     """
-    names = parameter_names(ddp)
-    if getattr(ddp, "expert_parallel_buffers", None):
-        raise InputError("expert-parallel parameters cannot be scheduled", file=file, field="groups")
-    members = {index: _members(index, group, names, file) for index, group in groups.items()}
-    placed = {id(parameter) for parameters in members.values() for parameter in parameters}
-    for name, parameter in names.items():
-        if id(parameter) not in placed:
-            raise InputError("no group holds this parameter of the model", file=file, field="groups", value=name)
+    members = _members_of_groups(ddp, groups, file)
     if not groups:
         return {}
 
@@ -89,14 +81,27 @@ def lay_out(
             by_index[index] = bucket_group
             ordered.append(bucket_group)
 
-    if ordered and ordered[0].buckets[0].param_data.device.type == "cuda":
-        torch.cuda.empty_cache()  # the old buckets' blocks, which are of other sizes
     ddp.bucket_groups = ordered
     if ddp.ddp_config.use_distributed_optimizer and ddp.ddp_config.overlap_param_gather:
         for later, earlier in zip(ordered[1:], ordered[:-1]):
             later.next_param_gather_bucket_group = earlier
     ddp.param_to_bucket_group = {parameter: group for group in ordered for parameter in group.params}
+    if ordered and ordered[0].buckets[0].param_data.device.type == "cuda":
+        torch.cuda.empty_cache()  # the old buckets' blocks, which are of other sizes
     return by_index
+
+
+def _members_of_groups(ddp, groups: dict[int, Group], file) -> dict[int, list[torch.nn.Parameter]]:
+    """Parameters of every group; refuses a parameter of the chunk that is in none."""
+    names = parameter_names(ddp)
+    if getattr(ddp, "expert_parallel_buffers", None):
+        raise InputError("expert-parallel parameters cannot be scheduled", file=file, field="groups")
+    members = {index: _members(index, group, names, file) for index, group in groups.items()}
+    placed = {id(parameter) for parameters in members.values() for parameter in parameters}
+    for name, parameter in names.items():
+        if id(parameter) not in placed:
+            raise InputError("no group holds this parameter of the model", file=file, field="groups", value=name)
+    return members
 
 
 def _members(index: int, group: Group, names, file) -> list[torch.nn.Parameter]:
