@@ -341,22 +341,7 @@ class _RankWalk:
                 action.route,
                 index,
             )
-        if action.route == "gpu" and self.groups[group].shard_rests == "host":
-            self._fail(
-                f"group {group} goes by gpu but its shard rests in host memory: {self.groups[group].bytes} bytes have "
-                "no copy on the device to come from",
-                f"{field}.route",
-                action.route,
-                index,
-            )
-        if action.route in ("cpu", "nvme") and action.route not in self.destinations.get(group, ()):
-            self._fail(
-                f"group {group} goes by {action.route} but is never published there: {self.groups[group].bytes} bytes "
-                "have no copy to come from",
-                f"{field}.route",
-                action.route,
-                index,
-            )
+        self._check_copy(action, index, field)
         if action.route == "nvme":
             if group not in self.slot_of:
                 self._fail(f"group {group} goes by nvme but was not staged in", field, step_index=index)
@@ -373,6 +358,26 @@ class _RankWalk:
                     field,
                     step_index=index,
                 )
+
+    def _check_copy(self, action, index: int, field: str) -> None:
+        """Whatever is unsharded has a copy to come from."""
+        group = action.group
+        if action.route == "gpu" and self.groups[group].shard_rests == "host":
+            self._fail(
+                f"group {group} goes by gpu but its shard rests in host memory: {self.groups[group].bytes} bytes have "
+                "no copy on the device to come from",
+                f"{field}.route",
+                action.route,
+                index,
+            )
+        if action.route in ("cpu", "nvme") and action.route not in self.destinations.get(group, ()):
+            self._fail(
+                f"group {group} goes by {action.route} but is never published there: {self.groups[group].bytes} bytes "
+                "have no copy to come from",
+                f"{field}.route",
+                action.route,
+                index,
+            )
 
     def _check_at(self, action, index: int, field: str) -> None:
         if action.at < -1:
