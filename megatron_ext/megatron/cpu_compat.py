@@ -318,8 +318,9 @@ def _skip_fp8_of_absent_engine() -> None:
         return
     from megatron.core import fp8_utils
 
-    if hasattr(fp8_utils, "quantize_param_shard"):
-        fp8_utils.quantize_param_shard = lambda *args: None
+    # Not quantize_param_shard, which calls it: the optimizer has imported that by its name.
+    if hasattr(fp8_utils, "_quantize_param_shard_impl"):
+        fp8_utils._quantize_param_shard_impl = lambda *args, **kwargs: None
 
 
 def main() -> None:

@@ -5,13 +5,16 @@ MEGATRON_MIRROR (a git clone or mirror of Megatron-LM with its tags) the tests r
 which hold everything. ``conftest.py`` says at the end of a run what was left out.
 """
 
+import os
 import random
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from places import ROOT
 from random_edits import EDITS, edit_files
 from released import CANDIDATES, MIRROR, RELEASES
 from toy_megatron import snapshot
@@ -151,3 +154,18 @@ def test_a_release_that_does_not_exist(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="cannot be fetched: .*megatron-core==0.99.0"):
         obtain("0.99.0", tmp_path / "core")
     assert not (tmp_path / "core").exists()
+
+
+def test_an_optimizer_without_fp8_steps_without_the_engine(packages):
+    """0.12 refuses every step where Transformer Engine is absent, and has imported by name what does."""
+    code = (
+        "from megatron_ext.megatron import cpu_compat; cpu_compat.install(); "
+        "from megatron.core.optimizer.distrib_optimizer import quantize_param_shard as quantize; "
+        "quantize([], [], [], None)"
+    )
+    path = os.pathsep.join([str(packages / "0.12.3"), str(ROOT)])
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
