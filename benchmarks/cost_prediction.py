@@ -36,7 +36,7 @@ from statistics import mean, median
 import msgspec
 import pictures
 from interleaved_ab import Run, interleave, over_slices
-from measuring import CORPUS, PROCESSORS_LINKS, STRETCH, interleaved_and_before, measure_command
+from measuring import PROCESSORS_LINKS, STRETCH, interleaved_and_before, measure_command, training_command
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost.estimates import Costs
@@ -203,17 +203,7 @@ def compared(model_name: str, layout_name: str, folder: Path, arguments) -> tupl
     iterations = max(MIN_ITERATIONS, round(arguments.train_seconds / SECONDS[model_name]))
     runs = {}
     for kind, more in {"stock": [], "scheduled": ["--user-defined-schedule", str(folder / "schedule.json")]}.items():
-        command = [
-            "examples/pretrain_gpt_hybrid.py",
-            *model,
-            "--data-path",
-            CORPUS,
-            "--train-iters",
-            str(iterations),
-            "--metrics-path",
-            str(folder / f"{kind}.metrics.json"),
-            *more,
-        ]
+        command = training_command(model, iterations, folder / f"{kind}.metrics.json", *more)
         runs[kind] = Run(kind, command, world, folder / f"{kind}.log")
     interleaved_path = folder / "cost_table_interleaved.json"
     runs["measuring"] = Run(

@@ -23,11 +23,11 @@ from typing import NamedTuple
 import pictures
 from clock_drift import at_speed, relative_speed
 from emulated_nodes import Nodes, check_possible
-from emulation import ROOT, Emulation, behind_every_second, describe, file_name, model_options
+from emulation import ROOT, Emulation, behind_every_second, file_name, model_options, workload_of
 from interleaved_ab import Ended, at_slice, ratio_of, ratios_to
 from look_ahead import without_look_ahead
 from machine import about_this_machine
-from measuring import CORPUS
+from measuring import CORPUS, add_model_options
 from planned_traffic import planned_network_bytes
 from rich.console import Console
 from rich.progress import Progress
@@ -70,7 +70,7 @@ def one_rate(gbit_s: float, args, bar) -> dict:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as temporary, Nodes(args.nodes, gbit_s) as nodes:
         folder = args.keep or Path(temporary)
-        work = describe(args, folder)
+        work = workload_of(args, folder)
         emulation = Emulation(nodes, args, folder)
         task = bar.add_task(f"{gbit_s:g} Gbit/s: measuring", total=None)
         table = emulation.measure(work, "cost_table")
@@ -264,10 +264,7 @@ def main() -> int:
         default=["all-gpu", "hierarchical", "all-cpu", "hybrid"],
         help="hybrid-late: the hybrid plan without its look-ahead",
     )
-    add("--layers", type=int, default=8)
-    add("--hidden", type=int, default=256)
-    add("--seq", type=int, default=128)
-    add("--micro-batch-size", type=int, default=2)
+    add_model_options(parser)
     add("--micro-batches", type=int, default=4)
     add("--iters", type=int, default=40)
     add(
@@ -351,20 +348,9 @@ def main() -> int:
 
 
 def show(rates: list[dict]) -> None:
-    table = Table(
-        "Gbit/s",
-        "policy",
-        "iteration ms (p10 - p90)",
-        "ratio (+-)",
-        "exposed ms",
-        "predicted ms",
-        "interleaved",
-        "over the bound, interleaved",
-        "sent MB an iteration",
-        "saved MB, planned",
-        "training",
-        title="emulated cluster",
-    )
+    columns = "Gbit/s; policy; iteration ms (p10 - p90); ratio (+-); exposed ms; predicted ms; interleaved".split("; ")
+    columns += "over the bound, interleaved; sent MB an iteration; saved MB, planned; training".split("; ")
+    table = Table(*columns, title="emulated cluster")
     for rate in rates:
         for row in rate["rows"]:
             us, ratio = row["iteration_us"], row.get("ratio_of_slices")

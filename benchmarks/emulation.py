@@ -1,7 +1,5 @@
 """Training and measuring on the emulated nodes: one folder, one set of nodes, one model."""
 
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import NamedTuple
 
 from emulated_nodes import Nodes
 from interleaved_ab import Figure, Run, interleave, over_slices
-from measuring import CORPUS, measure_command
+from measuring import describe, measure_command, training_command
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.cpubench.launcher import launch
@@ -18,7 +16,7 @@ from megatron_ext.formats import metrics as metrics_file
 from megatron_ext.formats.errors import InputError
 from megatron_ext.report.equality import compare
 from megatron_ext.report.measured_trace import MeasuredTrace
-from megatron_ext.workload import workload as workload_file
+from megatron_ext.workload.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURE_SECONDS, MEASURE_GBIT = 45, 15
@@ -177,18 +175,7 @@ class Emulation:
 
     def _training(self, kind: str, iterations: int, schedule: Path | None, *more: str) -> list[str]:
         by = ["--user-defined-schedule", str(schedule)] if schedule else []
-        return [
-            "examples/pretrain_gpt_hybrid.py",
-            *self.model,
-            "--data-path",
-            CORPUS,
-            "--train-iters",
-            str(iterations),
-            "--metrics-path",
-            str(self._metrics(kind)),
-            *by,
-            *more,
-        ]
+        return training_command(self.model, iterations, self._metrics(kind), *by, *more)
 
     def _metrics(self, kind: str) -> Path:
         return self.folder / f"{file_name(kind)}.metrics.json"
@@ -248,24 +235,6 @@ def model_options(args) -> list[str]:
     return options
 
 
-def describe(args, folder: Path):
-    path = folder / "workload.json"
-    limit = ["--limit-whole-parameter-bytes", str(args.whole_parameter_bytes)] if args.whole_parameter_bytes else []
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ext",
-        "describe",
-        "--out",
-        str(path),
-        "--zero-stage",
-        str(args.zero_stage),
-        *limit,
-        *model_options(args),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT / ".megatron")}
-    )
-    if done.returncode:
-        raise InputError(done.stderr.strip().splitlines()[-1], field="describe", value=done.returncode)
-    return workload_file.load(path)
+def workload_of(args, folder: Path) -> Workload:
+    """The workload of the asked layout."""
+    return describe(folder / "workload.json", model_options(args), args.zero_stage, args.whole_parameter_bytes)

@@ -21,27 +21,17 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import pictures
-from cases import LAYOUTS
+from cases import LAYOUTS, SIZE
 from draw_schedule import prepared
 from machine import about_this_machine
 from msgspec.structs import replace
-from training import environment
+from training import environment, ranks_command
 
 from megatron_ext.formats import json_files
 from megatron_ext.workload import workload as workload_file
 
 LAYOUT = LAYOUTS["interleaved"]
-SIZE = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "16",
-    "--untie-embeddings-and-output-weights",
-]
+MODEL = [*SIZE, "--untie-embeddings-and-output-weights"]
 NAMES = ("anonymous_bytes", "open_files", "threads")
 
 
@@ -82,46 +72,18 @@ def main() -> int:
     args = parser.parse_args()
     about = about_this_machine(load_before=os.getloadavg()[0])
     with tempfile.TemporaryDirectory() as folder:
-        describe = [
-            sys.executable,
-            "-m",
-            "megatron_ext",
-            "describe",
-            "--out",
-            f"{folder}/workload.json",
-            "--zero-stage",
-            str(args.zero_stage),
-            *LAYOUT,
-            *SIZE,
-        ]
+        given = ["--out", f"{folder}/workload.json", "--zero-stage", str(args.zero_stage)]
+        describe = [sys.executable, "-m", "megatron_ext", "describe", *given, *LAYOUT, *MODEL]
         subprocess.run(describe, env=environment(), check=True)
         workload = replace(workload_file.load(f"{folder}/workload.json"), limits=workload_file.Limits(nvme_slots=2))
         prepared(random.Random(5), workload, f"{folder}/schedule.json")
-        options = [
-            *LAYOUT,
-            *SIZE,
-            "--train-iters",
-            str(args.iterations),
-            "--log-interval",
-            str(max(args.iterations // 10, 1)),
-        ]
+        options = [*LAYOUT, *MODEL, "--train-iters", str(args.iterations)]
+        options += ["--log-interval", str(max(args.iterations // 10, 1))]
         options += ["--data-path", args.data_path, "--metrics-path", f"{folder}/metrics.json"]
         options += ["--user-defined-schedule", f"{folder}/schedule.json", "--user-defined-schedule-nvme-path", folder]
         begin = time.time()
-        run = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "megatron_ext.cpubench.launcher",
-                "--fork",
-                "--nproc-per-node",
-                "4",
-                str(ROOT / "examples/pretrain_gpt_hybrid.py"),
-                *options,
-            ],
-            cwd=ROOT,
-            env=environment(),
-        )
+        command = ranks_command(str(ROOT / "examples/pretrain_gpt_hybrid.py"), options)
+        run = subprocess.Popen(command, cwd=ROOT, env=environment())
         samples: dict[int, list] = {}
         while run.poll() is None:
             time.sleep(1)

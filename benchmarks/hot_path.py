@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from megatron_ext.megatron import cpu_compat
 
@@ -30,6 +31,7 @@ cpu_compat.install()
 import pictures
 import torch
 import torch.distributed as dist
+from cases import LAYOUTS
 from machine import about_this_machine
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -47,15 +49,7 @@ from megatron_ext.runtime.program import compile_program
 from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.workload.step_order import steps_of_ranks
 
-PARALLEL = [
-    "--pipeline-model-parallel-size",
-    "2",
-    "--num-virtual-stages-per-pipeline-rank",
-    "2",
-    "--data-parallel-size",
-    "2",
-    "--untie-embeddings-and-output-weights",
-]
+PARALLEL = [*LAYOUTS["interleaved"], "--untie-embeddings-and-output-weights"]
 
 
 class Route:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pictures
 from interleaved_ab import Ratio, Run, interleave, over_slices, ratio_of, ratios_to
 from machine import about_this_machine
-from measuring import CORPUS
+from measuring import training_command
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -43,7 +43,7 @@ def train(options: list[str], folder: Path, name: str, iterations: int, world: i
     """One training run; returns its metrics. Raises RuntimeError if it fails."""
     with open(folder / f"{name}.log", "w") as log:
         code = launch(
-            [sys.executable, *training(options, folder, name, iterations, *more)],
+            [sys.executable, *training_command(options, iterations, folder / f"{name}.metrics.json", *more)],
             world,
             environment={"PYTHONPATH": str(ROOT / ".megatron"), "PYTHONWARNINGS": "ignore", **(env or {})},
             stdout=log,
@@ -51,21 +51,6 @@ def train(options: list[str], folder: Path, name: str, iterations: int, world: i
     if code != 0:
         raise RuntimeError(f"{name} ended with exit code {code}; see {folder / name}.log")
     return json_files.load(folder / f"{name}.metrics.json", dict)
-
-
-def training(options: list[str], folder: Path, name: str, iterations: int, *more: str) -> list[str]:
-    """The command of a rank, behind Python."""
-    return [
-        "examples/pretrain_gpt_hybrid.py",
-        *options,
-        "--data-path",
-        CORPUS,
-        "--train-iters",
-        str(iterations),
-        "--metrics-path",
-        str(folder / f"{name}.metrics.json"),
-        *more,
-    ]
 
 
 def timing(
@@ -79,7 +64,9 @@ def timing(
         more = ["--user-defined-schedule", str(run_dir / "schedule.json")] if kind == "scheduled" else []
         runs[kind] = Run(
             kind,
-            training(options, folder, kind, iterations, "--user-defined-schedule-trace", str(path), *more),
+            training_command(
+                options, iterations, folder / f"{kind}.metrics.json", "--user-defined-schedule-trace", str(path), *more
+            ),
             world,
             folder / f"{kind}.log",
         )

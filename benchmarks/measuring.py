@@ -1,12 +1,19 @@
-"""The command that measures a cost table for a run of the example on this machine's processors."""
+"""The commands that describe, measure and train a run of the example on this machine's processors."""
 
+import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from megatron_ext.cost.combine_tables import combine
 from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.measured_sizes import largest_group_bytes, largest_rank_bytes, likely_group_bytes
 
-LAYERS = str(Path(__file__).parents[1] / "examples" / "example_layers.py") + ":layer_runners"
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = str(ROOT / "examples" / "example_layers.py") + ":layer_runners"
 """Who makes the layers whose compute is measured."""
 PROCESSORS_LINKS = "compute,optimizer"
 """What is measured interleaved with training runs: it follows the speed of the processors, which changes by the minute.
@@ -79,6 +86,36 @@ def measure_command(
         "--num-workers",
         "0",
     ]
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The sizes of a benchmark's model."""
+    for name, size in (("--layers", 8), ("--hidden", 256), ("--seq", 128), ("--micro-batch-size", 2)):
+        parser.add_argument(name, type=int, default=size)
+
+
+def training_command(model: list[str], iterations: int, metrics: Path, *more: str) -> list[str]:
+    """What follows ``python`` in a training run of the example."""
+    options = [*model, "--data-path", CORPUS, "--train-iters", str(iterations), "--metrics-path", str(metrics)]
+    return ["examples/pretrain_gpt_hybrid.py", *options, *more]
+
+
+def describe(
+    path: Path, model: list[str], zero_stage: int, whole_parameter_bytes: int | None
+) -> workload_file.Workload:
+    """The workload of the example with the options ``model``; None does not limit whole parameters on a device.
+
+    Raises:
+        InputError: what ``describe`` said.
+    """
+    limit = ["--limit-whole-parameter-bytes", str(whole_parameter_bytes)] if whole_parameter_bytes else []
+    options = ["--out", str(path), "--zero-stage", str(zero_stage), *limit, *model]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / ".megatron"), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "megatron_ext", "describe", *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    if done.returncode:
+        raise InputError(done.stderr.strip().splitlines()[-1], field="describe", value=done.returncode)
+    return workload_file.load(path)
 
 
 def interleaved_and_before(interleaved: CostTable, before: CostTable) -> CostTable:

@@ -63,15 +63,7 @@ def make_workload(
         layers: only so many of the shape's layers, without embedding and output.
     """
     shape = SHAPES[name] if layers is None else SHAPES[name]._replace(layers=layers)
-    parallel = Parallel(
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vp,
-        data_parallel_size=dp,
-        tensor_model_parallel_size=tp,
-        num_microbatches=microbatches,
-        gpus_per_node=gpus_per_node,
-        order="interleaved" if vp > 1 else "1f1b" if pp > 1 else "no_pipeline",
-    )
+    parallel = Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, microbatches=microbatches, gpus_per_node=gpus_per_node)
     one_layer, vocabulary = (2 * sum(map(prod, sizes)) for sizes in (shape.layer(tp).values(), [matrix(shape, tp)]))
     room = max(device_layers * one_layer, vocabulary + one_layer) + 2**20  # and buckets' padding
     limits = workload.Limits(whole_parameter_bytes=room if zero_stage == 3 else None)

@@ -99,17 +99,9 @@ def parity(service: ParityService, draw: random.Random, workloads: Path, folder:
     options = [*MODELS[name], *batch, "--gpus-per-node", str(gpus_per_node)]
     options += ["--user-defined-schedule-nvme-path", str(folder)]
     options += ["--eval-interval", "2", "--eval-iters", "1"] if evaluate else []
-    case = dict(
-        layout=service.layout,
-        model=name,
-        zero_stage=zero_stage,
-        microbatches=microbatches,
-        gpus_per_node=gpus_per_node,
-        delays=delays,
-        evaluate=evaluate,
-        routes=routes_of(schedule),
-        **{field: sorted({str(getattr(group, field)) for group in schedule.groups}) for field in SETTINGS},
-    )
+    case = dict(layout=service.layout, model=name, zero_stage=zero_stage, microbatches=microbatches)
+    case |= dict(gpus_per_node=gpus_per_node, delays=delays, evaluate=evaluate, routes=routes_of(schedule))
+    case |= {field: sorted({str(getattr(group, field)) for group in schedule.groups}) for field in SETTINGS}
     try:
         answer = service.run(
             options=options,

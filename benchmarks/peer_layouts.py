@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from measuring import CORPUS, measure_command
+from measuring import CORPUS, describe, measure_command
 
 from megatron_ext import planner
 from megatron_ext.cost import cost_table as cost
@@ -116,32 +116,8 @@ class Layout:
 
     def describe(self, name: str, zero_stage: int, whole_parameter_bytes: int | None):
         """The workload; ``whole_parameter_bytes`` limits the whole parameters on one device."""
-        path = self.folder / f"{name}.workload.json"
-        limit = ["--limit-whole-parameter-bytes", str(whole_parameter_bytes)] if whole_parameter_bytes else []
-        command = [
-            sys.executable,
-            "-m",
-            "megatron_ext",
-            "describe",
-            "--out",
-            str(path),
-            "--zero-stage",
-            str(zero_stage),
-            *limit,
-            *self.model,
-            "--data-parallel-size",
-            str(WORLD // self.pp),
-        ]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT / ".megatron"), "PYTHONWARNINGS": "ignore"},
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip().splitlines()[-1])
-        return workload_file.load(path)
+        model = [*self.model, "--data-parallel-size", str(WORLD // self.pp)]
+        return describe(self.folder / f"{name}.workload.json", model, zero_stage, whole_parameter_bytes)
 
     def whole_parameter_bytes(self, limit: str | None) -> int | None:
         """Bytes of a limit: ``half`` of a rank's parameters, or ``two-layers``: the two largest layers

@@ -8,11 +8,12 @@ collectives, so they overlap without streams too.
 
 from peer_training import Peer, job, main  # isort: skip  first: it makes Megatron work without a GPU
 
+import model_and_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, BucketStatus
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer
 
 
 def watch(clock, whole) -> None:
@@ -53,18 +54,10 @@ class MegatronFsdp(Peer):
             suggested_communication_unit_size=2 * sum(p.numel() for p in chunks[0].decoder.layers[0].parameters()),
         )
         self.model = [FullyShardedDataParallel(config, sharding, chunks[0], device=torch.device("cpu"))]
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=args.lr,
-                weight_decay=args.weight_decay,
-                clip_grad=args.clip_grad,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=True,
-                overlap_param_gather=True,
-            ),
-            self.model,
+        adam = model_and_optimizer.adam_config(
+            args, config.params_dtype, bf16=False, fp16=False, overlap_param_gather=True
         )
+        self.optimizer = get_megatron_optimizer(adam, self.model)
         config.no_sync_func, config.finalize_model_grads_func = self.model[0].no_sync, finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
 

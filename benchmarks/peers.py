@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import peer_packages
 from machine import about_this_machine
-from measuring import CORPUS
+from measuring import CORPUS, add_model_options
 from peer_layouts import LAYOUTS, ROOT, WORLD, Layout
 from peer_picture import draw
 from rich.console import Console
@@ -275,11 +275,8 @@ def main() -> int:
     add("--rounds", type=int, default=3)
     add("--iters", type=int, default=16, help="Iterations of one run; the first two are not counted.")
     add("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), metavar="NAME", help=", ".join(SYSTEMS))
-    add("--layers", type=int, default=8)
-    add("--hidden", type=int, default=256)
+    add_model_options(parser)
     add("--heads", type=int, default=4)
-    add("--seq", type=int, default=128)
-    add("--micro-batch-size", type=int, default=2)
     add("--global-batch-size", type=int, default=16)
     add("--measure-seconds", type=float, default=30, help="For the cost table of one layout.")
     add("--timeout", type=float, default=280, help="Seconds that one run may take.")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pictures
-from emulation import ROOT, describe
+from emulation import ROOT, workload_of
 from machine import about_this_machine
 
 from megatron_ext import planner
@@ -35,7 +35,7 @@ def rows_of(kept: Path) -> list[dict]:
     result = json_files.load(kept, dict)
     options = argparse.Namespace(**result["options"])
     with tempfile.TemporaryDirectory() as folder:
-        work = describe(options, Path(folder))
+        work = workload_of(options, Path(folder))
     rows = []
     for rate in result["rates"]:
         table = cost.check(msgspec.convert(rate["cost_table"], cost.CostTable))

@@ -35,23 +35,8 @@ def build_model_and_optimizer(args):
     ]
     for chunk in model:
         chunk.broadcast_params()
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=args.lr,
-            weight_decay=args.weight_decay,
-            clip_grad=args.clip_grad,
-            bf16=args.bf16,
-            fp16=args.fp16,
-            loss_scale=args.loss_scale,
-            initial_loss_scale=args.initial_loss_scale,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=True,
-            overlap_param_gather=args.overlap_param_gather,
-            **(optimizer_offload_options() if args.optimizer_cpu_offload else {}),
-        ),
-        model,
-    )
+    offload = optimizer_offload_options() if args.optimizer_cpu_offload else {}
+    optimizer = get_megatron_optimizer(adam_config(args, config.params_dtype, **offload), model)
     config.no_sync_func = [chunk.no_sync for chunk in model]
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -61,6 +46,19 @@ def build_model_and_optimizer(args):
         config.no_sync_func = config.no_sync_func[0]
         config.param_sync_func = config.param_sync_func[0] if config.param_sync_func else None
     return model, optimizer, config
+
+
+ADAM = (
+    *("lr", "weight_decay", "clip_grad", "bf16", "fp16"),
+    *("loss_scale", "initial_loss_scale", "overlap_param_gather"),
+)
+"""Options that Megatron's OptimizerConfig calls as the command line does."""
+
+
+def adam_config(args, params_dtype: torch.dtype, **more) -> OptimizerConfig:
+    """Adam, with states that are sharded over the data-parallel ranks."""
+    options = {name: getattr(args, name) for name in ADAM} | more
+    return OptimizerConfig(optimizer="adam", params_dtype=params_dtype, use_distributed_optimizer=True, **options)
 
 
 def initialize_by_name(chunks: list[GPTModel], seed: int) -> None:

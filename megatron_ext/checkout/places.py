@@ -267,6 +267,18 @@ def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     return gap
 
 
+def _unconditional(function: FunctionNode, test: Callable[[ast.stmt], bool], wanted: str) -> tuple[list[ast.stmt], int]:
+    """The function's own statements, and the index of the one for which ``test`` holds.
+
+    Raises:
+        PlaceError: it runs under a condition, or there is not exactly one.
+    """
+    body, index = statement_where(function, test, wanted)
+    if body is not function.body:
+        raise PlaceError(f"{wanted} at line {body[index].lineno} is conditional")
+    return body, index
+
+
 def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     function = method_named(tree, "DistributedOptimizer", "step_with_ready_grads")
 
@@ -284,9 +296,7 @@ def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) ->
         )
 
     wanted = "`update_successful = super().step_with_ready_grads()`"
-    body, index = statement_where(function, parents_step, wanted)
-    if body is not function.body:
-        raise PlaceError(f"{wanted} at line {body[index].lineno} is conditional")
+    body, index = _unconditional(function, parents_step, wanted)
     gap = _gap_after(hook, body, index, lines)
     _check_reached(function, gap)
     _check_above(gap, calls(function, "start_param_sync"), "the parameters are gathered")
@@ -305,9 +315,7 @@ def _interleaved_begin(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
         return is_not_none(s, "config", "param_sync_func")
 
     wanted = "`if config.param_sync_func is not None`"
-    body, index = statement_where(function, synchronises_two_chunks, wanted)
-    if body is not function.body:
-        raise PlaceError(f"{wanted} at line {body[index].lineno} is conditional")
+    body, index = _unconditional(function, synchronises_two_chunks, wanted)
     gap = _gap_before(hook, body, index, lines)
     _check_reached(function, gap)
     _check_above(gap, calls(function, "forward_step_helper", "backward_step_helper"), "a step runs")
@@ -332,9 +340,7 @@ def _helper_gap(hook, tree, lines, part: str, test, what: str, needed: set) -> G
     outer = _interleaved(tree)
     step, side = part.split("_helper_")
     helper = function_named(outer.body, part, f"{step}_helper", where=span(outer))
-    body, index = statement_where(helper, test, what)
-    if body is not helper.body:
-        raise PlaceError(f"{what} at line {body[index].lineno} is conditional")
+    body, index = _unconditional(helper, test, what)
     microbatch = _microbatch_name(helper)
     gap = _gap_before(hook, body, index, lines, microbatch=microbatch)
     _check_reached(helper, gap)
@@ -358,15 +364,8 @@ def _check_step_order(outer: FunctionNode, helper: FunctionNode, gap: Gap, step:
 
 
 def _interleaved_pre_forward(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    return _helper_gap(
-        hook,
-        tree,
-        lines,
-        "forward_step_helper_preprocess",
-        lambda s: is_not_none(s, "config", "param_sync_func"),
-        "`if config.param_sync_func is not None`",
-        {"model_chunk_id"},
-    )
+    test, what = lambda s: is_not_none(s, "config", "param_sync_func"), "`if config.param_sync_func is not None`"
+    return _helper_gap(hook, tree, lines, "forward_step_helper_preprocess", test, what, {"model_chunk_id"})
 
 
 def _interleaved_pre_backward(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
@@ -374,27 +373,13 @@ def _interleaved_pre_backward(hook: Hook, tree: ast.Module, lines: list[str]) ->
         value = assigned_value(s, "output_tensor")
         return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "pop"
 
-    return _helper_gap(
-        hook,
-        tree,
-        lines,
-        "backward_step_helper_preprocess",
-        pops_output,
-        "`output_tensor = ....pop(...)`",
-        {"model_chunk_id"},
-    )
+    what = "`output_tensor = ....pop(...)`"
+    return _helper_gap(hook, tree, lines, "backward_step_helper_preprocess", pops_output, what, {"model_chunk_id"})
 
 
 def _interleaved_post_backward(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    return _helper_gap(
-        hook,
-        tree,
-        lines,
-        "backward_step_helper_postprocess",
-        lambda s: is_not_none(s, "config", "grad_sync_func"),
-        "`if config.grad_sync_func is not None`",
-        set(),
-    )
+    test, what = lambda s: is_not_none(s, "config", "grad_sync_func"), "`if config.grad_sync_func is not None`"
+    return _helper_gap(hook, tree, lines, "backward_step_helper_postprocess", test, what, set())
 
 
 def _end(function: FunctionNode, hook: Hook, lines: list[str], begin: Gap) -> Gap:

@@ -17,14 +17,19 @@ checkout_argument = click.argument("checkout", default=".", envvar="MEGATRON_PAT
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show the diff and change nothing.")
 
 
-@patch.command("apply")
-@checkout_argument
-@dry_run_option
-@json_option
-def patch_apply(checkout: str, dry_run: bool, as_json: bool) -> None:
-    """Insert the hook lines; a patched tree stays as it is."""
-    report = apply(checkout, dry_run=dry_run)
-    emit(as_json, patch_text.as_dict(report), patch_text.as_text(report, "apply"))
+def _changing(verb: str, change, said: str) -> None:
+    """Add the command ``verb``, which calls ``change(checkout, dry_run=...)``."""
+
+    @patch.command(verb, help=said)
+    @checkout_argument
+    @dry_run_option
+    @json_option
+    def command(checkout: str, dry_run: bool, as_json: bool) -> None:
+        report = change(checkout, dry_run=dry_run)
+        emit(as_json, patch_text.as_dict(report), patch_text.as_text(report, verb))
+
+
+_changing("apply", apply, "Insert the hook lines; a patched tree stays as it is.")
 
 
 @patch.command("check")
@@ -37,14 +42,7 @@ def patch_check(checkout: str, as_json: bool) -> int:
     return 1 if report.state in ("drifted", "conflict") else 0
 
 
-@patch.command("revert")
-@checkout_argument
-@dry_run_option
-@json_option
-def patch_revert(checkout: str, dry_run: bool, as_json: bool) -> None:
-    """Take every hook line out; the owner's changes stay."""
-    report = revert(checkout, dry_run=dry_run)
-    emit(as_json, patch_text.as_dict(report), patch_text.as_text(report, "revert"))
+_changing("revert", revert, "Take every hook line out; the owner's changes stay.")
 
 
 @patch.command("list")

@@ -100,10 +100,10 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     backward_us: float
     pp_rank: int | None = None
     model_chunk_id: int | None = None
+    samples: int = 1
     layer_kind: str | None = None
     forward_p95_us: float | None = None
     backward_p95_us: float | None = None
-    samples: int = 1
     activation_bytes: int | None = None
     recompute_bytes: int = 0
 

@@ -8,18 +8,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from megatron_ext.cost.cost_table import (
-    Compute,
-    CostTable,
-    Curve,
-    GroupOverhead,
-    Metadata,
-    Point,
-    Publish,
-    Routes,
-    Source,
-    check,
-)
+from megatron_ext.cost import cost_table
 from megatron_ext.cost.environment import world_sizes
 from megatron_ext.cost.estimated_links import Line, Links
 from megatron_ext.cost.hardware_sheet import HardwareSheet, drawn, slow_end
@@ -41,7 +30,7 @@ LEAST_US = 1.0
 """A chunk without parameters takes so long."""
 
 
-def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, name: str = "") -> CostTable:
+def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, name: str = "") -> cost_table.CostTable:
     """The cost table of ``workload`` on the machine of ``sheet``.
 
     Args:
@@ -53,30 +42,32 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
     parallel, dtype = workload.parallel, _dtype(workload)
     middle, slow = (_Estimates(each, workload, batch, dtype) for each in (sheet, drawn(sheet, slow_end)))
 
-    def curve(line: Callable[["_Estimates"], Line | None]) -> Curve | None:
+    def curve(line: Callable[["_Estimates"], Line | None]) -> cost_table.Curve | None:
         fast_line, slow_line = line(middle), line(slow)
         if fast_line is None or slow_line is None:
             return None
         points = [(size, fast_line.at(size), slow_line.at(size)) for size in SIZES]
-        return Curve(points=tuple(Point(size_bytes=s, p50_us=us, p95_us=max(us, most)) for s, us, most in points))
+        return cost_table.Curve(
+            points=tuple(cost_table.Point(size_bytes=s, p50_us=us, p95_us=max(us, most)) for s, us, most in points)
+        )
 
     crossing = curve(lambda e: e.links.between_nodes())
-    return check(
-        CostTable(
+    return cost_table.check(
+        cost_table.CostTable(
             schema_version=SCHEMA_VERSION,
             kind="cost_table",
             metadata=_metadata(sheet, workload, batch, name),
-            routes=Routes(
+            routes=cost_table.Routes(
                 gpu=curve(lambda e: e.links.gather()),
                 cpu=curve(lambda e: e.links.host_copy()),
                 nvme=curve(lambda e: e.links.drive_read()),
             ),
-            publish=Publish(
+            publish=cost_table.Publish(
                 cpu=curve(lambda e: e.links.host_copy().scaled(1 / parallel.dp)),
                 nvme=curve(lambda e: e.links.drive_write()),
                 internode=crossing,
             ),
-            group_overhead=GroupOverhead(call_us=sheet.call_us.value),
+            group_overhead=cost_table.GroupOverhead(call_us=sheet.call_us.value),
             contention=middle.links.contention(),
             compute=tuple(map(_with_p95, middle.compute(), slow.compute())),
             p2p=curve(lambda e: e.links.p2p()) or (),
@@ -118,7 +109,7 @@ class _Estimates:
         again = 2 if recompute == "full" else 1
         return self.us(work, KERNELS), self.us(work.backward(recompute), KERNELS * (1 + again))
 
-    def compute(self) -> list[Compute]:
+    def compute(self) -> list[cost_table.Compute]:
         """A row for every chunk, and one for every kind of layer (the mean, where layers of a kind differ)."""
         tp, rows, kinds, seen = self.workload.parallel.tensor_model_parallel_size, [], {}, {}
         for chunk in self.workload.chunks:
@@ -131,7 +122,7 @@ class _Estimates:
                 if kind is not None:
                     kinds.setdefault(kind, []).append(seen[key])
             rows.append(
-                Compute(
+                cost_table.Compute(
                     pp_rank=chunk.pp_rank,
                     model_chunk_id=chunk.model_chunk_id,
                     forward_us=max(forward, LEAST_US),
@@ -140,11 +131,11 @@ class _Estimates:
             )
         for kind, times in kinds.items():
             forward, backward = (sum(column) / len(times) for column in zip(*times))
-            rows.append(Compute(layer_kind=kind, forward_us=forward, backward_us=backward))
+            rows.append(cost_table.Compute(layer_kind=kind, forward_us=forward, backward_us=backward))
         return rows
 
 
-def _with_p95(row: Compute, slow: Compute) -> Compute:
+def _with_p95(row: cost_table.Compute, slow: cost_table.Compute) -> cost_table.Compute:
     return replace(
         row, forward_p95_us=max(row.forward_us, slow.forward_us), backward_p95_us=max(row.backward_us, slow.backward_us)
     )
@@ -154,7 +145,7 @@ def _dtype(workload: Workload) -> str:
     return next((p.dtype for chunk in workload.chunks for p in chunk.parameters), "bfloat16")
 
 
-def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name: str) -> Metadata:
+def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name: str) -> cost_table.Metadata:
     facts = {
         "hardware": name or sheet.title,
         "seq_length": batch.seq_length,
@@ -162,10 +153,10 @@ def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name:
         "recompute": batch.recompute,
         "fused_attention": not batch.score_heads,
     }
-    return Metadata(
+    return cost_table.Metadata(
         synthetic=True,
         hardware={"title": sheet.title},
         world_sizes=dict(world_sizes(workload.parallel)),
-        source=Source(program="megatron-ext cost estimate", description=sheet.title, options=facts),
+        source=cost_table.Source(program="megatron-ext cost estimate", description=sheet.title, options=facts),
         notes=(f"estimated from the data sheet of {sheet.title}; nothing here was measured",),
     )

@@ -37,6 +37,14 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
 
 
+class Drive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All drives of one node together."""
+
+    read_bytes_per_s: Figure
+    write_bytes_per_s: Figure
+    latency_us: Figure
+
+
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One GPU. ``flop_per_s``: dense matrix products by dtype. ``kernel_us``: the least that one kernel takes."""
 
@@ -84,16 +92,9 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     memory_bytes_per_s: Figure
 
 
-class Drive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All drives of one node together."""
-
-    read_bytes_per_s: Figure
-    write_bytes_per_s: Figure
-    latency_us: Figure
-
-
 class Disturbance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How many times longer one activity takes beside another, where they do not share a link."""
+    """How many times as long one activity takes beside another, where they do not share a link; 1 is as long as
+    alone."""
 
     collective_beside_copy: Figure
     copy_beside_publish: Figure

@@ -7,20 +7,7 @@ from statistics import median
 
 import msgspec
 
-from megatron_ext.cost.cost_table import (
-    SCHEMA_VERSION,
-    Compute,
-    Contention,
-    CostTable,
-    Curve,
-    GroupOverhead,
-    Metadata,
-    Point,
-    Publish,
-    Routes,
-    Source,
-    check,
-)
+from megatron_ext.cost import cost_table
 from megatron_ext.cost.host_cpu import HostCpu, ProcessorTime
 from megatron_ext.formats.facts import Facts
 from megatron_ext.measure.hostcpu.shared_processors import ROUNDS
@@ -53,7 +40,7 @@ CURVE_NAMES = {
 """By name of an operation, the curve of the cost table that it becomes."""
 
 
-def assemble(options: Options, raw: dict) -> CostTable:
+def assemble(options: Options, raw: dict) -> cost_table.CostTable:
     """Build and check the table from :func:`megatron_ext.measure.local_launch.run`'s result."""
     curves = raw["curves"]
     here = environment(options.device)
@@ -64,26 +51,26 @@ def assemble(options: Options, raw: dict) -> CostTable:
     }
     backend = here["software"]["backend"]
 
-    def curve(name: str, source: str) -> Curve | None:
+    def curve(name: str, source: str) -> cost_table.Curve | None:
         if name not in curves:
             return None
-        return Curve(points=_points(curves[name]), source=f"measured: {source}")
+        return cost_table.Curve(points=_points(curves[name]), source=f"measured: {source}")
 
     at_once = f"all {options.world_size} ranks at once"
     compute = raw.get("compute", {})
-    table = CostTable(
-        schema_version=SCHEMA_VERSION,
+    table = cost_table.CostTable(
+        schema_version=cost_table.SCHEMA_VERSION,
         kind="cost_table",
-        metadata=Metadata(
+        metadata=cost_table.Metadata(
             created_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             hardware=here["hardware"],
             software=here["software"],
             world_sizes=world_sizes,
             model=raw.get("compute", {}).get("model"),
-            source=Source(program="megatron-ext measure", options=_facts(options)),
+            source=cost_table.Source(program="megatron-ext measure", options=_facts(options)),
             notes=(*notes(raw), *_nodes(options)),
         ),
-        routes=Routes(
+        routes=cost_table.Routes(
             gpu=_with_hierarchical(
                 curve("gpu", f"{backend} all-gather in place, {at_once}"), curve("hierarchical", "")
             ),
@@ -91,21 +78,21 @@ def assemble(options: Options, raw: dict) -> CostTable:
             cpu_shard=curve("cpu_shard", f"own shard from host memory, then {backend} all-gather, {at_once}"),
             nvme=_nvme(raw, "nvme", f"drive to pinned slot to device, {at_once}, each from a file of its own"),
         ),
-        publish=Publish(
+        publish=cost_table.Publish(
             cpu=curve("publish", f"own shard into node-shared host memory, {at_once}, until the last of a node"),
             nvme=_nvme(raw, "publish_nvme", f"own shard onto the drive, {at_once}, until the last of a node"),
             internode=_internode(curves, options, at_once),
         ),
-        group_overhead=GroupOverhead(call_us=_call_us(curves.get("gpu", []))),
-        contention=tuple(Contention(**row) for row in raw.get("contention", [])),
-        compute=tuple(msgspec.convert(row, Compute) for row in compute.get("rows", [])),
+        group_overhead=cost_table.GroupOverhead(call_us=_call_us(curves.get("gpu", []))),
+        contention=tuple(cost_table.Contention(**row) for row in raw.get("contention", [])),
+        compute=tuple(msgspec.convert(row, cost_table.Compute) for row in compute.get("rows", [])),
         p2p=curve("p2p", f"half a {backend} message there and back, {at_once}") or (),
         reduce=curve("reduce", f"{backend} reduce-scatter of float32 in place, {at_once}"),
         optimizer=curve("optimizer", f"AdamW with clipping on the shard, {at_once}"),
         host_add=curve("host_add", f"one float32 gradient shard added to another in host memory, {at_once}"),
         host_cpu=_host_cpu(options, curves, compute),
     )
-    return check(table)
+    return cost_table.check(table)
 
 
 def _facts(options: Options) -> Facts:
@@ -144,24 +131,25 @@ def _size_of(name: str, size_bytes: int, options: Options) -> int:
     return crossing_bytes(size_bytes, options.nodes) if name == "internode" else size_bytes
 
 
-def _points(rows: list[dict]) -> tuple[Point, ...]:
+def _points(rows: list[dict]) -> tuple[cost_table.Point, ...]:
     return tuple(
-        Point(**{name: value for name, value in row.items() if name in Point.__struct_fields__}) for row in rows
+        cost_table.Point(**{name: value for name, value in row.items() if name in cost_table.Point.__struct_fields__})
+        for row in rows
     )
 
 
-def _with_hierarchical(gpu: Curve | None, hierarchical: Curve | None) -> Curve | None:
+def _with_hierarchical(gpu: cost_table.Curve | None, hierarchical: cost_table.Curve | None) -> cost_table.Curve | None:
     if gpu is None or hierarchical is None:
         return gpu
     return msgspec.structs.replace(gpu, algorithms={HIERARCHICAL: hierarchical.points})
 
 
-def _internode(curves: dict, options: Options, at_once: str) -> Curve | None:
+def _internode(curves: dict, options: Options, at_once: str) -> cost_table.Curve | None:
     """By the bytes that enter each node, which is what a plan asks for."""
     if "internode" not in curves:
         return None
     rows = [row | {"size_bytes": _size_of("internode", row["size_bytes"], options)} for row in curves["internode"]]
-    return Curve(
+    return cost_table.Curve(
         points=_points(rows),
         source=(
             f"measured: shards exchanged with the counterparts on the other nodes, {at_once}, until the last of a node"
@@ -178,10 +166,10 @@ def _nodes(options: Options) -> list[str]:
     return []
 
 
-def _nvme(raw: dict, name: str, source: str) -> Curve | None:
+def _nvme(raw: dict, name: str, source: str) -> cost_table.Curve | None:
     if name not in raw["curves"]:
         return None
-    return Curve(
+    return cost_table.Curve(
         points=_points(raw["curves"][name]), source=f"measured: {source}", reads=DriveReads(**raw["nvme"]["settings"])
     )
 

@@ -13,21 +13,10 @@ from megatron_ext.workload.parallel import Parallel
 
 KIB, MIB = 1 << 10, 1 << 20
 
-LINKS = (
-    "gpu",
-    "hierarchical",
-    "cpu",
-    "cpu_shard",
-    "publish",
-    "internode",
-    "reduce",
-    "p2p",
-    "optimizer",
-    "host_add",
-    "nvme",
-    "contention",
-    "compute",
-)
+COPIES = ("gpu", "hierarchical", "cpu", "cpu_shard", "publish", "internode", "reduce")
+"""Operations that move parameters or gradients and return before they are complete."""
+
+LINKS = (*COPIES, "p2p", "optimizer", "host_add", "nvme", "contention", "compute")
 """What can be measured; ``--links`` picks among them."""
 
 MOST_THREADS, MOST_SECONDS = 4096, 86_400

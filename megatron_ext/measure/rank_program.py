@@ -29,7 +29,7 @@ from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.hostcpu import shared_processors
 from megatron_ext.measure.hostcpu.softirq_time import SoftirqTime
 from megatron_ext.measure.operations import OPERATIONS
-from megatron_ext.measure.options import MIB, Options
+from megatron_ext.measure.options import COPIES, MIB, Options
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 
 PASSES, MAX_PASSES, QUARTERS = 5, 20, 4
@@ -51,37 +51,13 @@ SHORT_US, SHORT_VISITS = 3000.0, 4
 the other sizes of the same measurement, host copies of 0.5 to 25 MB were up to 17 % off with visits of 20 rounds and up
 to 12 % with four of 5, in three measurements of two models each; all-gathers of a millisecond were worse by it."""
 
-ISSUED = {"gpu", "hierarchical", "cpu", "cpu_shard", "publish", "internode", "reduce", "nvme", "publish_nvme"}
+ISSUED = {*COPIES, "nvme", "publish_nvme"}
 """Operations that return before they are complete."""
 
-TRANSPORTS = {
-    "gpu",
-    "hierarchical",
-    "cpu",
-    "cpu_shard",
-    "publish",
-    "internode",
-    "reduce",
-    "p2p",
-    "nvme",
-    "publish_nvme",
-}
+TRANSPORTS = {*ISSUED, "p2p"}
 """Operations whose processor time is missing to compute, on machines without a device."""
 
-CURVES = (
-    "gpu",
-    "hierarchical",
-    "cpu",
-    "cpu_shard",
-    "publish",
-    "internode",
-    "reduce",
-    "p2p",
-    "optimizer",
-    "host_add",
-    "nvme",
-    "publish_nvme",
-)
+CURVES = (*COPIES, "p2p", "optimizer", "host_add", "nvme", "publish_nvme")
 
 Report = Callable[[int, int, str], None]
 """``report(done, total, what)``; called on rank 0 only."""

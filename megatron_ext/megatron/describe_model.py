@@ -14,7 +14,7 @@ from megatron_ext.megatron.saved_activations import with_activations
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import p2p_bytes
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import SCHEMA_VERSION, Chunk, Parameter, Workload, check
+from megatron_ext.workload.workload import Chunk, Parameter, Workload, make_workload
 
 
 def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) -> Chunk:
@@ -60,17 +60,13 @@ def describe_options(args) -> Workload:
     chunks = []
     for pp_rank in range(parallel.pp):
         chunks += _chunks_of_rank(args, parallel, pp_rank)
-    return check(
-        Workload(
-            schema_version=SCHEMA_VERSION,
-            kind="workload",
-            parallel=parallel,
-            zero_stage=args.zero_stage,
-            chunks=tuple(chunks),
-            p2p_bytes=p2p_bytes(parallel, batch_of(args), args.hidden_size, ITEM_BYTES[dtype_of(args)]),
-            limits=limits_of(args),
-            optimizer=optimizer_settings(args),
-        )
+    return make_workload(
+        parallel=parallel,
+        zero_stage=args.zero_stage,
+        chunks=tuple(chunks),
+        p2p_bytes=p2p_bytes(parallel, batch_of(args), args.hidden_size, ITEM_BYTES[dtype_of(args)]),
+        limits=limits_of(args),
+        optimizer=optimizer_settings(args),
     )
 
 

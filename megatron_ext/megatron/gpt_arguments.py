@@ -96,14 +96,8 @@ def limits_of(args):
     """The workload's limits for the options of :func:`add_plan_arguments`."""
     from megatron_ext.workload.workload import Limits
 
-    return Limits(
-        device_bytes=args.limit_device_bytes,
-        whole_parameter_bytes=args.limit_whole_parameter_bytes,
-        host_bytes=args.limit_host_bytes,
-        pinned_host_bytes=args.limit_pinned_host_bytes,
-        nvme_slots=args.limit_nvme_slots,
-        nvme_slot_bytes=None,
-    )
+    names = set(Limits.__struct_fields__) - {"nvme_slot_bytes"}
+    return Limits(**{name: getattr(args, f"limit_{name}") for name in names})
 
 
 _OPTIONS = {
@@ -268,16 +262,15 @@ def parallel_of(args):
     from megatron_ext.workload.parallel import Parallel
 
     pp, vp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
-    order = "interleaved" if vp else "1f1b" if pp > 1 else "no_pipeline"
-    return Parallel(
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vp or 1,
-        data_parallel_size=args.data_parallel_size,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        num_microbatches=args.num_microbatches,
-        microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage if vp else None,
+    return Parallel.of(
+        pp=pp,
+        vp=vp,
+        dp=args.data_parallel_size,
+        tp=args.tensor_model_parallel_size,
+        microbatches=args.num_microbatches,
+        group=args.microbatch_group_size_per_virtual_pipeline_stage if vp else None,
         gpus_per_node=args.gpus_per_node,
-        order=order,
+        order="interleaved" if vp else None,
     )
 
 

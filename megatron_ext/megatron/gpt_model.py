@@ -11,6 +11,13 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.runtime.device import has_cuda
 
+SAME_NAMES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization"),
+    *("add_bias_linear", "add_qkv_bias", "tensor_model_parallel_size", "pipeline_model_parallel_size", "bf16", "fp16"),
+    *("attention_dropout", "hidden_dropout", "recompute_granularity", "recompute_method", "recompute_num_layers"),
+)
+"""Options that Megatron's TransformerConfig calls as its command line does."""
+
 
 def transformer_config(args, **overrides) -> TransformerConfig:
     """Megatron's TransformerConfig for checked options."""
@@ -18,30 +25,14 @@ def transformer_config(args, **overrides) -> TransformerConfig:
     vp = args.num_virtual_stages_per_pipeline_rank
     on_gpu = has_cuda()
     values: dict[str, Any] = dict(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
+        **{name: getattr(args, name) for name in SAME_NAMES},
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        kv_channels=args.kv_channels,
-        add_bias_linear=args.add_bias_linear,
-        add_qkv_bias=args.add_qkv_bias,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=vp,
         microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,
         pipeline_dtype=dtype,
         params_dtype=dtype,
-        bf16=args.bf16,
-        fp16=args.fp16,
-        attention_dropout=args.attention_dropout,
-        hidden_dropout=args.hidden_dropout,
-        normalization=args.normalization,
         gated_linear_unit=args.swiglu,
         activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
-        recompute_granularity=args.recompute_granularity,
-        recompute_method=args.recompute_method,
-        recompute_num_layers=args.recompute_num_layers,
         # Interleaving over two pipeline ranks works only with overlapped p2p.
         overlap_p2p_comm=vp is not None,
         batch_p2p_comm=vp is None,

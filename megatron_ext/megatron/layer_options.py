@@ -67,13 +67,7 @@ def require_known_layers(options: tuple[str, ...], workload: Workload) -> None:
 
     args = parse(options)
     tensor = workload.parallel.tensor_model_parallel_size
-    one = Parallel(
-        pipeline_model_parallel_size=1,
-        data_parallel_size=1,
-        tensor_model_parallel_size=tensor,
-        num_microbatches=1,
-        order="no_pipeline",
-    )
+    one = Parallel.of(tp=tensor, microbatches=1)
     built = gpt_workload(gpt_arguments.shape_of(args), one, gpt_arguments.batch_of(args))
     known, there = _layer_bytes(built.chunks), _layer_bytes(workload.chunks)
     for kind, sizes in there.items():

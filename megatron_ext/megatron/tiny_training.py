@@ -24,7 +24,7 @@ from megatron_ext.megatron.equality_check import parameter_digest
 from megatron_ext.megatron.lifecycle import STOCK_GATHER
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.runtime.device import has_cuda
-from megatron_ext.workload.workload import SCHEMA_VERSION, Limits, Workload, check
+from megatron_ext.workload.workload import Limits, Workload, make_workload
 
 ITERATIONS = 3
 
@@ -68,17 +68,13 @@ def workload_of(args, nvme_slots: int) -> Workload:
     config = gpt_model.transformer_config(args)
     _seed()
     chunk = gpt_model.build_chunks(args, config)[0].to(config.params_dtype)
-    return check(
-        Workload(
-            schema_version=SCHEMA_VERSION,
-            kind="workload",
-            parallel=gpt_arguments.parallel_of(args),
-            zero_stage=args.zero_stage,
-            chunks=(describe_chunk(chunk, 0, 0),),
-            p2p_bytes=0,
-            limits=Limits(nvme_slots=nvme_slots),
-            optimizer=optimizer_settings(args),
-        )
+    return make_workload(
+        parallel=gpt_arguments.parallel_of(args),
+        zero_stage=args.zero_stage,
+        chunks=(describe_chunk(chunk, 0, 0),),
+        p2p_bytes=0,
+        limits=Limits(nvme_slots=nvme_slots),
+        optimizer=optimizer_settings(args),
     )
 
 

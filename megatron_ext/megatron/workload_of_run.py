@@ -46,13 +46,13 @@ def parallel_of_megatron(args) -> Parallel:
             field="num_microbatches",
             value=num_microbatches,
         )
-    return Parallel(
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vp or 1,
-        data_parallel_size=args.data_parallel_size,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        num_microbatches=num_microbatches,
-        microbatch_group_size_per_vp_stage=group,
+    return Parallel.of(
+        pp=pp,
+        vp=vp,
+        dp=args.data_parallel_size,
+        tp=args.tensor_model_parallel_size,
+        microbatches=num_microbatches,
+        group=group,
         gpus_per_node=ranks_on_this_node(),
-        order="interleaved" if vp else "1f1b" if pp > 1 else "no_pipeline",
+        order="interleaved" if vp else None,
     )

@@ -24,7 +24,7 @@ from megatron_ext.planner.verdict import answer_of
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.parallel import Parallel, megatron_order
 from megatron_ext.workload.workload import Limits, Workload
 
 DEVICE_PART, HOST_PART = 0.92, 0.8
@@ -256,8 +256,7 @@ def neighbours(setting: Setting) -> Iterator[tuple[str, Setting]]:
 def _parallel(parallel: Parallel, **sizes) -> Parallel | None:
     """``parallel`` with other sizes and the order that goes with them; None where Megatron refuses it."""
     changed = msgspec.structs.replace(parallel, microbatch_group_size_per_vp_stage=None, **sizes)
-    order = "interleaved" if changed.vp > 1 else "1f1b" if changed.pp > 1 else "no_pipeline"
-    changed = msgspec.structs.replace(changed, order=order)
+    changed = msgspec.structs.replace(changed, order=megatron_order(changed.pp, changed.vp))
     try:
         changed.check()
     except InputError:

@@ -48,7 +48,7 @@ def random_schedule(workload: Workload, routes: tuple[Route, ...], seed: int) ->
             unshards, reshards = _streamed(workload, pp_rank, own, routed)
         else:
             unshards, reshards = _zero3(workload, pp_rank, own, groups, routed, draw)
-        placed.append(_with_slots(unshards, workload, groups, draw, routes))
+        placed.append(with_slots(unshards, workload.limits.nvme_slots, draw, routes))
         freed.append(reshards)
     return assemble(workload, groups, placed, freed, planner="random", options=PlanOptions(seed=seed))
 
@@ -200,9 +200,12 @@ def _streamed(workload, pp_rank, own, routed) -> tuple[list[Placed], list[Freed]
     return unshards, reshards
 
 
-def _with_slots(unshards, workload, groups, draw, routes) -> list[Placed]:
-    """Give ``nvme`` unshards a slot and a step to be staged in; without a free slot they go by ``gpu``."""
-    slots = workload.limits.nvme_slots
+def with_slots(unshards: list[Placed], slots: int, draw: random.Random, routes) -> list[Placed]:
+    """Give ``nvme`` unshards a slot and a step to be staged in; without a free slot they go by ``gpu``.
+
+    Raises:
+        InputError: no slot is free, and ``gpu`` is not among ``routes``.
+    """
     free_after = dict.fromkeys(range(slots), -2)  # slot -> step of the unshard that empties it
     taken: dict[int, int] = {}  # group -> step of its latest unshard by nvme
     result = []

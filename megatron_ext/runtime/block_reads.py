@@ -38,34 +38,23 @@ class Request(NamedTuple):
     write: bool = False
 
 
+U64, I64 = ctypes.c_uint64, ctypes.c_int64
+
+
 class _Control(ctypes.Structure):
     """struct iocb (linux/aio_abi.h)."""
 
     _fields_ = [
-        ("data", ctypes.c_uint64),
-        ("key", ctypes.c_uint32),
-        ("rw_flags", ctypes.c_int32),
-        ("opcode", ctypes.c_uint16),
-        ("priority", ctypes.c_int16),
-        ("descriptor", ctypes.c_uint32),
-        ("buffer", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("offset", ctypes.c_int64),
-        ("reserved", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("event", ctypes.c_uint32),
+        *(("data", U64), ("key", ctypes.c_uint32), ("rw_flags", ctypes.c_int32), ("opcode", ctypes.c_uint16)),
+        *(("priority", ctypes.c_int16), ("descriptor", ctypes.c_uint32), ("buffer", U64), ("bytes", U64)),
+        *(("offset", I64), ("reserved", U64), ("flags", ctypes.c_uint32), ("event", ctypes.c_uint32)),
     ]
 
 
 class _Event(ctypes.Structure):
     """struct io_event."""
 
-    _fields_ = [
-        ("data", ctypes.c_uint64),
-        ("control", ctypes.c_uint64),
-        ("result", ctypes.c_int64),
-        ("second", ctypes.c_int64),
-    ]
+    _fields_ = [("data", U64), ("control", U64), ("result", I64), ("second", I64)]
 
 
 class KernelReads:

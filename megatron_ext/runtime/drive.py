@@ -151,25 +151,16 @@ class DriveFile:
         what: str,
         transfer: Transfer,
         before_end: Callable[[], None] | None = None,
+        *,
+        write: bool = False,
     ) -> None:
-        """Begin to fill ``memory`` (aligned, a multiple of BLOCK) from ``offset``, behind reads that began before.
+        """Begin to fill ``memory`` (aligned, a multiple of BLOCK) from ``offset``, behind reads that began before;
+        or to write it there past the page cache, where it must not change until the end of ``transfer``.
 
-        ``transfer`` is finished on another thread when all is there, with a DriveError that names ``what`` and the file
-        when it cannot be; ``before_end()`` is called there just before.
+        ``transfer`` is finished on another thread when all has moved, with a DriveError that names ``what`` and the
+        file when it cannot be; ``before_end()`` is called there just before.
         """
-        _Move(self, memory, offset, what, transfer, before_end, write=False).begin()
-
-    def start_write(
-        self,
-        memory: memoryview,
-        offset: int,
-        what: str,
-        transfer: Transfer,
-        before_end: Callable[[], None] | None = None,
-    ) -> None:
-        """The same the other way: begin to write ``memory`` past the page cache. It must not change until the end of
-        ``transfer``."""
-        _Move(self, memory, offset, what, transfer, before_end, write=True).begin()
+        _Move(self, memory, offset, what, transfer, before_end, write=write).begin()
 
     def read(self, memory: memoryview, offset: int, what: str) -> None:
         """:meth:`start`, and block until it is there.

@@ -199,7 +199,7 @@ class DriveStates:
         memory = self._memory[slot * self.slot_bytes : slot * self.slot_bytes + unit.bytes]
         self._moves[slot] = self._writes[index] = transfer
         recorded = self._recorded("states write", perf_counter_ns())
-        self.file.start_write(memory, unit.start, f"states {index}", transfer, recorded)
+        self.file.start(memory, unit.start, f"states {index}", transfer, recorded, write=True)
 
     def _recorded(self, name: str, begin: int):
         recorder = self.recorder
@@ -234,7 +234,7 @@ class DriveStates:
         for name, place in places.items():
             place.copy_(tensors[name])
         transfer = Transfer()
-        self.file.start_write(memory, unit.start + region.offset, "states of a checkpoint", transfer)
+        self.file.start(memory, unit.start + region.offset, "states of a checkpoint", transfer, write=True)
         transfer.wait()
         self._read_ahead()
 

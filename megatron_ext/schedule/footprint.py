@@ -1,7 +1,16 @@
 """Memory that a schedule promises: whole parameters on devices, host copies on nodes."""
 
+from collections.abc import Iterable, Iterator
+
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.nodes import pinned_bytes_of_nodes
+
+
+def over_limit(needs: Iterable[int], limit: int | None) -> Iterator[tuple[int, int, int]]:
+    """(index, bytes, bytes too many) of every need that is larger than ``limit``; None is unlimited."""
+    for index, need in enumerate(needs):
+        if limit is not None and need > limit:
+            yield index, need, need - limit
 
 
 def device_peaks(schedule: Schedule) -> list[int]:

@@ -30,17 +30,10 @@ def check_layers(schedule: Schedule, workload: Workload, *, file=None) -> None:
             backward = "B" in entry.step
             chunk = int(entry.step.partition("B" if backward else "F")[0]) // pp
             num_layers = workload.chunk(rank.pp_rank, chunk).num_layers
-            where = f"ranks[{rank.pp_rank}].steps[{index}]"
 
-            def fail(message: str, field: str, at: int, entry=entry, rank=rank, index=index, where=where):
-                raise InvalidSchedule(
-                    f"step {entry.step}: {message}",
-                    pp_rank=rank.pp_rank,
-                    step_index=index,
-                    file=file,
-                    field=f"{where}.{field}.at",
-                    value=at,
-                )
+            def fail(message: str, field: str, at: int, entry=entry, rank=rank, index=index):
+                said = f"step {entry.step}: {message}"
+                raise InvalidSchedule.at_step(rank.pp_rank, index, said, f"{field}.at", at, file)
 
             for kind in ("unshard", "reshard"):
                 for n, action in enumerate(getattr(entry, kind)):

@@ -3,7 +3,7 @@
 import re
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
+from megatron_ext.schedule.footprint import device_peaks, over_limit, pinned_host_bytes
 from megatron_ext.schedule.host_shards import check_host_shards
 from megatron_ext.schedule.layer_use import check_layers
 from megatron_ext.schedule.memory_bill import memory_bill
@@ -118,16 +118,9 @@ def _match_limits(schedule: Schedule, workload: Workload, file) -> None:
         ("pinned_host_bytes", pinned_host_bytes, "node {} needs {} bytes of pinned host memory"),
     ):
         limit = getattr(limits, name)
-        if limit is None:
-            continue
-        for index, need in enumerate(needs(schedule)):
-            if need > limit:
-                raise InputError(
-                    f"{text.format(index, need)}, the workload allows {limit}",
-                    file=file,
-                    field=f"limits.{name}",
-                    value=getattr(schedule.limits, name),
-                )
+        for index, need, _ in over_limit(needs(schedule), limit):
+            said = f"{text.format(index, need)}, the workload allows {limit}"
+            raise InputError(said, file=file, field=f"limits.{name}", value=getattr(schedule.limits, name))
 
 
 def check_device_bytes(schedule: Schedule, workload: Workload, limit: int, *, file=None) -> None:

@@ -15,7 +15,7 @@ from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.versions import check_version
 from megatron_ext.schedule.check_figures import check_figures
-from megatron_ext.schedule.footprint import pinned_host_bytes
+from megatron_ext.schedule.footprint import over_limit, pinned_host_bytes
 from megatron_ext.schedule.state_placement import check_state_slots
 from megatron_ext.schedule.user_defined_schedule import Schedule, decode
 from megatron_ext.workload.nodes import check_spread, has_hierarchy
@@ -28,6 +28,12 @@ class InvalidSchedule(InputError):
     def __init__(self, message: str, *, pp_rank: int | None = None, step_index: int | None = None, **where):
         super().__init__(message, **where)
         self.pp_rank, self.step_index = pp_rank, step_index
+
+    @classmethod
+    def at_step(cls, pp_rank: int, index: int, message: str, field: str, value: object, file) -> "InvalidSchedule":
+        """At ``field`` of the step ``index`` of a pipeline rank."""
+        field = f"ranks[{pp_rank}].steps[{index}].{field}"
+        return cls(message, pp_rank=pp_rank, step_index=index, file=file, field=field, value=value)
 
 
 def load(path) -> Schedule:
@@ -150,30 +156,17 @@ def _check_host_copies(schedule: Schedule, file) -> None:
     except InputError as error:
         raise InvalidSchedule(error.message, file=file, field=error.field, value=error.value) from None
     limit = schedule.limits.pinned_host_bytes
-    if limit is None:
-        return
-    for node, need in enumerate(pinned_host_bytes(schedule)):
-        if need > limit:
-            raise InvalidSchedule(
-                f"node {node} needs {need} bytes of pinned host memory, {need - limit} more than allowed",
-                file=file,
-                field="limits.pinned_host_bytes",
-                value=limit,
-            )
+    for node, need, more in over_limit(pinned_host_bytes(schedule), limit):
+        said = f"node {node} needs {need} bytes of pinned host memory, {more} more than allowed"
+        raise InvalidSchedule(said, file=file, field="limits.pinned_host_bytes", value=limit)
 
 
 def _check_steps(rank, expected, file) -> None:
     field = f"ranks[{rank.pp_rank}].steps"
     for index, (entry, step) in enumerate(zip(rank.steps, expected)):
         if entry.step != str(step):
-            raise InvalidSchedule(
-                f"Megatron runs {step} here",
-                pp_rank=rank.pp_rank,
-                step_index=index,
-                file=file,
-                field=f"{field}[{index}].step",
-                value=entry.step,
-            )
+            said = f"Megatron runs {step} here"
+            raise InvalidSchedule.at_step(rank.pp_rank, index, said, "step", entry.step, file)
     if len(rank.steps) != len(expected):
         raise InvalidSchedule(f"expected {len(expected)} steps", file=file, field=field, value=len(rank.steps))
 

@@ -13,7 +13,7 @@ from megatron_ext.workload.activation_bytes import kept_by_layer
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import SCHEMA_VERSION, Chunk, Limits, Parameter, Workload, check
+from megatron_ext.workload.workload import Chunk, Limits, Parameter, Workload, make_workload
 
 
 class MicroBatch(NamedTuple):
@@ -112,17 +112,13 @@ def gpt_workload(
             raise InputError(f"does not divide into {stages} stages", field="--num-layers", value=shape.layers)
         layers_of_stages = [shape.layers // stages] * stages
     assert len(layers_of_stages) == stages and sum(layers_of_stages) == shape.layers, layers_of_stages
-    return check(
-        Workload(
-            schema_version=SCHEMA_VERSION,
-            kind="workload",
-            parallel=parallel,
-            zero_stage=zero_stage,
-            chunks=tuple(_chunk(shape, parallel, batch, stage, count) for stage, count in enumerate(layers_of_stages)),
-            p2p_bytes=p2p_bytes(parallel, batch, shape.hidden, ITEM_BYTES[shape.dtype]),
-            limits=limits or Limits(),
-            optimizer=optimizer or OptimizerSettings(),
-        )
+    return make_workload(
+        parallel=parallel,
+        zero_stage=zero_stage,
+        chunks=tuple(_chunk(shape, parallel, batch, stage, count) for stage, count in enumerate(layers_of_stages)),
+        p2p_bytes=p2p_bytes(parallel, batch, shape.hidden, ITEM_BYTES[shape.dtype]),
+        limits=limits,
+        optimizer=optimizer,
     )
 
 

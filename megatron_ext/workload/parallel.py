@@ -15,6 +15,11 @@ MOST_STEPS = 1 << 16
 """Forward steps of one iteration, of all pipeline ranks. Planning takes about half a millisecond for each."""
 
 
+def megatron_order(pp: int, vp: int | None) -> Order:
+    """The order that Megatron runs with ``pp`` pipeline ranks of ``vp`` chunks each."""
+    return "interleaved" if vp and vp > 1 else "1f1b" if pp > 1 else "no_pipeline"
+
+
 class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parallel sizes. ``order`` names the pipeline order: Megatron's interleaved 1F1B
     (``interleaved``), 1F1B (``1f1b``), no pipelining (``no_pipeline``: forward and backward
@@ -29,6 +34,31 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     microbatch_group_size_per_vp_stage: int | None = None
     gpus_per_node: int | None = None
     order: Order = "interleaved"
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        pp: int = 1,
+        vp: int | None = None,
+        dp: int = 1,
+        tp: int = 1,
+        microbatches: int,
+        group: int | None = None,
+        gpus_per_node: int | None = None,
+        order: Order | None = None,
+    ) -> "Parallel":
+        """Sizes by their short names. ``vp`` of None is one chunk; ``order`` of None is Megatron's for these sizes."""
+        return cls(
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vp or 1,
+            data_parallel_size=dp,
+            tensor_model_parallel_size=tp,
+            num_microbatches=microbatches,
+            microbatch_group_size_per_vp_stage=group,
+            gpus_per_node=gpus_per_node,
+            order=order or megatron_order(pp, vp),
+        )
 
     @property
     def pp(self) -> int:

@@ -6,6 +6,7 @@ a layer is what runs between two points at which a group can arrive or leave.
 """
 
 import hashlib
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -122,6 +123,30 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def chunks_of_rank(self, pp_rank: int) -> tuple[Chunk, ...]:
         return tuple(self.chunk(pp_rank, chunk) for chunk in range(self.parallel.vp))
+
+
+def make_workload(
+    *,
+    parallel: Parallel,
+    chunks: Iterable[Chunk],
+    zero_stage: Literal[1, 2, 3] = 1,
+    p2p_bytes: int = 0,
+    limits: Limits | None = None,
+    optimizer: OptimizerSettings | None = None,
+) -> Workload:
+    """A checked workload of the present schema version; raises what :func:`check` does."""
+    return check(
+        Workload(
+            schema_version=SCHEMA_VERSION,
+            kind="workload",
+            parallel=parallel,
+            zero_stage=zero_stage,
+            chunks=tuple(chunks),
+            p2p_bytes=p2p_bytes,
+            limits=limits or Limits(),
+            optimizer=optimizer or OptimizerSettings(),
+        )
+    )
 
 
 def group_bytes(parameters, data_parallel_size: int) -> int:

@@ -1,65 +1,28 @@
 """Models and layouts that parity is tested on: four processes each, small enough for many cases."""
 
 LAYOUTS = {
-    "interleaved": [
-        "--pipeline-model-parallel-size",
-        "2",
-        "--num-virtual-stages-per-pipeline-rank",
-        "2",
-        "--data-parallel-size",
-        "2",
-    ],
-    "1f1b": ["--pipeline-model-parallel-size", "2", "--data-parallel-size", "2"],
-    "no_pipeline": ["--data-parallel-size", "4"],
+    "interleaved": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --data-parallel-size 2",
+    "1f1b": "--pipeline-model-parallel-size 2 --data-parallel-size 2",
+    "no_pipeline": "--data-parallel-size 4",
 }
+LAYOUTS = {name: options.split() for name, options in LAYOUTS.items()}
 
-_SIZE = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "16",
-    "--vocab-size",
-    "120",
-    "--lr",
-    "1e-2",
-    "--log-interval",
-    "1000",
-]
-_UNTIED = ["--untie-embeddings-and-output-weights"]
+_SIZE = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
+SIZE = _SIZE.split()
+_SIZE += " --vocab-size 120 --lr 1e-2 --log-interval 1000"
+_UNTIED = f"{_SIZE} --untie-embeddings-and-output-weights"
+_RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 
 MODELS = {
-    "fp32": [*_SIZE, *_UNTIED],
-    "tied-recompute": [
-        *_SIZE,
-        "--recompute-granularity",
-        "full",
-        "--recompute-method",
-        "uniform",
-        "--recompute-num-layers",
-        "1",
-    ],
-    "bf16-tied": [*_SIZE, "--bf16", "--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope"],
-    "bf16-selective": [*_SIZE, *_UNTIED, "--bf16", "--recompute-granularity", "selective"],
-    "bf16-offload": [*_SIZE, *_UNTIED, "--bf16", "--optimizer-cpu-offload"],
+    "fp32": _UNTIED,
+    "tied-recompute": f"{_SIZE} {_RECOMPUTE} uniform",
+    "bf16-tied": f"{_SIZE} --bf16 --swiglu --normalization RMSNorm --position-embedding-type rope",
+    "bf16-selective": f"{_UNTIED} --bf16 --recompute-granularity selective",
+    "bf16-offload": f"{_UNTIED} --bf16 --optimizer-cpu-offload",
     # The first two or three steps overflow on purpose: they are skipped, and the next ones are not.
-    "fp16": [
-        *_SIZE,
-        *_UNTIED,
-        "--fp16",
-        "--initial-loss-scale",
-        str(2**19),
-        "--recompute-granularity",
-        "full",
-        "--recompute-method",
-        "block",
-        "--recompute-num-layers",
-        "1",
-    ],
+    "fp16": f"{_UNTIED} --fp16 --initial-loss-scale {2**19} {_RECOMPUTE} block",
 }
+MODELS = {name: options.split() for name, options in MODELS.items()}
 """Options by name."""
 
 SHAPES = {

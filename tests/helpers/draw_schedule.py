@@ -10,7 +10,7 @@ import random
 from msgspec.structs import replace
 
 from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
-from megatron_ext.planner.random_plan import random_groups
+from megatron_ext.planner.random_plan import random_groups, with_slots
 from megatron_ext.schedule import footprint, match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.host_shards import by_cpu_shard, can_rest_on_host, with_host_shards
@@ -40,7 +40,7 @@ def draw_schedule(draw, workload: Workload, routes=("gpu", "cpu")) -> Schedule:
         own = [index for index, group in enumerate(groups) if group.pp_rank == pp_rank]
         unshards, reshards = walk(draw, workload, pp_rank, own, groups, uses)
         unshards = [item._replace(route=draw.choice(routes)) for item in unshards]
-        placed.append(_with_slots(draw, unshards, workload.limits.nvme_slots))
+        placed.append(with_slots(unshards, workload.limits.nvme_slots, draw, ("gpu",)))
         freed.append(reshards)
     return assemble(workload, groups, placed, freed, planner="drawn")
 
@@ -201,22 +201,3 @@ def _zero3(draw, workload: Workload, pp_rank: int, own, groups, uses):
                     reshards.append(Freed(group, index, at))
                     del whole[group]
     return unshards, reshards
-
-
-def _with_slots(draw, unshards: list[Placed], slots: int) -> list[Placed]:
-    """Stage every ``nvme`` unshard in, into a slot that is empty; where there is none, go by ``gpu``."""
-    emptied = dict.fromkeys(range(slots), -2)  # slot -> step of the unshard that empties it
-    taken: dict[int, int] = {}  # group -> step of its latest unshard by nvme
-    result = []
-    for item in unshards:
-        if item.route == "nvme":
-            before = taken.get(item.group, -2)
-            usable = [slot for slot, step in emptied.items() if max(step, before) < item.issue]
-            if usable:
-                slot = draw.choice(usable)
-                item = item._replace(slot=slot, stage=draw.randint(max(emptied[slot], before, -2) + 1, item.issue))
-                emptied[slot] = taken[item.group] = item.issue
-            else:
-                item = item._replace(route="gpu")
-        result.append(item)
-    return result

@@ -3,13 +3,12 @@
 import json
 import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from cases import LAYOUTS
 from places import ROOT
-from training import environment
+from training import environment, ranks_command
 
 WORKER = Path(__file__).with_name("parity_worker.py")
 
@@ -63,17 +62,7 @@ class ParityService:
         listener.settimeout(1)
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the service
         self._ranks = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "megatron_ext.cpubench.launcher",
-                "--fork",
-                "--nproc-per-node",
-                "4",
-                str(WORKER),
-                address,
-                *LAYOUTS[self.layout],
-            ],
+            ranks_command(str(WORKER), [address, *LAYOUTS[self.layout]]),
             cwd=ROOT,
             env=environment({"PYTHONFAULTHANDLER": "1"}),
             stdout=self._output,

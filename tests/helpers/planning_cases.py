@@ -41,14 +41,8 @@ def make_workload(
     **limits,
 ) -> workload.Workload:
     """Equal chunks of ``layers`` layers with five parameters each."""
-    parallel = Parallel(
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vp,
-        data_parallel_size=dp,
-        num_microbatches=microbatches,
-        order=order,
-        gpus_per_node=gpus_per_node,
-        microbatch_group_size_per_vp_stage=group,
+    parallel = Parallel.of(
+        pp=pp, vp=vp, dp=dp, microbatches=microbatches, order=order, gpus_per_node=gpus_per_node, group=group
     )
     shapes = {
         "norm": (hidden,),
@@ -71,16 +65,12 @@ def make_workload(
                         )
                     )
             chunks.append(workload.Chunk(pp_rank=rank, model_chunk_id=chunk, parameters=tuple(parameters)))
-    return workload.check(
-        workload.Workload(
-            schema_version=2,
-            kind="workload",
-            parallel=parallel,
-            zero_stage=zero_stage,
-            chunks=tuple(chunks),
-            p2p_bytes=p2p_bytes,
-            limits=workload.Limits(**limits),
-        )
+    return workload.make_workload(
+        parallel=parallel,
+        zero_stage=zero_stage,
+        chunks=tuple(chunks),
+        p2p_bytes=p2p_bytes,
+        limits=workload.Limits(**limits),
     )
 
 

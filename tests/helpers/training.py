@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cases import LAYOUTS
 from places import MEGATRON, ROOT
 
 
@@ -19,45 +20,28 @@ def run(command: list[str], *, env: dict[str, str] | None = None, timeout: float
     return subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=timeout)
 
 
+def ranks_command(script: str, options: list[str], nproc: int = 4) -> list[str]:
+    """The command that runs ``script`` on ``nproc`` ranks of this machine."""
+    launcher = [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--fork", "--nproc-per-node", str(nproc)]
+    return [*launcher, script, *map(str, options)]
+
+
+def verb(name: str, *words: object) -> list[str]:
+    """The command ``megatron-ext NAME``. A text of several words is split into them; a path is one."""
+    parts = (part for word in words for part in (word.split() if isinstance(word, str) else [str(word)]))
+    return [sys.executable, "-m", "megatron_ext", name, *parts]
+
+
 def launch_training(
     options: list[str], nproc: int = 4, env: dict[str, str] | None = None, timeout: float = 120
 ) -> subprocess.CompletedProcess:
     """Run the example on ``nproc`` processes; ``options`` are its options."""
-    return run(
-        [
-            sys.executable,
-            "-m",
-            "megatron_ext.cpubench.launcher",
-            "--fork",
-            "--nproc-per-node",
-            str(nproc),
-            "examples/pretrain_gpt_hybrid.py",
-            *map(str, options),
-        ],
-        env=env,
-        timeout=timeout,
-    )
+    return run(ranks_command("examples/pretrain_gpt_hybrid.py", options, nproc), env=env, timeout=timeout)
 
 
-SMALL = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "64",
-    "--untie-embeddings-and-output-weights",
-]
-PP2_VP2_DP2 = [
-    "--pipeline-model-parallel-size",
-    "2",
-    "--num-virtual-stages-per-pipeline-rank",
-    "2",
-    "--data-parallel-size",
-    "2",
-]
+SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split()
+SMALL += ["--untie-embeddings-and-output-weights"]
+PP2_VP2_DP2 = LAYOUTS["interleaved"]
 """A small GPT, and the layout of the main job."""
 
 

@@ -4,9 +4,9 @@ import errno
 import mmap
 import os
 import subprocess
-import sys
 
 import pytest
+from training import verb
 
 from megatron_ext.cost import cost_table
 from megatron_ext.formats.errors import InputError
@@ -93,22 +93,7 @@ def test_filesystem_is_named():
 
 def measure(tmp_path, where):
     out = tmp_path / "T.json"
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ext",
-        "measure",
-        "--out",
-        str(out),
-        "--links",
-        "nvme,cpu",
-        "--max-bytes",
-        "32768",
-        "--seconds",
-        "3",
-        "--nvme-path",
-        str(where),
-    ]
+    command = verb("measure", "--out", out, "--links nvme,cpu --max-bytes 32768 --seconds 3 --nvme-path", where)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return done, out
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from training import verb
 
 from megatron_ext.cost import cost_table
 from megatron_ext.cost.estimates import Costs
@@ -34,29 +35,8 @@ def layers_can_be_imported():
 def run(tmp_path_factory):
     """One small measurement by the command line, with handed modules."""
     out = tmp_path_factory.mktemp("measure") / "T.json"
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ext",
-        "measure",
-        "--out",
-        str(out),
-        "--json",
-        "--data-parallel-size",
-        "2",
-        "--pipeline-model-parallel-size",
-        "2",
-        "--max-bytes",
-        "65536",
-        "--seconds",
-        "8",
-        "--hidden-size",
-        "64",
-        "--modules",
-        "layers:layer_runners",
-        "--",
-        "16",
-    ]
+    command = verb("measure", "--out", out, "--json --data-parallel-size 2 --pipeline-model-parallel-size 2")
+    command += "--max-bytes 65536 --seconds 8 --hidden-size 64 --modules layers:layer_runners -- 16".split()
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["cost_table"] == str(out)
@@ -183,25 +163,8 @@ def test_under_a_launcher(tmp_path, world_size, ranks_per_node):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = tmp_path / "T.json"
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ext",
-        "measure",
-        "--out",
-        str(out),
-        "--json",
-        "--max-bytes",
-        "8192",
-        "--also-sizes",
-        "5120",
-        "--seconds",
-        "14",
-        "--links",
-        "gpu,hierarchical,cpu,publish,internode,contention",
-        "--data-parallel-size",
-        str(world_size),
-    ]
+    command = verb("measure", "--out", out, "--json --max-bytes 8192 --also-sizes 5120 --seconds 14")
+    command += ["--links", "gpu,hierarchical,cpu,publish,internode,contention", "--data-parallel-size", str(world_size)]
     ranks = []
     for rank in range(world_size):
         environment = os.environ | {
@@ -246,10 +209,7 @@ def test_nodes_that_a_group_spans():
 def test_a_launcher_with_another_number_of_ranks_is_refused(tmp_path):
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_ext", "measure", "--out", str(tmp_path / "T.json")],
-        env=environment,
-        capture_output=True,
-        text=True,
+        verb("measure", "--out", tmp_path / "T.json"), env=environment, capture_output=True, text=True
     )
     assert done.returncode == 2 and "WORLD_SIZE = 3: 2 ranks are asked for" in done.stderr
 
@@ -272,18 +232,7 @@ def rank_processes(parent: int) -> list[int]:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_an_interrupted_measurement(tmp_path, how):
     shared = set(os.listdir("/dev/shm"))
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ext",
-        "measure",
-        "--out",
-        str(tmp_path / "T.json"),
-        "--seconds",
-        "60",
-        "--links",
-        "cpu",
-    ]
+    command = verb("measure", "--out", tmp_path / "T.json", "--seconds 60 --links cpu")
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 240
     while len(rank_processes(launcher.pid)) < 2:

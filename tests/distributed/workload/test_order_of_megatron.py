@@ -37,15 +37,7 @@ json.dump(answers, sys.stdout)
 
 
 def sizes(pp, vp, microbatches, group=None) -> Parallel:
-    order = "no_pipeline" if pp == 1 else "1f1b" if vp == 1 else "interleaved"
-    return Parallel(
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vp,
-        data_parallel_size=1,
-        num_microbatches=microbatches,
-        order=order,
-        microbatch_group_size_per_vp_stage=group,
-    )
+    return Parallel.of(pp=pp, vp=vp, dp=1, microbatches=microbatches, group=group)
 
 
 def test_table_and_warm_up_are_those_of_megatron_core(megatron_tree, tmp_path):

@@ -17,20 +17,11 @@ def start(work: Path, scratch: Path) -> subprocess.Popen:
     (block,) = (block for block in cpu_commands() if "prepare" in block)
     command = block.replace("megatron-ext", f"{sys.executable} -m megatron_ext")
     command = command.replace("runs/first", "runs/killed")
-    return subprocess.Popen(
-        ["bash", "-euc", f". ./args.sh; exec {command}"],
-        cwd=work,
-        # The cache is torch's own: it stays in any case.
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "TMPDIR": str(scratch),
-            "TORCHINDUCTOR_CACHE_DIR": str(work / "torch_cache"),
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(work / "torch_cache")  # torch's own: it stays in any case
+    script = f". ./args.sh; exec {command}"
+    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(["bash", "-euc", script], cwd=work, env=environment, **pipes)
 
 
 def started_with(scratch: Path) -> list[str]:

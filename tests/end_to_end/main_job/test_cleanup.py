@@ -4,13 +4,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from msgspec.structs import replace
 from plans import describe, made_up_table, make_schedule
-from training import PP2_VP2_DP2, ROOT, SMALL, environment, work_left
+from training import PP2_VP2_DP2, ROOT, SMALL, environment, ranks_command, work_left
 
 from megatron_ext.cost.cost_table import Publish, Routes
 from megatron_ext.cpubench.launcher import cause_of
@@ -53,27 +52,9 @@ def caught_in_training(schedule_path, corpus_prefix, tmp_path, *more: str):
     """A scheduled run that would take minutes, caught in the middle of training."""
     before = set(os.listdir("/dev/shm"))
     # The metrics path marks the run's processes.
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ext.cpubench.launcher",
-        "--fork",
-        "--nproc-per-node",
-        "4",
-        "examples/pretrain_gpt_hybrid.py",
-        *OPTIONS,
-        "--data-path",
-        str(corpus_prefix),
-        "--train-iters",
-        "100000",
-        "--user-defined-schedule",
-        str(schedule_path),
-        "--metrics-path",
-        str(tmp_path / "metrics.json"),
-        "--user-defined-schedule-trace",
-        str(tmp_path / "trace.json"),
-        *more,
-    ]
+    options = [*OPTIONS, "--data-path", corpus_prefix, "--train-iters", "100000", *more]
+    options += ["--user-defined-schedule", schedule_path, "--user-defined-schedule-trace", tmp_path / "trace.json"]
+    command = ranks_command("examples/pretrain_gpt_hybrid.py", [*options, "--metrics-path", tmp_path / "metrics.json"])
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -127,18 +127,10 @@ def test_bound_knows_that_the_last_layer_is_reduced_after_all_compute():
 def test_no_group_is_larger_than_the_device_may_hold():
     """Nothing larger than one layer fits, so a rate that only larger groups reach is no bound: a host
     copy takes 1000 us of latency, and so comes each layer at zero stage 3."""
-    loose = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=8, order="no_pipeline", zero_stage=3)
+    sizes = dict(pp=1, vp=1, dp=2, microbatches=1, layers=8, order="no_pipeline", zero_stage=3)
+    loose = make_workload(**sizes)
     layer = loose.chunks[0].bytes // 8
-    tight = make_workload(
-        pp=1,
-        vp=1,
-        dp=2,
-        microbatches=1,
-        layers=8,
-        order="no_pipeline",
-        zero_stage=3,
-        whole_parameter_bytes=layer + 2048,
-    )
+    tight = make_workload(**sizes, whole_parameter_bytes=layer + 2048)
     table = make_table(tight, gpu=None, cpu=(1000.0, 1e9), publish=(0.001, 1e9), forward=1.0, backward=1.0)
     bounds = [lower_bound(work, Timing(work, table)) for work in (loose, tight)]
     assert bounds[0] < 2000.0 and bounds[1] > 15 * 1000.0 * layer / (layer + 2048) * 0.99

@@ -29,16 +29,8 @@ def test_the_bound_knows_that_gradients_may_be_reduced_beside_layers_without_any
 def test_the_bound_knows_a_drive_without_a_host_copy():
     """Its reads are not beside PCIe copies that were never measured."""
     work = work_of([parameters(*[1 << 16] * 8)], limits=workload.Limits(nvme_slots=3), **ONE)
-    table = make_table(
-        work,
-        gpu=(1, 500),
-        cpu=None,
-        nvme=(1, 500),
-        forward=1,
-        backward=1,
-        publish=(0.1, 1e6),
-        topology=cost.Topology(nic_shares_pcie=True),
-    )
+    fast = dict(forward=1, backward=1, publish=(0.1, 1e6), topology=cost.Topology(nic_shares_pcie=True))
+    table = make_table(work, gpu=(1, 500), cpu=None, nvme=(1, 500), **fast)
     assert plan(work, table).predicted.iteration_time_us >= lower_bound(work, Timing(work, table)) * (1 - 1e-9)
 
 

@@ -109,6 +109,11 @@ def test_comments_and_blank_lines_around_a_hook_do_not_matter(path, patched):
     assert verify_text(path, "\n".join(rows)) == []
 
 
+KEEP = "        self.module = module"
+CHUNK_OF = "        model_chunk_id = chunk_of(virtual_microbatch_id, True)\n"
+AFTER = "        backward_step_helper_postprocess(virtual_microbatch_id)\n"
+FIRST = "        model = model[0]\n"
+
 SPOILED = [
     (PRETRAIN, "import torch\nfrom megatron.training.training import train\n", "import numpy\n"),
     (PRETRAIN, "import torch\n", "x = 1; import torch\n"),
@@ -125,11 +130,7 @@ SPOILED = [
     (DDP, "gather_with_optimizer_step = None", "gather_with_optimizer_step = None\n        self.x = 1"),
     (OPTIMIZER, "update_successful = (super()", "done = (super()"),
     (OPTIMIZER, "        update_successful", "        self.model.start_param_sync()\n        update_successful"),
-    (
-        DDP,
-        "        self.module = module",
-        "        if module is None:\n            return\n        self.module = module",
-    ),
+    (DDP, KEEP, f"        if module is None:\n            return\n{KEEP}"),
     (OPTIMIZER, "step_with_ready_grads())\n", "step_with_ready_grads())\n        hooks = []\n"),
     (SCHEDULES, "        input_tensor = inputs.pop(0)\n", "        return None, None\n"),
     (SCHEDULES, "        output_tensor = outputs.pop(0)\n", "        output_tensor = outputs[0]\n"),
@@ -138,26 +139,14 @@ SPOILED = [
         "def backward_step_helper_postprocess(virtual_microbatch_id)",
         "def backward_step_helper_postprocess(k)",
     ),
-    (
-        SCHEDULES,
-        "        model_chunk_id = chunk_of(virtual_microbatch_id, True)\n",
-        "        model_chunk_id = chunk_of(virtual_microbatch_id, True)\n        forward_step(model, 0)\n",
-    ),
-    (
-        SCHEDULES,
-        "        backward_step_helper_postprocess(virtual_microbatch_id)\n",
-        "        backward_step_helper_postprocess(virtual_microbatch_id)\n        backward_step(model, 0)\n",
-    ),
+    (SCHEDULES, CHUNK_OF, f"{CHUNK_OF}        forward_step(model, 0)\n"),
+    (SCHEDULES, AFTER, f"{AFTER}        backward_step(model, 0)\n"),
     (SCHEDULES, "    chunks = len(model)\n    total", "    raise SystemExit\n    chunks = len(model)\n    total"),
     (SCHEDULES, "    run_backward = backward_step\n", "    run_backward = other\n"),
     (SCHEDULES, "    chunks = len(model)\n", "    chunks = len(model)\n    gather_schedule = 1\n"),
     (SCHEDULES, "    results = []\n", "    return None\n"),
     (SCHEDULES, "    config = model[0].config\n", "    config = model[0].config\n    return None\n"),
-    (
-        SCHEDULES,
-        "        model = model[0]\n    config =",
-        "        model = model[0]\n    print(backward_step)\n    config =",
-    ),
+    (SCHEDULES, f"{FIRST}    config =", f"{FIRST}    print(backward_step)\n    config ="),
 ]
 
 

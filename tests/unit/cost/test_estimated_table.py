@@ -21,16 +21,7 @@ LLAMA = GptShape(4, 256, 768, 8, 2, 1024, 32, gated=True, rms_norm=True, linear_
 
 
 def run_of(shape=GPT, *, pp=1, vp=1, dp=8, tp=1, microbatches=4, gpus_per_node=8, batch=None):
-    order = "interleaved" if vp > 1 else "1f1b" if pp > 1 else "no_pipeline"
-    parallel = Parallel(
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vp,
-        data_parallel_size=dp,
-        tensor_model_parallel_size=tp,
-        num_microbatches=microbatches,
-        gpus_per_node=gpus_per_node,
-        order=order,
-    )
+    parallel = Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, microbatches=microbatches, gpus_per_node=gpus_per_node)
     batch = batch or MicroBatch(64, 2)
     return gpt_workload(shape, parallel, batch), batch
 

@@ -41,11 +41,11 @@ def gpt(layers: int, hidden: int, heads: int, positions: int) -> GptShape:
 def pipeline(row: dict, vp: int) -> tuple[Workload, MicroBatch]:
     """As they train: one layer less on the first stage and on the last, which have the embedding and the output."""
     layers, hidden, heads, micro_batch_size = PIPELINES[row["model"]]
-    parallel = Parallel(
-        pipeline_model_parallel_size=row["pipeline_parallel_size"],
-        virtual_pipeline_model_parallel_size=vp,
-        data_parallel_size=1,
-        num_microbatches=row["num_microbatches"],
+    parallel = Parallel.of(
+        pp=row["pipeline_parallel_size"],
+        vp=vp,
+        dp=1,
+        microbatches=row["num_microbatches"],
         gpus_per_node=8,
         order="interleaved" if vp > 1 else "1f1b",
     )

@@ -24,14 +24,7 @@ OPTIONS = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-at
 
 
 def setting(*, pp=1, vp=1, dp=8, microbatches=4, zero_stage=1, recompute=None, shape=LLAMA_7B) -> advice.Setting:
-    parallel = Parallel(
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vp,
-        data_parallel_size=dp,
-        num_microbatches=microbatches,
-        gpus_per_node=8,
-        order="interleaved" if vp > 1 else "1f1b" if pp > 1 else "no_pipeline",
-    )
+    parallel = Parallel.of(pp=pp, vp=vp, dp=dp, microbatches=microbatches, gpus_per_node=8)
     return advice.Setting(shape, parallel, MicroBatch(4096, recompute=recompute), zero_stage)
 
 

@@ -11,6 +11,7 @@ from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import validate
 
+SLOTS = dict(nvme_slots=2, nvme_slot_bytes=60_000)
 WORKLOADS = {
     "interleaved": dict(),
     "1f1b": dict(pp=3, vp=1, order="1f1b", layers=4),
@@ -20,14 +21,7 @@ WORKLOADS = {
     "zero 3": dict(zero_stage=3),
     "zero 3, two chunks": dict(zero_stage=3, whole_parameter_bytes=420_000),
     "zero 3, one layer": dict(zero_stage=3, whole_parameter_bytes=100_000),
-    "zero 3, drive": dict(
-        zero_stage=3,
-        whole_parameter_bytes=300_000,
-        pinned_host_bytes=500_000,
-        nvme_slots=2,
-        nvme_slot_bytes=60_000,
-        dp=1,
-    ),
+    "zero 3, drive": dict(zero_stage=3, whole_parameter_bytes=300_000, pinned_host_bytes=500_000, dp=1, **SLOTS),
 }
 
 

@@ -8,14 +8,7 @@ from megatron_ext.workload.step_order import num_warmup, schedule_table, steps_o
 
 
 def parallel(pp, vp, microbatches, order, group=None):
-    return Parallel(
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vp,
-        data_parallel_size=1,
-        num_microbatches=microbatches,
-        order=order,
-        microbatch_group_size_per_vp_stage=group,
-    )
+    return Parallel.of(pp=pp, vp=vp, dp=1, microbatches=microbatches, order=order, group=group)
 
 
 def test_interleaved_order_is_that_of_a_traced_run():
