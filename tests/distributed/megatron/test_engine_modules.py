@@ -1,9 +1,17 @@
 """A model of Transformer Engine's layers is described without Transformer Engine, with Megatron's names and shapes."""
 
 import json
+import os
+import random
 
+import engine_stand_in
 import pytest
+from draw_schedule import prepared
+from places import MEGATRON
 from plans import command_line
+from training import launch_training
+
+from megatron_ext.workload import workload as workload_file
 
 BASE = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --vocab-size 100
     --data-parallel-size 2 --transformer-impl transformer_engine""".split()
@@ -76,3 +84,19 @@ def test_variants_have_what_their_options_say(layer):
         "mlp.linear_fc1.weight": (2 * 96, 64),
         "mlp.linear_fc2.weight": (64, 96),
     }
+
+
+def test_a_plan_made_without_it_is_trained_with_it(corpus_prefix, tmp_path):
+    """Fused modules of a stand-in that computes, FusedAdam, all routes: equal to Megatron's own gather.
+    tests/nightly/megatron trains whole checkouts by their default arguments."""
+    options = [*BASE, "--bf16", "--untie-embeddings-and-output-weights"]
+    out = tmp_path / "workload.json"
+    assert command_line("describe", "--out", out, *options, "--zero-stage", "3").returncode == 0
+    schedule = tmp_path / "schedule.json"
+    prepared(random.Random(2), workload_file.load(out), schedule, routes=("gpu", "cpu"))
+    path = os.pathsep.join([str(MEGATRON), engine_stand_in.write_packages(tmp_path / "packages")])
+    train = [*options, "--data-path", corpus_prefix, "--train-iters", "4", "--user-defined-schedule", schedule]
+    for words in ("this was the reference", "equal to the reference"):
+        check = ["--user-defined-schedule-check", tmp_path / "reference.json"]
+        result = launch_training([*train, *check], nproc=2, env={"PYTHONPATH": path})
+        assert result.returncode == 0 and words in result.stderr + result.stdout, result.stderr[-3000:]

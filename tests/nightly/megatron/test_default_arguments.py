@@ -1,0 +1,164 @@
+"""Real checkouts train by their default arguments, Transformer Engine's stand-in under them, scheduled as without.
+
+Needs MEGATRON_MIRROR, a clone of Megatron-LM with its tags. What Megatron turns on by default stays on: fused modules,
+FusedAdam, weight gradients that are added into ``main_grad`` inside backward.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import engine_stand_in
+import pytest
+from draw_schedule import prepared
+from places import ROOT
+from released import MIRROR
+
+from megatron_ext import checkout
+from megatron_ext.megatron.describe_from_checkout import describe_command_line
+
+SIZES = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --micro-batch-size 1 --global-batch-size 8 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --train-iters 4 --lr 1e-2 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-interval 1000
+    --eval-iters 1 --log-interval 1 --num-workers 0 --bf16""".split()
+PIPELINE = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+MODERN = "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2"
+CASES = {
+    "0.14.0 default": ("0.14.0", PIPELINE, 1, 1),
+    "0.16.1 default": ("0.16.1", PIPELINE, 3, 2),
+    "0.17.1 default": ("0.17.1", PIPELINE, 3, 3),
+    "gradients come and go": ("0.17.1", "--untie-embeddings-and-output-weights", 3, 4),
+    "tensor and sequence parallel": ("0.17.1", "--tensor-model-parallel-size 2 --sequence-parallel", 3, 5),
+    "precision-aware optimizer": ("0.17.1", f"{PIPELINE} --use-precision-aware-optimizer", 3, 6),
+    "precision-aware optimizer, bfloat16 states": (
+        "0.16.1",
+        "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        3,
+        7,
+    ),
+    "selective recompute": ("0.17.1", f"{PIPELINE} --recompute-granularity selective", 3, 8),
+    "full recompute": (
+        "0.17.1",
+        f"{PIPELINE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        3,
+        9,
+    ),
+    "grouped queries, RMSNorm, SwiGLU": (
+        "0.17.1",
+        f"{PIPELINE} {MODERN} --position-embedding-type rope --no-rope-fusion",
+        3,
+        10,
+    ),
+    "apex": (
+        "0.17.1",
+        f"{PIPELINE} --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion",
+        3,
+        11,
+    ),
+}
+"""Release, options, zero stage, seed of the schedule; each on four processes."""
+
+PROCESSES = 4
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory):
+    """``tree(release)``: a patched checkout."""
+    trees = {}
+
+    def tree(release: str) -> Path:
+        assert MIRROR, "set MEGATRON_MIRROR to a clone of Megatron-LM"
+        if release not in trees:
+            trees[release] = place = tmp_path_factory.mktemp("trees") / release
+            subprocess.run(
+                ["git", "clone", "-q", "--depth=1", "-b", f"core_v{release}", f"file://{MIRROR}", place], check=True
+            )
+            checkout.apply(place)
+        return trees[release]
+
+    return tree
+
+
+class Trainer:
+    """Trains one case in a directory of its own."""
+
+    def __init__(self, tree: Path, folder: Path, options: list[str], zero_stage: int, seed: int, engine: bool):
+        self.tree, self.folder = tree, folder
+        self.options = [*SIZES, *options]
+        replicas = PROCESSES // (
+            1 + ("--pipeline-model-parallel-size" in options or "--tensor-model-parallel-size" in options)
+        )
+        own = ["--data-parallel-size", str(replicas), "--zero-stage", str(zero_stage)]
+        workload = describe_command_line(tree, [*self.options, *own]).workload
+        assert workload.counts_activations
+        self.schedule = prepared(random.Random(seed), workload, folder / "schedule.json", routes=("gpu", "cpu"))
+        packages = engine_stand_in.write_packages(folder / "packages", engine=engine)
+        path = os.pathsep.join([str(tree), str(ROOT), packages])
+        own = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+        self.environment = os.environ | own | {"PYTHONWARNINGS": "ignore"}
+
+    def train(self, *more: str, check: str = "reference.json", **environment: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--nproc-per-node", str(PROCESSES)]
+        command += ["-m", "engine_stand_in", f"{self.tree}/pretrain_gpt.py", *self.options, *more]
+        command += ["--user-defined-schedule", str(self.folder / "schedule.json")]
+        command += ["--user-defined-schedule-check", str(self.folder / check)]
+        return subprocess.run(
+            command, env=self.environment | environment, capture_output=True, text=True, cwd=self.folder, timeout=400
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_schedule_trains_as_megatron_does(tree, tmp_path, case):
+    release, options, zero_stage, seed = CASES[case]
+    trainer = Trainer(tree(release), tmp_path, options.split(), zero_stage, seed, engine=case != "apex")
+    assert len(trainer.schedule.groups) > 2
+    if case == "gradients come and go":
+        assert any(group.gradients for group in trainer.schedule.groups)
+    for words in ("this was the reference", "equal to the reference"):
+        result = trainer.train()
+        said = result.stdout + result.stderr
+        assert result.returncode == 0 and words in said, said[-4000:]
+    assert "gradient_accumulation_fusion .................... True" in said
+    assert "number of nan iterations:   0" in said
+
+
+def test_distributed_checkpoints_go_on_as_they_would_have(tree, tmp_path):
+    """Saved by the schedule in the middle, loaded by the schedule and by Megatron's own gather: equal again."""
+    trainer = Trainer(tree("0.17.1"), tmp_path, PIPELINE.split(), 3, 12, engine=True)
+    save = ["--save", str(tmp_path / "saved"), "--save-interval", "2", "--ckpt-format", "torch_dist"]
+    load = [
+        "--load",
+        str(tmp_path / "saved"),
+        "--ckpt-format",
+        "torch_dist",
+        "--exit-interval",
+        "6",
+        "--train-iters",
+        "6",
+    ]
+    for more, check, words in (
+        ([], "first.json", "this was the reference"),
+        (save, "first.json", "equal to the reference"),
+        (load, "second.json", "this was the reference"),
+        (load, "second.json", "equal to the reference"),
+    ):
+        result = trainer.train(*more, check=check)
+        said = result.stdout + result.stderr
+        assert result.returncode == 0 and words in said, said[-4000:]
+    assert "iteration        5/       6" in said and "iteration        4/       6" not in said
+
+
+def test_a_missing_gather_is_seen(tree, tmp_path):
+    """The control: one group that is never gathered makes another training."""
+    trainer = Trainer(tree("0.17.1"), tmp_path, PIPELINE.split(), 3, 3, engine=True)
+    assert trainer.train().returncode == 0
+    result = trainer.train(MEGATRON_EXT_FAULTS="stale_group=0")
+    assert result.returncode != 0 and "NOT EQUAL" in result.stdout + result.stderr
+
+
+def test_context_parallelism_is_refused_by_name(tree, tmp_path):
+    trainer = Trainer(tree("0.17.1"), tmp_path, [], 3, 3, engine=True)
+    result = trainer.train("--context-parallel-size", "2")
+    assert result.returncode == 2 and "--context-parallel-size = 2: cannot be combined" in result.stderr, result.stderr
