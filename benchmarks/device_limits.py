@@ -5,7 +5,7 @@
 ``limits.device_bytes`` is 100, 70, 50, 30 and 20 % of what stock Megatron holds without activations, at PP 2 x VP 2 x
 DP 2 and at DP 4, in bfloat16 with recompute. With one rank it is a fifth of the model's parameters and gradients. For
 every limit the fastest plan of zero stages 1 to 3 is trained, with the optimizer on the host where it does not fit
-otherwise. All runs take turns, in the opposite order every other round. At last the losses of gradients that are
+otherwise. All runs are interleaved, in the opposite order every other round. At last the losses of gradients that are
 reduced at every visit are set beside stock's, in float32.
 Writes benchmarks/results/device_limits.json and its picture. Ends with 1 where a census is more than 2 % off its bill
 or over its limit, or where losses of one layout differ by more than 1e-3 in bfloat16.

@@ -3,8 +3,8 @@
     python benchmarks/gpu_streaming.py --cost-table T --budget-bytes 2147483648 --out gpu_streaming.json
 
 NOT YET RUN ON A GPU. Residual feed-forward layers (two products and a norm, bfloat16) run forward
-and backward; at no time are more whole parameters on the device than the budget. Three ways, in
-turns: ``cpu`` (host copy to device, the next layers under way while one computes), ``nvme`` (drive,
+and backward; at no time are more whole parameters on the device than the budget. Three ways,
+interleaved: ``cpu`` (host copy to device, the next layers under way while one computes), ``nvme`` (drive,
 staging slot, device; with --nvme-path) and torch FSDP2 with CPUOffloadPolicy. Each copies the
 gradients to the host. Losses and gradient norms are compared. --device cpu only checks that this
 program works; its times mean nothing.

@@ -134,7 +134,8 @@ def interleave(
     between: Callable[[int], None] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> None:
-    """Let ``runs`` train in turn, a slice each, until each has ended; one that is named twice has two slices a round.
+    """Let ``runs`` train one after another, a slice each, until each has ended; one that is named twice has two slices
+    a round.
 
     Args:
         between: called with the slice's number after every slice, while all runs are stopped.

@@ -65,8 +65,8 @@ def make_workload(
     shape = SHAPES[name] if layers is None else SHAPES[name]._replace(layers=layers)
     parallel = Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, microbatches=microbatches, gpus_per_node=gpus_per_node)
     one_layer, vocabulary = (2 * sum(map(prod, sizes)) for sizes in (shape.layer(tp).values(), [matrix(shape, tp)]))
-    room = max(device_layers * one_layer, vocabulary + one_layer) + 2**20  # and buckets' padding
-    limits = workload.Limits(whole_parameter_bytes=room if zero_stage == 3 else None)
+    largest = max(device_layers * one_layer, vocabulary + one_layer) + 2**20  # and buckets' padding
+    limits = workload.Limits(whole_parameter_bytes=largest if zero_stage == 3 else None)
     batch = MicroBatch(tokens, sequence_parallel=tp > 1)
     work = gpt_workload(shape, parallel, batch, zero_stage=zero_stage, limits=limits)
     return work if layers is None else workload.check(replace(work, chunks=tuple(map(without_ends, work.chunks))))

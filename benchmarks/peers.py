@@ -5,8 +5,9 @@
 Four processes in two layouts: PP 2 x VP 2 x DP 2, and DP 4; at DP 4 once more in bfloat16 with the
 optimizer and its float32 parameters on the host. Offload in float32 stands among the rows of DP 4: without a
 GPU our optimizer is on the host anyway. Each peer has an opponent of ours in its own layout. Cost tables are measured
-and plans made first; then all systems train in turn, the order reversed every other round. A system that fails is shown
-with its reason. DeepSpeed is installed into runs/peers-packages (benchmarks/peer_requirements.txt), never into .venv.
+and plans made first; then all systems train, the order reversed every other round. A system that fails
+is shown with its reason. DeepSpeed is installed into runs/peers-packages (benchmarks/peer_requirements.txt), never
+into .venv.
 Writes benchmarks/results/peers.json and peers.png.
 """
 

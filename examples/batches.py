@@ -45,7 +45,7 @@ def batches(
     dataset, *, micro_batch_size: int, global_batch_size: int, start_iteration: int = 0
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Micro-batches of this data-parallel rank, in order, without end; values are
-    (micro-batch, sequence) on this rank's device. Every chunk walks its own iterator."""
+    (micro-batch, sequence) on this rank's device. Every chunk has its own iterator."""
     dp_rank, dp = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     position = start_iteration * global_batch_size
     device = torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")

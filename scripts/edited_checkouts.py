@@ -3,7 +3,7 @@
     python scripts/edited_checkouts.py MIRROR [TAG] [--trees 5]
 
 The edits are those of tests/helpers/random_edits.py: one to three within six lines of a hook, in one
-or two files. Of every edit in turn: if the hooks are refused, or every file is exact, it is counted
+or two files. Of every edit: if the hooks are refused, or every file is exact, it is counted
 and left. If the edited tree does not train by itself either, it is counted and left. Otherwise its patched
 training must equal its own unpatched training to the last bit, and a scheduled one Megatron's own gather
 at the same buckets. TAG is core_v0.16.1 where none is given.
@@ -69,7 +69,7 @@ class Edited:
         return "trained"
 
     def run(self, trees: int):
-        """Edits in turn until ``trees`` of them were trained; yields the seed and its end."""
+        """Edits one after another until ``trees`` of them were trained; yields the seed and its end."""
         for seed in range(EDITS):
             try:
                 outcome = self.try_edit(seed)

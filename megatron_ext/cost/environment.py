@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 from megatron_ext.cost.cost_table import Metadata
 from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.facts import Facts
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import ITEM_BYTES, Workload
 
@@ -30,7 +30,7 @@ def world_sizes(parallel: Parallel) -> dict[str, int]:
     }
 
 
-def differences(metadata: Metadata, environment: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def differences(metadata: Metadata, environment: Mapping[str, Facts]) -> list[str]:
     """What differs, one line each: ``software.torch: table 2.6.0, here 2.13.0``.
 
     Only what ``environment`` names is compared; a table that does not say is a difference too.

@@ -46,20 +46,20 @@ def _wrong(place: Place, fabric: Fabric, group: dist.ProcessGroup, which: int) -
         torch.cuda.set_device(place.device)  # a thread begins on device 0
     with torch.cuda.stream(torch.cuda.Stream(place.device)) if place.on_cuda else contextlib.nullcontext():
         wholes = []
-        for turn in range(ROUNDS):
-            if (turn + which) % place.world_size == place.rank:
+        for number in range(ROUNDS):
+            if (number + which) % place.world_size == place.rank:
                 time.sleep(LATE_SECONDS)
-            wholes.append(_gather(fabric, group, 2 * turn + which))
-        return sum(not torch.equal(whole, _expected(whole, 2 * turn + which)) for turn, whole in enumerate(wholes))
+            wholes.append(_gather(fabric, group, 2 * number + which))
+        return sum(not torch.equal(whole, _expected(whole, 2 * number + which)) for number, whole in enumerate(wholes))
 
 
-def _gather(fabric: Fabric, group: dist.ProcessGroup, turn: int) -> torch.Tensor:
+def _gather(fabric: Fabric, group: dist.ProcessGroup, number: int) -> torch.Tensor:
     whole = torch.zeros(fabric.world_size * ELEMENTS, device=fabric.torch_device)
-    shard = torch.full((ELEMENTS,), float(1000 * turn + fabric.rank), device=fabric.torch_device)
+    shard = torch.full((ELEMENTS,), float(1000 * number + fabric.rank), device=fabric.torch_device)
     dist.all_gather_into_tensor(whole, shard, group=group)
     return whole
 
 
-def _expected(whole: torch.Tensor, turn: int) -> torch.Tensor:
+def _expected(whole: torch.Tensor, number: int) -> torch.Tensor:
     ranks = torch.arange(whole.numel() // ELEMENTS, device=whole.device, dtype=whole.dtype)
-    return (1000.0 * turn + ranks).repeat_interleave(ELEMENTS)
+    return (1000.0 * number + ranks).repeat_interleave(ELEMENTS)

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from megatron_ext.formats import json_files
+from megatron_ext.formats.facts import Facts
 
 Status = Literal["pass", "fail", "could not try"]
 
@@ -44,7 +45,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     version: str
     ranks: int
     nodes: int
-    machine: dict[str, dict[str, float | str]]
+    machine: dict[str, Facts]
     findings: tuple[Finding, ...]
 
     @property

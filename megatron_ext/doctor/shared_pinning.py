@@ -23,8 +23,8 @@ PLACES = Path("/proc/self/numa_maps")
 
 def check(place: Place, options: DoctorOptions) -> list[Finding]:
     """Share, make and page-lock a block. Collective over the node."""
-    room = host_memory.available_bytes()
-    size: int = SIZES[place.device.type] if room is None else min(SIZES[place.device.type], room // 4)
+    available = host_memory.available_bytes()
+    size: int = SIZES[place.device.type] if available is None else min(SIZES[place.device.type], available // 4)
     size = min(place.exchange(max(size // mmap.PAGESIZE, 1) * mmap.PAGESIZE))
     name = "process namespace"
     try:

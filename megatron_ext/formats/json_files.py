@@ -156,12 +156,12 @@ def _value_at(data: bytes, field: str | None) -> Any:
         return ...
 
 
-def encode(value: Any) -> bytes:
+def encode(value: object) -> bytes:
     """Deterministic JSON: the same value gives the same bytes."""
     return msgspec.json.encode(value) + b"\n"
 
 
-def save(path, value: Any, *, indent: int = 0) -> None:
+def save(path, value: object, *, indent: int = 0) -> None:
     """Write ``value`` as JSON to a temporary name beside ``path``, then rename it.
 
     Raises:

@@ -1,6 +1,6 @@
 """Forward and backward of every layer kind, measured on the modules that the caller hands over.
 
-This room does not know any model. ``--modules package.module:function`` (or ``path/to/file.py:function``) names a
+Measuring does not know any model. ``--modules package.module:function`` (or ``path/to/file.py:function``) names a
 factory, which every rank's process calls after ``torch.distributed`` is initialised with all ranks of
 the run::
 

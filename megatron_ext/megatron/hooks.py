@@ -186,7 +186,8 @@ def peak_bytes() -> int:
 
 def census():
     """What this rank held at the peak of the last training iteration, by kind, as a
-    :class:`megatron_ext.formats.rank_memory.RankMemory`; None without a schedule. Walks over the optimizer's states."""
+    :class:`megatron_ext.formats.rank_memory.RankMemory`; None without a schedule. Goes through the
+    optimizer's states."""
     return _run.census() if _run is not None else None
 
 

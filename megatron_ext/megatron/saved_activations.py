@@ -79,21 +79,21 @@ def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size:
     parameters = list(model.parameters())
     tokens = torch.zeros((micro_batch_size, seq_length), dtype=torch.int64)
     mask = torch.zeros((1, 1, seq_length, seq_length), dtype=torch.bool)
-    walk = _Walk(len(layers), [*parameters, mask])
+    counted = _OneMicroBatch(len(layers), [*parameters, mask])
     was_training = model.training
     model.train()
     handles = [
-        layer.module.register_forward_pre_hook(walk.layer_begins(index), with_kwargs=True)
+        layer.module.register_forward_pre_hook(counted.layer_begins(index), with_kwargs=True)
         for index, layer in enumerate(layers)
     ]
     try:
-        with walk.saved:
+        with counted.saved:
             if not model.pre_process:
                 parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
                 shape = (seq_length // parts, micro_batch_size, hidden_size)
                 model.set_input_tensor(torch.zeros(shape, dtype=model.config.params_dtype, requires_grad=True))
             output = model(tokens, tokens, mask, labels=tokens)
-            return walk.result(output)
+            return counted.result(output)
     finally:
         for handle in handles:
             handle.remove()
@@ -120,7 +120,7 @@ def _without_random_states():
         yield
 
 
-class _Walk:
+class _OneMicroBatch:
     """Follows one micro-batch forward and back through the layers of a chunk."""
 
     def __init__(self, num_layers: int, not_counted):

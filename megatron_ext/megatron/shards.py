@@ -10,7 +10,6 @@ optimizer know them by identity.
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -105,7 +104,7 @@ def _with_shards(copy_gradients: Callable, standing: dict) -> Callable:
     return copy_from_shards
 
 
-def offloaded_shards(optimizers, groups: list[tuple[Any, Group]]) -> dict[int, Callable]:
+def offloaded_shards(optimizers, groups: list[tuple[object, Group]]) -> dict[int, Callable]:
     """Where the optimizer steps on the host, its own copies of each group's shard.
 
     Publishing takes them from there: the host copy then costs no copy from the device.
@@ -133,7 +132,7 @@ def offloaded_shards(optimizers, groups: list[tuple[Any, Group]]) -> dict[int, C
     return {index: source(own) for index, own in pieces.items() if all(optimizer is not None for *_, optimizer in own)}
 
 
-def pieces_of_groups(optimizers, groups: list[tuple[Any, Group]]) -> list[tuple[Group, torch.Tensor]]:
+def pieces_of_groups(optimizers, groups: list[tuple[object, Group]]) -> list[tuple[Group, torch.Tensor]]:
     """The group of every part of a parameter that this rank updates, and the tensor by which the optimizer knows it."""
     return [(group, shard) for _, group, _, _, shard in _pieces(optimizers, groups)]
 

@@ -10,7 +10,6 @@ Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in 
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from megatron_ext.workload.state_layout import region_bytes
 
 
 def put_states_on_drive(
-    schedule: Schedule, optimizers: list, buckets: list[tuple[Any, Group]], nvme_path, device, recorder=None
+    schedule: Schedule, optimizers: list, buckets: list[tuple[object, Group]], nvme_path, device, recorder=None
 ) -> list[DriveStates]:
     """Move the states of groups that rest on the drive there. After this every optimizer step streams them.
 

@@ -34,14 +34,13 @@ def plan(
     *,
     policy: str = "hybrid",
     cost_table_sha256: str | None = None,
-    megatron_core: str | None = None,
     extrapolate: bool = False,
 ) -> Schedule:
     """A valid schedule for ``workload`` on the machines of ``table``, with its prediction.
 
     Args:
         policy: one of :data:`POLICIES`.
-        cost_table_sha256, megatron_core: stored in the schedule's metadata.
+        cost_table_sha256: stored in the schedule's metadata.
         extrapolate: read cost curves outside their measured range.
 
     Raises:
@@ -85,16 +84,15 @@ def plan(
     _check_own_work(schedule, workload)
     result = run(workload, timing, schedule, bound_us=bound_us)
     result = result._replace(memory=tuple(memory_bill(schedule, workload)))
-    metadata = _metadata(schedule, table, policy, cost_table_sha256, megatron_core)
+    metadata = _metadata(schedule, table, policy, cost_table_sha256)
     return with_prediction(msgspec.structs.replace(schedule, metadata=metadata), result, baselines)
 
 
-def _metadata(schedule: Schedule, table: CostTable, policy: str, digest: str | None, core: str | None) -> Metadata:
+def _metadata(schedule: Schedule, table: CostTable, policy: str, digest: str | None) -> Metadata:
     return msgspec.structs.replace(
         schedule.metadata,
         planner=policy.partition(":")[0],
         cost_table_sha256=digest,
-        megatron_core=core,
         options=_options_of_run(schedule, table),
     )
 

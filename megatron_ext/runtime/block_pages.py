@@ -2,9 +2,9 @@
 
 [Note: Where pages lie]
 Without a policy a page lies in the memory of the processor socket that touches it first. A host copy that all GPUs of a
-node read would then load one socket's memory and the link between sockets. So pages take turns over the sockets that
-this process may use (MPOL_INTERLEAVE, which a shared mapping keeps for every process that maps it), on machines that
-have several. Pages are large where the kernel may make them so (``shmem_enabled`` is ``advise``).
+node read would then load one socket's memory and the link between sockets. So pages are interleaved over the sockets
+that this process may use (MPOL_INTERLEAVE, which a shared mapping keeps for every process that maps it), on machines
+that have several. Pages are large where the kernel may make them so (``shmem_enabled`` is ``advise``).
 Both concern speed alone, so a kernel that refuses is not an error.
 Sources: mbind(2), madvise(2).
 """
@@ -44,7 +44,7 @@ def memory_nodes() -> list[int]:
 
 
 def spread(block: mmap.mmap) -> bool:
-    """Let the pages of ``block`` take turns over all memory nodes, before any is made. Returns whether they will."""
+    """Interleave the pages of ``block`` over all memory nodes, before any is made. Returns whether they will."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # this kernel has none
             block.madvise(mmap.MADV_HUGEPAGE)

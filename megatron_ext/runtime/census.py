@@ -5,7 +5,7 @@ Whole parameters are counted in every iteration. What autograd saves is counted 
 tensor: it
 costs a few microseconds each, and every iteration runs the same steps with the same shapes. What rests (shards,
 gradients,
-optimizer states) is counted when it is asked for, by walking over its storages.
+optimizer states) is counted when it is asked for, by adding up its storages.
 """
 
 from collections.abc import Callable, Iterable

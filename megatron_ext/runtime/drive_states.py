@@ -132,8 +132,8 @@ class DriveStates:
         self._moves: list[Transfer | None] = [None] * slots  # the last write out of each slot
         self._copied: list = [None] * slots  # the last copy out of each slot to the device
         self._writes: list[Transfer | None] = [None] * len(self.units)
-        self._reads: dict[int, Transfer] = {}  # by turn
-        self._turn = 0  # of the unit that is stepped next, over all iterations
+        self._reads: dict[int, Transfer] = {}  # by count of steps of units
+        self._next = 0  # of the unit that is stepped next, over all iterations
         self._places = {region.parameter: (unit, region) for unit in self.units for region in unit.regions}
         self._hooks = []
         with torch.no_grad():
@@ -156,28 +156,28 @@ class DriveStates:
 
     def _before(self, index: int, *_) -> None:
         """The step of unit ``index`` begins."""
-        assert index == self._turn % len(self.units), "units are stepped in their order"
+        assert index == self._next % len(self.units), "units are stepped in their order"
         self._read_ahead()
-        self._reads.pop(self._turn).wait()
-        self.units[index].point_at(self._slots[self._turn % len(self._slots)])
+        self._reads.pop(self._next).wait()
+        self.units[index].point_at(self._slots[self._next % len(self._slots)])
 
     def _after(self, index: int, *_) -> None:
         """The step of unit ``index`` has ended."""
-        slot, unit = self._turn % len(self._slots), self.units[index]
+        slot, unit = self._next % len(self._slots), self.units[index]
         self._copied[slot] = self._device.mark()  # the optimizer has queued copies of its new parameters
         if not all(region.names for region in unit.regions):
             with torch.no_grad():
                 unit.adopt(self._slots[slot])  # the optimizer has made its moments in this step
         self._write(index, slot)
-        self._turn += 1
+        self._next += 1
         self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Begin to read the next units into the slots that are free or being written."""
         # A unit is read again only after its step of this iteration has ended.
-        for turn in range(self._turn, self._turn + min(len(self._slots) - 1, len(self.units))):
-            if turn not in self._reads:
-                self._reads[turn] = self._read(turn % len(self.units), turn % len(self._slots))
+        for number in range(self._next, self._next + min(len(self._slots) - 1, len(self.units))):
+            if number not in self._reads:
+                self._reads[number] = self._read(number % len(self.units), number % len(self._slots))
 
     def _read(self, index: int, slot: int) -> Transfer:
         unit, before, copied = self.units[index], (self._moves[slot], self._writes[index]), self._copied[slot]
@@ -227,8 +227,8 @@ class DriveStates:
         """Replace what the drive holds of ``parameter`` by the tensors that :meth:`read_tensors` gave."""
         unit, region = self._places[parameter]
         index = self.units.index(unit)
-        for turn in [turn for turn in self._reads if turn % len(self.units) == index]:
-            self._reads.pop(turn).wait()  # it is read again
+        for number in [number for number in self._reads if number % len(self.units) == index]:
+            self._reads.pop(number).wait()  # it is read again
         self._wait(self._writes[index])
         memory, places = self._piece_of(region)
         for name, place in places.items():

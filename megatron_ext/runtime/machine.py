@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any
 
 import torch
 from torch.cuda import nccl
 
+from megatron_ext.formats.facts import Facts
 from megatron_ext.runtime.device import has_cuda
 
 
-def environment(device: str = "auto", ranks_per_node: int | None = None) -> dict[str, dict[str, Any]]:
+def environment(device: str = "auto", ranks_per_node: int | None = None) -> dict[str, Facts]:
     """``hardware`` and ``software`` of this machine, as a table's metadata stores them.
 
     Args:
         device: ``cpu`` leaves accelerators out even where torch sees them.
     """
     use_cuda = device != "cpu" and has_cuda()
-    hardware: dict[str, Any] = {
+    hardware: dict[str, str | int | None] = {
         "processor": _processor(),
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "device": torch.cuda.get_device_name(0) if use_cuda else "cpu",
     }
-    software: dict[str, Any] = {
+    software: dict[str, str | int | None] = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "kernel": platform.release(),

@@ -23,7 +23,7 @@ bytes go over one connection in the order of the exchanges, so the first is not 
 own.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,6 @@ class NodeExchange:
         self._ranks = () if counterparts is None else tuple(dist.get_process_group_ranks(counterparts))
         self._buffers: dict[torch.dtype, list[torch.Tensor]] = {}
         self._begun = 0
-        self.received_bytes = 0
 
     @property
     def crosses_nodes(self) -> bool:
@@ -77,12 +76,11 @@ class NodeExchange:
         if not self.crosses_nodes:
             return Arriving((), (dp_rank,), (own,))
         nodes, mine, tag = len(self.dp_ranks), self.dp_ranks.index(dp_rank), self._begun % IN_FLIGHT
-        # In turn from the next node on: not all to one node at once.
+        # From the next node on: not all to one node at once.
         sources, targets = ([(mine + sign * hop) % nodes for hop in range(1, nodes)] for sign in (-1, 1))
         come = dict(zip(sources, self._buffer(own.dtype, own.numel() * len(sources)).view(len(sources), -1)))
         works = [dist.irecv(shard, self._ranks[node], group=self.counterparts, tag=tag) for node, shard in come.items()]
         works += [dist.isend(own, self._ranks[node], group=self.counterparts, tag=tag) for node in targets]
-        self.received_bytes += len(sources) * own.numel() * own.element_size()
         return Arriving(tuple(works), self.dp_ranks, tuple((come | {mine: own})[node] for node in range(nodes)))
 
     def _buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
@@ -95,7 +93,7 @@ class NodeExchange:
         return buffers[slot][:size]
 
 
-def make_process_groups(parallel: Parallel) -> tuple[Any, Any]:
+def make_process_groups(parallel: Parallel) -> tuple[dist.ProcessGroup | None, NodeExchange]:
     """``(local, exchange)`` of this rank: a process group of the data-parallel ranks on its node
     (None: the whole data-parallel group), and its :class:`NodeExchange`.
 

@@ -19,7 +19,7 @@ class NodeGroups(NamedTuple):
         index: its index on its node.
     """
 
-    local: object
+    local: dist.ProcessGroup
     across: object
     nodes: list[list[int]]
     index: int
@@ -56,7 +56,9 @@ def make_node_groups(parallel: Parallel, backend: str = "gloo") -> NodeGroups | 
             ]
             if dist.get_rank() in places:
                 node, index = places[dist.get_rank()]
-                found = NodeGroups(local[node], across[index], nodes, index)
+                own = local[node]
+                assert isinstance(own, dist.ProcessGroup)  # this rank is in it
+                found = NodeGroups(own, across[index], nodes, index)
     return found
 
 

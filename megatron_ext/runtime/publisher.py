@@ -65,7 +65,7 @@ class Publisher:
         self._last: Transfer | None = None
         unhosted = [target.group.shard for target in targets if not target.host]
         size = max((shard.numel() * shard.element_size() for shard in unhosted), default=0)
-        # Copies on the drive alone pass through these in turn: as many as may be on their way.
+        # Copies on the drive alone pass through these one after another: as many as may be on their way.
         pinned = any(shard.device.type == "cuda" for shard in unhosted)
         self._passing = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT)]
         self._passed = 0

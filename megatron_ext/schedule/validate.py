@@ -84,7 +84,7 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
                 value=rank.pp_rank,
             )
         _check_steps(rank, expected[index], file)
-        _RankWalk(schedule, index, destinations, file).run()
+        _RankCheck(schedule, index, destinations, file).run()
     if schedule.publish:
         _check_host_copies(schedule, file)
     return schedule
@@ -171,8 +171,8 @@ def _check_steps(rank, expected, file) -> None:
         raise InvalidSchedule(f"expected {len(expected)} steps", file=file, field=field, value=len(rank.steps))
 
 
-class _RankWalk:
-    """Goes through the actions of one pipeline rank through one iteration."""
+class _RankCheck:
+    """Checks the actions of one pipeline rank through one iteration."""
 
     def __init__(self, schedule: Schedule, pp_rank: int, destinations, file):
         self.schedule, self.pp_rank, self.file = schedule, pp_rank, file

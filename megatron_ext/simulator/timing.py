@@ -56,7 +56,6 @@ class Timing:
         self.crosses_nodes = [
             len({parallel.node_of(rank, dp) for dp in range(parallel.dp)}) for rank in range(parallel.pp)
         ]
-        self.has_publish = self.costs.offers_publish("cpu")
         self._reduce = sorted(
             (p for points in curves_of(table.reduce or ()).values() for p in points), key=lambda p: p.size_bytes
         )

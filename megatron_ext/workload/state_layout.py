@@ -1,7 +1,5 @@
 """Bytes that the states of parameters take on a drive, and in the slots through which they pass."""
 
-from collections.abc import Iterable
-
 from megatron_ext.workload.drive_reads import SECTOR_BYTES
 
 LINE_BYTES = 64
@@ -19,8 +17,3 @@ def tensor_bytes(numel: int) -> int:
 def region_bytes(numel: int, moments: int) -> int:
     """One parameter of ``numel`` elements with its moments, up to the drive's next sector."""
     return -(-tensor_bytes(numel) * (1 + moments) // SECTOR_BYTES) * SECTOR_BYTES
-
-
-def piece_bytes(numels: Iterable[int], moments: int) -> int:
-    """Parameters that are read and written together."""
-    return sum(region_bytes(numel, moments) for numel in numels)

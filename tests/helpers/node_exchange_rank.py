@@ -31,7 +31,7 @@ def main() -> None:
             gpus_per_node=2,
         )
     )
-    counterparts, begun, lacked = [rank % 2 + 2 * node for node in range(3)], deque(), 0
+    counterparts, begun = [rank % 2 + 2 * node for node in range(3)], deque()
 
     def end() -> None:
         number, arriving = begun.popleft()
@@ -47,11 +47,8 @@ def main() -> None:
             end()
         own = shard_of(rank, number)
         begun.append((number, exchange.begin(own, rank)))
-        lacked += 2 * own.numel() * own.element_size()  # two other nodes
     while begun:
         end()
-    if exchange.received_bytes != lacked:
-        sys.exit(f"rank {rank}: {exchange.received_bytes} bytes received, {lacked} lie on other nodes")
     dist.barrier()
     dist.destroy_process_group()
 

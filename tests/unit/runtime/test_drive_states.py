@@ -8,7 +8,7 @@ from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.workload.drive_reads import DriveReads
-from megatron_ext.workload.state_layout import piece_bytes
+from megatron_ext.workload.state_layout import region_bytes
 
 SHAPES = [(3, 5), (7,), (64, 33), (1,), (4096,), (129, 2)]
 UNITS = [[0, 1], [2], [3, 4], [5]]
@@ -104,7 +104,7 @@ def test_what_a_checkpoint_gives_takes_the_place_of_what_was_there(tmp_path):
 def test_memory_is_that_of_the_slots(tmp_path):
     ours = parameters(0)
     states = store(optimizers_of(ours, UNITS), tmp_path, slots=2)
-    sizes = [piece_bytes([ours[i].numel() for i in unit], 2) for unit in UNITS]
+    sizes = [sum(region_bytes(ours[i].numel(), 2) for i in unit) for unit in UNITS]
     assert [unit.bytes for unit in states.units] == sizes
     assert states.slot_bytes == max(sizes) and states.bytes == sum(sizes)
     step(ours, [unit.optimizer for unit in states.units], 0)
