@@ -49,7 +49,8 @@ GATHERS = {"gpu", "hierarchical", "cpu", "cpu_shard", "nvme"}
 SHORT_US, SHORT_VISITS = 3000.0, 4
 """All rounds of a short copy in a row are over within milliseconds, and so meet one state of a shared machine. Read
 from the other sizes of the same measurement, host copies of 0.5 to 25 MB were up to 17 % off with visits of 20 rounds
-and up to 12 % with four of 5, in three measurements of two models each; all-gathers of a millisecond were worse by it."""
+and up to 12 % with four of 5, in three measurements of two models each; all-gathers of a millisecond were worse by
+it."""
 
 ISSUED = {*COPIES, "nvme", "publish_nvme"}
 """Operations that return before they are complete."""
