@@ -18,7 +18,8 @@ status=0
 ruff check || status=1
 ruff format --check || status=1
 pyright || status=1
-mkdocs build --strict --quiet --site-dir "$(mktemp -d)/site" || status=1
+# Not --quiet: what is not said does not count for --strict, and a broken link would pass.
+mkdocs build --strict --site-dir "$(mktemp -d)/site" || status=1
 # These start no processes, or one at a time, so they run on all processors; the others share processors among their ranks.
 python -m pytest -n auto tests/unit tests/end_to_end/cli tests/end_to_end/checkout || status=1
 python -m pytest tests/distributed tests/end_to_end/adopting tests/end_to_end/main_job || status=1
