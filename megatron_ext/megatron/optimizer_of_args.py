@@ -1,5 +1,6 @@
 """The optimizer's part of a workload, from options as they were parsed here or by Megatron."""
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
 
@@ -8,6 +9,10 @@ def optimizer_settings(args) -> OptimizerSettings:
 
     Args:
         args: the example's or ``describe``'s options, or Megatron's validated arguments.
+
+    Raises:
+        InputError: the host optimizer is asked for float32 parameters, which it cannot take (torch: "can't optimize a
+            non-leaf Tensor").
     """
     half = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     given = getattr(args, "optimizer", "adam")
@@ -20,6 +25,11 @@ def optimizer_settings(args) -> OptimizerSettings:
     moments = 2 if name == "adam" else int(momentum > 0)
     states = [_dtype(getattr(args, f"exp_avg{part}_dtype", None)) for part in ("", "_sq")][:moments]
     fraction = float(getattr(args, "optimizer_offload_fraction", 1.0))
+    if half is None and getattr(args, "optimizer_cpu_offload", False):
+        raise InputError(
+            "Megatron's host optimizer takes no float32 parameters; train with --bf16 or --fp16",
+            field="--optimizer-cpu-offload",
+        )
     return OptimizerSettings(
         gradient_dtype="float32" if half is None or in_fp32 else half,
         main_parameter_dtype=_dtype(getattr(args, "main_params_dtype", None)),

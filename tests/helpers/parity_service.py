@@ -31,7 +31,7 @@ class ParityService:
 
     def run(self, **case) -> dict:
         """``{"reference": metrics, "scheduled": metrics}`` of a case: ``options``, ``schedule``
-        (a path), ``environment`` of the scheduled run, ``reference`` (default True),
+        (a path), ``environment`` of the scheduled run, ``reference`` (default True), ``reference_schedule`` (another),
         ``iterations`` (default: the worker's), ``meddle`` (see the worker).
 
         Raises:

@@ -90,7 +90,8 @@ def train(
 ) -> dict:
     """Train a new model; returns this rank's metrics. ``meddle``: ``told`` or ``silent``, see
     :func:`meddling`; ``go on``: another iteration after training has been finished; ``replay``: the
-    optimizer's hook is not called, as in the replay of a CUDA graph."""
+    optimizer's hook is not called, as in the replay of a CUDA graph; ``gradients``: those of the first iteration are
+    returned as the optimizer steps on them."""
     for name in (lifecycle.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -105,6 +106,10 @@ def train(
     if meddle == "replay":
         for one in getattr(optimizer, "chained_optimizers", [optimizer]):
             one.step_with_ready_grads = functools.partial(super(type(one), one).step_with_ready_grads)
+    gradients: list[torch.Tensor] = []
+    if meddle == "gradients":
+        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+            one.step_with_ready_grads = functools.partial(_collect, gradients, one, one.step_with_ready_grads)
     if meddle in ("told", "silent"):
         with meddling(example, meddle == "told") as hashes:
             metrics = example.train(args, model, optimizer, config, (rows, rows))
@@ -118,17 +123,31 @@ def train(
         example.run_schedule(args, model, [example.batches_of(args, rows) for _ in model])
     del model, optimizer, config
     gc.collect()
-    return metrics
+    return metrics | {"gradients": gradients}
+
+
+def _collect(gradients: list[torch.Tensor], optimizer, step):
+    """Step, after the gradients of the optimizer's first step have been copied."""
+    parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+    gradients += [] if gradients else [p.grad.clone() for p in parameters if p.grad is not None]
+    return step()
+
+
+def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest relative difference of a parameter's gradient, by norms."""
+    assert len(ours) == len(theirs)
+    return max((((a - b).norm() / b.norm()).item() for a, b in zip(ours, theirs) if b.norm()), default=0.0)
 
 
 def run_case(example, layout: list[str], case: dict) -> dict:
     options = [*layout, *case["options"]]
     found, iterations, meddle = {}, case.get("iterations", ITERATIONS), case.get("meddle")
     if case.get("reference", True):
-        found["reference"] = train(
-            example, options, case["schedule"], {lifecycle.STOCK_GATHER: "1"}, iterations, meddle
-        )
+        path = case.get("reference_schedule", case["schedule"])
+        found["reference"] = train(example, options, path, {lifecycle.STOCK_GATHER: "1"}, iterations, meddle)
     found["scheduled"] = train(example, options, case["schedule"], case.get("environment", {}), iterations, meddle)
+    gradients = [metrics.pop("gradients") for metrics in found.values()]
+    found["scheduled"]["gradient_difference"] = _difference(gradients[-1], gradients[0])
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, found)
     return {
@@ -139,6 +158,7 @@ def run_case(example, layout: list[str], case: dict) -> dict:
             "parameter_sha256": [rank[name]["parameter_sha256"] for rank in everybody],
             "peak_bytes": [rank[name]["peak_bytes"] for rank in everybody],
             "census": [rank[name]["census"] for rank in everybody],
+            "gradient_difference": [rank[name].get("gradient_difference") for rank in everybody],
         }
         for name in found
     }

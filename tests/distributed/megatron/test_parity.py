@@ -166,6 +166,22 @@ def test_a_reduce_that_is_left_out_or_added_in_another_order_is_seen(
     assert differences(answer)
 
 
+@pytest.mark.parametrize("kind", ["sharded", "host"])
+def test_gradients_that_come_and_go_are_those_of_stock_but_for_rounding(workloads, interleaved, tmp_path, kind):
+    """Against whole gradients, which Megatron adds up before it reduces them: the sums have another order."""
+    schedule = reduced(workloads["interleaved", "fp32"], 2, tmp_path / "s.json", kind)
+    whole = replace(schedule, groups=tuple(replace(group, gradients=None) for group in schedule.groups))
+    schedule_file.save(tmp_path / "whole.json", validate.validate(whole))
+    answer = interleaved.run(
+        options=MODELS["fp32"],
+        schedule=tmp_path / "s.json",
+        reference_schedule=tmp_path / "whole.json",
+        iterations=1,
+        meddle="gradients",
+    )
+    assert all(0 < difference < 1e-6 for difference in answer["scheduled"]["gradient_difference"])
+
+
 def test_a_stale_shard_in_host_memory_is_seen(workloads, interleaved, tmp_path):
     schedule = from_shards(workloads["interleaved", "bf16-selective"], tmp_path / "s.json")
     assert {group.shard_rests for group in schedule.groups} == {"host"}

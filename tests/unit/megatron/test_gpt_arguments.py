@@ -1,11 +1,13 @@
 """Options of the model: values that cannot train are refused by name before anything is built."""
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import gpt_arguments
+from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 
 
 def parse(*options: str):
@@ -27,3 +29,10 @@ def test_sizes_beyond_any_model_are_refused(name, value, said):
 
 def test_the_defaults_train():
     assert isinstance(parse(), argparse.Namespace)
+
+
+def test_the_host_optimizer_takes_no_float32_parameters():
+    args = SimpleNamespace(bf16=True, fp16=False, optimizer_cpu_offload=True)
+    assert optimizer_settings(args).on_host
+    with pytest.raises(InputError, match="--optimizer-cpu-offload: Megatron's host optimizer takes no float32"):
+        optimizer_settings(SimpleNamespace(bf16=False, fp16=False, optimizer_cpu_offload=True))
