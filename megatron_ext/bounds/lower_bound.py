@@ -8,7 +8,8 @@ The bound is the largest of the following times, plus the optimizer step. Each o
 2. Device memory: at zero stage 3 what does not fit beside a layer is gathered after that layer has computed
    (:mod:`megatron_ext.bounds.device_memory`). This lengthens the paths of 1. The actions of a step run once its input
    has arrived, so a gather between two steps adds to the time of the message.
-3. Gradients: what must be reduced after the last backward of a chunk (:mod:`megatron_ext.bounds.reduce_tail`).
+3. Gradients: what must be reduced after the last backward of a chunk (:mod:`megatron_ext.bounds.reduce_tail`), and what
+   device memory forces to be reduced at every visit (:mod:`megatron_ext.bounds.forced_reduces`).
 4. Links: at some moment at least ``n`` bytes must have arrived (:mod:`megatron_ext.bounds.least_loads`), which takes
    the links of the rank at least ``t(n)`` (:mod:`megatron_ext.bounds.link_rates`). After that moment at least the rest
    ``q`` of the pipeline or of the gradients follows. So iteration >= t(n) + q.
@@ -21,6 +22,7 @@ from itertools import accumulate
 
 from megatron_ext.bounds.critical_path import Durations, compute_durations, earliest_ends, tails
 from megatron_ext.bounds.device_memory import with_device_memory
+from megatron_ext.bounds.forced_reduces import forced_reduce_us
 from megatron_ext.bounds.host_processors import processor_bound
 from megatron_ext.bounds.least_loads import least_loads
 from megatron_ext.bounds.link_rates import LinkRates
@@ -57,6 +59,9 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
             chunk = steps[rank][backward.step].stage // pp
             begin = ends[rank][backward.step] - least.steps[rank][chunk][1]
             bound = max(bound, begin + backward.from_start_us)
+        first = next(index for index, step in enumerate(steps[rank]) if step.kind == "B")
+        begin = ends[rank][first] - least.steps[rank][steps[rank][first].stage // pp][1]
+        bound = max(bound, begin + forced_reduce_us(workload, timing, rank))
     remaining = tails(workload, timing, least)
     for rank in range(pp):
         if rates[rank].routes:

@@ -73,3 +73,16 @@ def test_a_limit_below_the_largest_layer_with_its_activations_is_refused_with_th
         plan(replace(work, limits=Limits(device_bytes=least - 1)), table)
     need, short = map(int, re.search(r"holds at least (\d+) bytes .*, (\d+) bytes short", str(refused.value)).groups())
     assert need >= least and short == need - (least - 1) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("visits", (1, 2, 4))
+def test_the_bound_counts_reduces_that_memory_forces_at_every_visit(visits):
+    """No plan beats it: all gradients are reduced once, and at the other visits those that have no room to stay."""
+    work, table, stock = case("DP 4", microbatches=visits)
+    table = replace(table, reduce=line(0.0, 1.0))
+    free = plan(limited(work, stock), table).predicted
+    tight = plan(limited(work, stock // 4), table).predicted
+    reduce_us = sum(p.bytes for chunk in work.chunks for p in chunk.parameters)
+    assert free.lower_bound_us <= tight.lower_bound_us <= tight.iteration_time_us * (1 + 1e-9)
+    stay = stock // 4 / reduce_us  # float32: as many bytes of gradients as of parameters; the optimizer is on the host
+    assert stay < 0.7 and tight.lower_bound_us >= (1 + (visits - 1) * (1 - stay)) * reduce_us
