@@ -139,11 +139,11 @@ def device_limits(result: dict) -> str:
     off = max(abs(ratio - 1) for row in rows for ratio in row["bill_to_census"])
     ratio = lambda row: f"{sum(row['to_stock']) / len(row['to_stock']):.2f}"
     points = "; ".join(f"{row['layout']} at {row['limit']} {ratio(row)}" for row in rows)
-    losses = result["losses"]
-    return (
-        f"iteration time to stock's, mean of rounds: {points}; a bill is at most {off:.1%} off its census; over "
-        f"{losses['iterations']} iterations in float32 losses differ by at most {losses['largest_loss_difference']:.1e}"
-    )
+    text = f"iteration time to stock's, mean of rounds: {points}; a bill is at most {off:.2%} off its census"
+    if losses := result["losses"]:
+        worst = losses["largest_loss_difference"]
+        text += f"; over {losses['iterations']} iterations in float32 losses differ by at most {worst:.1e}"
+    return text
 
 
 HOOKS = "Megatron's pre-hooks"
