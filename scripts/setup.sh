@@ -1,21 +1,42 @@
 #!/usr/bin/env bash
 # Set up .venv from pinned versions and a patched Megatron; does only what is not done yet.
 #
-#   PYTHON=python3.11         interpreter to use, 3.10 or newer
+#   PYTHON=python3.11         interpreter to use, 3.10 or newer; default: one whose PyTorch sees a CUDA device, or the first
+#   WHEELS=DIR                install from the wheels in DIR, without a network
 #   MEGATRON_PATH=DIR         patch this checkout instead of the megatron-core release
 #   WITH_CHECKOUT=1           also install what megatron/training of a checkout imports
 #   WITH_TESTS=1              also install what scripts/test.sh runs
 #   MEGATRON_CORE=0.16.1      release to unpack into .megatron (site-packages is never edited)
 #
-# On a machine whose PyTorch already sees a CUDA device, that PyTorch is used.
+# On a machine whose PyTorch already sees a CUDA device, that PyTorch is used, with the image's own versions of it and numpy.
+# USE_SYSTEM_TORCH=1 does so without a device.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 2; }
 
+# Images for GPUs pin what pip may install (PIP_CONSTRAINT): that concerns their environment, not ours, and ends in conflicts.
+unset PIP_CONSTRAINT PIP_BUILD_CONSTRAINT
+if [ -n "${WHEELS:-}" ]; then
+    [ -d "$WHEELS" ] || die "WHEELS = '$WHEELS': no such directory"
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS="$WHEELS"
+fi
+
+has_torch() { # has_torch PYTHON: a PyTorch that is to be used as it is
+    "$1" -c 'import os, sys, torch; sys.exit(not (torch.cuda.is_available() or os.environ.get("USE_SYSTEM_TORCH")))' 2> /dev/null
+}
+
 find_python() {
     local candidate
+    if [ -z "${PYTHON:-}" ]; then # an image's python3 rather than a newer one beside it that has no PyTorch
+        for candidate in python3 python; do
+            if has_torch "$candidate" && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+                command -v "$candidate"
+                return
+            fi
+        done
+    fi
     for candidate in ${PYTHON:-} python3.11 python3.12 python3 python3.10 python3.13; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             command -v "$candidate"
@@ -44,22 +65,36 @@ if [ "$installed_pins" != "$pins" ] || [ -n "$missing" ]; then
     done
     base=train
     venv_options=()
-    if "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-        say "using the installed PyTorch, which sees a CUDA device"
+    constraints=constraints.txt
+    if has_torch "$python"; then
+        say "using the installed PyTorch"
         venv_options+=(--system-site-packages)
         base=core
+        # The image's torch and numpy belong together: neither is pinned.
+        constraints=.venv/constraints.txt
     fi
+    pip=(.venv/bin/python -m pip)
     if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then
         say "making .venv with $("$python" --version)"
-        "$python" -m venv "${venv_options[@]}" .venv
+        if ! "$python" -m venv "${venv_options[@]}" .venv > /dev/null 2>&1; then # Debian's has no ensurepip
+            rm -rf .venv
+            "$python" -m venv --without-pip "${venv_options[@]}" .venv || die "$python cannot make .venv: install python3-venv"
+        fi
     fi
+    if ! .venv/bin/python -m pip --version > /dev/null 2>&1; then
+        pip=("$python" -m pip --python .venv/bin/python)
+        "${pip[@]}" --version > /dev/null 2>&1 || die "$python has no pip (22.3 or newer): install python3-venv"
+        "${pip[@]}" install --quiet pip # by which Megatron's package is fetched
+        pip=(.venv/bin/python -m pip)
+    fi
+    [ "$constraints" = constraints.txt ] || grep -vE '^(torch|numpy)==' constraints.txt > "$constraints"
     if [ ${#venv_options[@]} -gt 0 ] && ! .venv/bin/python -c 'import torch' 2>/dev/null; then
         # An interpreter that is a venv itself hands on the packages of its base alone.
         "$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
             > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/megatron_ext_torch.pth"
     fi
     say "installing pinned versions (constraints.txt)"
-    PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --quiet --progress-bar on -c constraints.txt -e ".[$base$extras]"
+    PIP_DISABLE_PIP_VERSION_CHECK=1 "${pip[@]}" install --quiet --progress-bar on -c "$constraints" -e ".[$base$extras]"
     printf '%s %s\n' "$pins" "$base$extras" > .venv/.megatron_ext_stamp
 fi
 
