@@ -40,6 +40,16 @@ def private_names(tree: ast.AST) -> set[str]:
 PRIVATE = set().union(*(private_names(ast.parse(path.read_text())) for path in (ROOT / "megatron_ext").rglob("*.py")))
 
 
+BY_NAME = {"setattr", "delattr", "getattr", "hasattr", "attrgetter", "patch", "patch.object"}
+"""Functions that are told a member's name."""
+
+
+def called(node: ast.Call) -> str:
+    """The function's name; of ``mock.patch.object`` the last two parts."""
+    parts = ast.unparse(node.func).split(".")
+    return ".".join(parts[-2:]) if parts[-1] == "object" else parts[-1]
+
+
 def reached(tree: ast.AST):
     """(line, name) of every private name of the package that a test reads, replaces or imports."""
     for node in ast.walk(tree):
@@ -48,7 +58,7 @@ def reached(tree: ast.AST):
                 yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_ext"):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name in PRIVATE)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) in ("setattr", "delattr"):
+        elif isinstance(node, ast.Call) and called(node) in BY_NAME:
             names = (part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str))
             yield from ((node.lineno, name) for name in names if name.rpartition(".")[2] in PRIVATE)
 
@@ -64,6 +74,8 @@ def test_a_private_member_is_seen():
         f"run.{private}()",
         f"from megatron_ext.x import {private}",
         f"monkeypatch.setattr(run, '{private}', 0)",
+        f"mock.patch.object(run, '{private}')",
+        f"getattr(run, '{private}')()",
     ):
         assert [name for _, name in reached(ast.parse(text))] == [private]
 
