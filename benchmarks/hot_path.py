@@ -62,10 +62,11 @@ class Route:
         """Arrived."""
 
 
-def layers_that_do_nothing(workload) -> tuple[Boundaries, list[list[Layer]]]:
+def layers_that_do_nothing(workload, schedule) -> tuple[Boundaries, list[list[Layer]]]:
     layers = [[Layer(kind, Nothing(), ()) for kind in chunk.layer_kinds] for chunk in workload.chunks_of_rank(0)]
-    boundaries = Boundaries([], {}, [[(n, n) for n in range(len(chunk))] for chunk in layers])
-    boundaries._layers = layers
+    uses = dict(enumerate(uses_of_groups(schedule.groups, workload)))
+    boundaries = Boundaries([], uses, [[(n, n) for n in range(len(chunk))] for chunk in layers])
+    boundaries.layers = layers
     return boundaries, layers
 
 
@@ -80,7 +81,6 @@ def executor_of(schedule, workload, boundaries) -> Executor:
                 if schedule.zero_stage == 3
                 else Group(index, "", whole, 0, 2)
             )
-    boundaries._uses = dict(enumerate(uses_of_groups(schedule.groups, workload)))
     program = compile_program(schedule, schedule.ranks[0], groups, {"gpu": route, "cpu": route}, clock, boundaries)
     executor = Executor(program, groups, clock, residency, route.issue)
     executor.params_updated()
@@ -119,12 +119,12 @@ def iteration_ns(workload, layers, executor: Executor | None) -> int:
 def scheduled(workload, schedule, rounds: int) -> dict:
     calls = TorchCalls()
     with calls.counted():
-        boundaries, layers = layers_that_do_nothing(workload)
+        boundaries, layers = layers_that_do_nothing(workload, schedule)
         executor = executor_of(schedule, workload, boundaries)
         iteration_ns(workload, layers, executor)  # the first begins anew
         calls.hooks = calls.resizes = 0
         iteration_ns(workload, layers, executor)
-    boundaries, layers = layers_that_do_nothing(workload)
+    boundaries, layers = layers_that_do_nothing(workload, schedule)
     executor = executor_of(schedule, workload, boundaries)
     ours, of_torch = [], []
     with torch._C.DisableTorchFunction():

@@ -39,12 +39,12 @@ class TorchCalls:
         self.hooks = self.resizes = 0
         self._begin = torch.zeros(1, requires_grad=True)
         self._chains = [[Nothing()] + [kind() for _ in range(self.LAYERS - 1)] for kind in (Nothing, Hooked)]
-        self._resize = torch.zeros(256).untyped_storage().resize_
+        self.resize = torch.zeros(256).untyped_storage().resize_
 
     @contextlib.contextmanager
     def counted(self):
         """Count the calls of whatever is compiled and run inside."""
-        hook, init = boundary_layers._gradient_hook, FreedGroup.__init__
+        hook, init = boundary_layers.gradient_hook, FreedGroup.__init__
 
         def counting_hook(actions):
             hang_on = hook(actions)
@@ -57,19 +57,19 @@ class TorchCalls:
 
         def counting_init(group, *args) -> None:
             init(group, *args)
-            resize = group._resize
+            resize = group.resize
 
             def counted(size: int) -> None:
                 self.resizes += 1
                 resize(size)
 
-            group._resize = counted
+            group.resize = counted
 
-        boundary_layers._gradient_hook, FreedGroup.__init__ = counting_hook, counting_init
+        boundary_layers.gradient_hook, FreedGroup.__init__ = counting_hook, counting_init
         try:
             yield
         finally:
-            boundary_layers._gradient_hook, FreedGroup.__init__ = hook, init
+            boundary_layers.gradient_hook, FreedGroup.__init__ = hook, init
 
     def ns(self) -> float:
         """Thread time of an iteration's calls."""
@@ -90,7 +90,7 @@ class TorchCalls:
         return (took[1] - took[0]) * self.hooks / (chains * (self.LAYERS - 1))
 
     def _resizes_ns(self) -> float:
-        resize = self._resize
+        resize = self.resize
         begin = time.thread_time_ns()
         for _ in range(self.resizes // 2):
             resize(0)

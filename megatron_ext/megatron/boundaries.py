@@ -130,7 +130,7 @@ class Boundaries:
         """A function that makes ``forward`` run just before layer ``boundary`` computes next, and
         ``backward`` when the gradient of that layer's input is complete."""
         armed = self._armed(model_chunk_id, boundary)
-        hang_on = _gradient_hook(backward) if backward else None
+        hang_on = gradient_hook(backward) if backward else None
         if hang_on is not None and not forward:
             return partial(armed.append, hang_on)
 
@@ -203,7 +203,7 @@ def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
     return held.armed, restore
 
 
-def _gradient_hook(actions):
+def gradient_hook(actions):
     """A function that makes ``actions`` run when the gradient of the tensor it is given is complete."""
 
     def on_gradient(gradient) -> None:

@@ -157,7 +157,7 @@ class FreedGroup(Group):
         on_host: the shard rests in host memory, page-locked where the whole copy is on a GPU.
     """
 
-    __slots__ = ("residency", "_resize", "_bytes")
+    __slots__ = ("residency", "resize", "_bytes")
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class FreedGroup(Group):
         self.on_host = on_host
         with torch.no_grad():
             self.shard = _host_copy(self.shard) if on_host else self.shard.clone()
-        self._resize, self._bytes, self.residency = whole.untyped_storage().resize_, self.bytes, residency
+        self.resize, self._bytes, self.residency = whole.untyped_storage().resize_, self.bytes, residency
         self.state = _WHOLE
         residency.add(self._bytes)
 
@@ -183,7 +183,7 @@ class FreedGroup(Group):
             raise ScheduleError(f"{self} is unsharded while {self.state.value}")
         self.state = _UNSHARDING
         size, residency = self._bytes, self.residency
-        self._resize(size)
+        self.resize(size)
         now = residency.bytes = residency.bytes + size  # Residency.add, which as a call would be a fifth of an unshard
         if now > residency.peak:
             residency.peak = now
@@ -195,7 +195,7 @@ class FreedGroup(Group):
             raise ScheduleError(f"{self} is freed while it is {self.state.value}")
         self.state = _SHARDED
         try:
-            self._resize(0)
+            self.resize(0)
         except RuntimeError as error:
             self._keep(error)
         self.residency.bytes -= self._bytes
@@ -212,7 +212,7 @@ class FreedGroup(Group):
         """Leave the storage as large as it is from now on, where torch does not resize it any more."""
         if self.whole.untyped_storage().resizable():
             raise error
-        self._resize = _keep_size
+        self.resize = _keep_size
         warnings.warn(
             f"{self} keeps its {self._bytes} bytes: somebody has made a NumPy array of a parameter", stacklevel=2
         )
