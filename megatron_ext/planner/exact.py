@@ -23,6 +23,7 @@ from megatron_ext.bounds.reduce_tail import least_tail_us
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
+from megatron_ext.planner.decisions import Gap, gaps_of_rank
 from megatron_ext.planner.placement import Choices
 from megatron_ext.planner.search import Grid, Search, Settings
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
@@ -34,15 +35,6 @@ from megatron_ext.workload.workload import Workload
 
 UNITS = 2_000_000
 """Time is counted in whole units, so many of them in the longest schedule considered."""
-
-
-class Gap(NamedTuple):
-    """The time before block use ``use`` of a group, since its use ``after`` (-1: since the start)."""
-
-    rank: int
-    group: int
-    after: int
-    use: int
 
 
 class Effort(NamedTuple):
@@ -182,7 +174,11 @@ class _Model:
             [self._time(f"b{rank}.{n}") for n in range(len(block_uses))]
             for rank, block_uses in enumerate(self.block_uses)
         ]
-        self.gaps = self._gaps()
+        self.gaps = [
+            gap
+            for rank, block_uses in enumerate(self.block_uses)
+            for gap in gaps_of_rank(workload, blocks, block_uses, rank)
+        ]
         self.issue: dict[Gap, dict[int, cp_model.IntVar]] = {}
         self.keep: dict[Gap, cp_model.IntVar | None] = {}
         self.by: dict[Gap, dict[Route, cp_model.IntVar]] = {}
@@ -213,17 +209,6 @@ class _Model:
             self.timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(rank)))
             for rank in range(workload.parallel.pp)
         )
-
-    def _gaps(self) -> list[Gap]:
-        gaps = []
-        for rank, block_uses in enumerate(self.block_uses):
-            last: dict[int, int] = {}
-            for number, block_use in enumerate(block_uses):
-                for group in self.blocks.blocks[block_use.block].groups if block_use.block >= 0 else ():
-                    if self.workload.zero_stage == 3 or group not in last:
-                        gaps.append(Gap(rank, group, last.get(group, -1), number))
-                    last[group] = number
-        return gaps
 
     def _pipeline(self) -> None:
         """Uses in order, inputs before steps."""

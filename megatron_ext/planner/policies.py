@@ -9,6 +9,7 @@ from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import BASELINES
+from megatron_ext.planner.local_search import improve
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.search import is_tiny, search
 from megatron_ext.planner.stock import stock_schedule
@@ -106,9 +107,8 @@ def _within_memory(
     workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float, policy: str
 ) -> tuple[Schedule, dict[str, float]]:
     """The faster of the plans by all routes and by all-gathers alone, and the time of the latter."""
-    found: list[tuple[float, Schedule]] = []
-    reasons: list[InputError] = []
-    baselines: dict[str, float] = {}
+    found: dict[str, tuple[float, Schedule]] = {}
+    reasons: dict[str, InputError] = {}
     ways: dict[str, tuple[Route, ...]] = {"gathers-only": tuple(route for route in routes if route == "gpu")}
     if policy == "hybrid":
         ways[policy] = routes
@@ -117,16 +117,27 @@ def _within_memory(
             continue
         try:
             schedule = plan_within_memory(workload, timing, chosen, bound_us, only_gathers=name != "hybrid")
-            us = run(workload, timing, schedule).iteration_time_us
+            found[name] = run(workload, timing, schedule).iteration_time_us, schedule
         except InputError as error:
-            reasons.append(error)
-            continue
-        if name == "gathers-only":
-            baselines[name] = us
-        found.append((us, schedule))
+            reasons[name] = error
     if not found:
-        raise reasons[-1]
-    return min(found, key=lambda item: item[0])[1], baselines
+        raise list(reasons.values())[-1]
+    baselines = {name: us for name, (us, _) in found.items() if name == "gathers-only"}
+    best = _best(found)
+    schedule = found[best][1]
+    return schedule if best == policy else _named(schedule, best, reasons.get("hybrid")), baselines
+
+
+def _best(found: dict[str, tuple[float, Schedule]]) -> str:
+    """The name of the fastest; ``hybrid`` only where it is faster than every baseline."""
+    return min(found, key=lambda name: (found[name][0] * (1 + 1e-9 if name == "hybrid" else 1), name == "hybrid"))
+
+
+def _named(schedule: Schedule, rule: str, failed: InputError | None) -> Schedule:
+    """The schedule of a baseline, with its name and why the search gave nothing, for :func:`search_note`."""
+    options = PlanOptions(rule=rule, search_failed=None if failed is None else str(failed))
+    metadata = msgspec.structs.replace(schedule.metadata, options=options)
+    return msgspec.structs.replace(schedule, metadata=metadata)
 
 
 def check_policy(policy: str) -> None:
@@ -299,18 +310,18 @@ def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tupl
     """The best of everything that can be planned, by simulation: never worse than a baseline.
 
     What cannot be simulated (a group larger than any that was measured, host copies that do
-    not fit) is no candidate; only if nothing is left does the first reason count. Where a baseline is the best, the
-    schedule's options name it, and why the search gave nothing.
+    not fit) is no candidate; only if nothing is left does the first reason count. Where no schedule is faster than a
+    baseline, the plan is the baseline and its options name it, and why the search gave nothing.
     """
-    schedules, times, reasons = {}, {}, {}
+    found: dict[str, tuple[float, Schedule]] = {}
+    reasons: dict[str, InputError] = {}
 
     def consider(name: str, make) -> None:
         try:
             schedule = make()
             if name in BASELINES:
                 _refuse_what_does_not_fit(schedule, name)
-            times[name] = run(workload, timing, schedule, bound_us=0.0).iteration_time_us
-            schedules[name] = schedule
+            found[name] = run(workload, timing, schedule, bound_us=0.0).iteration_time_us, schedule
         except InputError as error:
             reasons[name] = error
 
@@ -318,15 +329,11 @@ def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tupl
         if needs <= set(routes):
             consider(name, lambda make=make: make(workload, timing))
     consider("hybrid", lambda: _searched(workload, timing, routes, bound_us))
-    if not schedules:
+    if not found:
         raise next(iter(reasons.values()))
-    best = min(schedules, key=lambda name: (times[name], name != "hybrid"))
-    schedule = schedules[best]
-    if best != "hybrid":
-        why = str(reasons["hybrid"]) if "hybrid" in reasons else None
-        metadata = msgspec.structs.replace(schedule.metadata, options=PlanOptions(rule=best, search_failed=why))
-        schedule = msgspec.structs.replace(schedule, metadata=metadata)
-    return schedule, {name: us for name, us in times.items() if name != "hybrid"}
+    best = _best(found)
+    schedule = found[best][1] if best == "hybrid" else _named(found[best][1], best, reasons.get("hybrid"))
+    return schedule, {name: us for name, (us, _) in found.items() if name != "hybrid"}
 
 
 def _searched(workload: Workload, timing: Timing, routes, bound_us: float) -> Schedule:
@@ -334,5 +341,10 @@ def _searched(workload: Workload, timing: Timing, routes, bound_us: float) -> Sc
     if found_us > bound_us * (1 + 1e-9) and is_tiny(workload):
         from megatron_ext.planner.exact import SMALL, solve  # ortools takes a while to import
 
-        found = solve(workload, timing, routes, found, found_us, SMALL)[0]
+        limited = workload.zero_stage == 3 and workload.limits.whole_parameter_bytes is not None
+        by_changes = limited and "nvme" not in routes
+        effort = SMALL._replace(models=1) if by_changes else SMALL
+        found, found_us, _ = solve(workload, timing, routes, found, found_us, effort)
+        if by_changes:
+            found, _ = improve(workload, timing, routes, found, found_us, bound_us)
     return found

@@ -139,3 +139,29 @@ def test_a_plan_that_is_a_baseline_says_so(monkeypatch):
     assert planned.metadata.options.rule in planned.predicted.baselines_us
     note = search_note(planned)
     assert note is not None and "no blocks fit" in note and planned.metadata.options.rule in note
+
+
+def test_a_plan_no_faster_than_a_baseline_is_the_baseline_and_says_so():
+    """Compute hides every gather, so that no schedule is faster than another rule's."""
+    work = make_workload(pp=1, vp=1, order="no_pipeline", layers=1, microbatches=2)
+    planned = plan(work, make_table(work, cpu=None))
+    note = search_note(planned)
+    assert planned.metadata.options.rule in planned.predicted.baselines_us
+    assert (
+        note == f"The search found nothing faster than the baseline {planned.metadata.options.rule}, which is the plan."
+    )
+
+
+def test_a_plan_within_memory_that_is_a_baseline_says_so(monkeypatch):
+    work = make_workload(pp=1, vp=1, order="no_pipeline", layers=3, microbatches=2, zero_stage=3)
+    work = replace(work, limits=replace(work.limits, device_bytes=1 << 40))
+    within = policies.plan_within_memory
+
+    def gathers_alone(*given, only_gathers=False):
+        if not only_gathers:
+            raise InputError("nothing found", field="limits")
+        return within(*given, only_gathers=True)
+
+    monkeypatch.setattr(policies, "plan_within_memory", gathers_alone)
+    note = search_note(plan(work, make_table(work)))
+    assert note is not None and "nothing found" in note and "gathers-only" in note

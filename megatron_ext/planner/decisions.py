@@ -1,0 +1,134 @@
+"""Every decision of a rank's gathers, and the schedule that they give: what stays whole between two uses, and order,
+route and earliest place of every gather.
+
+A gather is issued as early as memory allows, not before its earliest place and not before the gathers that come before
+it in the order. What needs memory at its own use, or stays, has it first.
+"""
+
+from math import inf
+from typing import NamedTuple
+
+from megatron_ext.planner.assemble import Freed, Placed
+from megatron_ext.planner.blocks import Blocks, BlockUse, block_uses_of_rank
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import Route
+from megatron_ext.workload.workload import Workload
+
+
+class Gap(NamedTuple):
+    """The time before block use ``use`` of a group, since its use ``after`` (-1: since the start)."""
+
+    rank: int
+    group: int
+    after: int
+    use: int
+
+
+def gaps_of_rank(workload: Workload, blocks: Blocks, block_uses: list[BlockUse], rank: int) -> list[Gap]:
+    """All gaps of a rank in the order of their uses; at zero stage 1 the first of each group alone."""
+    gaps, last = [], {}
+    for number, block_use in enumerate(block_uses):
+        for group in blocks.blocks[block_use.block].groups if block_use.block >= 0 else ():
+            if workload.zero_stage == 3 or group not in last:
+                gaps.append(Gap(rank, group, last.get(group, -1), number))
+            last[group] = number
+    return gaps
+
+
+class Decisions(NamedTuple):
+    """Of one rank; gaps are named by their numbers.
+
+    Attributes:
+        kept: gaps over which the group stays whole.
+        order: the others, in issue order.
+        routes: of every gap; those of kept gaps say nothing.
+        earliest: by gap, the use before which the gather may be issued first (-1: at the start).
+    """
+
+    kept: frozenset[int]
+    order: tuple[int, ...]
+    routes: tuple[Route, ...]
+    earliest: tuple[int, ...]
+
+
+class RankGaps:
+    """What the decisions of one rank are about.
+
+    Attributes:
+        fixed: gaps within a step, over which a group of several blocks has to stay.
+        first: by gap, the first use before which it may be gathered.
+    """
+
+    def __init__(self, workload: Workload, timing: Timing, blocks: Blocks, rank: int):
+        self.uses = block_uses_of_rank(workload, timing, blocks, rank)
+        self.gaps = gaps_of_rank(workload, blocks, self.uses, rank)
+        self.sizes = [blocks.groups[gap.group].bytes for gap in self.gaps]
+        self.first = tuple(gap.after + 1 if gap.after >= 0 else -1 for gap in self.gaps)
+        self.fixed = frozenset(
+            number
+            for number, gap in enumerate(self.gaps)
+            if gap.after >= 0 and self.uses[gap.after].step == self.uses[gap.use].step
+        )
+        self.of_group: dict[int, list[int]] = {}
+        for number, gap in enumerate(self.gaps):
+            self.of_group.setdefault(gap.group, []).append(number)
+        limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
+        self.limit = inf if limit is None else limit
+
+    def whole_bytes(self, kept: frozenset[int]) -> list[int]:
+        """Bytes that are whole before each use, and at index 0 at the start, if every gather came at its use."""
+        whole = [0] * (len(self.uses) + 1)
+        for number, (gap, size) in enumerate(zip(self.gaps, self.sizes)):
+            whole[gap.use + 1] += size
+            if number in kept:
+                for use in range(gap.after + 1, gap.use):
+                    whole[use + 1] += size
+        return whole
+
+    def placed(self, decisions: Decisions) -> tuple[list[Placed], list[Freed]] | None:
+        """Unshards in issue order, and reshards; None where they do not fit or one comes behind its use."""
+        whole, limit = self.whole_bytes(decisions.kept), self.limit
+        if max(whole) > limit:
+            return None
+        placed, freed, last = [], [], -1
+        for number in decisions.order:
+            gap, size = self.gaps[number], self.sizes[number]
+            lowest = max(last, self.first[number], decisions.earliest[number])
+            if lowest > gap.use:
+                return None
+            place = gap.use
+            while place > lowest and whole[place] + size <= limit:
+                place -= 1
+                whole[place + 1] += size
+            last = place
+            step, at = (-1, -1) if place < 0 else (self.uses[place].step, self.uses[place].before)
+            placed.append(Placed(gap.group, decisions.routes[number], step, self.uses[gap.use].step, at))
+            if gap.after >= 0:
+                freed.append(Freed(gap.group, self.uses[gap.after].step, self.uses[gap.after].after))
+        for group, numbers in self.of_group.items() if limit < inf else ():
+            last_use = self.uses[self.gaps[numbers[-1]].use]
+            freed.append(Freed(group, last_use.step, last_use.after))
+        return placed, freed
+
+    def decisions_of(self, schedule: Schedule, rank: int) -> Decisions:
+        """The decisions that give the gathers of ``schedule``, whose groups are those of these gaps."""
+        places = {}
+        for number, use in enumerate(self.uses):
+            places.setdefault((use.step, use.before), number)
+        actions = [(-1, action) for action in schedule.ranks[rank].start.unshard]
+        actions += [(step, a) for step, entry in enumerate(schedule.ranks[rank].steps) for a in entry.unshard]
+        order: dict[int, Route] = {}
+        earliest = list(self.first)
+        for step, action in actions:
+            # An action between two blocks of other cuts counts as one of the next use.
+            place = -1 if step < 0 else places.get((step, action.at), places[step, -1])
+            need_by = step if action.need_by < 0 else action.need_by
+            for number in self.of_group[action.group]:
+                use = self.gaps[number].use
+                if number not in order and use >= place and self.uses[use].step == need_by:
+                    order[number], earliest[number] = action.route, place
+                    break
+        routes: tuple[Route, ...] = tuple(order.get(number, "gpu") for number in range(len(self.gaps)))
+        kept = frozenset(number for number in range(len(self.gaps)) if number not in order)
+        return Decisions(kept, tuple(order), routes, tuple(earliest))

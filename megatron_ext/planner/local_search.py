@@ -1,0 +1,234 @@
+"""Small cases in little memory: decisions changed one by one, by simulated annealing (Kirkpatrick, Gelatt and Vecchi,
+Science 1983), for several ways to make groups.
+
+A placement pass keeps what is used next (Belady 1966) and prefetches by one horizon. Where layers are unequal and
+memory is tight, the best schedule does neither everywhere.
+"""
+
+import random
+from math import exp, inf
+
+from megatron_ext.bounds.feasibility import pinned_need
+from megatron_ext.planner.assemble import assemble
+from megatron_ext.planner.blocks import Blocks
+from megatron_ext.planner.decisions import Decisions, RankGaps
+from megatron_ext.planner.placement import Choices
+from megatron_ext.planner.search import Grid, Search, Settings
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import Route
+from megatron_ext.workload.workload import Workload
+
+CHANGES = 80
+"""Changes that are simulated for every gap, over all groupings."""
+
+GROUPINGS, FINALISTS = 5, 2
+"""So many groupings share the first half of the changes, the best of them the second."""
+
+HOTTEST, COLDEST = 3e-3, 2e-4
+"""Temperatures at the beginning and the end, in parts of the iteration time."""
+
+EXPOSED = 1e-3
+"""Weight of exposed time beside iteration time: it tells schedules of the same length apart."""
+
+
+def improve(
+    workload: Workload, timing: Timing, routes: tuple[Route, ...], known: Schedule, known_us: float, bound_us: float
+) -> tuple[Schedule, float]:
+    """A schedule that is no slower than ``known``, and its simulated iteration time.
+
+    Args:
+        known, known_us: a schedule without ``nvme`` and its simulated iteration time.
+        bound_us: a time that no schedule can beat; one that reaches it is not improved.
+    """
+    found = [
+        _Annealing(workload, timing, *made, known if made[0].groups == known.groups else None)
+        for made in _groupings(workload, timing, routes, known)
+    ]
+    found = [one for one in found if one.us < inf]
+    for part, number in ((0.5 / GROUPINGS, GROUPINGS), (0.5 / FINALISTS, FINALISTS)):
+        found = sorted(found, key=lambda one: one.best_us)[:number]
+        for one in found:
+            if known_us > bound_us * (1 + 1e-9):
+                one.run(int(CHANGES * part * one.number_of_gaps))
+    for one in found:
+        if one.best is not None and one.best_us < known_us * (1 - 1e-9):
+            known, known_us = one.best, one.best_us
+    return known, known_us
+
+
+def _groupings(
+    workload: Workload, timing: Timing, routes: tuple[Route, ...], known: Schedule
+) -> list[tuple[Blocks, Choices]]:
+    """The groups of ``known``, and the best others by estimate; one of those that are the same."""
+    grid = Grid(Search(workload, timing, routes, 0.0))
+    best: dict[tuple, tuple[float, Settings]] = {}
+    for cut, divide, horizon, hosts in (
+        (c, d, h, o)
+        for c in range(grid.sizes[0])
+        for d in range(grid.sizes[1])
+        for h in range(grid.sizes[2])
+        for o in range(grid.sizes[4])
+    ):
+        settings = Settings(cut, divide, horizon, 0, hosts)
+        us = grid.estimate(settings)
+        made = grid.made(settings)
+        if us < inf and made is not None:
+            own = made[0].groups
+            best[own] = min(best.get(own, (inf, settings)), (-1.0 if own == known.groups else us, settings))
+    ranked = sorted(best.values())[:GROUPINGS]
+    return [made for _, settings in ranked if (made := grid.made(settings)) is not None]
+
+
+class _Annealing:
+    """One grouping: its present decisions and the best schedule so far."""
+
+    def __init__(
+        self, workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, known: Schedule | None = None
+    ):
+        self.workload, self.timing, self.blocks, self.choices = workload, timing, blocks, choices
+        self.ranks = [RankGaps(workload, timing, blocks, rank) for rank in range(workload.parallel.pp)]
+        self.number_of_gaps = sum(len(rank.gaps) for rank in self.ranks)
+        self.random = random.Random(0)
+        start = Search(workload, timing, choices.routes, 0.0).schedule(blocks, choices) if known is None else known
+        as_it_is = [rank.decisions_of(start, number) for number, rank in enumerate(self.ranks)]
+        early = [one._replace(earliest=rank.first) for one, rank in zip(as_it_is, self.ranks)]
+        self.best: Schedule | None = None
+        self.best_us = inf
+        self.us, self.now = min(((self.cost(one), one) for one in (as_it_is, early)), key=lambda item: item[0])
+
+    def cost(self, decisions: list[Decisions]) -> float:
+        """Simulated iteration time, and a little of what is exposed; infinite where a limit is not kept."""
+        made = [rank.placed(one) for rank, one in zip(self.ranks, decisions)]
+        placed, freed = [one[0] for one in made if one], [one[1] for one in made if one]
+        if len(placed) < len(made):
+            return inf
+        schedule = assemble(self.workload, self.blocks.groups, placed, freed, planner="hybrid")
+        limit = self.workload.limits.pinned_host_bytes
+        if limit is not None:
+            routed: list[str] = ["gpu"] * len(schedule.groups)
+            for entry in schedule.publish:
+                routed[entry.group] = "cpu"
+            if max(pinned_need(self.workload, schedule.groups, routed), default=0) > limit:
+                return inf
+        result = run(self.workload, self.timing, schedule, bound_us=0.0)
+        if result.iteration_time_us < self.best_us:
+            self.best, self.best_us = schedule, result.iteration_time_us
+        return result.iteration_time_us + EXPOSED * sum(result.exposed_us) / len(result.exposed_us)
+
+    def run(self, changes: int) -> None:
+        """Simulate so many changes, cooling down; at most ten times as many are tried."""
+        done, base = 0, self.best_us
+        for _ in range(10 * changes):
+            if done == changes:
+                break
+            number = self.random.randrange(len(self.ranks))
+            changed = self._change(self.ranks[number], self.now[number]) if self.ranks[number].gaps else None
+            if changed is None or changed == self.now[number]:
+                continue
+            decisions = [*self.now[:number], changed, *self.now[number + 1 :]]
+            us = self.cost(decisions)
+            if us == inf:
+                continue
+            temperature = base * HOTTEST * (COLDEST / HOTTEST) ** (done / changes)
+            done += 1
+            if us <= self.us or self.random.random() < exp((self.us - us) / temperature):
+                self.us, self.now = us, decisions
+
+    def _change(self, rank: RankGaps, decisions: Decisions) -> Decisions | None:
+        """A neighbour of ``decisions``, drawn by chance; None where the draw gave none."""
+        kind = self.random.choices((self._stay, self._reroute, self._reorder, self._delay), (8, 5, 5, 4))[0]
+        return kind(rank, decisions)
+
+    def _routes(self, group: int) -> list[Route]:
+        wrong = "gpu" if group in self.choices.from_host else "cpu_shard"
+        return [route for route in self.choices.routes if route != wrong]
+
+    def _some_of_group(self, rank: RankGaps) -> list[int]:
+        """A gap, or some that follow each other of the same group."""
+        number = self.random.randrange(len(rank.gaps))
+        mine = rank.of_group[rank.gaps[number].group]
+        first = mine.index(number)
+        count = 1 if self.random.random() < 0.6 else self.random.randint(1, len(mine) - first)
+        return mine[first : first + count]
+
+    def _stay(self, rank: RankGaps, decisions: Decisions) -> Decisions | None:
+        """Let a group stay over some gaps, or gather it there; what stays must make room."""
+        mine = [n for n in self._some_of_group(rank) if rank.gaps[n].after >= 0 and n not in rank.fixed]
+        if not mine:
+            return None
+        kept = decisions.kept
+        if mine[0] in kept:
+            return self._gathered(rank, decisions, [number for number in mine if number in kept])
+        kept = kept | set(mine)
+        given_up: list[int] = []
+        while max(whole := rank.whole_bytes(kept)) > rank.limit:
+            over = next(use for use, size in enumerate(whole) if size > rank.limit) - 1
+            others = [
+                number
+                for number in kept - rank.fixed - set(mine)
+                if rank.gaps[number].after < over < rank.gaps[number].use
+            ]
+            if not others:
+                return None
+            given_up.append(self.random.choice(sorted(others)))
+            kept = kept - {given_up[-1]}
+        order = tuple(number for number in decisions.order if number not in kept)
+        return self._gathered(rank, decisions._replace(kept=kept, order=order), given_up)
+
+    def _gathered(self, rank: RankGaps, decisions: Decisions, numbers: list[int]) -> Decisions:
+        """With gathers in these gaps, ordered by use, a little earlier by chance."""
+        order, routes, earliest = list(decisions.order), list(decisions.routes), list(decisions.earliest)
+        for number in numbers:
+            before = [n for n, other in enumerate(order) if rank.gaps[other].use < rank.gaps[number].use]
+            place = before[-1] + 1 if before else 0
+            order.insert(max(0, place - self.random.choice((0, 0, 0, 1, 2))), number)
+            routes[number] = self.random.choice(self._routes(rank.gaps[number].group))
+            earliest[number] = rank.first[number]
+        return Decisions(decisions.kept - set(numbers), tuple(order), tuple(routes), tuple(earliest))
+
+    def _reroute(self, rank: RankGaps, decisions: Decisions) -> Decisions | None:
+        """Send some gathers of a group by another route; where host memory is short another group gives up its copy."""
+        mine = [number for number in self._some_of_group(rank) if number not in decisions.kept]
+        if not mine:
+            return None
+        routes: list[Route] = list(decisions.routes)
+        group = rank.gaps[mine[0]].group
+        others: list[Route] = [route for route in self._routes(group) if route != routes[mine[0]]]
+        if not others:
+            return None
+        chosen: Route = self.random.choice(others)
+        short = self.workload.limits.pinned_host_bytes is not None
+        for number in rank.of_group[group] if short and self.random.random() < 0.7 else mine:
+            routes[number] = chosen
+        hosted = sorted({rank.gaps[n].group for n in decisions.order if routes[n] == "cpu"} - {group})
+        if short and chosen == "cpu" and hosted and self.random.random() < 0.7:
+            other = self.random.choice(hosted)
+            if "gpu" in self._routes(other):
+                for number in rank.of_group[other]:
+                    routes[number] = "gpu"
+        return decisions._replace(routes=tuple(routes))
+
+    def _reorder(self, rank: RankGaps, decisions: Decisions) -> Decisions | None:
+        """Issue a gather a few places earlier or later."""
+        order = list(decisions.order)
+        if len(order) < 2:
+            return None
+        place = self.random.randrange(len(order))
+        number = order.pop(place)
+        order.insert(min(max(place + self.random.choice((-6, -3, -2, -1, -1, 1, 1, 2, 3, 6)), 0), len(order)), number)
+        earliest = list(decisions.earliest)
+        if self.random.random() < 0.5:
+            earliest[number] = rank.first[number]
+        return decisions._replace(order=tuple(order), earliest=tuple(earliest))
+
+    def _delay(self, rank: RankGaps, decisions: Decisions) -> Decisions | None:
+        """Issue a gather not before some use, or as early as may be."""
+        if not decisions.order:
+            return None
+        number = self.random.choice(decisions.order)
+        earliest, first = list(decisions.earliest), rank.first[number]
+        anew = earliest[number] > first and self.random.random() < 0.6
+        earliest[number] = first if anew else self.random.randint(first, rank.gaps[number].use)
+        return decisions._replace(earliest=tuple(earliest))
