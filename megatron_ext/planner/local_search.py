@@ -9,12 +9,14 @@ import random
 from math import exp, inf
 
 from megatron_ext.bounds.feasibility import pinned_need
+from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.blocks import Blocks
 from megatron_ext.planner.decisions import Decisions, RankGaps
 from megatron_ext.planner.placement import Choices
 from megatron_ext.planner.search import Grid, Search, Settings
 from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route
@@ -22,6 +24,9 @@ from megatron_ext.workload.workload import Workload
 
 CHANGES = 80
 """Changes that are simulated for every gap, over all groupings."""
+
+MOST_CHANGES = 2500
+"""However many gaps there are: some seconds of simulating."""
 
 GROUPINGS, FINALISTS = 5, 2
 """So many groupings share the first half of the changes, the best of them the second."""
@@ -51,11 +56,20 @@ def improve(
         found = sorted(found, key=lambda one: one.best_us)[:number]
         for one in found:
             if known_us > bound_us * (1 + 1e-9):
-                one.run(int(CHANGES * part * one.number_of_gaps))
+                one.run(int(min(CHANGES * one.number_of_gaps, MOST_CHANGES) * part))
     for one in found:
-        if one.best is not None and one.best_us < known_us * (1 - 1e-9):
+        if one.best is not None and one.best_us < known_us * (1 - 1e-9) and _valid(one.best):
             known, known_us = one.best, one.best_us
     return known, known_us
+
+
+def _valid(schedule: Schedule) -> bool:
+    """Whether every rule of a schedule holds: changes know of memory and order alone."""
+    try:
+        validate(schedule)
+    except InputError:
+        return False
+    return True
 
 
 def _groupings(
