@@ -48,8 +48,8 @@ def improve(
         bound_us: a time that no schedule can beat; one that reaches it is not improved.
     """
     found = [
-        _Annealing(workload, timing, *made, known if made[0].groups == known.groups else None)
-        for made in _groupings(workload, timing, routes, known)
+        Annealing(workload, timing, *made, known if made[0].groups == known.groups else None)
+        for made in groupings(workload, timing, routes, known)
     ]
     found = [one for one in found if one.us < inf]
     for part, number in ((0.5 / GROUPINGS, GROUPINGS), (0.5 / FINALISTS, FINALISTS)):
@@ -72,7 +72,7 @@ def _valid(schedule: Schedule) -> bool:
     return True
 
 
-def _groupings(
+def groupings(
     workload: Workload, timing: Timing, routes: tuple[Route, ...], known: Schedule
 ) -> list[tuple[Blocks, Choices]]:
     """The groups of ``known``, and the best others by estimate; one of those that are the same."""
@@ -95,7 +95,7 @@ def _groupings(
     return [made for _, settings in ranked if (made := grid.made(settings)) is not None]
 
 
-class _Annealing:
+class Annealing:
     """One grouping: its present decisions and the best schedule so far."""
 
     def __init__(

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from planning_cases import least_room, make_table, make_workload, uneven_case
 
 from megatron_ext.planner import local_search, plan, search_note
-from megatron_ext.planner.local_search import _Annealing, _groupings, improve
+from megatron_ext.planner.local_search import Annealing, groupings, improve
 from megatron_ext.planner.search import search
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import validate
@@ -73,8 +73,8 @@ def test_every_change_keeps_the_limits_and_the_best_is_what_it_says(monkeypatch,
 def test_decisions_of_a_schedule_give_this_schedule():
     work, table = uneven_case(257)
     timing = Timing(work, table)
-    for blocks, choices in _groupings(work, timing, ("gpu",), search(work, timing, ("gpu",), effort=0.02)[0]):
-        one = _Annealing(work, timing, blocks, choices)
+    for blocks, choices in groupings(work, timing, ("gpu",), search(work, timing, ("gpu",), effort=0.02)[0]):
+        one = Annealing(work, timing, blocks, choices)
         again = [rank.decisions_of(one.best, number) for number, rank in enumerate(one.ranks)]
         before = one.best_us
         one.cost(again)
