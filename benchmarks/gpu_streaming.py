@@ -84,6 +84,7 @@ class Streamed:
         transport = device_of(self.groups[0].whole)
         hosted = set(range(args.layers)) if route == "cpu" else set()
         self.pool = HostPool(self.groups, hosted, 0, 1, alone)
+        self.pool.pin(transport)
         self.nvme = None
         if route == "cpu":
             for group in self.groups:

@@ -17,6 +17,7 @@ from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import host_memory
+from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.gradients import Gradient
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.schedule.user_defined_schedule import Group
@@ -221,7 +222,7 @@ def _make_gradients(buffer, ranges, kept: list, device) -> tuple[list[torch.Tens
             own = buffer.grad_data[begin : begin + size // resting[keeps]]
             begin += own.numel()
         if keeps == "host":
-            own = torch.zeros(size // dp, dtype=dtype, pin_memory=device.type == "cuda")
+            own = device_of(buffer.grad_data).host_tensor(size // dp, dtype)
             if type(buffer) is not _BufferWithHostShards:
                 buffer.__class__, buffer.host_shards = _BufferWithHostShards, []
             buffer.host_shards.append(own)

@@ -66,6 +66,8 @@ class Copies:
             [target.group for target in targets], hosted, rank, size, exchange, _Progress(dist.get_rank())
         )
         self.closing.append(pool.close)
+        if device.why_threads and dist.get_rank() == 0:
+            say(f"threads wait for flags, not streams: {device.why_threads}")
         self.own_bytes = sum(copy.numel() * copy.element_size() for copy in pool.copies.values()) // size
         nvme, staged = None, [target.group for target in targets if target.nvme]
         # The drive first: it is shared out by messages among the ranks, which all must reach. Pinning may fail on one
@@ -77,6 +79,7 @@ class Copies:
             nvme = NvmePool(
                 nvme_path, staged, rank, exchange, slots=slots, slot_bytes=slot_size, settings=settings, device=device
             )
+        pool.pin(device)
         if hosted:
             self.routes["cpu"] = CpuRoute(pool, device, clock, faults, recorder)
             self.closing.append(self.routes["cpu"].close)

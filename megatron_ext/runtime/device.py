@@ -4,12 +4,14 @@ The CUDA half is written for PyTorch's stream semantics and has not yet been run
 ``benchmarks/README.md`` says which command does.
 """
 
+from functools import cached_property
 from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from megatron_ext.runtime.recorder import event_here
+from megatron_ext.runtime.stream_flags import StreamFlags, open_stream_flags
 
 
 def has_cuda() -> bool:
@@ -25,9 +27,18 @@ class HostDevice:
     """Parameters live in host memory; a copy is done when ``copy_`` returns."""
 
     kind = "cpu"
+    flags = None
+    why_threads = ""
 
     def copy_stream(self):
         return None
+
+    def current_stream(self):
+        return None
+
+    def host_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros in host memory, page-locked where copies need it."""
+        return torch.zeros(numel, dtype=dtype)
 
     def mark(self):
         """Work that a copy issued later must come after: nothing, the caller has done it."""
@@ -63,6 +74,28 @@ class CudaDevice:
     def __init__(self, device: torch.device):
         self.device = device
 
+    @cached_property
+    def _stream_flags(self) -> tuple[StreamFlags | None, str]:
+        return open_stream_flags(self.device)
+
+    @property
+    def flags(self) -> StreamFlags | None:
+        """By which streams store flags and wait for them; None: threads do."""
+        return self._stream_flags[0]
+
+    @property
+    def why_threads(self) -> str:
+        """Why :attr:`flags` is None."""
+        return self._stream_flags[1]
+
+    def host_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, pin_memory=True)
+
+    def sleep(self, stream, seconds: float) -> None:
+        """Keep ``stream`` busy, about so long: a fault of tests."""
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
+
     def copy_stream(self):
         # High priority: a copy is short and a step waits for it.
         return torch.cuda.Stream(self.device, priority=-1)
@@ -91,7 +124,7 @@ class CudaDevice:
             if after is not None:
                 stream.wait_event(after)
             function()
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # who waits on the host leaves its processor to others
             event.record(stream)
         return StreamWait(event, self.device)
 
@@ -99,6 +132,9 @@ class CudaDevice:
         if event is not None:
             with torch.cuda.device(self.device):  # a thread begins on device 0, and would make a context there
                 event.event.synchronize()
+
+    def current_stream(self):
+        return torch.cuda.current_stream(self.device)
 
     def settle(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
@@ -131,6 +167,10 @@ class StreamWait:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.event)
+
+    def finished(self, device) -> None:
+        """Block the calling thread until the event."""
+        device.synchronize(self)
 
 
 def device_of(tensor: torch.Tensor):

@@ -131,8 +131,7 @@ class Executor:
             # The optimizer changes the shards next: what is still being written of them must be.
             start = time.perf_counter_ns()
             self.publisher.wait()
-            assert self.pool is not None  # a publisher writes into it
-            self.pool.set_reads_done(self.iterations)
+            self.publisher.end_reads(self.iterations)
             if self.recorder is not None:
                 self.recorder.add("issue", "end of publishing", start, time.perf_counter_ns())
 
@@ -159,9 +158,7 @@ class Executor:
         if self.publisher is not None:
             # Counts like an iteration: nobody overwrites copies that a slower rank still makes whole.
             self.iterations += 1
-            assert self.pool is not None
-            self.publisher.device.settle()  # see [Note: Reads that are queued]
-            self.pool.set_reads_done(self.iterations)
+            self.publisher.end_reads(self.iterations, settle=True)
         self.params_updated()
 
     # Called from outside of training steps.
@@ -183,6 +180,12 @@ class Executor:
         self.busy = False
 
     # For who watches, from another thread.
+
+    def check_peers(self) -> None:
+        """Raise PeerLost where a stream waits for a rank that cannot publish any more."""
+        publisher = self.publisher
+        if publisher is not None and publisher.device.flags is not None:
+            publisher.pool.check_peers(self.clock.version)
 
     def progress(self) -> tuple[int, int, int, int] | None:
         """Changes with every step that begins or ends; None while the training thread is not here, but in an

@@ -36,11 +36,11 @@ class Faults(NamedTuple):
     seed: int = 0
 
     def delayer(self, milliseconds: float, salt: int):
-        """A function that sleeps up to ``milliseconds``, or None where there is nothing to do."""
+        """A function ``pause(sleep)`` that sleeps up to ``milliseconds``, or None where there is nothing to do."""
         if milliseconds <= 0:
             return None
         draw = random.Random(self.seed * 1000003 + salt)
-        return lambda: time.sleep(draw.random() * milliseconds / 1e3)
+        return lambda sleep=time.sleep: sleep(draw.random() * milliseconds / 1e3)
 
 
 def from_environment() -> Faults:

@@ -89,10 +89,10 @@ class Reducer:
         self.worker = Worker("gradients") if self.on_host else None
         self.stream = device.copy_stream() if self.on_host else None
         sizes = [gradients[index].shard.numel() for index in self.on_host]
-        first = next((gradients[index] for index in self.on_host), None)
         self._staging = None
-        if first is not None and first.whole.device.type == "cuda":
-            self._staging = torch.empty(max(sizes), dtype=first.whole.dtype, pin_memory=True)
+        if sizes and device.kind == "cuda":
+            dtype = next(iter(gradients.values())).whole.dtype
+            self._staging = device.host_tensor(max(sizes), dtype)
 
     @property
     def staging_bytes(self) -> int:

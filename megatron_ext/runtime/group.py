@@ -24,6 +24,8 @@ from enum import Enum
 
 import torch
 
+from megatron_ext.runtime.device import device_of
+
 
 class ScheduleError(RuntimeError):
     """The run and the schedule disagree in a way that validation could not see."""
@@ -142,7 +144,7 @@ class Group:
 
 
 def _host_copy(shard: torch.Tensor) -> torch.Tensor:
-    return torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda").copy_(shard)
+    return device_of(shard).host_tensor(shard.numel(), shard.dtype).copy_(shard)
 
 
 def _keep_size(size: int) -> None:

@@ -10,17 +10,21 @@ after a skipped optimizer step one version is read by two iterations.) What orde
 announces is in shared_flags.py.
 
 [Note: Reads that are queued]
-On CUDA a rank stores ``reads_done`` when it has issued its copies, which may still be queued. That is enough: another
-rank writes behind its optimizer step on its device, which comes behind its reduce-scatters, and these need this rank's
-backward, which is queued behind the copies. Where parameters change without an optimizer step (``params_changed``) no
-reduce-scatter lies between, so a rank waits for its device before it stores the flag.
+On CUDA ``reads_done`` is stored by the compute stream, behind its waits for the copies, and waited for by the
+publisher's stream, see stream_flags.py. Where threads wait for flags a rank stores it when it has issued its copies,
+which may still be queued. That is enough: another rank writes behind its optimizer step on its device, which comes
+behind its reduce-scatters, and these need this rank's backward, which is queued behind the copies. Where parameters
+change without an optimizer step (``params_changed``) no reduce-scatter lies between, so a rank then waits for its
+device before it stores the flag.
 """
 
 import contextlib
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,6 +95,9 @@ class HostPool:
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pids = exchange(os.getpid())
         self._flags = open_flags(self._map, len(groups) + 1, size)
+        self._device: Any = None
+        self._closing = threading.Lock()
+        self._words: list[list[int]] = []  # the device's addresses of the flags, by row and rank
         self._failure: BaseException | None = None
         self.copies: dict[int, torch.Tensor] = {}
         for group in hosted:
@@ -99,14 +106,25 @@ class HostPool:
             )
             self.copies[group.index] = data
 
+    def pin(self, device) -> None:
+        """Page-lock the whole block as one region, until :meth:`close`. Raises RuntimeError: the driver refuses."""
+        device.pin(self.memory)
+        self._device = device
+        if device.flags is not None:
+            offset = device.flags.offset(self.memory)
+            rows, ranks = range(self._reads_row + 1), range(self.size)
+            self._words = [[self._flags.address(row, rank) + offset for rank in ranks] for row in rows]
+
     def slice_of(self, group: Group, dp_rank: int) -> torch.Tensor:
         """Part of the host copy that holds the shard of data-parallel rank ``dp_rank``."""
         numel = group.shard.numel()
         return self.copies[group.index].narrow(0, dp_rank * numel, numel)
 
-    def set_published(self, group: Group, version: int) -> None:
+    # ``stream``: what stores the flag or waits for it, in its order; None: the calling thread, now.
+
+    def set_published(self, group: Group, version: int, stream=None) -> None:
         """Tell the other ranks that this rank's shard of ``group`` is there at ``version``."""
-        self._flags.store(self._row_of[group.index], self.rank, version)
+        self._store(self._row_of[group.index], version, stream)
 
     def fail(self, error: BaseException) -> None:
         """This rank cannot publish any more: whoever waits for it, here or on other ranks, hears of it."""
@@ -122,23 +140,44 @@ class HostPool:
         """Version at which each rank's shard of ``group`` is there, or :data:`FAILED`; shape ``(size,)``."""
         return self._flags.load(self._row_of[group.index])
 
-    def wait_published(self, group: Group, version: int) -> None:
-        """Block until every shard of ``group`` is there at ``version``.
+    def wait_published(self, group: Group, version: int, stream=None) -> None:
+        """Wait until every shard of ``group`` is there at ``version``.
 
         Raises:
-            PeerLost: a rank ended before it published, or failed to.
+            PeerLost: a rank ended before it published, or failed to; for a stream see :meth:`check_peers`.
         """
-        self._poll(self._row_of[group.index], version, f"to publish {group}")
+        self._wait(self._row_of[group.index], version, stream)
 
-    def set_reads_done(self, iterations: int) -> None:
+    def set_reads_done(self, iterations: int, stream=None) -> None:
         """Tell the other ranks that this rank has ended ``iterations`` and reads them no more."""
-        self._flags.store(self._reads_row, self.rank, iterations)
+        self._store(self._reads_row, iterations, stream)
 
-    def wait_reads_done(self, iterations: int) -> None:
-        """Block until every rank has ended ``iterations`` iterations. Raises PeerLost."""
-        self._poll(self._reads_row, iterations, "to finish reading")
+    def wait_reads_done(self, iterations: int, stream=None) -> None:
+        """Wait until every rank has ended ``iterations`` iterations. Raises as :meth:`wait_published`."""
+        self._wait(self._reads_row, iterations, stream)
 
-    def _poll(self, row: int, value: int, what: str) -> None:
+    def check_peers(self, version: int) -> None:
+        """For whoever watches over streams, which wait for a flag for ever: raise PeerLost where a rank that has not
+        published ``version`` of every group cannot any more."""
+        with self._closing:
+            for row in range(self._reads_row if hasattr(self, "_flags") else 0):
+                self._check_peers(row, version)
+
+    def _store(self, row: int, value: int, stream) -> None:
+        if stream is None:
+            self._flags.store(row, self.rank, value)
+        else:
+            self._device.flags.store(stream, self._words[row][self.rank], value)
+
+    def _wait(self, row: int, value: int, stream) -> None:
+        if stream is None:
+            self._poll(row, value)
+        else:
+            wait = self._device.flags.wait
+            for word in self._words[row]:
+                wait(stream, word, value)
+
+    def _poll(self, row: int, value: int) -> None:
         def ready() -> bool:
             return bool((self._flags.load(row) >= value).all())
 
@@ -152,25 +191,35 @@ class HostPool:
             if self._failure is not None:
                 raise self._failure
             if exiting():
-                raise Exiting(f"the process ended while it waited for others {what}")
+                raise Exiting(f"the process ended while it waited for others {self._what(row)}")
             if time.monotonic() - checked > LOOK_SECONDS:
                 checked = time.monotonic()
-                for rank in np.flatnonzero(self._flags.load(row) < value):
-                    if any(self._flags.load(group)[rank] == FAILED for group in range(self._reads_row)):
-                        raise PeerLost(
-                            f"data-parallel rank {rank} of this node (process {self._pids[rank]}) could not publish; "
-                            "its own error says why"
-                        )
-                    if not _alive(self._pids[rank]) and not ready():
-                        raise PeerLost(
-                            f"data-parallel rank {rank} of this node (process {self._pids[rank]}) ended while others "
-                            f"waited for it {what}"
-                        )
+                self._check_peers(row, value)
+
+    def _check_peers(self, row: int, value: int) -> None:
+        for rank in np.flatnonzero(self._flags.load(row) < value):
+            if any(self._flags.load(group)[rank] == FAILED for group in range(self._reads_row)):
+                raise PeerLost(
+                    f"data-parallel rank {rank} of this node (process {self._pids[rank]}) could not publish; "
+                    "its own error says why"
+                )
+            if not _alive(self._pids[rank]) and self._flags.load(row)[rank] < value:
+                raise PeerLost(
+                    f"data-parallel rank {rank} of this node (process {self._pids[rank]}) ended while others "
+                    f"waited for it {self._what(row)}"
+                )
+
+    def _what(self, row: int) -> str:
+        index = next((index for index, own in self._row_of.items() if own == row), None)
+        return "to finish reading" if index is None else f"to publish group {index}"
 
     def close(self) -> None:
         """Unmap the block. It disappears with its last rank."""
+        if self._device is not None:
+            self._device.unpin(self.memory)
         self.copies.clear()
-        del self._flags, self.memory
+        with self._closing:
+            del self._flags, self.memory
         with contextlib.suppress(BufferError):  # a view still lives; the mapping ends with the process
             self._map.close()
 

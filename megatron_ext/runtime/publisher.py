@@ -2,11 +2,16 @@
 
 Where a data-parallel group spans nodes, a second thread writes what the other nodes sent, while the first already sends
 the next group (see the note in node_exchange.py).
+
+[Note: What the device publishes by itself]
+Where the device's streams store flags (see stream_flags.py), a shard that goes from the device to the host copy of its
+own node is queued ahead: the copy, then its flag. A drive, another node, or a shard that rests in host memory need the
+host's processor: there the copy is queued ahead, too, and a thread that waits for its end does the rest.
 """
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 from typing import NamedTuple
 
@@ -15,6 +20,7 @@ import torch
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.lanes import Handle
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.worker import Transfer, Worker
@@ -33,8 +39,26 @@ class Target(NamedTuple):
     offloaded: Callable | None = None
 
 
+class _Shard(NamedTuple):
+    """A shard to write, and its place in host memory.
+
+    Attributes:
+        pieces: of the host's optimizer, which the shard is made of; None: it is copied.
+        passing: number of its use of the passing buffers; None where it lies in the host copy or already on the host.
+        copied: end of its copy, queued on the stream; None: the thread copies it.
+        stale: the fault that leaves the copy as it is.
+    """
+
+    target: Target
+    own: torch.Tensor
+    pieces: list | None
+    passing: int | None
+    copied: Handle | None = None
+    stale: bool = False
+
+
 class Publisher:
-    """Writes shards in the schedule's order, on a thread of its own: the direction from the
+    """Writes shards in the schedule's order, on a thread or a stream of its own: the direction from the
     device is not the direction of the cpu route.
 
     Args:
@@ -63,11 +87,11 @@ class Publisher:
         self.stream = device.copy_stream()
         self._delay = faults.delayer(faults.publish_delay_ms, salt=31 + dp_rank)
         self._last: Transfer | None = None
+        self._copied: Handle | None = None  # end of the last copy that is queued
         unhosted = [target.group.shard for target in targets if not target.host]
         size = max((shard.numel() * shard.element_size() for shard in unhosted), default=0)
         # Copies on the drive alone pass through these one after another: as many as may be on their way.
-        pinned = any(shard.device.type == "cuda" for shard in unhosted)
-        self._passing = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT)]
+        self._passing = [device.host_tensor(size, torch.uint8) for _ in range(IN_FLIGHT if size else 0)]
         self._passed = 0
 
     def publish(self, iterations: int) -> None:
@@ -77,46 +101,108 @@ class Publisher:
         overwritten only when every rank of the node has ended as many.
         """
         version, after = self.clock.version, self.device.mark()
+        by_thread: Iterable[_Shard]
+        if self.device.flags is None:
+            by_thread = (self._place(target, version) for target in self.targets)  # placed by the thread
+        else:
+            by_thread = self._queue_all(iterations, version, after)
+            if not by_thread:
+                return
 
         def write(transfer: Transfer) -> None:
             try:
-                write_all()
+                self.pool.wait_reads_done(iterations)
+                self._write_all(by_thread, version, after)
             except BaseException as error:  # readers wait for flags, not for this thread
                 self.pool.fail(error)
                 raise
 
-        def write_all() -> None:
-            self.pool.wait_reads_done(iterations)
-            begun: deque[Transfer] = deque()
-            last_ns = 0
-
-            def end(target: Target, arriving: Arriving | None, start: int) -> None:
-                nonlocal last_ns
-                if arriving is not None:
-                    with torch.no_grad():
-                        self._end(target, arriving)
-                self.pool.set_published(target.group, version)
-                if self.recorder is not None:  # groups follow each other, also where two are on their way
-                    start, last_ns = max(start, last_ns), perf_counter_ns()
-                    self.recorder.add("publish", f"publish {target.group.index}", start, last_ns)
-
-            for target in self.targets:
-                if len(begun) == IN_FLIGHT:
-                    begun.popleft().wait()
-                start, arriving = perf_counter_ns(), None
-                if self._delay is not None:
-                    self._delay()
-                if target.group.index != self.faults.stale_group or version <= 2:
-                    with torch.no_grad():
-                        arriving = self.nodes.begin(self._on_host(target, after), self.dp_rank)
-                if self.arrivals is None:
-                    end(target, arriving, start)
-                else:
-                    begun.append(self.arrivals.submit(lambda transfer, known=(target, arriving, start): end(*known)))
-            for transfer in begun:
-                transfer.wait()
-
         self._last = self.worker.submit(write)
+
+    def _place(self, target: Target, version: int) -> _Shard:
+        """Where the own shard of ``target`` goes in host memory."""
+        group, passing = target.group, None
+        pieces = target.offloaded() if target.offloaded is not None else None
+        if target.host:
+            own = self.pool.slice_of(group, self.dp_rank)
+        elif pieces is None and (self.device.kind == "cpu" or group.on_host):
+            own = group.shard
+        else:
+            passing, self._passed = self._passed, self._passed + 1
+            size = group.shard.numel() * group.shard.element_size()
+            own = self._passing[passing % IN_FLIGHT][:size].view(group.shard.dtype)
+        stale = group.index == self.faults.stale_group and version > 2
+        return _Shard(target, own, pieces, passing, stale=stale)
+
+    def _queue_all(self, iterations: int, version: int, after) -> list[_Shard]:
+        """Queue the copies of shards on the stream, and the flags of those that need no more; returns the others."""
+        self.pool.wait_reads_done(iterations, self.stream)
+        by_thread = []
+        for target in self.targets:
+            shard, marks = self._place(target, version), [] if self.recorder is not None else None
+            if self._delay is not None:
+                self._delay(lambda seconds: self.device.sleep(self.stream, seconds))
+            if shard.pieces is None and not target.group.on_host and not shard.stale:
+                if shard.passing is not None:
+                    assert self.nvme is not None  # what has no host copy goes to the drive
+                    buffer, uses = shard.passing % IN_FLIGHT, shard.passing // IN_FLIGHT
+                    self.nvme.wait_passed(buffer, uses, self.stream)
+                copied = self._copied = self.device.copy(shard.own, target.group.shard, self.stream, after, marks)
+                shard = shard._replace(copied=copied)
+            if target.nvme or self.arrivals is not None or (shard.copied is None and not shard.stale):
+                by_thread.append(shard)
+                continue
+            self.pool.set_published(target.group, version, self.stream)
+            if self.recorder is not None and marks:
+                self.recorder.add("publish", f"publish {target.group.index}", *marks)
+        return by_thread
+
+    def _write_all(self, shards: Iterable[_Shard], version: int, after) -> None:
+        """On the thread: bring every shard to host memory, exchange it, write it, and store its flag."""
+        begun: deque[Transfer] = deque()
+        last_ns = 0
+
+        def end(shard: _Shard, arriving: Arriving | None, start: int) -> None:
+            nonlocal last_ns
+            if arriving is not None:
+                with torch.no_grad():
+                    self._end(shard.target, arriving)
+            self.pool.set_published(shard.target.group, version)
+            if shard.passing is not None and self.nvme is not None:
+                self.nvme.set_passed(shard.passing % IN_FLIGHT, shard.passing // IN_FLIGHT + 1)
+            if self.recorder is not None:  # groups follow each other, also where two are on their way
+                start, last_ns = max(start, last_ns), perf_counter_ns()
+                self.recorder.add("publish", f"publish {shard.target.group.index}", start, last_ns)
+
+        for shard in shards:
+            if len(begun) == IN_FLIGHT:
+                begun.popleft().wait()
+            start, arriving = perf_counter_ns(), None
+            if self._delay is not None and self.device.flags is None:
+                self._delay()
+            if not shard.stale:
+                with torch.no_grad():
+                    self._bring(shard, after)
+                    arriving = self.nodes.begin(shard.own, self.dp_rank)
+            if self.arrivals is None:
+                end(shard, arriving, start)
+            else:
+                begun.append(self.arrivals.submit(lambda transfer, known=(shard, arriving, start): end(*known)))
+        for transfer in begun:
+            transfer.wait()
+
+    def _bring(self, shard: _Shard, after) -> None:
+        """The shard lies in its place in host memory when this returns."""
+        group, own = shard.target.group, shard.own
+        if shard.copied is not None:
+            shard.copied.finished(self.device)
+        elif shard.pieces is not None:
+            if shard.passing is not None:
+                own.zero_()  # what pieces leave out is padding
+            for start, copy in shard.pieces:  # fp32 on the host; rounded here as on the device
+                own[start : start + copy.numel()].copy_(copy)
+        elif own is not group.shard:
+            self.device.synchronize(self.device.copy(own, group.shard, self.stream, after))
 
     def _end(self, target: Target, arriving: Arriving) -> None:
         """Write the own shard where it is not yet, and those that the counterparts on other nodes have sent."""
@@ -129,34 +215,29 @@ class Publisher:
         if target.nvme and self.nvme is not None:
             self.nvme.flush(group)
 
-    def _on_host(self, target: Target, after) -> torch.Tensor:
-        """The own shard in host memory: in the host copy where there is one."""
-        group = target.group
-        offloaded = target.offloaded() if target.offloaded is not None else None
-        if target.host:
-            own = self.pool.slice_of(group, self.dp_rank)
-        elif offloaded is None and group.shard.device.type == "cpu":
-            return group.shard
-        else:
-            own = self._next_passing(group.shard)
-        if offloaded is not None:
-            for start, copy in offloaded:  # fp32 on the host; rounded here as on the device
-                own[start : start + copy.numel()].copy_(copy)
-            return own
-        self.device.synchronize(self.device.copy(own, group.shard, self.stream, after))
-        return own
-
-    def _next_passing(self, shard: torch.Tensor) -> torch.Tensor:
-        """Host memory like ``shard``, zero at first: what offloaded pieces leave out is padding."""
-        self._passed += 1
-        buffer = self._passing[self._passed % IN_FLIGHT][: shard.numel() * shard.element_size()]
-        return buffer.zero_().view(shard.dtype)
-
     def wait(self) -> None:
-        """Block until everything issued has been written; the shards may change after that."""
-        if self._last is not None:
+        """What follows may change the shards. Blocks the thread until everything issued has been written, but for
+        shards whose copies are queued: these the current stream waits for."""
+        if self._copied is not None:
+            self._copied.wait()
+        if self._last is not None and (self.device.flags is None or self._reads_host_shards()):
             self._last.wait()
             self._last = None
+
+    def _reads_host_shards(self) -> bool:
+        return any(target.offloaded is not None or target.group.on_host for target in self.targets)
+
+    def end_reads(self, iterations: int, settle: bool = False) -> None:
+        """Tell the other ranks that ``iterations`` have ended here: they may overwrite what these read.
+
+        ``settle``: wait for the device, where no reduce lies between, see [Note: Reads that are queued].
+        """
+        if self.device.flags is not None:
+            self.pool.set_reads_done(iterations, self.device.current_stream())
+            return
+        if settle:
+            self.device.settle()
+        self.pool.set_reads_done(iterations)
 
     def close(self) -> None:
         """End the threads, not before what is being written has been: its files and memory go next."""

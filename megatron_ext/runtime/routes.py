@@ -2,9 +2,9 @@
 
 Issuing never blocks. Waiting returns when the bytes are there for the compute that follows.
 
-On CUDA ``wait`` of the ``gpu`` route makes the compute stream wait and not the host. ``wait`` of the
-``cpu`` and ``nvme`` routes does both: it blocks the host until the route's thread has issued the copy
-(see Transfer in worker.py), then makes the compute stream wait for the copy's end.
+On CUDA ``wait`` makes the compute stream wait and not the host. Only where the device has no flags for streams (see
+stream_flags.py) does ``wait`` of the ``cpu`` and ``nvme`` routes do both: it blocks the host until the route's thread
+has issued the copy, then makes the compute stream wait for the copy's end.
 """
 
 from time import perf_counter_ns
@@ -16,20 +16,16 @@ import torch.distributed as dist
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.lanes import Handle, open_lane
 from megatron_ext.runtime.nvme_pool import NvmePool
-from megatron_ext.runtime.worker import LATER, Transfer, Worker
-
-
-class Handle(Protocol):
-    """A group on its way."""
-
-    def wait(self) -> object: ...
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.worker import LATER, Transfer, Waitable, Worker
 
 
 class Route(Protocol):
     """Brings groups onto the device, see the note above."""
 
-    def issue(self, group: Group) -> Handle: ...
+    def issue(self, group: Group) -> Waitable: ...
 
 
 class GpuRoute:
@@ -57,36 +53,38 @@ class GpuRoute:
 
 
 class CpuRoute:
-    """Host-to-device copy of the whole group from the node's host copy."""
+    """Host-to-device copy of the whole group from the node's host copy, which is page-locked."""
 
     name = "cpu"
 
     def __init__(self, pool: HostPool, device, clock: Clock, faults: Faults, recorder=None):
-        self.pool, self.device, self.clock, self.faults, self.recorder = pool, device, clock, faults, recorder
-        self.worker = Worker("cpu-route")
-        self.stream = device.copy_stream()
+        self.pool, self.clock, self.faults, self.recorder = pool, clock, faults, recorder
+        self.lane = open_lane("cpu-route", device)
         self._delay = faults.delayer(faults.copy_delay_ms, salt=17 + pool.rank)
-        device.pin(pool.memory)
+        self._waited: dict[int, int] = {}  # version that the lane has waited for, by group
 
-    def issue(self, group: Group) -> Transfer:
-        version, after = self.clock.version, self.device.mark()
+    def issue(self, group: Group) -> Handle:
+        version = self.clock.version
 
-        def copy(transfer: Transfer) -> None:
-            if not self.faults.no_wait:
-                self.pool.wait_published(group, version)
-            if self._delay is not None:
-                self._delay()
-            marks = [] if self.recorder is not None else None
-            with torch.no_grad():
-                transfer.after = self.device.copy(group.whole, self.pool.copies[group.index], self.stream, after, marks)
-            if self.recorder is not None and marks is not None:
-                self.recorder.add("cpu", f"unshard {group.index}", *marks)
+        def copy(lane, after):
+            if not self.faults.no_wait and self._waited.get(group.index) != version:
+                self.pool.wait_published(group, version, lane.flag_stream)
+                self._waited[group.index] = version
+            lane.delay(self._delay)
+            return _copy(lane, group, self.pool.copies[group.index], after, self.recorder)
 
-        return self.worker.submit(copy)
+        return self.lane.submit(copy)
 
     def close(self) -> None:
-        self.worker.close()
-        self.device.unpin(self.pool.memory)
+        self.lane.close()
+
+
+def _copy(lane, group: Group, source: torch.Tensor, after, recorder: Recorder | None):
+    marks = [] if recorder is not None else None
+    copied = lane.copy(group.whole, source, after, marks)
+    if recorder is not None and marks is not None:
+        recorder.add("cpu", f"unshard {group.index}", *marks)
+    return copied
 
 
 class NvmeRoute:
@@ -110,16 +108,18 @@ class NvmeRoute:
             faults,
             recorder,
         )
-        self.reader, self.copier = Worker("nvme-read"), Worker("nvme-copy")
-        self.stream = device.copy_stream()
+        self.reader, self.lane = Worker("nvme-read"), open_lane("nvme-copy", device)
         self._delay = faults.delayer(faults.read_delay_ms, salt=43 + flags.rank)
-        self._copied_out: list[Transfer | None] = [None] * slots
+        self._copied_out: list[Handle | None] = [None] * slots
+        self._reads = [0] * slots  # begun so far
         self._staged: dict[int, tuple[int, Transfer]] = {}
         self._read_end = 0
 
     def stage_in(self, group: Group, slot: int) -> None:
         """Begin to read ``group`` into ``slot`` at the clock's version; returns at once."""
         version, previous = self.clock.version, self._copied_out[slot]
+        self._reads[slot] += 1
+        number = self._reads[slot]
 
         def read(transfer: Transfer):
             if previous is not None:
@@ -132,31 +132,31 @@ class NvmeRoute:
                 self.pool.cut_short(group)
             start = perf_counter_ns() if self.recorder is not None else 0
 
-            def record() -> None:
-                assert self.recorder is not None  # or this is not called
-                end = perf_counter_ns()
-                self.recorder.add("nvme", f"stage_in {group.index}", max(start, min(self._read_end, end)), end)
-                self._read_end = end
+            def before_end() -> None:
+                if self.recorder is not None:
+                    end = perf_counter_ns()
+                    self.recorder.add("nvme", f"stage_in {group.index}", max(start, min(self._read_end, end)), end)
+                    self._read_end = end
+                self.pool.set_staged(slot, number)
 
-            self.pool.start(group, slot, transfer, None if self.recorder is None else record)
+            self.pool.start(group, slot, transfer, before_end)
             return LATER
 
         self._staged[group.index] = (slot, self.reader.submit(read))
 
-    def issue(self, group: Group) -> Transfer:
+    def issue(self, group: Group) -> Handle:
         slot, staged = self._staged.pop(group.index)
-        after = self.device.mark()
+        number = self._reads[slot]
 
-        def copy(transfer: Transfer) -> None:
-            staged.wait()
-            marks = [] if self.recorder is not None else None
-            with torch.no_grad():
-                transfer.after = self.device.copy(group.whole, self.pool.staged(group, slot), self.stream, after, marks)
-            if self.recorder is not None and marks is not None:
-                self.recorder.add("cpu", f"unshard {group.index}", *marks)
+        def copy(lane, after):
+            if lane.flag_stream is None:
+                staged.wait()
+            else:
+                self.pool.wait_staged(slot, number, lane.flag_stream)
+            return _copy(lane, group, self.pool.staged(group, slot), after, self.recorder)
 
-        transfer = self._copied_out[slot] = self.copier.submit(copy)
-        return transfer
+        handle = self._copied_out[slot] = self.lane.submit(copy)
+        return handle
 
     def drop(self) -> None:
         """Empty the slots; waits for reads that nobody has taken."""
@@ -165,4 +165,4 @@ class NvmeRoute:
 
     def close(self) -> None:
         self.reader.close()
-        self.copier.close()
+        self.lane.close()

@@ -36,6 +36,10 @@ class SharedFlags(Protocol):
         """The flags of all ranks in ``row``, int64 of shape ``(ranks,)``; not to be written to."""
         ...
 
+    def address(self, row: int, rank: int) -> int:
+        """Where the flag lies in this process's memory."""
+        ...
+
 
 class OrderedFlags:
     """Plain stores and loads, for machines that keep their order (x86-64).
@@ -46,13 +50,16 @@ class OrderedFlags:
 
     def __init__(self, buffer, rows: int, ranks: int):
         words = np.frombuffer(buffer, dtype=np.int64, count=flags_bytes(rows, ranks) // 8)
-        self._flags = words.reshape(rows, ranks, LINE // 8)[:, :, 0]
+        self._flags, self._start = words.reshape(rows, ranks, LINE // 8)[:, :, 0], words.ctypes.data
 
     def store(self, row: int, rank: int, value: int) -> None:
         self._flags[row, rank] = value
 
     def load(self, row: int) -> np.ndarray:
         return self._flags[row]
+
+    def address(self, row: int, rank: int) -> int:
+        return self._start + (row * self._flags.shape[1] + rank) * LINE
 
 
 class AtomicFlags:
@@ -72,12 +79,12 @@ class AtomicFlags:
         assert self._start % 8 == 0, self._start
 
     def store(self, row: int, rank: int, value: int) -> None:
-        self._store(self._address(row, rank), value, RELEASE)
+        self._store(self.address(row, rank), value, RELEASE)
 
     def load(self, row: int) -> np.ndarray:
-        return np.array([self._load(self._address(row, rank), ACQUIRE) for rank in range(self._ranks)], dtype=np.int64)
+        return np.array([self._load(self.address(row, rank), ACQUIRE) for rank in range(self._ranks)], dtype=np.int64)
 
-    def _address(self, row: int, rank: int) -> int:
+    def address(self, row: int, rank: int) -> int:
         return self._start + (row * self._ranks + rank) * LINE
 
 

@@ -4,7 +4,8 @@
 The error of a background thread is raised where its transfers are waited for. The training thread may never get there:
 it may be in a collective with a rank that waits, through others, for the thread that has failed, and a call of gloo or
 NCCL cannot be broken off from Python. So the process ends by itself, :data:`GRACE_SECONDS` after the failure. That
-closes its connections: ranks that wait for it get an error, and the launcher ends all others.
+closes its connections: ranks that wait for it get an error, and the launcher ends all others. Streams that wait for a
+flag get none, so the watch of each rank also looks for ranks that cannot publish any more.
 
 [Note: Who is to blame]
 A rank that ends because another one has gone ends with the exit code :data:`PEER_LOST_CODE`, so that a launcher can
@@ -92,6 +93,8 @@ class Watch:
             if self._failure is not None:
                 time.sleep(GRACE_SECONDS)
                 self._end(self._failure, self._failed_in)
+            if self.executor is not None:
+                self.executor.check_peers()
             progress = self.executor.progress() if self.executor is not None else None
             # Not by the clock: a process that was stopped and goes on has not waited.
             waited = waited + LOOK_SECONDS if progress is not None and progress == seen else 0.0

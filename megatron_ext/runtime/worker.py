@@ -73,7 +73,7 @@ def _end_threads() -> None:
 class Waitable(Protocol):
     """An event of a stream: the current stream waits for it."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> object: ...
 
 
 class Transfer:
@@ -81,8 +81,8 @@ class Transfer:
 
     On CUDA a transfer is done when its copy is on the stream; ``wait`` then makes the current stream wait for the
     copy's end. Until the copy is issued ``wait`` blocks the host, because the worker first waits for the flags of the
-    other ranks. After an optimizer step the training thread therefore waits until the group is published, and cannot
-    queue later kernels in that time. Its effect on a GPU has not been measured.
+    other ranks: after an optimizer step the training thread waits until the group is published, and cannot queue later
+    kernels in that time. So transfers are on streams where the device allows it, see stream_flags.py.
     """
 
     __slots__ = ("_done", "_ended", "error", "after")

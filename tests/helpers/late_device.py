@@ -87,7 +87,7 @@ class LateDevice:
         )
         for name, value in {
             "Stream": lambda device, priority: Stream(self, early),
-            "Event": Event,
+            "Event": lambda blocking=False: Event(),
             "current_stream": lambda device=None: self.default,
             "stream": on,
             "device": lambda device: contextlib.nullcontext(),

@@ -31,6 +31,7 @@ def train(monkeypatch, directory, route: str, early: bool) -> list[float]:
         torch.full((NUMEL,), 100.0 * index) for index in range(GROUPS)
     ]  # the optimizer's own; no group is like another
     pool = HostPool(groups, {*range(GROUPS)}, 0, 1, lambda value: [value])
+    pool.pin(device)
     nvme = NvmePool(
         directory,
         groups,
