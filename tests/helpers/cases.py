@@ -7,6 +7,11 @@ LAYOUTS = {
 }
 LAYOUTS = {name: options.split() for name, options in LAYOUTS.items()}
 
+STRICT = "two_replicas"
+"""The layout on which the strict stand-in of a device trains, by two processes."""
+
+ALL_LAYOUTS = LAYOUTS | {STRICT: ["--data-parallel-size", "2"]}
+
 _SIZE = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
 SIZE = _SIZE.split()
 _SIZE += " --vocab-size 120 --lr 1e-2 --log-interval 1000"

@@ -7,13 +7,13 @@ from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 
-from cases import LAYOUTS, MODELS, SHAPES, SIZES, model_options
+from cases import ALL_LAYOUTS, MODELS, SHAPES, SIZES, model_options
 
 from megatron_ext.megatron import describe_model
 from megatron_ext.workload import workload
 
 if __name__ == "__main__":
-    for layout, parallel in LAYOUTS.items():
+    for layout, parallel in ALL_LAYOUTS.items():
         for name, options in MODELS.items():
             args = describe_model.parse([*parallel, *model_options(options)])
             workload.save(Path(sys.argv[1]) / f"{layout}.{name}.json", describe_model.describe_options(args))

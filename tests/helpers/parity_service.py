@@ -6,7 +6,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from cases import LAYOUTS
+import orderings
+from cases import ALL_LAYOUTS, STRICT
 from places import ROOT
 from training import environment, ranks_command
 
@@ -18,10 +19,10 @@ class Died(Exception):
 
 
 class ParityService:
-    """Four ranks of one layout. They start with the first case, and anew after they died.
+    """The ranks of one layout, two or four. They start with the first case, and anew after they died.
 
     Args:
-        layout: a name in ``cases.LAYOUTS``.
+        layout: a name in ``cases.ALL_LAYOUTS``.
         case_seconds: after so long a case counts as hanging.
     """
 
@@ -32,7 +33,8 @@ class ParityService:
     def run(self, **case) -> dict:
         """``{"reference": metrics, "scheduled": metrics}`` of a case: ``options``, ``schedule``
         (a path), ``environment`` of the scheduled run, ``reference`` (default True), ``reference_schedule`` (another),
-        ``iterations`` (default: the worker's), ``meddle`` (see the worker).
+        ``iterations`` (default: the worker's), ``meddle`` (see the worker), ``strict`` (arguments of
+        ``strict_device.StrictDevice`` for the scheduled run; the answer says then what it has found).
 
         Raises:
             Died: a rank failed.
@@ -62,9 +64,9 @@ class ParityService:
         listener.settimeout(1)
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the service
         self._ranks = subprocess.Popen(
-            ranks_command(str(WORKER), [address, *LAYOUTS[self.layout]]),
+            ranks_command(str(WORKER), [address, *ALL_LAYOUTS[self.layout]], 2 if self.layout == STRICT else 4),
             cwd=ROOT,
-            env=environment({"PYTHONFAULTHANDLER": "1"}),
+            env=environment({"PYTHONFAULTHANDLER": "1"} | ({orderings.VARIABLE: "1"} if self.layout == STRICT else {})),
             stdout=self._output,
             stderr=subprocess.STDOUT,
         )

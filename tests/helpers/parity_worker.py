@@ -16,8 +16,12 @@ import sys
 import traceback
 from pathlib import Path
 
+import orderings
 import torch
 import torch.distributed as dist
+
+if orderings.VARIABLE in os.environ:
+    orderings.install()
 
 from megatron_ext.megatron import cpu_compat
 
@@ -139,18 +143,46 @@ def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return max((((a - b).norm() / b.norm()).item() for a, b in zip(ours, theirs) if b.norm()), default=0.0)
 
 
+def train_strictly(strict: dict, *case) -> tuple[dict, dict]:
+    """The same on the strict stand-in of a device; returns the metrics, and what the stand-in has found."""
+    from happens_before import HappensBefore
+    from strict_device import StrictDevice
+
+    orderings.switch.off = strict.pop("off", None)
+    orderings.switch.reached.clear()
+    with StrictDevice(dist.get_rank(), **strict) as device:
+        metrics = train(*case)
+    everybody = [None] * dist.get_world_size()
+    engine = device.engine
+    dist.all_gather_object(everybody, (engine.entries, engine.errors, engine.host_waits))
+    order = HappensBefore([entries for entries, _, _ in everybody])
+    return metrics, {
+        "races": sorted(order.races),
+        "stuck": order.stuck,
+        "errors": [error for _, errors, _ in everybody for error in errors],
+        "host_waits": [wait for _, _, waits in everybody for wait in waits],
+        "accesses": order.accesses,
+        "reached": sorted(orderings.switch.reached),
+    }
+
+
 def run_case(example, layout: list[str], case: dict) -> dict:
     options = [*layout, *case["options"]]
     found, iterations, meddle = {}, case.get("iterations", ITERATIONS), case.get("meddle")
     if case.get("reference", True):
         path = case.get("reference_schedule", case["schedule"])
         found["reference"] = train(example, options, path, {lifecycle.STOCK_GATHER: "1"}, iterations, meddle)
-    found["scheduled"] = train(example, options, case["schedule"], case.get("environment", {}), iterations, meddle)
+    rest = (example, options, case["schedule"], case.get("environment", {}), iterations, meddle)
+    judged = {}
+    if "strict" in case:
+        found["scheduled"], judged["strict"] = train_strictly(case["strict"], *rest)
+    else:
+        found["scheduled"] = train(*rest)
     gradients = [metrics.pop("gradients") for metrics in found.values()]
     found["scheduled"]["gradient_difference"] = _difference(gradients[-1], gradients[0])
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, found)
-    return {
+    return judged | {
         name: {
             "loss": everybody[0][name]["loss"],
             "eval_loss": everybody[0][name]["eval_loss"],

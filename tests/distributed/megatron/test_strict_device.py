@@ -1,0 +1,55 @@
+"""Training on a strict stand-in of a CUDA device: everything is ordered, in its memory, and waited for by streams.
+
+``benchmarks/strict_device.py`` does the same with 200 drawn schedules and takes every ordering away in turn.
+"""
+
+import orderings
+import pytest
+from cases import STRICT
+from parity_service import Died, differences
+from strict_cases import findings, strict_case, waits
+
+
+@pytest.fixture
+def service(services):
+    return services(STRICT)
+
+
+@pytest.mark.parametrize(("seed", "zero_stage"), [(0, 3), (1, 1), (2, 3), (4, 2)])
+def test_everything_is_ordered_and_in_its_memory(service, workloads, tmp_path, seed, zero_stage):
+    case = strict_case(seed, workloads, tmp_path, zero_stage)
+    case["strict"]["stream_flags"] = True
+    answer = service.run(**case)
+    assert findings(answer) == []
+    assert differences(answer) == []
+    assert waits(answer) == []
+    assert answer["strict"]["accesses"] > 5000
+
+
+def test_where_the_device_has_no_flags_threads_wait(service, workloads, tmp_path):
+    case = strict_case(3, workloads, tmp_path, 3)
+    case["strict"]["stream_flags"] = False
+    answer = service.run(**case)
+    assert findings(answer) == [] == differences(answer)
+
+
+@pytest.mark.parametrize(
+    ("file", "call", "seed"),
+    [
+        ("device.py", "wait_event", 5),  # a copy before its block is free, or compute before its copy
+        ("host_pool.py", "wait", 6),  # a copy before the other rank's shard is there
+        ("routes.py", "finished", 8),  # a staging slot filled anew while it is still copied from
+    ],
+)
+def test_an_ordering_that_is_taken_away_is_seen(service, workloads, tmp_path, file, call, seed):
+    sites = [site for site in orderings.sites() if site.startswith(f"{file}:") and site.endswith(f" {call}")]
+    assert sites
+    for site in sites:
+        case = strict_case(seed, workloads, tmp_path, 3)
+        case["strict"] |= {"stream_flags": True, "off": site, "stuck_seconds": 4}
+        try:
+            answer = service.run(**case)
+        except Died:
+            continue
+        assert site in answer["strict"]["reached"], "this case does not come by"
+        assert findings(answer) or differences(answer), site

@@ -1,0 +1,54 @@
+"""Drawn cases for the strict stand-in of a device: two replicas of a small model, trained with everything around it."""
+
+import random
+from pathlib import Path
+
+from cases import MODELS, STRICT
+from draw_schedule import prepared
+from msgspec.structs import replace
+
+from megatron_ext.workload.workload import Limits
+
+NAMES = ("bf16-tied", "fp16", "fp32")
+ROUTES = (("gpu", "cpu", "nvme"), ("cpu",), ("gpu", "cpu"), ("nvme",), ("cpu", "nvme"))
+ORDERS = ("late", "early", "drawn")
+
+
+def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = None) -> dict:
+    """Case ``seed`` for ``ParityService.run``: model, zero stage, schedule, nodes, order of the streams, whether
+    streams or threads wait for flags, evaluation, checkpoints. Models in fp16 skip their first steps."""
+    draw = random.Random(seed)
+    name, order, routes = NAMES[seed % 3], draw.choice(ORDERS), ROUTES[seed % len(ROUTES)]
+    zero_stage = zero_stage or draw.choice((3, 1, 3, 2))
+    workload, nodes = workloads[STRICT, name], draw.choice((2, 2, 1))
+    workload = replace(
+        workload,
+        zero_stage=zero_stage,
+        limits=Limits(nvme_slots=2),
+        parallel=replace(workload.parallel, gpus_per_node=nodes),
+    )
+    path = folder / f"{seed}.json"
+    prepared(draw, workload, path, routes)
+    options = [*MODELS[name], "--gpus-per-node", str(nodes), "--user-defined-schedule-nvme-path", str(folder)]
+    if draw.random() < 0.5:
+        options += ["--eval-interval", "2", "--eval-iters", "1"]
+    if draw.random() < 0.5:
+        options += ["--save", str(folder / f"{seed}.checkpoints"), "--save-interval", "2"]
+    return {
+        "options": options,
+        "schedule": path,
+        "iterations": 4 if name == "fp16" else 3,
+        "strict": {"seed": seed, "order": order, "stream_flags": draw.random() < 0.8},
+    }
+
+
+def findings(answer: dict) -> list[str]:
+    """What the stand-in says against a case, unless everything is ordered and in its place."""
+    strict = answer["strict"]
+    found = [f"unordered: {one} / {other}" for one, other in strict["races"]]
+    return found + strict["errors"] + [f"never: {timeline} {entry}" for timeline, entry in strict["stuck"].items()]
+
+
+def waits(answer: dict) -> list[str]:
+    """Waits of the training thread in training steps, but those for gradients that the host's processor adds."""
+    return [wait for wait in answer["strict"]["host_waits"] if "gradients.py" not in wait]

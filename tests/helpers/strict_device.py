@@ -1,0 +1,542 @@
+"""A strict stand-in for a CUDA device, in place of torch.cuda while a rank trains on the CPU.
+
+Streams are queues (strict_streams.py). Memory spaces are kept apart: tensors that the host's memory holds (shared
+pools, staging slots, page-locked memory) may meet the device's only in copies, asynchronous ones only where they are
+page-locked. A freed whole group gives its block back to a pool by stream and size, which gives it to the next that
+asks. Every operation, copy, collective, event, flag and hand-over between threads is logged for happens_before.py.
+
+Not seen: what happens inside one operation of torch; host memory that torch itself allocates (data loaders), which
+counts as the device's.
+"""
+
+import contextlib
+import ctypes
+import sys
+import threading
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from strict_streams import Engine, Event, Stream
+from torch._C._distributed_c10d import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from megatron_ext.megatron import shards
+from megatron_ext.runtime import device as devices
+from megatron_ext.runtime import drive, executor, gradients, group, host_pool, node_exchange, shared_flags, worker
+from megatron_ext.runtime.stream_flags import StreamFlags
+
+COLLECTIVES = (
+    "_allgather_base _reduce_scatter_base allreduce broadcast allgather allgather_into_tensor_coalesced "
+    "all_gather_single all_gather_single_coalesced reduce_scatter_single reduce_scatter_single_coalesced "
+    "reduce_scatter_tensor_coalesced allreduce_coalesced barrier reduce gather scatter"
+).split()
+POISON = 0x7F
+
+
+def _tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, strict: "StrictDevice"):
+        super().__init__()
+        self.strict = strict
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.strict.operation(func, args, kwargs or {})
+
+
+class StrictDevice:
+    """Context in which ``device_of`` gives CUDA devices that are this stand-in.
+
+    Args:
+        seed, order: see Engine.
+        stream_flags: whether streams store flags and wait for them; else threads do.
+        stuck_seconds: after so long a wait for the device is an error.
+    """
+
+    def __init__(self, rank: int, seed: int, order: str, stream_flags: bool = True, stuck_seconds: float = 20):
+        self.rank, self.engine = rank, Engine(rank, seed, order, stuck_seconds)
+        self._regions: list[list] = []  # host memory: [begin, end, key, page-locked]
+        self._blocks: dict[int, int] = {}  # block of a storage that comes and goes
+        self._free: dict[tuple, list[int]] = {}
+        self._made_on: dict[int, str] = {}  # stream on which a storage was allocated
+        self._sequence: dict[int, int] = {}
+        self._handed: dict[int, tuple] = {}
+        self._kept: list = []
+        self._kinds: dict = {}
+        self._blocks_made = 0
+        self._stack, self._stream_flags = contextlib.ExitStack(), stream_flags
+
+    # Memory.
+
+    def _region(self, address: int) -> list | None:
+        return next((region for region in self._regions if region[0] <= address < region[1]), None)
+
+    def _host(self, begin: int, size: int, key=None, locked: bool = False) -> None:
+        region = self._region(begin)
+        if region is not None:
+            region[2], region[3] = key or region[2], region[3] or locked
+        else:
+            self._regions.append([begin, begin + size, key or (self.rank, begin), locked])
+
+    def _place(self, tensor: torch.Tensor) -> tuple | None:
+        """``(key, begin, end)`` of the bytes of ``tensor``; None where it has none."""
+        if tensor.numel() == 0:
+            return None
+        size = tensor.element_size()
+        span = (1 + sum((n - 1) * abs(stride) for n, stride in zip(tensor.shape, tensor.stride()))) * size
+        storage = tensor.untyped_storage()
+        block = self._blocks.get(storage._cdata)
+        if block is not None:
+            if storage.nbytes() == 0:
+                self._error(f"freed memory is used by {self._where()}")
+                return None
+            begin = tensor.storage_offset() * size
+            return (self.rank, "block", block), begin, begin + span
+        begin = tensor.data_ptr()
+        region = self._region(begin)
+        if region is not None:
+            return region[2], begin - region[0], begin - region[0] + span
+        base = storage.data_ptr()
+        return (self.rank, "memory", base, self._made_on.get(base)), begin - base, begin - base + span
+
+    def _error(self, text: str) -> None:
+        if text not in self.engine.errors:
+            self.engine.errors.append(text)
+
+    def _where(self) -> str:
+        frame = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if ("/megatron_ext/" in name or "/megatron/" in name) and not name.endswith("cpu_compat.py"):
+                return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+            frame = frame.f_back
+        return "?"
+
+    def _resized(self, storage, resize):
+        """``resize`` of a whole group or gradient, with a block for as long as it has bytes."""
+
+        def run(size: int):
+            stream = self.engine.current().name
+            if size:
+                resize(size)
+                free = self._free.setdefault((stream, size), [])
+                block = free.pop() if free else self._blocks_made
+                self._blocks_made += block == self._blocks_made
+                self._blocks[storage._cdata] = block
+                ctypes.memset(storage.data_ptr(), POISON, size)
+                self.engine.log_on(stream, ("access", "allocation", [((self.rank, "block", block), 0, size, True)]))
+            else:
+                self._free.setdefault((stream, storage.nbytes()), []).append(self._blocks[storage._cdata])
+                resize(0)
+
+        return run
+
+    # Operations of torch.
+
+    def _kind(self, func):
+        kind = self._kinds.get(func)
+        if kind is None:
+            schema = func._schema
+            writes = [bool(a.alias_info and a.alias_info.is_write) for a in schema.arguments]
+            names = [a.name for a in schema.arguments]
+            views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+            kind = self._kinds[func] = (views, writes, names, func._schema.name.split("::")[1])
+        return kind
+
+    def operation(self, func, args, kwargs):
+        views, writes, names, name = self._kind(func)
+        if views or func.namespace == "c10d":  # collectives are seen as calls of process groups
+            return func(*args, **kwargs)
+        found = []  # (tensor, place, writes)
+        known = dict(zip(names, args)) | kwargs
+        for argument, is_written in zip(names, writes):
+            for tensor in _tensors(known.get(argument)):
+                place = self._place(tensor)
+                if place is not None:
+                    found.append((tensor, place, is_written))
+        regions = [self._region(tensor.data_ptr()) for tensor, _, _ in found]
+        on_host = [region is not None for region in regions]
+        blocking = name == "copy_" and not (known.get("non_blocking") or False)
+        label = f"{name} at {self._where()}"
+        if any(on_host) and not all(on_host):
+            if name != "copy_":
+                self._error(f"{label} mixes host and device memory")
+            elif not blocking and not all(region is None or region[3] for region in regions):
+                self._error(f"{label} copies asynchronously from or to pageable memory")
+        accesses = [(*place, is_written) for _, place, is_written in found]
+        engine, stream = self.engine, self.engine.current()
+        if found and all(on_host):
+            engine.log(("access", label, accesses))
+            return func(*args, **kwargs)
+        engine.log_on(stream, ("access", label, accesses))
+        if stream is not engine.default and found:
+            if blocking:
+                self._error(f"{label} blocks the thread on a stream")
+            if not any(is_written for _, _, is_written in found):
+                raise AssertionError(f"{label}: only operations in place are queued by this stand-in")
+            stream.add(lambda: self._run_later(func, args, kwargs, label))
+            return args[0]
+        result = func(*args, **kwargs)
+        own = {tensor.untyped_storage().data_ptr() for tensor, _, _ in found}
+        for tensor in _tensors(result):
+            base = tensor.untyped_storage().data_ptr()
+            if base not in own:
+                self._made_on[base] = stream.name
+        if name == "_local_scalar_dense" or (blocking and any(on_host)):
+            self._join(stream)
+            if "/megatron_ext/" in sys._getframe(3).f_code.co_filename:
+                engine.host_wait(label)
+        return result
+
+    def _run_later(self, func, args, kwargs, label):
+        for tensor in _tensors(args):
+            if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+                self._error(f"freed memory is used by {label}, when it ran")
+                return
+        with torch.no_grad():
+            func(*args, **kwargs)
+
+    def _join(self, stream) -> None:
+        token = self.engine.token()
+        self.engine.log_on(stream, ("out", token))
+        self.engine.log(("in", token))
+
+    # Collectives.
+
+    def _collective(self, name: str, original):
+        def issue(process_group, *args, **kwargs):
+            if getattr(self.engine._here, "quiet", False):
+                return original(process_group, *args, **kwargs)
+            engine, stream, number = self.engine, self.engine.current(), self._sequence.get(id(process_group), 0)
+            self._sequence[id(process_group)] = number + 1
+            ranks = tuple(dist.get_process_group_ranks(process_group))
+            accesses = self._accesses_of_collective(name, args)
+            label, inside = f"{name} at {self._where()}", f"communicator {id(process_group)}"
+            before, after = engine.token(), engine.token()
+            engine.log_on(stream, ("out", before))
+            together = ("collective", (ranks, process_group.group_name, number), self.rank, len(ranks))
+            engine.log_on(
+                inside,
+                ("in", before),
+                ("access", label, accesses),
+                together,
+                ("access", label, accesses),
+                ("out", after),
+            )
+            if stream is engine.default:
+                return _Work(self, original(process_group, *args, **kwargs), after)
+            work = _Work(self, None, after)
+
+            def begin():
+                work.inner = original(process_group, *args, **kwargs)
+                return work._wait_aside()
+
+            stream.add(begin)
+            return work
+
+        return issue
+
+    def _accesses_of_collective(self, name: str, args) -> list[tuple]:
+        """What is given first is written, what is given second is read; a part that is gathered in place only read."""
+        written, read = ([(t, self._place(t)) for t in _tensors(one)] for one in (*args, (), ())[:2])
+        if any(place is not None and self._region(t.data_ptr()) is not None for t, place in (*written, *read)):
+            self._error(f"{name} at {self._where()} is given host memory")
+        own = {place for _, place in read if place is not None}
+        accesses = [(*place, False) for place in own]
+        for key, begin, end in (place for _, place in written if place is not None):
+            for place, first, last in own:
+                if place == key and begin <= first and last <= end and "gather" in name:
+                    accesses.append((key, begin, first, True))
+                    begin = last
+            accesses.append((key, begin, end, True))
+        return accesses
+
+    # Hand-overs between threads.
+
+    def _hand_over(self, thing) -> None:
+        token = self._handed[id(thing)] = self.engine.token()
+        self._kept.append(thing)
+        self.engine.log(("out", token))
+
+    def _take(self, thing) -> None:
+        token = self._handed.get(id(thing))
+        if token is not None:
+            self.engine.log(("in", token))
+
+    def _submit(self, original):
+        def submit(own, function):
+            token = self.engine.token()
+            self.engine.log(("out", token))
+
+            def run(transfer):
+                self.engine.log(("in", token))
+                with _Mode(self):
+                    return function(transfer)
+
+            return original(own, run)
+
+        return submit
+
+    def _patches(self):
+        engine = self.engine
+        for name, value in {
+            "Stream": lambda device=None, priority=0: Stream(engine),
+            "Event": lambda **kwargs: Event(engine, **kwargs),
+            "current_stream": lambda device=None: engine.current(),
+            "default_stream": lambda device=None: engine.default,
+            "stream": engine.on,
+            "device": lambda device: contextlib.nullcontext(),
+            "synchronize": lambda device=None: engine.synchronize(),
+            "_sleep": lambda cycles: None,
+        }.items():
+            yield mock.patch.object(torch.cuda, name, value)
+        yield mock.patch.object(devices, "HostDevice", lambda: devices.CudaDevice(torch.device("cuda", 0)))
+        flags = (StreamFlags(engine.driver()), "") if self._stream_flags else (None, "asked for")
+        yield mock.patch.object(devices, "open_stream_flags", lambda device: flags)
+        for name in filter(partial(hasattr, ProcessGroup), COLLECTIVES):  # releases of torch differ
+            yield mock.patch.object(ProcessGroup, name, self._collective(name, getattr(ProcessGroup, name)))
+        for owner, name, wrap in (
+            (dist, "all_gather_object", self._objects),
+            (dist, "broadcast_object_list", self._objects),
+            (devices.CudaDevice, "host_tensor", lambda original: lambda own, *what: self._locked(*what)),
+            (devices.CudaDevice, "pin", lambda original: lambda own, tensor: self._pin(tensor, True)),
+            (devices.CudaDevice, "unpin", lambda original: lambda own, tensor: engine.synchronize()),
+            (torch, "frombuffer", self._frombuffer),
+            (torch.Tensor, "numpy", self._numpy),
+            (node_exchange.NodeExchange, "_buffer", self._exchange_buffer),
+            (worker.Worker, "submit", self._submit),
+            (worker.Transfer, "finish", self._finish),
+            (worker.Transfer, "wait", self._wait),
+            (worker.Transfer, "finished", self._wait),
+            (shared_flags.OrderedFlags, "store", self._store),
+            (host_pool.HostPool, "__init__", self._pool),
+            (host_pool.HostPool, "_poll", self._poll),
+            (group.FreedGroup, "__init__", self._comes_and_goes),
+            (gradients.Gradient, "__init__", self._comes_and_goes),
+            (drive.DriveFile, "write", self._drive_write),
+            (drive.DriveFile, "start", self._drive_start),
+            (executor.Executor, "begin_iteration", self._step(True)),
+            (executor.Executor, "params_updated", self._step(False)),
+            (executor.Executor, "unshard_all", self._step(False)),
+            (shards.ShardOf, "__getitem__", self._to_device),
+        ):
+            yield mock.patch.object(owner, name, wrap(getattr(owner, name)))
+
+    def __enter__(self):
+        for patch in self._patches():
+            self._stack.enter_context(patch)
+        self._stack.enter_context(_Mode(self))
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+        self.engine.close()
+
+    # What stands in place of each function above.
+
+    def _objects(self, original):
+        def run(*args, **kwargs):
+            self.engine._here.quiet = True
+            process_group = kwargs.get("group") or dist.distributed_c10d._get_default_group()
+            number = self._sequence.get(id(process_group), 0)
+            self._sequence[id(process_group)] = number + 1
+            ranks = tuple(dist.get_process_group_ranks(process_group))
+            try:
+                with _disable_current_modes():
+                    result = original(*args, **kwargs)
+            finally:
+                self.engine._here.quiet = False
+            self.engine.log(("collective", (ranks, process_group.group_name, number), self.rank, len(ranks)))
+            return result
+
+        return run
+
+    def _locked(self, numel: int, dtype):
+        tensor = torch.zeros(numel, dtype=dtype)
+        if numel:
+            self._kept.append(tensor)
+            self._host(tensor.data_ptr(), tensor.numel() * tensor.element_size(), locked=True)
+        return tensor
+
+    def _pin(self, tensor, locked: bool):
+        self._host(tensor.data_ptr(), tensor.numel(), locked=locked)
+
+    def _frombuffer(self, original):
+        def run(*args, **kwargs):
+            tensor = original(*args, **kwargs)
+            self._pin(tensor.view(torch.uint8), False)
+            return tensor
+
+        return run
+
+    def _numpy(self, original):
+        def run(tensor, *args, **kwargs):
+            if tensor.numel() and self._region(tensor.data_ptr()) is None:
+                self._join(self.engine.current())  # on a device it would have been copied to the host before
+            return original(tensor, *args, **kwargs)
+
+        return run
+
+    def _exchange_buffer(self, original):
+        def run(own, dtype, size):
+            buffer = original(own, dtype, size)
+            self._kept.append(buffer)
+            if buffer.numel():
+                self._host(buffer.data_ptr(), buffer.numel() * buffer.element_size())
+            return buffer
+
+        return run
+
+    def _finish(self, original):
+        def run(transfer, error=None):
+            if not transfer._ended:
+                self._hand_over(transfer)
+            original(transfer, error)
+
+        return run
+
+    def _wait(self, original):
+        def run(transfer, *args):
+            if not transfer._ended:
+                self.engine.host_wait(f"Transfer at {self._where()}")
+            original(transfer, *args)
+            self._take(transfer)
+
+        return run
+
+    def _store(self, original):
+        def run(flags, row, rank, value):
+            self.engine.log(("store", self.engine.flag(flags.address(row, rank)), value))
+            original(flags, row, rank, value)
+
+        return run
+
+    def _pool(self, original):
+        def run(pool, *args, **kwargs):
+            original(pool, *args, **kwargs)
+            name = ("pool", pool._pids[0], pool.bytes)
+            self._host(pool.memory.data_ptr(), pool.bytes, key=name)
+            for row in range(pool._reads_row + 1):
+                for rank in range(pool.size):
+                    self.engine.flag_names[pool._flags.address(row, rank)] = (name, row, rank)
+
+        return run
+
+    def _poll(self, original):
+        def run(pool, row, value):
+            original(pool, row, value)
+            for rank in range(pool.size):
+                self.engine.log(("wait", self.engine.flag(pool._flags.address(row, rank)), value))
+
+        return run
+
+    def _comes_and_goes(self, original):
+        def run(own, *args, **kwargs):
+            storage = (args[1] if isinstance(own, gradients.Gradient) else args[2]).untyped_storage()
+            self._blocks[storage._cdata] = self._blocks_made
+            self._blocks_made += 1
+            self._kept.append(storage)
+            original(own, *args, **kwargs)
+            name = "resize" if isinstance(own, gradients.Gradient) else "_resize"
+            if isinstance(own, gradients.Gradient):
+                self._free.setdefault(("default stream", own.bytes), []).append(self._blocks[storage._cdata])
+            setattr(own, name, self._resized(storage, storage.resize_))
+
+        return run
+
+    def _memory_of(self, buffer) -> tuple:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if not hasattr(buffer, "ctypes") else None
+        address = buffer.ctypes.data if address is None else address
+        size = buffer.nbytes if hasattr(buffer, "nbytes") else len(buffer)
+        region = self._region(address)
+        if region is None:
+            self._error(f"the drive is given device memory at {self._where()}")
+            return (self.rank, address), 0, size
+        return region[2], address - region[0], address - region[0] + size
+
+    def _drive_write(self, original):
+        def run(file, data, offset, label):
+            if str(label).startswith("group"):
+                name = ("drive", file.label)
+                accesses = [(*self._memory_of(data), False), (name, offset, offset + data.nbytes, True)]
+                self.engine.log(("access", "write to the drive", accesses))
+            return original(file, data, offset, label)
+
+        return run
+
+    def _drive_start(self, original):
+        def run(file, memory, offset, label, transfer, before_end=None):
+            into = (*self._memory_of(memory), True)
+            read = (("drive", file.label), offset, offset + len(memory), False)
+            token = self.engine.token()
+            self.engine.log(("access", "read from the drive", [into, read]), ("out", token))
+
+            def ended():
+                self.engine.log(("in", token), ("access", "read from the drive", [into, read]))
+                if before_end is not None:
+                    before_end()
+
+            return original(file, memory, offset, label, transfer, ended)
+
+        return run
+
+    def _step(self, begins: bool):
+        def wrap(original):
+            def run(own, *args):
+                if begins:
+                    self.engine.in_step = own._undisturbed
+                original(own, *args)
+                if not begins:
+                    self.engine.in_step = False
+
+            return run
+
+        return wrap
+
+    def _to_device(self, original):
+        def run(own, index):
+            found = original(own, index)
+            if own._device is not None and self._region(found.data_ptr()) is not None:
+                there = torch.empty_like(found)
+                there.copy_(found)
+                return there
+            return found
+
+        return run
+
+
+class _Work:
+    """Handle of a collective: the current stream waits for the communicator's."""
+
+    def __init__(self, strict: StrictDevice, inner, token):
+        self.strict, self.inner, self._token = strict, inner, token
+
+    def wait(self, *args):
+        engine, stream = self.strict.engine, self.strict.engine.current()
+        engine.log_on(stream, ("in", self._token))
+        if stream is engine.default:
+            engine.until(lambda: self.inner is not None)
+            return self._wait(*args)
+        stream.add(self._wait_aside, lambda: self.inner is not None)
+        return True
+
+    def _wait_aside(self):
+        """Some of gloo's handles know that they have ended only when they are waited for."""
+        thread = threading.Thread(target=self._wait, daemon=True)
+        thread.start()
+        return lambda: not thread.is_alive()
+
+    def _wait(self, *args):
+        with _disable_current_modes():  # gloo copies some results when they are waited for
+            self.inner.wait(*args)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
