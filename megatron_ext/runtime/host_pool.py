@@ -80,7 +80,7 @@ class HostPool:
     ):
         self.rank, self.size = rank, size
         self._row_of = {group.index: n for n, group in enumerate(groups)}
-        self._reads_row = len(groups)  # behind the published groups' rows
+        self.reads_row = len(groups)  # behind the published groups' rows
         offset = -(-flags_bytes(len(groups) + 1, size) // mmap.PAGESIZE) * mmap.PAGESIZE
         offsets = {}
         hosted = [group for group in groups if group.index in copied]
@@ -93,8 +93,8 @@ class HostPool:
         os.close(descriptor)
         _make_pages(self._map, rank, size, exchange, progress)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pids = exchange(os.getpid())
-        self._flags = open_flags(self._map, len(groups) + 1, size)
+        self.pids = exchange(os.getpid())
+        self.flags = open_flags(self._map, len(groups) + 1, size)
         self._device: Any = None
         self._closing = threading.Lock()
         self._words: list[list[int]] = []  # the device's addresses of the flags, by row and rank
@@ -112,8 +112,8 @@ class HostPool:
         self._device = device
         if device.flags is not None:
             offset = device.flags.offset(self.memory)
-            rows, ranks = range(self._reads_row + 1), range(self.size)
-            self._words = [[self._flags.address(row, rank) + offset for rank in ranks] for row in rows]
+            rows, ranks = range(self.reads_row + 1), range(self.size)
+            self._words = [[self.flags.address(row, rank) + offset for rank in ranks] for row in rows]
 
     def slice_of(self, group: Group, dp_rank: int) -> torch.Tensor:
         """Part of the host copy that holds the shard of data-parallel rank ``dp_rank``."""
@@ -129,8 +129,8 @@ class HostPool:
     def fail(self, error: BaseException) -> None:
         """This rank cannot publish any more: whoever waits for it, here or on other ranks, hears of it."""
         self._failure = error
-        for row in range(self._reads_row):
-            self._flags.store(row, self.rank, FAILED)
+        for row in range(self.reads_row):
+            self.flags.store(row, self.rank, FAILED)
 
     def publishes(self, group: Group) -> bool:
         """Whether ``group`` is one of those that have flags."""
@@ -138,7 +138,7 @@ class HostPool:
 
     def published(self, group: Group) -> np.ndarray:
         """Version at which each rank's shard of ``group`` is there, or :data:`FAILED`; shape ``(size,)``."""
-        return self._flags.load(self._row_of[group.index])
+        return self.flags.load(self._row_of[group.index])
 
     def wait_published(self, group: Group, version: int, stream=None) -> None:
         """Wait until every shard of ``group`` is there at ``version``.
@@ -150,36 +150,36 @@ class HostPool:
 
     def set_reads_done(self, iterations: int, stream=None) -> None:
         """Tell the other ranks that this rank has ended ``iterations`` and reads them no more."""
-        self._store(self._reads_row, iterations, stream)
+        self._store(self.reads_row, iterations, stream)
 
     def wait_reads_done(self, iterations: int, stream=None) -> None:
         """Wait until every rank has ended ``iterations`` iterations. Raises as :meth:`wait_published`."""
-        self._wait(self._reads_row, iterations, stream)
+        self._wait(self.reads_row, iterations, stream)
 
     def check_peers(self, version: int) -> None:
         """For whoever watches over streams, which wait for a flag for ever: raise PeerLost where a rank that has not
         published ``version`` of every group cannot any more."""
         with self._closing:
-            for row in range(self._reads_row if hasattr(self, "_flags") else 0):
+            for row in range(self.reads_row if hasattr(self, "flags") else 0):
                 self._check_peers(row, version)
 
     def _store(self, row: int, value: int, stream) -> None:
         if stream is None:
-            self._flags.store(row, self.rank, value)
+            self.flags.store(row, self.rank, value)
         else:
             self._device.flags.store(stream, self._words[row][self.rank], value)
 
     def _wait(self, row: int, value: int, stream) -> None:
         if stream is None:
-            self._poll(row, value)
+            self.poll(row, value)
         else:
             wait = self._device.flags.wait
             for word in self._words[row]:
                 wait(stream, word, value)
 
-    def _poll(self, row: int, value: int) -> None:
+    def poll(self, row: int, value: int) -> None:
         def ready() -> bool:
-            return bool((self._flags.load(row) >= value).all())
+            return bool((self.flags.load(row) >= value).all())
 
         for _ in range(SPINS):
             if ready():
@@ -197,15 +197,15 @@ class HostPool:
                 self._check_peers(row, value)
 
     def _check_peers(self, row: int, value: int) -> None:
-        for rank in np.flatnonzero(self._flags.load(row) < value):
-            if any(self._flags.load(group)[rank] == FAILED for group in range(self._reads_row)):
+        for rank in np.flatnonzero(self.flags.load(row) < value):
+            if any(self.flags.load(group)[rank] == FAILED for group in range(self.reads_row)):
                 raise PeerLost(
-                    f"data-parallel rank {rank} of this node (process {self._pids[rank]}) could not publish; "
+                    f"data-parallel rank {rank} of this node (process {self.pids[rank]}) could not publish; "
                     "its own error says why"
                 )
-            if not _alive(self._pids[rank]) and self._flags.load(row)[rank] < value:
+            if not _alive(self.pids[rank]) and self.flags.load(row)[rank] < value:
                 raise PeerLost(
-                    f"data-parallel rank {rank} of this node (process {self._pids[rank]}) ended while others "
+                    f"data-parallel rank {rank} of this node (process {self.pids[rank]}) ended while others "
                     f"waited for it {self._what(row)}"
                 )
 
@@ -219,7 +219,7 @@ class HostPool:
             self._device.unpin(self.memory)
         self.copies.clear()
         with self._closing:
-            del self._flags, self.memory
+            del self.flags, self.memory
         with contextlib.suppress(BufferError):  # a view still lives; the mapping ends with the process
             self._map.close()
 

@@ -78,12 +78,12 @@ class NodeExchange:
         nodes, mine, tag = len(self.dp_ranks), self.dp_ranks.index(dp_rank), self._begun % IN_FLIGHT
         # From the next node on: not all to one node at once.
         sources, targets = ([(mine + sign * hop) % nodes for hop in range(1, nodes)] for sign in (-1, 1))
-        come = dict(zip(sources, self._buffer(own.dtype, own.numel() * len(sources)).view(len(sources), -1)))
+        come = dict(zip(sources, self.buffer(own.dtype, own.numel() * len(sources)).view(len(sources), -1)))
         works = [dist.irecv(shard, self._ranks[node], group=self.counterparts, tag=tag) for node, shard in come.items()]
         works += [dist.isend(own, self._ranks[node], group=self.counterparts, tag=tag) for node in targets]
         return Arriving(tuple(works), self.dp_ranks, tuple((come | {mine: own})[node] for node in range(nodes)))
 
-    def _buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
+    def buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
         """``size`` elements, of which nobody waits any more."""
         buffers = self._buffers.setdefault(dtype, [torch.empty(0, dtype=dtype)] * IN_FLIGHT)
         slot = self._begun % IN_FLIGHT

@@ -85,14 +85,14 @@ class Transfer:
     kernels in that time. So transfers are on streams where the device allows it, see stream_flags.py.
     """
 
-    __slots__ = ("_done", "_ended", "error", "after")
+    __slots__ = ("_done", "ended", "error", "after")
 
     def __init__(self) -> None:
         # A lock that is held until the transfer is done: an Event costs the training thread ten times
         # as much to make.
         self._done = threading.Lock()
         self._done.acquire()
-        self._ended = False
+        self.ended = False
         self.error: BaseException | None = None
         self.after: Waitable | None = None  # CUDA: event that the compute stream must wait for
 
@@ -114,9 +114,9 @@ class Transfer:
 
     def finish(self, error: BaseException | None = None) -> None:
         """It is done, or failed with ``error``; only the first call counts."""
-        if self._ended:
+        if self.ended:
             return
-        self._ended, self.error = True, error
+        self.ended, self.error = True, error
         self._done.release()
 
 

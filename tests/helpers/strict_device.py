@@ -213,7 +213,7 @@ class StrictDevice:
 
     def _collective(self, name: str, original):
         def issue(process_group, *args, **kwargs):
-            if getattr(self.engine._here, "quiet", False):
+            if getattr(self.engine.here, "quiet", False):
                 return original(process_group, *args, **kwargs)
             engine, stream, number = self.engine, self.engine.current(), self._sequence.get(id(process_group), 0)
             self._sequence[id(process_group)] = number + 1
@@ -311,14 +311,14 @@ class StrictDevice:
             (devices.CudaDevice, "unpin", lambda original: lambda own, tensor: engine.synchronize()),
             (torch, "frombuffer", self._frombuffer),
             (torch.Tensor, "numpy", self._numpy),
-            (node_exchange.NodeExchange, "_buffer", self._exchange_buffer),
+            (node_exchange.NodeExchange, "buffer", self._exchange_buffer),
             (worker.Worker, "submit", self._submit),
             (worker.Transfer, "finish", self._finish),
             (worker.Transfer, "wait", self._wait),
             (worker.Transfer, "finished", self._wait),
             (shared_flags.OrderedFlags, "store", self._store),
             (host_pool.HostPool, "__init__", self._pool),
-            (host_pool.HostPool, "_poll", self._poll),
+            (host_pool.HostPool, "poll", self._poll),
             (group.FreedGroup, "__init__", self._comes_and_goes),
             (gradients.Gradient, "__init__", self._comes_and_goes),
             (drive.DriveFile, "write", self._drive_write),
@@ -344,7 +344,7 @@ class StrictDevice:
 
     def _objects(self, original):
         def run(*args, **kwargs):
-            self.engine._here.quiet = True
+            self.engine.here.quiet = True
             process_group = kwargs.get("group") or dist.distributed_c10d._get_default_group()
             number = self._sequence.get(id(process_group), 0)
             self._sequence[id(process_group)] = number + 1
@@ -353,7 +353,7 @@ class StrictDevice:
                 with _disable_current_modes():
                     result = original(*args, **kwargs)
             finally:
-                self.engine._here.quiet = False
+                self.engine.here.quiet = False
             self.engine.log(("collective", (ranks, process_group.group_name, number), self.rank, len(ranks)))
             return result
 
@@ -397,7 +397,7 @@ class StrictDevice:
 
     def _finish(self, original):
         def run(transfer, error=None):
-            if not transfer._ended:
+            if not transfer.ended:
                 self._hand_over(transfer)
             original(transfer, error)
 
@@ -405,7 +405,7 @@ class StrictDevice:
 
     def _wait(self, original):
         def run(transfer, *args):
-            if not transfer._ended:
+            if not transfer.ended:
                 self.engine.host_wait(f"Transfer at {self._where()}")
             original(transfer, *args)
             self._take(transfer)
@@ -422,11 +422,11 @@ class StrictDevice:
     def _pool(self, original):
         def run(pool, *args, **kwargs):
             original(pool, *args, **kwargs)
-            name = ("pool", pool._pids[0], pool.bytes)
+            name = ("pool", pool.pids[0], pool.bytes)
             self._host(pool.memory.data_ptr(), pool.bytes, key=name)
-            for row in range(pool._reads_row + 1):
+            for row in range(pool.reads_row + 1):
                 for rank in range(pool.size):
-                    self.engine.flag_names[pool._flags.address(row, rank)] = (name, row, rank)
+                    self.engine.flag_names[pool.flags.address(row, rank)] = (name, row, rank)
 
         return run
 
@@ -434,7 +434,7 @@ class StrictDevice:
         def run(pool, row, value):
             original(pool, row, value)
             for rank in range(pool.size):
-                self.engine.log(("wait", self.engine.flag(pool._flags.address(row, rank)), value))
+                self.engine.log(("wait", self.engine.flag(pool.flags.address(row, rank)), value))
 
         return run
 
@@ -491,11 +491,8 @@ class StrictDevice:
     def _step(self, begins: bool):
         def wrap(original):
             def run(own, *args):
-                if begins:
-                    self.engine.in_step = own._undisturbed
                 original(own, *args)
-                if not begins:
-                    self.engine.in_step = False
+                self.engine.in_step = begins
 
             return run
 
@@ -504,7 +501,7 @@ class StrictDevice:
     def _to_device(self, original):
         def run(own, index):
             found = original(own, index)
-            if own._device is not None and self._region(found.data_ptr()) is not None:
+            if self._region(found.data_ptr()) is not None:
                 there = torch.empty_like(found)
                 there.copy_(found)
                 return there

@@ -124,7 +124,7 @@ class Engine:
         self.rank, self.order, self._draw, self.stuck_seconds = rank, order, random.Random(seed), stuck_seconds
         self.changed, self.streams, self.by_handle = threading.Condition(threading.RLock()), [], {}
         self.entries, self.errors, self.host_waits, self.in_step = [], [], [], False
-        self._tokens, self._here, self._waiting, self._closed = itertools.count(), threading.local(), 0, False
+        self._tokens, self.here, self._waiting, self._closed = itertools.count(), threading.local(), 0, False
         self.main = threading.current_thread()
         self.default = Stream(self, "default stream")
         self.flag_names: dict[int, object] = {}  # of flags that ranks share, by this rank's address
@@ -158,18 +158,18 @@ class Engine:
     # Streams.
 
     def current(self) -> Stream:
-        return getattr(self._here, "stream", None) or self.default
+        return getattr(self.here, "stream", None) or self.default
 
     def on(self, stream):
         engine = self
 
         class On:
             def __enter__(self):
-                self.before = getattr(engine._here, "stream", None)
-                engine._here.stream = stream
+                self.before = getattr(engine.here, "stream", None)
+                engine.here.stream = stream
 
             def __exit__(self, *_):
-                engine._here.stream = self.before
+                engine.here.stream = self.before
 
         return On()
 

@@ -89,7 +89,7 @@ def test_the_watch_hears_of_a_rank_that_has_gone_or_failed():
     pool.set_published(group, 2)
     with pytest.raises(PeerLost, match=f"process {gone}.* ended"):
         pool.check_peers(2)
-    pool._flags.store(0, 1, 2)
+    pool.flags.store(0, 1, 2)
     pool.check_peers(2)  # it went after it had published
     pool.close()
     pool.check_peers(3)  # nobody waits any more
