@@ -148,6 +148,10 @@ class HostPool:
         """
         self._wait(self._row_of[group.index], version, stream)
 
+    def wait_own(self, group: Group, version: int, stream) -> None:
+        """Let ``stream`` wait until this rank's shard of ``group`` is there at ``version``."""
+        self._device.flags.wait(stream, self._words[self._row_of[group.index]][self.rank], version)
+
     def set_reads_done(self, iterations: int, stream=None) -> None:
         """Tell the other ranks that this rank has ended ``iterations`` and reads them no more."""
         self._store(self.reads_row, iterations, stream)

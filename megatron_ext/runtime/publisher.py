@@ -88,6 +88,7 @@ class Publisher:
         self._delay = faults.delayer(faults.publish_delay_ms, salt=31 + dp_rank)
         self._last: Transfer | None = None
         self._copied: Handle | None = None  # end of the last copy that is queued
+        self._version = 0  # that was published last
         unhosted = [target.group.shard for target in targets if not target.host]
         size = max((shard.numel() * shard.element_size() for shard in unhosted), default=0)
         # Copies on the drive alone pass through these one after another: as many as may be on their way.
@@ -147,6 +148,8 @@ class Publisher:
                     assert self.nvme is not None  # what has no host copy goes to the drive
                     buffer, uses = shard.passing % IN_FLIGHT, shard.passing // IN_FLIGHT
                     self.nvme.wait_passed(buffer, uses, self.stream)
+                if target.host:  # the thread may still write or send what lies there
+                    self.pool.wait_own(target.group, self._version, self.stream)
                 copied = self._copied = self.device.copy(shard.own, target.group.shard, self.stream, after, marks)
                 shard = shard._replace(copied=copied)
             if target.nvme or self.arrivals is not None or (shard.copied is None and not shard.stale):
@@ -155,6 +158,7 @@ class Publisher:
             self.pool.set_published(target.group, version, self.stream)
             if self.recorder is not None and marks:
                 self.recorder.add("publish", f"publish {target.group.index}", *marks)
+        self._version = version
         return by_thread
 
     def _write_all(self, shards: Iterable[_Shard], version: int, after) -> None:

@@ -20,7 +20,17 @@ RUNTIME = ROOT / "megatron_ext/runtime"
 
 NAMES = {
     *("record", "wait", "wait_event", "wait_stream", "record_stream", "synchronize", "settle", "mark", "finished"),
-    *("store", "_store", "_wait", "poll", "set_published", "wait_published", "set_reads_done", "wait_reads_done"),
+    *(
+        "store",
+        "_store",
+        "_wait",
+        "poll",
+        "set_published",
+        "wait_published",
+        "set_reads_done",
+        "wait_own",
+        "wait_reads_done",
+    ),
     *("set_staged", "wait_staged", "set_passed", "wait_passed", "end_reads"),
 }
 

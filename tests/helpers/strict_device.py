@@ -312,6 +312,8 @@ class StrictDevice:
             (torch, "frombuffer", self._frombuffer),
             (torch.Tensor, "numpy", self._numpy),
             (node_exchange.NodeExchange, "buffer", self._exchange_buffer),
+            (node_exchange.NodeExchange, "begin", self._exchange),
+            (node_exchange.Arriving, "wait", self._arrived),
             (worker.Worker, "submit", self._submit),
             (worker.Transfer, "finish", self._finish),
             (worker.Transfer, "wait", self._wait),
@@ -394,6 +396,29 @@ class StrictDevice:
             return buffer
 
         return run
+
+    def _exchange(self, original):
+        def run(own, shard, dp_rank):
+            arriving = original(own, shard, dp_rank)
+            self._exchanged(arriving, "begin of an exchange")
+            return arriving
+
+        return run
+
+    def _arrived(self, original):
+        def run(arriving):
+            result = original(arriving)
+            self._exchanged(arriving, "end of an exchange")
+            return result
+
+        return run
+
+    def _exchanged(self, arriving, label: str) -> None:
+        """With other nodes: the own shard is read, those of others are written, from the begin to the end."""
+        if not arriving.works:
+            return
+        places = [(rank, self._place(shard)) for rank, shard in zip(arriving.ranks, arriving.shards)]
+        self.engine.log(("access", label, [(*place, rank != self.rank) for rank, place in places if place]))
 
     def _finish(self, original):
         def run(transfer, error=None):
