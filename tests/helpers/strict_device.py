@@ -70,6 +70,7 @@ class StrictDevice:
         self._sequence: dict[int, int] = {}
         self._handed: dict[int, tuple] = {}
         self._kept: list = []
+        self._moved: set[int] = set()  # what is taken on the device of a shard in host memory
         self._kinds: dict = {}
         self._blocks_made = 0
         self._stack, self._stream_flags = contextlib.ExitStack(), stream_flags
@@ -328,6 +329,7 @@ class StrictDevice:
             (executor.Executor, "begin_iteration", self._step(True)),
             (executor.Executor, "params_updated", self._step(False)),
             (executor.Executor, "unshard_all", self._step(False)),
+            (shards.ShardOf, "__init__", self._shard_of),
             (shards.ShardOf, "__getitem__", self._to_device),
         ):
             yield mock.patch.object(owner, name, wrap(getattr(owner, name)))
@@ -523,10 +525,19 @@ class StrictDevice:
 
         return wrap
 
+    def _shard_of(self, original):
+        def run(own, shard, start, numel, device=None):
+            original(own, shard, start, numel, device)
+            if device is not None:
+                self._kept.append(own)
+                self._moved.add(id(own))
+
+        return run
+
     def _to_device(self, original):
         def run(own, index):
             found = original(own, index)
-            if self._region(found.data_ptr()) is not None:
+            if id(own) in self._moved and self._region(found.data_ptr()) is not None:
                 there = torch.empty_like(found)
                 there.copy_(found)
                 return there
