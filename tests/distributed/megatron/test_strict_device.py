@@ -44,7 +44,7 @@ def test_where_the_device_has_no_flags_threads_wait(service, workloads, tmp_path
 def test_an_ordering_that_is_taken_away_is_seen(service, workloads, tmp_path, file, call, seed):
     sites = [site for site in orderings.sites() if site.startswith(f"{file}:") and site.endswith(f" {call}")]
     assert sites
-    for site in sites:
+    for site in sites[-2:] if file == "device.py" else sites[-1:]:
         case = strict_case(seed, workloads, tmp_path, 3)
         case["strict"] |= {"stream_flags": True, "off": site, "stuck_seconds": 4}
         try:
