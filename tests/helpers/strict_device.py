@@ -472,10 +472,9 @@ class StrictDevice:
             self._blocks_made += 1
             self._kept.append(storage)
             original(own, *args, **kwargs)
-            name = "resize" if isinstance(own, gradients.Gradient) else "_resize"
             if isinstance(own, gradients.Gradient):
                 self._free.setdefault(("default stream", own.bytes), []).append(self._blocks[storage._cdata])
-            setattr(own, name, self._resized(storage, storage.resize_))
+            own.resize = self._resized(storage, storage.resize_)
 
         return run
 
