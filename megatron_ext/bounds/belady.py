@@ -25,7 +25,7 @@ def missing_bytes(requests: Sequence[tuple[Hashable, int]], limit: float) -> lis
             continue
         held[key] = size
         free -= missing
-        while free < 0:
+        while free < 0:  # ends: each turn empties held by one key or brings free to 0
             victim = max(
                 (other for other in held if other != key), key=lambda other: coming[other][-1] if coming[other] else inf
             )

@@ -58,10 +58,10 @@ def _sweep(workload: Workload, timing: Timing, least: Durations, *, backward: bo
     done: dict[tuple, float] = {}
     waiting: dict[tuple, int] = {}
     ready = list(range(pp))
-    while ready:
+    while ready:  # ends: a rank comes back once for each step that it waited for
         rank = ready.pop()
         steps, mine = orders[rank], ends[rank]
-        while len(mine) < len(steps):
+        while len(mine) < len(steps):  # ends: each turn lengthens mine or breaks
             stage, kind, microbatch = steps[len(mine)]
             source = stage - 1 if (kind == "F") != backward else stage + 1
             begin = free[rank]

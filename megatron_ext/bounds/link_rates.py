@@ -10,6 +10,7 @@
 """
 
 import contextlib
+from collections.abc import Callable
 from itertools import combinations
 
 from megatron_ext.bounds.group_sizes import best_rate_sizes, largest_group
@@ -22,6 +23,10 @@ from megatron_ext.workload.workload import Workload
 
 _KIND = {"gpu": GPU, "cpu": CPU, "nvme": CPU}
 """The link of a route's last leg."""
+
+MOST_DOUBLINGS = 256
+"""From the shortest time that plausible costs allow to the longest: times of 1e-12 to 1e13 us, sizes up to 2**50 bytes
+and slowdowns up to 1e6 leave less than 2**210 between them."""
 
 
 class LinkRates:
@@ -74,9 +79,7 @@ class LinkRates:
 
     def least_us(self, size: float, *, first: bool = False) -> float:
         """No time shorter than this brings ``size`` bytes; with ``first``, of which none has come before."""
-        low, high = size / self.best_rate, size / self.best_rate
-        while not self._brings(high, size, first):
-            low, high = high, high * 2
+        low, high = doubled(size / self.best_rate, lambda us: self._brings(us, size, first))
         for _ in range(40):
             middle = (low + high) / 2
             low, high = (low, middle) if self._brings(middle, size, first) else (middle, high)
@@ -86,10 +89,8 @@ class LinkRates:
         """No time shorter than this brings ``size`` bytes by ``route`` alone; no gather in it takes longer."""
         if not size:
             return 0.0
-        low = size / self.best_rates[route]
-        high = low
-        while high * _best_rate_within(self.curves[route], high) < size:
-            low, high = high, high * 2
+        start = size / self.best_rates[route]
+        low, high = doubled(start, lambda us: us * _best_rate_within(self.curves[route], us) >= size)
         for _ in range(20):
             middle = (low + high) / 2
             enough = middle * _best_rate_within(self.curves[route], middle) >= size
@@ -119,6 +120,16 @@ class LinkRates:
             # While us microseconds of gathers run, compute loses us * slower / (1 + slower).
             best = min(best, (left / rate) * slower / (1.0 + slower))
         return compute_us + best
+
+
+def doubled(us: float, enough: Callable[[float], bool]) -> tuple[float, float]:
+    """The first of ``us``, twice ``us``, four times ``us``... that is enough, and the one before it."""
+    low = us
+    for _ in range(MOST_DOUBLINGS):
+        if enough(us):
+            return low, us
+        low, us = us, us * 2
+    raise AssertionError(f"{us} us do not bring what was asked for: a cost outside the plausible range")
 
 
 def _kinds(route: str) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ class RankGaps:
             if lowest > gap.use:
                 return None
             place = gap.use
-            while place > lowest and whole[place] + size <= limit:
+            while place > lowest and whole[place] + size <= limit:  # ends: each turn lowers place
                 place -= 1
                 whole[place + 1] += size
             last = place

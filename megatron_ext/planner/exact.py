@@ -371,6 +371,7 @@ class _Model:
                 continue
             start = solver.value(self.starts[gap])
             issue = next(place for place, chosen in self.issue[gap].items() if solver.value(chosen))
+            # ends: each turn raises issue
             while issue < gap.use and solver.value(self.reach[gap.rank][issue + 1]) <= start:
                 issue += 1
             route: Route = next(route for route, chosen in self.by[gap].items() if solver.value(chosen))

@@ -39,7 +39,7 @@ def equal_finish(timing: Timing, size: int, routes: tuple[Route, ...]) -> dict[s
 
     def capacity(route: str, us: float) -> int:
         low, high = 0, size  # the most bytes that arrive within us
-        while high - low > max(size // 4096, 1):
+        while high - low > max(size // 4096, 1):  # ends: each turn halves the range, which is 2 or more
             middle = (low + high) // 2
             try:
                 fits = finish_us(timing, route, middle, len(routes) - 1) <= us

@@ -177,7 +177,7 @@ class Annealing:
             return self._gathered(rank, decisions, [number for number in mine if number in kept])
         kept = kept | set(mine)
         given_up: list[int] = []
-        while max(whole := rank.whole_bytes(kept)) > rank.limit:
+        while max(whole := rank.whole_bytes(kept)) > rank.limit:  # ends: each turn takes one from kept or returns
             over = next(use for use, size in enumerate(whole) if size > rank.limit) - 1
             others = [
                 number

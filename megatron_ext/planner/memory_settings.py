@@ -105,7 +105,7 @@ class Placer:
             every = self._relieve_some(groups, relief, number)
             if self._fits(rank, every, spans):
                 low, high = 1, number
-                while low < high:
+                while low < high:  # ends: each turn halves the range
                     middle = (low + high) // 2
                     fits = self._fits(rank, self._relieve_some(groups, relief, middle), spans)
                     low, high = (low, middle) if fits else (middle + 1, high)

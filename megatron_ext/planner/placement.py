@@ -108,6 +108,7 @@ class RankPlacement:
     def run_step(self, step: int, begin: float) -> float:
         """Place what the uses of one step need; the step may begin at ``begin``. Returns its estimated end."""
         self.now = max(self.now, begin)
+        # ends: each turn raises number
         while self.number < len(self.block_uses) and self.block_uses[self.number].step == step:
             number = self.number
             _, block, us, *_ = self.block_uses[number]
@@ -174,6 +175,7 @@ class RankPlacement:
         ideal = self.ideal
         reach = ideal[max(number, 0)] + self.choices.horizon_us
         current = self._groups_of(number) if number >= 0 else ()
+        # ends: each turn raises front or returns
         while self.front < len(self.block_uses) and ideal[self.front] <= reach:
             if self.choices.held and (self.pp_rank, self.front) in self.choices.held:
                 return
@@ -335,10 +337,10 @@ def place_gathers(workload: Workload, timing: Timing, blocks: Blocks, choices: C
     for one in placements:
         one.start()
     ready = list(range(pp - 1, -1, -1))
-    while ready:
+    while ready:  # ends: a rank comes back once for each step that it waited for
         rank = ready.pop()
         steps = order[rank]
-        while position[rank] < len(steps):
+        while position[rank] < len(steps):  # ends: each turn raises the position or breaks
             step = steps[position[rank]]
             stage, kind, microbatch = step
             source = (stage - 1 if kind == "F" else stage + 1, kind, microbatch)

@@ -124,6 +124,7 @@ def _affordable_routes(workload: Workload, groups, routes, draw: random.Random) 
         )
     order = list(range(len(groups)))
     draw.shuffle(order)
+    # ends: each turn shortens order
     while limit is not None and max(pinned_need(workload, groups, routed)) > limit and order:
         routed[order.pop()] = "gpu"
     return routed

@@ -318,7 +318,7 @@ class Grid:
             self.estimate(start)
         for start in sorted(starts, key=lambda s: (self.estimates[s], s)):
             best, changed = start, True
-            while changed:
+            while changed:  # ends: each change has a lower estimate, and there are finitely many settings
                 changed = False
                 for axis in (2, 3, 4, 0, 1):
                     for value in self._values(axis, best):
@@ -344,7 +344,7 @@ def _horizons(workload: Workload, timing: Timing) -> list[float]:
     layers = [us for row in timing.layers for times in row for us in times.forward]
     found = [sum(layers) / len(layers)]
     total = sum(layers) * 3 * workload.parallel.num_microbatches / workload.parallel.pp
-    while found[-1] < total:
+    while found[-1] < total:  # ends: total is finite and found[0] is positive, or both are 0
         found.append(found[-1] * 2**0.5)
     return [0.0, *found, inf]
 
@@ -428,7 +428,7 @@ def _polish(state: Search, blocks: Blocks, choices: Choices, us: float) -> None:
     takes a host copy.
     """
     improved = True
-    while improved and not state.spent():
+    while improved and not state.spent():  # ends: each turn lowers us and tries a new plan
         improved = False
         for other in _changes(state, blocks, choices):
             if state.spent():

@@ -35,7 +35,7 @@ from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.shared_flags import flags_bytes, open_flags
 from megatron_ext.runtime.worker import Exiting, exiting
 
-LOOK_SECONDS = 0.2
+LOOK_SECONDS = 0.1
 """How often who waits looks whether the ranks that it waits for are still there."""
 
 SPINS = 200

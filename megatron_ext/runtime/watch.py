@@ -24,7 +24,7 @@ from megatron_ext.runtime import worker
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.host_pool import PeerLost
 
-GRACE_SECONDS = 0.4
+GRACE_SECONDS = 0.2
 """How long the training thread may take, after a background thread has failed, to end the process by its own error."""
 
 LOOK_SECONDS = 1.0

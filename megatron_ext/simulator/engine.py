@@ -92,6 +92,8 @@ class Engine:
             self._run_thread(rank)
             self._set_rates(rank)
         heap = self.heap
+        # ends: every activity, message and call is pushed when it begins, and an activity again where a rate changes;
+        # rates change only where one begins or ends, and the program of a rank begins finitely many.
         while heap:
             time, _, event, subject, version = heappop(heap)
             if event == _ACTIVITY:
@@ -136,9 +138,9 @@ class Engine:
 
     def _run_thread(self, rank: RankState) -> None:
         """Let the thread of ``rank`` go on until it computes, waits, or has done all steps."""
-        while True:
+        while True:  # ends: each turn takes up the next step or returns
             operations = rank.operations
-            while rank.position < len(operations):
+            while rank.position < len(operations):  # ends: _run_operation raises the position or returns False
                 if not self._run_operation(rank, operations[rank.position]):
                     return
             if rank.index >= 0:

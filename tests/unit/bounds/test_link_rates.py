@@ -3,7 +3,7 @@
 import pytest
 from planning_cases import make_table, make_workload
 
-from megatron_ext.bounds.link_rates import LinkRates
+from megatron_ext.bounds.link_rates import LinkRates, doubled
 from megatron_ext.simulator.timing import Timing
 
 
@@ -16,3 +16,18 @@ def test_publishing_and_gathers_on_one_network_bring_no_more_than_it_carries():
         table = make_table(work, gpu=(0.001, 10.0), cpu=(0.001, 1e5), publish=(0.001, 10.0), contention=contention)
         links = LinkRates(work, Timing(work, table), 0)
         assert links.least_us(1000.0, first=True) == pytest.approx(1000.0 / rate, rel=0.01)
+
+
+@pytest.mark.parametrize(("us", "us_per_byte"), [(1e-12, 1e-12), (1e12, 100.0)])
+def test_bounds_end_at_both_ends_of_what_is_plausible(us, us_per_byte):
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline")
+    extreme = (us, 1 / us_per_byte)
+    links = LinkRates(work, Timing(work, make_table(work, gpu=extreme, cpu=extreme, publish=extreme)), 0)
+    for size in (1.0, 2.0**50):
+        assert 0 < links.least_us(size, first=True) < float("inf")
+        assert 0 < links.least_alone_us("gpu", size) < float("inf")
+
+
+def test_a_search_for_a_time_that_is_never_enough_ends():
+    with pytest.raises(AssertionError, match="outside the plausible range"):
+        doubled(1.0, lambda us: False)

@@ -139,3 +139,14 @@ def test_the_product_stays_small():
         path for path in FILES if path.name not in BENCH_FILES and not any(folder in path.parents for folder in bench)
     ]
     assert sum(map(code_lines, product)) <= MAX_LINES
+
+
+@pytest.mark.parametrize("room", ["planner", "bounds", "simulator"])
+def test_every_loop_that_might_not_end_says_why_it_does(room):
+    for path in sorted((PACKAGE / room).glob("*.py")):
+        text = path.read_text()
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.While):
+                near = lines[max(node.lineno - 3, 0) : node.body[0].lineno]
+                assert any("# ends: " in line for line in near), f"{path.name}:{node.lineno}"
