@@ -1,5 +1,7 @@
 """Versions, and what they mean."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,7 +10,9 @@ from megatron_ext.doctor.place import DoctorOptions, Place
 
 
 def here(on_cuda: bool = False) -> Place:
-    return Place(0, 1, 0, 1, torch.device("cuda", 0) if on_cuda else torch.device("cpu"), lambda value: [value], None)
+    # No torch.device: where another test has made torch.cuda speak of the CPU, it would be the CPU.
+    device = SimpleNamespace(type="cuda" if on_cuda else "cpu", index=0)
+    return Place(0, 1, 0, 1, device, lambda value: [value], None)
 
 
 OPTIONS = DoctorOptions(out="")
