@@ -15,7 +15,10 @@ MEGATRON = {
         "class TransformerConfig:\n    deallocate_pipeline_outputs = True\n    def __post_init__(self):\n        "
         "self.checked = True\n"
     ),
-    "megatron/core/fp8_utils.py": "def quantize_param_shard(*args):\n    raise ValueError('no engine')\n",
+    "megatron/core/fp8_utils.py": (  # as 0.12 has it
+        "def _quantize_param_shard_impl(*args):\n    raise ValueError('no engine')\n\n\n"
+        "def quantize_param_shard(*args):\n    _quantize_param_shard_impl(*args)\n"
+    ),
     "megatron/legacy/fused_kernels/__init__.py": "def load(args):\n    raise RuntimeError('needs nvcc')\n",
 }
 
