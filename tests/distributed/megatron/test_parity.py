@@ -7,7 +7,7 @@ Megatron's own gathers and by the schedule, in debug mode. Evaluation in between
 import pytest
 from cases import LAYOUTS, MODELS
 from draw_schedule import from_shards, hosted, prepared, reduced
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from parity_service import Died, differences
@@ -32,7 +32,14 @@ def interleaved(services):
     return services("interleaved")
 
 
-@settings(max_examples=CASES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@settings(
+    max_examples=CASES,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    phases=[Phase.generate],  # a failure is not made smaller: that trains hundreds of cases
+)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     zero_stage=st.sampled_from((3, 2, 3, 1)),
