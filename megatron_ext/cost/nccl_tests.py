@@ -15,6 +15,9 @@ from megatron_ext.cost.cost_table import CostTable, Point, Source
 from megatron_ext.cost.imported_table import check_rising, line_error, lines_of, named, table_of
 from megatron_ext.formats.errors import InputError
 
+SIZE_DIGITS = 16
+"""Of a size in bytes: more than ``checks.MOST_BYTES`` has, less than Python or a float cannot hold."""
+
 RATE_ERROR = 0.05
 """algbw is size over time: where the two differ by more, the time is in another unit."""
 
@@ -84,6 +87,8 @@ def _rows(path, lines: list[str], header: tuple[int, list[str]], placement: str)
             continue  # other programs write into logs too
         if len(cells) != len(columns):
             raise line_error(path, number, line, f"{len(cells)} columns where the header has {len(columns)}: cut off")
+        if len(cells[0]) > SIZE_DIGITS:
+            raise line_error(path, number, line, f"no plausible size: it has {len(cells[0])} digits")
         size, us = int(cells[0]), _number(path, number, line, cells[time_column], "time")
         if size == 0:
             continue  # fewer bytes than ranks: nothing was sent

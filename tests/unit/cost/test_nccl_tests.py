@@ -68,6 +68,8 @@ BROKEN = {
     "falling time": (logs.nccl_tests([*logs.ROWS[:4], (16777216, 70.0), *logs.ROWS[5:]]), "not monotone", FIRST + 4),
     "size twice": (logs.nccl_tests([*logs.ROWS[:3], *logs.ROWS[2:]]), "does not grow", FIRST + 3),
     "wrong results": (edited(FIRST + 1, "      0", "      7"), "results were wrong", FIRST + 1),
+    "huge size": (edited(FIRST + 2, LINES[FIRST + 2].split()[0], "9" * 400), "no plausible size", FIRST + 2),
+    "size beyond Python": (edited(FIRST + 2, LINES[FIRST + 2].split()[0], "9" * 5001), "no plausible size", FIRST + 2),
     "empty": ("", "is empty", None),
     "white space": (" \n\n", "is empty", None),
     "another tool's": ("hello\n1 2 3\n", "no nccl-tests table", None),
