@@ -135,7 +135,7 @@ class Executor:
             if self.recorder is not None:
                 self.recorder.add("issue", "end of publishing", start, time.perf_counter_ns())
 
-    def params_updated(self) -> None:
+    def params_updated(self, by_optimizer: bool = True) -> None:
         """The parameters' shards have new values: publish them and begin the next iteration."""
         start = time.perf_counter_ns()
         self._drop_all()
@@ -143,7 +143,7 @@ class Executor:
             self.publisher.wait()
         self.clock.version += 1
         if self.publisher is not None:
-            self.publisher.publish(self.iterations)
+            self.publisher.publish(self.iterations, from_shards=not by_optimizer)
         if self.recorder is not None:
             self.recorder.add("issue", "publish", start, time.perf_counter_ns())
         self.start()
@@ -159,7 +159,7 @@ class Executor:
             # Counts like an iteration: nobody overwrites copies that a slower rank still makes whole.
             self.iterations += 1
             self.publisher.end_reads(self.iterations, settle=True)
-        self.params_updated()
+        self.params_updated(by_optimizer=False)
 
     # Called from outside of training steps.
 

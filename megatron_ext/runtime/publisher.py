@@ -95,8 +95,10 @@ class Publisher:
         self._passing = [device.host_tensor(size, torch.uint8) for _ in range(IN_FLIGHT if size else 0)]
         self._passed = 0
 
-    def publish(self, iterations: int) -> None:
+    def publish(self, iterations: int, from_shards: bool = False) -> None:
         """Issue the write of every group's shard at the clock's version; returns at once.
+
+        ``from_shards``: the shards have values that the host's optimizer does not know.
 
         ``iterations``: training iterations that have ended on this rank. What they read is
         overwritten only when every rank of the node has ended as many.
@@ -104,9 +106,9 @@ class Publisher:
         version, after = self.clock.version, self.device.mark()
         by_thread: Iterable[_Shard]
         if self.device.flags is None:
-            by_thread = (self._place(target, version) for target in self.targets)  # placed by the thread
+            by_thread = (self._place(target, version, from_shards) for target in self.targets)  # placed by the thread
         else:
-            by_thread = self._queue_all(iterations, version, after)
+            by_thread = self._queue_all(iterations, version, after, from_shards)
             if not by_thread:
                 return
 
@@ -120,10 +122,10 @@ class Publisher:
 
         self._last = self.worker.submit(write)
 
-    def _place(self, target: Target, version: int) -> _Shard:
+    def _place(self, target: Target, version: int, from_shards: bool) -> _Shard:
         """Where the own shard of ``target`` goes in host memory."""
         group, passing = target.group, None
-        pieces = target.offloaded() if target.offloaded is not None else None
+        pieces = target.offloaded() if target.offloaded is not None and not from_shards else None
         if target.host:
             own = self.pool.slice_of(group, self.dp_rank)
         elif pieces is None and (self.device.kind == "cpu" or group.on_host):
@@ -135,12 +137,12 @@ class Publisher:
         stale = group.index == self.faults.stale_group and version > 2
         return _Shard(target, own, pieces, passing, stale=stale)
 
-    def _queue_all(self, iterations: int, version: int, after) -> list[_Shard]:
+    def _queue_all(self, iterations: int, version: int, after, from_shards: bool) -> list[_Shard]:
         """Queue the copies of shards on the stream, and the flags of those that need no more; returns the others."""
         self.pool.wait_reads_done(iterations, self.stream)
         by_thread = []
         for target in self.targets:
-            shard, marks = self._place(target, version), [] if self.recorder is not None else None
+            shard, marks = self._place(target, version, from_shards), [] if self.recorder is not None else None
             if self._delay is not None:
                 self._delay(lambda seconds: self.device.sleep(self.stream, seconds))
             if shard.pieces is None and not target.group.on_host and not shard.stale:
@@ -221,12 +223,12 @@ class Publisher:
 
     def wait(self) -> None:
         """What follows may change the shards. Blocks the thread until everything issued has been written, but for
-        shards whose copies are queued: these the current stream waits for."""
+        shards whose copies are queued: these the current stream waits for. Any thread may call it."""
         if self._copied is not None:
             self._copied.wait()
-        if self._last is not None and (self.device.flags is None or self._reads_host_shards()):
-            self._last.wait()
-            self._last = None
+        last = self._last
+        if last is not None and (self.device.flags is None or self._reads_host_shards()):
+            last.wait()
 
     def _reads_host_shards(self) -> bool:
         return any(target.offloaded is not None or target.group.on_host for target in self.targets)

@@ -43,13 +43,13 @@ def test_an_nvme_route_needs_to_know_where(services, staged):
         services("interleaved").run(options=MODELS["fp32"], schedule=staged[0], reference=False)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_parameters_that_somebody_else_changes(workloads, services, tmp_path, zero_stage):
+@pytest.mark.parametrize("zero_stage, model", [(1, "bf16-offload"), (3, "fp32")])
+def test_parameters_that_somebody_else_changes(workloads, services, tmp_path, zero_stage, model):
     """Told, copies on the host are made anew; untold, the change is lost: what the comparison can see."""
-    hosted(workloads["interleaved", "fp32"], zero_stage, tmp_path / "s.json")
+    hosted(workloads["interleaved", model], zero_stage, tmp_path / "s.json")
     told, silent = (
         services("interleaved").run(
-            options=MODELS["fp32"],
+            options=MODELS[model],
             schedule=tmp_path / "s.json",
             meddle=meddle,
             environment={"MEGATRON_EXT_FAULTS": "publish_delay_ms=8"},
