@@ -143,10 +143,10 @@ def activation_peaks(workload: Workload) -> list[int]:
         sums = [_sums_of(chunk) for chunk in workload.chunks_of_rank(pp_rank)]
         in_flight = peak = 0
         for step in steps:
-            own, recomputed = sums[step.model_chunk_id(workload.parallel.pp)]
-            in_flight += own[-1] if step.kind == "F" else 0
-            peak = max(peak, in_flight + (recomputed if step.kind == "B" else 0))
+            own, in_backward = sums[step.model_chunk_id(workload.parallel.pp)]
             in_flight -= own[-1] if step.kind == "B" else 0
+            peak = max(peak, in_flight + (max(in_backward) if step.kind == "B" else own[-1]))
+            in_flight += own[-1] if step.kind == "F" else 0
         peaks.append(peak)
     return peaks
 
@@ -232,19 +232,18 @@ def _moments(schedule: Schedule, workload: Workload, pp_rank: int) -> Iterator[_
     for entry in rank.steps:
         step = Step.parse(entry.step)
         chunk, backward = step.model_chunk_id(pp), step.kind == "B"
-        own, recomputed = sums[chunk]
+        own, in_backward = sums[chunk]
         in_flight -= own[-1] if backward else 0
         best = _Moment(entry.step, 0, 0, 0)
         if backward:
             gradients.begin(chunk)
-        for layer, saved in reversed(list(enumerate(own))) if backward else enumerate(own):
+        for layer, saved in reversed(list(enumerate(in_backward))) if backward else enumerate(own):
             if freed:
                 first = layer == (len(own) - 1 if backward else 0)
                 whole += sum(groups[a.group].bytes for a in entry.unshard if a.at == layer or (first and a.at < 0))
             if backward:
                 gradients.before(chunk, layer)
-            activations = in_flight + saved + (recomputed if backward else 0)
-            best = max(best, _Moment(entry.step, whole, activations, gradients.bytes), key=lambda m: m.total)
+            best = max(best, _Moment(entry.step, whole, in_flight + saved, gradients.bytes), key=lambda m: m.total)
             if backward:
                 gradients.behind(chunk, layer)
             if freed and entry.reshard:
@@ -298,6 +297,13 @@ class _Gradients:
             self._on_its_way = None
 
 
-def _sums_of(chunk: Chunk) -> tuple[list[int], int]:
-    """What is saved of one micro-batch up to and with every layer, and what its backward recomputes."""
-    return list(accumulate(chunk.activation_bytes or (0,) * chunk.num_layers)), chunk.recompute_bytes
+def _sums_of(chunk: Chunk) -> tuple[list[int], list[int]]:
+    """For every layer: what is saved of one micro-batch up to and with it, and that with what its backward recomputes.
+
+    Megatron recomputes within its transformer block alone. What the output layer saves is freed before the block's
+    backward recomputes anything.
+    """
+    saved = list(accumulate(chunk.activation_bytes or (0,) * chunk.num_layers))
+    kinds = chunk.layer_kinds or ("transformer",) * len(saved)
+    recomputed = (0 if kind in ("embedding", "output") else chunk.recompute_bytes for kind in kinds)
+    return saved, [own + anew for own, anew in zip(saved, recomputed, strict=True)]

@@ -56,6 +56,14 @@ def test_activations_are_those_of_the_micro_batches_in_flight():
     assert [b.memory.device_bytes["activations"] for b in bills] == activation_peaks(work)
 
 
+def test_what_the_output_layer_saved_is_freed_before_a_layer_is_recomputed():
+    work = with_saved(make_workload(pp=1, vp=1, microbatches=2, order="no_pipeline"), recompute_bytes=60_000)
+    work = replace(work, chunks=tuple(replace(c, layer_kinds=("transformer", "output")) for c in work.chunks))
+    assert activation_peaks(work) == [100_000 + 60_000]
+    (bill,) = evaluate(work, make_table(work)).memory
+    assert bill.memory.device_bytes["activations"] == 160_000
+
+
 def test_whole_parameters_at_zero_stage_3_are_the_footprint_where_nothing_is_saved():
     work = make_workload(zero_stage=3, layers=3, whole_parameter_bytes=300_000)
     planned = plan(work, make_table(work))
