@@ -9,7 +9,7 @@ that of the thread (``time.thread_time_ns``), so that other programs on the mach
 Megatron's pre-hook is called on every module of the model in the steady state of its gathers.
 
 Some of it is torch's: resizing storages and hooks on gradients. What as many of these calls take
-without anything of ours, a round for a round, is told apart (``torch_us_per_iteration``).
+without anything of ours, in the same steps and a round for a round, is told apart (``torch_us_per_iteration``).
 All is timed without the function mode through which CPU compatibility sees every call of torch, as
 on a device, where there is none.
 """
@@ -18,6 +18,7 @@ import argparse
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -36,7 +37,7 @@ from machine import about_this_machine
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from msgspec.structs import replace
-from torch_calls import Nothing, TorchCalls
+from torch_calls import Nothing, Noticing, TorchCalls, second_ns
 
 from megatron_ext.formats import json_files
 from megatron_ext.megatron import describe_model, gpt_model
@@ -62,8 +63,8 @@ class Route:
         """Arrived."""
 
 
-def layers_that_do_nothing(workload, schedule) -> tuple[Boundaries, list[list[Layer]]]:
-    layers = [[Layer(kind, Nothing(), ()) for kind in chunk.layer_kinds] for chunk in workload.chunks_of_rank(0)]
+def layers_that_do_nothing(workload, schedule, module=Nothing) -> tuple[Boundaries, list[list[Layer]]]:
+    layers = [[Layer(kind, module(), ()) for kind in chunk.layer_kinds] for chunk in workload.chunks_of_rank(0)]
     uses = dict(enumerate(uses_of_groups(schedule.groups, workload)))
     boundaries = Boundaries([], uses, [[(n, n) for n in range(len(chunk))] for chunk in layers])
     boundaries.layers = layers
@@ -87,7 +88,7 @@ def executor_of(schedule, workload, boundaries) -> Executor:
     return executor
 
 
-def iteration_ns(workload, layers, executor: Executor | None) -> int:
+def iteration_ns(workload, layers, executor) -> int:
     """Thread time of all steps of rank 0 with layers that do nothing."""
     counts, begin_of_chunk = {"F": 0, "B": 0}, torch.zeros(1, requires_grad=True)
     outputs: dict[tuple, torch.Tensor] = {}
@@ -117,19 +118,15 @@ def iteration_ns(workload, layers, executor: Executor | None) -> int:
 
 
 def scheduled(workload, schedule, rounds: int) -> dict:
-    calls = TorchCalls()
-    with calls.counted():
-        boundaries, layers = layers_that_do_nothing(workload, schedule)
-        executor = executor_of(schedule, workload, boundaries)
-        iteration_ns(workload, layers, executor)  # the first begins anew
-        calls.hooks = calls.resizes = 0
-        iteration_ns(workload, layers, executor)
+    boundaries, layers = layers_that_do_nothing(workload, schedule, Noticing)
+    calls = TorchCalls(executor_of(schedule, workload, boundaries), layers, partial(iteration_ns, workload))
     boundaries, layers = layers_that_do_nothing(workload, schedule)
     executor = executor_of(schedule, workload, boundaries)
     ours, of_torch = [], []
     with torch._C.DisableTorchFunction():
         for _ in range(rounds):
-            ours.append((iteration_ns(workload, layers, executor) - iteration_ns(workload, layers, None)) / 1e3)
+            took = [second_ns(iteration_ns, workload, layers, by) for by in (executor, None)]
+            ours.append((took[0] - took[1]) / 1e3)
             of_torch.append(calls.ns() / 1e3)
     pairs = sum(
         len(workload.chunk(0, step.stage // workload.parallel.pp).parameters)

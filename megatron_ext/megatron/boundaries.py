@@ -130,17 +130,7 @@ class Boundaries:
         """A function that makes ``forward`` run just before layer ``boundary`` computes next, and
         ``backward`` when the gradient of that layer's input is complete."""
         armed = self._armed(model_chunk_id, boundary)
-        hang_on = gradient_hook(backward) if backward else None
-        if hang_on is not None and not forward:
-            return partial(armed.append, hang_on)
-
-        def before_layer(activation: torch.Tensor) -> None:
-            if hang_on is not None:
-                hang_on(activation)
-            for action in forward:
-                action()
-
-        return partial(armed.append, before_layer)
+        return partial(armed.append, _with_hook(forward, backward) if backward else _without_hook(forward))
 
     def _armed(self, model_chunk_id: int, boundary: int) -> list:
         """What runs when this layer computes next; the first call wraps the layer's forward."""
@@ -203,21 +193,35 @@ def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
     return held.armed, restore
 
 
-def gradient_hook(actions):
-    """A function that makes ``actions`` run when the gradient of the tensor it is given is complete."""
+def _without_hook(forward):
+    """A function of an activation that runs ``forward``."""
 
-    def on_gradient(gradient) -> None:
-        for action in actions:
+    def before_layer(activation: torch.Tensor) -> None:
+        for action in forward:
             action()
 
-    def hang_on(activation: torch.Tensor) -> None:
+    return before_layer
+
+
+def _with_hook(forward, backward):
+    """A function of an activation that runs ``forward`` now, and ``backward`` when the activation's gradient is
+    complete."""
+
+    def on_gradient(gradient: torch.Tensor) -> None:
+        for action in backward:
+            action()
+
+    def before_layer(activation: torch.Tensor) -> None:
         # What Tensor.register_hook does, without its handle. Both names are torch's own, so where one
         # is gone its public way is taken. Others may add hooks of theirs: the dictionary is the tensor's.
-        node = activation.grad_fn
-        if activation._backward_hooks is None and node is not None and hasattr(node, "_register_hook_dict"):
-            activation._backward_hooks = OrderedDict(megatron_ext=on_gradient)
-            getattr(node, "_register_hook_dict")(activation)  # noqa: B009 (private to autograd)
+        register = getattr(activation.grad_fn, "_register_hook_dict", None)
+        if register is not None and activation._backward_hooks is None:
+            activation._backward_hooks = hooks = OrderedDict()
+            hooks["megatron_ext"] = on_gradient
+            register(activation)
         else:
             activation.register_hook(on_gradient)
+        for action in forward:
+            action()
 
-    return hang_on
+    return before_layer
