@@ -28,7 +28,7 @@ from megatron_ext.workload.parallel import Parallel, megatron_order
 from megatron_ext.workload.workload import Limits, Workload
 
 DEVICE_PART, HOST_PART = 0.92, 0.8
-"""Parts of the memory that a run may fill: the rest is for libraries, kernels and the system."""
+"""Part of the memory that a run may fill; the rest is for libraries, kernels and the system."""
 EFFORT = 250_000
 """Steps and gathers that may be simulated for one advice: the larger the workload, the fewer draws and settings."""
 FEWEST_DRAWS, MOST_DRAWS, FEWEST_NEIGHBOURS = 6, 16, 2
@@ -37,7 +37,7 @@ PLANS, FEWEST_PLANS = 6, 3
 
 
 class Setting(NamedTuple):
-    """What is to be trained, and how. ``limits``: what they leave open, the machine's memory decides."""
+    """What is to be trained, and how. A limit that ``limits`` leaves out is the machine's memory."""
 
     shape: GptShape
     parallel: Parallel
@@ -100,9 +100,14 @@ class Outcome(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """``iteration_us``: interval over ``draws`` machines. ``changed``: other settings by what is changed, judged on the
-    two machines where the setting that was asked for gains least and most; ``left_out``: settings that were not tried
-    because the workload is large."""
+    """An advice.
+
+    Attributes:
+        iteration_us: interval of the iteration time over ``draws`` machines.
+        changed: other settings by what is changed, judged on the two machines where the setting that was asked for
+            gains least and most.
+        left_out: settings that were not tried because the workload is large.
+    """
 
     sheet: HardwareSheet
     outcome: Outcome

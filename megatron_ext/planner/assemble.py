@@ -1,4 +1,4 @@
-"""From decisions to a schedule: what every planner and baseline hands its choices to."""
+"""Makes a schedule of decisions; used by every planner and baseline."""
 
 from typing import Literal, NamedTuple
 

@@ -1,4 +1,4 @@
-"""What comes and goes as one while a chunk computes: contiguous layers and their groups."""
+"""Blocks: contiguous layers of a chunk whose groups are unsharded and resharded together."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

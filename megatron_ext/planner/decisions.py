@@ -1,8 +1,8 @@
-"""Every decision of a rank's gathers, and the schedule that they give: what stays whole between two uses, and order,
-route and earliest place of every gather.
+"""All decisions about the gathers of a rank, and the schedule that follows from them: which groups stay whole between
+two uses, and the order, the route and the earliest place of every gather.
 
-A gather is issued as early as memory allows, not before its earliest place and not before the gathers that come before
-it in the order. What needs memory at its own use, or stays, has it first.
+A gather is issued as early as memory allows, but not before its earliest place and not before the gathers that precede
+it in the order. Groups that stay whole, and groups at their own use, get memory first.
 """
 
 from math import inf

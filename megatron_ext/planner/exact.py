@@ -34,7 +34,7 @@ from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
 UNITS = 2_000_000
-"""Time is counted in whole units, so many of them in the longest schedule considered."""
+"""Whole units of time in the longest schedule considered."""
 
 
 class Effort(NamedTuple):
@@ -50,7 +50,7 @@ EXACT = Effort(choices=20_000, work=1.5, models=6)
 """For the exact policy."""
 
 SMALL = Effort(choices=1000, work=0.3, models=5)
-"""For the hybrid policy, which asks for small cases what the exact policy would do."""
+"""For the hybrid policy, which also solves small cases exactly."""
 
 
 def exact_schedule(

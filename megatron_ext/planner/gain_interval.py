@@ -1,10 +1,10 @@
-"""How far a gain may lie from what one cost table says.
+"""The interval in which a gain lies, given the errors of a cost table and of the simulator.
 
 [Note: The interval of a gain]
-Both plans are simulated on the same perturbed tables (:mod:`megatron_ext.cost.perturbed_table`), so that what is wrong
-alike for both falls out. The plan was chosen because it is fast on the given table, and part of that may be chance
-(winner's curse): so the centre is the median over perturbed tables, on which it was not chosen. The ends are the 5th
-and the 95th percentile, moved outwards by the error of the model itself, as it was seen in measured runs.
+Both plans are simulated on the same perturbed tables (:mod:`megatron_ext.cost.perturbed_table`), so that errors which
+both share cancel. The plan was chosen because it is fast on the given table, which may partly be chance (winner's
+curse). Therefore the centre is the median over perturbed tables, on which the plan was not chosen. The ends are the 5th
+and the 95th percentile, moved outwards by the simulator's own error as it was found in measured runs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ benchmarks/results/emulated_cluster.json, all of a CPU test bench: 1.6 % around 
 was slower than predicted. The mean is not corrected. The pairs of the other emulated clusters check it."""
 
 WIDTH = 1.645
-"""Half of the interval over its standard deviation: 90 %."""
+"""Half the width of the 90 % interval, in standard deviations."""
 
 MARGIN = 2.33
-"""The same of the interval that has to lie above zero where a plan is said to help: 98 %."""
+"""The same for the 98 % interval, which must lie above zero for the answer "helps"."""
 
 EFFORT = 3_000_000
 """Steps and gathers that may be simulated, as in the search: nothing looks at a clock, so that the same files give the
@@ -71,6 +71,7 @@ class GainOnTables:
         return run(self.workload, timing, self.plan), run(self.workload, timing, self.other)
 
     def on(self, table: CostTable) -> float:
+        """The gain on ``table``."""
         plan, other = self.results(table)
         return 1 - plan.iteration_time_us / other.iteration_time_us
 
@@ -120,7 +121,7 @@ def _tables(workload: Workload, table: CostTable, ours: Result, theirs: Result, 
 
 
 def _same(plan: Schedule, other: Schedule) -> bool:
-    """Whether both do the same at the same steps, whatever they are called."""
+    """Whether both do the same at the same steps; names and metadata do not count."""
     return plan.groups == other.groups and plan.ranks == other.ranks and plan.publish == other.publish
 
 

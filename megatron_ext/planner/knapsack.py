@@ -1,9 +1,9 @@
-"""Which of several groups fill a capacity best."""
+"""Choosing groups that fill a capacity best, or cover a need with the fewest bytes."""
 
 from functools import lru_cache
 
 LISTED = 10
-"""So many groups are tried in every combination; of more, the largest first."""
+"""Up to this many groups every combination is tried; beyond it, the largest groups first."""
 
 
 @lru_cache(maxsize=1 << 14)

@@ -26,13 +26,13 @@ CHANGES = 80
 """Changes that are simulated for every gap, over all groupings."""
 
 MOST_CHANGES = 2500
-"""However many gaps there are: some seconds of simulating."""
+"""The most changes that are simulated, which takes some seconds."""
 
 GROUPINGS, FINALISTS = 5, 2
-"""So many groupings share the first half of the changes, the best of them the second."""
+"""Groupings that share the first half of the changes; the best of them gets the second half."""
 
 HOTTEST, COLDEST = 3e-3, 2e-4
-"""Temperatures at the beginning and the end, in parts of the iteration time."""
+"""Temperatures at the beginning and at the end, as parts of the iteration time."""
 
 EXPOSED = 1e-3
 """Weight of exposed time beside iteration time: it tells schedules of the same length apart."""
@@ -64,7 +64,7 @@ def improve(
 
 
 def _valid(schedule: Schedule) -> bool:
-    """Whether every rule of a schedule holds: changes know of memory and order alone."""
+    """Whether the schedule is valid: changes keep memory and order only."""
     try:
         validate(schedule)
     except InputError:

@@ -1,7 +1,7 @@
-"""What becomes of the gradients of every group, and where its shard rests, so that ``limits.device_bytes`` is kept.
+"""Chooses for every group how its gradients are kept and where its shard rests, so that ``limits.device_bytes`` holds.
 
-A rule leaves some bytes for whole parameters and says in which order groups are relieved of what they hold. Groups are
-relieved one by one, the largest first, until everything of a rank fits: no more than memory asks for.
+A rule leaves some bytes for whole parameters and gives an order of reliefs. Groups are relieved one by one, the largest
+first, until everything that a rank holds fits; no more groups than necessary are relieved.
 """
 
 from collections.abc import Iterator, Sequence

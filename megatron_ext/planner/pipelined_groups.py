@@ -2,8 +2,8 @@
 
 Source: PipeSwitch (Bai, Zhang, Zhu and Jin, OSDI 2020), which finds the grouping of layers that
 lets transfer and compute overlap best. Here by dynamic programming over prefixes of layers;
-of each prefix the groupings are kept that no other beats in both end of transfer and end of
-compute.
+of each prefix the groupings are kept that no other grouping beats in both the end of transfer and the end
+of compute.
 """
 
 from megatron_ext.bounds.least_loads import layer_bytes

@@ -88,7 +88,7 @@ class RankPlacement:
         self.ideal = [0.0]
         for block_use in self.block_uses:
             self.ideal.append(self.ideal[-1] + block_use.us)
-        self.front = 0  # every use before this one has its block whole or on its way
+        self.front = 0  # every use before this one has its block whole or in flight
         self.link_free = dict.fromkeys(choices.routes, 0.0)
         self.reduced = 0.0  # when what was issued to be reduced is
         self.freed_at = 0.0  # when the last whole gradient that comes and goes is freed

@@ -239,7 +239,7 @@ def _check_routes(workload: Workload, timing: Timing, routes: tuple[str, ...]) -
 
 
 def search_note(schedule: Schedule) -> str | None:
-    """What a reader must know where the plan is a baseline because the search gave nothing better; None otherwise."""
+    """A note for the reader where the plan is a baseline, because the search found nothing better; None otherwise."""
     options = schedule.metadata.options
     if options.search_failed is not None:
         return f"The search found no schedule ({options.search_failed}). The plan is the baseline {options.rule}."
@@ -261,7 +261,7 @@ def _options_of_run(schedule: Schedule, table: CostTable) -> PlanOptions:
 
 
 def _check_own_work(schedule: Schedule, workload: Workload) -> None:
-    """What a run would refuse is not written: it would be our mistake, not the user's."""
+    """Check the finished plan as a run would; a failure is a defect of the planner, not of the input."""
     try:
         match(validate(schedule), workload)
     except InputError as error:
@@ -269,7 +269,7 @@ def _check_own_work(schedule: Schedule, workload: Workload) -> None:
 
 
 def _refuse_what_does_not_fit(schedule: Schedule, policy: str) -> None:
-    """A rule knows nothing of limits, or not what its own cut adds in padding. Raises InputError."""
+    """Raise InputError where the schedule of a rule that does not count limits or padding does not fit."""
     try:
         validate(schedule)
     except InputError as error:

@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
 
 class FewRounds:
-    """A workload with as few micro-batches as tell its iteration time.
+    """A workload with the fewest micro-batches from which its iteration time follows.
 
     Attributes:
         parts: (workload, weight); the iteration time is the weighted sum of theirs.

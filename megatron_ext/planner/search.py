@@ -30,11 +30,11 @@ CLOSE_ENOUGH = 5e-4
 """A plan this near to the proven bound, relatively, is not searched further (small cases: proven)."""
 
 LEAST_CANDIDATES = 4
-"""However large the workload, so many candidates are tried."""
+"""Candidates that are tried at least, however large the workload."""
 
 
 ESTIMATED_ROUNDS = 2
-"""Estimates look at so many rounds of ``microbatch_group_size`` micro-batches: further rounds repeat the same steps."""
+"""Rounds of ``microbatch_group_size`` micro-batches in an estimate; further rounds repeat the same steps."""
 
 
 def number_of_steps(workload: Workload) -> int:
@@ -52,7 +52,7 @@ def shortened(workload: Workload) -> Workload:
 
 
 Place = Callable[[tuple[Group, ...]], tuple[Group, ...] | None]
-"""Says of groups where their shards rest and what becomes of their gradients; None where memory is short."""
+"""Decides for groups where their shards rest and how their gradients are kept; None where memory is short."""
 
 
 class Search:
@@ -169,7 +169,7 @@ def staged_groups(workload: Workload, blocks: Blocks, hosted: frozenset[int]) ->
 
 
 PARTS_OF_LIMIT = (1, 2, 3, 4)
-"""Where device memory is limited, blocks of the limit and of these parts of it are tried: so many fit at once."""
+"""Where device memory is limited, blocks as large as these parts of the limit are tried, too."""
 
 
 def cuttings(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> Iterator[list[list[int]]]:
@@ -363,10 +363,10 @@ SIMULATED = 8
 
 
 POLISHED = 4
-"""Best of those that are then changed decision by decision."""
+"""The best of those; their decisions are then changed one by one."""
 
 POLISHED_STEPS = 2048
-"""With more steps one decision is too small a part of the whole to be worth a simulation."""
+"""With more steps than this one decision is too small a part of the whole to be worth a simulation."""
 
 
 def search(

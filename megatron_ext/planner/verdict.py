@@ -1,4 +1,4 @@
-"""What a plan is worth, in plain words and as figures."""
+"""The verdict on a plan, as text and as figures."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
 LEAST_GAIN = 0.01
-"""A smaller gain is no help: it is not worth a schedule."""
+"""The smallest gain that is called a help."""
 
 HELPS, HELPS_NOT, CANNOT_TELL = "helps", "does not help", "cannot tell"
 """The three answers."""

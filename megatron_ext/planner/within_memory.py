@@ -22,7 +22,7 @@ from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
 
 SEARCHED = 2
-"""So many rules are searched, the best by estimate; more only where none of them gives a schedule."""
+"""Rules that are searched, the best by estimate; more only where none of these gives a schedule."""
 
 FEW_STEPS = 4096
 """With more steps an estimate takes long: fewer ways to cut are estimated."""

@@ -74,7 +74,7 @@ def make(block: mmap.mmap, part: int, parts: int, progress: Callable[[int, int],
     """Make the pages of one of ``parts`` equal parts of ``block``, which nobody has written to yet.
 
     Args:
-        progress: called with the bytes of this part that are there, and those that will be.
+        progress: called with the bytes of this part that are allocated, and the bytes of the whole part.
 
     Raises:
         OSError: there is no memory for them.

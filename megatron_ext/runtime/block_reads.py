@@ -3,7 +3,7 @@
 [Note: Why the kernel's interface]
 A thread that waits for its read needs a processor to come back and give the next one to the drive,
 and a processor is what training leaves least of. With io_submit(2) all requests lie in the
-kernel's queue: the drive goes on by itself, and one thread hears of what is done.
+kernel's queue: the drive goes on by itself, and one thread collects what is done.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ READ, WRITE = 0, 1
 
 
 class Request(NamedTuple):
-    """Fill ``view`` from ``offset``, or write it there; then ``done(result)`` is called on some thread: bytes moved, or
-    an error number as a negative one. ``failed(error)`` is called instead where nobody will hear of the end, and after
+    """Fill ``view`` from ``offset``, or write it there. Then ``done(result)`` is called on some thread, with the bytes
+    moved or a negative error number. ``failed(error)`` is called instead where the request cannot end, and after
     ``done`` has raised."""
 
     view: memoryview
@@ -110,7 +110,7 @@ class KernelReads:
 
     @contextlib.contextmanager
     def _breaking(self):
-        """An error here leaves no read without an end: all fail with it, those given later as well."""
+        """An error in this context fails all requests, those given later as well."""
         try:
             yield
         except BaseException as error:

@@ -1,11 +1,9 @@
 """Counts what this rank holds on its device, by kind, at the peak of an iteration.
 
 [Note: What is counted when]
-Whole parameters are counted in every iteration. What autograd saves is counted in the first one alone, tensor by
-tensor: it
-costs a few microseconds each, and every iteration runs the same steps with the same shapes. What rests (shards,
-gradients,
-optimizer states) is counted when it is asked for, by adding up its storages.
+Whole parameters are counted in every iteration. What autograd saves is counted in the first iteration only: counting
+costs a few microseconds a tensor, and every iteration runs the same steps with the same shapes. What rests (shards,
+gradients, optimizer states) is counted on request, by adding up its storages.
 """
 
 from collections.abc import Callable, Iterable

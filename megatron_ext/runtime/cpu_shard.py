@@ -5,9 +5,9 @@ rests in host memory, so nothing is published for this route.
 Source: bandwidth-centric partitioning of ZeRO-Infinity (Rajbhandari et al., SC 2021).
 
 Large groups come in pieces (:func:`megatron_ext.workload.route.shard_pieces`): one is gathered while the next is
-copied, and the next group is copied beside this one's last all-gather. Its process group is its own. On CPU one thread
-copies and one gathers; on CUDA the training thread issues both, on two streams, as NCCL wants one order over all
-communicators.
+copied, and the next group is copied beside this one's last all-gather. The route has a process group of its own.
+On CPU one thread copies and one gathers; on CUDA the training thread issues both, on two streams, as NCCL wants one
+order over all communicators.
 """
 
 from functools import partial

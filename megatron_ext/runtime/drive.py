@@ -173,7 +173,7 @@ class DriveFile:
         transfer.wait()
 
     def write(self, memory, offset: int, what: str) -> None:
-        """Write ``memory`` at ``offset``, on its way to the drive when this returns.
+        """Write ``memory`` at ``offset`` through the page cache; :meth:`flush` brings it to the drive.
 
         Raises:
             DriveError: naming ``what`` and the file.
@@ -187,7 +187,7 @@ class DriveFile:
             raise DriveError(f"{what}: {self.label} cannot be written at byte {offset + done}: {why}") from None
 
     def flush(self, offset: int, size_bytes: int, what: str) -> None:
-        """Let the drive take what was written, and the page cache forget it."""
+        """Flush a range of the file to the drive and drop it from the page cache. Raises DriveError."""
         try:
             os.fdatasync(self._buffered)
             os.posix_fadvise(self._buffered, offset, size_bytes, os.POSIX_FADV_DONTNEED)

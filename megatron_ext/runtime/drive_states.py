@@ -72,11 +72,13 @@ class Unit:
                 tensor.data = place
 
     def point_at(self, slot: torch.Tensor) -> None:
+        """Make the tensors views of ``slot``."""
         for region in self.regions:
             for index, tensor in enumerate(self._tensors(region)):
                 tensor.data = region.view(slot, index)
 
     def let_go(self) -> None:
+        """Make each tensor a view of a single NaN: it keeps its shape and takes no memory."""
         for region in self.regions:
             for tensor in self._tensors(region):
                 tensor.data = torch.full((), nan, dtype=tensor.dtype).expand(region.shape)
@@ -213,6 +215,7 @@ class DriveStates:
     # For checkpoints.
 
     def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` and its moments rest on the drive."""
         return parameter in self._places
 
     def read_tensors(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

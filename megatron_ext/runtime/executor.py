@@ -65,6 +65,7 @@ class Executor:
         self._started = True
 
     def begin_iteration(self) -> None:
+        """Begin a training iteration: issue what the schedule issues at its start, unless that is done."""
         self.busy = True
         if not self._undisturbed:  # something gathered outside the program; begin anew
             self._drop_all()
@@ -83,6 +84,7 @@ class Executor:
             )
 
     def pre_forward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
+        """Run what the schedule does before this forward. Raises ScheduleError where it expects another step."""
         chunk, actions = self._forwards[self._count_forward]
         if chunk != model_chunk_id or self._count_forward != virtual_microbatch_id:
             self._out_of_order("forward", virtual_microbatch_id, model_chunk_id)
@@ -91,6 +93,7 @@ class Executor:
             action()
 
     def pre_backward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
+        """Run what the schedule does before this backward. Raises ScheduleError where it expects another step."""
         chunk, actions, _ = self._backwards[self._count_backward]
         if chunk != model_chunk_id or self._count_backward != virtual_microbatch_id:
             self._out_of_order("backward", virtual_microbatch_id, model_chunk_id)
@@ -98,13 +101,18 @@ class Executor:
             action()
 
     def post_backward(self, virtual_microbatch_id: int) -> None:
+        """Run what the schedule does after this backward."""
         actions = self._backwards[self._count_backward][2]
         self._count_backward += 1
         for action in actions:
             action()
 
     def end_iteration(self) -> None:
-        """All steps are done: nothing of this iteration's whole copies is read any more."""
+        """End the iteration: drop its whole copies, and wait until its writes of shards have ended.
+
+        Raises:
+            ScheduleError: a step of the schedule did not run, or nothing waited for a group that was gathered.
+        """
         for action in self._end:
             action()
         if self._count_forward != len(self._forwards) or self._count_backward != len(self._backwards):
@@ -128,7 +136,7 @@ class Executor:
         if self.checks is not None:
             self.checks.end_iteration(self.iterations, self.peak_bytes)
         if self.publisher is not None:
-            # The optimizer changes the shards next: what is still being written of them must be.
+            # The optimizer changes the shards next, so writes of them must have ended.
             start = time.perf_counter_ns()
             self.publisher.wait()
             self.publisher.end_reads(self.iterations)
@@ -136,7 +144,7 @@ class Executor:
                 self.recorder.add("issue", "end of publishing", start, time.perf_counter_ns())
 
     def params_updated(self, by_optimizer: bool = True) -> None:
-        """The parameters' shards have new values: publish them and begin the next iteration."""
+        """Publish the shards, which have new values, and issue what the next iteration's start issues."""
         start = time.perf_counter_ns()
         self._drop_all()
         if self.publisher is not None:
@@ -179,7 +187,7 @@ class Executor:
                 group.wait(self.clock)
         self.busy = False
 
-    # For who watches, from another thread.
+    # For the watch, from another thread.
 
     def check_peers(self) -> None:
         """Raise PeerLost where a stream waits for a rank that cannot publish any more."""
@@ -188,8 +196,8 @@ class Executor:
             publisher.pool.check_peers(self.clock.version)
 
     def progress(self) -> tuple[int, int, int, int] | None:
-        """Changes with every step that begins or ends; None while the training thread is not here, but in an
-        evaluation, a checkpoint, or between two iterations."""
+        """A value that changes with every step that begins or ends; None outside of training iterations, for example
+        in an evaluation or while a checkpoint is written."""
         steps = (self._count_forward, self._count_backward)
         return (self.iterations, self.clock.version, *steps) if self.busy else None
 

@@ -5,7 +5,7 @@ FREED until the backward of the group's last layer begins; ``allocate`` makes it
 backward of the group's first layer ``reduce`` makes it REDUCING; when its reduce has ended, its own part is added to
 the shard and it is FREED again. With ``reduce_every`` above 1 it stays ADDING through several backward steps.
 
-One reduce of a rank is on its way at a time: the one before is waited for, added and freed before the next is issued.
+A rank has one reduce in flight at a time: the one before is waited for, added and freed before the next is issued.
 The next layer's backward therefore runs beside the reduce, at the price of two whole gradients, as in torch's FSDP2.
 The training thread issues all reduces in the program's order, which is that of all data-parallel ranks.
 
@@ -47,7 +47,7 @@ class Gradient:
 
     Attributes:
         version: reduces that were issued.
-        issue: begins the reduce-scatter of ``whole`` in place; returns what it is waited by.
+        issue: begins the reduce-scatter of ``whole`` in place; returns its handle.
     """
 
     __slots__ = ("index", "whole", "shard", "shard_start", "part", "state", "version", "issue", "bytes", "resize")
@@ -159,7 +159,7 @@ class Reducer:
             gradient.shard.add_(part)
 
     def finish(self) -> None:
-        """The iteration's steps are done: every reduced part is in its shard when this returns.
+        """End an iteration: every reduced part is in its shard when this returns.
 
         Raises:
             ScheduleError: a gradient was not reduced.

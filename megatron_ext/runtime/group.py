@@ -79,7 +79,7 @@ class Group:
         shard: 1D view of ``whole``, this data-parallel rank's share.
         shard_start: element of ``whole`` at which the shard begins.
         version: the version that ``whole`` was gathered at.
-        handle: what the gather in flight is waited by; None unless UNSHARDING.
+        handle: of the gather in flight; None unless UNSHARDING.
         on_host: the shard rests in host memory.
     """
 
@@ -119,7 +119,7 @@ class Group:
         self.state = _WHOLE
 
     def drop(self) -> None:
-        """The whole copy does not count any more; waits for a gather that is still in flight."""
+        """Give the whole copy up; waits for a gather that is still in flight."""
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
@@ -132,7 +132,7 @@ class Group:
         self.drop()
 
     def adopt(self) -> None:
-        """Whoever changed parameters changed the whole copy: take the shard from there."""
+        """Take the shard from the whole copy, whose values were changed."""
 
     def check_usable(self, clock: Clock) -> None:
         """Raise unless the group is whole and fresh; the debug mode calls it at every use."""

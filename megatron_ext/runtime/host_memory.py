@@ -21,7 +21,7 @@ def available_bytes() -> int | None:
 
 
 def require(need_bytes: int, what: str) -> None:
-    """Refuse what does not fit.
+    """Check that ``need_bytes`` of host memory are available for ``what``.
 
     Raises:
         InputError: with the bytes that are missing.

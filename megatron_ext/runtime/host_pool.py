@@ -36,14 +36,14 @@ from megatron_ext.runtime.shared_flags import flags_bytes, open_flags
 from megatron_ext.runtime.worker import Exiting, exiting
 
 LOOK_SECONDS = 0.1
-"""How often who waits looks whether the ranks that it waits for are still there."""
+"""Seconds between two checks, while a rank waits for others, that these are still alive."""
 
 SPINS = 200
-"""Polls that only yield; after these a waiting reader sleeps between polls."""
+"""Polls that only yield the processor; a reader that waits longer sleeps between polls."""
 
 
 FAILED = -1
-"""Flag of a rank that cannot publish any more."""
+"""Value of the flags of a rank that cannot publish any more."""
 
 
 class PeerLost(RuntimeError):
@@ -59,7 +59,7 @@ class HostPool:
         rank: this rank's index in the pool (among the data-parallel ranks on the node).
         size: number of ranks in the pool.
         exchange: collective ``exchange(object) -> list`` over exactly the pool's ranks.
-        progress: told how many bytes of this rank's part of the pages are there, and of how many.
+        progress: called with the bytes of this rank's pages that are allocated, and the bytes of all of them.
 
     Attributes:
         memory: the whole block as uint8, flags included; page-locked as one region.
@@ -127,7 +127,7 @@ class HostPool:
         self._store(self._row_of[group.index], version, stream)
 
     def fail(self, error: BaseException) -> None:
-        """This rank cannot publish any more: whoever waits for it, here or on other ranks, hears of it."""
+        """Mark this rank as unable to publish: waiting for it raises ``error`` here, PeerLost on other ranks."""
         self._failure = error
         for row in range(self.reads_row):
             self.flags.store(row, self.rank, FAILED)
@@ -161,8 +161,8 @@ class HostPool:
         self._wait(self.reads_row, iterations, stream)
 
     def check_peers(self, version: int) -> None:
-        """For whoever watches over streams, which wait for a flag for ever: raise PeerLost where a rank that has not
-        published ``version`` of every group cannot any more."""
+        """Raise PeerLost where a rank that has not published ``version`` of every group never will. Called by the
+        watch, because a stream waits for a flag without end."""
         with self._closing:
             for row in range(self.reads_row if hasattr(self, "flags") else 0):
                 self._check_peers(row, version)

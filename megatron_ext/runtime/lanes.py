@@ -17,7 +17,7 @@ class Handle(Protocol):
     """A transfer on its way."""
 
     def wait(self) -> object:
-        """Return when what follows on the current stream finds it done."""
+        """Return when work queued from now on, on the current stream, will find the transfer done."""
         ...
 
     def finished(self, device) -> None:
@@ -46,7 +46,7 @@ class ThreadLane:
         return self.worker.submit(run)
 
     def delay(self, pause: Callable | None) -> None:
-        """Sleep as a fault says, before what comes next."""
+        """Sleep for an injected delay before the next copy."""
         if pause is not None:
             pause()
 
@@ -81,5 +81,5 @@ class StreamLane:
 
 
 def open_lane(name: str, device) -> ThreadLane | StreamLane:
-    """By streams where the device offers flags for them."""
+    """A lane on a stream where the device has flags for streams, otherwise one on a thread."""
     return ThreadLane(name, device) if device.flags is None else StreamLane(device)

@@ -9,18 +9,18 @@ writes them into its node's pool. The shards of the others come with their own c
 [Note: Receives first]
 Gloo's all-gather of two ranks leaves a slow link idle at times: over one of 0.13 Gbit/s 3 MB took up to 1.55 times as
 long as they take on the wire, where plain TCP in both directions took 1.1 and nothing was lost. With receives issued
-before sends it is 1.02 to 1.10. (Presumably a rank's word that it receives waits behind what it is sending, on the one
-connection of both.)
+before sends it is 1.02 to 1.10. (Presumably the message that announces a receive waits behind the data being sent,
+because both use one connection.)
 
 The exchange has process groups of its own, over host memory: it runs on the publisher's thread
 while the training thread issues the collectives of forward and backward, and two threads must
 not share a process group.
 
-[Note: Two on their way]
-Of a single exchange, both directions and all counterparts must be over before the next begins, and the network
-idles whenever one of them is late. With a second one behind it the network always has something to carry. A pair's
-bytes go over one connection in the order of the exchanges, so the first is not slower for it; each has a tag of its
-own.
+[Note: Two in flight]
+With one exchange at a time, the next begins only when both directions and all counterparts of this one have ended, and
+the network idles whenever one of them is late. With two in flight the network is always busy. The bytes of a pair of
+ranks go over one connection in the order of the exchanges, so the second does not slow the first down. Each exchange
+has a tag of its own.
 """
 
 from typing import NamedTuple
@@ -32,18 +32,19 @@ from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.workload.parallel import Parallel
 
 IN_FLIGHT = 2
-"""Exchanges that may have begun and not yet be over."""
+"""Exchanges that may be in flight at once."""
 
 
 class Arriving(NamedTuple):
-    """Shards on their way: ``(data-parallel rank, shard)`` of all counterparts, this rank included."""
+    """Shards in flight: ``(data-parallel rank, shard)`` of all counterparts, this rank included."""
 
     works: tuple
     ranks: tuple[int, ...]
     shards: tuple[torch.Tensor, ...]
 
     def wait(self) -> list[tuple[int, torch.Tensor]]:
-        """They have come, and the own has gone. Raises RuntimeError where a counterpart is gone."""
+        """Block until the shards of the counterparts have arrived and the own one is sent. Raises RuntimeError where a
+        counterpart has ended."""
         for work in self.works:
             work.wait()
         return list(zip(self.ranks, self.shards))
@@ -70,8 +71,8 @@ class NodeExchange:
 
     def begin(self, own: torch.Tensor, dp_rank: int) -> Arriving:
         """Exchange ``own``, the shard of ``dp_rank`` in host memory, which must stay as it is until the exchange is
-        over. What comes is valid until :data:`IN_FLIGHT` further ones have begun; so many may not be
-        over. Collective over the counterparts, in the same order on all.
+        over. The shards received are valid until :data:`IN_FLIGHT` further exchanges have begun; at most so many
+        may be in flight. Collective over the counterparts, in the same order on all.
         """
         if not self.crosses_nodes:
             return Arriving((), (dp_rank,), (own,))
@@ -84,7 +85,7 @@ class NodeExchange:
         return Arriving(tuple(works), self.dp_ranks, tuple((come | {mine: own})[node] for node in range(nodes)))
 
     def buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """``size`` elements, of which nobody waits any more."""
+        """A buffer of ``size`` elements that no exchange in flight uses."""
         buffers = self._buffers.setdefault(dtype, [torch.empty(0, dtype=dtype)] * IN_FLIGHT)
         slot = self._begun % IN_FLIGHT
         self._begun += 1

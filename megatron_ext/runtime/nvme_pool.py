@@ -86,7 +86,7 @@ class NvmePool:
     # Flags of this rank alone, by which its streams wait for its threads.
 
     def set_staged(self, slot: int, number: int) -> None:
-        """``number`` reads into ``slot`` have ended."""
+        """Store the flag of ``slot``: ``number`` reads into it have ended."""
         self._flags.store(slot, 0, number)
 
     def wait_staged(self, slot: int, number: int, stream) -> None:
@@ -94,7 +94,7 @@ class NvmePool:
         self._device.flags.wait(stream, self._words[slot], number)
 
     def set_passed(self, buffer: int, number: int) -> None:
-        """What came through ``buffer`` of the publisher has been written, ``number`` times."""
+        """Store the flag of the publisher's ``buffer``: its contents were written ``number`` times."""
         self._flags.store(self._first_buffer + buffer, 0, number)
 
     def wait_passed(self, buffer: int, number: int, stream) -> None:
@@ -106,7 +106,7 @@ class NvmePool:
         self.file.truncate(self._offset_of[group.index] + group.bytes // 2)
 
     def close(self) -> None:
-        """Close the file, which is gone with its last rank, and unmap the slots."""
+        """Close the file, which disappears when the last rank has closed it, and unmap the slots."""
         self.file.close()
         self._device.unpin(self._slots)
         self._memory.release()

@@ -222,8 +222,8 @@ class Publisher:
             self.nvme.flush(group)
 
     def wait(self) -> None:
-        """What follows may change the shards. Blocks the thread until everything issued has been written, but for
-        shards whose copies are queued: these the current stream waits for. Any thread may call it."""
+        """Wait until the shards may change. Blocks the calling thread until all issued writes have ended; where copies
+        of shards are queued on a stream, the current stream waits for them instead. Any thread may call it."""
         if self._copied is not None:
             self._copied.wait()
         last = self._last
@@ -246,7 +246,7 @@ class Publisher:
         self.pool.set_reads_done(iterations)
 
     def close(self) -> None:
-        """End the threads, not before what is being written has been: its files and memory go next."""
+        """End the threads once writes in flight have ended: their files and memory are released next."""
         if self._last is not None:
             with contextlib.suppress(Exception):  # nobody will read it; who needed it has heard of it
                 self._last.wait()

@@ -1,4 +1,4 @@
-"""Collect what ran when on this rank, for traces and reports.
+"""Records what ran when on this rank, for traces and reports.
 
 Times are CLOCK_MONOTONIC, which all processes of one machine share. Between machines the
 clocks differ; each rank therefore stores the offset to the epoch once, and traces of several
@@ -38,8 +38,8 @@ class Recorder:
         self._first_base_ns = 0
 
     def now(self):
-        """This moment of what computes, for :meth:`add`: nanoseconds, or an event on the current stream. On the
-        training thread."""
+        """The time at which the compute is now, for :meth:`add`: nanoseconds, or an event on the current stream. Call
+        it on the training thread."""
         if not self.on_device:
             return time.perf_counter_ns()
         if not self._bases:
@@ -66,8 +66,8 @@ class Recorder:
             self.rows.append((lane, name, start, end, self.iteration))
 
     def timed(self, lane: str, name: str, function):
-        """``function`` (no arguments) wrapped so that every call is recorded; waits are the device's, all else the
-        thread's."""
+        """``function`` (no arguments), wrapped so that every call is recorded; waits are timed on the device,
+        everything else on the thread."""
         clock, rows = self.now if lane == "wait" else time.perf_counter_ns, self.rows
 
         def run():

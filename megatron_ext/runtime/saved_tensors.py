@@ -47,6 +47,7 @@ class SavedTensors:
         self._hooks.__exit__(*failure)
 
     def restart(self) -> None:
+        """Begin a new peak at what is saved now."""
         self.peak = self.bytes
 
     def _pack(self, tensor: torch.Tensor):

@@ -4,7 +4,7 @@
 A rank's publishing is queued ahead on a stream: copy of the shard, then store of its flag. Another rank queues a wait
 for all flags and then its copy to the device. No thread stands between a flag and a copy, and the training thread never
 waits for either. The store comes behind everything queued before it and is seen system-wide behind those writes.
-CUDA does not know of this order. It cannot lead to a wait for ever, even where all streams share one hardware queue
+CUDA does not know this order. It cannot deadlock, even where all streams share one hardware queue
 (``CUDA_DEVICE_MAX_CONNECTIONS=1``): every rank queues the stores of a version before its waits for that version, and
 the stores of ``reads_done`` before its waits for them, and nothing that a store comes behind waits for a later one.
 Source: CUDA driver API, Stream Memory Operations (cuStreamWaitValue64, cuStreamWriteValue64).

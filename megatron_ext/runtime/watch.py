@@ -25,22 +25,22 @@ from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.host_pool import PeerLost
 
 GRACE_SECONDS = 0.2
-"""How long the training thread may take, after a background thread has failed, to end the process by its own error."""
+"""Seconds that the training thread has, after a background thread has failed, to end the process by its own error."""
 
 LOOK_SECONDS = 1.0
-"""How often the watch looks whether a step has ended."""
+"""Seconds between two looks whether a step has ended."""
 
 OTHERS_SECONDS = 2.0
-"""How long a rank whose steps do not end stays after it has said so: the other ranks are to say where they are, too."""
+"""Seconds that a stalled rank stays alive after its message, so that the other ranks can print theirs."""
 
 DEFAULT_STEP_SECONDS = 540.0
-"""A bit less than the 10 minutes after which Megatron's process groups give up, whose message names no group."""
+"""Less than the 10 minutes after which Megatron's process groups time out, with a message that names no group."""
 
 FRAMES = 6
 """Frames of each thread that are printed, the innermost first."""
 
 CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused")
-"""What gloo and NCCL say of a peer that has gone."""
+"""Parts of the messages of gloo and NCCL when a peer has ended."""
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -51,7 +51,7 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def exit_code(error: BaseException) -> int:
-    """With which a process ends that ``error`` has ended, see [Note: Who is to blame]."""
+    """Exit code of a process that ``error`` ends, see [Note: Who is to blame]."""
     return PEER_LOST_CODE if lost_peer(error) else 1
 
 
@@ -123,7 +123,7 @@ class Watch:
         os._exit(1)
 
     def close(self) -> None:
-        """Training has ended. Raises RuntimeError where a background thread has failed meanwhile."""
+        """End the watch after training. Raises RuntimeError where a background thread has failed meanwhile."""
         worker.on_failure = None
         if self._failure is not None:
             raise RuntimeError(f"the thread {self._failed_in} failed") from self._failure

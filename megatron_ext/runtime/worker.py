@@ -15,40 +15,40 @@ from collections.abc import Callable
 from typing import Protocol
 
 CLOSE_SECONDS = 60
-"""How long closing waits for what is on its way: longer than any transfer that still gets on."""
+"""Seconds that closing waits for transfers in flight: longer than any that still makes progress."""
 
 _alive: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 _exiting = threading.Event()
 
 
 class Exiting(RuntimeError):
-    """The process is about to end: nothing is waited for any more."""
+    """Raised in place of waiting where the process is about to end."""
 
 
 def exiting() -> bool:
-    """Whether the interpreter is about to end; whoever polls stops then."""
+    """Whether the interpreter is about to end; polling stops then."""
     return _exiting.is_set()
 
 
 on_failure: Callable[[BaseException], None] | None = None
-"""Who ends the run when a background thread fails; set by :class:`megatron_ext.runtime.watch.Watch`."""
+"""Called when a background thread fails, to end the run; set by :class:`megatron_ext.runtime.watch.Watch`."""
 
 
 def tell_watch(error: BaseException) -> None:
-    """A background thread has failed. A run that is watched ends, whether or not anybody waits for this thread."""
+    """Tell the watch, where one runs, that a background thread has failed. It ends the run."""
     if on_failure is not None and not isinstance(error, Exiting):
         on_failure(error)
 
 
 def report_failure(error: BaseException) -> None:
-    """The same for an error that is handed to nobody: where no run is watched it is printed."""
+    """As :func:`tell_watch`, for an error that no caller gets: it is printed where no watch runs."""
     if on_failure is None and not isinstance(error, Exiting):
         traceback.print_exception(error, file=sys.stderr)
     tell_watch(error)
 
 
 def guarded(function: Callable) -> Callable:
-    """``function`` for a background thread: what it raises is reported, as nobody is there to catch it."""
+    """``function`` for a background thread: what it raises is reported, because no caller could catch it."""
 
     def run(*arguments) -> None:
         try:
@@ -113,7 +113,7 @@ class Transfer:
         device.synchronize(self.after)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """It is done, or failed with ``error``; only the first call counts."""
+        """Mark the transfer as done, or as failed with ``error``; only the first call counts."""
         if self.ended:
             return
         self.ended, self.error = True, error

@@ -1,4 +1,4 @@
-"""Figures that a schedule holds: what its groups and limits say in bytes, and what was predicted of it."""
+"""Checks of the figures in a schedule: bytes of groups and limits, and predicted times and bytes."""
 
 from megatron_ext.formats.checks import MOST_US, Checker
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
@@ -6,7 +6,7 @@ from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
 from megatron_ext.workload.parallel import Parallel
 
 ROUNDING = 1e-6
-"""Figures that one sum made may differ by so much, relative to each other."""
+"""Relative difference that rounding may leave between two sums of the same figures."""
 
 
 def check_figures(schedule: Schedule, checker: Checker) -> None:

@@ -1,4 +1,4 @@
-"""Which layers of its chunk use a group: the workload knows, the schedule alone does not."""
+"""Which layers of its chunk use a group. This needs the workload; the schedule alone does not know."""
 
 from collections.abc import Iterable
 

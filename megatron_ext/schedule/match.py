@@ -1,4 +1,4 @@
-"""Is this schedule the schedule of this workload?"""
+"""Checks that a schedule is for a workload."""
 
 import re
 
@@ -86,7 +86,7 @@ _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
 
 
 def match_layers(schedule: Schedule, layers: int, *, file=None) -> None:
-    """Refuse a schedule for a model of another depth: the first difference between two models that says much.
+    """Refuse a schedule for a model of another depth, before other differences that would say less.
 
     Args:
         layers: transformer layers of the whole model.

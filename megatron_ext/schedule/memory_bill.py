@@ -4,19 +4,17 @@
 * Whole parameters from the issue of an unshard to the reshard. Zero stage 1: all of them, always.
 * Shards with storage of their own (zero stage 3), on the device or in host memory as the schedule says. At zero
   stage 1 a shard is a view of the whole group.
-* Gradients with Megatron's padding: whole through the iteration, or the shard alone and the whole from just before the
-  backward of the group's last layer until the rank's next reduce is issued, which waits for it. Of a run with several
-  backward steps between two reduces, until then.
+* Gradients with Megatron's padding: whole throughout the iteration; or the shard throughout, and the whole gradient
+  from just before the backward of the group's last layer until the rank issues its next reduce, which waits for this
+  one. With ``reduce_every`` above 1 the whole gradient stays through several backward steps.
 * Buffers that hierarchical all-gathers and pieces of ``cpu_shard`` go through, as large as the largest group needs.
 * The optimizer's copies of 16-bit parameters and its states, for the elements of the rank's shards without padding. Of
   the data-parallel ranks the one that holds most is billed.
-* Activations: what autograd saves in each layer, from the layer's forward to its backward, for every micro-batch
-  in flight,
-  and what the backward in progress recomputes.
+* Activations: what autograd saves in each layer, from the layer's forward to its backward, for every micro-batch in
+  flight, and what the backward in progress recomputes.
 
-Not counted: what a layer's kernels allocate and free again within the layer, ``parameter.grad`` until it is added
-to the
-gradient buffer, messages between stages that no layer has saved, and what communication libraries allocate.
+Not counted: what a layer's kernels allocate and free again within the layer, ``parameter.grad`` until it is added to
+the gradient buffer, messages between stages that no layer has saved, and what communication libraries allocate.
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,7 +44,7 @@ class Bill(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """Bytes that come and go, when their sum is largest within a step."""
+    """Bytes by kind at the moment of a step at which their sum is largest."""
 
     step: str
     whole: int

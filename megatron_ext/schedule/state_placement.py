@@ -12,14 +12,14 @@ from megatron_ext.workload.state_layout import region_bytes
 from megatron_ext.workload.workload import Workload
 
 SLOTS = 3
-"""One is read, one stepped, one written."""
+"""Slots: one is read, one stepped and one written at the same time."""
 
 LARGE_SLOT_BYTES = 32 << 20
-"""Pieces of this size are read and written at a drive's full rate."""
+"""Bytes of a piece that is read and written at a drive's full rate."""
 
 
 def check_state_slots(schedule: Schedule, *, file=None) -> None:
-    """Refuse states on the drive without slots to pass through, and slots for nothing.
+    """Refuse states on the drive without slots to pass through, and slots without such states.
 
     Raises:
         InputError: naming the field.

@@ -102,8 +102,8 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``gradients`` is what the group keeps of them: the whole through the iteration, as in Megatron (left out), or the
     reduced shard, on the device (``sharded``) or in host memory (``host``). The whole gradient of the latter two has
     bytes from the group's backward to the end of its reduce-scatter. ``reduce_every`` is how many backward steps of
-    the chunk lie between two reduces; the iteration's last always reduces. One reduce of a rank is on its way at a
-    time: the one before it has ended, and its whole gradient is freed, before the next is issued.
+    the chunk lie between two reduces; the iteration's last always reduces. A rank has one reduce in flight at a time:
+    the one before it has ended, and its whole gradient is freed, before the next is issued.
     """
 
     pp_rank: int
@@ -220,4 +220,5 @@ def decode(path) -> Schedule:
 
 
 def save(path, schedule: Schedule) -> None:
+    """Write a schedule file."""
     json_files.save(path, schedule)

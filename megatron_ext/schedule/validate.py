@@ -1,4 +1,4 @@
-"""Which schedules may train: every use dominated by a fresh, finished gather.
+"""Checks which schedules may train: every use of a group comes after a finished gather of this iteration.
 
 [Note: Life of a group within one iteration]
 A group is SHARDED when the iteration starts: the optimizer step has just made every whole
@@ -69,7 +69,7 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
     number = 2 * parallel.vp * parallel.num_microbatches
     for index, rank in enumerate(
         schedule.ranks
-    ):  # before the order is worked out: a small file must stay cheap to refuse
+    ):  # before the order is computed: a small file must be refused in little time
         if len(rank.steps) < number:
             raise InvalidSchedule(
                 f"expected {number} steps", file=file, field=f"ranks[{index}].steps", value=len(rank.steps)
@@ -353,7 +353,7 @@ class _RankCheck:
                 )
 
     def _check_copy(self, action, index: int, field: str) -> None:
-        """Whatever is unsharded has a copy to come from."""
+        """Check that the copy exists from which a group is unsharded."""
         group = action.group
         if action.route == "gpu" and self.groups[group].shard_rests == "host":
             self._fail(

@@ -1,1 +1,1 @@
-"""What a schedule would take: one event engine for every consumer."""
+"""How long an iteration takes by a schedule: one event engine for every consumer."""

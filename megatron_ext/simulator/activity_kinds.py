@@ -13,4 +13,4 @@ CURVES = {
     P2P: "p2p",
     REDUCE: "reduce",
 }
-"""The curve of the cost table that says what a link's activity takes."""
+"""The curve of the cost table that says how long a link's activity takes."""

@@ -1,4 +1,4 @@
-"""What parts of the simulator know of each other: the engine as others see it, and its optional plug-in."""
+"""Interfaces inside the simulator: the engine as its parts see it, and its optional plug-in."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ def _leg(gather: Gather, kind: int) -> tuple[int, float]:
 
 
 def _shard_leg_ended(engine: EngineView, rank: RankState, kind: int, gather: Gather) -> None:
-    """Go on with ``cpu_shard``: what is copied is gathered while the rest is copied, the last piece when all is."""
+    """Start the next leg of ``cpu_shard``: what is copied is gathered while the rest is copied, the last piece after
+    the last copy."""
     legs = 1 if gather.pieces == 1 else 2
     if kind == CPU:
         gather.copied += 1

@@ -1,4 +1,4 @@
-"""What a schedule would take: one function from workload, cost table and schedule to a result."""
+"""How long an iteration takes by a schedule: one function from workload, cost table and schedule to a result."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What the engine asks of a cost table, looked up once and kept: everything in microseconds."""
+"""Durations that the engine needs of a cost table, each looked up once and kept; all in microseconds."""
 
 import contextlib
 from typing import NamedTuple
@@ -68,7 +68,7 @@ class Timing:
         self.host_cpu = ProcessorTimes(workload, table) if table.host_cpu is not None else None
         """Processor time of transports, where ranks compute on shared processors; None on machines with GPUs."""
         if self.host_cpu is not None:
-            # Rows of compute beside a transport say the same once more.
+            # Rows of compute beside a transport count the same processor time again.
             for kind, takes in enumerate(self.host_cpu.takes):
                 self._pairs[COMPUTE][kind] = self._pairs[COMPUTE][kind] and not takes
         self.disturbed = tuple(any(pairs) for pairs in self._pairs)
@@ -140,8 +140,9 @@ class Timing:
         return found
 
     def issue_us(self, route: str, size_bytes: int) -> float:
-        """How long issuing a gather keeps the training thread: a host copy, and a staged group's way from
-        its slot, as it was measured by itself; an all-gather, and what was not told apart, ``call_us``."""
+        """Microseconds that issuing a gather keeps the training thread: for a host copy, and for the copy of a staged
+        group out of its slot, as measured by itself; for an all-gather, and where nothing else was measured,
+        ``call_us``."""
         own = self.costs.issued_us("cpu", size_bytes) if route != "gpu" else None
         return (self.table.group_overhead.call_us or 0.0) if own is None else own
 
@@ -151,8 +152,8 @@ class Timing:
         return self.workload.parallel.dp > 1 and self.offers("gpu") and self.offers("cpu")
 
     def shard_copy_us(self, size_bytes: int) -> float:
-        """The first part of ``cpu_shard``: the own shard of a group of ``size_bytes``, over the link of host copies.
-        A shard smaller than any copy that was measured takes as long as that."""
+        """Microseconds of the first part of ``cpu_shard``: copying the own shard of a group of ``size_bytes`` over the
+        link of host copies. A shard smaller than the smallest copy measured takes as long as that copy."""
         copies = self.table.routes.cpu
         assert copies is not None  # the route is offered only where it was measured
         least = min(point.size_bytes for points in curves_of(copies).values() for point in points)
@@ -174,7 +175,7 @@ class Timing:
         return max(rest_us, gather_us)
 
     def unshard_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
-        """What an unshard occupies its link for: all of the route, or for ``nvme`` and ``cpu_shard`` its last leg."""
+        """Microseconds that an unshard occupies its link; of ``nvme`` and ``cpu_shard`` the last leg alone."""
         if route == "cpu_shard":
             return self._shard_gather_us(size_bytes)
         return (
@@ -184,7 +185,7 @@ class Timing:
         )
 
     def stage_us(self, size_bytes: int) -> float:
-        """The drive's part of the ``nvme`` route, whose curve is the whole way to the device."""
+        """Microseconds of the drive's part of the ``nvme`` route, whose curve is the whole way to the device."""
         return max(self.gather_us("nvme", size_bytes) - self._slot_copy_us(size_bytes), 0.0)
 
     def _slot_copy_us(self, size_bytes: int) -> float:
@@ -192,7 +193,7 @@ class Timing:
         return self.gather_us("cpu", size_bytes) if self.offers("cpu") else 0.0
 
     def publish_us(self, pp_rank: int, destinations, size_bytes: int) -> float:
-        """Until the group's fresh bytes lie at ``destinations`` (``cpu``, ``nvme``) on every node.
+        """Microseconds until the group's fresh bytes lie at ``destinations`` (``cpu``, ``nvme``) on every node.
 
         Between nodes each byte crosses the network once per node: a node sends for what it
         lacks. Where the table has no ``publish.internode`` curve that is left out, and said so.
@@ -218,17 +219,17 @@ class Timing:
         return self._estimate(f"publish.{destination}", size_bytes).us
 
     def reduce_us(self, size_bytes: int) -> float:
-        """Reducing one group's gradients; 0 where the table lacks it. A group smaller than any that
-        was measured takes as long as that."""
+        """Microseconds of reducing one group's gradients; 0 where the table lacks it. A group smaller than the smallest
+        size measured takes as long as that size."""
         if not size_bytes or not self._reduce:
             return 0.0
         return self._estimate("reduce", max(size_bytes, self._reduce[0].size_bytes)).us
 
     def to_host_us(self, size_bytes: int) -> tuple[float, float]:
-        """Copying the own shard of a gradient of ``size_bytes`` to host memory, and adding it there.
+        """Microseconds of copying the own shard of a gradient of ``size_bytes`` to host memory, and of adding it there.
 
-        The copy takes what writing the shard into the host copy takes when the group is published, or where that was
-        not measured what a copy from there takes. What no curve says is left out, and said so.
+        The copy takes as long as publishing the shard to the host copy, or where that was not measured as long as a
+        copy from there. What no curve tells is left out and named in ``left_out``.
         """
         shard = size_bytes // self.workload.parallel.dp
         if self.costs.offers_publish("cpu"):
@@ -249,17 +250,20 @@ class Timing:
 
     @property
     def least_reduce_us(self) -> float:
-        """What reducing any group takes at least."""
+        """Microseconds that reducing any group takes at least."""
         return min((point.p50_us for point in self._reduce), default=0.0)
 
     def optimizer_us(self, size_bytes: int) -> float:
+        """Microseconds of an optimizer step on ``size_bytes`` of parameters; 0 where the table lacks it."""
         return self.costs.optimizer_us(size_bytes) or 0.0 if size_bytes else 0.0
 
     def states_us(self, size_bytes: int, slot_bytes: int) -> float:
-        """Reading and writing optimizer states of ``size_bytes`` on the drive, in pieces of ``slot_bytes``.
+        """Microseconds of reading and writing ``size_bytes`` of optimizer states on the drive, in pieces of
+        ``slot_bytes``.
 
         Reads and writes share the drive, so their times add up. A piece of a size that was not measured has the rate
-        of the nearest size that was. Where reads or writes were not measured, this time is left out, and said so.
+        of the nearest size that was. Where reads or writes were not measured this time is left out and named in
+        ``left_out``.
         """
         if not size_bytes:
             return 0.0
@@ -292,7 +296,7 @@ class Timing:
         return found
 
     def least_excess(self, measured: int, busy: int) -> float:
-        """The least that any row says of this pair; 0 where nothing was measured."""
+        """The least excess of ``measured`` beside ``busy`` in any row; 0 where the pair was not measured."""
         if not self.disturbs_kind(measured, busy):
             return 0.0
         names = (KINDS[measured], KINDS[busy])
