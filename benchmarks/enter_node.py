@@ -1,4 +1,5 @@
-"""Run a rank's command inside its emulated node: ``enter_node.py COMMAND...``.
+"""Run a rank's command inside its emulated node: ``enter_node.py COMMAND...``, or ``enter_node.py SCRIPT.py ...``,
+which runs in this process and so finds imported what a launcher has imported before it forked this rank.
 
 The launcher starts this once a rank, with the variables of ``Nodes.environment``; the node follows
 from RANK, as on a cluster. The process becomes the command, so that signals and exit codes pass unchanged.
@@ -8,6 +9,7 @@ the measurement sees and the cost table says.
 """
 
 import os
+import runpy
 import sys
 
 from emulated_nodes import enter
@@ -26,7 +28,11 @@ def main() -> None:
         "MASTER_ADDR": os.environ["EMULATED_MASTER"],
     }
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 makes the store, inside its node
-    os.execvp(sys.argv[1], sys.argv[1:])
+    if sys.argv[1].endswith(".py"):
+        sys.argv = sys.argv[1:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        os.execvp(sys.argv[1], sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ text. All ranks fail with the same line.
 
 import hashlib
 import os
-import pickle
 import random
+import zipfile
 from pathlib import Path
 
 import numpy
@@ -64,7 +64,7 @@ def save(directory, iteration: int, model, optimizer) -> None:
     try:
         _write(path, state)
     except (OSError, RuntimeError) as failed:  # torch's writer raises RuntimeError where the disk is full
-        why = failed.strerror if isinstance(failed, OSError) else str(failed).splitlines()[0]
+        why = failed.strerror if isinstance(failed, OSError) else _first_line(failed)
         error = str(InputError(f"cannot be written: {why}", file=path, field="--save"))
     _agree(error, directory)
     if dist.get_rank() == 0:
@@ -94,11 +94,15 @@ def load(directory, model, optimizer) -> int:
         for chunk, saved in zip(model, state["model"], strict=True):
             chunk.module.load_state_dict(saved)
         _load_random_states(state)
-    except (RuntimeError, ValueError, KeyError, TypeError) as failed:
-        why = f"was saved by a run of another shape: {str(failed).splitlines()[0]}"
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as failed:
+        why = f"was saved by a run of another shape: {_first_line(failed)}"
         error = str(InputError(why, file=_path(directory, iteration), field="--load"))
     _agree(error, directory)
     return iteration
+
+
+def _first_line(failed: Exception) -> str:
+    return str(failed).partition("\n")[0] or type(failed).__name__
 
 
 def _path(directory, iteration: int) -> Path:
@@ -147,12 +151,16 @@ def _read(directory) -> tuple[int, dict]:
         expected = path.with_suffix(".sha256").read_text().strip()
         if file_digest(path) != expected:
             raise InputError(f"is damaged: its SHA-256 is not that in {path.with_suffix('.sha256').name}", **where)
+        if not zipfile.is_zipfile(path):  # or torch would take it for a file of its older forms
+            raise ValueError("is no file of torch.save")
         return iteration, torch.load(path, weights_only=True)
+    except InputError:
+        raise
     except OSError as failed:
         name = Path(failed.filename).name if failed.filename else path.name
         raise InputError(f"cannot be read: {name}: {failed.strerror}", **where) from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as failed:
-        raise InputError(f"is no checkpoint of this example: {str(failed).splitlines()[0]}", **where) from None
+    except Exception as failed:  # of whatever kind: torch's reader has no error of its own for a file that is made up
+        raise InputError(f"is no checkpoint of this example: {_first_line(failed)}", **where) from None
 
 
 def _load_random_states(state: dict) -> None:

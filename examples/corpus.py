@@ -4,6 +4,7 @@ Bytes are tokens 0 to 255; special ids lie above them, so that no byte can be mi
 """
 
 import os
+import struct
 import sys
 import sysconfig
 from pathlib import Path
@@ -15,6 +16,10 @@ VOCAB_SIZE, EOS, PAD, BOS = 259, 256, 257, 258
 TRAIN_SHARE = 0.98
 SPLIT = "98,2,0"
 """Megatron's --split: documents for training, validation, test."""
+
+INDEX_HEADER = b"MMIDIDX\x00\x00"
+TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+"""Bytes of a token by the code of its type in an index (DType of megatron/core/datasets/indexed_dataset.py)."""
 
 
 def tokenizer():
@@ -96,19 +101,51 @@ def compile_helpers() -> None:
     importlib.invalidate_caches()
 
 
+def document_lengths(prefix):
+    """Tokens of every document by the index ``prefix``.idx: int32, one entry a document.
+
+    Megatron's reader asserts on a damaged index, or reads beyond the tokens in training. The form is that of
+    megatron/core/datasets/indexed_dataset.py: header, version, code of the tokens' type, counts; then lengths (int32),
+    offsets in bytes (int64) and, of every document and the end, the number of its first sequence (int64).
+
+    Raises:
+        InputError: the index is damaged, or is not that of ``prefix``.bin.
+    """
+    import numpy
+
+    path = f"{prefix}.idx"
+    head, token_bytes = struct.Struct("<9sQBQQ"), os.path.getsize(f"{prefix}.bin")
+    data = numpy.memmap(path, mode="r") if os.path.getsize(path) >= head.size else numpy.zeros(0, numpy.uint8)
+    if not data[: len(INDEX_HEADER)].tobytes() == INDEX_HEADER:
+        raise InputError("is no index of Megatron's indexed datasets", file=path, field="--data-path")
+    _, version, code, sequences, documents = head.unpack(data[: head.size].tobytes())
+    if version != 1 or code not in TOKEN_BYTES or len(data) < head.size + 12 * sequences + 8 * documents:
+        raise InputError("is damaged or of another version", file=path, field="--data-path")
+    lengths = numpy.frombuffer(data, numpy.int32, sequences, head.size)
+    offsets = numpy.frombuffer(data, numpy.int64, sequences, head.size + 4 * sequences)
+    first = numpy.frombuffer(data, numpy.int64, documents, head.size + 12 * sequences)
+    ends = offsets + TOKEN_BYTES[code] * lengths.astype(numpy.int64)
+    if not documents or first[0] or first[-1] != sequences or (numpy.diff(first) < 0).any() or (lengths < 0).any():
+        raise InputError("is damaged: its documents are not its sequences", file=path, field="--data-path")
+    if (offsets < 0).any() or (offsets > token_bytes).any() or (ends > token_bytes).any():
+        raise InputError(
+            f"is damaged, or is not that of the tokens beside it, which are {token_bytes} bytes",
+            file=path,
+            field="--data-path",
+        )
+    return lengths
+
+
 def check(prefix, seq_length: int) -> None:
     """Refuse a corpus that is missing or has no whole sample.
 
     Raises:
-        InputError: naming the file.
+        InputError: naming the file; also where an index is damaged or not that of its tokens.
     """
     for suffix in (".bin", ".idx"):
-        if not os.path.exists(f"{prefix}{suffix}"):
+        if not os.path.isfile(f"{prefix}{suffix}"):
             raise InputError("no such file", file=f"{prefix}{suffix}", field="--data-path")
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dataset = IndexedDataset(str(prefix))  # its lengths are views that end with it
-    lengths = dataset.sequence_lengths.copy()
+    lengths = document_lengths(prefix)
     tokens = int(lengths.sum())
     # Megatron splits by documents. A part without a token would be looked through for ever.
     train_documents = int(round(len(lengths) * TRAIN_SHARE))

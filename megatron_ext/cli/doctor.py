@@ -36,7 +36,7 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, che
     from megatron_ext.measure.cluster_launch import is_launched
 
     need, of = _need(schedule_path, workload_path)
-    if nvme is not None and not Path(nvme).is_dir():
+    if nvme is not None and not os.path.isdir(nvme):
         raise InputError("is no directory", field="--nvme", value=nvme)
     nvme = nvme and str(Path(nvme).resolve())
     if checkout is not None:
@@ -84,7 +84,7 @@ def _need(schedule_path: str | None, workload_path: str | None) -> tuple[int | N
 
 def _require_tree(checkout: str) -> str:
     tree = Path(checkout).resolve()
-    if not (tree / "megatron" / "core").is_dir():
+    if not os.path.isdir(tree / "megatron" / "core"):
         raise InputError("holds no megatron/core", field="--checkout", value=checkout)
     return str(tree)
 

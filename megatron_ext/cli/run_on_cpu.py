@@ -1,5 +1,6 @@
 """``megatron-ext run-on-cpu``: train a Megatron checkout on a machine without a GPU."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def run_on_cpu(nproc: int | None, script: str, script_arguments) -> int:
     from megatron_ext.megatron import script_arguments as arguments
 
     path = Path(script).resolve()
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InputError("no such file", field="SCRIPT", value=script)
     given = arguments.read(script_arguments, verb="run-on-cpu")
     arguments.refuse_none(given)

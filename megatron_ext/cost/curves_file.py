@@ -9,6 +9,7 @@ import msgspec
 from megatron_ext.cost.cost_table import CostTable, Curve, Point, Source
 from megatron_ext.cost.imported_table import COLLECTIVES, table_of
 from megatron_ext.formats import json_files
+from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 
 MAX_FALL = 0.25
@@ -79,10 +80,13 @@ def read(path, *, system: str | None = None, placement: str = "in_place") -> Cos
             raise InputError("one of several curves needs a name", file=path, field=f"{field}.algorithm")
         else:
             points = read_points
+    Checker(path).at_least(1, content.world_size, "world_size")
+    Checker(path).at_least(1, content.curves[chosen[0]].world_size, f"curves[{chosen[0]}].world_size")
     world_size = content.curves[chosen[0]].world_size or content.world_size
     placed = any(row.us is None for index in chosen for row in content.curves[index].points)
     source = content.source + (f"; {placement.replace('_', ' ')}" if placed else "")
     return table_of(
+        path,
         content.collective,
         Curve(points=points, algorithms=algorithms, source=source),
         source=Source(program="curves", description=f"{content.source} ({content.curves[chosen[0]].system})"),

@@ -5,6 +5,7 @@ point operations) a second, in one direction, as a data sheet gives them; ``effi
 """
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -135,7 +136,7 @@ def load(name_or_path) -> HardwareSheet:
     """
     known = ", ".join(names())
     path = FOLDER / f"{name_or_path}.json" if str(name_or_path) in names() else Path(name_or_path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises where the name is too long
         raise InputError(
             f"is neither a file nor a known machine; known: {known}", field="hardware", value=str(name_or_path)
         )

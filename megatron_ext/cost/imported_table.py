@@ -15,6 +15,9 @@ MAX_FALL = 0.15
 """A time may fall by so much from one size to the next larger: small messages waver (10.9 % in
 the seed notes' runs). More than that is a broken log."""
 
+SIZE_DIGITS = 16
+"""Of a size in bytes: more than ``checks.MOST_BYTES`` has."""
+
 
 def lines_of(path) -> list[str]:
     """The lines of a log. Raises InputError: unreadable, not text, or empty."""
@@ -34,6 +37,17 @@ def line_error(path, number: int, line: str, message: str) -> InputError:
     return InputError(message, file=path, field=f"line {number}", value=" ".join(line.split()))
 
 
+def size_of(path, number: int, line: str, digits: str) -> int:
+    """The size in bytes that ``digits`` say.
+
+    Raises:
+        InputError: more than a file may hold; Python and floats may not hold it either.
+    """
+    if len(digits) > SIZE_DIGITS:
+        raise line_error(path, number, line, f"no plausible size: it has {len(digits)} digits")
+    return int(digits)
+
+
 def check_rising(path, rows: list[tuple[int, str, int, float]]) -> None:
     """Refuse sizes that do not grow and times that fall: rows are (number, line, size_bytes, us).
 
@@ -49,15 +63,16 @@ def check_rising(path, rows: list[tuple[int, str, int, float]]) -> None:
             )
 
 
-def table_of(collective: str, curve: Curve, **metadata) -> CostTable:
-    """A table that holds one collective's curve where it belongs."""
+def table_of(path, collective: str, curve: Curve, **metadata) -> CostTable:
+    """A table that holds one collective's curve, of the file ``path``, where it belongs."""
     fields = {
         "all_gather": {"routes": Routes(gpu=curve)},
         "reduce_scatter": {"reduce": curve},
         "sendrecv": {"p2p": curve},
         "all_reduce": {"all_reduce": curve},
     }[collective]
-    return check(CostTable(schema_version=SCHEMA_VERSION, kind="cost_table", metadata=Metadata(**metadata), **fields))
+    table = CostTable(schema_version=SCHEMA_VERSION, kind="cost_table", metadata=Metadata(**metadata), **fields)
+    return check(table, file=path)
 
 
 def named(points: tuple[Point, ...], algorithm: str | None, **fields) -> Curve:

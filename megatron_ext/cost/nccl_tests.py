@@ -12,11 +12,8 @@ import math
 import re
 
 from megatron_ext.cost.cost_table import CostTable, Point, Source
-from megatron_ext.cost.imported_table import check_rising, line_error, lines_of, named, table_of
+from megatron_ext.cost.imported_table import check_rising, line_error, lines_of, named, size_of, table_of
 from megatron_ext.formats.errors import InputError
-
-SIZE_DIGITS = 16
-"""Of a size in bytes: more than ``checks.MOST_BYTES`` has, less than Python or a float cannot hold."""
 
 RATE_ERROR = 0.05
 """algbw is size over time: where the two differ by more, the time is in another unit."""
@@ -40,6 +37,7 @@ def read(
         f"{len(devices) or 'unknown number of'} ranks"
     )
     return table_of(
+        path,
         collective,
         named(points, algorithm, source=source),
         source=Source(program="nccl-tests"),
@@ -87,9 +85,7 @@ def _rows(path, lines: list[str], header: tuple[int, list[str]], placement: str)
             continue  # other programs write into logs too
         if len(cells) != len(columns):
             raise line_error(path, number, line, f"{len(cells)} columns where the header has {len(columns)}: cut off")
-        if len(cells[0]) > SIZE_DIGITS:
-            raise line_error(path, number, line, f"no plausible size: it has {len(cells[0])} digits")
-        size, us = int(cells[0]), _number(path, number, line, cells[time_column], "time")
+        size, us = size_of(path, number, line, cells[0]), _number(path, number, line, cells[time_column], "time")
         if size == 0:
             continue  # fewer bytes than ranks: nothing was sent
         if us <= 0:
@@ -125,7 +121,14 @@ def _complete(path, lines: list[str], rows) -> None:
     if any(line.startswith(("# Avg bus bandwidth", "# Out of bounds values")) for line in lines):
         return
     last_number, last_line, last_size = rows[-1][:3]
-    largest = next((int(match[1]) for line in lines if (match := re.search(r"\bmaxBytes\s+(\d+)", line))), None)
+    largest = next(
+        (
+            size_of(path, number, line, match[1])
+            for number, line in enumerate(lines, 1)
+            if (match := re.search(r"\bmaxBytes\s+(\d+)", line))
+        ),
+        None,
+    )
     if largest is None or last_size * 2 <= largest or lines[-1].strip():
         raise line_error(
             path, last_number, last_line, "the log ends here, without its summary line '# Avg bus bandwidth': cut off"

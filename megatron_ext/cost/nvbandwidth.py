@@ -23,7 +23,7 @@ from megatron_ext.cost.cost_table import (
     Source,
     check,
 )
-from megatron_ext.cost.imported_table import line_error, lines_of
+from megatron_ext.cost.imported_table import line_error, lines_of, size_of
 from megatron_ext.formats.errors import InputError
 
 BUFFER_BYTES = 512 << 20
@@ -47,7 +47,7 @@ def read(path) -> CostTable:
     """Read one log. Raises InputError naming the line that is wrong."""
     lines = lines_of(path)
     tests = _tests(path, lines)
-    size = _buffer_bytes(lines)
+    size = _buffer_bytes(path, lines)
     devices = [match[1].strip() for line in lines if (match := re.match(r"\s*Device \d+:\s*(.*)", line))]
     count = len(devices) or max(len(rates) for rates in tests.values())
 
@@ -82,7 +82,8 @@ def read(path) -> CostTable:
             routes=Routes(cpu=cpu),
             publish=Publish(cpu=publish),
             contention=contention,
-        )
+        ),
+        file=path,
     )
 
 
@@ -135,10 +136,10 @@ def _rate(path, number: int, line: str, text: str) -> float:
     return rate
 
 
-def _buffer_bytes(lines: list[str]) -> int:
-    for line in lines:
+def _buffer_bytes(path, lines: list[str]) -> int:
+    for number, line in enumerate(lines, 1):
         if match := re.search(r"[Bb]uffer ?[Ss]ize[:= ]+(\d+)\s*(MiB|MB)?", line):
-            return int(match[1]) << 20
+            return size_of(path, number, line, match[1]) << 20
     return BUFFER_BYTES
 
 

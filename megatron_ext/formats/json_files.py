@@ -45,7 +45,7 @@ def load(path, kind: type[T], *, versioned: str | None = None) -> T:
     """
     data = read_bytes(path)
     if versioned is not None:
-        with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             head = msgspec.json.decode(data, type=_Versioned)
             if head.kind == versioned:
                 check_version(versioned, head.schema_version, file=path)

@@ -103,7 +103,7 @@ def require_script(tree) -> Path:
         InputError: it holds no pretrain_gpt.py.
     """
     tree = Path(tree).resolve()
-    if not (tree / SCRIPT).is_file():
+    if not os.path.isfile(tree / SCRIPT):
         raise InputError(f"has no {SCRIPT}; give the root of a Megatron-LM checkout", file=tree, field="--checkout")
     return tree
 

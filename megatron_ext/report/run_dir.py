@@ -1,5 +1,6 @@
 """The files of one main job, read together and checked against each other."""
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ def load(directory) -> RunDir:
         InputError: a file is missing or damaged, or two of them are not of the same run.
     """
     path = Path(directory)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise InputError("not a directory", file=path)
     at = {key: path / name for key, name in READ.items()}
     table = cost.load(at["cost_table"])

@@ -144,6 +144,36 @@ def test_files_that_are_no_json(case, text):
     assert time.process_time() - started < 5
 
 
+LONG = "l" * 300
+"""No file system has such a name."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["cost", "show", LONG],
+        ["cost", "hardware", LONG],
+        ["cost", "combine", LONG, "--out", LONG],
+        ["measure", "--import", "curves", LONG, "--out", "o.json"],
+        ["advise", "--hardware", LONG, "--", "--num-layers", "4"],
+        ["plan", "--cost-table", LONG, "--workload", LONG, "--out", LONG],
+        ["simulate", "--cost-table", LONG, "--workload", LONG],
+        ["show", LONG],
+        ["report", LONG],
+        ["patch", "check", LONG],
+        ["run-on-cpu", "--", LONG],
+        ["doctor", "--checkout", LONG],
+        ["doctor", "--nvme", LONG],
+        ["prepare", "--checkout", LONG, "--out", "runs", "--", "--num-layers", "2"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_name_that_is_too_long(words, capsys):
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1 and "lll" in said
+
+
 def test_schedule_of_another_workload(case):
     assert case("plan").returncode == 0
     other = put("w.parallel.num_microbatches", 8)

@@ -56,6 +56,8 @@ def test_published_curves_by_system():
             r"points\[1\].us = 2.0: is below 9.0 us for 4 bytes: not monotone",
         ),
         ({"unit": "ms"}, "unknown field `unit`"),
+        ({"world_size": -5}, "world_size = -5: must be at least 1"),
+        ({"curves": [{"points": [{"size_bytes": 10**400, "us": 1.0}]}]}, r"points\[0\].size_bytes = 1000"),
     ],
 )
 def test_broken_curves_file(tmp_path, change, message):

@@ -70,6 +70,11 @@ BROKEN = {
     "wrong results": (edited(FIRST + 1, "      0", "      7"), "results were wrong", FIRST + 1),
     "huge size": (edited(FIRST + 2, LINES[FIRST + 2].split()[0], "9" * 400), "no plausible size", FIRST + 2),
     "size beyond Python": (edited(FIRST + 2, LINES[FIRST + 2].split()[0], "9" * 5001), "no plausible size", FIRST + 2),
+    "largest size beyond Python": (
+        logs.nccl_tests(summary=False).replace(f"maxBytes {logs.ROWS[-1][0]}", f"maxBytes {'9' * 5001}"),
+        "no plausible size",
+        1,
+    ),
     "empty": ("", "is empty", None),
     "white space": (" \n\n", "is empty", None),
     "another tool's": ("hello\n1 2 3\n", "no nccl-tests table", None),

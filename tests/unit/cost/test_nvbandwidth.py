@@ -51,6 +51,9 @@ BROKEN_NV = {
     "negative rate": (NV.replace("55.20", "-5.20"), "must be a positive number"),
     "not a number": (NV.replace("55.40", "  nan"), "must be a positive number"),
     "a part missing": (logs.nvbandwidth(total=443.2), "a part is missing"),
+    "huge buffer": (f"Buffer Size: {'9' * 400} MiB\n{NV}", "line 1 = .*: no plausible size"),
+    "buffer beyond Python": (f"Buffer Size: {'9' * 5001} MiB\n{NV}", "line 1 = .*: no plausible size"),
+    "buffer beyond any machine": (f"Buffer Size: {'9' * 15} MiB\n{NV}", "nv.*routes.cpu.points.*no plausible size"),
     "empty": ("", "is empty"),
     "another tool's": ("hello\n", "no nvbandwidth results"),
 }

@@ -63,7 +63,7 @@ def flip(path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (flip, r"rank_00000.pt: --load: is damaged: its SHA-256 is not that in rank_00000.sha256"),
+        (flip, r"^\S+rank_00000.pt: --load: is damaged: its SHA-256 is not that in rank_00000.sha256"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1000]), r"rank_00000.pt: --load: is damaged"),
         (lambda path: path.unlink(), r"rank_00000.pt: --load: cannot be read: rank_00000.pt: No such file"),
         (lambda path: path.with_suffix(".sha256").unlink(), r"cannot be read: rank_00000.sha256: No such file"),
@@ -98,6 +98,26 @@ def test_a_crafted_file_runs_no_code(saved):
         with pytest.raises(InputError, match="is no checkpoint of this example"):
             checkpoint.load(saved, model(0.0), OPTIMIZER)
         assert not trace.exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"X", b"]h\x05.", b"PK\x05\x06" + bytes(18), b"\x80\xff."])
+def test_a_made_up_file_with_its_digest_is_refused(saved, data):
+    path = rank_file(saved)
+    path.write_bytes(data)
+    path.with_suffix(".sha256").write_text(checkpoint.file_digest(path))
+    with pytest.raises(InputError, match="rank_00000.pt: --load: is no checkpoint of this example: "):
+        checkpoint.load(saved, model(0.0), OPTIMIZER)
+
+
+def test_made_up_random_states_are_refused(saved):
+    path = rank_file(saved)
+    state = torch.load(path, weights_only=True)
+    (version, words, gauss), *others = state["rng"]
+    for rng in ((version, (-1, *words[1:]), gauss), None):
+        torch.save({**state, "rng": (rng, *others)}, path)
+        path.with_suffix(".sha256").write_text(checkpoint.file_digest(path))
+        with pytest.raises(InputError, match="was saved by a run of another shape"):
+            checkpoint.load(saved, model(0.0), OPTIMIZER)
 
 
 def test_a_write_that_fails_names_the_file_and_leaves_the_last_checkpoint(saved):

@@ -63,6 +63,13 @@ def test_only_files_are_read(tmp_path, read):
         read(tmp_path)
 
 
+def test_a_file_that_is_not_text_is_refused_by_its_name(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_bytes(b'{"kind": "\x88"}')
+    with pytest.raises(InputError, match=r"t\.json: not valid JSON"):
+        json_files.load(path, dict, versioned="cost_table")
+
+
 def test_a_file_without_end_is_not_read_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(json_files, "MAX_FILE_BYTES", 100)
     (tmp_path / "large").write_bytes(b"0" * 101)
