@@ -51,6 +51,7 @@ class ParityService:
         except OSError as error:
             answer = ""
             self._output.write(f"{error}\n")
+            self._ranks.terminate()  # a case that hangs does not end by itself
         if not answer:
             raise Died(self._stop())
         return json.loads(answer)

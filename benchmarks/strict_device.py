@@ -1,0 +1,132 @@
+"""Train drawn schedules on a strict stand-in of a CUDA device, then take every ordering of the runtime away in turn.
+
+    python benchmarks/strict_device.py [--cases 200] [--tries 4] [--out benchmarks/results/strict_device.json]
+
+The stand-in (``tests/helpers/strict_device.py``) runs streams late, early or in drawn order, keeps the host's and the
+device's memory apart, reuses freed blocks at once, and reports accesses that nothing orders. Two replicas train each
+case at zero stages 1 to 3, by every route, with skipped steps, evaluation and checkpoints; each must equal Megatron's
+own gathers to the last bit. Then each call of an event, wait, record or flag in ``megatron_ext/runtime`` that any case
+came by is left out in up to ``--tries`` of those cases: by a report, another result or an ended run that must be seen.
+No GPU takes part.
+"""
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+import orderings
+from cases import MODELS, STRICT
+from machine import about_this_machine
+from parity import describe
+from parity_service import Died, ParityService, differences
+from strict_cases import findings, strict_case, waits
+
+from megatron_ext.formats import json_files
+from megatron_ext.workload import workload as workload_file
+
+
+class Cases:
+    """Trains cases by their seeds; the ranks stay up between them."""
+
+    def __init__(self, folder: Path):
+        self._service = ParityService(STRICT, case_seconds=100)
+        self._workloads = {(STRICT, name): workload_file.load(folder / f"{STRICT}.{name}.json") for name in MODELS}
+
+    def run(self, seed: int, **strict) -> dict:
+        """The answer of the ranks; ``waits`` are those of the training thread, where streams wait for flags.
+
+        Raises:
+            Died: a rank failed, or the case did not end.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            case = strict_case(seed, self._workloads, Path(folder))
+            case["strict"] |= strict
+            answer = self._service.run(**case)
+            return answer | {"waits": waits(answer) if case["strict"]["stream_flags"] else []}
+
+    def close(self) -> None:
+        self._service.close()
+
+
+def as_it_is(cases: Cases, seed: int) -> tuple[dict, list[str]]:
+    """What a case has that it must not have, and the sites that it came by."""
+    try:
+        answer = cases.run(seed)
+    except Died as died:
+        return {"seed": seed, "died": str(died)[-600:]}, []
+    found = {"findings": findings(answer), "differences": differences(answer), "waits": answer["waits"]}
+    return {"seed": seed, **{name: value for name, value in found.items() if value}}, answer["strict"]["reached"]
+
+
+def without(cases: Cases, site: str, seeds: list[int]) -> str | None:
+    """How it is seen that ``site`` was taken away; None where it is not."""
+    for seed in seeds:
+        try:
+            answer = cases.run(seed, off=site, stuck_seconds=4)
+        except Died:
+            return "ended"
+        if findings(answer):
+            return "reported"
+        if differences(answer):
+            return "another result"
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--tries", type=int, default=4)
+    parser.add_argument("--sites", default="", help="leave out only those whose name contains this")
+    parser.add_argument("--out", default="benchmarks/results/strict_device.json")
+    args = parser.parse_args()
+    begin, load = time.time(), os.getloadavg()[0]
+    about = {
+        "command": f"python benchmarks/strict_device.py --cases {args.cases} --tries {args.tries}",
+        "machine": about_this_machine(load_before=load),
+    }
+    wrong, seeds_of, seen = [], {site: [] for site in orderings.sites()}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        describe(Path(folder))
+        cases = Cases(Path(folder))
+        for seed in range(args.cases):
+            found, reached = as_it_is(cases, seed)
+            for site in reached:
+                seeds_of[site].append(seed)
+            if len(found) > 1:
+                wrong.append(found)
+                print(found, file=sys.stderr, flush=True)
+            if seed % 20 == 19:
+                print(f"{seed + 1} cases, {len(wrong)} wrong, {time.time() - begin:.0f} s", flush=True)
+        draw = random.Random(0)
+        for site, seeds in seeds_of.items():
+            if seeds and args.sites in site:
+                seen[site] = without(cases, site, draw.sample(seeds, min(args.tries, len(seeds))))
+                print(f"{time.time() - begin:5.0f} s {site}: {seen[site]}", flush=True)
+        cases.close()
+    unseen = [site for site, how in seen.items() if how is None]
+    result = {
+        "cases": args.cases,
+        "wrong": wrong,
+        "orderings": len(seeds_of),
+        "not_reached": [site for site, seeds in seeds_of.items() if not seeds],
+        "taken_away": len(seen),
+        "seen": len(seen) - len(unseen),
+        "seen_by": dict(sorted(Counter(how for how in seen.values() if how).items())),
+        "unseen": unseen,
+        "seconds": round(time.time() - begin),
+    }
+    json_files.save(args.out, {**about, **result}, indent=1)
+    print(f"{args.cases - len(wrong)} of {args.cases} cases right, {result['seen']} of {len(seen)} taken away seen")
+    return 1 if wrong or result["seen"] < 0.95 * len(seen) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
