@@ -147,8 +147,6 @@ class Executor:
         """Publish the shards, which have new values, and issue what the next iteration's start issues."""
         start = time.perf_counter_ns()
         self._drop_all()
-        if self.publisher is not None:
-            self.publisher.wait()
         self.clock.version += 1
         if self.publisher is not None:
             self.publisher.publish(self.iterations, from_shards=not by_optimizer)
@@ -174,9 +172,12 @@ class Executor:
     def unshard_all(self) -> None:
         """Bring every group whole and fresh; for evaluation, checkpoints, hashes, exit.
 
+        Whoever calls it may change the parameters next, so shards that are still being written are waited for.
         Collective over the data-parallel group where anything has to be gathered: all its
         ranks must call it.
         """
+        if self.publisher is not None:
+            self.publisher.wait()
         self._undisturbed, self.busy = False, True
         for index in sorted(self.groups):
             group = self.groups[index]

@@ -16,7 +16,8 @@ ORDERS = ("late", "early", "drawn")
 
 def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = None) -> dict:
     """Case ``seed`` for ``ParityService.run``: model, zero stage, schedule, nodes, order of the streams, whether
-    streams or threads wait for flags, evaluation, checkpoints. Models in fp16 skip their first steps."""
+    streams or threads wait for flags, evaluation, checkpoints, whether parameters are changed between two iterations
+    (``params_changed``). Models in fp16 skip their first steps."""
     draw = random.Random(seed)
     name, order, routes = NAMES[seed % 3], draw.choice(ORDERS), ROUTES[seed % len(ROUTES)]
     zero_stage = zero_stage or draw.choice((3, 1, 3, 2))
@@ -34,11 +35,13 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
         options += ["--eval-interval", "2", "--eval-iters", "1"]
     if draw.random() < 0.5:
         options += ["--save", str(folder / f"{seed}.checkpoints"), "--save-interval", "2"]
+    stream_flags, changed = draw.random() < 0.8, draw.random() < 0.3
     return {
+        "meddle": "told" if changed else None,
         "options": options,
         "schedule": path,
         "iterations": 4 if name == "fp16" else 3,
-        "strict": {"seed": seed, "order": order, "stream_flags": draw.random() < 0.8},
+        "strict": {"seed": seed, "order": order, "stream_flags": stream_flags},
     }
 
 

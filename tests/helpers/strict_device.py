@@ -135,8 +135,9 @@ class StrictDevice:
                 ctypes.memset(storage.data_ptr(), POISON, size)
                 self.engine.log_on(stream, ("access", "allocation", [((self.rank, "block", block), 0, size, True)]))
             else:
-                self._free.setdefault((stream, storage.nbytes()), []).append(self._blocks[storage._cdata])
-                resize(0)
+                freed = storage.nbytes()
+                resize(0)  # torch refuses where there is a NumPy array of it
+                self._free.setdefault((stream, freed), []).append(self._blocks[storage._cdata])
 
         return run
 
@@ -516,8 +517,8 @@ class StrictDevice:
 
     def _step(self, begins: bool):
         def wrap(original):
-            def run(own, *args):
-                original(own, *args)
+            def run(own, *args, **kwargs):
+                original(own, *args, **kwargs)
                 self.engine.in_step = begins
 
             return run
