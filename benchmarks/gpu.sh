@@ -11,7 +11,7 @@
 # It needs an image with a CUDA PyTorch, and sets up .venv on top of it (scripts/setup.sh): nothing of the image is changed, so
 # an externally managed Python (PEP 668) is no hindrance. Without a network: WHEELS names a folder, made where there is one by
 #     pip download --dest wheels -c constraints.txt --no-deps megatron-core==VERSION --ignore-requires-python
-#     pip download --dest wheels -c constraints.txt setuptools wheel pip click matplotlib msgspec ortools rich einops
+#     pip download --dest wheels -c constraints.txt setuptools wheel pip click matplotlib msgspec ortools rich einops pybind11
 # for the image's Python (--python-version 3.12 --only-binary=:all:). In a container: docker run --gpus all --ipc=host --ulimit memlock=-1
 #
 # Settings (environment): OUT (default runs/gpu)  BUDGET (bytes, 2 GiB)  NVME (directory)  WHEELS (directory)  PYTHON

@@ -155,6 +155,9 @@ def _replace_cuda_functions() -> None:
         setattr(cuda, name, lambda *args, **kwargs: None)
     for name in "memory_allocated max_memory_allocated memory_reserved max_memory_reserved".split():
         setattr(cuda, name, lambda device=None: 0)
+    # A build for CUDA without a driver takes torch.cuda's word that there is a device, and fails where it asks for it.
+    torch.accelerator.current_accelerator = lambda check_available=False: None
+    torch.accelerator.is_available = lambda: False
     cuda.is_available = cuda.is_initialized = lambda: True
     # Megatron skips its own set-up, silently, where this is 0.
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

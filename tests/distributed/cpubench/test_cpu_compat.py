@@ -24,6 +24,8 @@ MEGATRON = {
 
 PROGRAM = """
 import sys, torch
+built_for = torch.device("cuda")  # what a build for CUDA says without a driver, too
+torch._C._accelerator_getAccelerator = lambda: built_for
 from megatron_ext.megatron import cpu_compat
 from megatron_ext.runtime.device import has_cuda
 assert not torch.cuda.is_available() and not has_cuda()
@@ -41,6 +43,7 @@ assert torch.zeros(1).type(torch.float64).dtype == torch.float64
 with torch.cuda.stream(torch.cuda.Stream()):
     event = torch.cuda.current_stream().record_event()
 event.synchronize(); torch.cuda.current_stream().wait_event(event); assert event.query()
+weight = torch.ones(2, requires_grad=True); weight.sum().backward(); torch.optim.AdamW([weight]).step()
 torch.cuda.synchronize(); assert torch.cuda.memory_allocated() == 0 and torch.cuda.get_device_capability() == (8, 0)
 torch.cuda.manual_seed(5); state = torch.cuda.get_rng_state(); first = torch.rand(3, device="cuda")
 torch.cuda.set_rng_state(state); assert torch.equal(first, torch.rand(3))
