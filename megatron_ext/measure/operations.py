@@ -179,8 +179,8 @@ class Reduce(Gather):
 
 
 class Internode(Operation):
-    """Between nodes: what a node lacks of a group comes from the counterparts on the others, and is
-    copied into the node's host copy. ``size_bytes`` is the whole group; of it a node receives
+    """Between nodes: what a node lacks of a group comes from the counterparts on the others into the
+    node's host copy. ``size_bytes`` is the whole group; of it a node receives
     :func:`crossing_bytes`. As in the run, a second exchange is on its way behind the first: the time of both is
     halved by the caller (``messages``)."""
 
@@ -199,12 +199,10 @@ class Internode(Operation):
 
     def _bring(self, host: torch.Tensor) -> None:
         """The other nodes' shards of ``host``, as often as counted."""
-        fabric = self.fabric
-        numel = host.numel() // fabric.options.data_parallel_size
-        for arriving in [self.exchange.begin(fabric.shard(host), fabric.dp_rank) for _ in range(self.messages)]:
-            for dp_rank, shard in arriving.wait():
-                if dp_rank != fabric.dp_rank:
-                    host.narrow(0, dp_rank * numel, numel).copy_(shard)
+        exchange, numel = self.exchange, host.numel() // self.fabric.options.data_parallel_size
+        shards = [host.narrow(0, dp_rank * numel, numel) for dp_rank in exchange.dp_ranks]
+        for arriving in [exchange.begin(shards, self.fabric.dp_rank) for _ in range(self.messages)]:
+            arriving.wait()
 
     def close(self) -> None:
         self.worker.close()

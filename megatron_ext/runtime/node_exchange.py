@@ -16,6 +16,14 @@ The exchange has process groups of its own, over host memory: it runs on the pub
 while the training thread issues the collectives of forward and backward, and two threads must
 not share a process group.
 
+[Note: Through host memory]
+What comes is received into its place in the node's page-locked host copy, where the group has one, so no memory is
+touched twice and no thread copies. The bytes go through gloo, hence over TCP, as many streams a node as it has ranks.
+An exchange by NCCL on the device would be faster, but would take device memory (a group's shards of all nodes), the
+network and multiprocessors from the gathers of the forward that runs meanwhile, and need one order with them over all
+communicators. ``publish.internode`` of the cost table has this exchange as it is, so a plan takes host copies across
+nodes only where it pays.
+
 [Note: Two in flight]
 With one exchange at a time, the next begins only when both directions and all counterparts of this one have ended, and
 the network idles whenever one of them is late. With two in flight the network is always busy. The bytes of a pair of
@@ -23,6 +31,7 @@ ranks go over one connection in the order of the exchanges, so the second does n
 has a tag of its own.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,26 +78,37 @@ class NodeExchange:
     def crosses_nodes(self) -> bool:
         return self.counterparts is not None
 
-    def begin(self, own: torch.Tensor, dp_rank: int) -> Arriving:
-        """Exchange ``own``, the shard of ``dp_rank`` in host memory, which must stay as it is until the exchange is
-        over. The shards received are valid until :data:`IN_FLIGHT` further exchanges have begun; at most so many
-        may be in flight. Collective over the counterparts, in the same order on all.
+    def begin(self, shards: Sequence[torch.Tensor], dp_rank: int) -> Arriving:
+        """Exchange shards with the counterparts. Collective over these, in the same order on all.
+
+        Args:
+            shards: tensors in host memory in the order of ``dp_ranks``. The own is sent and must stay as it is until
+                the exchange is over, the others are received into; :meth:`places` gives them where they have none.
+            dp_rank: this rank.
         """
         if not self.crosses_nodes:
-            return Arriving((), (dp_rank,), (own,))
+            return Arriving((), (dp_rank,), tuple(shards))
         nodes, mine, tag = len(self.dp_ranks), self.dp_ranks.index(dp_rank), self._begun % IN_FLIGHT
+        self._begun += 1
         # From the next node on: not all to one node at once.
         sources, targets = ([(mine + sign * hop) % nodes for hop in range(1, nodes)] for sign in (-1, 1))
-        come = dict(zip(sources, self.buffer(own.dtype, own.numel() * len(sources)).view(len(sources), -1)))
-        works = [dist.irecv(shard, self._ranks[node], group=self.counterparts, tag=tag) for node, shard in come.items()]
-        works += [dist.isend(own, self._ranks[node], group=self.counterparts, tag=tag) for node in targets]
-        return Arriving(tuple(works), self.dp_ranks, tuple((come | {mine: own})[node] for node in range(nodes)))
+        works = [dist.irecv(shards[node], self._ranks[node], group=self.counterparts, tag=tag) for node in sources]
+        works += [dist.isend(shards[mine], self._ranks[node], group=self.counterparts, tag=tag) for node in targets]
+        return Arriving(tuple(works), self.dp_ranks, tuple(shards))
+
+    def places(self, own: torch.Tensor, dp_rank: int) -> list[torch.Tensor]:
+        """What :meth:`begin` takes, with buffers for what comes: valid until :data:`IN_FLIGHT` further exchanges have
+        begun; so many may not be over."""
+        if not self.crosses_nodes:
+            return [own]
+        others = [rank for rank in self.dp_ranks if rank != dp_rank]
+        come = dict(zip(others, self.buffer(own.dtype, own.numel() * len(others)).view(len(others), -1)))
+        return [(come | {dp_rank: own})[rank] for rank in self.dp_ranks]
 
     def buffer(self, dtype: torch.dtype, size: int) -> torch.Tensor:
         """A buffer of ``size`` elements that no exchange in flight uses."""
         buffers = self._buffers.setdefault(dtype, [torch.empty(0, dtype=dtype)] * IN_FLIGHT)
         slot = self._begun % IN_FLIGHT
-        self._begun += 1
         if buffers[slot].numel() < size:
             buffers[slot] = torch.empty(size, dtype=dtype)
         return buffers[slot][:size]

@@ -1,7 +1,7 @@
 """Write fresh shards to the node's copies after the optimizer step, beside the next forwards.
 
-Where a data-parallel group spans nodes, a second thread writes what the other nodes sent, while the first already sends
-the next group (see the note in node_exchange.py).
+Where a data-parallel group spans nodes, a second thread waits for what the other nodes send, while the first already
+sends the next group (see the note in node_exchange.py).
 
 [Note: What the device publishes by itself]
 Where the device's streams store flags (see stream_flags.py), a shard that goes from the device to the host copy of its
@@ -189,7 +189,7 @@ class Publisher:
             if not shard.stale:
                 with torch.no_grad():
                     self._bring(shard, after)
-                    arriving = self.nodes.begin(shard.own, self.dp_rank)
+                    arriving = self.nodes.begin(self._places(shard), self.dp_rank)
             if self.arrivals is None:
                 end(shard, arriving, start)
             else:
@@ -210,12 +210,17 @@ class Publisher:
         elif own is not group.shard:
             self.device.synchronize(self.device.copy(own, group.shard, self.stream, after))
 
+    def _places(self, shard: _Shard) -> list[torch.Tensor]:
+        """Where the shard is, and where those of the counterparts are to come: straight into the host copy."""
+        ranks = self.nodes.dp_ranks
+        if shard.target.host and ranks:
+            return [self.pool.slice_of(shard.target.group, dp_rank) for dp_rank in ranks]
+        return self.nodes.places(shard.own, self.dp_rank)
+
     def _end(self, target: Target, arriving: Arriving) -> None:
-        """Write the own shard where it is not yet, and those that the counterparts on other nodes have sent."""
+        """Wait for what the counterparts on other nodes have sent; write it on the drive where the group has a copy."""
         group = target.group
         for dp_rank, shard in arriving.wait():
-            if target.host and dp_rank != self.dp_rank:
-                self.pool.slice_of(group, dp_rank).copy_(shard)
             if target.nvme and self.nvme is not None:
                 self.nvme.write(group, dp_rank, shard)
         if target.nvme and self.nvme is not None:

@@ -46,7 +46,7 @@ def main() -> None:
         if len(begun) == IN_FLIGHT:
             end()
         own = shard_of(rank, number)
-        begun.append((number, exchange.begin(own, rank)))
+        begun.append((number, exchange.begin(exchange.places(own, rank), rank)))
     while begun:
         end()
     dist.barrier()

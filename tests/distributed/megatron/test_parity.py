@@ -95,7 +95,6 @@ def _compare_census(run: dict, schedule, workload) -> None:
     of a real size. It can move the peak to another moment, where other gradients are there: those that come and go are
     equal within 1 % of the whole.
     """
-    come_and_go = any(group.gradients is not None for group in schedule.groups)
     bills = memory_bill(schedule, workload)
     per_stage = len(run["census"]) // len(bills)
     # The optimizer has states after its first step; with fp16, steps are skipped at first.

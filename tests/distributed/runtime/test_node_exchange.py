@@ -21,7 +21,7 @@ def test_every_shard_enters_a_node_once_and_stays_while_the_next_is_on_its_way()
 
 def test_one_node_exchanges_nothing():
     exchange, own = NodeExchange(), torch.zeros(8)
-    assert exchange.begin(own, 3).wait() == [(3, own)]
+    assert exchange.begin(exchange.places(own, 3), 3).wait() == [(3, own)]
 
 
 def test_receives_are_issued_before_sends(monkeypatch):
@@ -36,7 +36,7 @@ def test_receives_are_issued_before_sends(monkeypatch):
     )
     exchange = NodeExchange("counterparts", (0, 1, 2))
     for _ in range(3):
-        exchange.begin(torch.zeros(4), 1)
+        exchange.begin(exchange.places(torch.zeros(4), 1), 1)
     assert issued == [
         (what, rank, tag)
         for tag in (0, 1, 0)

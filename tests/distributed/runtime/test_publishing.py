@@ -98,12 +98,12 @@ class SlowNetwork(NodeExchange):
     crosses_nodes = True
 
     def __init__(self):
-        super().__init__()
+        super().__init__(dp_ranks=(0,))
         self.works = []
 
-    def begin(self, own, dp_rank):
+    def begin(self, shards, dp_rank):
         self.works.append(Coming())
-        return Arriving((self.works[-1],), (dp_rank,), (own,))
+        return Arriving((self.works[-1],), (dp_rank,), tuple(shards))
 
 
 class Coming:

@@ -9,19 +9,20 @@ from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import HostPool
-from megatron_ext.runtime.node_exchange import NodeExchange
+from megatron_ext.runtime.node_exchange import Arriving, NodeExchange
 from megatron_ext.runtime.publisher import Publisher, Target
 
 
 class OneRank:
     """Rank 0 of a node with two; the other's flags are set by the test."""
 
-    def __init__(self, faults=Faults(), offloaded=None):  # noqa: B008  a named tuple
+    def __init__(self, faults=Faults(), offloaded=None, nodes=None):  # noqa: B008  a named tuple
         self.groups = [Group(index, "chunk 0", torch.full((256,), 1.0 + index), 0, 2) for index in range(3)]
         self.pool = HostPool(self.groups, {0, 1, 2}, 0, 1, lambda value: [value])
         self.clock = Clock()
         targets = [Target(group, True, False, offloaded) for group in self.groups]
-        self.publisher = Publisher(targets, self.pool, None, NodeExchange(), 0, HostDevice(), self.clock, faults)
+        nodes = nodes or NodeExchange()
+        self.publisher = Publisher(targets, self.pool, None, nodes, 0, HostDevice(), self.clock, faults)
 
     def publish(self, iterations: int = 0) -> None:
         self.clock.version += 1
@@ -33,6 +34,16 @@ class OneRank:
     def close(self) -> None:
         self.publisher.close()
         self.pool.close()
+
+
+class OtherNode(NodeExchange):
+    """An exchange with one counterpart, all of whose elements are 9."""
+
+    crosses_nodes = True
+
+    def begin(self, shards, dp_rank):
+        shards[1].fill_(9.0)
+        return Arriving((), self.dp_ranks, tuple(shards))
 
 
 @pytest.fixture
@@ -49,6 +60,16 @@ def test_every_shard_lies_in_its_part_of_the_host_copy_before_its_flag_is_set(ra
     for group in rank.groups:
         copy = rank.pool.copies[group.index]
         assert torch.equal(copy[:128], group.shard) and not copy[128:].any()  # the other rank's half
+
+
+def test_what_comes_from_another_node_is_received_in_its_place_in_the_host_copy():
+    rank = OneRank(nodes=OtherNode(dp_ranks=(0, 1)))
+    rank.publish()
+    rank.publisher.wait()
+    for group in rank.groups:
+        copy = rank.pool.copies[group.index]
+        assert torch.equal(copy[:128], group.shard) and (copy[128:] == 9).all()
+    rank.close()
 
 
 def test_what_an_iteration_reads_is_overwritten_only_when_all_have_ended_it(rank):
