@@ -21,8 +21,12 @@ added up. ``main_parameters``: fp32 copies of 16-bit parameters. ``optimizer_sta
 ``activations``: what autograd has saved for backwards. ``buffers``: of gathers, reduces and staging.
 """
 
-HOST_KINDS = ("shards", "gradients", "main_parameters", "optimizer_states", "host_copies", "staging_slots")
-"""Kinds of bytes in host memory. ``host_copies``: this rank's part of the node's copies of whole groups."""
+HOST_KINDS = (
+    *("shards", "gradients", "main_parameters", "optimizer_states", "previous_states", "host_copies"),
+    "staging_slots",
+)
+"""Kinds of bytes in host memory. ``host_copies``: this rank's part of the node's copies of whole groups.
+``previous_states``: of main parameters and optimizer states that are stepped beside the backward."""
 
 
 class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

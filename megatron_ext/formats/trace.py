@@ -13,11 +13,12 @@ import msgspec
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 
-LANES = ("compute", "wait", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "optimizer", "issue")
+LANES = ("compute", "wait", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "optimizer", "issue", "host_step")
 """``compute``: steps; ``wait``: exposed time, a step waiting for a group; ``gpu``, ``cpu``,
-``nvme``, ``p2p``: links; ``issue``: the training thread's own time to issue gathers."""
+``nvme``, ``p2p``: links; ``issue``: the training thread's own time to issue gathers; ``host_step``: the
+host's optimizer steps a group beside the backward."""
 
-Lane = Literal["compute", "wait", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "optimizer", "issue"]
+Lane = Literal["compute", "wait", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "optimizer", "issue", "host_step"]
 
 
 END_NOT_KNOWN = "unshard, end not known"

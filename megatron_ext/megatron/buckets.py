@@ -11,6 +11,7 @@ bits: equality is checked against Megatron's own gather at this same layout.
 """
 
 import inspect
+from collections.abc import Callable
 
 import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
@@ -272,6 +273,9 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
     gradient: Gradient | None = None
     """Set where the schedule says when the gradient is reduced."""
 
+    reduced: Callable | None = None
+    """Set where the group is stepped beside the backward: told of the reduce of a gradient that stays whole."""
+
     def end(self) -> None:
         """The run has ended: whoever goes on training is told so."""
         self.executor = None
@@ -301,6 +305,8 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
             raise ScheduleError(WITHOUT_SCHEDULE)
         if self.gradient is None:
             super().start_grad_sync(*args, **kwargs)
+            if self.reduced is not None:
+                self.reduced(self.grad_reduce_handle)
 
     def start_param_sync(self, force_sync: bool = False):
         if force_sync and self.executor is not None:

@@ -201,7 +201,8 @@ class Run:
                 self.watch = Watch(dist.get_rank(), _step_seconds(args))
                 self._agree(self._try_to_prepare(nvme_path))
                 self._begin()
-                self._steps = OptimizerSteps(optimizer)
+                assert self.executor is not None
+                self._steps = OptimizerSteps(optimizer, self.executor.step_skipped)
         if self.trace_path is not None and self.recorder is not None:
             stock_trace.record_optimizer(optimizer, self.recorder)
 
@@ -295,8 +296,8 @@ class Run:
         """One of the run's optimizers has written new shards; publish after the last one."""
         if self.executor is None:
             return
-        if not update_successful:  # the optimizer has skipped its step
-            self.executor.busy = False
+        if not update_successful:
+            self.executor.step_skipped()
             return
         self._optimizers_pending.add(id(optimizer))
         if len(self._optimizers_pending) < len(self._optimizers):

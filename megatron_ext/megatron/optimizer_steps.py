@@ -5,14 +5,17 @@ step replayed as a CUDA graph does not, see torch's ``torch.cuda.graph``), the w
 of the step before and training goes on with old parameters. So the results of ``optimizer.step()`` are counted as well.
 """
 
+from collections.abc import Callable
+
 from megatron_ext.runtime.group import ScheduleError
 
 
 class OptimizerSteps:
-    """Counts the successful steps of ``optimizer``, Megatron's optimizer of the run."""
+    """Counts the successful steps of ``optimizer``, Megatron's optimizer of the run; ``skipped`` is called after every
+    other."""
 
-    def __init__(self, optimizer):
-        self.optimizer, self.taken, self.told = optimizer, 0, 0
+    def __init__(self, optimizer, skipped: Callable[[], None]):
+        self.optimizer, self.taken, self.told, self._skipped = optimizer, 0, 0, skipped
         self._counting = None
 
     def watch(self) -> None:
@@ -24,8 +27,11 @@ class OptimizerSteps:
         def counting(*args, **kwargs):
             result = step(*args, **kwargs)
             # One that somebody has wrapped since counts no more: the one around it does.
-            if counting is self._counting and result[0]:  # (update_successful, grad_norm, num_zeros_in_grad)
-                self.taken += 1
+            if counting is self._counting:
+                if result[0]:  # (update_successful, grad_norm, num_zeros_in_grad)
+                    self.taken += 1
+                else:
+                    self._skipped()
             return result
 
         self.optimizer.step = self._counting = counting

@@ -15,11 +15,13 @@ from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
 from megatron_ext.megatron.shards import hold_gradients, hold_shards, offloaded_shards, refuse_state_of_freed
 from megatron_ext.megatron.states_on_drive import put_states_on_drive
+from megatron_ext.megatron.step_beside_backward import step_beside_backward
 from megatron_ext.runtime import debug
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.cpu_shard import CpuShardRoute, make_data_group
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.drive_states import DriveStates
+from megatron_ext.runtime.early_steps import EarlySteps
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.gradients import Reducer
@@ -71,19 +73,17 @@ def prepare(
     cpu_shard = _cpu_shard(schedule, groups, process_group, faults, links)
     if cpu_shard is not None:
         routes["cpu_shard"] = cpu_shard if order is None else debug.OrderedRoute(cpu_shard, order)
+    early = _early(schedule, optimizers, bucket_groups, groups, copies.publisher, faults, links)
     states = _states(schedule, optimizers, buckets, nvme_path, links)
     buffered = [route for route in (hierarchical, cpu_shard) if route]
     boundaries = _boundaries(schedule, ddps, pp_rank)
-    reducer = _reducer(schedule, bucket_groups, optimizers, process_group, faults, order)
-    resting = partial(resting_storages, groups, ddps, optimizers, copies, states, buffered, reducer)
+    reducer = _reducer(schedule, bucket_groups, optimizers, process_group, faults, order, early)
+    resting = partial(resting_storages, groups, ddps, optimizers, copies, states, buffered, reducer, early)
     how = (groups, routes, clock, boundaries, recorder, faults.skip_group, checks is not None, reducer)
     program = compile_program(schedule, schedule.ranks[pp_rank], *how)
+    parts = (program, groups, clock, residency, gpu.issue)
     executor = Executor(
-        program,
-        groups,
-        clock,
-        residency,
-        gpu.issue,
+        *parts,
         recorder=recorder,
         checks=checks,
         publisher=copies.publisher,
@@ -91,8 +91,9 @@ def prepare(
         drop_staged=copies.drop_staged,
         census=Census(residency, _parameters(ddps), resting, reducer),
         reducer=reducer,
+        early=early,
     )
-    executor.on_close(boundaries.close, *copies.closing, *(p.close for p in (*states, *buffered, reducer) if p))
+    executor.on_close(boundaries.close, *copies.closing, *(p.close for p in (*states, *buffered, reducer, early) if p))
     return executor
 
 
@@ -101,6 +102,25 @@ def _offloaded(schedule: Schedule, optimizers: list, buckets: list) -> dict:
     copies = offloaded_shards(optimizers, buckets) if schedule.publish else {}
     # Where states rest on the drive there is no such copy in memory: the group is published from its shard.
     return {index: copy for index, copy in copies.items() if schedule.groups[index].states_rest is None}
+
+
+def _early(
+    schedule: Schedule, optimizers: list, bucket_groups: dict, groups: dict[int, Group], publisher, faults, recorder
+) -> EarlySteps | None:
+    """Steps of this rank beside the backward; None where the schedule has the optimizer wait."""
+    if schedule.rollback_bytes is None or not groups:
+        return None
+    return step_beside_backward(
+        schedule,
+        optimizers,
+        bucket_groups,
+        groups,
+        published=publisher.wait if publisher is not None else None,
+        device=device_of(next(iter(groups.values())).whole),
+        faults=faults,
+        rank=dist.get_rank(),
+        recorder=recorder,
+    )
 
 
 def _states(schedule: Schedule, optimizers: list, buckets: list, nvme_path, recorder) -> list[DriveStates]:
@@ -197,6 +217,7 @@ def _reducer(
     process_group,
     faults: Faults,
     order: debug.IssueOrder | None,
+    early: EarlySteps | None,
 ) -> Reducer | None:
     """Of this rank's gradients that come and go, whose shards the optimizers then read; None where all stay whole."""
     gradients = {
@@ -209,7 +230,9 @@ def _reducer(
     hold_gradients(optimizers, bucket_groups.values())
     on_host = [index for index in gradients if schedule.groups[index].gradients == "host"]
     device = device_of(next(iter(gradients.values())).whole)
-    return Reducer(gradients, on_host, device, faults, dist.get_rank(process_group), order)
+    reducer = Reducer(gradients, on_host, device, faults, dist.get_rank(process_group), order)
+    reducer.complete = early.reduced if early is not None else None
+    return reducer
 
 
 def make_groups(schedule: Schedule, bucket_groups: dict, process_group, residency: Residency) -> dict[int, Group]:

@@ -7,6 +7,7 @@ import torch
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.runtime.census import storage_bytes
 from megatron_ext.runtime.drive_states import DriveStates
+from megatron_ext.runtime.early_steps import EarlySteps
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import FreedGroup, Group
 
@@ -19,6 +20,7 @@ def resting_storages(
     states: list[DriveStates],
     routes: list,
     reducer: Reducer | None,
+    early: EarlySteps | None,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by kind on the device, and by kind in host memory.
 
@@ -28,6 +30,7 @@ def resting_storages(
         states: optimizer states on the drive, which pass through slots in host memory.
         routes: whose gathers go through buffers.
         reducer: of the gradients that come and go, or None.
+        early: steps beside the backward, which keep copies of states; or None.
     """
     freed = [group for group in groups.values() if isinstance(group, FreedGroup)]
     device = {
@@ -40,6 +43,8 @@ def resting_storages(
         "staging_slots": sum(one.slots_bytes for one in states),
         "shards": storage_bytes(group.shard for group in freed if group.on_host),
     }
+    if early is not None:
+        _add(host, "previous_states", [early.memory])
     if reducer is not None:
         shards = {index: gradient.shard for index, gradient in reducer.gradients.items()}
         _add(host, "gradients", [shards[index] for index in reducer.on_host])

@@ -134,7 +134,13 @@ def offloaded_shards(optimizers, groups: list[tuple[object, Group]]) -> dict[int
 
 def pieces_of_groups(optimizers, groups: list[tuple[object, Group]]) -> list[tuple[Group, torch.Tensor]]:
     """The group of every part of a parameter that this rank updates, and the tensor by which the optimizer knows it."""
-    return [(group, shard) for _, group, _, _, shard in _pieces(optimizers, groups)]
+    return [(group, shard) for group, _, _, shard in places_of_groups(optimizers, groups)]
+
+
+def places_of_groups(optimizers, groups: list[tuple[object, Group]]) -> list[tuple[Group, int, int, torch.Tensor]]:
+    """The same with the part's place in the group's shard, ``(group, start, end, tensor)``. Parts of groups that are
+    not among ``groups`` are left out."""
+    return [(group, start, end, shard) for _, group, start, end, shard in _pieces(optimizers, groups)]
 
 
 def _pieces(optimizers, groups):
@@ -151,7 +157,9 @@ def _pieces(optimizers, groups):
             for model_group, shard_group in zip(models, shards, strict=True):
                 for parameter, shard in zip(model_group, shard_group, strict=True):
                     buffer, _, bucket = optimizer.model_param_gbuf_map[parameter]
-                    group = groups_of_buckets[id(optimizer.buffers[buffer].buckets[bucket])]
+                    group = groups_of_buckets.get(id(optimizer.buffers[buffer].buckets[bucket]))
+                    if group is None:
+                        continue
                     place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
                     yield optimizer, group, place.start - group.shard_start, place.end - group.shard_start, shard
 

@@ -1,9 +1,8 @@
 """Lets Megatron's host optimizer (``--optimizer-cpu-offload``) keep the states of chosen groups on a drive.
 
 [Note: What is changed of the host optimizer]
-HybridDeviceOptimizer steps all parameters by one optimizer of torch, or by one each. The parameters whose states
-rest on the drive get optimizers of their own, one a unit, which it steps behind the others. All else is its own:
-gradients to the host, values of param_groups, copies of the new parameters back to the device.
+The parameters whose states rest on the drive get optimizers of their own, one a unit, see host_optimizers.py. All else
+is its own: gradients to the host, values of param_groups, copies of the new parameters back to the device.
 Checkpoints reach states through two methods of Megatron's DistributedOptimizer. For these parameters both go to the
 drive, one parameter at a time, so that saving and loading need no memory for all states.
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
@@ -14,9 +13,10 @@ from collections.abc import Iterator
 import torch
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.host_optimizers import own_optimizers, refuse_late_load
 from megatron_ext.megatron.shards import pieces_of_groups
 from megatron_ext.runtime.drive_states import DriveStates
-from megatron_ext.runtime.group import Group, ScheduleError
+from megatron_ext.runtime.group import Group
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.state_layout import region_bytes
@@ -70,33 +70,14 @@ def _one(optimizer, shards: list, schedule: Schedule, nvme_path, device, recorde
             field="state_slots.slot_bytes",
             value=slots.slot_bytes,
         )
-    units = _replace_optimizers(hybrid, on_drive, moments, slots.slot_bytes)
+    units = own_optimizers(hybrid, list(_units(hybrid, set(on_drive), moments, slots.slot_bytes)))
     settings = schedule.metadata.options.nvme or DriveReads()
     states = DriveStates(
         units, nvme_path, moments=moments, slots=slots.slots, settings=settings, device=device, recorder=recorder
     )
     _redirect_checkpoints(optimizer, states)
-    hybrid.register_load_state_dict_pre_hook(_refuse_late_load)
+    refuse_late_load(hybrid)
     return states
-
-
-def _replace_optimizers(hybrid, on_drive: list, moments: int, slot_bytes: int) -> list[torch.optim.Optimizer]:
-    """Give ``hybrid`` one optimizer for the parameters that stay and one a unit behind it; returns the latter."""
-    states = {parameter: own for one in hybrid.cpu_optimizers for parameter, own in one.state.items()}
-    chosen = set(on_drive)
-    stay = [{**group, "params": [p for p in group["params"] if p not in chosen]} for group in hybrid.cpu_param_groups]
-    stay = [group for group in stay if group["params"]]
-    kept = [hybrid.cpu_optimizer_cls(stay)] if stay else []
-    units = [hybrid.cpu_optimizer_cls(groups) for groups in _units(hybrid, chosen, moments, slot_bytes)]
-    for one in (*kept, *units):
-        for group in one.param_groups:
-            for parameter in group["params"]:
-                if parameter in states:  # after a checkpoint was loaded, with a copy of the parameter among them
-                    own = states[parameter]
-                    one.state[parameter] = {name: own[name] for name in own if name != "master_param"}
-    hybrid.cpu_optimizers = kept + units
-    hybrid._register_param_copy_back_gpu_hook()
-    return units
 
 
 def _units(hybrid, chosen: set, moments: int, slot_bytes: int) -> Iterator[list[dict]]:
@@ -143,7 +124,3 @@ def _redirect_checkpoints(optimizer, states: DriveStates) -> None:
 
     vars(optimizer)["_get_main_param_and_optimizer_states"] = read
     vars(optimizer)["_set_main_param_and_optimizer_states"] = write
-
-
-def _refuse_late_load(*_) -> None:
-    raise ScheduleError("optimizer states on the drive are loaded before training begins, not after")

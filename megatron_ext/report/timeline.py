@@ -18,6 +18,7 @@ COLORS = {
     "nvme": "#6a3d9a",
     "publish": "#b15928",
     "reduce": "#e7a6c8",
+    "host_step": "#a98fd0",
     "p2p": "#b9b9b9",
 }
 
@@ -34,6 +35,7 @@ MEANING = {
     "nvme": "stage in from nvme",
     "publish": "publish to the host copy",
     "reduce": "gradient reduction",
+    "host_step": "host's step of a group, beside the backward",
     "p2p": "message between stages",
 }
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from megatron_ext.runtime.census import Census
+from megatron_ext.runtime.early_steps import EarlySteps
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, State
 from megatron_ext.runtime.program import Program
@@ -26,6 +27,7 @@ class Executor:
         drop_staged: empties the staging slots, or None.
         census: counts what this rank holds, or None.
         reducer: of the gradients that come and go, or None where all stay whole.
+        early: steps the host's optimizer beside the backward, or None.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Executor:
         drop_staged=None,
         census: Census | None = None,
         reducer: Reducer | None = None,
+        early: EarlySteps | None = None,
     ):
         self.program, self.groups, self.clock, self.residency = program, groups, clock, residency
         self.gather, self.publisher, self.pool, self.recorder, self.checks = gather, publisher, pool, recorder, checks
@@ -52,6 +55,7 @@ class Executor:
         self.iterations, self._drop_staged, self.census, self.reducer = 0, drop_staged, census, reducer
         self.peak_bytes = 0  # of whole parameters in the iteration that ended last
         self._started = False
+        self.early = early
         self._undisturbed = True
         self.busy = False  # between the begin of an iteration and the update of parameters
         self._close: list[Callable[[], None]] = []
@@ -75,6 +79,8 @@ class Executor:
             self.start()
         if self.census is not None:
             self.census.begin()
+        if self.early is not None:
+            self.early.begin()
 
     def expect(self, num_microbatches: int) -> None:
         """Raise ScheduleError if an iteration of so many micro-batches is not what the program is for."""
@@ -122,6 +128,8 @@ class Executor:
             )
         if self.reducer is not None:
             self.reducer.finish()
+        if self.early is not None:
+            self.early.end()
         self.peak_bytes = self.residency.peak
         if self.census is not None:
             self.census.end(self.peak_bytes)
@@ -155,9 +163,17 @@ class Executor:
         self.start()
         self.busy = False
 
+    def step_skipped(self) -> None:
+        """The optimizer has skipped its step."""
+        self.busy = False
+        if self.early is not None:
+            self.early.undo()
+
     def params_changed(self) -> None:
         """Whole parameters have new values that the optimizer did not write: take the shards
         from them, and go on as after an optimizer step. Collective."""
+        if self.early is not None:
+            self.early.ready = False
         for group in self.groups.values():
             group.adopt()
         self._drop_all()
@@ -176,6 +192,8 @@ class Executor:
         Collective over the data-parallel group where anything has to be gathered: all its
         ranks must call it.
         """
+        if self.early is not None:
+            self.early.undo()
         if self.publisher is not None:
             self.publisher.wait()
         self._undisturbed, self.busy = False, True

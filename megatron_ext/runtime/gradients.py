@@ -82,10 +82,11 @@ class Reducer:
         self.gradients, self.on_host, self.device, self.order = gradients, frozenset(on_host), device, order
         self.residency = Residency()
         self.sample: Callable[[], None] | None = None
+        self.complete: Callable[[int], None] | None = None  # told when a group's shard holds all of its gradient
         self._early, self._skipped, self._late = bool(faults.no_wait), faults.skip_reduce, faults.late_add
         self._held: torch.Tensor | None = None
         self._delay = faults.delayer(faults.reduce_delay_ms, salt=71 + rank)
-        self._in_flight: tuple[Gradient, Waitable] | None = None
+        self._in_flight: tuple[Gradient, Waitable, bool] | None = None
         self.worker = Worker("gradients") if self.on_host else None
         self.stream = device.copy_stream() if self.on_host else None
         sizes = [gradients[index].shard.numel() for index in self.on_host]
@@ -112,8 +113,8 @@ class Reducer:
         if self.sample is not None:
             self.sample()
 
-    def reduce(self, gradient: Gradient) -> None:
-        """Issue the reduce-scatter of ``gradient``; waits for the one before."""
+    def reduce(self, gradient: Gradient, last: bool = False) -> None:
+        """Issue the reduce-scatter of ``gradient``, its ``last`` in the iteration or not; waits for the one before."""
         self.settle()
         if gradient.state is not _ADDING or gradient.issue is None:
             raise ScheduleError(f"{gradient} is reduced while it is {gradient.state.value}")
@@ -129,16 +130,16 @@ class Reducer:
         reduced = gradient.issue()
         if gradient.index in self.on_host:
             assert self.worker is not None
-            transfer = self.worker.submit(lambda transfer: self._bring(transfer, gradient, reduced))
-            self._in_flight = gradient, transfer
+            transfer = self.worker.submit(lambda transfer: self._bring(transfer, gradient, reduced, last))
+            self._in_flight = gradient, transfer, False
         else:
-            self._in_flight = gradient, reduced
+            self._in_flight = gradient, reduced, last
 
     def settle(self) -> None:
         """Wait for the reduce that is on its way, add its part to the shard, and free the whole gradient."""
         if self._in_flight is None:
             return
-        (gradient, handle), self._in_flight = self._in_flight, None
+        (gradient, handle, last), self._in_flight = self._in_flight, None
         added = isinstance(handle, Transfer)
         if self._early and not added:
             self._add(gradient, gradient.part)
@@ -146,6 +147,12 @@ class Reducer:
         if not self._early and not added:
             self._add(gradient, gradient.part)
         self._free(gradient)
+        if last:
+            self._tell(gradient)
+
+    def _tell(self, gradient: Gradient) -> None:
+        if self.complete is not None:
+            self.complete(gradient.index)
 
     def _free(self, gradient: Gradient) -> None:
         gradient.resize(0)
@@ -174,7 +181,7 @@ class Reducer:
             self.gradients[self._late].shard.add_(self._held)
             self._held = None
 
-    def _bring(self, transfer: Transfer, gradient: Gradient, handle) -> None:
+    def _bring(self, transfer: Transfer, gradient: Gradient, handle, last: bool) -> None:
         """On the thread: wait for the reduce, and add the part to the shard in host memory."""
         if self._delay is not None:
             self._delay()
@@ -185,17 +192,19 @@ class Reducer:
                 handle.wait()
                 if not self._early:
                     self._add(gradient, gradient.part)
-                return
-            staging = self._staging[: gradient.shard.numel()]
+            else:
+                staging = self._staging[: gradient.shard.numel()]
 
-            def copy() -> None:
-                handle.wait()  # on this thread's stream
-                staging.copy_(gradient.part, non_blocking=True)
+                def copy() -> None:
+                    handle.wait()  # on this thread's stream
+                    staging.copy_(gradient.part, non_blocking=True)
 
-            transfer.after = self.device.on_stream(copy, self.stream, None)
-            transfer.finish()  # the training thread goes on: its stream waits for the copy
-            self.device.synchronize(transfer.after)
-            self._add(gradient, staging)
+                transfer.after = self.device.on_stream(copy, self.stream, None)
+                transfer.finish()  # the training thread goes on: its stream waits for the copy
+                self.device.synchronize(transfer.after)
+                self._add(gradient, staging)
+        if last:
+            self._tell(gradient)
 
     def close(self) -> None:
         if self.worker is not None:

@@ -159,7 +159,7 @@ def _gradient_actions(
                 actions.append(_GradientAction(False, begins, partial(reducer.allocate, gradient)))
             if visit % group.reduce_every == 0 or visit == visits:
                 ends = layers.backward_ends(chunk, first)
-                actions.append(_GradientAction(True, ends, partial(reducer.reduce, gradient)))
+                actions.append(_GradientAction(True, ends, partial(reducer.reduce, gradient, visit == visits)))
         actions.sort(key=lambda item: (-item.layer, item.behind))
     return found
 

@@ -22,6 +22,7 @@ def check_figures(schedule: Schedule, checker: Checker) -> None:
     if schedule.state_slots is not None:
         for name in ("slots", "slot_bytes"):
             checker.size(getattr(schedule.state_slots, name), f"state_slots.{name}")
+    checker.size(schedule.rollback_bytes, "rollback_bytes")
     options = schedule.metadata.options
     checker.positive(options.proven_gap, "metadata.options.proven_gap", zero=True)
     if options.nvme is not None:

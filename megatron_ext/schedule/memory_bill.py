@@ -65,6 +65,7 @@ def _bill(schedule: Schedule, workload: Workload, pp_rank: int) -> Bill:
     own = [group for group in schedule.groups if group.pp_rank == pp_rank]
     device, host = resting_bytes(own, workload)
     copies, nvme_bytes = _copies(schedule, pp_rank, states_on_drive_bytes(own, workload))
+    copies["previous_states"] = schedule.rollback_bytes or 0
     device["buffers"] = buffer_bytes(schedule, workload, pp_rank)
     resting = sum(device.values())
     moments = list(_moments(schedule, workload, pp_rank))

@@ -19,11 +19,15 @@ LARGE_SLOT_BYTES = 32 << 20
 
 
 def check_state_slots(schedule: Schedule, *, file=None) -> None:
-    """Refuse states on the drive without slots to pass through, and slots without such states.
+    """Refuse states on the drive without slots to pass through, slots without such states, and ``rollback_bytes`` of 0.
 
     Raises:
         InputError: naming the field.
     """
+    if schedule.rollback_bytes is not None and schedule.rollback_bytes < 1:
+        raise InputError(
+            "expected at least 1, or no such field", file=file, field="rollback_bytes", value=schedule.rollback_bytes
+        )
     on_drive = [index for index, group in enumerate(schedule.groups) if group.states_rest == "nvme"]
     slots = schedule.state_slots
     if slots is None:
@@ -43,18 +47,28 @@ def check_state_slots(schedule: Schedule, *, file=None) -> None:
 
 
 def check_states(schedule: Schedule, workload: Workload, *, file=None) -> None:
-    """Refuse states on the drive that the run's optimizer cannot step from there.
+    """Refuse states on the drive that the run's optimizer cannot step from there, and steps that it cannot take beside
+    the backward.
 
     Raises:
-        InputError: the optimizer steps on the device, or a slot is too small for one parameter.
+        InputError: the optimizer steps on the device, gradients are in 16 bits where one that is clipped must be told
+            from one that is not, or a slot is too small for one parameter.
     """
+    for field in ("state_slots", "rollback_bytes"):
+        if getattr(schedule, field) is not None and not workload.optimizer.on_host:
+            raise InputError(
+                "the optimizer steps on the device; train with --optimizer-cpu-offload", file=file, field=field
+            )
+    if schedule.rollback_bytes is not None and workload.optimizer.gradient_dtype != "float32":
+        raise InputError(
+            "a step beside the backward needs gradients whose product with any other factor than 1 differs, which "
+            f"rounding to {workload.optimizer.gradient_dtype} hides; train with --accumulate-allreduce-grads-in-fp32",
+            file=file,
+            field="rollback_bytes",
+        )
     slots = schedule.state_slots
     if slots is None:
         return
-    if not workload.optimizer.on_host:
-        raise InputError(
-            "the optimizer steps on the device; train with --optimizer-cpu-offload", file=file, field="state_slots"
-        )
     for index, group in enumerate(schedule.groups):
         if group.states_rest == "nvme" and (need := largest_region(schedule, workload, index)) > slots.slot_bytes:
             raise InputError(
@@ -118,7 +132,7 @@ def host_bytes_of_nodes(schedule: Schedule, workload: Workload) -> list[int]:
 def host_bytes_taken(schedule: Schedule, workload: Workload) -> list[int]:
     """Host memory of each node that a run takes between its setup and the end of its first iteration: host copies,
     staging slots, shards that rest there, and optimizer states. Gradients and main parameters are there before."""
-    kinds = ("host_copies", "staging_slots", "shards", "optimizer_states")
+    kinds = ("host_copies", "staging_slots", "shards", "optimizer_states", "previous_states")
     bills = memory_bill(schedule, workload)
     of_ranks = [sum(bill.memory.host_bytes.get(kind, 0) for kind in kinds) for bill in bills]
     return pinned_bytes_of_nodes(workload.parallel, [0] * len(bills), of_ranks)

@@ -198,6 +198,10 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     ``zero_stage`` 1: whole parameters and gradients stay. 2: whole parameters stay, gradients are kept as each group
     says. 3: whole parameters come and go, gradients are kept as each group says.
+
+    ``rollback_bytes`` is host memory of each rank for optimizer states as they were before a step beside the backward:
+    the host's optimizer steps a group as soon as its gradient is reduced, and again where the gradient norm says so.
+    Where it is left out the host's optimizer waits for the norm.
     """
 
     schema_version: int
@@ -211,6 +215,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ranks: tuple[Rank, ...]
     publish: tuple[PublishGroup, ...] = ()
     state_slots: StateSlots | None = None
+    rollback_bytes: int | None = None
     predicted: Predicted | None = None
 
 

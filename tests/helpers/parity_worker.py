@@ -84,6 +84,32 @@ def meddling(example, told: bool):
         example.run_schedule = run_schedule
 
 
+@contextlib.contextmanager
+def overflowing(example):
+    """Before every third iteration set a loss scale at which gradients overflow, before the others one at which they do
+    not; yields nothing."""
+    run_schedule, build, optimizers, count = example.run_schedule, example.build_model_and_optimizer, [], 0
+
+    def built(args):
+        made = build(args)
+        optimizers.extend(getattr(made[1], "chained_optimizers", [made[1]]))
+        return made
+
+    def run(args, model, iterators, forward_only: bool = False):
+        nonlocal count
+        if not forward_only:
+            count += 1
+            for optimizer in optimizers:
+                optimizer.grad_scaler._scale.fill_(2.0**40 if count % 3 == 0 else 2.0**10)
+        return run_schedule(args, model, iterators, forward_only)
+
+    example.run_schedule, example.build_model_and_optimizer = run, built
+    try:
+        yield
+    finally:
+        example.run_schedule, example.build_model_and_optimizer = run_schedule, build
+
+
 def train(
     example,
     options: list[str],
@@ -94,8 +120,8 @@ def train(
 ) -> dict:
     """Train a new model; returns this rank's metrics. ``meddle``: ``told`` or ``silent``, see
     :func:`meddling`; ``go on``: another iteration after training has been finished; ``replay``: the
-    optimizer's hook is not called, as in the replay of a CUDA graph; ``gradients``: those of the first iteration are
-    returned as the optimizer steps on them."""
+    optimizer's hook is not called, as in the replay of a CUDA graph; ``overflow``: see :func:`overflowing`;
+    ``gradients``: those of the first iteration are returned as the optimizer steps on them."""
     for name in (lifecycle.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -105,6 +131,11 @@ def train(
     example.set_seeds(args)
     args.user_defined_schedule = schedule
     example.hooks.configure(schedule)
+    with overflowing(example) if meddle == "overflow" else contextlib.nullcontext():
+        return _train_model(example, args, meddle)
+
+
+def _train_model(example, args, meddle: str | None) -> dict:
     model, optimizer, config = example.build_model_and_optimizer(args)
     rows = Rows(args)
     if meddle == "replay":
@@ -120,6 +151,8 @@ def train(
         metrics["parameter_sha256"] += hashes[0]
     else:
         metrics = example.train(args, model, optimizer, config, (rows, rows))
+    early = getattr(getattr(example.hooks.active(), "executor", None), "early", None)
+    metrics["early_steps"] = None if early is None else (early.taken, early.taken_back)
     example.hooks.finish()
     if meddle == "go on":
         for chunk in model:
@@ -190,6 +223,7 @@ def run_case(example, layout: list[str], case: dict) -> dict:
             "parameter_sha256": [rank[name]["parameter_sha256"] for rank in everybody],
             "peak_bytes": [rank[name]["peak_bytes"] for rank in everybody],
             "census": [rank[name]["census"] for rank in everybody],
+            "early_steps": [rank[name]["early_steps"] for rank in everybody],
             "gradient_difference": [rank[name].get("gradient_difference") for rank in everybody],
         }
         for name in found

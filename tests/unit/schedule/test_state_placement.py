@@ -122,3 +122,20 @@ def test_a_run_whose_optimizer_or_parameters_do_not_fit_is_refused():
     small = replace(schedule, state_slots=StateSlots(slots=3, slot_bytes=need - 4096))
     with pytest.raises(InputError, match=f"needs {need} bytes for one parameter and its moments"):
         match(small, work)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (OptimizerSettings(), "the optimizer steps on the device"),
+        (OptimizerSettings(on_host=True, gradient_dtype="bfloat16"), "rounding to bfloat16 hides"),
+    ],
+)
+def test_a_step_beside_the_backward_that_could_not_be_validated_is_refused(settings, message):
+    schedule, work = planned(None)
+    schedule = replace(schedule, rollback_bytes=1 << 20)
+    match(validate(schedule), work)
+    with pytest.raises(InputError, match=f"rollback_bytes.*{message}"):
+        match(schedule, replace(work, optimizer=settings))
+    with pytest.raises(InputError, match="rollback_bytes = 0: expected at least 1"):
+        validate(replace(schedule, rollback_bytes=0))

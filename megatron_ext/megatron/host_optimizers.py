@@ -1,0 +1,54 @@
+"""Parts of Megatron's host optimizer (``--optimizer-cpu-offload``) with optimizers of their own.
+
+HybridDeviceOptimizer steps all parameters by one optimizer of torch, or by one each. Chosen parameters are taken out of
+these and get new ones, which it steps behind the others. An optimizer updates each parameter by itself, so the division
+changes no value.
+Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
+"""
+
+import torch
+
+from megatron_ext.runtime.group import ScheduleError
+
+
+def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimizer]:
+    """Give ``hybrid`` one optimizer a unit, behind those that it has.
+
+    Args:
+        hybrid: Megatron's HybridDeviceOptimizer.
+        units: parameter groups of each: ``params`` are host tensors that it steps, each in one unit.
+
+    Returns:
+        The new optimizers, with the states that their parameters had.
+    """
+    new = [hybrid.cpu_optimizer_cls(groups) for groups in units]
+    states = {parameter: own for one in hybrid.cpu_optimizers for parameter, own in one.state.items()}
+    for one in new:
+        for group in one.param_groups:
+            for parameter in group["params"]:
+                if parameter in states:  # after a checkpoint was loaded, with a copy of the parameter among them
+                    own = states[parameter]
+                    one.state[parameter] = {name: own[name] for name in own if name != "master_param"}
+    chosen = {parameter for groups in units for group in groups for parameter in group["params"]}
+    for one in hybrid.cpu_optimizers:
+        rest = [{**group, "params": [p for p in group["params"] if p not in chosen]} for group in one.param_groups]
+        one.param_groups = [group for group in rest if group["params"]]
+        for parameter in chosen & one.state.keys():
+            del one.state[parameter]
+    kept = [one for one in hybrid.cpu_optimizers if one.param_groups]
+    hybrid.cpu_optimizers = new
+    hybrid._register_param_copy_back_gpu_hook()
+    hybrid.cpu_optimizers = kept + new
+    return new
+
+
+def refuse_late_load(hybrid) -> None:
+    """Refuse states that are loaded after this call: Megatron would make its optimizers anew."""
+    hybrid.register_load_state_dict_pre_hook(_refuse)
+
+
+def _refuse(*_) -> None:
+    raise ScheduleError(
+        "states of an optimizer that steps beside the backward, or from the drive, are loaded before training begins, "
+        "not after"
+    )

@@ -1,0 +1,199 @@
+"""Steps of the host's optimizer beside the backward: what stands, what is taken back, and what waits."""
+
+import threading
+
+import pytest
+import torch
+
+from megatron_ext.runtime.device import HostDevice
+from megatron_ext.runtime.early_steps import EarlySteps, StepUnit
+from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.recorder import Recorder
+
+SHAPES = [(7, 5), (33,)]
+
+
+class Training:
+    """A unit a shape, each with a device's tensor; its optimizer has stepped once."""
+
+    def __init__(
+        self, rollback_bytes: int = 1 << 16, scale: float | None = None, published=None, faults=None, recorder=None
+    ):
+        generator = torch.Generator().manual_seed(1)
+        self.parameters = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        self.gradients = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        self.shards = [parameter.bfloat16() for parameter in self.parameters]
+        self.units = []
+        for index, (parameter, gradient, shard) in enumerate(zip(self.parameters, self.gradients, self.shards)):
+            optimizer = torch.optim.AdamW([parameter], lr=1e-2, fused=True)
+            optimizer.register_step_post_hook(lambda *_, of=(shard, parameter): of[0].copy_(of[1]))
+            parameter.grad = gradient.clone()
+            optimizer.step()
+            inverse = None if scale is None else 1 / scale
+            self.units.append(
+                StepUnit(index, optimizer, {parameter: gradient}, {parameter: shard}, lambda inverse=inverse: inverse)
+            )
+        self.early = EarlySteps(
+            self.units,
+            rollback_bytes,
+            begin=lambda: None,
+            published=published,
+            device=HostDevice(),
+            faults=faults or Faults(),
+            rank=0,
+            recorder=recorder,
+        )
+        self.early.ready = True
+
+    def everything(self) -> list[torch.Tensor]:
+        states = [value for unit in self.units for own in unit.optimizer.state.values() for value in own.values()]
+        return [tensor.clone() for tensor in (*self.parameters, *self.shards, *states)]
+
+    def backward(self) -> None:
+        self.early.begin()
+        for index in range(len(self.units)):
+            self.early.reduced(index)
+        self.early.wait()
+        self.early.end()
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, ours, theirs))
+
+
+@pytest.fixture
+def training():
+    made = []
+
+    def make(**how) -> Training:
+        made.append(Training(**how))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.early.close()
+
+
+def test_steps_on_gradients_that_stay_stand(training):
+    recorder = Recorder(rank=0)
+    ours, theirs = training(recorder=recorder), training()
+    ours.backward()
+    assert ours.early.settle(ours.units, changed=False) == ours.units
+    for unit, gradient, parameter in zip(theirs.units, theirs.gradients, theirs.parameters):
+        parameter.grad = gradient.clone()
+        unit.optimizer.step()
+    assert same(ours.everything(), theirs.everything())
+    assert (ours.early.taken, ours.early.taken_back) == (2, 0)
+    assert [row[:2] for row in recorder.rows] == [("host_step", "0"), ("host_step", "1")]
+
+
+def test_the_smallest_clipping_of_one_gradient_takes_its_step_back_alone(training):
+    ours = training()
+    before = ours.everything()
+    ours.backward()
+    ours.gradients[1].mul_(float(torch.nextafter(torch.tensor(1.0), torch.tensor(0.0))))
+    assert ours.early.settle(ours.units, changed=False) == ours.units[:1]
+    after = ours.everything()
+    assert torch.equal(after[1], before[1]) and not torch.equal(after[0], before[0])
+    assert same(after[7:], before[7:]) and not same(after[4:7], before[4:7])
+    assert (ours.early.taken, ours.early.taken_back) == (2, 1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-40], ids=["nan", "inf", "subnormal"])
+def test_what_one_element_cannot_tell_does_not_stand(training, value):
+    """Of infinities, and of numbers that clipping rounds, the product may be the number itself."""
+    ours = training()
+    if value == 1e-40:
+        ours.gradients[0].zero_()
+    ours.gradients[0].view(-1)[3] = value
+    before = ours.everything()
+    ours.backward()
+    assert ours.early.settle(ours.units, changed=False) == ours.units[1:]
+    assert torch.equal(ours.everything()[0], before[0])
+
+
+def test_gradients_that_are_zero_stand(training):
+    ours = training()
+    ours.gradients[0].zero_()
+    ours.backward()
+    ours.gradients[0].mul_(0.5)
+    assert ours.early.settle(ours.units, changed=False) == ours.units
+
+
+def test_another_learning_rate_takes_every_step_back(training):
+    ours = training()
+    before = ours.everything()
+    ours.backward()
+    assert ours.early.settle(ours.units, changed=True) == []
+    after = ours.everything()
+    assert same(after[:2] + after[4:], before[:2] + before[4:])  # the steps that follow write the device's tensors
+
+
+def test_gradients_are_unscaled_as_the_optimizer_does_it(training):
+    ours, theirs = training(scale=2.0**12), training()
+    for gradient in ours.gradients:
+        gradient.mul_(2.0**12)
+    ours.backward()
+    theirs.backward()
+    for gradient in ours.gradients:  # what Megatron does before it steps
+        gradient.mul_(2.0**-12)
+    assert ours.early.settle(ours.units, changed=False) == ours.units
+    theirs.early.settle(theirs.units, changed=False)
+    assert same(ours.everything(), theirs.everything())
+
+
+def test_a_step_that_is_skipped_leaves_nothing(training):
+    ours = training()
+    before = ours.everything()
+    ours.backward()
+    assert not same(ours.everything(), before)
+    ours.early.undo()
+    assert same(ours.everything(), before)
+    ours.backward()  # and another iteration that no step follows
+    ours.early.begin()
+    assert same(ours.everything(), before) and ours.early.taken_back == 4
+
+
+def test_the_control_lets_everything_stand(training):
+    ours = training(faults=Faults(no_rollback=1))
+    before = ours.everything()
+    ours.backward()
+    ours.gradients[0].mul_(0.5)
+    assert ours.early.settle(ours.units, changed=False) == ours.units
+    assert not torch.equal(ours.everything()[0], before[0])
+
+
+def test_what_finds_no_room_and_what_comes_late_waits(training):
+    sizes = [unit.bytes() for unit in training().units]
+    little = training(rollback_bytes=sizes[0])
+    little.backward()
+    assert little.early.settle(little.units, changed=False) == little.units[:1]
+    late = training()
+    late.early.begin()
+    late.early.reduced(1)
+    late.early.wait()
+    late.early.end()
+    late.early.reduced(0)
+    assert late.early.settle(late.units, changed=False) == late.units[1:]
+    first = training()
+    first.early.ready = False  # before the optimizer's first step, and after somebody has changed parameters
+    first.backward()
+    assert first.early.settle(first.units, changed=False) == []
+
+
+def test_parameters_that_are_being_published_are_not_changed(training):
+    waits, read = threading.Event(), threading.Event()
+
+    def published() -> None:
+        waits.set()
+        assert read.wait(10)
+
+    ours = training(published=published)
+    before = ours.everything()
+    ours.early.begin()
+    ours.early.reduced(0)
+    assert waits.wait(10)
+    ours.early.end()  # waits for gradients that are being copied, not for steps
+    assert same(ours.everything(), before)
+    read.set()
+    assert ours.early.settle(ours.units, changed=False) == ours.units[:1]
