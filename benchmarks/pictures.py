@@ -298,6 +298,36 @@ def endurance(result: dict):
     return figure
 
 
+def robustness(result: dict):
+    """Inputs of every kind, faults by signal and point, and disturbances; what went wrong in red."""
+    figure, (inputs, faults) = figure_of(10, 4.2, 1, 2)
+    kinds = sorted({kind for row in result["fuzzing"].values() for kind in row["kinds"]}, reverse=True)
+    left = [0] * len(kinds)
+    for (engine, row), colour in zip(result["fuzzing"].items(), (LIGHT, OURS)):
+        counts = [row["kinds"].get(kind, 0) for kind in kinds]
+        inputs.barh(kinds, counts, left=left, color=colour, label=engine)
+        left = [before + count for before, count in zip(left, counts)]
+    failures = sum(len(row["failures"]) for row in result["fuzzing"].values())
+    inputs.set_title(f"distinct inputs, {failures} tracebacks or hangs", fontsize=9)
+    inputs.legend(fontsize=7)
+    rows = [
+        (f"{row['signal']}, {row['point']}, {row['victim']}", row["faults"], row["wrong"])
+        for row in result.get("kills", {}).get("by signal and point", ())
+    ]
+    for part in ("network", "disk", "clock", "jobs"):
+        names = sorted({row["what"] for row in result.get(part, ())})
+        chosen = [[row for row in result[part] if row["what"] == name] for name in names]
+        rows += [(name, len(of), sum(not row["as expected"] for row in of)) for name, of in zip(names, chosen)]
+    names, counts, bad = zip(*reversed(rows)) if rows else ((), (), ())
+    faults.barh(names, counts, color=OURS, label="faults")
+    faults.barh(names, bad, color=BAD, label="not as expected")
+    faults.set_title("faults and disturbances of runs", fontsize=9)
+    faults.legend(fontsize=7)
+    for axis in (inputs, faults):
+        axis.tick_params(labelsize=5.5)
+    return figure
+
+
 def balance_measured(result: dict):
     """Iteration time of both placements: predicted by two tables, and measured."""
     figure, (axis,) = figure_of(6, 3.2)
@@ -404,6 +434,7 @@ PICTURES = {
         device_limits,
         patched_iteration_time,
         endurance,
+        robustness,
         balance_measured,
         runtime_claims,
     )

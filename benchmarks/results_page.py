@@ -106,6 +106,19 @@ def endurance(result: dict) -> str:
     )
 
 
+def robustness(result: dict) -> str:
+    kills, rows = result["kills"], [row for part in DISTURBED for row in result.get(part, ())]
+    inputs = sum(row["inputs"] for row in result["fuzzing"].values())
+    failures = sum(len(row["failures"]) for row in result["fuzzing"].values())
+    return (
+        f"{inputs:,} fuzzed inputs: {failures} tracebacks or hangs; {kills['faults']} faults in training: "
+        f"{kills['hangs']} hangs, {kills['leftovers']} left something behind, the next start differs in "
+        f"{kills['next start differs'] + kills['next start failed']}, the rank was named in {kills['rank named']} of "
+        f"{kills['rank to be named']}; {sum(row['as expected'] for row in rows)} of {len(rows)} disturbances by "
+        "network, disk, clock and other jobs as expected"
+    )
+
+
 def planner_scale(result: dict) -> str:
     plan = next(row for row in result["large"] if row["zero_stage"] == 3)
     return (
@@ -146,6 +159,7 @@ def device_limits(result: dict) -> str:
     return text
 
 
+DISTURBED = ("network", "disk", "clock", "jobs")
 HOOKS = "Megatron's pre-hooks"
 CLUSTER = "sudo .venv/bin/python benchmarks/emulated_cluster.py"
 ROWS = {
@@ -228,6 +242,11 @@ ROWS = {
     "runtime_claims": Row("What do the runtime and drive reads cost?", "benchmarks/runtime_claims.py", runtime_claims),
     "patched_iteration_time": Row(
         "Patched without the option, to unpatched", "benchmarks/patched_iteration_time.py MIRROR", patched
+    ),
+    "robustness": Row(
+        "Does it survive what users and machines do to it?",
+        "sudo .venv/bin/python benchmarks/robustness.py",
+        robustness,
     ),
     "endurance": Row("Does anything grow?", "benchmarks/endurance.py", endurance),
     "cost_prediction": Row(

@@ -63,8 +63,10 @@ def save(directory, iteration: int, model, optimizer) -> None:
     error = None
     try:
         _write(path, state)
-    except (OSError, RuntimeError) as failed:  # torch's writer raises RuntimeError where the disk is full
-        why = failed.strerror if isinstance(failed, OSError) else _first_line(failed)
+    except (OSError, RuntimeError) as failed:
+        # Torch's writer may fail once more on its way out of the file's error, with an error of its own.
+        cause = failed if isinstance(failed, OSError) else failed.__context__
+        why = cause.strerror if isinstance(cause, OSError) else _first_line(failed)
         error = str(InputError(f"cannot be written: {why}", file=path, field="--save"))
     _agree(error, directory)
     if dist.get_rank() == 0:
@@ -115,9 +117,14 @@ def _agree(error: str | None, directory) -> None:
 
 def _write(path: Path, state: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, lambda file: torch.save(state, file))
+    _replace(path, lambda file: _save(state, file))
     digest = file_digest(path)
     _replace(path.with_suffix(".sha256"), lambda file: file.write_text(f"{digest}\n"))
+
+
+def _save(state: dict, path: Path) -> None:
+    with path.open("wb") as file:  # a path would be written without saying which error the system gave
+        torch.save(state, file)
 
 
 def _replace(path: Path, write) -> None:

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.watch import exit_code, lost_peer
+from megatron_ext.runtime.worker import begin_exit
 
 OTHER_RANKS_SECONDS = 2.0
 """How long ranks but the first wait before they say what is wrong: the first mostly says the same, and the launcher
@@ -32,6 +33,7 @@ def install() -> None:
 
 def end(error: InputError) -> NoReturn:
     """Say what is wrong and leave; threads of collectives may still wait for ranks that are gone."""
+    begin_exit()  # or a thread that waits for the first rank would call it lost
     if int(os.environ.get("RANK", 0)) > 0:
         time.sleep(OTHER_RANKS_SECONDS)
     sys.stdout.flush()

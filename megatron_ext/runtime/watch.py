@@ -90,6 +90,8 @@ class Watch:
         seen, waited = None, 0.0
         while not self._closed:
             self._wake.wait(LOOK_SECONDS)
+            if worker.exiting():
+                return
             if self._failure is not None:
                 time.sleep(GRACE_SECONDS)
                 self._end(self._failure, self._failed_in)
@@ -99,7 +101,7 @@ class Watch:
             # Not by the clock: a process that was stopped and goes on has not waited.
             waited = waited + LOOK_SECONDS if progress is not None and progress == seen else 0.0
             seen = progress
-            if self.step_seconds and waited >= self.step_seconds and not worker.exiting():
+            if self.step_seconds and waited >= self.step_seconds:
                 self._end_stalled()
 
     def _end(self, error: BaseException, thread: str) -> None:

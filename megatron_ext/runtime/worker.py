@@ -30,6 +30,11 @@ def exiting() -> bool:
     return _exiting.is_set()
 
 
+def begin_exit() -> None:
+    """This process is about to end and says why: its threads stop waiting for other ranks, and say nothing more."""
+    _exiting.set()
+
+
 on_failure: Callable[[BaseException], None] | None = None
 """Called when a background thread fails, to end the run; set by :class:`megatron_ext.runtime.watch.Watch`."""
 

@@ -22,6 +22,7 @@ def leaving(monkeypatch):
         raise Left
 
     monkeypatch.setattr("os._exit", leave)
+    monkeypatch.setattr(one_line_end, "begin_exit", lambda: codes.append("threads are told"))
     monkeypatch.setattr(one_line_end, "OTHER_RANKS_SECONDS", 0.0)
     return codes
 
@@ -33,7 +34,7 @@ def test_bad_input_ends_with_one_line_and_other_errors_as_before(leaving, monkey
     one_line_end.install()
     with pytest.raises(Left):
         sys.excepthook(InputError, InputError("is wrong", file="s.json"), None)
-    assert leaving == [2] and capfd.readouterr().err == "megatron-ext: s.json: is wrong\n"
+    assert leaving == ["threads are told", 2] and capfd.readouterr().err == "megatron-ext: s.json: is wrong\n"
     sys.excepthook(RuntimeError, RuntimeError("x"), None)
     assert seen == [RuntimeError]
 

@@ -1,0 +1,238 @@
+"""Training jobs that are to be disturbed: started in 2 s each, looked at from outside, and nothing of them may stay.
+
+One process imports the example once. A job is a fork of it that launches its ranks as forks, as
+``megatron_ext.cpubench.launcher --fork`` does. All of it runs in a network and a mount namespace of its own, with its
+own /dev/shm, so that every port and every file there is a job's. Needs root.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from emulated_nodes import Nodes
+
+from megatron_ext.cpubench import launcher
+from megatron_ext.formats.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = str(ROOT / "examples" / "pretrain_gpt_hybrid.py")
+HANGS_AFTER = 90.0
+"""Seconds that a job may take to end after a fault, beside a fault's own length; it takes a few."""
+
+ENDS_WITHIN = 15.0
+"""Seconds that processes may take to be gone after their launcher."""
+
+_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
+
+
+def apart() -> None:
+    """Move this process into namespaces of its own: no port, no mount and nothing in /dev/shm is another program's.
+
+    Raises:
+        InputError: not root.
+    """
+    if os.geteuid() != 0:
+        raise InputError("namespaces need root: run this as root", field="user", value=os.geteuid())
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET) != 0:
+        raise InputError(f"no namespaces here: {os.strerror(ctypes.get_errno())}", field="kernel")
+    for command in ("mount --make-rprivate /", "mount -t tmpfs tmpfs /dev/shm", "ip link set lo up"):
+        subprocess.run(command.split(), check=True)
+
+
+def forked(function: Callable[[], int], log: Path, environment: dict[str, str] | None = None) -> int:
+    """Fork; the child leads a session of its own, writes to ``log`` and ends with what ``function`` returns.
+
+    Returns:
+        The child's process number.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ.update(environment or {})
+        code = function()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class Job:
+    """A launcher and its ranks.
+
+    Args:
+        folder: where its files lie: log, metrics, checkpoints, what it puts on the drive, temporary files.
+        options: of the example.
+        ranks: how many.
+        nodes: emulated nodes on which they run, ``ranks`` over all of them; None: this machine.
+        environment: variables besides.
+        anew: the launcher is a new program, not a fork of this one: variables of the dynamic loader count.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: list[str],
+        ranks: int = 4,
+        nodes: Nodes | None = None,
+        environment: dict[str, str] | None = None,
+        anew: bool = False,
+    ):
+        self.options = options
+        self.folder, self.log, self.code = folder, folder / "log", None
+        self.nodes = nodes
+        for name in ("tmp", "drive"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        self.log.touch()
+        self._read = self.log.stat().st_size
+        own = {"TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", **(environment or {})}
+        per_node = ranks // nodes.count if nodes else ranks
+        if nodes:
+            own |= nodes.environment(per_node)
+        script = str(Path(__file__).with_name("enter_node.py")) if nodes else SCRIPT
+        arguments = [SCRIPT, *options] if nodes else options
+        self.began = time.monotonic()
+        command = [
+            sys.executable,
+            "-m",
+            launcher.__name__,
+            "--fork",
+            "--nproc-per-node",
+            str(ranks),
+            script,
+            *arguments,
+        ]
+
+        def launch() -> int:
+            if anew:
+                os.execvp(command[0], command)
+            return launcher.launch([script, *arguments], ranks, fork=True)
+
+        self.pid = forked(launch, self.log, own)
+
+    def said(self) -> str:
+        """What this job has printed."""
+        with self.log.open(errors="replace") as file:
+            file.seek(self._read)
+            return file.read()
+
+    def iteration(self) -> int:
+        """The last iteration that was logged; 0 before the first."""
+        found = re.findall(r"^iteration +(\d+)/", self.said(), re.MULTILINE)
+        return int(found[-1]) if found else 0
+
+    def ranks(self) -> list[int]:
+        """Process numbers of the ranks, in order; empty before they are forked or when the launcher has gone."""
+        try:
+            return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+        except OSError:
+            return []
+
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self.began
+
+    def running(self) -> bool:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+        return self.code is None
+
+    def wait(self, seconds: float = HANGS_AFTER) -> bool:
+        """Wait for the launcher's end; whether it came. Else everything of the job is killed."""
+        deadline = time.monotonic() + seconds
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self.running():
+            for pid in self.processes():
+                os.kill(pid, signal.SIGKILL)
+            while self.running():  # ends: it was killed
+                time.sleep(0.02)
+            return False
+        return True
+
+    def processes(self) -> list[int]:
+        """Processes of the job's session that still run."""
+        return [pid for pid, session, state in _processes() if session == self.pid and state not in "ZX"]
+
+    def leftovers(self) -> list[str]:
+        """What is left of a job that has ended: processes after a while, ports, shared memory, files."""
+        deadline = time.monotonic() + ENDS_WITHIN
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        found = [f"process {pid}" for pid in self.processes()]
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        found += [f"port {port}" for port in _ports(self.nodes)]
+        found += [f"shared memory {path.name}" for path in Path("/dev/shm").iterdir()]
+        return found + [f"file {path.relative_to(self.folder)}" for path in self.left_files()]
+
+    def left_files(self) -> Iterator[Path]:
+        """Files that are no result: on the drive, temporary ones, half-written ones."""
+        for path in sorted(self.folder.rglob("*")):
+            inside = path.relative_to(self.folder).parts
+            if (
+                (inside[0] in ("tmp", "drive") and len(inside) > 1)
+                or path.suffix == ".tmp"
+                or (re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name))
+            ):
+                yield path
+
+
+def _processes() -> Iterator[tuple[int, int, str]]:
+    """(process, session, state) of every process."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            yield int(entry.name), int(fields[3]), fields[0]
+
+
+def _ports(nodes: Nodes | None) -> list[int]:
+    """Ports on which something listens, here and in the nodes."""
+    tables = [Path("/proc/self/net/tcp").read_text(), Path("/proc/self/net/tcp6").read_text()]
+    for name in nodes.names if nodes else ():
+        command = ["ip", "netns", "exec", name, "cat", "/proc/net/tcp"]
+        tables.append(subprocess.run(command, capture_output=True, text=True).stdout)
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"]
+
+
+def prepare() -> None:
+    """Import the example once, for all jobs; the process must not have started a thread.
+
+    Raises:
+        InputError: it cannot be imported here.
+    """
+    from megatron_ext.cpubench.forked_rank import import_script
+
+    sys.path[:0] = [str(ROOT / ".megatron")]
+    if not import_script(SCRIPT):
+        raise InputError("cannot be imported without a thread; is there a CUDA device?", file=SCRIPT)
+    if subprocess.run(["true"]).returncode:
+        raise InputError("no process can be started", field="kernel")
+
+
+def run_verb(arguments: list[str], log: Path) -> int:
+    """``megatron-ext ARGUMENTS`` in a fork; its exit code."""
+    from megatron_ext.cli import main as cli
+
+    pid = forked(lambda: cli.main(arguments), log)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
