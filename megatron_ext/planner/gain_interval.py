@@ -3,8 +3,9 @@
 [Note: The interval of a gain]
 Both plans are simulated on the same perturbed tables (:mod:`megatron_ext.cost.perturbed_table`), so that errors which
 both share cancel. The plan was chosen because it is fast on the given table, which may partly be chance (winner's
-curse). Therefore the centre is the median over perturbed tables, on which the plan was not chosen. The ends are the 5th
-and the 95th percentile, moved outwards by the simulator's own error as it was found in measured runs.
+curse). Therefore the expected gain is the median over perturbed tables, on which the plan was not chosen. The gain on
+the given table may lie outside the interval. The ends are the 5th and the 95th percentile, moved outwards by the
+simulator's own error as it was found in measured runs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Gain(NamedTuple):
     """A gain, 1 - plan / other, of iteration times.
 
     Attributes:
-        gain: on the given table.
+        gain: that is expected, the median over perturbed tables; it lies in the interval.
+        on_table: on the given table, on which the plan was chosen.
         low, high: the ends of the interval (90 %).
         surely: the lower end of the wider interval (98 %).
         samples: perturbed tables.
@@ -52,6 +54,7 @@ class Gain(NamedTuple):
     """
 
     gain: float
+    on_table: float
     low: float
     high: float
     surely: float
@@ -86,9 +89,9 @@ def gain_interval(
     """
     gains = GainOnTables(workload, plan, other, extrapolate)
     ours, theirs = gains.results(table)
-    gain = 1 - ours.iteration_time_us / theirs.iteration_time_us
+    on_table = 1 - ours.iteration_time_us / theirs.iteration_time_us
     if _same(plan, other):
-        return Gain(0.0, 0.0, 0.0, 0.0, 0, ())
+        return Gain(0.0, 0.0, 0.0, 0.0, 0.0, 0, ())
     tables = _tables(workload, table, ours, theirs, extrapolate)
     samples = tables_to_draw(workload, plan, other)
     drawn = numpy.array([gains.on(each) for each in tables.draw(samples)])
@@ -97,7 +100,8 @@ def gain_interval(
     few = 1 + 2 / samples
     below = hypot(centre - lowest, WIDTH * down) * few
     above = hypot(highest - centre, WIDTH * up) * few
-    return Gain(gain, centre - below, centre + above, centre - below * MARGIN / WIDTH, samples, tables.missing)
+    surely = centre - below * MARGIN / WIDTH
+    return Gain(centre, on_table, centre - below, centre + above, surely, samples, tables.missing)
 
 
 def dominant_cost(

@@ -42,10 +42,11 @@ class Verdict(NamedTuple):
 
     * ``answer``, one of the three, and ``helps`` (None for ``cannot tell``).
     * ``compared_with``, ``compared_with_us``: stock Megatron, or at zero stage 3 the best plan by all-gathers alone.
-    * ``gain`` and ``gain_us`` on this table; ``gain_low`` and ``gain_high`` (90 %) over ``samples`` perturbed tables;
-      ``uncertainty_us``, the distance of the farther end from ``gain_us``.
+    * ``gain`` and ``gain_us``, expected: the median over ``samples`` perturbed tables; ``gain_low`` and ``gain_high``
+      (90 %) over the same; ``uncertainty_us``, the distance of the farther end from ``gain_us``; ``gain_on_table``, on
+      the given table, on which the plan was chosen: it may lie outside (:mod:`megatron_ext.planner.gain_interval`).
     * ``stock_us`` (zero stage 1), ``layers_anew_us`` (zero stage 3), ``gathers_only`` (a name), ``gathers_only_us``,
-      ``gain_of_timing``, ``gain_of_routes``.
+      ``gain_of_timing``, ``gain_of_routes``: parts of ``gain_on_table``.
     * ``missing``, what the table lacks; ``measure_better``, what to measure better if the answer is ``cannot tell``.
     * ``iteration_time_us``, ``lower_bound_us``, ``distance_to_bound``, ``limit`` (the busiest resource), ``left_out``,
       ``memory`` (the memory bill by pipeline rank).
@@ -137,10 +138,9 @@ def conclusion(figures: dict) -> str:
 
 def _of_plan(predicted: Predicted) -> dict:
     ours, bound = predicted.iteration_time_us, predicted.lower_bound_us or 0.0
-    names = (
-        "answer helps compared_with compared_with_us gain gain_us gain_low gain_high uncertainty_us samples stock_us"
-    )
-    names += " layers_anew_us gathers_only gathers_only_us gain_of_timing gain_of_routes missing measure_better"
+    names = "answer helps compared_with compared_with_us gain gain_us gain_low gain_high uncertainty_us samples"
+    names += " gain_on_table stock_us layers_anew_us gathers_only gathers_only_us gain_of_timing gain_of_routes missing"
+    names += " measure_better"
     return {
         "iteration_time_us": ours,
         **dict.fromkeys(names.split()),
@@ -166,6 +166,7 @@ def _of_gain(ours: float, against: Comparison, gain: Gain, answer: str) -> dict:
         "gain_high": gain.high,
         "uncertainty_us": max(gain.gain - gain.low, gain.high - gain.gain) * other_us,
         "samples": gain.samples,
+        "gain_on_table": gain.on_table,
         ("stock_us" if against.zero_stage < 3 else "layers_anew_us"): against.naive_us,
         "gathers_only": gathers_name,
         "gathers_only_us": gathers_us,
@@ -176,17 +177,17 @@ def _of_gain(ours: float, against: Comparison, gain: Gain, answer: str) -> dict:
 
 
 def _gain_lines(figures: dict) -> list[str]:
-    interval = f"{figures['gain_low']:.2%} to {figures['gain_high']:.2%}"
-    ours = f"gain over {figures['compared_with']} ({figures['compared_with_us'] / 1e3:.3f} ms): {figures['gain']:.2%}"
+    other = f"gain over {figures['compared_with']} ({figures['compared_with_us'] / 1e3:.3f} ms)"
     if figures["samples"]:
-        known = f"{interval} as far as its costs are known (90 %, {figures['samples']} perturbed tables)"
-        lines = [f"{ours} on this table, {known}"]
+        interval = f"{figures['gain_low']:.2%} to {figures['gain_high']:.2%}"
+        known = f"as far as its costs are known (90 %, median of {figures['samples']} perturbed tables)"
+        lines = [f"{other}: {figures['gain']:.2%}, {interval} {known}", _on_table(figures)]
     else:
-        lines = [f"{ours}: it is the same plan"]
+        lines = [f"{other}: {figures['gain']:.2%}: it is the same plan"]
     split = f"{figures['gathers_only']}, {figures['gathers_only_us'] / 1e3:.3f} ms"
     if figures["stock_us"] is not None:
         lines.append(
-            f"of it {figures['gain_of_timing']:.2%} by better timing (best plan by all-gathers alone: {split}), "
+            f"of that {figures['gain_of_timing']:.2%} by better timing (best plan by all-gathers alone: {split}), "
             f"{figures['gain_of_routes']:.2%} by other routes"
         )
     else:
@@ -196,6 +197,17 @@ def _gain_lines(figures: dict) -> list[str]:
         )
     lines += [f"not in the cost table: {text}" for text in figures["missing"]]
     return lines
+
+
+def _on_table(figures: dict) -> str:
+    """The gain on the table itself, and why it is another one than expected where it lies outside the interval."""
+    text = f"on this table itself: {figures['gain_on_table']:.2%}"
+    if figures["gain_low"] <= figures["gain_on_table"] <= figures["gain_high"]:
+        return text
+    if figures["gain_on_table"] < figures["gain_low"]:
+        return f"{text}, less than on most tables that are as likely"
+    why = ", and what the table lacks is taken as free on it" if figures["missing"] else ""
+    return f"{text}, more than expected: the plan was chosen because it is fast on it{why}"
 
 
 def _plan_lines(figures: dict, schedule: Schedule, predicted: Predicted) -> list[str]:
