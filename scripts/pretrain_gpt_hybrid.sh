@@ -100,7 +100,7 @@ fi
 if [ -e "$run/cost_table.json" ]; then
     if ! run megatron-ext cost check "$run/cost_table.json" --workload "$run/workload.json" --this-machine ${ALLOW_DIFFERENCES:+--allow-differences} >&2; then
         say "the cost table does not hold here: measuring again (ALLOW_DIFFERENCES=1 would use it)"
-        rm -f "$run"/{cost_table,schedule}.json "$run"/*.metrics.json "$run"/*.trace.json
+        rm -f "$run"/{cost_table,schedule,gathers_only.schedule}.json "$run"/*.metrics.json "$run"/*.trace.json
     fi
 fi
 if [ ! -e "$run/cost_table.json" ]; then
@@ -118,6 +118,18 @@ if [ ! -e "$run/schedule.json" ]; then
         ${ALLOW_DIFFERENCES:+--allow-differences}
 fi
 
+# At zero stage 3 stock Megatron has nothing to compare with: the other run trains by the best plan of all-gathers alone.
+other=(stock) what="Megatron as shipped"
+if grep -q '"zero_stage": *3' "$run/workload.json"; then
+    gathers=$run/gathers_only.schedule.json
+    if [ ! -e "$gathers" ]; then
+        say "planning by all-gathers alone"
+        run megatron-ext plan --cost-table "$run/cost_table.json" --workload "$run/workload.json" --policy gathers-only --out "$gathers" \
+            ${ALLOW_DIFFERENCES:+--allow-differences} || say "by all-gathers alone nothing fits: compared with Megatron as shipped, zero stage 1"
+    fi
+    [ ! -e "$gathers" ] || other+=(--user-defined-schedule "$gathers") what="the best plan by all-gathers alone"
+fi
+
 train() { # train KIND OPTIONS...: one training run, in place of the subshell in which it is called
     # Runs that start together keep indices of their samples apart: each maps its files while it writes them.
     local kind=$1
@@ -129,11 +141,11 @@ train() { # train KIND OPTIONS...: one training run, in place of the subshell in
 
 # Stock and schedule take turns of a few iterations, so that the machine's drift is in neither. A half of the pair is no pair.
 if [ ! -e "$run/stock.metrics.json" ] || [ ! -e "$run/scheduled.metrics.json" ]; then
-    say "training $ITERS iterations of each, in turns of $TURN_ITERS: Megatron as shipped, and by the schedule"
+    say "training $ITERS iterations of each, in turns of $TURN_ITERS: $what, and by the schedule"
     rm -rf "$run"/{stock,scheduled}.metrics.json "$run"/{stock,scheduled}.trace.json "$run/turns"
     mkdir "$run/turns"
     pair=()
-    train stock --user-defined-schedule-trace "$run/stock.trace.json" --interleave "$run/turns,0,$TURN_ITERS" > "$run/stock.log" 2>&1 &
+    train "${other[@]}" --user-defined-schedule-trace "$run/stock.trace.json" --interleave "$run/turns,0,$TURN_ITERS" > "$run/stock.log" 2>&1 &
     pair+=($!)
     train scheduled --user-defined-schedule "$run/schedule.json" --user-defined-schedule-trace "$run/scheduled.trace.json" \
         --interleave "$run/turns,1,$TURN_ITERS" --progress-bar "stock and scheduled" &

@@ -8,7 +8,7 @@ from megatron_ext.bounds.memory_headroom import with_headroom, with_most_headroo
 from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.baselines import BASELINES
+from megatron_ext.planner.baselines import BASELINES, best_of_gathers
 from megatron_ext.planner.local_search import improve
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.search import is_tiny, search
@@ -64,6 +64,8 @@ def plan(
     baselines: dict[str, float] = {}
     if by_memory:
         schedule, baselines = _within_memory(workload, timing, routes, bound_us, policy)
+    elif policy == "gathers-only" and (best := best_of_gathers(workload, timing)):
+        schedule = best[1]
     elif policy in BASELINES:
         needs, make = BASELINES[policy]
         for route in sorted(needs):

@@ -2,6 +2,8 @@
 
 from typing import Generic, NamedTuple, TypeVar
 
+import msgspec
+
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
@@ -15,6 +17,7 @@ from megatron_ext.report.verdict_check import check_verdict
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.simulation import with_prediction
 from megatron_ext.workload.route import ROUTES
+from megatron_ext.workload.workload import Limits, Workload
 
 GATHER_LANES = ("issue", "wait")
 """The training thread's time in gathers: issuing them, publishing for them, waiting for them."""
@@ -31,12 +34,13 @@ class Pair(NamedTuple, Generic[T]):
 
 
 class Report(NamedTuple):
-    """Figures of one run directory; times in microseconds.
+    """Figures of one run directory; times in microseconds. ``stock`` of a pair is what the schedule is compared with
+    (:class:`megatron_ext.report.run_dir.RunDir`): at zero stage 3 the best plan by all-gathers alone.
 
     ``gather_us``, ``exposed_us``, ``iteration_time_us``: measured, pairs of :class:`Spread`; the
     first two are, per iteration, the largest over ranks. ``period_us``: the same from the end of
     one iteration to the end of the next, None where no two follow each other. ``predicted_iteration_time_us``: a pair
-    of numbers; the scheduled one is what the schedule holds, the stock one is simulated from
+    of numbers; the scheduled one is what the schedule holds, the other one is simulated from
     the same table. ``loss_difference``: the largest relative one of scheduled from stock,
     None where no loss is a number. ``measured_ratio``: of iteration times, where the runs took turns; ``verdict_was``:
     whether it bears the verdict out (:func:`megatron_ext.report.verdict_check.check_verdict`). ``routes``: groups that
@@ -73,7 +77,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         InputError: the cost table lacks a figure that the prediction needs.
     """
     ours = evaluate(run.workload, run.table, run.schedule, trace=True, extrapolate=extrapolate)
-    stock = evaluate(run.workload, run.table, trace=True, extrapolate=extrapolate)
+    stock = evaluate(_workload_of_stock(run), run.table, run.gathers_only, trace=True, extrapolate=extrapolate)
     # A schedule written by hand holds no prediction.
     schedule = run.schedule if run.schedule.predicted is not None else with_prediction(run.schedule, ours)
     assert schedule.predicted is not None and stock.events is not None and ours.events is not None
@@ -106,6 +110,13 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         simulated={"stock": stock.events, "scheduled": ours.events},
         memory=_memory(run, [bill.memory for bill in ours.memory]),
     )
+
+
+def _workload_of_stock(run: RunDir) -> Workload:
+    """What the run that the schedule is compared with trains: stock Megatron has no zero stage 3."""
+    if run.workload.zero_stage < 3 or run.gathers_only is not None:
+        return run.workload
+    return msgspec.structs.replace(run.workload, zero_stage=1, limits=Limits())
 
 
 def _memory(run: RunDir, bills: list[RankMemory]) -> tuple[tuple[RankMemory, RankMemory], ...]:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, RankMemory
+from megatron_ext.planner.verdict import STOCK
 from megatron_ext.report.build_report import Pair, Report
 from megatron_ext.report.run_dir import READ, WRITTEN
 from megatron_ext.report.spread import Spread
@@ -19,7 +20,7 @@ EXPLAINED = {
     "gather time in training": (
         "the training thread's time in issuing gathers, publishing and waiting, per iteration the largest over ranks"
     ),
-    "ratio": "scheduled over stock, of the medians",
+    "ratio": "scheduled over the run that it is compared with, of the medians",
     "exposed time": "the part of it that a step waited for a group",
     "iteration time": "from a barrier to the end of the optimizer step, the slowest rank",
     "the pause before it": (
@@ -42,6 +43,7 @@ def as_json(report: Report) -> dict:
             name: {which: spread.as_json() for which, spread in _both(getattr(report, name))} for name in MEASURED
         },
         "differences": list(report.equality.differences),
+        "compared_with": compared_with(report),
         "measured_ratio": report.measured_ratio._asdict() if report.measured_ratio else None,
         "verdict_was": report.verdict_was,
         "verdict": {name: report.verdict.figures[name] for name in ("answer", "gain", "gain_low", "gain_high")},
@@ -80,8 +82,19 @@ def memory_rows(report: Report) -> list[tuple[str, str, str, str]]:
     return [("memory at the peak", "bill", "census", ""), *lines] if lines else []
 
 
+def compared_with(report: Report) -> str:
+    """What the run did that the schedule is compared with."""
+    run = report.run
+    if run.gathers_only is not None:
+        rule = run.gathers_only.metadata.planner
+        return f"the best plan by all-gathers alone ({rule}); stock Megatron has no zero stage 3"
+    if run.workload.zero_stage < 3:
+        return STOCK
+    return f"{STOCK}, which keeps whole parameters (zero stage 1): it has no zero stage 3"
+
+
 def rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """``(what, stock, scheduled, scheduled / stock)`` of every line of the table."""
+    """``(what, compared with, scheduled, scheduled / compared with)`` of every line of the table."""
     run = report.run
     lines = [
         ("iterations", f"{run.iterations}", f"{run.iterations}", ""),
@@ -161,8 +174,12 @@ def verdict_line(report: Report) -> str:
     if ratio is None:
         return f"{answer}; not held to a measured ratio: the runs did not take turns"
     was = f", so the verdict is {report.verdict_was}" if report.verdict_was else ""
-    measured = f"{ratio.ratio:.3f} +- {ratio.standard_error:.3f} of stock's iteration time"
+    measured = f"{ratio.ratio:.3f} +- {ratio.standard_error:.3f} of {_whose(report)} iteration time"
     return f"{answer}; measured {measured} (standard error, {ratio.turns} turns){was}"
+
+
+def _whose(report: Report) -> str:
+    return "stock's" if report.run.gathers_only is None else "the best all-gathers'"
 
 
 def cautions(report: Report) -> list[str]:
@@ -193,7 +210,7 @@ def as_text(report: Report, width: int | None = None) -> str:
     # rich draws tables that line up and fit the terminal.
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
-    for name in ("stock", "scheduled", "ratio"):
+    for name in (report.run.stock_name, "scheduled", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows(report):
         table.add_row(*row)
@@ -207,6 +224,7 @@ def as_text(report: Report, width: int | None = None) -> str:
     detail.add_column(no_wrap=True)
     detail.add_column(overflow="fold")
     detail.add_row("equality", report.equality.text)
+    detail.add_row("beside", compared_with(report))
     for note in notes:
         detail.add_row("note", note)
     detail.add_row("routes", _routes(report))
@@ -228,8 +246,10 @@ def as_text(report: Report, width: int | None = None) -> str:
 def as_markdown(report: Report) -> str:
     """The page that lies beside the run's files."""
     run = report.run
-    lines = ["# Stock Megatron beside the planned schedule", "", _title(report) + ".", ""]
-    lines += ["| | stock | scheduled | ratio |", "|---|---:|---:|---:|"]
+    other = run.stock_name
+    lines = ["# The planned schedule beside what it is compared with", "", _title(report) + ".", ""]
+    lines += [f"Compared with {compared_with(report)}.", ""]
+    lines += [f"| | {other} | scheduled | ratio |", "|---|---:|---:|---:|"]
     lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows(report)]
     if report.memory:
         head, *rest = memory_rows(report)
@@ -258,7 +278,7 @@ def as_markdown(report: Report) -> str:
     lines += [
         f"`{WRITTEN['overlay']}` holds the same iterations, measured and simulated, for Perfetto (ui.perfetto.dev)."
     ]
-    lines += ["", "## Losses", "", "| iteration | stock | scheduled | reference |", "|---:|---:|---:|---:|"]
+    lines += ["", "## Losses", "", f"| iteration | {other} | scheduled | reference |", "|---:|---:|---:|---:|"]
     reference = run.reference.loss if run.reference is not None else None
     for index, (stock, ours) in enumerate(zip(run.stock.loss, run.scheduled.loss)):
         theirs = _loss(reference[index]) if reference is not None else "-"

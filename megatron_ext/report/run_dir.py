@@ -27,12 +27,19 @@ READ = {
 }
 """What a run directory holds; only the reference may be missing."""
 
+GATHERS_ONLY = "gathers_only.schedule.json"
+"""At zero stage 3, the schedule by which the run of ``stock_trace`` trained."""
+
 WRITTEN = {"report": "report.md", "timeline": "timeline.png", "overlay": "overlay.trace.json"}
 """What ``report`` adds to it."""
 
 
 class RunDir(NamedTuple):
-    """Everything a report is made of; ``reference`` is None where no reference was trained."""
+    """Everything a report is made of; ``reference`` is None where no reference was trained.
+
+    ``stock`` is the run that the schedule is compared with. It trained by ``gathers_only``, or where that is None as
+    stock Megatron does, whose zero stage is 1.
+    """
 
     path: Path
     table: cost.CostTable
@@ -43,6 +50,14 @@ class RunDir(NamedTuple):
     reference: Metrics | None
     stock_trace: MeasuredTrace
     scheduled_trace: MeasuredTrace
+    gathers_only: Schedule | None = None
+
+    @property
+    def stock_name(self) -> str:
+        """What the run that the schedule is compared with is called in a report."""
+        if self.gathers_only is not None:
+            return "all-gathers alone"
+        return "stock" if self.workload.zero_stage < 3 else "zero stage 1"
 
     @property
     def iterations(self) -> int:
@@ -73,6 +88,7 @@ def load(directory) -> RunDir:
     workload = workload_file.load(at["workload"])
     schedule = validate.load(at["schedule"])
     match.match(schedule, workload, file=at["schedule"])
+    gathers_only = _gathers_only(path / GATHERS_ONLY, workload)
     planned_by = schedule.metadata.cost_table_sha256
     if planned_by is not None and planned_by != json_files.sha256(at["cost_table"]):
         raise InputError(
@@ -93,7 +109,18 @@ def load(directory) -> RunDir:
     traces = [
         MeasuredTrace(at[key], workload.parallel, scheduled.iterations) for key in ("stock_trace", "scheduled_trace")
     ]
-    return RunDir(path, table, workload, schedule, stock, scheduled, reference, *traces)
+    return RunDir(path, table, workload, schedule, stock, scheduled, reference, *traces, gathers_only)
+
+
+def _gathers_only(path: Path, workload: Workload) -> Schedule | None:
+    if workload.zero_stage < 3 or not path.exists():
+        return None
+    schedule = validate.load(path)
+    match.match(schedule, workload, file=path)
+    routes = {a.route for rank in schedule.ranks for entry in (rank.start, *rank.steps) for a in entry.unshard}
+    if routes - {"gpu"}:
+        raise InputError("expected all-gathers alone", file=path, field="route", value=sorted(routes - {"gpu"})[0])
+    return schedule
 
 
 def _same_length(path: Path, scheduled: Metrics) -> Metrics:

@@ -40,7 +40,7 @@ class Panel(NamedTuple):
 
 
 def panels(report: Report) -> list[Panel]:
-    """By the schedule, simulated above measured, and below them stock Megatron, measured."""
+    """By the schedule, simulated above measured, and below them what it is compared with, measured."""
     run = report.run
     parallel = run.workload.parallel
     simulated = Panel(
@@ -49,8 +49,8 @@ def panels(report: Report) -> list[Panel]:
         (0.0, report.predicted_iteration_time_us.scheduled),
     )
     windows = representatives(report)
-    found = [simulated]
-    for which, name, replicas in (("scheduled", "by the schedule", True), ("stock", "stock Megatron", False)):
+    found, other = [simulated], "stock Megatron" if run.stock_name == "stock" else run.stock_name
+    for which, name, replicas in (("scheduled", "by the schedule", True), ("stock", other, False)):
         window = windows[which]
         took = getattr(run, which).iteration_us[window.iteration - 1]
         title = f"{name}, MEASURED: iteration {window.iteration} of {run.iterations}, nearest to the median"
@@ -86,10 +86,10 @@ def zoom_us(drawn: list[Panel]) -> float | None:
 
 
 def iterations_by_name(report: Report) -> dict[str, list[Event]]:
-    """The same iterations, and stock Megatron simulated, as events for the overlay."""
+    """The same iterations, and what it is compared with simulated, as events for the overlay."""
     windows = representatives(report)
     found = {}
-    for which in ("scheduled", "stock"):
-        found[f"{which}, simulated"] = report.simulated[which]
-        found[f"{which}, measured"] = windows[which].events
+    for which, name in (("scheduled", "scheduled"), ("stock", report.run.stock_name)):
+        found[f"{name}, simulated"] = report.simulated[which]
+        found[f"{name}, measured"] = windows[which].events
     return found

@@ -5,12 +5,14 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 from run_files import change, make_run
 
 from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table as cost
+from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
-from megatron_ext.report.run_dir import READ
+from megatron_ext.report.run_dir import GATHERS_ONLY, READ
 from megatron_ext.schedule import user_defined_schedule as schedule
 from megatron_ext.workload import workload
 
@@ -121,9 +123,30 @@ def test_short_runs_are_reported(tmp_path, capsys, iterations):
     assert figures(capsys, tmp_path)["iteration_time_us"]["scheduled"] == 1000.0 + iterations
 
 
-def test_zero_stage_3_is_reported(tmp_path, capsys):
-    make_run(tmp_path, zero_stage=3)
-    assert figures(capsys, tmp_path)["bitwise_equal"] is True
+def test_zero_stage_3_is_compared_with_all_gathers_alone(tmp_path, capsys):
+    work = make_run(tmp_path, zero_stage=3)
+    table = cost.load(tmp_path / "cost_table.json")
+    gathers = plan(work, table, policy="gathers-only")
+    schedule.save(tmp_path / GATHERS_ONLY, gathers)
+    found = figures(capsys, tmp_path)
+    assert found["bitwise_equal"] is True
+    assert found["compared_with"].startswith("the best plan by all-gathers alone")
+    assert found["predicted_iteration_time_us"]["stock"] == gathers.predicted.iteration_time_us
+    _, out, _ = command(capsys, tmp_path)
+    for text in (out, (tmp_path / "report.md").read_text()):
+        assert "all-gathers alone" in text and "stock's" not in text
+    assert "| | all-gathers alone | scheduled | ratio |" in text
+    schedule.save(tmp_path / GATHERS_ONLY, plan(work, table, policy="all-cpu"))
+    assert "expected all-gathers alone" in command(capsys, tmp_path)[2]
+
+
+def test_what_trained_without_a_schedule_at_zero_stage_3_is_called_zero_stage_1(tmp_path, capsys):
+    work = make_run(tmp_path, zero_stage=3)
+    found = figures(capsys, tmp_path)
+    stock = evaluate(replace(work, zero_stage=1), cost.load(tmp_path / "cost_table.json"))
+    assert found["predicted_iteration_time_us"]["stock"] == stock.iteration_time_us
+    assert "(zero stage 1)" in found["compared_with"]
+    assert "| | zero stage 1 | scheduled | ratio |" in (tmp_path / "report.md").read_text()
 
 
 def refused(capsys, path, name: str) -> str:
