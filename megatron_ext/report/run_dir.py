@@ -109,7 +109,7 @@ def load(directory) -> RunDir:
     traces = [
         MeasuredTrace(at[key], workload.parallel, scheduled.iterations) for key in ("stock_trace", "scheduled_trace")
     ]
-    return RunDir(path, table, workload, schedule, stock, scheduled, reference, *traces, gathers_only)
+    return RunDir(path, table, workload, schedule, stock, scheduled, reference, *traces, gathers_only=gathers_only)
 
 
 def _gathers_only(path: Path, workload: Workload) -> Schedule | None:
