@@ -7,17 +7,21 @@ from megatron_ext.workload.workload import Chunk, Workload
 
 
 def with_activations(workload: Workload, table: CostTable) -> Workload:
-    """The workload with the table's ``activation_bytes`` in every chunk of which all layer kinds were measured."""
+    """The workload with the table's ``activation_bytes`` in every chunk of which all layer kinds were measured.
+
+    A chunk keeps its own count where one of the two recomputes in backward and the other does not.
+    """
     rows = {row.layer_kind: row for row in table.compute if row.activation_bytes is not None}
 
     def measured(chunk: Chunk) -> Chunk:
         layers = [rows[kind] for kind in chunk.layer_kinds if kind in rows]
         if not layers or len(layers) < len(chunk.layer_kinds):
             return chunk
+        recomputed = max(row.recompute_bytes for row in layers)
+        if chunk.activation_bytes and bool(chunk.recompute_bytes) != bool(recomputed):
+            return chunk
         return msgspec.structs.replace(
-            chunk,
-            activation_bytes=tuple(row.activation_bytes for row in layers),
-            recompute_bytes=max(row.recompute_bytes for row in layers),
+            chunk, activation_bytes=tuple(row.activation_bytes for row in layers), recompute_bytes=recomputed
         )
 
     return (

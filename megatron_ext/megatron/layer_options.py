@@ -49,6 +49,9 @@ def options_of_layers(args) -> tuple[str, ...]:
             value = getattr(args, f"recompute_{name}")
             if value is not None:
                 valued["recompute-" + name.replace("_", "-")] = value
+        if args.recompute_method == "block":  # counts layers of a chunk; here a rank's are one chunk
+            chunks = args.virtual_pipeline_model_parallel_size or 1
+            valued["recompute-num-layers"] = min(args.recompute_num_layers * chunks, valued["num-layers"])
     found = [text for name, value in valued.items() for text in (f"--{name}", str(value))]
     return (*found, *(f"--{name}" for name, given in flags.items() if given))
 

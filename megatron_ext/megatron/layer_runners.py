@@ -42,7 +42,7 @@ class LayerRunner:
         for parameter in every:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         self._outputs, self._gradient = [], None
-        self.not_saved: list[torch.Tensor] = []  # tensors that are no activations: parameters, the mask
+        self.not_saved: list[torch.Tensor] | None = None  # no activations: parameters, what all layers share
 
     def forward(self) -> None:
         self._outputs.append(self._run(len(self._outputs)))
@@ -107,6 +107,23 @@ class StepRunner:
         self._boundary.grad = self._output = None
 
 
+def _recomputes(args) -> tuple[bool, bool]:
+    """Whether the layers that are measured are recomputed in backward, and whether every layer of the run keeps what
+    one of them keeps: not where several are recomputed together, or some and others not.
+
+    Args:
+        args: of the run, with all of its layers and stages.
+    """
+    if args.recompute_granularity != "full":
+        return False, True
+    chunks = args.pipeline_model_parallel_size * (args.num_virtual_stages_per_pipeline_rank or 1)
+    count = args.recompute_num_layers or 1
+    if args.recompute_method == "uniform":
+        return True, count == 1
+    every = count * chunks >= args.num_layers
+    return every, every
+
+
 def _call(function, **arguments):
     """``function`` with those of ``arguments`` that it takes in this release."""
     return function(
@@ -130,6 +147,7 @@ def layer_runners(options: list[str], read_batches=None) -> dict:
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tensor_model_parallel_size)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    recomputed, alike = _recomputes(args)
     layers = max(args.num_layers // args.pipeline_model_parallel_size, 1)
     args.num_layers, args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank = 1, 1, None
     # Freeing outputs is the pipeline's: Megatron's backward step would take them for freed.
@@ -152,7 +170,10 @@ def layer_runners(options: list[str], read_batches=None) -> dict:
         return model.embedding(input_ids=tokens, position_ids=positions)
 
     def transformer(index):
-        return model.decoder.layers[index](hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
+        def run(hidden):
+            return model.decoder.layers[index](hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
+
+        return tensor_parallel.checkpoint(run, False, hidden) if recomputed else run(hidden)
 
     def output(index):
         assert model.decoder.final_layernorm is not None  # it is taken away from the embedding's model only
@@ -166,8 +187,9 @@ def layer_runners(options: list[str], read_batches=None) -> dict:
     runners = {kind: LayerRunner(run, owned[kind], boundary) for kind, (run, boundary) in runs.items()}
     micro_batches = read_batches(args) if read_batches is not None else _stacked_batches(tokens, positions)
     empty = empty.to(device=device, dtype=config.params_dtype)
-    for runner in runners.values():
-        runner.not_saved = [*model.parameters(), mask]
+    for kind, runner in runners.items():
+        if kind != "transformer" or alike:
+            runner.not_saved = [*model.parameters(), mask, *([] if rotary is None else [rotary])]
     return runners | {"step": StepRunner(empty, micro_batches, mask, hidden.detach().clone().requires_grad_())}
 
 

@@ -37,6 +37,10 @@ def test_every_kind_of_layer_and_a_step_that_reads_the_runs_samples(tmp_path):
     assert set(rows) == {"embedding", "transformer", "output", "step"}
     assert all(row.forward_us > 0 and row.backward_us > 0 for row in rows.values())
     assert (tmp_path / "cache").is_dir()  # the data set's index: its samples were read
+    # Recomputed as set: a layer keeps its input in float32 alone, and its backward makes the rest anew.
+    layer = rows["transformer"]
+    assert layer.activation_bytes == 16 * 32 * 4 < layer.recompute_bytes
+    assert rows["output"].recompute_bytes == 0 < rows["output"].activation_bytes
 
 
 def test_samples_that_cannot_be_read_are_refused_only_where_they_would_be(tmp_path):
