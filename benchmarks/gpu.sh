@@ -27,7 +27,7 @@ case "${1:-}" in
     "") ;;
     --dry-run)
         device=cpu
-        export BUDGET=${BUDGET:-3000000} LAYERS=${LAYERS:-4} HIDDEN=${HIDDEN:-128} SEQ=${SEQ:-32} ITERS=${ITERS:-4}
+        export BUDGET=${BUDGET:-800000} LAYERS=${LAYERS:-4} HIDDEN=${HIDDEN:-128} SEQ=${SEQ:-32} ITERS=${ITERS:-4}
         export MEASURE_SECONDS=${MEASURE_SECONDS:-5} NAME=${NAME:-gpu-dry-run} OUT=${OUT:-runs/gpu-dry-run}
         ;;
     *) refuse "'$1': expected --dry-run or nothing" ;;

@@ -82,14 +82,51 @@ def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = 
                 values[part] = _with_algorithms(
                     values[part], [get(table, part) for other, table in tables.items() if other != name]
                 )
+    notes = _leave_out_other_network(tables, values, origin) if "contention" not in chosen else []
     fields: dict[str, Any] = {part: value for part, value in values.items() if "." not in part}
     for struct, kind in _STRUCTS.items():
         inner = {part.partition(".")[2]: value for part, value in values.items() if part.startswith(f"{struct}.")}
         fields[struct] = kind(**inner)
     first = next(iter(tables.values()))
     return check(
-        CostTable(schema_version=first.schema_version, kind="cost_table", metadata=_metadata(tables, origin), **fields)
+        CostTable(
+            schema_version=first.schema_version, kind="cost_table", metadata=_metadata(tables, origin, notes), **fields
+        )
     )
+
+
+NETWORKED = {"gpu", "reduce", "p2p", "publish"}
+"""Links that cross the network where a run spans nodes."""
+
+
+def _leave_out_other_network(tables: Mapping[str, CostTable], values: dict, origin: dict) -> list[str]:
+    """Take rows of contention away that were measured without the network which all-gathers use here, or with it.
+
+    Between nodes an all-gather and a host copy share a GPU's PCIe link, inside a node they need not: what one of them
+    costs beside the other must come from the cluster. Returns a note where rows were taken away.
+    """
+    if "contention" not in origin or "routes.gpu" not in origin:
+        return []
+    spans = [_spans_nodes(tables[origin[part]]) for part in ("routes.gpu", "contention")]
+    kept = tuple(row for row in values["contention"] if not {row.measured, row.busy} & NETWORKED)
+    if None in spans or spans[0] == spans[1] or kept == values["contention"]:
+        return []
+    values["contention"] = kept
+    where = ["between nodes" if span else "inside a node" for span in spans]
+    return [
+        f"contention of {', '.join(sorted(NETWORKED))} from {origin['contention']} left out: measured {where[1]}, "
+        f"all-gathers {where[0]}"
+    ]
+
+
+def _spans_nodes(table: CostTable) -> bool | None:
+    """Whether the table was measured on several nodes; None where it does not say."""
+    sizes = table.metadata.world_sizes or {}
+    names = ("data_parallel_size", "pipeline_model_parallel_size", "ranks_per_node")
+    data, pipeline, node = (sizes.get(name) for name in names)
+    if not isinstance(data, int) or not isinstance(pipeline, int) or not isinstance(node, int):
+        return None
+    return data * pipeline > node
 
 
 def get(table: CostTable, part: str):
@@ -115,13 +152,13 @@ def _with_algorithms(curve: Curve, others: list) -> Curve:
     return msgspec.structs.replace(curve, algorithms=algorithms)
 
 
-def _metadata(tables: Mapping[str, CostTable], origin: Mapping[str, str]) -> Metadata:
-    """Each of hardware, software and world sizes as the used tables say it; where they differ,
+def _metadata(tables: Mapping[str, CostTable], origin: Mapping[str, str], more: list[str]) -> Metadata:
+    """``more``: further notes. Each of hardware, software and world sizes as the used tables say it; where they differ,
     that of the links, and a note."""
     used = [name for name in tables if name in origin.values()]
     links_from = origin.get("routes.gpu") or origin.get("routes.cpu") or (used[0] if used else next(iter(tables)))
     base = tables[links_from].metadata
-    notes = [f"{name}: {note}" for name in used for note in tables[name].metadata.notes]
+    notes = [f"{name}: {note}" for name in used for note in tables[name].metadata.notes] + more
     for name in used:
         for part in ("hardware", "software", "world_sizes"):
             other = getattr(tables[name].metadata, part)

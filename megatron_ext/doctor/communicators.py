@@ -1,9 +1,10 @@
-"""Collectives of two communicators in flight at once, issued by two threads, as a run issues them: do they end, and
-hold the right bytes, whatever ranks do in between?
+"""Collectives of two communicators in flight at once, issued as a run issues them: do they end, and hold the right
+bytes, whatever ranks do in between?
 
-In a run the training thread gathers by one communicator, and a thread of its own by another (route ``cpu_shard``, the
-hierarchical all-gather). Ranks are held up here by different times. Collectives that ranks order differently never end;
-the doctor then gives up and says so. Not yet run on a GPU.
+On a GPU the training thread issues all of a run's collectives, in one order on all ranks; see [Note: One order over all
+communicators] in routes.py. On a CPU a thread of its own issues those of the second communicator (route ``cpu_shard``,
+the hierarchical all-gather). Ranks are held up here by different times. Collectives that ranks order differently never
+end; the doctor then gives up and says so. Not yet run on a GPU.
 """
 
 import contextlib
@@ -29,9 +30,13 @@ def check(place: Place, fabric: Fabric) -> list[Finding]:
     """All-gathers by two communicators from two threads, late now on this rank, now on that. Collective."""
     if place.world_size == 1:
         return [not_tried(NAME, "one rank gathers from nobody")]
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        other = pool.submit(_wrong, place, fabric, fabric.data_busy, 1)
-        wrong = _wrong(place, fabric, fabric.data, 0) + other.result()
+    both = [(fabric.data, 0), (fabric.data_busy, 1)]
+    if place.on_cuda:
+        wrong = _wrong(place, fabric, both)
+    else:
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            other = pool.submit(_wrong, place, fabric, both[1:])
+            wrong = _wrong(place, fabric, both[:1]) + other.result()
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
     backend = "nccl" if place.on_cuda else "gloo"
     where = f"{2 * ROUNDS} all-gathers by two {backend} communicators, CUDA_DEVICE_MAX_CONNECTIONS {connections}"
@@ -40,17 +45,19 @@ def check(place: Place, fabric: Fabric) -> list[Finding]:
     return [passed(NAME, f"{where}: ended, and hold the right bytes")]
 
 
-def _wrong(place: Place, fabric: Fabric, group: dist.ProcessGroup, which: int) -> int:
-    """How many of :data:`ROUNDS` all-gathers by ``group`` hold wrong bytes."""
-    if place.on_cuda:
-        torch.cuda.set_device(place.device)  # a thread begins on device 0
-    with torch.cuda.stream(torch.cuda.Stream(place.device)) if place.on_cuda else contextlib.nullcontext():
-        wholes = []
-        for number in range(ROUNDS):
+def _wrong(place: Place, fabric: Fabric, groups: list[tuple[dist.ProcessGroup, int]]) -> int:
+    """How many of :data:`ROUNDS` all-gathers by each of ``groups`` hold wrong bytes; issued by this thread, in turn."""
+    streams = [torch.cuda.Stream(place.device) if place.on_cuda else None for _ in groups]
+    wholes = []
+    for number in range(ROUNDS):
+        for (group, which), stream in zip(groups, streams):
             if (number + which) % place.world_size == place.rank:
                 time.sleep(LATE_SECONDS)
-            wholes.append(_gather(fabric, group, 2 * number + which))
-        return sum(not torch.equal(whole, _expected(whole, 2 * number + which)) for number, whole in enumerate(wholes))
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                wholes.append((_gather(fabric, group, 2 * number + which), 2 * number + which))
+    if place.on_cuda:
+        torch.cuda.synchronize(place.device)
+    return sum(not torch.equal(whole, _expected(whole, number)) for whole, number in wholes)
 
 
 def _gather(fabric: Fabric, group: dist.ProcessGroup, number: int) -> torch.Tensor:

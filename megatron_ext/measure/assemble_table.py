@@ -191,6 +191,9 @@ def notes(raw: dict) -> list[str]:
     unmeasured = [f"{measured} beside {busy}" for measured, busy in raw.get("unmeasured_pairs", [])]
     if unmeasured:
         lines.append(f"out of time, contention not measured: {', '.join(unmeasured)}")
+    if raw.get("unsafe_pairs"):
+        names = ", ".join(sorted({name for pair in raw["unsafe_pairs"] for name in pair}))
+        lines.append(f"CUDA_DEVICE_MAX_CONNECTIONS is 1: contention among {names} cannot be measured")
     once: list[str] = []
     for name, rows in raw["curves"].items():
         wavering = []

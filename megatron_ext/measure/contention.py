@@ -2,14 +2,23 @@
 
 The measured operation runs on the calling thread, the busy one on a thread of its own and on
 process groups of its own, on every rank at once, for as long as the measuring takes.
+
+[Note: One hardware queue]
+Two threads issue the collectives of two communicators in an order that differs by rank. NCCL bears that as long as
+either can start while the other waits. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue: a
+second all-gather behind the first one on its stream blocks the queue for the other communicator, on another rank the
+other way round, and both wait for ever. Such pairs are then not measured. A run is safe: see [Note: One order over all
+communicators] in routes.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from itertools import permutations
 from statistics import median
 from time import monotonic
 
@@ -24,6 +33,9 @@ from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import sample
 
 LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "nvme")
+
+COLLECTIVES = ("gpu", "p2p", "reduce")
+"""Links whose transfers are collectives of a communicator."""
 
 KINDS = OPERATIONS | {NvmeRead.name: NvmeRead}
 """What stands for each link; see :func:`kinds`."""
@@ -48,7 +60,15 @@ def pairs(fabric: Fabric) -> list[tuple[str, str]]:
         # Where time runs out, rather without the copies: publishing shares the network with all-gathers.
         present.remove("publish")
         present.insert(present.index("cpu"), "publish")
-    return [(measured, busy) for busy in present for measured in present if measured != busy]
+    together = [(measured, busy) for busy in present for measured in present if measured != busy]
+    return [pair for pair in together if pair not in unsafe_pairs(fabric.torch_device.type)]
+
+
+def unsafe_pairs(device_type: str) -> list[tuple[str, str]]:
+    """(measured, busy) that could wait for each other for ever, see [Note: One hardware queue]."""
+    if device_type != "cuda" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        return []
+    return list(permutations(COLLECTIVES, 2))
 
 
 def kinds(fabric: Fabric) -> dict[str, type[Operation]]:

@@ -12,9 +12,10 @@ import os
 import torch
 import torch.distributed as dist
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.hostcpu.board import Board, SharedBoard
 from megatron_ext.measure.options import MIB, Options
-from megatron_ext.runtime import block_pages
+from megatron_ext.runtime import block_pages, host_memory
 from megatron_ext.runtime.device import device_of
 
 ARENA_BYTES = 64 * MIB
@@ -109,6 +110,8 @@ class Fabric:
         """The node's host copy of this pipeline rank, float32, shared by its data-parallel ranks."""
         if self._host is None:
             size = arena_bytes(self.options)
+            stages = {place // self.options.data_parallel_size for place in self._ranks_of_node()}
+            host_memory.require(len(stages) * size, f"host copies of groups of {self.options.largest} bytes")
             offset = _control_bytes(self.options) + self.pp_rank * size
             self._host = torch.frombuffer(self._map, dtype=torch.float32, count=size // 4, offset=offset)
             if self.local_rank == 0 or self.dp_rank == 0 or self.local_rank % self.options.data_parallel_size == 0:
@@ -122,8 +125,29 @@ class Fabric:
     def arena(self) -> torch.Tensor:
         """This rank's device memory for whole groups, float32."""
         if self._arena is None:
-            self._arena = torch.ones(arena_bytes(self.options) // 4, device=self.torch_device)
+            self._arena = self._ones(arena_bytes(self.options))
         return self._arena
+
+    def busy_arena(self) -> torch.Tensor:
+        """Device memory of a link that is kept busy, float32: as large as contention asks for, and no larger."""
+        options = self.options
+        message = 4 * options.seq_length * options.micro_batch_size * options.hidden_size
+        return self._ones(min(arena_bytes(options), options.rounded(max(ARENA_BYTES, message))))
+
+    def _ones(self, size_bytes: int) -> torch.Tensor:
+        if self.torch_device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.torch_device)
+            if size_bytes > free:
+                raise InputError(
+                    f"a group of so many bytes does not fit this device, which has {free} left",
+                    field="--max-bytes or --also-sizes",
+                    value=size_bytes,
+                )
+        return torch.ones(size_bytes // 4, device=self.torch_device)
+
+    def _ranks_of_node(self) -> range:
+        first = self.node * self.options.node_size
+        return range(first, min(first + self.options.node_size, self.world_size))
 
     def window(self, memory: torch.Tensor, size_bytes: int, round_index: int) -> torch.Tensor:
         """A group of ``size_bytes`` in ``memory``; successive rounds lie side by side."""

@@ -49,6 +49,7 @@ import torch
 
 from megatron_ext.cost.cost_table import Compute
 from megatron_ext.formats.errors import InputError
+from megatron_ext.measure.device_time import DeviceTimer
 from megatron_ext.runtime.device import has_cuda
 from megatron_ext.runtime.saved_tensors import SavedTensors
 
@@ -122,21 +123,18 @@ def measure_compute(
             of the model touches between two visits: a layer that is run again and again would
             be found in the caches, in training it is not.
     """
-    on_cuda = _on_cuda()
-    now = clock()
+    now, timer = clock(), DeviceTimer() if _on_cuda() else None
     evict = torch.ones(max(evict_bytes // 4, 1))
 
     visits = {kind: visits_of(runner) for kind, runner in runners.items()}
 
     def timed(call) -> float:
+        if timer is not None:
+            return timer.time(call, call)[0]
         if evict_bytes:
             evict.sum()  # read, not written: lines still to be written back would be charged to the layer
-        if on_cuda:
-            torch.cuda.synchronize()
         start = now()
         call()
-        if on_cuda:
-            torch.cuda.synchronize()
         return (now() - start) * 1e6
 
     times: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in runners}

@@ -33,6 +33,7 @@ class NvmeRead(Operation):
     """The whole way of one group: drive, pinned slot, device. Every rank reads at once, each its own file."""
 
     name = "nvme"
+    by_host = True
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
@@ -45,7 +46,7 @@ class NvmeRead(Operation):
         fabric.device.pin(self.staged)
         self.worker = Worker("measure-nvme")
         self.stream = fabric.device.copy_stream()
-        self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
+        self.memory = fabric.busy_arena() if busy else fabric.arena
 
     def offset(self, size_bytes: int, round_index: int) -> int:
         """Another place in the file every round: drives have caches too."""
@@ -73,6 +74,7 @@ class NvmeWrite(Operation):
     the run does; shares the file of a read."""
 
     name = "publish_nvme"
+    by_host = True
 
     def __init__(self, read: NvmeRead):
         super().__init__(read.fabric)

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.runtime import cpu_shard, hierarchical
 from megatron_ext.runtime.cpu_shard import make_data_group
+from megatron_ext.runtime.lanes import open_lane
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, make_process_groups
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.worker import Transfer, Worker
@@ -32,7 +33,7 @@ class Handle(Protocol):
 
 
 class Done:
-    """Handle of work that was complete when it was issued."""
+    """Handle of work that was complete when it was issued, or that the current stream does."""
 
     def wait(self) -> None:
         pass
@@ -45,12 +46,14 @@ class Operation(ABC):
     """Base: what all operations share. ``close`` ends threads.
 
     ``messages``: what is issued counts so many times. ``computes``: it is done by the calling
-    thread alone, so that processor time can stand for it, see sampling.py.
+    thread alone, so that processor time can stand for it, see sampling.py. ``by_host``: the host's processors do most
+    of it on a CUDA device, too.
     """
 
     name = ""
     messages = 1
     computes = False
+    by_host = False
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         self.fabric, self.busy = fabric, busy
@@ -72,7 +75,7 @@ class Gather(Operation):
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         self.group = fabric.data_busy if busy else fabric.data
-        self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
+        self.memory = fabric.busy_arena() if busy else fabric.arena
 
     def issue(self, size_bytes: int, round_index: int):
         whole = self.fabric.window(self.memory, size_bytes, round_index)
@@ -101,30 +104,23 @@ class HierarchicalGather(Operation):
 
 
 class HostCopy(Operation):
-    """The whole group from the node's host copy to the device, on the worker thread and by
-    the copy stream that the run uses."""
+    """The whole group from the node's host copy to the device, by a lane as the run's routes have one."""
 
     name = "cpu"
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self.worker = Worker(f"measure-{self.name}")
-        self.stream = fabric.device.copy_stream()
-        self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
+        self.lane = open_lane(f"measure-{self.name}", fabric.device)
+        self.memory = fabric.busy_arena() if busy else fabric.arena
         _ = fabric.host
 
-    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+    def issue(self, size_bytes: int, round_index: int) -> Handle:
         source = self.fabric.window(self.fabric.host, size_bytes, round_index)
         target = self.fabric.window(self.memory, size_bytes, round_index)
-        after = self.fabric.device.mark()
-
-        def copy(transfer: Transfer) -> None:
-            transfer.after = self.fabric.device.copy(target, source, self.stream, after)
-
-        return self.worker.submit(copy)
+        return self.lane.submit(lambda lane, after: lane.copy(target, source, after))
 
     def close(self) -> None:
-        self.worker.close()
+        self.lane.close()
 
 
 class ShardGather(Operation):
@@ -152,15 +148,10 @@ class Publish(HostCopy):
 
     name = "publish"
 
-    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+    def issue(self, size_bytes: int, round_index: int) -> Handle:
         source = self.fabric.shard(self.fabric.window(self.memory, size_bytes, round_index))
         target = self.fabric.shard(self.fabric.window(self.fabric.host, size_bytes, round_index))
-        after = self.fabric.device.mark()
-
-        def copy(transfer: Transfer) -> None:
-            transfer.after = self.fabric.device.copy(target, source, self.stream, after)
-
-        return self.worker.submit(copy)
+        return self.lane.submit(lambda lane, after: lane.copy(target, source, after))
 
 
 class Reduce(Gather):
@@ -186,6 +177,7 @@ class Internode(Operation):
 
     name = "internode"
     messages = IN_FLIGHT
+    by_host = True
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
@@ -216,7 +208,7 @@ class PublishAcross(Internode):
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
+        self.memory = fabric.busy_arena() if busy else fabric.arena
         self.stream = fabric.device.copy_stream()
 
     def issue(self, size_bytes: int, round_index: int) -> Transfer:
@@ -246,7 +238,7 @@ class P2P(Operation):
         pp, dp = fabric.options.pipeline_model_parallel_size, fabric.options.data_parallel_size
         other = fabric.pp_rank ^ 1
         self.peer = other * dp + fabric.dp_rank if other < pp else None
-        self.memory = torch.ones_like(fabric.arena) if busy else fabric.arena
+        self.memory = fabric.busy_arena() if busy else fabric.arena
 
     def issue(self, size_bytes: int, round_index: int):
         if self.peer is None:
@@ -321,6 +313,7 @@ class HostAdd(Operation):
 
     name = "host_add"
     computes = True
+    by_host = True
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
@@ -335,7 +328,8 @@ class HostAdd(Operation):
 
 class MatrixProduct(Operation):
     """Products of the model's shapes: (sequence * micro-batch, hidden) x (hidden, 4 hidden) and
-    back, until about a millisecond has passed. ``size_bytes`` does not matter."""
+    back, until about a millisecond has passed. ``size_bytes`` does not matter. On a device in bfloat16, as training:
+    float32 leaves its tensor cores, and so its memory and power, to the transfers beside it."""
 
     name = "compute"
     computes = False  # in contention the wait for a processor is what is measured
@@ -344,9 +338,11 @@ class MatrixProduct(Operation):
         super().__init__(fabric, busy)
         options = fabric.options
         rows, hidden = options.seq_length * options.micro_batch_size, options.hidden_size
-        self.input = torch.ones(rows, hidden, device=fabric.torch_device)
-        self.up = torch.ones(hidden, 4 * hidden, device=fabric.torch_device)
-        self.down = torch.ones(4 * hidden, hidden, device=fabric.torch_device)
+        how: dict = {"device": fabric.torch_device}
+        how["dtype"] = torch.float32 if fabric.torch_device.type == "cpu" else torch.bfloat16
+        self.input, self.up, self.down = (
+            torch.ones(*shape, **how) for shape in ((rows, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
+        )
         # 5e10 FLOP/s is the order of one processor thread; an accelerator gets more products.
         rate = 5e10 if fabric.torch_device.type == "cpu" else 2e14
         self.products = max(int(1e-3 * rate / (16 * rows * hidden * hidden)), 1)

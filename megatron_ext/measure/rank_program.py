@@ -177,6 +177,7 @@ class Measurement:
             "curves": curves_of(self.merged, self.refined, us_per_byte),
             "contention": rows,
             "unmeasured_pairs": [pair for pair in self.pairs if pair not in known],
+            "unsafe_pairs": contention.unsafe_pairs(fabric.torch_device.type) if self.pairs else [],
             "compute": compute,
             "nvme": self.drive,
         }

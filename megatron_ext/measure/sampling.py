@@ -12,10 +12,12 @@ from time import perf_counter, process_time, thread_time
 
 import torch
 
+from megatron_ext.measure.device_time import DeviceTimer
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operations import Operation
 
 MAX_ROUNDS = 20
+IN_A_ROW, SHORT_BYTES = 8, 4 << 20
 
 
 class Samples:
@@ -38,20 +40,14 @@ class Samples:
         self.transfers += later.transfers
 
 
-def timed(fabric: Fabric, operation: Operation, size_bytes: int, round_index: int) -> tuple[float, float, float]:
+def timed(
+    fabric: Fabric, operation: Operation, size_bytes: int, round_index: int, timer: DeviceTimer | None
+) -> tuple[float, float, float]:
     """(until complete, until issued, processor time of all threads) in microseconds. On CUDA the
-    first is between two events on the current stream, which waits for whatever stream the
-    operation ran on, and the last is 0: transports take no processor from compute there."""
-    if fabric.torch_device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        start = perf_counter()
-        handle = operation.issue(size_bytes, round_index)
-        issued = perf_counter()
-        handle.wait()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3, (issued - start) * 1e6, 0.0
+    first is the device's alone, see device_time.py, and the last is 0: transports take no processor from compute
+    there. What the host itself does (a drive, another node) is timed by its clock there, too."""
+    if timer is not None and not operation.by_host:
+        return (*_on_device(timer, operation, size_bytes, round_index), 0.0)
     if operation.computes and torch.get_num_threads() == 1:
         start = thread_time()
         operation.issue(size_bytes, round_index).wait()
@@ -61,8 +57,29 @@ def timed(fabric: Fabric, operation: Operation, size_bytes: int, round_index: in
     handle = operation.issue(size_bytes, round_index)
     issued = perf_counter()
     handle.wait()
+    fabric.device.settle()
     us = (perf_counter() - start) * 1e6
-    return us, (issued - start) * 1e6, (process_time() - used) * 1e6
+    return us, (issued - start) * 1e6, 0.0 if timer is not None else (process_time() - used) * 1e6
+
+
+def in_a_row(size_bytes: int) -> int:
+    """How many transfers of a size go back to back on a device: of a short one alone, events and waits would be the
+    larger part."""
+    return IN_A_ROW if size_bytes <= SHORT_BYTES else 1
+
+
+def _on_device(timer: DeviceTimer, operation: Operation, size_bytes: int, round_index: int) -> tuple[float, float]:
+    count = in_a_row(size_bytes)
+
+    def call() -> float:
+        handles = [operation.issue(size_bytes, round_index * count + index) for index in range(count)]
+        issued = perf_counter()
+        for handle in handles:
+            handle.wait()
+        return issued
+
+    us, issued_us = timer.time((operation.name, size_bytes), call)
+    return us / count, issued_us / count
 
 
 def sample(
@@ -81,23 +98,25 @@ def sample(
     least ``min_rounds``, fewer only where the time is already used up by warming up, and at most ``max_rounds``.
     """
     samples = Samples()
-    messages = operation.messages
+    messages, timer = operation.messages, DeviceTimer() if fabric.torch_device.type == "cuda" else None
     round_index = 0
     begin = perf_counter()
     for warm in range(warmups):
         fabric.barrier()
-        us, _, _ = timed(fabric, operation, size_bytes, round_index)
+        us, _, _ = timed(fabric, operation, size_bytes, round_index, timer)
         round_index += 1
         if warm + 1 < warmups and fabric.agree(int(us > seconds * 1e6 / 4)):
             break  # so long that what the first round sets up does not show
+    row = 1 if timer is None or operation.by_host else in_a_row(size_bytes)
     left = seconds - (perf_counter() - begin)
-    rounds = fabric.agree(max(min_rounds if left > 0 else 1, min(max_rounds, int(left * 1e6 / max(us, 1.0)))))
+    fit = int(left * 1e6 / max(us * row, 1.0))
+    rounds = fabric.agree(max(min_rounds if left > 0 else 1, min(max_rounds, fit)))
     for _ in range(rounds):
         fabric.barrier()
-        us, issued, used = timed(fabric, operation, size_bytes, round_index)
+        us, issued, used = timed(fabric, operation, size_bytes, round_index, timer)
         round_index += 1
         samples.us.append(us / messages)
         samples.issued_us.append(issued / messages)
         samples.processor_us.append(used / messages)
-    samples.transfers = round_index * messages
+    samples.transfers = round_index * messages * row
     return samples

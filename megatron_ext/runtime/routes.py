@@ -5,6 +5,16 @@ Issuing never blocks. Waiting returns when the bytes are there for the compute t
 On CUDA ``wait`` makes the compute stream wait and not the host. Only where the device has no flags for streams (see
 stream_flags.py) does ``wait`` of the ``cpu`` and ``nvme`` routes do both: it blocks the host until the route's thread
 has issued the copy, then makes the compute stream wait for the copy's end.
+
+[Note: One order over all communicators]
+NCCL wants the collectives of all communicators in one order on all ranks that share them. A rank has several: the
+data-parallel one of the ``gpu`` route and of gradients, those of the hierarchical all-gather (two), of ``cpu_shard``,
+and Megatron's for tensor and pipeline parallelism. On CUDA the training thread issues every one of them, when the
+program says so: no worker calls a collective of the device. All data-parallel ranks run the same program, compiled from
+one file (they compare its sha256) for their pipeline rank, and Megatron's steps, between which it issues, are the same
+on them. So the order is the same; nothing in it depends on what has arrived. The debug mode (debug.py) counts all of
+them and compares the order after every iteration. On CPU the communicators of worker threads are used by nobody else,
+and gloo has no order between process groups.
 """
 
 from time import perf_counter_ns

@@ -1,9 +1,11 @@
 """Combining cost tables: each part from the table that has it, or as chosen."""
 
+import msgspec
 import pytest
 from two_tables import CLUSTER, ONE_GPU, curve, table
 
 from megatron_ext.cost.combine_tables import combine
+from megatron_ext.cost.cost_table import Contention, Routes
 from megatron_ext.formats.errors import InputError
 
 
@@ -32,3 +34,22 @@ def test_combine_joins_algorithms():
     ring, tree = table(all_reduce=curve(ring=1.0)), table(all_reduce=curve(tree=0.5, ring=9.0))
     algorithms = combine({"a": ring, "b": tree}).all_reduce.algorithms
     assert set(algorithms) == {"ring", "tree"} and algorithms["ring"] == ring.all_reduce.algorithms["ring"]
+
+
+def measured_on(nodes: int, **parts):
+    sizes = {"data_parallel_size": 8 * nodes, "pipeline_model_parallel_size": 1, "ranks_per_node": 8}
+    made = table(**parts)
+    return msgspec.structs.replace(made, metadata=msgspec.structs.replace(made.metadata, world_sizes=sizes))
+
+
+def test_what_a_link_between_nodes_costs_beside_others_is_not_taken_from_one_node():
+    """The network and a host copy share a GPU's PCIe link; inside a node nothing of it shows."""
+    rows = (
+        Contention(measured="gpu", busy="cpu", slowdown=1.05),
+        Contention(measured="compute", busy="cpu", slowdown=1.02),
+    )
+    cluster, node = measured_on(4, routes=Routes(gpu=curve(1.0))), measured_on(1, contention=rows)
+    both = combine({"cluster": cluster, "node": node})
+    assert both.contention == rows[1:] and any("contention of gpu, p2p" in note for note in both.metadata.notes)
+    assert combine({"cluster": cluster, "node": node}, {"contention": "node"}).contention == rows
+    assert combine({"cluster": measured_on(1, routes=Routes(gpu=curve(1.0))), "node": node}).contention == rows

@@ -12,3 +12,12 @@ def test_what_a_row_of_contention_is_made_of():
     assert contention.slowed(("gpu", "publish"), TWO_NODES, everyone) == (6.0, 1.5)
     everyone[3] = ({"gpu": [4.0]}, {("gpu", "publish"): [12.0]})
     assert contention.slowed(("gpu", "publish"), TWO_NODES, everyone) == (12.0, 3.0)
+
+
+def test_two_collectives_at_once_are_not_measured_where_one_queue_could_hold_them_up(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    unsafe = contention.unsafe_pairs("cuda")
+    assert ("gpu", "reduce") in unsafe and ("p2p", "gpu") in unsafe and len(unsafe) == 6
+    assert contention.unsafe_pairs("cpu") == []
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert contention.unsafe_pairs("cuda") == []

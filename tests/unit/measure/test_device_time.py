@@ -1,0 +1,78 @@
+"""Times of work on a device, by a device of this file: a host clock, and a stream that runs behind it."""
+
+import pytest
+import torch
+
+from megatron_ext.measure import device_time
+from megatron_ext.measure.device_time import CYCLES_PER_SECOND, LEAST_SPIN_SECONDS, MOST_SPIN_SECONDS, DeviceTimer
+
+
+class Device:
+    """``host`` and ``stream``: seconds until which each of them is busy."""
+
+    def __init__(self):
+        self.host = self.stream = 0.0
+
+    def launch(self, host: float, device: float) -> None:
+        self.host += host
+        self.stream = max(self.stream, self.host) + device
+
+    def event(self, enable_timing):
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device: Device):
+        self.device = device
+
+    def record(self):
+        self.at = max(self.device.stream, self.device.host)
+
+    def synchronize(self):
+        self.device.host = max(self.device.host, self.at)
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1e3
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: device.launch(0.0, cycles / CYCLES_PER_SECOND))
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(device_time, "perf_counter", lambda: device.host)
+    return device
+
+
+def test_launches_that_take_longer_than_their_work_are_not_measured(device):
+    timer = DeviceTimer()
+
+    def layer() -> None:
+        for _ in range(40):
+            device.launch(host=20e-6, device=3e-6)
+
+    first, _ = timer.time("layer", layer)
+    later, issued = timer.time("layer", layer)
+    assert first > 600  # the host's 800 us: the first call of a key is to warm up
+    assert later == pytest.approx(120, rel=1e-6) and issued == pytest.approx(800)
+
+
+def test_what_was_issued_is_told_apart_from_what_waits(device):
+    def call() -> float:
+        device.launch(host=5e-6, device=1e-3)
+        issued = device.host
+        device.launch(host=7e-6, device=0.0)
+        return issued
+
+    assert DeviceTimer().time("copy", call) == (pytest.approx(1000), pytest.approx(5))
+
+
+def test_ranks_that_issue_about_equally_fast_spin_equally_long(device):
+    spins = []
+    for host in (0.9e-3, 0.6e-3):
+        timer = DeviceTimer()
+        timer.time("x", lambda host=host: device.launch(host, 0.0))
+        spins.append(timer.spin_seconds("x"))
+    assert spins[0] == spins[1] >= 2 * 0.9e-3
+    timer.time("slow", lambda: device.launch(10.0, 0.0))
+    assert timer.spin_seconds("slow") == MOST_SPIN_SECONDS and timer.spin_seconds("new") == LEAST_SPIN_SECONDS
