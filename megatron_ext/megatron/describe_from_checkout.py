@@ -271,14 +271,17 @@ def _megatron_args():
 def _described(chunks: list) -> Described:
     from megatron.core import parallel_state
 
+    from megatron_ext.megatron.boundaries import bare
     from megatron_ext.megatron.describe_model import describe_chunk
     from megatron_ext.megatron.optimizer_of_args import optimizer_settings
+    from megatron_ext.megatron.refusals import refuse_frozen
     from megatron_ext.megatron.saved_activations import with_activations
     from megatron_ext.megatron.workload_of_run import parallel_of_megatron
     from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
 
     args = _megatron_args()
     for chunk in chunks:
+        refuse_frozen(bare(chunk))
         if not all(getattr(parameter, "allreduce", True) for parameter in chunk.parameters()):
             raise InputError(
                 "expert-parallel parameters cannot be scheduled",

@@ -26,6 +26,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.megatron import buckets, refusals, run_summary, stock_trace
 from megatron_ext.megatron.agreement import agree, gather_objects
+from megatron_ext.megatron.boundaries import bare
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.equality_check import EqualityCheck, parameter_digest
 from megatron_ext.megatron.optimizer_steps import OptimizerSteps
@@ -154,6 +155,7 @@ class Run:
         cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else buckets.ScheduledBucketGroup
         try:
             refusals.refuse_ddp_config(ddp.ddp_config)
+            refusals.refuse_frozen(bare(ddp))
             match.match_layers(self.schedule, ddp.config.num_layers, file=self.path)
             self._bucket_groups.update(
                 buckets.lay_out(

@@ -216,6 +216,23 @@ def megatron_root() -> Path:
     return Path(megatron.core.__file__).resolve().parents[2]
 
 
+def refuse_frozen(model) -> None:
+    """Refuse parameters without gradient.
+
+    They are in no bucket, so no schedule moves them and no bill counts them; and where a layer has no others, its
+    input may have no gradient on which the actions of a backward could hang.
+
+    Args:
+        model: a torch module, bare.
+
+    Raises:
+        InputError: naming the first such parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            raise InputError("takes no gradient: frozen parameters cannot be scheduled", field=name)
+
+
 def refuse_ddp_config(config) -> None:
     """Refuse features of DistributedDataParallel that change what a bucket is or who gathers it.
 

@@ -1,6 +1,9 @@
 """States of a run. Needs no process group."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from planning_cases import make_workload
 
 from megatron_ext.megatron import lifecycle
@@ -48,3 +51,21 @@ def test_no_iteration_is_trained_before_the_setup(schedule_path):
     assert run.begin_iteration(4, forward_only=True) is IDLE
     with pytest.raises(ScheduleError, match="before .*on_train_setup was called"):
         run.begin_iteration(4, forward_only=False)
+
+
+def test_frozen_parameters_are_refused_by_name(schedule_path, monkeypatch):
+    """Nothing is laid out; what is wrong is told when all ranks agree, before the first step."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    ddp = torch.nn.Module()
+    ddp.module, ddp.config = model, SimpleNamespace(num_layers=4)
+    ddp.ddp_config = SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=True)
+    monkeypatch.setattr(lifecycle.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(lifecycle.buckets, "lay_out", lambda ddp, groups, **options: {})
+    monkeypatch.setattr(lifecycle, "replace_pre_hooks", lambda ddp, unshard_all: None)
+    monkeypatch.setattr(lifecycle.match, "match_layers", lambda schedule, layers, file: None)
+    run = Run(schedule_path, None)
+    run.on_ddp_built(ddp)
+    assert run._error is None
+    model[1].bias.requires_grad = False
+    run.on_ddp_built(ddp)
+    assert run._error == "1.bias: takes no gradient: frozen parameters cannot be scheduled"
