@@ -90,7 +90,7 @@ def plan(
         planned = planner.plan(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
         judged = planner.verdict(work, table, planned, extrapolate=extrapolate)
     schedule.save(out, planned)
-    note = planner.search_note(planned)
+    lines = [judged.text, planner.set_up_line(planned, work, table), note := planner.search_note(planned)]
     emit(
         as_json,
         {
@@ -101,5 +101,5 @@ def plan(
             "search_note": note,
             "differences": differences,
         },
-        judged.text if note is None else f"{judged.text}\n{note}",
+        "\n".join(line for line in lines if line is not None),
     )

@@ -14,6 +14,7 @@ from megatron_ext.cost.cost_table import (
     Metadata,
     Publish,
     Routes,
+    SetUp,
     Source,
     Topology,
     check,
@@ -35,11 +36,19 @@ LINKS = (
     "reduce",
     "all_reduce",
     "topology.nic_shares_pcie",
+    "set_up.pages_us_per_gib",
+    "set_up.pin_us_per_gib",
 )
 COMPUTE = ("compute", "optimizer", "host_add", "host_cpu")
 PARTS = LINKS + COMPUTE
 
-_STRUCTS = {"routes": Routes, "publish": Publish, "group_overhead": GroupOverhead, "topology": Topology}
+_STRUCTS = {
+    "routes": Routes,
+    "publish": Publish,
+    "group_overhead": GroupOverhead,
+    "topology": Topology,
+    "set_up": SetUp,
+}
 
 
 def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = None) -> CostTable:

@@ -108,6 +108,14 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     recompute_bytes: int = 0
 
 
+class SetUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What host copies take before the first step, per GiB of a node, by all of its ranks at once: to make their pages,
+    and to page-lock them on every rank (``pin``)."""
+
+    pages_us_per_gib: float | None = None
+    pin_us_per_gib: float | None = None
+
+
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What links share. ``nic_shares_pcie``: the NIC that carries all-gathers and host copies use one PCIe link."""
 
@@ -168,6 +176,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     host_add: Curve | None = None
     all_reduce: Curve | None = None
     topology: Topology = Topology()
+    set_up: SetUp = SetUp()
     host_cpu: HostCpu | None = None
 
 
@@ -211,6 +220,8 @@ def check(table: CostTable, *, file=None) -> CostTable:
     )
     p2p = curve(table.p2p if isinstance(table.p2p, Curve) else Curve(points=table.p2p), "p2p")
     checker.duration(table.group_overhead.call_us, "group_overhead.call_us", zero=True)
+    for name in ("pages_us_per_gib", "pin_us_per_gib"):
+        checker.duration(getattr(table.set_up, name), f"set_up.{name}", zero=True)
     for index, row in enumerate(table.contention):
         _check_contention(row, f"contention[{index}]", checker)
     _check_compute(table, checker)

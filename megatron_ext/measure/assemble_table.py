@@ -84,6 +84,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
             internode=_internode(curves, options, at_once),
         ),
         group_overhead=cost_table.GroupOverhead(call_us=_call_us(curves.get("gpu", []))),
+        set_up=cost_table.SetUp(**raw.get("set_up", {})),
         contention=tuple(cost_table.Contention(**row) for row in raw.get("contention", [])),
         compute=tuple(msgspec.convert(row, cost_table.Compute) for row in compute.get("rows", [])),
         p2p=curve("p2p", f"half a {backend} message there and back, {at_once}") or (),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,8 @@ class Fabric:
         block_pages.spread(self._map)  # as the run's host copies lie
         self.board = board or SharedBoard(memoryview(self._map)[: _control_bytes(options)], rank, self.world_size)
         self._host: torch.Tensor | None = None
+        self.set_up_seconds: tuple[float, float] | None = None  # to make and to page-lock the node's host memory
+        self.set_up_bytes = 0
         self._arena: torch.Tensor | None = None
         backend = "nccl" if use_cuda else "gloo"
         self.data, self.data_busy = (
@@ -114,11 +117,20 @@ class Fabric:
             host_memory.require(len(stages) * size, f"host copies of groups of {self.options.largest} bytes")
             offset = _control_bytes(self.options) + self.pp_rank * size
             self._host = torch.frombuffer(self._map, dtype=torch.float32, count=size // 4, offset=offset)
-            if self.local_rank == 0 or self.dp_rank == 0 or self.local_rank % self.options.data_parallel_size == 0:
-                self._host.fill_(1.0)  # the first rank of a pipeline rank on its node makes the pages
+            mates = [
+                place for place in self._ranks_of_node() if place // self.options.data_parallel_size == self.pp_rank
+            ]
             self.barrier()
-            self._host.sum()  # and every rank maps them, before timing: a run does so in its first iteration
+            start = perf_counter()
+            block_pages.make(self._map, mates.index(self.rank), len(mates), region=(offset, size))
+            made = perf_counter()
+            self.barrier()
+            self._host.sum()  # every rank maps them, before timing: a run does so in its first iteration
+            self.barrier()
+            begin = perf_counter()
             self.device.pin(self._host)
+            self.set_up_seconds = made - start, perf_counter() - begin
+            self.set_up_bytes = len(stages) * size
         return self._host
 
     @property

@@ -169,6 +169,7 @@ class Measurement:
         self.done += len(self.pairs)
         if self.compute_rounds is not None:
             compute = self.compute_rounds.result()
+        set_up = set_up_of(fabric)
         us_per_byte = self.softirq.us_per_byte(shared_processors.kernel_of(fabric))
         if fabric.rank != 0:
             return None
@@ -179,6 +180,7 @@ class Measurement:
             "unmeasured_pairs": [pair for pair in self.pairs if pair not in known],
             "unsafe_pairs": contention.unsafe_pairs(fabric.torch_device.type) if self.pairs else [],
             "compute": compute,
+            "set_up": set_up,
             "nvme": self.drive,
         }
 
@@ -233,6 +235,18 @@ class Measurement:
             self.compute_rounds.take(part)
         self.curves_end += monotonic() - begin
         self.compute_taken = max(self.compute_taken, due)
+
+
+def set_up_of(fabric: Fabric) -> dict[str, float]:
+    """Microseconds per GiB of a node's host memory, of the slowest rank: to make its pages, and on CUDA to page-lock
+    it. Empty where nothing that was measured has any. Collective."""
+    everyone: list = [None] * fabric.world_size
+    dist.all_gather_object(everyone, fabric.set_up_seconds)
+    if None in everyone:
+        return {}
+    pages, pin = (max(seconds) * 1e6 / (fabric.set_up_bytes / 2**30) for seconds in zip(*everyone))
+    on_cuda = fabric.torch_device.type == "cuda"
+    return {"pages_us_per_gib": pages} | ({"pin_us_per_gib": pin} if on_cuda else {})
 
 
 def parts_due(used: float) -> int:

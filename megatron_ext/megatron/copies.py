@@ -21,6 +21,8 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.drive_reads import DriveReads
 
 SAID_EVERY_SECONDS = 5.0
+SAID_BYTES = 8e9
+"""Of host copies: what takes seconds to page-lock, in one call that says nothing meanwhile."""
 
 
 class _Progress:
@@ -32,7 +34,12 @@ class _Progress:
     def __call__(self, done: int, total: int) -> None:
         if self._speaks and time.monotonic() - self._said > SAID_EVERY_SECONDS:
             self._said = time.monotonic()
-            say(f"making host copies: {done / 1e9:.0f} of {total / 1e9:.0f} GB on each rank")
+            say(f"making host copies {bar(done / total)} {done / 1e9:.0f} of {total / 1e9:.0f} GB on each rank")
+
+
+def bar(share: float) -> str:
+    """A progress bar for logs, which have lines and no cursor."""
+    return f"[{'#' * round(20 * share):20}]"
 
 
 class Copies:
@@ -79,6 +86,8 @@ class Copies:
             nvme = NvmePool(
                 nvme_path, staged, rank, exchange, slots=slots, slot_bytes=slot_size, settings=settings, device=device
             )
+        if device.kind == "cuda" and dist.get_rank() == 0 and pool.bytes > SAID_BYTES:
+            say(f"page-locking {pool.bytes / 1e9:.0f} GB on every rank; `plan` says how long it takes")
         pool.pin(device)
         if hosted:
             self.routes["cpu"] = CpuRoute(pool, device, clock, faults, recorder)

@@ -4,7 +4,10 @@
 Without a policy a page lies in the memory of the processor socket that touches it first. A host copy that all GPUs of a
 node read would then load one socket's memory and the link between sockets. So pages are interleaved over the sockets
 that this process may use (MPOL_INTERLEAVE, which a shared mapping keeps for every process that maps it), on machines
-that have several. Pages are large where the kernel may make them so (``shmem_enabled`` is ``advise``).
+that have several. Pages in the memory of the rank that writes them would make writes local, but the node's ranks read
+as many times more bytes, and all of them read a group from its first shard to its last: one socket's memory would
+serve all of them, then the other's. Pages are large where the kernel may make them so (``shmem_enabled`` is ``advise``
+or more); the doctor says where pages lie and whether they are large.
 Both concern speed alone, so a kernel that refuses is not an error.
 Sources: mbind(2), madvise(2).
 """
@@ -70,17 +73,25 @@ def spread(block: mmap.mmap) -> bool:
     return failed == 0
 
 
-def make(block: mmap.mmap, part: int, parts: int, progress: Callable[[int, int], None] = lambda done, total: None):
+def make(
+    block: mmap.mmap,
+    part: int,
+    parts: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    region: tuple[int, int] | None = None,
+) -> None:
     """Make the pages of one of ``parts`` equal parts of ``block``, which nobody has written to yet.
 
     Args:
+        region: first byte, at a page's begin, and length of what the parts are of; None: the whole block.
         progress: called with the bytes of this part that are allocated, and the bytes of the whole part.
 
     Raises:
         OSError: there is no memory for them.
     """
-    pages = -(-len(block) // mmap.PAGESIZE)
-    start, stop = (pages * index // parts * mmap.PAGESIZE for index in (part, part + 1))
+    first, length = region or (0, len(block))
+    pages = -(-length // mmap.PAGESIZE)
+    start, stop = (first + pages * index // parts * mmap.PAGESIZE for index in (part, part + 1))
     for begin in range(start, stop, PIECE_BYTES):
         size = min(PIECE_BYTES, stop - begin)
         try:

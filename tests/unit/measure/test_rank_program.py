@@ -47,7 +47,23 @@ def fabric_of(options):
         agree=lambda value: value,
         barrier=lambda: None,
         torch_device=torch.device("cpu"),
+        set_up_seconds=None,
+        set_up_bytes=0,
     )
+
+
+def test_what_host_memory_takes_before_the_first_step_is_that_of_the_slowest_rank(monkeypatch):
+    fabric = SimpleNamespace(world_size=2, set_up_seconds=(2.0, 8.0), set_up_bytes=1 << 31)
+    fabric.torch_device = SimpleNamespace(type="cuda")
+    others = [(4.0, 6.0), (2.0, 8.0)]
+    monkeypatch.setattr(
+        rank_program.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(slice(2), others)
+    )
+    assert rank_program.set_up_of(fabric) == {"pages_us_per_gib": 2e6, "pin_us_per_gib": 4e6}
+    fabric.torch_device.type = "cpu"
+    assert rank_program.set_up_of(fabric) == {"pages_us_per_gib": 2e6}
+    others[0] = None
+    assert rank_program.set_up_of(fabric) == {}
 
 
 @pytest.mark.parametrize(("links", "share"), [(("compute",), 1.0), (("compute", "cpu"), rank_program.COMPUTE_SHARE)])
