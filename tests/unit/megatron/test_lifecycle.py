@@ -6,7 +6,8 @@ import pytest
 import torch
 from planning_cases import make_workload
 
-from megatron_ext.megatron import lifecycle
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import lifecycle, refusals
 from megatron_ext.megatron.lifecycle import Run, State
 from megatron_ext.megatron.step_calls import IDLE
 from megatron_ext.planner.baselines import all_gpu
@@ -60,12 +61,15 @@ def test_frozen_parameters_are_refused_by_name(schedule_path, monkeypatch):
     ddp.module, ddp.config = model, SimpleNamespace(num_layers=4)
     ddp.ddp_config = SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=True)
     monkeypatch.setattr(lifecycle.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(lifecycle.buckets, "lay_out", lambda ddp, groups, **options: {})
+    laid_out = []
+    monkeypatch.setattr(lifecycle.buckets, "lay_out", lambda ddp, groups, **options: laid_out.append(ddp) or {})
     monkeypatch.setattr(lifecycle, "replace_pre_hooks", lambda ddp, unshard_all: None)
     monkeypatch.setattr(lifecycle.match, "match_layers", lambda schedule, layers, file: None)
     run = Run(schedule_path, None)
     run.on_ddp_built(ddp)
-    assert run._error is None
+    assert laid_out == [ddp]
     model[1].bias.requires_grad = False
     run.on_ddp_built(ddp)
-    assert run._error == "1.bias: takes no gradient: frozen parameters cannot be scheduled"
+    assert laid_out == [ddp]
+    with pytest.raises(InputError, match="^1.bias: takes no gradient: frozen parameters cannot be scheduled$"):
+        refusals.refuse_frozen(model)
