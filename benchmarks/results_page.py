@@ -101,7 +101,8 @@ def endurance(result: dict) -> str:
     files = max(rank["open_files"]["late"] - rank["open_files"]["early"] for rank in result["ranks"])
     threads = max(rank["threads"]["late"] - rank["threads"]["early"] for rank in result["ranks"])
     return (
-        f"{result['iterations']} iterations: memory grows by {grown:.1%} at most, open files by {files}, "
+        f"{result['iterations']} iterations, a checkpoint every {result['save_interval']}: "
+        f"memory grows by {grown:.1%} at most, open files by {files}, "
         f"threads by {threads}"
     )
 

@@ -26,7 +26,7 @@ HANGS_AFTER = 90.0
 """Seconds that a job may take to end after a fault, beside a fault's own length; it takes a few."""
 
 ENDS_WITHIN = 15.0
-"""Seconds that processes may take to be gone after their launcher."""
+"""Seconds that processes and ports may take to be gone after their launcher."""
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 
@@ -54,11 +54,13 @@ def forked(function: Callable[[], int], log: Path, environment: dict[str, str] |
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
+        launcher.end_with_parent(parent)
         os.setsid()
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(out, 1)
@@ -173,12 +175,13 @@ class Job:
     def leftovers(self) -> list[str]:
         """What is left of a job that has ended: processes after a while, ports, shared memory, files."""
         deadline = time.monotonic() + ENDS_WITHIN
-        while self.processes() and time.monotonic() < deadline:
+        # A killed process counts as ended while threads of its own still close its ports.
+        while (self.processes() or _ports(self.nodes)) and time.monotonic() < deadline:
             time.sleep(0.02)
         found = [f"process {pid}" for pid in self.processes()]
+        found += [f"port {port}" for port in _ports(self.nodes)]
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
-        found += [f"port {port}" for port in _ports(self.nodes)]
         found += [f"shared memory {path.name}" for path in Path("/dev/shm").iterdir()]
         return found + [f"file {path.relative_to(self.folder)}" for path in self.left_files()]
 

@@ -70,7 +70,7 @@ def network(folder: Path, corpus: Path, save: Save, seed: int) -> list[Outcome]:
         for turn in range(2):
             with nodes_or_none(nodes_of(setup)) as nodes:
                 case = drawn(setup, seed + 100 + 10 * number + turn, folder / f"{number} {turn}", corpus, nodes)
-                results += _network_of(case, nodes.names, folder, turn)
+                results += _network_of(case, nodes.names, folder / f"{number} {turn} runs", turn)
                 save(results)
     return results
 

@@ -63,8 +63,10 @@ def read_bytes(path) -> bytes:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             raise InputError("cannot be read: " + _what_else(mode), file=path)
-        with path.open("rb") as stream:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
             data = stream.read(MAX_FILE_BYTES + 1)  # files of /proc say a size of 0
+        if data is None:  # one of those whose end never comes, as /proc/kmsg
+            raise InputError("cannot be read: has no end", file=path)
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", file=path) from None
     if len(data) > MAX_FILE_BYTES:

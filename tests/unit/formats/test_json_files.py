@@ -63,6 +63,16 @@ def test_only_files_are_read(tmp_path, read):
         read(tmp_path)
 
 
+def test_what_calls_itself_a_file_and_gives_nothing_is_not_waited_for(tmp_path, monkeypatch):
+    """As /proc/kmsg does: here a pipe whose writer is silent."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)
+    monkeypatch.setattr("stat.S_ISREG", lambda mode: True)
+    with pytest.raises(InputError, match="pipe: cannot be read: has no end"):
+        json_files.read_bytes(tmp_path / "pipe")
+    os.close(writer)
+
+
 def test_a_file_that_is_not_text_is_refused_by_its_name(tmp_path):
     path = tmp_path / "t.json"
     path.write_bytes(b'{"kind": "\x88"}')
