@@ -100,8 +100,9 @@ def endurance(result: dict) -> str:
     grown = max(rank["anonymous_bytes"]["late"] / rank["anonymous_bytes"]["early"] - 1 for rank in result["ranks"])
     files = max(rank["open_files"]["late"] - rank["open_files"]["early"] for rank in result["ranks"])
     threads = max(rank["threads"]["late"] - rank["threads"]["early"] for rank in result["ranks"])
+    saves = f", a checkpoint every {result['save_interval']}" if "save_interval" in result else ""
     return (
-        f"{result['iterations']} iterations, a checkpoint every {result['save_interval']}: "
+        f"{result['iterations']} iterations{saves}: "
         f"memory grows by {grown:.1%} at most, open files by {files}, "
         f"threads by {threads}"
     )

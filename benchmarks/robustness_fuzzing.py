@@ -174,16 +174,16 @@ def main() -> int:
     signal.signal(signal.SIGPROF, _too_long)
     folder = Path(tempfile.mkdtemp(dir=robustness_inputs.scratch()))
     try:
-        with contextlib.chdir(folder):
-            kinds = robustness_inputs.kinds(folder)
-            if not set(names) <= set(kinds):
-                kinds |= robustness_inputs.with_torch(folder)
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.RLIM_INFINITY))
-            for name in names:
-                tried = Tried(folder, kinds[name], out / f"{name}.{engine}.json")
-                (by_atheris if engine == "atheris" else by_hypothesis)(tried, int(examples), float(seconds))
-                tried.save()
+        os.chdir(folder)
+        kinds = robustness_inputs.kinds(folder)
+        if not set(names) <= set(kinds):
+            kinds |= robustness_inputs.with_torch(folder)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.RLIM_INFINITY))
+        for name in names:
+            tried = Tried(folder, kinds[name], out / f"{name}.{engine}.json")
+            (by_atheris if engine == "atheris" else by_hypothesis)(tried, int(examples), float(seconds))
+            tried.save()
     finally:
         shutil.rmtree(folder)
     return 0
