@@ -35,6 +35,25 @@ def megatron_tree() -> Path:
 
 
 @pytest.fixture(scope="session")
+def made_once(tmp_path_factory):
+    """``made_once(name, make)``: a directory that ``make(directory)`` fills once, for all processes of pytest-xdist."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def directory(name: str, make) -> Path:
+        folder, done = root / name, root / f"{name}.done"
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return directory
+
+
+@pytest.fixture(scope="session")
 def corpus_prefix(megatron_tree, tmp_path_factory) -> Path:
     """An indexed dataset of the standard library's source."""
     from training import run

@@ -36,7 +36,7 @@ def run(tmp_path_factory):
     """One small measurement by the command line, with handed modules."""
     out = tmp_path_factory.mktemp("measure") / "T.json"
     command = verb("measure", "--out", out, "--json --data-parallel-size 2 --pipeline-model-parallel-size 2")
-    command += "--max-bytes 65536 --seconds 8 --hidden-size 64 --modules layers:layer_runners -- 16".split()
+    command += "--max-bytes 65536 --seconds 5 --hidden-size 64 --modules layers:layer_runners -- 16".split()
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["cost_table"] == str(out)
@@ -163,7 +163,7 @@ def test_under_a_launcher(tmp_path, world_size, ranks_per_node):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = tmp_path / "T.json"
-    command = verb("measure", "--out", out, "--json --max-bytes 8192 --also-sizes 5120 --seconds 14")
+    command = verb("measure", "--out", out, "--json --max-bytes 8192 --also-sizes 5120 --seconds 6")
     command += ["--links", "gpu,hierarchical,cpu,publish,internode,contention", "--data-parallel-size", str(world_size)]
     ranks = []
     for rank in range(world_size):

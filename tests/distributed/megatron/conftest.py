@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from parity_service import ParityService
@@ -19,14 +20,15 @@ class Workloads(dict):
 
 
 @pytest.fixture(scope="session")
-def workloads(megatron_tree, tmp_path_factory) -> Workloads:
+def workloads(megatron_tree, made_once) -> Workloads:
     """Workloads of every model on every layout, and of ``describe_cases.SHAPES`` under ``shapes``."""
-    folder = tmp_path_factory.mktemp("workloads")
-    program = HELPERS / "describe_cases.py"
-    result = subprocess.run(
-        [sys.executable, str(program), str(folder)], env=environment(), capture_output=True, text=True, timeout=200
-    )
-    assert result.returncode == 0, result.stderr
+
+    def describe(folder: Path) -> None:
+        program = [sys.executable, str(HELPERS / "describe_cases.py"), str(folder)]
+        result = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=200)
+        assert result.returncode == 0, result.stderr
+
+    folder = made_once("workloads", describe)
     return Workloads({tuple(path.stem.split(".")): workload_file.load(path) for path in folder.glob("*.json")})
 
 

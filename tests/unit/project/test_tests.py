@@ -105,7 +105,7 @@ def test_tests_lie_in_the_tiers():
 
 def run_by_ci() -> list[str]:
     """Files and directories that ``scripts/test.sh`` without arguments hands to pytest."""
-    lines = (ROOT / "scripts" / "test.sh").read_text().splitlines()
+    lines = (ROOT / "scripts" / "test.sh").read_text().replace("\\\n", " ").splitlines()
     commands = [line for line in lines if line.startswith("python -m pytest")]
     return [word for line in commands for word in line.split() if word.startswith("tests")]
 
