@@ -9,6 +9,8 @@ from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, State
 from megatron_ext.runtime.program import Program
 
+SHARDED, UNSHARDING = State.SHARDED, State.UNSHARDING  # a look-up in the enum costs as much as a call
+
 
 class Executor:
     """Runs a compiled program; one instance a rank.
@@ -134,7 +136,7 @@ class Executor:
         if self.census is not None:
             self.census.end(self.peak_bytes)
         for group in self.groups.values():
-            if group.state is State.UNSHARDING:
+            if group.state is UNSHARDING:
                 raise ScheduleError(
                     f"{group} was gathered but nothing waited for it: its layers were not run by their forward (a "
                     "replayed CUDA graph, a module put in their place?)"
@@ -199,9 +201,9 @@ class Executor:
         self._undisturbed, self.busy = False, True
         for index in sorted(self.groups):
             group = self.groups[index]
-            if group.state is State.UNSHARDING:
+            if group.state is UNSHARDING:
                 group.wait(self.clock)
-            elif group.state is State.SHARDED:
+            elif group.state is SHARDED:
                 group.unshard(self.gather, self.clock)
                 group.wait(self.clock)
         self.busy = False
@@ -239,7 +241,8 @@ class Executor:
     def _drop_all(self) -> None:
         """No whole copy counts any more; wait for those still arriving."""
         for group in self.groups.values():
-            group.drop()
+            if group.state is not SHARDED:
+                group.drop()
         if self._drop_staged is not None:
             self._drop_staged()
         self._started = False

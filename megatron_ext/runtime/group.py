@@ -100,23 +100,49 @@ class Group:
     def bytes(self) -> int:
         return self.whole.numel() * self.whole.element_size()
 
+    # A step of the program calls functions without arguments, which hold what they need: each argument that a partial
+    # function adds is a call of its own from C.
+
+    def unshard_action(self, issue: Callable, clock: Clock) -> Callable[[], None]:
+        """A function that begins a gather of the clock's version by ``issue(group) -> handle``, which does not block.
+
+        It raises ScheduleError where the group is not sharded.
+        """
+
+        def unshard() -> None:
+            if self.state is not _SHARDED:
+                raise ScheduleError(f"{self} is unsharded while {self.state.value}")
+            self.state = _UNSHARDING
+            self.version = clock.version
+            self.handle = issue(self)
+
+        return unshard
+
+    def wait_action(self, clock: Clock) -> Callable[[], None]:
+        """A function that waits until the gather has arrived: the group is then whole.
+
+        It raises ScheduleError where there is no gather, or one of another version than the clock's.
+        """
+
+        def wait() -> None:
+            handle = self.handle
+            if handle is None:
+                raise ScheduleError(f"{self} is waited for but was not unsharded")
+            handle.wait()
+            if self.version != clock.version:
+                raise ScheduleError(f"{self} was gathered at version {self.version}, parameters are at {clock.version}")
+            self.handle = None
+            self.state = _WHOLE
+
+        return wait
+
     def unshard(self, issue: Callable, clock: Clock) -> None:
-        """Begin a gather of the clock's version by ``issue(group) -> handle``, which does not block."""
-        if self.state is not _SHARDED:
-            raise ScheduleError(f"{self} is unsharded while {self.state.value}")
-        self.state = _UNSHARDING
-        self.version = clock.version
-        self.handle = issue(self)
+        """See :meth:`unshard_action`."""
+        self.unshard_action(issue, clock)()
 
     def wait(self, clock: Clock) -> None:
-        """Until the gather has arrived: whole then, and for the clock's version or not at all."""
-        if self.handle is None:
-            raise ScheduleError(f"{self} is waited for but was not unsharded")
-        self.handle.wait()
-        if self.version != clock.version:
-            raise ScheduleError(f"{self} was gathered at version {self.version}, parameters are at {clock.version}")
-        self.handle = None
-        self.state = _WHOLE
+        """See :meth:`wait_action`."""
+        self.wait_action(clock)()
 
     def drop(self) -> None:
         """Give the whole copy up; waits for a gather that is still in flight."""
@@ -180,17 +206,21 @@ class FreedGroup(Group):
         self.state = _WHOLE
         residency.add(self._bytes)
 
-    def unshard(self, issue: Callable, clock: Clock) -> None:
-        if self.state is not _SHARDED:
-            raise ScheduleError(f"{self} is unsharded while {self.state.value}")
-        self.state = _UNSHARDING
+    def unshard_action(self, issue: Callable, clock: Clock) -> Callable[[], None]:
         size, residency = self._bytes, self.residency
-        self.resize(size)
-        now = residency.bytes = residency.bytes + size  # Residency.add, which as a call would be a fifth of an unshard
-        if now > residency.peak:
-            residency.peak = now
-        self.version = clock.version
-        self.handle = issue(self)
+
+        def unshard() -> None:
+            if self.state is not _SHARDED:
+                raise ScheduleError(f"{self} is unsharded while {self.state.value}")
+            self.state = _UNSHARDING
+            self.resize(size)
+            now = residency.bytes = residency.bytes + size  # Residency.add, as a call, would be a fifth of an unshard
+            if now > residency.peak:
+                residency.peak = now
+            self.version = clock.version
+            self.handle = issue(self)
+
+        return unshard
 
     def reshard(self) -> None:
         if self.state is not _WHOLE:

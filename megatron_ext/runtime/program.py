@@ -233,11 +233,11 @@ class _Compiler:
         return self._recorded(
             "issue",
             f"unshard {action.group} {action.route}",
-            partial(self.groups[action.group].unshard, issue, self.clock),
+            self.groups[action.group].unshard_action(issue, self.clock),
         )
 
     def wait(self, index: int) -> Action:
-        return self._recorded("wait", f"wait {index}", partial(self.groups[index].wait, self.clock))
+        return self._recorded("wait", f"wait {index}", self.groups[index].wait_action(self.clock))
 
     def reshard(self, action) -> Action:
         return self._recorded("issue", f"reshard {action.group}", self.groups[action.group].reshard)

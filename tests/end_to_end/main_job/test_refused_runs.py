@@ -7,6 +7,8 @@ from plans import command_line, describe, made_up_table, make_schedule
 from training import PP2_VP2_DP2, SMALL, launch_training
 
 from megatron_ext.cost import cost_table as cost_file
+from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule import validate
 
 OPTIONS = [*SMALL, *PP2_VP2_DP2]
 
@@ -121,16 +123,6 @@ def edit_order_of_steps(schedule):
     return "ranks[0].steps[0].step", "Megatron runs 0F0 here"
 
 
-EDITS = [
-    edit_unknown_field,
-    edit_missing_parameter,
-    edit_parameter_in_two_groups,
-    edit_need_by_before_unshard,
-    edit_version,
-    edit_order_of_steps,
-]
-
-
 @pytest.fixture(scope="module")
 def planned_for_two(megatron_tree, tmp_path_factory):
     """Options for one replica, so for two processes, and a schedule for them as JSON."""
@@ -140,14 +132,30 @@ def planned_for_two(megatron_tree, tmp_path_factory):
     return options, json.loads((folder / "schedule.json").read_text())
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_edited_schedule(edit, planned_for_two, corpus_prefix, tmp_path):
-    options, schedule = planned_for_two
+def write_edited(schedule, edit, path) -> tuple[str, ...]:
     edited = json.loads(json.dumps(schedule))
     words = edit(edited)
-    path = tmp_path / "edited.json"
     path.write_text(json.dumps(edited))
-    refused(train(path, corpus_prefix, options=options, nproc=2), "edited.json", *words)
+    return words
+
+
+@pytest.mark.parametrize("edit", [edit_missing_parameter, edit_need_by_before_unshard])
+def test_edited_schedule(edit, planned_for_two, corpus_prefix, tmp_path):
+    """One that is not valid, and one that is valid, but for another model."""
+    options, schedule = planned_for_two
+    words = write_edited(schedule, edit, tmp_path / "edited.json")
+    refused(train(tmp_path / "edited.json", corpus_prefix, options=options, nproc=2), "edited.json", *words)
+
+
+@pytest.mark.parametrize("edit", [edit_unknown_field, edit_parameter_in_two_groups, edit_version, edit_order_of_steps])
+def test_edited_schedule_is_refused_where_it_is_read(edit, planned_for_two, tmp_path):
+    """The error that a run prints."""
+    words = write_edited(planned_for_two[1], edit, tmp_path / "edited.json")
+    with pytest.raises(InputError) as error:
+        validate.load(tmp_path / "edited.json")
+    assert "\n" not in str(error.value)
+    for word in ("edited.json", *words):
+        assert str(word) in str(error.value)
 
 
 def test_cost_table_without_the_route_that_was_asked_for(planned, tmp_path):
