@@ -20,8 +20,8 @@ ruff format --check || status=1
 pyright || status=1
 # Not --quiet: what is not said does not count for --strict, and a broken link would pass.
 mkdocs build --strict --site-dir "$(mktemp -d)/site" || status=1
-# A file of tests stays in one process, so that what its tests share is made once. Those that wait for processes they
-# have started come first; one process more than there are processors, because these wait for much of their time.
+# Tests that wait for processes they have started come first. One worker more than there are processors: each waits for
+# much of its time. A file of tests stays in one worker (tests/conftest.py).
 python -m pytest -n $(($(nproc) + 1)) --dist loadfile --no-loadscope-reorder \
     tests/end_to_end/adopting tests/distributed tests/end_to_end/main_job tests/end_to_end/cli tests/end_to_end/checkout \
     tests/unit || status=1

@@ -13,9 +13,24 @@ from places import MEGATRON, ROOT
 
 pytest_plugins = ["checkout_fixtures"]
 
+TOGETHER = ("tests/end_to_end/adopting/",)
+"""Directories whose files share a session fixture that takes minutes."""
+
 if MEGATRON.is_dir():
     sys.path.insert(0, str(MEGATRON))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(MEGATRON), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With ``--dist loadfile``, files of :data:`TOGETHER` are for the scheduler as one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((place for place in TOGETHER if nodeid.startswith(place)), super()._split_scope(nodeid))
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
