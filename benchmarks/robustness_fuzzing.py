@@ -42,7 +42,7 @@ class TooLong(BaseException):
 
 
 def _too_long(number, frame):
-    raise TooLong(traceback.format_stack(frame)[-1])
+    raise TooLong(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
 
 
 class Tried:
@@ -56,6 +56,7 @@ class Tried:
         self.seen: set[bytes] = set()
         self.failures: dict[str, dict] = {}
         self.counts: Counter[str] = Counter()
+        signal.signal(signal.SIGPROF, _too_long)
 
     def __call__(self, data: bytes) -> None:
         if (digest := hashlib.sha1(data).digest()) in self.seen:
@@ -83,7 +84,7 @@ class Tried:
             code = 2
             said.write(str(refused))
         except TooLong as slow:
-            return f"hang: more than {LONGEST_SECONDS:g} s: {slow}"
+            return f"hang: more than {LONGEST_SECONDS:g} s in {slow}"
         except BaseException:
             return traceback.format_exc()
         finally:
@@ -171,7 +172,6 @@ def by_atheris(tried: Tried, examples: int, seconds: float) -> None:
 def main() -> int:
     out, engine, examples, seconds, *names = sys.argv[1:]
     out = Path(out).resolve()
-    signal.signal(signal.SIGPROF, _too_long)
     folder = Path(tempfile.mkdtemp(dir=robustness_inputs.scratch()))
     try:
         os.chdir(folder)
