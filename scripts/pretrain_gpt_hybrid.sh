@@ -106,9 +106,10 @@ fi
 if [ ! -e "$run/cost_table.json" ]; then
     say "measuring what gathers, copies and compute cost on $world ranks"
     read -r largest whole likely < <(python -m megatron_ext.workload.measured_sizes "$run/workload.json")
+    on_host=$(grep -o '"on_host": *true' "$run/workload.json" || true)
     run megatron-ext measure --out "$run/cost_table.json" --dp "$DP" --pp "$PP" --hidden-size "$HIDDEN" --seq-length "$SEQ" \
         --micro-batch-size "$MICRO_BATCH_SIZE" --min-bytes 512 --max-bytes "$largest" --max-rank-bytes "$whole" ${likely:+--also-sizes "$likely"} \
-        --seconds "${MEASURE_SECONDS:-60}" --threads "$OMP_NUM_THREADS" \
+        --seconds "${MEASURE_SECONDS:-60}" --threads "$OMP_NUM_THREADS" ${on_host:+--optimizer-on-host} \
         --modules examples/example_layers.py:layer_runners -- "${model[@]}" --data-path $corpus --num-workers 0
 fi
 

@@ -1,7 +1,8 @@
 """A proven lower bound on the iteration time of every schedule of a workload.
 
 [Note: Why it is a bound]
-The bound is the largest of the following times, plus the optimizer step. Each of them drops constraints only.
+The bound is the largest of the following times, plus the optimizer step where that cannot begin before the backward has
+ended. Each of them drops constraints only.
 
 1. Pipeline: the longest path through all steps and messages, with every group whole in time and nothing disturbed
    (:mod:`megatron_ext.bounds.critical_path`).
@@ -69,6 +70,8 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
                 workload, timing, rank, rates[rank], least, ends[rank], remaining[rank], last[rank], tail_us[rank]
             )
             bound = max(bound, of_rank)
+    if workload.optimizer.on_host and timing.offers_host_step:
+        return bound
     return bound + max(timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(rank))) for rank in range(pp))
 
 

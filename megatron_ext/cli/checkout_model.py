@@ -120,6 +120,7 @@ def for_workload(options: Options, model) -> Options:
         "also_sizes": tuple(size for size in measured_sizes.likely_group_bytes(workload) if size >= 512),
         "pipeline_model_parallel_size": workload.parallel.pp,
         "data_parallel_size": workload.parallel.dp,
+        "optimizer_on_host": workload.optimizer.on_host,
     }
     if options.modules is None:
         require_known_layers(model.layer_options, workload)

@@ -124,6 +124,9 @@ def _of_script(options, checkout: str | None):
     help="Bytes touched between two visits of a layer, as other layers would; for modules that hold only one.",
 )
 @click.option(
+    "--optimizer-on-host", is_flag=True, help="The optimizer steps in host memory: --optimizer-cpu-offload in training."
+)
+@click.option(
     "--nvme-path", type=click.Path(), help="Directory on the drive; without it the nvme route is not offered."
 )
 @checkout_option

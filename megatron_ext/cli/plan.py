@@ -90,16 +90,12 @@ def plan(
         planned = planner.plan(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
         judged = planner.verdict(work, table, planned, extrapolate=extrapolate)
     schedule.save(out, planned)
-    lines = [judged.text, planner.set_up_line(planned, work, table), note := planner.search_note(planned)]
+    notes = {"search_note": planner.search_note(planned), "step_note": planner.step_note(planned)}
+    lines = [judged.text, planner.set_up_line(planned, work, table), *notes.values()]
     emit(
         as_json,
-        {
-            "schedule": out,
-            "policy": policy,
-            "verdict": judged.text,
-            **judged.figures,
-            "search_note": note,
-            "differences": differences,
-        },
+        {"schedule": out, "policy": policy, "verdict": judged.text}
+        | judged.figures
+        | {**notes, "differences": differences},
         "\n".join(line for line in lines if line is not None),
     )

@@ -75,7 +75,7 @@ class GroupOverhead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     call_us: float | None = None
 
 
-KINDS = ("compute", "gpu", "cpu", "nvme", "publish", "p2p", "reduce")
+KINDS = ("compute", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "host_step")
 """Activities that can disturb each other; the names that rows of ``contention`` use."""
 
 
@@ -158,7 +158,9 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Everything measured. ``reduce`` (gradient reduce-scatter by group bytes) and
     ``optimizer`` (one optimizer step by bytes of whole parameters of one rank) are needed
     only to predict a whole iteration; a prediction without them says that it leaves them out. ``host_add`` is adding
-    one float32 gradient shard to another in host memory, by bytes of the shard.
+    one float32 gradient shard to another in host memory, by bytes of the shard. ``host_step`` is the host's optimizer
+    step of one group, by bytes of the whole group: gradients to the host, AdamW, parameters back; measured where the
+    optimizer steps there, and then ``optimizer`` is the step of all groups with the gradient norm and clipping.
     ``all_reduce`` is no route: it is imported to compare algorithms by size.
     """
 
@@ -174,6 +176,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     reduce: Curve | None = None
     optimizer: Curve | None = None
     host_add: Curve | None = None
+    host_step: Curve | None = None
     all_reduce: Curve | None = None
     topology: Topology = Topology()
     set_up: SetUp = SetUp()
@@ -233,6 +236,7 @@ def check(table: CostTable, *, file=None) -> CostTable:
         reduce=curve(table.reduce, "reduce"),
         optimizer=curve(table.optimizer, "optimizer"),
         host_add=curve(table.host_add, "host_add"),
+        host_step=curve(table.host_step, "host_step"),
         all_reduce=curve(table.all_reduce, "all_reduce"),
         host_cpu=check_host_cpu(table.host_cpu, checker),
     )

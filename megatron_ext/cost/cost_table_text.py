@@ -13,7 +13,17 @@ from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.route import ROUTES
 
-OTHERS = ("publish.cpu", "publish.nvme", "publish.internode", "p2p", "reduce", "optimizer", "host_add", "all_reduce")
+OTHERS = (
+    "publish.cpu",
+    "publish.nvme",
+    "publish.internode",
+    "p2p",
+    "reduce",
+    "optimizer",
+    "host_add",
+    "host_step",
+    "all_reduce",
+)
 
 
 def all_curves(table: CostTable) -> Iterator[tuple[str, Curve]]:

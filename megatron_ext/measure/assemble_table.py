@@ -36,6 +36,7 @@ CURVE_NAMES = {
     "internode": "publish.internode",
     "reduce": "reduce",
     "p2p": "p2p",
+    "host_step": "host_step",
 }
 """By name of an operation, the curve of the cost table that it becomes."""
 
@@ -57,6 +58,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
         return cost_table.Curve(points=_points(curves[name]), source=f"measured: {source}")
 
     at_once = f"all {options.world_size} ranks at once"
+    on_host = " in host memory" if options.optimizer_on_host else ""
     compute = raw.get("compute", {})
     table = cost_table.CostTable(
         schema_version=cost_table.SCHEMA_VERSION,
@@ -89,7 +91,8 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
         compute=tuple(msgspec.convert(row, cost_table.Compute) for row in compute.get("rows", [])),
         p2p=curve("p2p", f"half a {backend} message there and back, {at_once}") or (),
         reduce=curve("reduce", f"{backend} reduce-scatter of float32 in place, {at_once}"),
-        optimizer=curve("optimizer", f"AdamW with clipping on the shard, {at_once}"),
+        optimizer=curve("optimizer", f"AdamW with clipping on the shard{on_host}, {at_once}"),
+        host_step=curve("host_step", f"gradients to the host, AdamW there, parameters back, {at_once}"),
         host_add=curve("host_add", f"one float32 gradient shard added to another in host memory, {at_once}"),
         host_cpu=_host_cpu(options, curves, compute),
     )

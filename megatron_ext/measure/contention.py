@@ -27,17 +27,21 @@ import torch.distributed as dist
 
 from megatron_ext.measure.completion import sets_of_ranks, until_last
 from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.host_step import HostStep
 from megatron_ext.measure.nvme_route import NvmeRead
 from megatron_ext.measure.operations import OPERATIONS, Internode, MatrixProduct, Operation, PublishAcross
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import sample
 
-LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "nvme")
+LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "nvme", "host_step")
 
 COLLECTIVES = ("gpu", "p2p", "reduce")
 """Links whose transfers are collectives of a communicator."""
 
-KINDS = OPERATIONS | {NvmeRead.name: NvmeRead}
+BESIDE_HOST_STEP = {"compute", "publish", "reduce"}
+"""What the host's step of a group runs beside, at the end of a backward."""
+
+KINDS = OPERATIONS | {NvmeRead.name: NvmeRead, HostStep.name: HostStep}
 """What stands for each link; see :func:`kinds`."""
 
 SIZES = {"cpu": (2 * MIB, MIB // 4), "cuda": (64 * MIB, 16 * MIB)}
@@ -54,14 +58,22 @@ NEVER = 1 << 62
 def pairs(fabric: Fabric) -> list[tuple[str, str]]:
     """(measured, busy), every ordered pair of two links that this run has."""
     options = fabric.options
-    missing = {"p2p": fabric.pipe is None, "nvme": options.nvme_path is None}
+    missing = {
+        "p2p": fabric.pipe is None,
+        "nvme": options.nvme_path is None,
+        "host_step": not options.optimizer_on_host,
+    }
     present = [name for name in LINKS if name in options.links and not missing.get(name)]
     if options.nodes > 1 and {"cpu", "publish"} <= set(present):
         # Where time runs out, rather without the copies: publishing shares the network with all-gathers.
         present.remove("publish")
         present.insert(present.index("cpu"), "publish")
+    left_out = {*unsafe_pairs(fabric.torch_device.type)}
+    left_out |= {
+        pair for pair in permutations(present, 2) if "host_step" in pair and not BESIDE_HOST_STEP.intersection(pair)
+    }
     together = [(measured, busy) for busy in present for measured in present if measured != busy]
-    return [pair for pair in together if pair not in unsafe_pairs(fabric.torch_device.type)]
+    return [pair for pair in together if pair not in left_out]
 
 
 def unsafe_pairs(device_type: str) -> list[tuple[str, str]]:
@@ -188,7 +200,7 @@ def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:
     if isinstance(operation, Internode):  # the counterparts wait for each other
         first = operation.exchange.dp_ranks[0]
         return 1 + pp_rank * dp + first, dp_rank == first, False
-    if isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish", "nvme"):
+    if isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish", "nvme", "host_step"):
         return 0, True, True  # never posted
     if operation.name == "p2p":
         return 1 + dp_rank + dp * (pp_rank // 2), pp_rank % 2 == 0, False

@@ -16,7 +16,7 @@ KIB, MIB = 1 << 10, 1 << 20
 COPIES = ("gpu", "hierarchical", "cpu", "cpu_shard", "publish", "internode", "reduce")
 """Operations that move parameters or gradients and return before they are complete."""
 
-LINKS = (*COPIES, "p2p", "optimizer", "host_add", "nvme", "contention", "compute")
+LINKS = (*COPIES, "p2p", "optimizer", "host_add", "host_step", "nvme", "contention", "compute")
 """What can be measured; ``--links`` picks among them."""
 
 MOST_THREADS, MOST_SECONDS = 4096, 86_400
@@ -41,6 +41,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         modules, module_args: ``package.module:function`` that gives layer runners (see
             :mod:`megatron_ext.measure.layer_times`), and the arguments it is called with.
         evict_bytes: bytes touched between two visits of a layer, as layers would that the runners lack.
+        optimizer_on_host: the optimizer steps in host memory, as with ``--optimizer-cpu-offload``.
         nvme_path: a directory on the drive; without it the ``nvme`` route is not measured.
         ranks_per_node: ranks that share a node; None is all of them. A launcher says it.
     """
@@ -62,6 +63,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     modules: str | None = None
     module_args: tuple[str, ...] = ()
     evict_bytes: int = 0
+    optimizer_on_host: bool = False
     nvme_path: str | None = None
     ranks_per_node: int | None = None
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron_ext.measure import contention, nvme_route, size_grid
 from megatron_ext.measure.completion import sets_of_ranks, until_last
 from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.host_step import HostOptimizer, HostStep
 from megatron_ext.measure.hostcpu import shared_processors
 from megatron_ext.measure.hostcpu.softirq_time import SoftirqTime
 from megatron_ext.measure.operations import OPERATIONS
@@ -55,10 +56,10 @@ it."""
 ISSUED = {*COPIES, "nvme", "publish_nvme"}
 """Operations that return before they are complete."""
 
-TRANSPORTS = {*ISSUED, "p2p"}
-"""Operations whose processor time is missing to compute, on machines without a device."""
+TRANSPORTS = {*ISSUED, "p2p", "host_step"}
+"""Operations beside compute whose processor time is missing to it, on machines without a device."""
 
-CURVES = (*COPIES, "p2p", "optimizer", "host_add", "nvme", "publish_nvme")
+CURVES = (*COPIES, "p2p", "optimizer", "host_add", "host_step", "nvme", "publish_nvme")
 
 Report = Callable[[int, int, str], None]
 """``report(done, total, what)``; called on rank 0 only."""
@@ -71,6 +72,8 @@ def sizes_of(name: str, options: Options) -> list[int]:
         sizes = size_grid.factor_2(low, max(options.max_rank_bytes or high, low), factor=4)
     elif name == "host_add":
         sizes = size_grid.factor_2(low, max(high // options.data_parallel_size, low), factor=4)
+    elif name == "host_step":
+        sizes = size_grid.factor_2(low, high, factor=4)
     elif options.sizes:
         sizes = list(options.sizes)
     elif name == "p2p":
@@ -108,8 +111,11 @@ class Measurement:
         self.fabric, self.report = fabric, report
         options = fabric.options
         runners = shared_processors.runners_of(fabric) if "compute" in options.links else {}
-        names = [name for name in CURVES if name in OPERATIONS and name in options.links and not _missing(name, fabric)]
-        self.operations = {name: OPERATIONS[name](fabric) for name in names}
+        kinds = dict(OPERATIONS)
+        if options.optimizer_on_host:
+            kinds |= {HostOptimizer.name: HostOptimizer, HostStep.name: HostStep}
+        names = [name for name in CURVES if name in kinds and name in options.links and not _missing(name, fabric)]
+        self.operations = {name: kinds[name](fabric) for name in names}
         self.drive = None
         if options.nvme_path is not None and "nvme" in options.links:
             if fabric.rank == 0:

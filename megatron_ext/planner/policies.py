@@ -9,6 +9,7 @@ from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import BASELINES, best_of_gathers
+from megatron_ext.planner.host_step_choice import with_step_beside_backward
 from megatron_ext.planner.local_search import improve
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.search import is_tiny, search
@@ -83,12 +84,18 @@ def plan(
         _refuse_what_does_not_fit(schedule, policy)
     if workload.limits.device_bytes is not None and not by_memory:
         schedule = _within_device_bytes(with_host_shards(schedule, workload), workload)
-    schedule = with_states_on_drive(schedule, workload)
+    schedule = _with_states_placed(schedule, workload, timing, policy)
     _check_own_work(schedule, workload)
     result = run(workload, timing, schedule, bound_us=bound_us)
     result = result._replace(memory=tuple(memory_bill(schedule, workload)))
     metadata = _metadata(schedule, table, policy, cost_table_sha256)
     return with_prediction(msgspec.structs.replace(schedule, metadata=metadata), result, baselines)
+
+
+def _with_states_placed(schedule: Schedule, workload: Workload, timing: Timing, policy: str) -> Schedule:
+    """Where optimizer states rest, and when the host steps them; ``hybrid`` alone has it step beside the backward."""
+    schedule = with_states_on_drive(schedule, workload)
+    return with_step_beside_backward(schedule, workload, timing) if policy == "hybrid" else schedule
 
 
 def _metadata(schedule: Schedule, table: CostTable, policy: str, digest: str | None) -> Metadata:

@@ -2,7 +2,7 @@
 
 from megatron_ext.cost.cost_table import KINDS
 
-COMPUTE, GPU, CPU, NVME, PUBLISH, P2P, REDUCE = range(len(KINDS))
+COMPUTE, GPU, CPU, NVME, PUBLISH, P2P, REDUCE, HOST_STEP = range(len(KINDS))
 """Indices into :data:`megatron_ext.cost.cost_table.KINDS`."""
 
 CURVES = {
@@ -12,5 +12,6 @@ CURVES = {
     PUBLISH: "publish.cpu",
     P2P: "p2p",
     REDUCE: "reduce",
+    HOST_STEP: "host_step",
 }
 """The curve of the cost table that says how long a link's activity takes."""

@@ -17,6 +17,8 @@
   copied there in the direction in which groups are published, and added by a thread of the host.
 * The optimizer step starts when every rank has reduced its gradients, because the gradient norm needs all of them.
   Time 0 is the end of the previous optimizer step.
+* Where the host's optimizer steps beside the backward, it takes one group after another as their gradients are reduced,
+  until its rank has reduced all. The step at the end is shorter by what these steps have done, and waits for the last.
 * Data-parallel ranks of one pipeline rank behave alike, so one of them is simulated.
 """
 
@@ -28,7 +30,8 @@ from operator import mul
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event, Lane
-from megatron_ext.simulator.activity_kinds import COMPUTE, NVME, P2P, PUBLISH
+from megatron_ext.simulator.activity_kinds import COMPUTE, HOST_STEP, NVME, P2P, PUBLISH
+from megatron_ext.simulator.early_units import EarlySteps
 from megatron_ext.simulator.engine_protocols import HostCpuModel
 from megatron_ext.simulator.links import issue_gather, issue_reduce, serve, transport_ended
 from megatron_ext.simulator.lower import ISSUE, REDUCE_GROUP, REDUCE_VISIT, RUN, WAIT, Gather, RankProgram
@@ -49,6 +52,7 @@ class Engine:
         publish: per pipeline rank, ``(group, size_bytes, us)`` in the order of publishing.
         trace: keep every interval as an event of the trace.
         host_cpu: where ranks share the processors of their node; None on machines with GPUs.
+        early: groups that the host's optimizer steps beside the backward, or None.
         states_us: by pipeline rank, how long optimizer states on the drive are read and written beside the step.
     """
 
@@ -62,9 +66,10 @@ class Engine:
         trace: bool = False,
         host_cpu: HostCpuModel | None = None,
         states_us: Sequence[float] = (),
+        early: EarlySteps | None = None,
     ):
         self.workload, self.timing, self.publish = workload, timing, publish
-        self.states_us = states_us
+        self.states_us, self.early = states_us, early
         self.host_cpu: HostCpuModel | None = host_cpu
         parallel = workload.parallel
         self.pp, self.stages, self.microbatches = parallel.pp, parallel.pp * parallel.vp, parallel.num_microbatches
@@ -236,16 +241,25 @@ class Engine:
         if not rank.steps_done or rank.reducing or rank.finished_at >= 0:
             return
         rank.finished_at = self.now
+        rank.queues[HOST_STEP].clear()
         self.waiting_for_optimizer -= 1
         if self.waiting_for_optimizer:
             return
         begin = self.now + (self.host_cpu.backlog_us(self.now) if self.host_cpu is not None else 0.0)
         for other in self.ranks:
-            size = sum(chunk.bytes for chunk in self.workload.chunks_of_rank(other.pp_rank))
-            us = max(self.timing.optimizer_us(size), *self.states_us[other.pp_rank : other.pp_rank + 1], 0.0)
-            other.finished_at = begin + us
-            if us:
-                self.record(other, "optimizer", "optimizer", begin, us)
+            other.norm_at = begin
+            if other.active[HOST_STEP] is None:
+                self.step_optimizer(other, begin)
+
+    def step_optimizer(self, rank: RankState, begin: float) -> None:
+        """The norm is known, and no step beside the backward runs any more: all that is left is stepped."""
+        begin = max(begin, rank.norm_at)
+        size = sum(chunk.bytes for chunk in self.workload.chunks_of_rank(rank.pp_rank))
+        left = self.timing.optimizer_us(size) - rank.early_us
+        us = max(left, *self.states_us[rank.pp_rank : rank.pp_rank + 1], 0.0)
+        rank.finished_at = begin + us
+        if us:
+            self.record(rank, "optimizer", "optimizer", begin, us)
 
     # -- messages between stages -------------------------------------------------------------------
 

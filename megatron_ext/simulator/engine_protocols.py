@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from megatron_ext.formats.trace import Lane
+from megatron_ext.simulator.early_units import EarlySteps
 from megatron_ext.simulator.lower import Gather
 from megatron_ext.simulator.rank_state import RankState
 
@@ -16,6 +17,7 @@ class EngineView(Protocol):
     now: float
     ranks: list[RankState]
     host_cpu: HostCpuModel | None
+    early: EarlySteps | None
 
     def call_at(self, time: float, function: Callable[[float], None]) -> None: ...
 
@@ -24,6 +26,8 @@ class EngineView(Protocol):
     def gradient_freed(self, rank: RankState) -> None: ...
 
     def start_optimizer(self, rank: RankState) -> None: ...
+
+    def step_optimizer(self, rank: RankState, begin: float) -> None: ...
 
     def refresh_compute(self, ranks: list[RankState]) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.cost.cost_table import KINDS
-from megatron_ext.simulator.activity_kinds import CPU, GPU, NVME, PUBLISH, REDUCE
+from megatron_ext.simulator.activity_kinds import CPU, GPU, HOST_STEP, NVME, PUBLISH, REDUCE
 from megatron_ext.simulator.engine_protocols import EngineView
 from megatron_ext.simulator.lower import REDUCE_VISIT, SHARD, Gather
 from megatron_ext.simulator.rank_state import Activity, RankState
@@ -60,6 +60,9 @@ def serve(engine: EngineView, rank: RankState, kind: int) -> None:
     else:
         _, size, us, *_ = head
     rank.queues[kind].popleft()
+    if kind == HOST_STEP and not _has_room(engine, rank, head[0]):
+        serve(engine, rank, kind)
+        return
     share = 0.0
     if engine.host_cpu is not None:
         share = engine.host_cpu.share_of(kind, size, us, head[0] if kind == PUBLISH and len(head) == 3 else None)
@@ -98,15 +101,38 @@ def _shard_leg_ended(engine: EngineView, rank: RankState, kind: int, gather: Gat
     serve(engine, rank, CPU)
 
 
-def _add_on_host(engine: EngineView, rank: RankState, add_us: float) -> None:
+def _add_on_host(engine: EngineView, rank: RankState, group: int, add_us: float) -> None:
     """The host adds one gradient at a time to its shard; the optimizer waits for the last."""
     rank.adding_until = max(rank.adding_until, engine.now) + add_us
 
     def added(time: float) -> None:
         rank.reducing -= 1
+        _reduced(engine, rank, group)
         engine.start_optimizer(rank)
 
     engine.call_at(rank.adding_until, added)
+
+
+def _reduced(engine: EngineView, rank: RankState, group: int) -> None:
+    """A gradient is reduced; behind its last reduce the host steps the group, where copies of its states have room."""
+    if engine.early is None or group not in engine.early.units:
+        return
+    unit = engine.early.units[group]
+    rank.visits[group] = rank.visits.get(group, 0) + 1
+    if rank.visits[group] == unit.visits:
+        rank.queues[HOST_STEP].append((group, unit.bytes, unit.us))
+        serve(engine, rank, HOST_STEP)
+
+
+def _has_room(engine: EngineView, rank: RankState, group: int) -> bool:
+    """Take memory for the copy of a group's states, where there is enough of it."""
+    assert engine.early is not None
+    unit = engine.early.units[group]
+    if rank.early_bytes + unit.saved_bytes > engine.early.rollback_bytes:
+        return False
+    rank.early_bytes += unit.saved_bytes
+    rank.early_us += unit.spared_us
+    return True
 
 
 def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Activity, lasted: float) -> None:
@@ -132,7 +158,7 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
     elif kind == PUBLISH and len(item) == 4:
         engine.record(rank, "publish", f"gradient {item[0]}", activity.started, lasted)
         engine.gradient_freed(rank)
-        _add_on_host(engine, rank, item[3])
+        _add_on_host(engine, rank, item[0], item[3])
     elif kind == PUBLISH:
         engine.record(rank, "publish", str(item[0]), activity.started, lasted)
         rank.published.add(item[0])
@@ -150,5 +176,10 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
             rank.reducing -= 1
             if item[0] == REDUCE_VISIT:
                 engine.gradient_freed(rank)
+            _reduced(engine, rank, item[1])
             engine.start_optimizer(rank)
+    elif kind == HOST_STEP:
+        engine.record(rank, "host_step", str(item[0]), activity.started, lasted)
+        if rank.norm_at >= 0:
+            engine.step_optimizer(rank, engine.now)
     serve(engine, rank, kind)

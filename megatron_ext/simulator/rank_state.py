@@ -34,8 +34,12 @@ class RankState:
         blocked_on: number of the gather that compute waits for; -1 for none.
         messages: messages to or from other ranks that are on their way.
         communicator: kinds of what was issued to the data-parallel communicator and has not ended, in issue order.
+        visits: by group, reduces of a gradient that comes and goes so far.
         whole_gradient, settling: whether a gradient that comes and goes is on its way to its shard, and whether the
             thread waits for it.
+        early_bytes: copies of states that steps beside the backward have taken so far.
+        early_us: what the host's optimizer has left undone at the end because of them.
+        norm_at: when the gradient norm was known while such a step still ran; -1 before.
         adding_until: when the host has added up every gradient that was copied to it so far.
     """
 
@@ -44,6 +48,7 @@ class RankState:
         *("active", "queues", "busy", "communicator", "messages", "reducing"),
         *("blocked_on", "blocked_since", "exposed", "first_start", "last_end", "compute_us"),
         *("published", "staged", "slot_busy", "whole_gradient", "settling", "adding_until"),
+        *("early_bytes", "early_us", "norm_at", "visits"),
     )
 
     def __init__(self, program: RankProgram):
@@ -64,6 +69,8 @@ class RankState:
         self.slot_busy: set[int] = set()
         self.whole_gradient = self.settling = False
         self.adding_until = 0.0
+        self.early_bytes, self.early_us, self.norm_at = 0, 0.0, -1.0
+        self.visits: dict[int, int] = {}
 
     @property
     def step_name(self) -> str:

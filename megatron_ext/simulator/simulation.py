@@ -11,6 +11,7 @@ from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes, slo
 from megatron_ext.schedule.memory_bill import Bill, states_on_drive_bytes
 from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
 from megatron_ext.simulator.activity_kinds import COMPUTE
+from megatron_ext.simulator.early_units import early_steps
 from megatron_ext.simulator.engine import Engine
 from megatron_ext.simulator.host_processors import HostProcessors
 from megatron_ext.simulator.lower import lower
@@ -26,7 +27,9 @@ class Result(NamedTuple):
     the same by group. ``busy_us``: by link, the largest over ranks. ``gather_us``: the largest
     over ranks of the summed time of all its gathers. ``peak_bytes``: ``device`` by pipeline
     rank, ``pinned_host`` by node, ``staging`` by pipeline rank. ``memory``: the memory bill by pipeline
-    rank, where it was asked for. ``left_out`` names what the cost table does not know.
+    rank, where it was asked for. ``left_out`` names what the cost table does not know. ``hidden_step_us``: by pipeline
+    rank, by how much the host's optimizer step is shorter than one that waits, because of its steps beside the
+    backward; ``early_bytes``: of copies of states for these. Both are empty where there are none.
     """
 
     iteration_time_us: float
@@ -40,6 +43,8 @@ class Result(NamedTuple):
     left_out: tuple[str, ...]
     events: list[Event] | None = None
     memory: tuple[Bill, ...] = ()
+    hidden_step_us: tuple[float, ...] = ()
+    early_bytes: tuple[int, ...] = ()
 
     def as_json(self) -> dict:
         """The figures as ``simulate --json`` prints them."""
@@ -62,6 +67,9 @@ class Result(NamedTuple):
             "busy         " + ", ".join(f"{link}: {us / 1e3:.3f} ms" for link, us in self.busy_us.items()),
             f"whole parameters on a device at most {max(self.peak_bytes['device'], default=0)} bytes",
         ]
+        if self.hidden_step_us:
+            hidden = ", ".join(f"rank {rank}: {us / 1e3:.3f} ms" for rank, us in enumerate(self.hidden_step_us))
+            lines.append(f"host's step  done beside the backward {hidden}")
         lines += [f"memory rank {rank}: {rank_memory.text(bill.memory)}" for rank, bill in enumerate(self.memory)]
         if self.left_out:
             lines.append(f"left out, because the cost table has no curve: {', '.join(self.left_out)}")
@@ -112,7 +120,10 @@ def run(
         if slots is not None
         else ()
     )
-    engine = Engine(programs, workload, timing, publish, trace=trace, host_cpu=host_cpu, states_us=states_us)
+    early = early_steps(schedule, workload, timing)
+    engine = Engine(
+        programs, workload, timing, publish, trace=trace, host_cpu=host_cpu, states_us=states_us, early=early
+    )
     iteration_time = engine.run()
     spans = [rank.last_end - rank.first_start for rank in engine.ranks]
     longest = max(range(len(spans)), key=lambda index: (spans[index], -index))
@@ -136,6 +147,8 @@ def run(
         group_exposed_us=engine.group_exposed,
         left_out=timing.left_out,
         events=engine.events,
+        hidden_step_us=tuple(rank.early_us for rank in engine.ranks) if early is not None else (),
+        early_bytes=tuple(rank.early_bytes for rank in engine.ranks) if early is not None else (),
     )
 
 

@@ -257,6 +257,21 @@ class Timing:
         """Microseconds of an optimizer step on ``size_bytes`` of parameters; 0 where the table lacks it."""
         return self.costs.optimizer_us(size_bytes) or 0.0 if size_bytes else 0.0
 
+    @property
+    def offers_host_step(self) -> bool:
+        """Whether the table says what the host's step of one group takes, and what copying its states before."""
+        return all(map(_has, (self.table.host_step, self.table.host_add, self.table.optimizer)))
+
+    def host_step_us(self, size_bytes: int) -> float:
+        """The host's step of a group of ``size_bytes``, alone; in proportion to the bytes beyond what was measured."""
+        return self._beyond.estimate("host_step", size_bytes).us
+
+    def saved_states_us(self, size_bytes: int) -> float:
+        """Copying the states of a group of ``size_bytes`` of 16-bit parameters, its float32 parameters and moments, in
+        host memory. A copy moves as many bytes as an addition in place: the written lines are read before."""
+        tensors = 1 + len(self.workload.optimizer.moment_dtypes)
+        return tensors * self._beyond.estimate("host_add", 2 * size_bytes // self.workload.parallel.dp).us
+
     def states_us(self, size_bytes: int, slot_bytes: int) -> float:
         """Microseconds of reading and writing ``size_bytes`` of optimizer states on the drive, in pieces of
         ``slot_bytes``.

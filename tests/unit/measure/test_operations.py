@@ -6,7 +6,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ext.measure import contention
+from megatron_ext.measure.host_step import HostOptimizer, HostStep
 from megatron_ext.measure.operations import Reduce
+from megatron_ext.measure.options import Options
+from megatron_ext.runtime.device import HostDevice
 
 
 class Calls(TorchDispatchMode):
@@ -42,3 +46,31 @@ def test_gradients_are_divided_before_they_are_summed_and_do_not_fade(tmp_path):
     assert made[::2] == [("mul_", 1024)] * 200  # the whole group, every round
     assert len(made) == 400 and all("reduce_scatter" in name for name, _ in made[1::2])
     assert arena.eq(1.0).all()
+
+
+def test_the_host_steps_this_rank_s_shard_of_16_bit_parameters():
+    """Of two ranks, in tensors as large as a weight; the whole optimizer clips on the device and zeroes gradients."""
+    fabric = SimpleNamespace(
+        options=SimpleNamespace(data_parallel_size=2, hidden_size=16),
+        device=HostDevice(),
+        torch_device=torch.device("cpu"),
+    )
+    for kind, whole in ((HostStep, []), (HostOptimizer, [("zero_", 2048)])):
+        operation = kind(fabric)
+        with Calls() as calls:
+            operation.issue(4096, 0).wait()
+        stepped = [call for call in calls.made if call[0] == "_fused_adamw_"]
+        assert stepped == [("_fused_adamw_", 0)]  # of all tensors, a list
+        copies = [numel for name, numel in calls.made if name == "copy_"]
+        assert copies[-8:] == [256] * 8  # 1,024 elements there, and as many back
+        assert [call for call in calls.made if call == ("zero_", 2048)] == whole
+        assert operation.gradients[0].dtype == torch.float32
+
+
+def test_the_host_s_step_is_measured_where_the_optimizer_steps_there():
+    fabric = SimpleNamespace(options=Options(), pipe=None, torch_device=torch.device("cpu"))
+    assert not any("host_step" in pair for pair in contention.pairs(fabric))
+    fabric.options = Options(optimizer_on_host=True)
+    found = {pair for pair in contention.pairs(fabric) if "host_step" in pair}
+    others = {"compute", "publish", "reduce"}
+    assert found == {(other, "host_step") for other in others} | {("host_step", other) for other in others}

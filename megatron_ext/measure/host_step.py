@@ -1,0 +1,68 @@
+"""The host's step of one group, as Megatron's host optimizer makes it (``--optimizer-cpu-offload``)."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.operations import DONE, Operation
+
+PARAMETER_BYTES = 2
+"""Of an element of whole parameters: the host optimizer takes 16-bit parameters alone."""
+
+
+class HostStep(Operation):
+    """This rank's shard of a group of ``size_bytes`` of 16-bit parameters: its float32 gradients to the host, torch's
+    fused AdamW there, and the new parameters back to the device."""
+
+    name = "host_step"
+    computes = True
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self._size: int | None = None
+
+    def issue(self, size_bytes: int, round_index: int):
+        if size_bytes != self._size:
+            self.build(size_bytes)
+        for own, gradient in zip(self._own_gradients, self.gradients):
+            own.copy_(gradient, non_blocking=True)
+        self.fabric.device.settle()
+        self._optimizer.step()
+        for parameter, main in zip(self._parameters, self._main):
+            parameter.copy_(main.detach(), non_blocking=True)
+        return DONE
+
+    def build(self, size_bytes: int) -> None:
+        """Make tensors of the shard: as many as a model has weights of one layer's size."""
+        fabric, options = self.fabric, self.fabric.options
+        numel = max(size_bytes // PARAMETER_BYTES // options.data_parallel_size, 1)
+        piece = max(min(options.hidden_size**2, numel), 1)
+        sizes = [min(piece, numel - start) for start in range(0, numel, piece)]
+        host = [fabric.device.host_tensor(2 * size, torch.float32) for size in sizes]
+        self._main = [both[:size].fill_(1.0) for both, size in zip(host, sizes)]
+        self._own_gradients = [both[size:] for both, size in zip(host, sizes)]
+        for main, gradient in zip(self._main, self._own_gradients):
+            main.requires_grad_().grad = gradient
+        self.gradients = [torch.full((size,), 1e-3, device=fabric.torch_device) for size in sizes]
+        self._parameters = [torch.ones(size, dtype=torch.bfloat16, device=fabric.torch_device) for size in sizes]
+        self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True)
+        self._size = size_bytes
+
+
+class HostOptimizer(HostStep):
+    """The whole step of the optimizer where it steps on the host: the norm of all gradients and their clipping on the
+    device, :class:`HostStep` of everything that this rank holds, and zeroes in the whole gradient buffer."""
+
+    name = "optimizer"
+
+    def issue(self, size_bytes: int, round_index: int):
+        if size_bytes != self._size:
+            self.build(size_bytes)
+            self._buffer = torch.ones(size_bytes // PARAMETER_BYTES, device=self.fabric.torch_device)
+        scale = torch.clamp(1.0 / (torch.nn.utils.get_total_norm(self.gradients) + 1e-6), max=1.0)
+        for gradient in self.gradients:
+            gradient.mul_(scale)
+        super().issue(size_bytes, round_index)
+        self._buffer.zero_()
+        return DONE

@@ -1,0 +1,52 @@
+"""The planner decides whether the host's optimizer steps beside the backward."""
+
+from msgspec.structs import replace
+from planning_cases import line, make_table, make_workload
+
+from megatron_ext.planner import plan, step_note
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.schedule.state_placement import host_bytes_of_nodes
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+
+
+def case(save_rate: float = 1e5, **settings):
+    """Two interleaved chunks a rank; the host's step of everything takes as long as a third of the compute."""
+    work = replace(make_workload(layers=4), optimizer=OptimizerSettings(on_host=True, **settings))
+    rank_bytes = sum(chunk.bytes for chunk in work.chunks_of_rank(0))
+    table = make_table(work, gpu=(0.01, 1e7))
+    rate = rank_bytes / 800.0
+    curves = {"host_step": line(0.1, rate), "optimizer": line(5.0, rate), "host_add": line(0.01, save_rate)}
+    return work, replace(table, reduce=line(0.1, 1e6), **curves)
+
+
+def test_steps_go_beside_the_backward_where_that_is_faster():
+    work, table = case()
+    schedule = plan(work, table)
+    assert schedule.rollback_bytes
+    waits = evaluate(work, table, replace(schedule, rollback_bytes=None))
+    assert schedule.predicted.iteration_time_us < 0.9 * waits.iteration_time_us
+    assert schedule.predicted.lower_bound_us <= schedule.predicted.iteration_time_us
+    assert f"{schedule.rollback_bytes} bytes of host memory" in step_note(schedule)
+    more = evaluate(work, table, replace(schedule, rollback_bytes=2 * schedule.rollback_bytes))
+    assert more.iteration_time_us == schedule.predicted.iteration_time_us  # as much memory as the steps take, no more
+
+
+def test_steps_wait_where_that_is_faster_or_they_could_not_be_validated():
+    work, table = case(save_rate=10.0)  # copies of states take longer than steps
+    others = [case(gradient_dtype="bfloat16"), (work, table), (case()[0], replace(table, host_step=None))]
+    for own, costs in others:
+        schedule = plan(own, costs)
+        assert schedule.rollback_bytes is None and step_note(schedule) is None
+
+
+def test_the_limit_of_host_memory_bounds_the_copies_of_states():
+    work, table = case()
+    free = plan(work, table)
+    taken = host_bytes_of_nodes(replace(free, rollback_bytes=None), work)[0]
+    ranks = work.parallel.world_size
+    limit = taken + ranks * free.rollback_bytes // 2
+    work = replace(work, limits=replace(work.limits, host_bytes=limit))
+    schedule = plan(work, table)
+    assert 0 < schedule.rollback_bytes <= free.rollback_bytes // 2
+    assert host_bytes_of_nodes(schedule, work)[0] <= limit
+    assert schedule.predicted.iteration_time_us > free.predicted.iteration_time_us

@@ -1,0 +1,97 @@
+"""The host's step beside the backward, simulated: what it hides, what waits, and what it takes in memory."""
+
+import pytest
+from msgspec.structs import replace
+from planning_cases import line, make_table, make_workload
+
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.schedule.rollback import can_step_early, saved_bytes
+from megatron_ext.schedule.validate import validate
+from megatron_ext.workload.bucket_rules import layer_buckets
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.step_order import steps_of_ranks
+
+LAYERS, LAYER_US, NORM_US = 4, 200.0, 50.0
+
+
+def case(step_us: float, *, save_us: float = 0.01, groups: float = LAYERS, gradients=None, contention=()):
+    """A layer's backward takes 200 us. The host's step of a layer takes ``step_us``, one that does not wait as long and
+    ``save_us`` more; there is memory for so many ``groups``."""
+    work = make_workload(
+        pp=1, vp=1, microbatches=2, order="no_pipeline", layers=LAYERS, zero_stage=2 if gradients else 1, p2p_bytes=0
+    )
+    work = replace(work, optimizer=OptimizerSettings(on_host=True))
+    schedule = stock_schedule(work, layer_buckets)
+    size = schedule.groups[0].bytes
+    table = make_table(work, gpu=(0.001, 1e9), forward=400.0, backward=LAYERS * LAYER_US, contention=contention)
+    table = replace(
+        table,
+        reduce=line(0.0, size / 1e-3),
+        host_step=line(0.0, size / step_us),
+        host_add=line(0.0, size / (save_us / 3)),  # of a float32 shard: as many bytes as two ranks' parameters have
+        optimizer=line(NORM_US, size / step_us),
+    )
+    room = int(groups * saved_bytes(schedule.groups[0], work))
+    kept = tuple(replace(group, gradients=gradients) for group in schedule.groups)
+    return work, table, validate(replace(schedule, groups=kept, rollback_bytes=room))
+
+
+def simulated(*args, **how):
+    work, table, schedule = case(*args, **how)
+    return evaluate(work, table, schedule, trace=True)
+
+
+COMPUTE_US = 2 * (400.0 + LAYERS * LAYER_US)
+
+
+@pytest.mark.parametrize("gradients", [None, "sharded"])
+def test_all_but_the_last_layers_step_is_hidden(gradients):
+    result = simulated(150.0, save_us=20.0, gradients=gradients)
+    assert result.iteration_time_us == pytest.approx(COMPUTE_US + 170.0 + NORM_US, rel=1e-3)
+    assert result.hidden_step_us == pytest.approx((4 * 150.0,), rel=1e-3)
+    assert [event.name for event in result.events if event.lane == "host_step"] == ["3", "2", "1", "0"]
+    assert result.lower_bound_us <= result.iteration_time_us
+
+
+def test_a_step_that_has_not_begun_when_everything_is_reduced_waits_for_the_norm():
+    """Two steps of 500 us begin while three layers' backwards of 200 us go on."""
+    result = simulated(500.0)
+    assert result.iteration_time_us == pytest.approx(COMPUTE_US - 600.0 + 2 * 500.0 + 2 * 500.0 + NORM_US, rel=1e-3)
+    assert result.hidden_step_us == pytest.approx((1000.0,), rel=1e-3)
+
+
+def test_memory_for_the_states_from_before_bounds_what_is_stepped():
+    some = simulated(100.0, groups=2.9)
+    assert some.hidden_step_us == pytest.approx((200.0,), rel=1e-3)
+    assert some.iteration_time_us == pytest.approx(COMPUTE_US + 200.0 + NORM_US, rel=1e-3)
+    work, _, schedule = case(100.0, groups=2.9)
+    assert some.early_bytes == (2 * saved_bytes(schedule.groups[0], work),)
+    assert some.memory[0].memory.host_bytes["previous_states"] == schedule.rollback_bytes
+
+
+def test_compute_and_the_host_s_step_disturb_each_other():
+    """The step of 150 us beside three layers of 200: each takes half as long again."""
+    pairs = [("compute", "host_step", 1.5), ("host_step", "compute", 1.2)]
+    slowed = simulated(150.0, contention=pairs)
+    assert slowed.iteration_time_us == pytest.approx(COMPUTE_US + 3 * 60.0 + 150.0 + NORM_US, rel=1e-3)
+
+
+def test_a_table_without_the_host_s_step_has_everything_wait():
+    work, table, schedule = case(150.0)
+    waits = evaluate(work, replace(table, host_step=None), schedule)
+    assert waits.hidden_step_us == ()
+    assert waits.iteration_time_us == pytest.approx(COMPUTE_US + 600.0 + NORM_US, rel=1e-3)
+
+
+def test_groups_whose_gradient_changes_later_or_whose_states_are_elsewhere_wait():
+    work, _, schedule = case(150.0)
+    group = schedule.groups[0]
+    assert can_step_early(group, work)
+    assert not can_step_early(replace(group, states_rest="nvme"), work)
+    (chunk,) = work.chunks
+    tied = replace(chunk, parameters=(replace(chunk.parameters[0], shared_embedding=True), *chunk.parameters[1:]))
+    assert not can_step_early(group, replace(work, chunks=(tied,)))
+    parallel = replace(work.parallel, tensor_model_parallel_size=2)
+    assert not can_step_early(group, replace(work, parallel=parallel))  # it holds a norm's vector
+    assert len(steps_of_ranks(work.parallel)[0]) == 4
