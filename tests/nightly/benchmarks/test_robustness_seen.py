@@ -1,4 +1,4 @@
-"""The harness of benchmarks/robustness.py as root: ranks that are killed, and what it says of a rank that is not named."""
+"""benchmarks/robustness.py as root: ranks that are killed, and what it says of a rank that is not named."""
 
 import subprocess
 import sys
