@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from cases import LAYOUTS
@@ -48,6 +49,16 @@ PP2_VP2_DP2 = LAYOUTS["interleaved"]
 def last_line(result: subprocess.CompletedProcess) -> str:
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     return lines[-1] if lines else ""
+
+
+def stays_in_shared_memory(before: set[str], seconds: float = 10) -> set[str]:
+    """What is new in /dev/shm since ``before``, and still there after so long: tests that run beside this one may have
+    something there for a moment."""
+    end, new = time.monotonic() + seconds, set(os.listdir("/dev/shm")) - before
+    while new and time.monotonic() < end:
+        time.sleep(0.2)
+        new &= set(os.listdir("/dev/shm"))
+    return new
 
 
 def work_left(marker: Path) -> list[str]:

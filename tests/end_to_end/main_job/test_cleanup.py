@@ -9,7 +9,7 @@ import time
 import pytest
 from msgspec.structs import replace
 from plans import describe, made_up_table, make_schedule
-from training import PP2_VP2_DP2, ROOT, SMALL, environment, ranks_command, work_left
+from training import PP2_VP2_DP2, ROOT, SMALL, environment, ranks_command, stays_in_shared_memory, work_left
 
 from megatron_ext.cost.cost_table import Publish, Routes
 from megatron_ext.cpubench.launcher import cause_of
@@ -68,7 +68,7 @@ def caught_in_training(schedule_path, corpus_prefix, tmp_path, *more: str):
     finally:
         process.kill()
         process.communicate()
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not stays_in_shared_memory(before)
     assert list(tmp_path.iterdir()) == [], "no half-written file"
 
 
