@@ -4,6 +4,7 @@ import argparse
 from typing import NoReturn
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.workload import parallel as parallel_sizes
 
 
@@ -125,6 +126,7 @@ def check(args, *, world_size: int | None = None) -> None:
     if world_size is not None:
         _check_processes(args, world_size)
     _fill_batch(args)
+    optimizer_settings(args)  # refuses an optimizer that cannot train these parameters
     try:
         parallel_of(args).check()
     except InputError as error:

@@ -35,4 +35,4 @@ def test_the_host_optimizer_takes_no_float32_parameters():
     args = SimpleNamespace(bf16=True, fp16=False, optimizer_cpu_offload=True)
     assert optimizer_settings(args).on_host
     with pytest.raises(InputError, match="--optimizer-cpu-offload: Megatron's host optimizer takes no float32"):
-        optimizer_settings(SimpleNamespace(bf16=False, fp16=False, optimizer_cpu_offload=True))
+        gpt_arguments.check(argparse.Namespace(**vars(parse()) | {"optimizer_cpu_offload": True}))
