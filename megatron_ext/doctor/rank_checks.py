@@ -28,6 +28,7 @@ from megatron_ext.doctor import (
     shared_pinning,
     software,
     stream_operations,
+    symmetric_buffers,
     training_check,
 )
 from megatron_ext.doctor.finding import KIND, Finding, Report, failed, merged, not_tried, save
@@ -51,6 +52,7 @@ TITLES = {
     "direct_reads": "direct reads",
     "overlap": "overlap",
     "communicators": "communicators",
+    "symmetric_buffers": "symmetric buffers",
     "training": "training",
 }
 """What the parts of the doctor look at, in their order."""
@@ -93,6 +95,7 @@ class _Checks:
             "direct_reads": lambda: direct_reads.check(self.place, self.options),
             "overlap": lambda: overlap.check(self.place, self.fabric(), TRANSFER_BYTES[self.place.device.type]),
             "communicators": lambda: communicators.check(self.place, self.fabric()),
+            "symmetric_buffers": lambda: symmetric_buffers.check(self.place, self.fabric()),
             "training": lambda: training_check.check(self.place, self.options),
         }
         for name in TITLES:
