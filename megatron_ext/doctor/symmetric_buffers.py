@@ -47,7 +47,7 @@ def check(place: Place, fabric: Fabric) -> list[Finding]:
     if why is not None:
         return [not_tried(NAME, f"{why}; all-gathers take NCCL's kernels")]
     try:
-        group, whole = _symmetric(place)
+        group, whole = symmetric_buffer(place)
     except (RuntimeError, AttributeError) as error:
         return [not_tried(NAME, one_line(f"refused, all-gathers take NCCL's kernels: {error}", 300))]
     shard = torch.full((ELEMENTS,), float(place.rank), dtype=whole.dtype, device=place.device)
@@ -60,7 +60,7 @@ def check(place: Place, fabric: Fabric) -> list[Finding]:
     return [passed(NAME, found, figures=dict(us))]
 
 
-def _symmetric(place: Place) -> tuple[dist.ProcessGroup, torch.Tensor]:
+def symmetric_buffer(place: Place) -> tuple[dist.ProcessGroup, torch.Tensor]:
     """A communicator without thread blocks, and a buffer that it knows."""
     # Names that older releases of torch lack: what is missing here is refused by its caller.
     memory: Any = __import__("torch.distributed._symmetric_memory", fromlist=["empty"])

@@ -49,7 +49,7 @@ def device(monkeypatch):
 @pytest.mark.parametrize(("second", "status"), [(1.0, "pass"), (0.0, "fail")])
 def test_what_was_gathered_is_compared(monkeypatch, device, second, status):
     whole = torch.empty(8, dtype=torch.bfloat16)
-    monkeypatch.setattr(symmetric_buffers, "_symmetric", lambda place: ("group", whole))
+    monkeypatch.setattr(symmetric_buffers, "symmetric_buffer", lambda place: ("group", whole))
 
     def gather(target, shard, group):
         target[:4], target[4:] = shard, second
@@ -65,6 +65,6 @@ def test_a_library_that_refuses_is_told_in_one_line(monkeypatch, device):
     def refuse(place):
         raise RuntimeError("NCCL error: unhandled\nlast error")
 
-    monkeypatch.setattr(symmetric_buffers, "_symmetric", refuse)
+    monkeypatch.setattr(symmetric_buffers, "symmetric_buffer", refuse)
     (finding,) = symmetric_buffers.check(place(), None)
     assert finding.status == "could not try" and "unhandled last error" in finding.found
