@@ -4,7 +4,6 @@ import contextlib
 import copy
 import inspect
 import re
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from types import MethodType
@@ -203,6 +202,16 @@ def _without_hook(forward):
     return before_layer
 
 
+_NODES_TAKE_HOOKS = hasattr((torch.zeros(1, requires_grad=True) + 0).grad_fn, "_register_hook_dict")
+"""Whether a way of torch's own is there; where it is not, its public way is taken."""
+
+
+class _Hooks(dict):
+    """Hooks of a tensor, as torch's handles need them: they hold the dictionary by a weak reference."""
+
+    __slots__ = ("__weakref__",)
+
+
 def _with_hook(forward, backward):
     """A function of an activation that runs ``forward`` now, and ``backward`` when the activation's gradient is
     complete."""
@@ -212,13 +221,13 @@ def _with_hook(forward, backward):
             action()
 
     def before_layer(activation: torch.Tensor) -> None:
-        # What Tensor.register_hook does, without its handle. Both names are torch's own, so where one
-        # is gone its public way is taken. Others may add hooks of theirs: the dictionary is the tensor's.
-        register = getattr(activation.grad_fn, "_register_hook_dict", None)
-        if register is not None and activation._backward_hooks is None:
-            activation._backward_hooks = hooks = OrderedDict()
+        # What Tensor.register_hook does, without its handle. Others may add hooks of theirs: the dictionary is the
+        # tensor's.
+        node = activation.grad_fn
+        if _NODES_TAKE_HOOKS and node is not None and activation._backward_hooks is None:
+            activation._backward_hooks = hooks = _Hooks()
             hooks["megatron_ext"] = on_gradient
-            register(activation)
+            node._register_hook_dict(activation)  # pyright: ignore[reportAttributeAccessIssue] # see above
         else:
             activation.register_hook(on_gradient)
         for action in forward:

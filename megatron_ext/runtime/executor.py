@@ -93,25 +93,28 @@ class Executor:
 
     def pre_forward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
         """Run what the schedule does before this forward. Raises ScheduleError where it expects another step."""
-        chunk, actions = self._forwards[self._count_forward]
-        if chunk != model_chunk_id or self._count_forward != virtual_microbatch_id:
+        count = self._count_forward
+        chunk, actions = self._forwards[count]
+        if chunk != model_chunk_id or count != virtual_microbatch_id:
             self._out_of_order("forward", virtual_microbatch_id, model_chunk_id)
-        self._count_forward += 1
+        self._count_forward = count + 1
         for action in actions:
             action()
 
     def pre_backward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
         """Run what the schedule does before this backward. Raises ScheduleError where it expects another step."""
-        chunk, actions, _ = self._backwards[self._count_backward]
-        if chunk != model_chunk_id or self._count_backward != virtual_microbatch_id:
+        count = self._count_backward
+        chunk, actions, _ = self._backwards[count]
+        if chunk != model_chunk_id or count != virtual_microbatch_id:
             self._out_of_order("backward", virtual_microbatch_id, model_chunk_id)
         for action in actions:
             action()
 
     def post_backward(self, virtual_microbatch_id: int) -> None:
         """Run what the schedule does after this backward."""
-        actions = self._backwards[self._count_backward][2]
-        self._count_backward += 1
+        count = self._count_backward
+        actions = self._backwards[count][2]
+        self._count_backward = count + 1
         for action in actions:
             action()
 
