@@ -67,11 +67,10 @@ def network(folder: Path, corpus: Path, save: Save, seed: int) -> list[Outcome]:
     """A link that is cut for a moment and for good, packets that are lost, and a node that is gone."""
     results: list[Outcome] = []
     for number, setup in enumerate(("zero 1, two nodes", "zero 3, two nodes", "zero 3, two nodes, pipeline")):
-        for turn in range(2):
-            with nodes_or_none(nodes_of(setup)) as nodes:
-                case = drawn(setup, seed + 100 + 10 * number + turn, folder / f"{number} {turn}", corpus, nodes)
-                results += _network_of(case, nodes.names, folder / f"{number} {turn} runs", turn)
-                save(results)
+        with nodes_or_none(nodes_of(setup)) as nodes:
+            case = drawn(setup, seed + 100 + number, folder / f"{number}", corpus, nodes)
+            results += _network_of(case, nodes.names, folder / f"{number} runs", number % 2)
+            save(results)
     return results
 
 
@@ -125,7 +124,7 @@ def disk(folder: Path, corpus: Path, save: Save, seed: int) -> list[Outcome]:
     ):
         case = drawn(setup, seed + 200 + number, folder / f"{number}", corpus, None)
         for disturb in (_checkpoints_full, _checkpoints_read_only, _drive_fills, _drive_too_small, _trace_read_only):
-            results.append(disturb(case, folder / disturb.__name__))
+            results.append(disturb(case, folder / f"{number} {disturb.__name__}"))
             save(results)
     return results
 
@@ -234,10 +233,10 @@ def clock(folder: Path, corpus: Path, save: Save, seed: int) -> list[Outcome]:
     results: list[Outcome] = []
     if not os.path.exists(FAKETIME):
         return results
+    setups = ("zero 1, interleaved", "zero 3, no pipeline")
+    cases = [drawn(setup, seed + 300, folder / setup, corpus, None) for setup in setups]
     for number, jump in enumerate(JUMPS):
-        for at in ("start", "iteration"):
-            setup = ("zero 1, interleaved", "zero 3, no pipeline")[number % 2]
-            case = drawn(setup, seed + 300 + number, folder / f"{number} {at}", corpus, None)
+        for at, case in zip(("start", "iteration"), cases[:: 1 - 2 * (number % 2)]):
             place = folder / f"{number} {at} run"
             place.mkdir(parents=True)
             (place / "clock").write_text("+0")
