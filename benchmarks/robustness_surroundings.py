@@ -161,14 +161,23 @@ def fill(place: Path) -> None:
             return
 
 
+def _checkpoints_spoiled(
+    case: Case, folder: Path, what: str, spoil: Callable[[Path], None], said: str
+) -> tuple[Outcome, Job]:
+    """A run whose directory of checkpoints is spoiled from the fourth iteration on."""
+    job = start(case, folder)
+    if reached(job, 4):
+        spoil(folder / "checkpoints")
+    found = outcome(what, case, job, goes_on=False)
+    found["as expected"] &= said in found["said"] and not found["traceback"]
+    return found, job
+
+
 def _checkpoints_full(case: Case, folder: Path) -> Outcome:
     saved = folder / "checkpoints"
     mount(saved, 32 << 10)
-    job = start(case, folder)
-    if reached(job, 4):
-        fill(saved)
-    found = outcome("checkpoints' disk full", case, job, goes_on=False)
-    found["as expected"] &= "cannot be written: No space left" in found["said"] and not found["traceback"]
+    said = "cannot be written: No space left"
+    found, job = _checkpoints_spoiled(case, folder, "checkpoints' disk full", fill, said)
     (saved / OTHERS).unlink()
     found = with_next_start(found, case, job)
     unmount(saved)
@@ -178,11 +187,7 @@ def _checkpoints_full(case: Case, folder: Path) -> Outcome:
 def _checkpoints_read_only(case: Case, folder: Path) -> Outcome:
     saved = folder / "checkpoints"
     saved.mkdir(parents=True)
-    job = start(case, folder)
-    if reached(job, 4):
-        read_only(saved)
-    found = outcome("checkpoints' disk read-only", case, job, goes_on=False)
-    found["as expected"] &= "cannot be written" in found["said"] and not found["traceback"]
+    found, job = _checkpoints_spoiled(case, folder, "checkpoints' disk read-only", read_only, "cannot be written")
     unmount(saved)
     return with_next_start(found, case, job)
 

@@ -42,8 +42,14 @@ class Done:
 DONE = Done()
 
 
+class Closable(Protocol):
+    """What runs threads."""
+
+    def close(self) -> None: ...
+
+
 class Operation(ABC):
-    """Base: what all operations share. ``close`` ends threads.
+    """Base: what all operations share. ``threads``: what ``close`` ends, where the operation has some.
 
     ``messages``: what is issued counts so many times. ``computes``: it is done by the calling
     thread alone, so that processor time can stand for it, see sampling.py. ``by_host``: the host's processors do most
@@ -57,13 +63,16 @@ class Operation(ABC):
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         self.fabric, self.busy = fabric, busy
+        self.threads: Closable | None = None
 
     @abstractmethod
     def issue(self, size_bytes: int, round_index: int) -> Handle:
         """Begin; returns what is waited for."""
 
-    def close(self) -> None:  # noqa: B027 - optional to override
+    def close(self) -> None:
         """End threads: most have none."""
+        if self.threads is not None:
+            self.threads.close()
 
 
 class Gather(Operation):
@@ -93,14 +102,11 @@ class HierarchicalGather(Operation):
         super().__init__(fabric, busy)
         groups = make_node_groups(fabric.options.parallel, "nccl" if fabric.torch_device.type == "cuda" else "gloo")
         assert groups is not None  # the link is offered where nodes and replicas make two legs
-        self.gather = hierarchical.HierarchicalGather(groups, fabric.device)
+        self.threads = self.gather = hierarchical.HierarchicalGather(groups, fabric.device)
 
     def issue(self, size_bytes: int, round_index: int) -> Transfer:
         whole = self.fabric.window(self.fabric.arena, size_bytes, round_index)
         return self.gather.issue(whole, self.fabric.shard(whole))
-
-    def close(self) -> None:
-        self.gather.close()
 
 
 class HostCopy(Operation):
@@ -110,7 +116,7 @@ class HostCopy(Operation):
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self.lane = open_lane(f"measure-{self.name}", fabric.device)
+        self.threads = self.lane = open_lane(f"measure-{self.name}", fabric.device)
         self.memory = fabric.busy_arena() if busy else fabric.arena
         _ = fabric.host
 
@@ -118,9 +124,6 @@ class HostCopy(Operation):
         source = self.fabric.window(self.fabric.host, size_bytes, round_index)
         target = self.fabric.window(self.memory, size_bytes, round_index)
         return self.lane.submit(lambda lane, after: lane.copy(target, source, after))
-
-    def close(self) -> None:
-        self.lane.close()
 
 
 class ShardGather(Operation):
@@ -131,16 +134,15 @@ class ShardGather(Operation):
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         backend = "nccl" if fabric.torch_device.type == "cuda" else "gloo"
-        self.gather = cpu_shard.ShardGather(make_data_group(fabric.options.parallel, backend), fabric.device)
+        self.threads = self.gather = cpu_shard.ShardGather(
+            make_data_group(fabric.options.parallel, backend), fabric.device
+        )
         _ = fabric.host
 
     def issue(self, size_bytes: int, round_index: int) -> Transfer:
         source = self.fabric.shard(self.fabric.window(self.fabric.host, size_bytes, round_index))
         whole = self.fabric.window(self.fabric.arena, size_bytes, round_index)
         return self.gather.issue(whole, self.fabric.dp_rank * source.numel(), source)
-
-    def close(self) -> None:
-        self.gather.close()
 
 
 class Publish(HostCopy):
@@ -181,7 +183,7 @@ class Internode(Operation):
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self.worker = Worker(f"measure-{self.name}")
+        self.threads = self.worker = Worker(f"measure-{self.name}")
         _, self.exchange = make_process_groups(fabric.options.parallel)
         _ = fabric.host
 
@@ -195,9 +197,6 @@ class Internode(Operation):
         shards = [host.narrow(0, dp_rank * numel, numel) for dp_rank in exchange.dp_ranks]
         for arriving in [exchange.begin(shards, self.fabric.dp_rank) for _ in range(self.messages)]:
             arriving.wait()
-
-    def close(self) -> None:
-        self.worker.close()
 
 
 class PublishAcross(Internode):
