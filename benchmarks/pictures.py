@@ -300,7 +300,7 @@ def endurance(result: dict):
 
 def robustness(result: dict):
     """Inputs of every kind, faults by signal and point, and disturbances; what went wrong in red."""
-    figure, (inputs, faults) = figure_of(10, 4.2, 1, 2)
+    figure, (inputs, faults) = figure_of(11, 5.2, 1, 2)
     kinds = sorted({kind for row in result["fuzzing"].values() for kind in row["kinds"]}, reverse=True)
     left = [0] * len(kinds)
     for (engine, row), colour in zip(result["fuzzing"].items(), (LIGHT, OURS)):
@@ -310,10 +310,10 @@ def robustness(result: dict):
     failures = sum(len(row["failures"]) for row in result["fuzzing"].values())
     inputs.set_title(f"distinct inputs, {failures} tracebacks or hangs", fontsize=9)
     inputs.legend(fontsize=7)
-    rows = [
-        (f"{row['signal']}, {row['point']}, {row['victim']}", row["faults"], row["wrong"])
-        for row in result.get("kills", {}).get("by signal and point", ())
-    ]
+    by_point: dict[str, list[dict]] = {}
+    for row in result.get("kills", {}).get("by signal and point", ()):
+        by_point.setdefault(f"{row['signal']} at the {row['point']}", []).append(row)
+    rows = [(name, sum(row["faults"] for row in of), sum(row["wrong"] for row in of)) for name, of in by_point.items()]
     for part in ("network", "disk", "clock", "jobs"):
         names = sorted({row["what"] for row in result.get(part, ())})
         chosen = [[row for row in result[part] if row["what"] == name] for name in names]
@@ -324,7 +324,7 @@ def robustness(result: dict):
     faults.set_title("faults and disturbances of runs", fontsize=9)
     faults.legend(fontsize=7)
     for axis in (inputs, faults):
-        axis.tick_params(labelsize=5.5)
+        axis.tick_params(labelsize=7)
     return figure
 
 

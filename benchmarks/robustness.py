@@ -4,7 +4,7 @@
 
 Parts keep what they find in --folder as they go. One that was interrupted goes on (kills, fuzzing) or begins again; the
 result is of all that is there. Whether anything grows over 10,000 iterations: benchmarks/endurance.py. Needs root,
-iproute2, iptables and, for the clock, libfaketime; atheris, where it is installed, fuzzes guided by coverage.
+iproute2, iptables, e2fsprogs and a C compiler; atheris, where it is installed, fuzzes guided by coverage.
 """
 
 import argparse

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def kills(count: int, seed: int, folder: Path, corpus: Path, save: Callable[[lis
                 )
                 shutil.rmtree(place)
                 if found is not None:
-                    results.append(found | {"routes": case.routes})
+                    results.append(found | {"routes": case.routes, "seed": seed})
                     save(results)
     return results
 
@@ -176,6 +177,8 @@ def summary(results: list[dict]) -> dict:
     again = [found["resumed"] for found in results if "resumed" in found]
     return {
         "faults": len(results),
+        "seeds": sorted({found["seed"] for found in results if "seed" in found}),
+        "faults by what the schedule uses": Counter(used for found in results for used in found.get("routes", ())),
         "hangs": sum(found["hangs"] for found in results) + sum(one["hangs"] for one in again),
         "left half a checkpoint": sum(bool(found["half_written"]) for found in results),
         "leftovers": sum(bool(found["leftovers"]) for found in results),
