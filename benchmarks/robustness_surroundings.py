@@ -274,8 +274,13 @@ def jobs(folder: Path, corpus: Path, save: Save, seed: int) -> list[Outcome]:
     case = drawn("zero 3, no pipeline", seed + 402, folder / "one", corpus, None)
     first = start(case, folder / "shared")
     reached(first, 1)
+    ranks = first.ranks()
+    for pid in ranks:  # or it might end before the second has started
+        os.kill(pid, signal.SIGSTOP)
     second = Job(folder / "second", [*first.options], nodes=None)
     second.wait()
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
     refused = second.code == 2 and "is in use by process" in second.said()
     found = outcome("two jobs that save to one directory", case, first, goes_on=True, refused=refused)
     found["as expected"] &= refused
