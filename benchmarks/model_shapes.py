@@ -77,7 +77,8 @@ def without_ends(chunk: workload.Chunk) -> workload.Chunk:
     first = chunk.layer_kinds.index("transformer")
     kept = [replace(p, layer=p.layer - first) for p in chunk.parameters if chunk.layer_kinds[p.layer] == "transformer"]
     kinds = tuple(kind for kind in chunk.layer_kinds if kind == "transformer")
-    return replace(chunk, parameters=tuple(kept), layer_kinds=kinds)
+    saved = chunk.activation_bytes[first : first + len(kinds)]
+    return replace(chunk, parameters=tuple(kept), layer_kinds=kinds, activation_bytes=saved)
 
 
 def matrix(shape: GptShape, tp: int) -> tuple[int, int]:
