@@ -14,6 +14,7 @@ from megatron_ext.measure import rank_program
 from megatron_ext.measure.hostcpu import softirq_time
 from megatron_ext.measure.hostcpu.softirq_time import SoftirqTime, Spent, idle_us, per_byte
 from megatron_ext.measure.sampling import Samples, sample
+from megatron_ext.runtime.device import HostDevice
 
 STAT = """cpu  900 0 900 9000 90 0 9 9 0 0
 cpu0 100 0 50 1000 5 0 3 2 0 0
@@ -61,7 +62,12 @@ def test_never_below_nothing():
 def _fabric(monkeypatch, device="cpu"):
     monkeypatch.setattr(softirq_time.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(0, own))
     return SimpleNamespace(
-        rank=0, world_size=1, torch_device=torch.device(device), agree=lambda value: value, barrier=lambda: None
+        rank=0,
+        world_size=1,
+        torch_device=torch.device(device),
+        device=HostDevice(),
+        agree=lambda value: value,
+        barrier=lambda: None,
     )
 
 
