@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from megatron_ext.measure import rank_program
 from megatron_ext.measure.hostcpu import softirq_time
