@@ -5,8 +5,8 @@ torch gives every gloo process group two threads that run collectives. When one 
 thread stores the operation's name into a string that both share, without a lock, and both may
 free it: the heap is damaged, and the process ends by SIGSEGV or SIGABRT seconds or hours later,
 in whatever allocates next. It takes two collectives of one group in flight with names of more
-than 15 letters: Megatron's coalesced all-gathers, for one. ``tests/runtime/test_gloo.py`` shows
-it in seconds. One thread runs a group's collectives in order, as NCCL's communicators do.
+than 15 letters: Megatron's coalesced all-gathers, for one. ``tests/helpers/gloo_race.py`` shows it in seconds. One
+thread runs a group's collectives in order, as NCCL's communicators do.
 Source: ``ProcessGroupGloo::runLoop`` (threads) and ``opTypeToString`` (names); seen with torch 2.13.
 """
 

@@ -17,6 +17,8 @@ from types import ModuleType
 import torch
 from torch.nn import functional as F
 
+from megatron_ext.formats.errors import InputError
+
 VERSION = "2.6.0"
 """What the stand-in says of itself: Megatron asks for it to decide which arguments modules take. A later one would have
 to bring kernels of the router of experts too."""
@@ -214,7 +216,7 @@ class GroupedLinear(_Module):
     """Several linear layers in one, for experts, which no schedule gathers."""
 
     def __init__(self, *arguments, **options):
-        raise NotImplementedError("expert-parallel parameters cannot be scheduled")
+        raise InputError("layers of experts cannot be scheduled", field="--num-experts")
 
 
 class DelayedScaling:

@@ -11,6 +11,8 @@ from places import MEGATRON
 from plans import command_line
 from training import launch_training
 
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.engine_modules import GroupedLinear
 from megatron_ext.workload import workload as workload_file
 
 BASE = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --vocab-size 100
@@ -100,3 +102,8 @@ def test_a_plan_made_without_it_is_trained_with_it(corpus_prefix, tmp_path):
         check = ["--user-defined-schedule-check", tmp_path / "reference.json"]
         result = launch_training([*train, *check], nproc=2, env={"PYTHONPATH": path})
         assert result.returncode == 0 and words in result.stderr + result.stdout, result.stderr[-3000:]
+
+
+def test_layers_of_experts_are_refused_by_the_option():
+    with pytest.raises(InputError, match="--num-experts: layers of experts cannot be scheduled"):
+        GroupedLinear(2, 8, 8)
