@@ -4,6 +4,7 @@ import click
 
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.cli.table_check import naming_files, planning_inputs, table_differences
+from megatron_ext.formats.errors import InputError
 
 
 @click.command()
@@ -13,12 +14,18 @@ from megatron_ext.cli.table_check import naming_files, planning_inputs, table_di
     "schedule_path",
     help="Without one: stock Megatron's own rule; at zero stage 3, every layer gathered anew.",
 )
+@click.option(
+    "--order",
+    type=click.Choice(["gpipe", "eager_1f1b", "pipedream_2bw"]),
+    help="In place of the workload's order of steps, to compare; Megatron does not train by it.",
+)
 @click.option("--trace", help="Write a Chrome trace here.")
 @json_option
 def simulate(
     cost_table: str,
     workload_path: str,
     schedule_path: str | None,
+    order: str | None,
     trace: str | None,
     extrapolate: bool,
     allow_differences: bool,
@@ -29,10 +36,14 @@ def simulate(
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.formats import trace as traces
     from megatron_ext.planner.evaluate import evaluate
+    from megatron_ext.planner.other_orders import OtherOrder, evaluate_order
     from megatron_ext.planner.verdict import rule_of
     from megatron_ext.schedule import match, validate
     from megatron_ext.workload import workload
+    from megatron_ext.workload.step_order import in_flight
 
+    if order and schedule_path:
+        raise InputError("a schedule has its own order of steps", field="--order", value=order)
     table, work = cost.load(cost_table), workload.load(workload_path)
     by = schedule_path or rule_of(work)
     given = validate.load(schedule_path) if schedule_path else None
@@ -40,9 +51,18 @@ def simulate(
         match.match(given, work, file=schedule_path)
     with naming_files(cost_table, workload_path):
         table_differences(table, work, this_machine=this_machine, allow=allow_differences, file=cost_table)
-        result = evaluate(work, table, given, trace=bool(trace), extrapolate=extrapolate)
+        if order:
+            simulated = evaluate_order(work, table, order, trace=bool(trace), extrapolate=extrapolate)
+        else:
+            result = evaluate(work, table, given, trace=bool(trace), extrapolate=extrapolate)
+            simulated = OtherOrder(result, in_flight(work.parallel))
+    result, versions = simulated.result, simulated.weight_versions
     if trace:
         about = {"kind": "simulated", "schedule": by, "iteration_time_us": result.iteration_time_us}
         assert result.events is not None  # asked for above
         traces.save(trace, result.events, about=about)
-    emit(as_json, {"by": by, **result.as_json()}, f"by           {by}\n{result.as_text()}")
+    order = order or work.parallel.order
+    in_order = {"order": order, "microbatches_in_flight": simulated.in_flight, "weight_versions": versions}
+    text = f"order        {order}; in flight, by rank: {', '.join(map(str, simulated.in_flight))} micro-batches"
+    text += f"; weight versions: {versions}"
+    emit(as_json, {"by": by, **in_order, **result.as_json()}, f"by           {by}\n{text}\n{result.as_text()}")

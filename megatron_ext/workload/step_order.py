@@ -2,10 +2,12 @@
 
 Sources: Megatron-LM ``megatron/core/pipeline_parallel/schedules.py`` --
 ``get_schedule_table`` and ``get_pp_rank_microbatches`` for the interleaved order,
-``forward_backward_pipelining_without_interleaving`` for 1F1B.
+``forward_backward_pipelining_without_interleaving`` for 1F1B. Eager 1F1B: alpa
+``alpa/pipeline_parallel/schedules.py`` ``OverlapFriendlyPipeDreamSchedule``.
 """
 
 from functools import lru_cache
+from itertools import accumulate
 
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.step import Step
@@ -31,8 +33,8 @@ def num_warmup(parallel: Parallel, pp_rank: int) -> int:
     if parallel.order == "no_pipeline":
         return 0
     behind = parallel.pp - pp_rank - 1
-    if parallel.order == "1f1b":
-        return min(behind, total)
+    if parallel.order in ("1f1b", "eager_1f1b"):
+        return min(behind * (2 if parallel.order == "eager_1f1b" else 1), total)
     return min(behind * 2 + (parallel.vp - 1) * parallel.microbatch_group_size, total)
 
 
@@ -56,3 +58,8 @@ def steps_of_ranks(parallel: Parallel) -> tuple[tuple[Step, ...], ...]:
         steps += backward[steady:]
         ranks.append(tuple(steps))
     return tuple(ranks)
+
+
+def in_flight(parallel: Parallel) -> tuple[int, ...]:
+    """By pipeline rank: micro-batches (of one chunk) that have begun their forward and not ended their backward."""
+    return tuple(max(accumulate(1 if step.kind == "F" else -1 for step in steps)) for steps in steps_of_ranks(parallel))

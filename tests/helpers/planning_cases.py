@@ -20,6 +20,11 @@ def curve(us_of_bytes, largest: int = 1 << 36) -> cost.Curve:
     return cost.Curve(points=tuple(cost.Point(size_bytes=s, p50_us=us_of_bytes(s)) for s in sizes))
 
 
+def flat(us: float) -> cost.Curve:
+    """The same time at every size."""
+    return cost.Curve(points=(cost.Point(size_bytes=1, p50_us=us), cost.Point(size_bytes=1 << 40, p50_us=us)))
+
+
 def line(latency_us: float, bytes_per_us: float) -> cost.Curve:
     return curve(lambda size: latency_us + size / bytes_per_us)
 
@@ -231,3 +236,22 @@ def with_host_cpu(table, processors: float, takes=None, nodes_sharing: int = 1):
             )
     section = HostCpu(processors_per_node=processors, nodes_sharing=nodes_sharing, processor_us=processor_us)
     return cost.check(msgspec.structs.replace(table, host_cpu=section))
+
+
+def table_of(work, *, gpu=100.0, cpu=None, publish=10.0, nvme=None, forward=100.0, backward=200.0, **more):
+    """Gathers, publishing and compute that take the same time at every size and in every chunk."""
+    routes = {name: flat(us) for name, us in (("gpu", gpu), ("cpu", cpu), ("nvme", nvme)) if us}
+    return cost.check(
+        cost.CostTable(
+            schema_version=2,
+            kind="cost_table",
+            routes=cost.Routes(**routes),
+            publish=cost.Publish(cpu=flat(publish), nvme=flat(publish)),
+            compute=tuple(
+                cost.Compute(pp_rank=r, model_chunk_id=c, forward_us=forward, backward_us=backward)
+                for r in range(work.parallel.pp)
+                for c in range(work.parallel.vp)
+            ),
+            **more,
+        )
+    )

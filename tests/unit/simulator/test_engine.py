@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from planning_cases import make_table, make_workload, with_host_cpu
+from planning_cases import flat, make_table, make_workload, table_of, with_host_cpu
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
@@ -15,32 +15,9 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
 
 
-def flat(us: float) -> cost.Curve:
-    """The same time at every size."""
-    return cost.Curve(points=(cost.Point(size_bytes=1, p50_us=us), cost.Point(size_bytes=1 << 40, p50_us=us)))
-
-
 def one_rank(zero_stage=1, microbatches=1, layers=2, **more):
     return make_workload(
         pp=1, vp=1, dp=2, microbatches=microbatches, layers=layers, order="no_pipeline", zero_stage=zero_stage, **more
-    )
-
-
-def table_of(work, *, gpu=100.0, cpu=None, publish=10.0, nvme=None, forward=100.0, backward=200.0, **more):
-    routes = {name: flat(us) for name, us in (("gpu", gpu), ("cpu", cpu), ("nvme", nvme)) if us}
-    return cost.check(
-        cost.CostTable(
-            schema_version=2,
-            kind="cost_table",
-            routes=cost.Routes(**routes),
-            publish=cost.Publish(cpu=flat(publish), nvme=flat(publish)),
-            compute=tuple(
-                cost.Compute(pp_rank=r, model_chunk_id=c, forward_us=forward, backward_us=backward)
-                for r in range(work.parallel.pp)
-                for c in range(work.parallel.vp)
-            ),
-            **more,
-        )
     )
 
 
