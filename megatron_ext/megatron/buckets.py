@@ -168,6 +168,7 @@ def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]], kept: 
     assert set(index_map) == set(buffer.params)
     device = next(iter(index_map)).device
     buffer.numel, buffer.numel_unpadded = start, sum(unpadded for _, _, unpadded in ranges)
+    buffer.grad_numel = start  # 0.17.1 counts gradients apart from parameters, which 4-bit ones need
     buffer.bucket_indices = [(begin, end) for begin, end, _ in ranges]
     buffer.param_index_map = index_map
     storages = []

@@ -1,8 +1,16 @@
-"""Counts the bytes that autograd saves for backwards."""
+"""Counts the bytes that autograd saves for backwards.
+
+[Note: Parameters stay themselves]
+A parameter that went through hooks for saved tensors comes back as another tensor without its attributes. Linear layers
+that add weight gradients inside backward (Megatron's and Transformer Engine's, Megatron's default on a GPU) look for
+``grad_added_to_main_grad`` on it, and where it is not there give no gradient: Megatron then ends the run. While tensors
+are counted, Functions written in Python are therefore handed the parameters themselves, as they are without hooks.
+"""
 
 from collections.abc import Callable, Iterable
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 
 class _Kept:
@@ -24,7 +32,8 @@ class SavedTensors:
     microseconds a saved tensor, so this counts in measuring programs and in one iteration of a run.
 
     Args:
-        not_counted: tensors whose storages are not activations: parameters, masks.
+        not_counted: tensors whose storages are not activations: parameters, masks. See [Note: Parameters stay
+            themselves].
         on_saved: called after each tensor that adds bytes.
 
     Attributes:
@@ -34,26 +43,36 @@ class SavedTensors:
 
     def __init__(self, not_counted: Iterable[torch.Tensor] = (), on_saved: Callable[[], None] | None = None):
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        self._not_counted = {tensor.untyped_storage()._cdata for tensor in not_counted}
+        self._not_counted = {_place(tensor): tensor for tensor in not_counted}
+        self._uncounted_storages = {storage for storage, *_ in self._not_counted}
         self._on_saved = on_saved
         self._held: dict[int, list[int]] = {}  # storage -> [times it is saved, bytes]
         self.bytes = self.peak = 0
 
     def __enter__(self) -> "SavedTensors":
         self._hooks.__enter__()
+        BackwardCFunction.saved_tensors = property(self._saved_of)  # pyright: ignore[reportAttributeAccessIssue]
         return self
 
     def __exit__(self, *failure) -> None:
         self._hooks.__exit__(*failure)
+        del BackwardCFunction.saved_tensors  # torch's own, of the base class, is found again
 
     def restart(self) -> None:
         """Begin a new peak at what is saved now."""
         self.peak = self.bytes
 
+    def _saved_of(self, node) -> tuple[torch.Tensor | None, ...]:
+        """What ``node`` saved, parameters themselves."""
+        saved = torch._C._FunctionBase.saved_tensors.__get__(node)
+        return tuple(
+            self._not_counted.get(_place(t), t) if t is not None and t.is_leaf and t.requires_grad else t for t in saved
+        )
+
     def _pack(self, tensor: torch.Tensor):
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._not_counted:
+        if key in self._uncounted_storages:
             return tensor
         held = self._held.setdefault(key, [0, storage.nbytes()])
         held[0] += 1
@@ -75,3 +94,7 @@ class SavedTensors:
 
 def _unpack(saved) -> torch.Tensor:
     return saved.tensor if type(saved) is _Kept else saved
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape

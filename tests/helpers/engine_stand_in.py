@@ -4,8 +4,7 @@
 ``megatron_ext.megatron.engine_modules`` with what training adds to them: gradients that are added into ``main_grad`` in
 the middle of backward, FusedAdam with master weights and gradients under their own names, multi-tensor functions,
 states without data in checkpoints, recompute. With ``engine=False`` it is Apex, whose Adam and weight-gradient kernel
-Megatron takes where Transformer Engine is not. ``python -m engine_stand_in SCRIPT ...`` trains on the CPU by a script's
-default arguments: no kernel is turned off.
+Megatron takes where Transformer Engine is not. ``train_checkout.py`` trains by a script's default arguments.
 """
 
 import sys
@@ -51,20 +50,27 @@ def wgrad_gemm_accum_fp16(total_input, grad_output, main_grad) -> None:
 
 
 class FusedLinear(torch.autograd.Function):
-    """A product whose weight gradient goes into ``weight.main_grad``; autograd is handed a tensor of no meaning."""
+    """A product whose weight gradient goes into ``weight.main_grad``; autograd is handed a tensor of no meaning.
+
+    The weight is what autograd has saved and ``main_grad`` is the forward's, as in Megatron's
+    ``LinearWithGradAccumulationAndAsyncCommunication``.
+    """
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = weight.main_grad
         return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        x, weight = ctx.saved_tensors
+        weight.main_grad = ctx.main_grad
         rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         add = wgrad_gemm_accum_fp32 if weight.main_grad.dtype == torch.float32 else wgrad_gemm_accum_fp16
         add(rows, grads, weight.main_grad)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return grad @ weight, None
         weight.grad_added_to_main_grad = True
         return grad @ weight, get_dummy_wgrad(
             list(weight.shape), weight.dtype, zero=getattr(weight, "zero_out_wgrad", False)
@@ -240,10 +246,3 @@ def install_apex() -> None:
     """Called by the package's own ``__init__``."""
     _package("apex.optimizers", FusedAdam=FusedAdam, FusedSGD=torch.optim.SGD)
     _package("apex.multi_tensor_apply", multi_tensor_applier=multi_tensor_applier)
-
-
-if __name__ == "__main__":
-    from megatron_ext.megatron import cpu_compat, cpu_options
-
-    cpu_options.KERNELS.clear()
-    cpu_compat.main()

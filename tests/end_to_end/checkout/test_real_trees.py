@@ -5,6 +5,7 @@ MEGATRON_MIRROR (a git clone or mirror of Megatron-LM with its tags) the tests r
 which hold everything. ``conftest.py`` says at the end of a run what was left out.
 """
 
+import json
 import os
 import random
 import shutil
@@ -14,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from places import ROOT
+from places import HELPERS, ROOT
 from random_edits import EDITS, edit_files
 from released import CANDIDATES, MIRROR, RELEASES
 from toy_megatron import snapshot
@@ -169,3 +170,18 @@ def test_an_optimizer_without_fp8_steps_without_the_engine(packages):
         command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100
     )
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_buckets_with_more_padding_than_megatrons(packages):
+    """0.17.1 counts a buffer's gradients apart from its parameters; buckets of our own can need more of both."""
+    path = os.pathsep.join([str(packages / "0.17.1"), str(ROOT)])
+    result = subprocess.run(
+        [sys.executable, HELPERS / "lay_out_buckets.py"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert said["after"] == 8 * 128 > said["before"] and said["buckets"] == 8 and said["kept"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import engine_stand_in
 import pytest
 from draw_schedule import prepared
-from places import ROOT
+from places import HELPERS, ROOT
 from released import MIRROR
 
 from megatron_ext import checkout
@@ -21,7 +21,7 @@ from megatron_ext.megatron.describe_from_checkout import describe_command_line
 
 SIZES = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
     --micro-batch-size 1 --global-batch-size 8 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-    --train-iters 4 --lr 1e-2 --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 --eval-interval 1000
+    --train-iters 3 --lr 1e-2 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-interval 1000
     --eval-iters 1 --log-interval 1 --num-workers 0 --bf16""".split()
 PIPELINE = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 MODERN = "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2"
@@ -100,8 +100,8 @@ class Trainer:
         self.environment = os.environ | own | {"PYTHONWARNINGS": "ignore"}
 
     def train(self, *more: str, check: str = "reference.json", **environment: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--nproc-per-node", str(PROCESSES)]
-        command += ["-m", "engine_stand_in", f"{self.tree}/pretrain_gpt.py", *self.options, *more]
+        command = [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--nproc-per-node", str(PROCESSES), "--fork"]
+        command += [str(HELPERS / "train_checkout.py"), f"{self.tree}/pretrain_gpt.py", *self.options, *more]
         command += ["--user-defined-schedule", str(self.folder / "schedule.json")]
         command += ["--user-defined-schedule-check", str(self.folder / check)]
         return subprocess.run(

@@ -1,6 +1,7 @@
 """What autograd saves is counted once a storage, until it is freed; and the census made of it."""
 
 import torch
+from engine_stand_in import FusedLinear
 
 from megatron_ext.runtime.census import Census, storage_bytes
 from megatron_ext.runtime.group import Residency
@@ -32,6 +33,24 @@ def test_gradients_are_those_without_counting():
         model(x).pow(2).sum().backward()
     assert saved.bytes == 0 and saved.peak > 0
     assert all(torch.equal(p.grad, before) for p, before in zip(model.parameters(), plain))
+
+
+def test_fused_weight_gradients_find_their_parameter():
+    """A layer that adds its weight's gradient inside backward marks the parameter, which hooks would have replaced."""
+    flat = torch.randn(32)  # two parameters of one bucket
+    weights = [torch.nn.Parameter(flat[:16].view(4, 4)), torch.nn.Parameter(flat[16:].view(4, 4))]
+    for weight in weights:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(4, 4), False
+    x = torch.randn(2, 4)
+    with SavedTensors(weights) as saved:
+        FusedLinear.apply(FusedLinear.apply(x, weights[0]), weights[1]).sum().backward()
+    assert all(weight.grad_added_to_main_grad and weight.grad is not None for weight in weights)
+    expected = torch.autograd.grad(
+        (x @ (first := weights[0].detach().requires_grad_()).t() @ flat[16:].view(4, 4).t()).sum(), first
+    )
+    assert torch.equal(weights[0].main_grad, expected[0])
+    assert saved.bytes == 0 and saved.peak == 2 * 2 * 4 * 4
+    assert "saved_tensors" not in vars(torch.autograd.function.BackwardCFunction)
 
 
 def test_the_census_is_the_sum_at_its_peak():
