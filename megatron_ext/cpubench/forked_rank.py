@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,8 +109,9 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], begin: 
         code = 0
     except SystemExit as ended:
         code = ended.code
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.last_value = error  # as Python does before it calls the hook
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         if not isinstance(code, int):
             if code is not None:

@@ -64,7 +64,7 @@ class SavedTensors:
 
     def _saved_of(self, node) -> tuple[torch.Tensor | None, ...]:
         """What ``node`` saved, parameters themselves."""
-        saved = torch._C._FunctionBase.saved_tensors.__get__(node)
+        saved = vars(torch._C._FunctionBase)["saved_tensors"].__get__(node)
         return tuple(
             self._not_counted.get(_place(t), t) if t is not None and t.is_leaf and t.requires_grad else t for t in saved
         )

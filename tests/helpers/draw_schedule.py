@@ -45,14 +45,17 @@ def draw_schedule(draw, workload: Workload, routes=("gpu", "cpu")) -> Schedule:
     return assemble(workload, groups, placed, freed, planner="drawn")
 
 
-def prepared(draw, workload: Workload, path, routes=("gpu", "cpu", "nvme")) -> Schedule:
+GRADIENTS = (None, "sharded", "host")
+
+
+def prepared(draw, workload: Workload, path, routes=("gpu", "cpu", "nvme"), gradients=GRADIENTS) -> Schedule:
     """A drawn schedule with its own peak as the limit, checked and written to ``path``."""
     schedule = draw_schedule(draw, workload, routes)
     if draw.random() < 0.7:
         if draw.random() < 0.7 and can_rest_on_host(workload) and workload.zero_stage == 3 and workload.parallel.dp > 1:
             schedule = by_cpu_shard(schedule)
         schedule = with_host_shards(schedule, workload)
-    schedule = with_states(draw, with_gradients(draw, schedule, workload), workload)
+    schedule = with_states(draw, with_gradients(draw, schedule, workload, gradients), workload)
     return _saved(schedule, workload, path)
 
 
@@ -65,7 +68,7 @@ def _saved(schedule: Schedule, workload: Workload, path) -> Schedule:
     return schedule
 
 
-def with_gradients(draw, schedule: Schedule, workload: Workload, kinds=(None, "sharded", "host")) -> Schedule:
+def with_gradients(draw, schedule: Schedule, workload: Workload, kinds=GRADIENTS) -> Schedule:
     """The schedule with gradients that come and go, drawn of every group; at zero stage 1 all stay whole."""
     if workload.zero_stage == 1:
         return schedule

@@ -19,6 +19,8 @@ if __name__ == "__main__":
     atexit.register(os.write, 1, said.encode())
     if rank == 1:
         {"code": lambda: sys.exit(7), "text": lambda: sys.exit("it was text"), "error": lambda: 1 // 0,
+         "hook": lambda: (setattr(sys, "excepthook", lambda *e: os._exit(9 if sys.last_value is e[1] else 8)),
+                          1 // 0),
          "signal": lambda: os.kill(os.getpid(), signal.SIGSEGV), "well": lambda: None}[how]()
 """
 
@@ -44,6 +46,7 @@ def test_ranks_find_imported_what_the_script_imports(tmp_path):
         ("code", "ended with exit code 7"),
         ("text", "it was text"),
         ("error", "ZeroDivisionError"),
+        ("hook", "ended with exit code 9"),
         ("signal", "was ended by SIGSEGV"),
     ],
 )
