@@ -69,11 +69,12 @@ def made_once(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def corpus_prefix(megatron_tree, tmp_path_factory) -> Path:
+def corpus_prefix(megatron_tree, made_once) -> Path:
     """An indexed dataset of the standard library's source."""
     from training import run
 
-    prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
-    result = run([sys.executable, "examples/corpus.py", str(prefix)])
-    assert result.returncode == 0, result.stderr
-    return prefix
+    def build(folder: Path) -> None:
+        result = run([sys.executable, "examples/corpus.py", str(folder / "stdlib")])
+        assert result.returncode == 0, result.stderr
+
+    return made_once("corpus", build) / "stdlib"

@@ -10,6 +10,7 @@ import orderings
 from cases import ALL_LAYOUTS, STRICT
 from places import ROOT
 from training import environment, ranks_command
+from warm_python import WarmPython
 
 WORKER = Path(__file__).with_name("parity_worker.py")
 
@@ -64,13 +65,14 @@ class ParityService:
         listener.listen(1)
         listener.settimeout(1)
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the service
-        self._ranks = subprocess.Popen(
-            ranks_command(str(WORKER), [address, *ALL_LAYOUTS[self.layout]], 2 if self.layout == STRICT else 4),
-            cwd=ROOT,
-            env=environment({"PYTHONFAULTHANDLER": "1"} | ({orderings.VARIABLE: "1"} if self.layout == STRICT else {})),
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-        )
+        strict = self.layout == STRICT
+        command = ranks_command(str(WORKER), [address, *ALL_LAYOUTS[self.layout]], 2 if strict else 4)
+        variables = environment({"PYTHONFAULTHANDLER": "1"} | ({orderings.VARIABLE: "1"} if strict else {}))
+        if strict:  # imports the package anew, with what a test can take away from it
+            how = dict(cwd=ROOT, env=variables, stdout=self._output, stderr=subprocess.STDOUT)
+            self._ranks = subprocess.Popen(command, **how)
+        else:
+            self._ranks = WarmPython(WORKER.stem, command[1:], ROOT, variables, self._output, self._output)
         connection = None
         while connection is None:
             try:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from training import run
+from training import run, run_warm
 
 from megatron_ext import planner
 from megatron_ext.cost.cost_table import Compute, CostTable, Curve, GroupOverhead, Metadata, Point, Publish, Routes
@@ -38,7 +38,8 @@ def made_up_table(gpu_us_per_mib: float = 1000.0, cpu_us_per_mib: float = 300.0)
 
 def describe(path: Path, options: list[str]) -> workload_file.Workload:
     """Write and read the workload of a real model."""
-    result = run([sys.executable, "-m", "megatron_ext", "describe", "--out", str(path), *map(str, options)])
+    command = [sys.executable, "-m", "megatron_ext", "describe", "--out", str(path), *map(str, options)]
+    result = run_warm("pretrain_gpt_hybrid", command)
     assert result.returncode == 0, result.stderr
     return workload_file.load(path)
 

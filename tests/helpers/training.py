@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from cases import LAYOUTS
 from places import MEGATRON, ROOT
+from warm_python import WarmPython
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
@@ -19,6 +21,19 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 def run(command: list[str], *, env: dict[str, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess:
     """Run a command from the project's root with its output captured as text."""
     return subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=timeout)
+
+
+def run_warm(module: str, command: list[str], *, timeout: float = 120) -> subprocess.CompletedProcess:
+    """The same, from a process that has imported ``module``."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
+        process = WarmPython(module, command[1:], ROOT, environment(), out, error)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        out.seek(0)
+        error.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read(), error.read())
 
 
 def ranks_command(script: str, options: list[str], nproc: int = 4) -> list[str]:
@@ -37,7 +52,10 @@ def launch_training(
     options: list[str], nproc: int = 4, env: dict[str, str] | None = None, timeout: float = 120
 ) -> subprocess.CompletedProcess:
     """Run the example on ``nproc`` processes; ``options`` are its options."""
-    return run(ranks_command("examples/pretrain_gpt_hybrid.py", options, nproc), env=env, timeout=timeout)
+    command = ranks_command("examples/pretrain_gpt_hybrid.py", options, nproc)
+    if env is None:
+        return run_warm("pretrain_gpt_hybrid", command, timeout=timeout)
+    return run(command, env=env, timeout=timeout)
 
 
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split()

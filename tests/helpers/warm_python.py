@@ -1,0 +1,157 @@
+"""Processes that are forks of one that has imported torch and megatron-core: that import takes 4 s of processor time.
+
+:class:`WarmPython` runs ``python SCRIPT`` or ``python -m MODULE`` as :class:`subprocess.Popen` would, from there on.
+What it runs must read the environment after its imports. Not for tests of starting, of command lines in /proc, or of
+what is imported.
+"""
+
+import array
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import ClassVar
+
+from places import ROOT
+
+from megatron_ext.cpubench import allocator
+from megatron_ext.cpubench.launcher import end_with_parent
+
+
+def serve(control: socket.socket, module: str) -> None:
+    """Import ``module``, then fork a process for every message, until the other side closes ``control``."""
+    importlib.import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks report by themselves and are reaped by the kernel
+    while True:
+        message, files, _, _ = socket.recv_fds(control, 1 << 20, 4)
+        if not message:
+            return
+        if os.fork() == 0:
+            _keep_code(control, json.loads(message), *files)
+        for file in files:
+            os.close(file)
+
+
+def _keep_code(control: socket.socket, asked: dict, out: int, error: int, result: int) -> None:
+    """Between server and program: write the program's number and its exit code, and end it when the test ends."""
+    control.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    server = os.getppid()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.close(result)
+        end_with_parent(parent)
+        _run(asked, out, error)
+    end_with_parent(server)
+    os.write(result, array.array("i", [child]).tobytes())
+    _, status = os.waitpid(child, 0)
+    os.write(result, array.array("i", [os.waitstatus_to_exitcode(status)]).tobytes())
+    os._exit(0)
+
+
+def _run(asked: dict, out: int, error: int) -> None:
+    code: int | str | None = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(error, 2)
+        os.chdir(asked["cwd"])
+        os.environ.clear()
+        os.environ.update({**allocator.environment(), **asked["environment"]})
+        sys.argv = asked["arguments"]
+        if sys.argv[0] == "-m":
+            sys.argv = sys.argv[1:]
+            sys.path[0] = asked["cwd"]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if not isinstance(code, int):
+            if code is not None:
+                print(code, file=sys.stderr)
+            code = 0 if code is None else 1
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class WarmPython:
+    """One process; the first of ``module`` starts a server, which ends with this process.
+
+    Args:
+        module: what is imported before; beside this file or in ``examples``.
+        arguments: ``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``.
+        cwd, environment, stdout, stderr: as of :class:`subprocess.Popen`; files only.
+    """
+
+    _servers: ClassVar[dict[str, socket.socket]] = {}
+
+    def __init__(self, module: str, arguments: list[str], cwd: Path, environment: dict[str, str], stdout, stderr):
+        self.returncode: int | None = None
+        control = self._server(module, environment)
+        self._result, theirs = os.pipe()
+        asked = {"arguments": arguments, "cwd": str(cwd), "environment": environment}
+        files = [stdout.fileno(), stderr.fileno(), theirs]
+        socket.send_fds(control, [json.dumps(asked).encode()], files)
+        os.close(theirs)
+        self.pid = int.from_bytes(os.read(self._result, 4), sys.byteorder)
+        os.set_blocking(self._result, False)
+
+    @classmethod
+    def _server(cls, module: str, environment: dict[str, str]) -> socket.socket:
+        if module not in cls._servers:
+            cls._servers[module], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            places = [str(ROOT / "examples"), str(ROOT), environment.get("PYTHONPATH", "")]
+            own = {**allocator.environment(), **environment, "PYTHONPATH": os.pathsep.join(places)}
+            command = [sys.executable, __file__, str(theirs.fileno()), module]
+            subprocess.Popen(command, env=own, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            theirs.close()
+        return cls._servers[module]
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            try:
+                code = os.read(self._result, 4)
+            except BlockingIOError:
+                return None
+            os.close(self._result)
+            self.returncode = int.from_bytes(code, sys.byteorder, signed=True) if code else -signal.SIGKILL
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("warm python", timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
