@@ -1,9 +1,9 @@
 """Raises an exception at every call site of the background threads, one run of two ranks each.
 
-``python injected_failures.py FOLDER`` prints a JSON list of what became of the runs. A first run records, by a tracing
-hook, which lines of the package with a call each background thread executes and how often; every other one raises
-:class:`Injected` at one of them on rank 0. In the last run, of no call site, rank 1 stops in an iteration. Ranks are
-forked from one process that has imported everything.
+``python injected_failures.py FOLDER [EVERY]`` prints a JSON list of what became of the runs. A first run records, by a
+tracing hook, which lines of the package with a call each background thread executes and how often; every other one
+raises :class:`Injected` at one of them on rank 0, or at every EVERY-th of a thread. In the last run, of no call site,
+rank 1 stops in an iteration. Ranks are forked from one process that has imported everything.
 """
 
 import ast
@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import Counter
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -217,7 +218,7 @@ def record(folder: Path, setup: str) -> dict[tuple, int]:
 
 
 def main() -> None:
-    folder, known = Path(sys.argv[1]), set()
+    folder, every, known = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1, set()
     for file in (Path(PACKAGE) / "runtime").glob("*.py"):
         lines_with_calls(str(file))
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -226,7 +227,9 @@ def main() -> None:
     waiting, running, results, number = [], {}, [], 0
     for setup in SETUPS:
         sites = record(folder / setup, setup)
-        waiting += [(setup, site, max(1, count // 4), 1) for site, count in sorted(sites.items()) if site not in known]
+        new = sorted((site, count) for site, count in sites.items() if site not in known)
+        of_thread = [list(sites) for _, sites in groupby(new, lambda entry: entry[0][0])]
+        waiting += [(setup, site, max(1, count // 4), 1) for sites in of_thread for site, count in sites[::every]]
         known |= set(sites)
     waiting.append(("one node", None, 0, TRIES))
     while waiting or running:

@@ -68,11 +68,7 @@ class ParityService:
         strict = self.layout == STRICT
         command = ranks_command(str(WORKER), [address, *ALL_LAYOUTS[self.layout]], 2 if strict else 4)
         variables = environment({"PYTHONFAULTHANDLER": "1"} | ({orderings.VARIABLE: "1"} if strict else {}))
-        if strict:  # imports the package anew, with what a test can take away from it
-            how = dict(cwd=ROOT, env=variables, stdout=self._output, stderr=subprocess.STDOUT)
-            self._ranks = subprocess.Popen(command, **how)
-        else:
-            self._ranks = WarmPython(WORKER.stem, command[1:], ROOT, variables, self._output, self._output)
+        self._ranks = WarmPython(WORKER.stem, command[1:], ROOT, variables, self._output, self._output)
         connection = None
         while connection is None:
             try:

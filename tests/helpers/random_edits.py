@@ -5,7 +5,7 @@ import random
 
 from megatron_ext.checkout.hook_table import FILES
 
-EDITS = 200
+EDITS = 100
 NAMES = "model_chunk_id update_successful parser config virtual_microbatch_id output_tensor args".split()
 
 

@@ -21,6 +21,7 @@ import traceback
 from pathlib import Path
 from typing import ClassVar
 
+import orderings
 from places import ROOT
 
 from megatron_ext.cpubench import allocator
@@ -102,7 +103,7 @@ class WarmPython:
         cwd, environment, stdout, stderr: as of :class:`subprocess.Popen`; files only.
     """
 
-    _servers: ClassVar[dict[str, socket.socket]] = {}
+    _servers: ClassVar[dict[tuple[str, bool], socket.socket]] = {}
 
     def __init__(self, module: str, arguments: list[str], cwd: Path, environment: dict[str, str], stdout, stderr):
         self.returncode: int | None = None
@@ -117,14 +118,15 @@ class WarmPython:
 
     @classmethod
     def _server(cls, module: str, environment: dict[str, str]) -> socket.socket:
-        if module not in cls._servers:
-            cls._servers[module], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        server = (module, orderings.VARIABLE in environment)  # what a test takes away is prepared at the import
+        if server not in cls._servers:
+            cls._servers[server], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             places = [str(ROOT / "examples"), str(ROOT), environment.get("PYTHONPATH", "")]
             own = {**allocator.environment(), **environment, "PYTHONPATH": os.pathsep.join(places)}
             command = [sys.executable, __file__, str(theirs.fileno()), module]
             subprocess.Popen(command, env=own, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
             theirs.close()
-        return cls._servers[module]
+        return cls._servers[server]
 
     def poll(self) -> int | None:
         if self.returncode is None:

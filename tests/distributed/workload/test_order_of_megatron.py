@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 from places import HELPERS
-from training import SMALL, run
+from training import SMALL, ranks_command, run, run_warm
 
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.step_order import num_warmup, schedule_table, steps_of_ranks
@@ -78,24 +78,8 @@ def test_steps_are_those_of_a_real_run(shape, corpus_prefix, tmp_path):
             str(group),
         ]
     program = HELPERS / "record_order.py"
-    result = run(
-        [
-            sys.executable,
-            "-m",
-            "megatron_ext.cpubench.launcher",
-            "--fork",
-            "--nproc-per-node",
-            str(pp),
-            str(program),
-            str(tmp_path),
-            *SMALL,
-            *layout,
-            "--data-path",
-            str(corpus_prefix),
-            "--train-iters",
-            "1",
-        ]
-    )
+    options = [tmp_path, *SMALL, *layout, "--data-path", corpus_prefix, "--train-iters", "1"]
+    result = run_warm("pretrain_gpt_hybrid", ranks_command(str(program), options, pp))
     assert result.returncode == 0, result.stderr
     for rank, steps in enumerate(steps_of_ranks(sizes(pp, vp, microbatches, group))):
         seen = (tmp_path / f"{rank}.txt").read_text().split()
