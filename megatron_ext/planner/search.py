@@ -55,22 +55,40 @@ Place = Callable[[tuple[Group, ...]], tuple[Group, ...] | None]
 """Decides for groups where their shards rest and how their gradients are kept; None where memory is short."""
 
 
+RELIEF_WEIGHT = 0.01
+"""Of two plans within this share, the one that relieves less counts as better: each relieved gradient is allocated,
+cleared and added up once more a visit, which the simulator does not count."""
+
+
+def relieved_share(groups: Sequence[Group]) -> float:
+    """By bytes, the share of groups whose gradients come and go, and that of shards in host memory; 2 at most."""
+    relieved = sum(g.bytes * ((g.gradients is not None) + (g.shard_rests is not None)) for g in groups)
+    return relieved / (sum(group.bytes for group in groups) or 1)
+
+
 class Search:
     """Tries choices, keeps the best schedule by simulated iteration time.
 
     Args:
         place: of the groups of every candidate; by default everything stays on the device.
+        cuts: ways to cut beside :func:`cuttings`; the best settings of each are simulated, whatever their estimates.
     """
 
     def __init__(
-        self, workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float, place: Place | None = None
+        self,
+        workload: Workload,
+        timing: Timing,
+        routes: tuple[Route, ...],
+        bound_us: float,
+        place: Place | None = None,
+        cuts: Sequence[list[list[int]]] = (),
     ):
         self.workload, self.timing, self.routes, self.bound_us = workload, timing, routes, bound_us
-        self.place = place
+        self.place, self.cuts = place, cuts
         self.steps = number_of_steps(workload)
         self.effort = EFFORT[workload.zero_stage]
         self.tried = 0
-        self.best_us = inf
+        self.best_us = self.best_mark = inf
         self.best: Schedule | None = None
 
     def spent(self) -> bool:
@@ -93,8 +111,9 @@ class Search:
         self.effort -= self.steps  # the placement pass
         schedule = self.schedule(blocks, choices)
         us = self.judge(schedule)
-        if us < self.best_us * (1 - 1e-9):
-            self.best_us, self.best = us, schedule
+        mark = us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups))
+        if mark < self.best_mark * (1 - 1e-9):
+            self.best_mark, self.best_us, self.best = mark, us, schedule
         return us
 
 
@@ -249,6 +268,7 @@ class Grid:
         workload, timing, routes = state.workload, state.timing, state.routes
         self.state, self.rough = state, shortened(workload)
         self.cuts = list(cuttings(workload, timing, routes))
+        self.cuts += [cut for cut in state.cuts if cut not in self.cuts]
         self.divides: list[Callable[[list[Parameter]], list[list[Parameter]]] | None] = [None]
         if len({*routes} - {"cpu_shard"}) > 1:
             self.divides.append(splitter(timing, tuple(route for route in routes if route != "cpu_shard")))
@@ -376,17 +396,18 @@ def search(
     bound_us: float = 0.0,
     place: Place | None = None,
     effort: float = 1.0,
+    cuts: Sequence[list[list[int]]] = (),
 ) -> tuple[Schedule, float]:
     """The best schedule found, and its simulated iteration time.
 
     Args:
-        place: see :class:`Search`.
+        place, cuts: see :class:`Search`.
         effort: part of the usual effort.
 
     Raises:
         InputError: no groups can be gathered within the limits and the measured sizes.
     """
-    state = Search(workload, timing, routes, bound_us, place)
+    state = Search(workload, timing, routes, bound_us, place, cuts)
     state.effort = int(state.effort * effort)
     grid = Grid(state)
     grid.descend()
@@ -394,7 +415,8 @@ def search(
         raise grid.refused or InputError("cannot fit: no route can bring every group within the limits", field="limits")
     state.effort = max(state.effort, int(EFFORT[workload.zero_stage] * effort) // 4)
     judged = []
-    for settings in _to_judge(grid.estimates):
+    own = [index for index, cut in enumerate(grid.cuts) if cut in state.cuts]
+    for settings in _to_judge(grid.estimates, own):
         if judged and state.spent():
             break
         made = grid.made(settings)
@@ -407,9 +429,12 @@ def search(
     return state.best, state.best_us
 
 
-def _to_judge(estimates: dict[Settings, float]) -> list[Settings]:
+def _to_judge(estimates: dict[Settings, float], own: Sequence[int] = ()) -> list[Settings]:
     """The best settings by estimate, interleaved by set of routes: an estimate knows less of contention than
-    the simulator. Of settings with the same estimate, cut, division and host copies, one."""
+    the simulator. Of settings with the same estimate, cut, division and host copies, one. First the best of every cut
+    in ``own``."""
+    first = [min((us, s) for s, us in estimates.items() if s.cut == cut) for cut in own]
+    always = [settings for us, settings in first if us < inf]
     by_routes: dict[int, dict[tuple, Settings]] = {}
     for us, settings in sorted((us, settings) for settings, us in estimates.items() if us < inf):
         by_routes.setdefault(settings.routes, {}).setdefault(
@@ -418,7 +443,8 @@ def _to_judge(estimates: dict[Settings, float]) -> list[Settings]:
     interleaved = zip_longest(
         *(found.values() for found in sorted(by_routes.values(), key=lambda found: min(found)[0]))
     )
-    return [settings for row in interleaved for settings in row if settings is not None][:SIMULATED]
+    others = [settings for row in interleaved for settings in row if settings is not None and settings not in always]
+    return always + others[: SIMULATED - len(always)]
 
 
 def _polish(state: Search, blocks: Blocks, choices: Choices, us: float) -> None:

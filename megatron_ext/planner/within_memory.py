@@ -9,9 +9,20 @@ import msgspec
 
 from megatron_ext.bounds.memory_headroom import what_helps
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.memory_settings import Placer, Relief, Rule, refuse, rules
-from megatron_ext.planner.search import Grid, Search, Settings, number_of_steps, search
+from megatron_ext.planner.memory_settings import refuse, rules
+from megatron_ext.planner.relief import Placer, Relief, Rule
+from megatron_ext.planner.search import (
+    POLISHED_STEPS,
+    RELIEF_WEIGHT,
+    Grid,
+    Search,
+    Settings,
+    number_of_steps,
+    relieved_share,
+    search,
+)
 from megatron_ext.planner.stock import groups_of
+from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.host_shards import can_rest_on_host
 from megatron_ext.schedule.match import check_device_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -54,8 +65,7 @@ def plan_within_memory(
         if len(found) == SEARCHED:
             break
         try:
-            schedule, us = _searched(workload, timing, routes, rule, bound_us)
-            found.append((us, schedule))
+            found.append(_searched(workload, timing, routes, rule, bound_us))
         except InputError as error:
             refused = refused or error
     if found:
@@ -65,13 +75,32 @@ def plan_within_memory(
     raise refused if refused is not None else refuse(workload, groups, frozenset(reliefs), advice)
 
 
-def _searched(workload, timing, routes, rule: Rule, bound_us: float) -> tuple[Schedule, float]:
+def _searched(workload, timing, routes, rule: Rule, bound_us: float) -> tuple[float, Schedule]:
     limited = _with_whole_bytes(workload, rule)
-    schedule, us = search(limited, timing, routes, bound_us, Placer(workload, rule), effort=1 / SEARCHED)
+    placer = Placer(workload, rule, timing)
+    schedule, us = search(limited, timing, routes, bound_us, placer, 1 / SEARCHED, _own_cut(workload, placer))
     limit = workload.limits.device_bytes
     assert limit is not None
     check_device_bytes(validate(schedule), workload, limit)
-    return schedule, us
+    return us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups)), schedule
+
+
+def _own_cut(workload: Workload, placer: Placer) -> list[list[list[int]]]:
+    """Layers that are relieved each a block of its own, so that no more than is missing need be; those between
+    together."""
+    layers, _ = groups_of(workload, layer_buckets)
+    placed = placer(layers)
+    if placed is None:
+        return []
+    relieved: dict[tuple[int, int], set[int]] = {}
+    for group, (first, _) in zip(placed, uses_of_groups(placed, workload)):
+        if group.gradients is not None or group.shard_rests is not None:
+            relieved.setdefault((group.pp_rank, group.model_chunk_id), set()).add(first)
+    cuts = []
+    for chunk in workload.chunks:
+        alone = relieved.get((chunk.pp_rank, chunk.model_chunk_id), set())
+        cuts.append([n for n in range(chunk.num_layers) if not n or n in alone or n - 1 in alone])
+    return [cuts]
 
 
 def _with_whole_bytes(workload: Workload, rule: Rule) -> Workload:
@@ -83,19 +112,39 @@ def _estimated(workload, timing, routes, reliefs: frozenset[Relief], bound_us: f
     """Rules that fit, the fastest by estimate first. Of rules that place a layer's groups alike, one."""
     layers, _ = groups_of(workload, layer_buckets)
     seen, found = set(), []
-    for rule in rules(workload, reliefs):
-        placer = Placer(workload, rule)
+
+    def consider(rule: Rule) -> None:
+        placer = Placer(workload, rule, timing)
         placed = placer(layers)
         key = rule.whole_bytes, placed
         if placed is None or key in seen:
-            continue
+            return
         seen.add(key)
-        grid = Grid(Search(_with_whole_bytes(workload, rule), timing, routes, bound_us, placer))
-        cuts = range(len(grid.cuts))
-        if number_of_steps(workload) > FEW_STEPS:
-            cuts = cuts[-2:]
-        middle = min(6, grid.sizes[2] - 1)
-        us = min((grid.estimate(Settings(cut, 0, middle, 0)) for cut in cuts), default=inf)
+        cut = _own_cut(workload, placer)
+        grid = Grid(Search(_with_whole_bytes(workload, rule), timing, routes, bound_us, placer, cut))
+        us = _estimate(grid)
         if us < inf:
             found.append((us, len(found), rule))
+        consider(placer.filled(placed))
+
+    for rule in rules(workload, reliefs):
+        consider(rule)
     return [(us, rule) for us, _, rule in sorted(found, key=lambda item: item[:2])]
+
+
+def _estimate(grid: Grid) -> float:
+    """The best estimate of a few ways to cut; where a simulation is quick, the better of that and the rule's own cut as
+    simulated."""
+    steps = number_of_steps(grid.state.workload)
+    cuts = range(len(grid.cuts))[-3 if steps > FEW_STEPS else 0 :]
+    middle = min(6, grid.sizes[2] - 1)
+    settings = [Settings(cut, 0, middle, 0) for cut in cuts]
+    best = min(settings, key=grid.estimate)
+    if steps > POLISHED_STEPS:
+        return grid.estimate(best)
+    own = [one for one in settings if grid.cuts[one.cut] in grid.state.cuts]
+    made = [grid.made(one) for one in {best, *own} if grid.estimate(one) < inf]
+    for one in made:
+        if one is not None:
+            grid.state.time_of(*one)
+    return grid.state.best_mark

@@ -1,0 +1,286 @@
+"""Relieves groups by one rule until everything that a rank holds fits: no more of them than are missing.
+
+[Note: Which groups are relieved]
+Relieving a group frees its whole gradient, or its shard, and costs time of links at every visit. Gradients that come
+and go are whole around their use, so the largest relieved group and its neighbour stay a part of the peak. Large groups
+cost less time a byte, small ones leave a smaller peak. Both orders are tried, those of equal size from the last layer
+on, whose reduces hide behind the rest of the backward. Groups are relieved in that order until everything fits; then
+those that fit as they were are given back, the dearest first. The order that costs less by the cost table counts.
+"""
+
+from collections.abc import Callable, Sequence
+from math import ceil, inf
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule.group_uses import uses_of_groups
+from megatron_ext.schedule.host_shards import steps_on_host_shards
+from megatron_ext.schedule.memory_bill import activation_peaks, gradient_bytes, resting_bytes
+from megatron_ext.schedule.user_defined_schedule import Group
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import piece_buffer_bytes
+from megatron_ext.workload.workload import Workload, group_bytes
+
+Relief = Literal["sharded", "host", "shards"]
+"""Gradients added up in shards on the device, or in host memory; shards that rest in host memory."""
+
+
+class Rule(NamedTuple):
+    """How groups are relieved.
+
+    Attributes:
+        whole_bytes: left for whole parameters at zero stage 3; None at zero stage 2, which keeps all of them.
+        reliefs: tried in this order.
+        reduce_every: of gradients that come and go.
+    """
+
+    whole_bytes: int | None
+    reliefs: tuple[Relief, ...]
+    reduce_every: int = 1
+
+
+class Kept(NamedTuple):
+    """Where a group's gradients are, and whether its shard rests in host memory."""
+
+    gradients: Literal["sharded", "host"] | None = None
+    shard_on_host: bool = False
+
+
+class Weighed(NamedTuple):
+    """A group of one rank: what relieving it frees and costs.
+
+    Attributes:
+        span: its first and last layer.
+        gradient: bytes of the whole gradient.
+        ways: how it can be kept.
+        cost_us: by way, microseconds of links an iteration beyond what the group takes as it is.
+    """
+
+    group: Group
+    span: tuple[int, int]
+    gradient: int
+    ways: dict[Kept, float]
+
+
+class Placer:
+    """Relieves groups by one rule; called with all groups of a candidate.
+
+    Args:
+        workload: with ``limits.device_bytes``.
+        timing: None where costs do not matter.
+    """
+
+    def __init__(self, workload: Workload, rule: Rule, timing: Timing | None = None):
+        self.workload, self.rule, self.timing = workload, rule, timing
+        self.activations = activation_peaks(workload)
+        limit = workload.limits.device_bytes
+        assert limit is not None
+        self.limit = limit
+        self.fixed = [_fixed_bytes(workload, rank) for rank in range(workload.parallel.pp)]
+        self._dtypes = [{p.name: p for p in chunk.parameters} for chunk in workload.chunks]
+
+    def __call__(self, groups: Sequence[Group]) -> tuple[Group, ...] | None:
+        """The groups with ``gradients``, ``reduce_every`` and ``shard_rests``; None where memory is short."""
+        placed = list(groups)
+        for rank, indices, weighed in self.by_rank(groups):
+            kept = self._relieve(rank, weighed)
+            if kept is None:
+                return None
+            for index, way in zip(indices, kept):
+                placed[index] = self._group(groups[index], way)
+        return tuple(placed)
+
+    def filled(self, groups: Sequence[Group]) -> Rule:
+        """The rule with what ``groups`` as placed leave of the limit given to whole parameters."""
+        if self.rule.whole_bytes is None:
+            return self.rule
+        left = []
+        for rank, indices, weighed in self.by_rank(groups):
+            kept = [Kept(groups[index].gradients, groups[index].shard_rests == "host") for index in indices]
+            left.append(self.limit - sum(self.held(rank, weighed, kept).values()))
+        return self.rule._replace(whole_bytes=self.rule.whole_bytes + max(min(left), 0))
+
+    def by_rank(self, groups: Sequence[Group]):
+        """By pipeline rank: its number, the indices of its groups, and what they are."""
+        spans = uses_of_groups(groups, self.workload)
+        for rank in range(self.workload.parallel.pp):
+            indices = [index for index, group in enumerate(groups) if group.pp_rank == rank]
+            yield rank, indices, [self._place(groups[index], spans[index]) for index in indices]
+
+    def _place(self, group: Group, span: tuple[int, int]) -> Weighed:
+        stage = group.model_chunk_id * self.workload.parallel.pp + group.pp_rank
+        first = self._dtypes[stage][group.parameters[0]]
+        gradient = gradient_bytes(group, self.workload)
+        gradients: list = [None]
+        if not first.shared_embedding:
+            gradients += ["sharded", "host"] if self.workload.parallel.dp > 1 else ["host"]
+        on_host = "shards" in self.rule.reliefs and steps_on_host_shards(self.workload.optimizer, first.dtype)
+        ways = [Kept(kept, shard) for shard in ((False, True) if on_host else (False,)) for kept in gradients]
+        return Weighed(group, span, gradient, {way: self._cost_us(group.bytes, gradient, way) for way in ways})
+
+    def _cost_us(self, size: int, gradient: int, way: Kept) -> float:
+        if self.timing is None:
+            return 0.0
+        visits, us = self.workload.parallel.num_microbatches, 0.0
+        reduces = ceil(visits / self.rule.reduce_every)
+        try:
+            if way.gradients is not None:
+                us += (reduces - 1) * self.timing.reduce_us(size)
+            if way.gradients == "host":
+                us += reduces * sum(self.timing.to_host_us(gradient))
+            if way.shard_on_host and self.timing.offers("cpu"):
+                us += 2 * visits * self.timing.shard_copy_us(size)
+        except InputError:  # of a size that was not measured
+            return inf
+        return us
+
+    def _relieve(self, rank: int, weighed: list[Weighed]) -> list[Kept] | None:
+        start = [Kept() for _ in weighed]
+        if self._fits(rank, weighed, start):
+            return start
+        found = [self._in_order(rank, weighed, start, order) for order in _orders(weighed)]
+        return min(
+            (kept for kept in found if kept is not None),
+            key=lambda kept: sum(one.ways[way] for one, way in zip(weighed, kept)),
+            default=None,
+        )
+
+    def _in_order(self, rank: int, weighed: list[Weighed], kept: list[Kept], order: list[int]) -> list[Kept] | None:
+        """Relieve groups in ``order``, by one relief after the other."""
+        for relief in self.rule.reliefs:
+            changed = [relieved(one, way, relief) for one, way in zip(weighed, kept)]
+            usable = [index for index in order if changed[index] != kept[index]]
+
+            def first(number: int, kept=kept, changed=changed, usable=usable) -> list[Kept]:
+                chosen = {*usable[:number]}
+                return [changed[i] if i in chosen else way for i, way in enumerate(kept)]
+
+            # Beyond the last group of a size the peak of what comes and goes may rise again.
+            ends = [
+                number
+                for number, index in enumerate(usable, 1)
+                if number == len(usable) or weighed[index].group.bytes != weighed[usable[number]].group.bytes
+            ]
+            least, begin = kept, 0
+            for end in ends:
+                if self._fits(rank, weighed, first(end)):
+                    low, high = begin + 1, end
+                    while low < high:  # ends: each turn halves the range
+                        middle = (low + high) // 2
+                        fits = self._fits(rank, weighed, first(middle))
+                        low, high = (low, middle) if fits else (middle + 1, high)
+                    return self._given_back(rank, weighed, first(low))
+                least = min(least, first(end), key=lambda way: sum(self.held(rank, weighed, way).values()))
+                begin = end
+            kept = least
+        return None
+
+    def _given_back(self, rank: int, weighed: list[Weighed], kept: list[Kept]) -> list[Kept]:
+        """``kept`` with every group relieved less, where everything still fits; the dearest first."""
+        for index in sorted(range(len(weighed)), key=lambda index: (-weighed[index].ways[kept[index]], index)):
+            for way in sorted(weighed[index].ways, key=lambda way: weighed[index].ways[way]):
+                if way == kept[index]:
+                    break
+                other = [*kept[:index], way, *kept[index + 1 :]]
+                if self._fits(rank, weighed, other):
+                    kept = other
+                    break
+        return kept
+
+    def _group(self, group: Group, way: Kept) -> Group:
+        if way.gradients is not None:
+            group = replace(group, gradients=way.gradients, reduce_every=self.rule.reduce_every)
+        return replace(group, shard_rests="host", algorithm=None) if way.shard_on_host else group
+
+    def _fits(self, rank: int, weighed: list[Weighed], kept: list[Kept]) -> bool:
+        return sum(self.held(rank, weighed, kept).values()) <= self.limit
+
+    def held(self, rank: int, weighed: list[Weighed], kept: list[Kept]) -> dict[str, int]:
+        """By kind, at least what the rank holds at its peak: all kinds are taken to be largest at once."""
+        dp, zero_3 = self.workload.parallel.dp, self.workload.zero_stage == 3
+        both = list(zip(weighed, kept))
+        whole = self.rule.whole_bytes
+        pieces = max((piece_buffer_bytes(one.group.bytes) for one, way in both if way.shard_on_host), default=0)
+        legs = max(
+            (2 * one.group.bytes for one, way in both if one.group.algorithm and not way.shard_on_host), default=0
+        )
+        coming = [one for one, way in both if way.gradients is not None]
+        return {
+            "whole_parameters": sum(one.group.bytes for one in weighed) if whole is None else whole,
+            "shards": sum(one.group.bytes // dp for one, way in both if not way.shard_on_host) if zero_3 else 0,
+            "gradients": sum(one.gradient for one, way in both if way.gradients is None)
+            + self._coming_and_going(coming),
+            "gradient_shards": sum(one.gradient // dp for one, way in both if way.gradients == "sharded"),
+            "optimizer": self.fixed[rank],
+            "activations": self.activations[rank],
+            "buffers": pieces + legs,
+        }
+
+    def _coming_and_going(self, weighed: list[Weighed]) -> int:
+        """At least the bytes of whole gradients that come and go at their peak.
+
+        In a backward there are those whose layers are in progress, and the one that was reduced last. Those that are
+        not reduced every time stay for several backward steps; in the interleaved order these are of one chunk at a
+        time, if they are as many as a group of micro-batches.
+        """
+        chunks: dict[int, list[Weighed]] = {}
+        for one in weighed:
+            chunks.setdefault(one.group.model_chunk_id, []).append(one)
+        before = max((one.gradient for one in weighed), default=0)
+        if self.rule.reduce_every == 1:
+            return max((_peak_of_backward(mine, before) for mine in chunks.values()), default=0)
+        parallel = self.workload.parallel
+        one_chunk = parallel.order == "interleaved" and self.rule.reduce_every == parallel.microbatch_group_size
+        stay = [sum(one.gradient for one in mine) for mine in chunks.values()]
+        return ((max if one_chunk else sum)(stay) if stay else 0) + before
+
+
+def relieved(one: Weighed, way: Kept, relief: Relief) -> Kept:
+    """``way`` itself where the group cannot be relieved, or not further."""
+    other = way._replace(shard_on_host=True) if relief == "shards" else way._replace(gradients=relief)
+    if other not in one.ways or (relief == "sharded" and way.gradients is not None):
+        return way
+    return other
+
+
+def _orders(weighed: list[Weighed]) -> list[list[int]]:
+    keys: list[Callable[[int], tuple]] = [
+        lambda index: (-weighed[index].group.bytes, -weighed[index].span[1], -index),
+        lambda index: (weighed[index].group.bytes, -weighed[index].span[1], -index),
+    ]
+    orders = [sorted(range(len(weighed)), key=key) for key in keys]
+    return orders if orders[0] != orders[1] else orders[:1]
+
+
+def _peak_of_backward(weighed: list[Weighed], on_its_way: int) -> int:
+    there, peak = 0, on_its_way
+    begin: dict[int, int] = {}
+    for one in weighed:
+        begin[one.span[1]] = begin.get(one.span[1], 0) + one.gradient
+    ends: dict[int, list[int]] = {}
+    for one in weighed:
+        ends.setdefault(one.span[0], []).append(one.gradient)
+    for layer in sorted({*begin, *ends}, reverse=True):
+        there += begin.get(layer, 0)
+        peak = max(peak, there + on_its_way)
+        for size in ends.get(layer, ()):
+            there, on_its_way = there - size, size
+    return peak
+
+
+def _fixed_bytes(workload: Workload, rank: int) -> int:
+    """Main parameters and optimizer states on the device; no grouping has less."""
+    groups = [
+        Group(
+            pp_rank=rank,
+            model_chunk_id=chunk.model_chunk_id,
+            parameters=(p.name,),
+            bytes=group_bytes([p], workload.parallel.dp),
+        )
+        for chunk in workload.chunks_of_rank(rank)
+        for p in chunk.parameters
+    ]
+    by_parameter, _ = resting_bytes(groups, workload)
+    return by_parameter.get("main_parameters", 0) + by_parameter.get("optimizer_states", 0)
