@@ -184,7 +184,7 @@ def main(make_peer) -> None:
     assert way in make_peer.ways, f"{way!r} is none of {make_peer.ways}"
     args = job.parse_args()
     gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
-    corpus.check(args.data_path, args.seq_length)
+    corpus.check(args.data_path, args.seq_length, args.vocab_size)
     job.initialize(args)
     config = gpt_model.transformer_config(args)
     chunks = gpt_model.build_chunks(args, config)

@@ -265,7 +265,9 @@ def with_torch(folder: Path) -> dict[str, Kind]:
         "checkpoint's mark": Kind((latest.read_bytes(),), str(latest.relative_to(folder)), load),
         "checkpoint's digest": Kind((digest.read_bytes(),), str(digest.relative_to(folder)), load),
         "corpus index": Kind(
-            (Path(f"{built}.idx").read_bytes(),), "corpus.idx", lambda file, data: corpus.check(built, 64)
+            (Path(f"{built}.idx").read_bytes(),),
+            "corpus.idx",
+            lambda file, data: corpus.check(built, 64, corpus.VOCAB_SIZE),
         ),
     }
 

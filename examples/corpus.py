@@ -18,8 +18,11 @@ SPLIT = "98,2,0"
 """Megatron's --split: documents for training, validation, test."""
 
 INDEX_HEADER = b"MMIDIDX\x00\x00"
-TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
-"""Bytes of a token by the code of its type in an index (DType of megatron/core/datasets/indexed_dataset.py)."""
+TOKEN_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
+"""numpy's name of a token's type by its code in an index (DType of megatron/core/datasets/indexed_dataset.py)."""
+
+LOOKED_AT = 1 << 28
+"""Tokens that are compared with the vocabulary: the first ones, because a corpus may have hundreds of gigabytes."""
 
 
 def tokenizer():
@@ -102,7 +105,7 @@ def compile_helpers() -> None:
 
 
 def document_lengths(prefix):
-    """Tokens of every document by the index ``prefix``.idx: int32, one entry a document.
+    """Tokens of every document by the index ``prefix``.idx (int32, one entry a document); numpy's name of their type.
 
     Megatron's reader asserts on a damaged index, or reads beyond the tokens in training. The form is that of
     megatron/core/datasets/indexed_dataset.py: header, version, code of the tokens' type, counts; then lengths (int32),
@@ -119,12 +122,12 @@ def document_lengths(prefix):
     if not data[: len(INDEX_HEADER)].tobytes() == INDEX_HEADER:
         raise InputError("is no index of Megatron's indexed datasets", file=path, field="--data-path")
     _, version, code, sequences, documents = head.unpack(data[: head.size].tobytes())
-    if version != 1 or code not in TOKEN_BYTES or len(data) < head.size + 12 * sequences + 8 * documents:
+    if version != 1 or code not in TOKEN_TYPES or len(data) < head.size + 12 * sequences + 8 * documents:
         raise InputError("is damaged or of another version", file=path, field="--data-path")
     lengths = numpy.frombuffer(data, numpy.int32, sequences, head.size)
     offsets = numpy.frombuffer(data, numpy.int64, sequences, head.size + 4 * sequences)
     first = numpy.frombuffer(data, numpy.int64, documents, head.size + 12 * sequences)
-    ends = offsets + TOKEN_BYTES[code] * lengths.astype(numpy.int64)
+    ends = offsets + numpy.dtype(TOKEN_TYPES[code]).itemsize * lengths.astype(numpy.int64)
     if not documents or first[0] or first[-1] != sequences or (numpy.diff(first) < 0).any() or (lengths < 0).any():
         raise InputError("is damaged: its documents are not its sequences", file=path, field="--data-path")
     if (offsets < 0).any() or (offsets > token_bytes).any() or (ends > token_bytes).any():
@@ -133,19 +136,21 @@ def document_lengths(prefix):
             file=path,
             field="--data-path",
         )
-    return lengths
+    return lengths, TOKEN_TYPES[code]
 
 
-def check(prefix, seq_length: int) -> None:
-    """Refuse a corpus that is missing or has no whole sample.
+def check(prefix, seq_length: int, vocab_size: int) -> None:
+    """Refuse a corpus that is missing, has no whole sample, or has tokens that are not in the vocabulary.
 
     Raises:
         InputError: naming the file; also where an index is damaged or not that of its tokens.
     """
+    import numpy
+
     for suffix in (".bin", ".idx"):
         if not os.path.isfile(f"{prefix}{suffix}"):
             raise InputError("no such file", file=f"{prefix}{suffix}", field="--data-path")
-    lengths = document_lengths(prefix)
+    lengths, token_type = document_lengths(prefix)
     tokens = int(lengths.sum())
     # Megatron splits by documents. A part without a token would be looked through for ever.
     train_documents = int(round(len(lengths) * TRAIN_SHARE))
@@ -157,6 +162,14 @@ def check(prefix, seq_length: int) -> None:
                 file=f"{prefix}.idx",
                 field="tokens",
                 value=tokens,
+            )
+    found = numpy.memmap(f"{prefix}.bin", token_type, mode="r")[:LOOKED_AT]
+    for token in (int(found.min()), int(found.max())):
+        if not 0 <= token < vocab_size:
+            raise InputError(
+                f"holds token {token}; --vocab-size {vocab_size} ends at {vocab_size - 1}",
+                file=f"{prefix}.bin",
+                field="--data-path",
             )
 
 

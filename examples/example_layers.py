@@ -33,7 +33,7 @@ def layer_runners(options: list[str]) -> dict:
 def _read_batches(args):
     """Micro-batches that are read from the run's data set."""
     (prefix,) = args.data_path
-    corpus.check(prefix, args.seq_length)
+    corpus.check(prefix, args.seq_length, args.vocab_size)
     size = args.micro_batch_size * parallel_state.get_data_parallel_world_size()
     train, _ = batches.build_datasets(prefix, seq_length=args.seq_length, seed=1234, train_samples=SAMPLES)
     return batches.batches(train, micro_batch_size=args.micro_batch_size, global_batch_size=size)

@@ -283,7 +283,7 @@ def save_metrics(args, metrics: dict) -> None:
 def main() -> int:
     args = parse_args()
     gpt_arguments.check(args, world_size=int(os.environ.get("WORLD_SIZE", 1)))
-    corpus.check(args.data_path, args.seq_length)
+    corpus.check(args.data_path, args.seq_length, args.vocab_size)
     if args.metrics_path and int(os.environ.get("RANK", 0)) == 0:
         json_files.check_writable(args.metrics_path)
     hooks.configure(

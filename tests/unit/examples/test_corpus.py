@@ -22,9 +22,9 @@ def write(prefix, lengths=LENGTHS, *, header=corpus.INDEX_HEADER, version=1, cod
 
 def test_documents_of_a_whole_index(tmp_path):
     write(tmp_path / "c")
-    assert corpus.document_lengths(tmp_path / "c").tolist() == LENGTHS
+    assert corpus.document_lengths(tmp_path / "c")[0].tolist() == LENGTHS
     with pytest.raises(InputError, match="0 tokens for validation"):  # and nothing before that
-        corpus.check(tmp_path / "c", 64)
+        corpus.check(tmp_path / "c", 64, 259)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_documents_of_a_whole_index(tmp_path):
 def test_a_damaged_index_is_named(tmp_path, damage, said):
     write(tmp_path / "c", **damage)
     with pytest.raises(InputError, match=rf"c\.idx: --data-path: .*{said}"):
-        corpus.check(tmp_path / "c", 64)
+        corpus.check(tmp_path / "c", 64, 259)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 40, 60])
@@ -53,4 +53,15 @@ def test_an_index_that_was_cut_off_is_named(tmp_path, kept):
     path = tmp_path / "c.idx"
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(InputError, match=r"c\.idx: --data-path: is "):
-        corpus.check(tmp_path / "c", 64)
+        corpus.check(tmp_path / "c", 64, 259)
+
+
+def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
+    lengths = [200, *[1] * 48, 200]  # the last of 50 documents is for validation
+    write(tmp_path / "c", lengths, first=range(51))
+    tokens = numpy.zeros(sum(lengths), numpy.uint16)
+    tokens[-1] = 259
+    (tmp_path / "c.bin").write_bytes(tokens.tobytes())
+    corpus.check(tmp_path / "c", 64, 260)
+    with pytest.raises(InputError, match=r"c\.bin: --data-path: holds token 259; --vocab-size 259 ends at 258"):
+        corpus.check(tmp_path / "c", 64, 259)
