@@ -4,7 +4,9 @@
 * Every curve has one factor of its own: a machine that was slow while a curve was measured moves all of it.
 * Its points are drawn from where the true curve may lie (:mod:`megatron_ext.cost.true_curve`).
 * A figure that does not say how much it wavers is taken to waver as the table's curves do.
-* Nothing runs faster beside other work than alone, so a slowdown is drawn from the part above 1 of what its row allows.
+* Times of the same computation in the chunks of one model are alike: what wavers much moves towards their mean.
+* Nothing runs faster beside other work than alone, and most runs little slower: a large slowdown is believed as far as
+  its noise allows.
 * What the table lacks is drawn from a range, and named: a pair of activities without a row of contention, the time of
   a call, the write-back of a route. It is never taken as exactly 1.0 or 0.
 Factors are log-normal.
@@ -13,6 +15,7 @@ Factors are log-normal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import exp, log, sqrt
 from statistics import NormalDist, median
 
@@ -22,7 +25,7 @@ from msgspec.structs import replace
 from megatron_ext.cost.cost_table import Compute, Contention, CostTable, Curve, Point, Publish, Routes
 from megatron_ext.cost.curve import curves_of, residuals
 from megatron_ext.cost.host_cpu import HostCpu
-from megatron_ext.cost.true_curve import noise_of_misses, noise_of_samples, posterior
+from megatron_ext.cost.true_curve import noise_of_misses, noise_of_samples, posterior, posterior_of_likes
 from megatron_ext.workload.route import ROUTES
 
 SYSTEMATIC = 0.05
@@ -40,6 +43,10 @@ MOST_BESIDE_COMPUTE = 1.1
 GPU."""
 MOST_BESIDE_COPIES = 1.03
 """The same for compute beside a host copy: a PCIe link has some 2 % of the device memory's bandwidth."""
+
+USUAL, SELDOM = 0.8, log(2.0)
+"""Part of the measured pairs that slow down by about as much as a pair without a row may; mean logarithm of the others,
+which share a link."""
 
 CONTENTION, MISSING_CONTENTION, CALL = "contention", "missing contention rows", "group_overhead.call_us"
 """Names of costs that are no curve."""
@@ -156,20 +163,14 @@ class PerturbedTables:
     def _compute(self, number: Callable[[str], float]) -> tuple[Compute, ...]:
         if not self._table.compute:
             return ()
-        together = number("compute") * SYSTEMATIC
-        rows = []
-        for row in self._table.compute:
-            forward, backward = (
-                us * exp(together + number("compute") * self._compute_spread(us, p95, row.samples))
-                for us, p95 in ((row.forward_us, row.forward_p95_us), (row.backward_us, row.backward_p95_us))
-            )
-            rows.append(replace(row, forward_us=forward, backward_us=backward))
+        rows, together = list(self._table.compute), number("compute") * SYSTEMATIC
+        for name in ("forward", "backward"):
+            times = [(getattr(row, f"{name}_us"), getattr(row, f"{name}_p95_us"), row.samples) for row in rows]
+            noise = tuple(self._noise if p95 is None else noise_of_samples(us, p95, count) for us, p95, count in times)
+            mean, factor = posterior_of_likes(tuple(us for us, _, _ in times), noise)
+            factors = numpy.exp(together + mean + factor @ numpy.array([number("compute") for _ in rows])).tolist()
+            rows = [replace(row, **{f"{name}_us": us * by}) for row, (us, _, _), by in zip(rows, times, factors)]
         return tuple(rows)
-
-    def _compute_spread(self, us: float, p95: float | None, samples: int) -> float:
-        if p95 is None:
-            return self._noise
-        return noise_of_samples(us, p95, samples)
 
     def _contention(self, number: Callable[[str], float]) -> tuple[Contention, ...]:
         """Rows of one pair move together: they come from one measurement beside one busy link."""
@@ -242,12 +243,21 @@ def latin_hypercube(count: int, dimensions: int, seed: int = 0) -> numpy.ndarray
 
 
 def _slowdown(row: Contention, spread: float, number: float) -> float:
-    """A true slowdown, given a measured one whose logarithm has this spread; ``number`` standard normal. It is at least
-    1, and at most what a pair without a row may have or what was measured, if that is more."""
-    normal = NormalDist(log(row.slowdown), spread)
-    most = max(1 + _most_excess(row.measured, row.busy), row.slowdown)
-    lowest, highest = normal.cdf(0.0), normal.cdf(log(most))
-    return exp(normal.inv_cdf(lowest + _part(number) * (highest - lowest)))
+    """A true slowdown, given a measured one whose logarithm has this spread; ``number`` standard normal."""
+    logs, below = _where_slowdown_lies(log(row.slowdown), spread, log(1 + _most_excess(row.measured, row.busy)))
+    return exp(float(numpy.interp(_part(number), below, logs)))
+
+
+@lru_cache(maxsize=256)
+def _where_slowdown_lies(measured: float, spread: float, usual: float) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Logarithms of slowdowns, and how likely the true one is below each (Bayes): :data:`USUAL` of the pairs slow down
+    by about what a pair without a row may, the others by more, exponentially distributed. None exceeds what was
+    measured and what a pair without a row may."""
+    logs = numpy.linspace(0.0, max(measured, usual), 400)
+    prior = sum(part * numpy.exp(-logs / mean) / mean for part, mean in ((USUAL, usual), (1 - USUAL, SELDOM)))
+    density = prior * numpy.exp(-((logs - measured) ** 2) / (2 * spread**2))
+    below = numpy.cumsum((density[1:] + density[:-1]) / 2)
+    return logs, numpy.concatenate(([0.0], below / below[-1]))
 
 
 def _part(number: float) -> float:

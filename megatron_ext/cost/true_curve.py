@@ -85,11 +85,27 @@ def posterior(points: tuple[Point, ...], least: float = 0.0) -> tuple[numpy.ndar
     far = numpy.abs(numpy.log(numpy.maximum(size, 1.0))[:, None] - numpy.log(numpy.maximum(size, 1.0))[None, :])
     terms = line / line.sum(axis=0)  # by how much a latency and a rate off by e move each point
     prior = DEPARTURE**2 * numpy.exp(-far / RANGE) + UNKNOWN**2 * terms.T @ terms
+    return _of_normal(numpy.log(us / line.sum(axis=0)), prior, noise)
+
+
+@lru_cache(maxsize=256)
+def posterior_of_likes(times_us: tuple[float, ...], noise: tuple[float, ...]) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """As :func:`posterior`, of times that are alike, as those of the chunks of one model: they differ by as much as
+    their spread shows beyond their noise, and at least by :data:`DEPARTURE`."""
+    logs, noises = numpy.log(times_us), numpy.maximum(noise, 1e-9)
+    spread = logs.var(ddof=1) - (noises**2).mean() if len(logs) > 1 else 0.0
+    prior = max(spread, DEPARTURE**2) * numpy.eye(len(logs)) + UNKNOWN**2
+    return _of_normal(logs - logs.mean(), prior, noises)
+
+
+def _of_normal(
+    values: numpy.ndarray, prior: numpy.ndarray, noise: numpy.ndarray
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Where the truth lies beside ``values``: by a normal prior (a covariance) and independent noise."""
     gain = numpy.linalg.solve(prior + numpy.diag(noise**2), prior).T
-    miss = numpy.log(us / line.sum(axis=0))
     spread = prior - gain @ prior
     value, vector = numpy.linalg.eigh((spread + spread.T) / 2)
-    return gain @ miss - miss, vector * numpy.sqrt(numpy.maximum(value, 0.0))
+    return gain @ values - values, vector * numpy.sqrt(numpy.maximum(value, 0.0))
 
 
 def _line(size: numpy.ndarray, us: numpy.ndarray) -> numpy.ndarray:
