@@ -121,6 +121,7 @@ def for_workload(options: Options, model) -> Options:
         "pipeline_model_parallel_size": workload.parallel.pp,
         "data_parallel_size": workload.parallel.dp,
         "optimizer_on_host": workload.optimizer.on_host,
+        "parameter_bytes": measured_sizes.parameter_bytes(workload),
     }
     if options.modules is None:
         require_known_layers(model.layer_options, workload)

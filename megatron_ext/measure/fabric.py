@@ -135,16 +135,17 @@ class Fabric:
 
     @property
     def arena(self) -> torch.Tensor:
-        """This rank's device memory for whole groups, float32."""
+        """This rank's device memory for whole groups and their gradients, float32."""
         if self._arena is None:
-            self._arena = self._ones(arena_bytes(self.options))
+            self._arena = self._ones(4 * self.options.elements(arena_bytes(self.options)))
         return self._arena
 
     def busy_arena(self) -> torch.Tensor:
         """Device memory of a link that is kept busy, float32: as large as contention asks for, and no larger."""
         options = self.options
         message = 4 * options.seq_length * options.micro_batch_size * options.hidden_size
-        return self._ones(min(arena_bytes(options), options.rounded(max(ARENA_BYTES, message))))
+        largest = min(arena_bytes(options), options.rounded(max(ARENA_BYTES, message)))
+        return self._ones(4 * options.elements(largest))
 
     def _ones(self, size_bytes: int) -> torch.Tensor:
         if self.torch_device.type == "cuda":

@@ -158,12 +158,13 @@ class Publish(HostCopy):
 
 class Reduce(Gather):
     """Reduce-scatter of a group's gradients over the data-parallel group, in place, as Megatron's
-    ``_ParamAndGradBucketGroup.start_grad_sync`` does it: divided by the replicas first, so that their sum is a mean."""
+    ``_ParamAndGradBucketGroup.start_grad_sync`` does it: divided by the replicas first, so that their sum is a mean.
+    Gradients are float32, whatever the parameters are."""
 
     name = "reduce"
 
     def issue(self, size_bytes: int, round_index: int):
-        whole = self.fabric.window(self.memory, size_bytes, round_index)
+        whole = self.fabric.window(self.memory, 4 * self.fabric.options.elements(size_bytes), round_index)
         # Takes what dividing takes; divided again and again, figures would become subnormal, which are slow.
         whole.mul_(1.0)
         with _coalescing_manager(self.group, async_ops=True) as manager:
@@ -292,7 +293,8 @@ class Optimizer(Operation):
         return DONE
 
     def _build(self, size_bytes: int) -> None:
-        numel = size_bytes // 4 // self.fabric.options.data_parallel_size
+        whole = self.fabric.options.elements(size_bytes)
+        numel = whole // self.fabric.options.data_parallel_size
         # As many tensors as a model has weights of one layer's size; one call each.
         piece = max(min(self.fabric.options.hidden_size**2, numel), 1)
         self._main = [
@@ -302,8 +304,9 @@ class Optimizer(Operation):
             main.requires_grad_().grad = torch.full_like(main, 1e-3)
         self._size = size_bytes
         self._gradients = [main.grad for main in self._main if main.grad is not None]
-        self._parameters = [torch.ones_like(main, requires_grad=False) for main in self._main]
-        self._buffer = torch.ones(size_bytes // 4, device=self.fabric.torch_device)
+        dtype = torch.float32 if 4 * whole == size_bytes else torch.bfloat16
+        self._parameters = [torch.ones_like(main, dtype=dtype, requires_grad=False) for main in self._main]
+        self._buffer = torch.ones(whole, device=self.fabric.torch_device)
         self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True if self.fused else None)
 
 

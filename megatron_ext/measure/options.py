@@ -40,6 +40,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             stands for in contention.
         modules, module_args: ``package.module:function`` that gives layer runners (see
             :mod:`megatron_ext.measure.layer_times`), and the arguments it is called with.
+        parameter_bytes: of an element of whole parameters, as in the run; None is 2 on CUDA and 4 elsewhere.
         evict_bytes: bytes touched between two visits of a layer, as layers would that the runners lack.
         optimizer_on_host: the optimizer steps in host memory, as with ``--optimizer-cpu-offload``.
         nvme_path: a directory on the drive; without it the ``nvme`` route is not measured.
@@ -62,6 +63,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     links: tuple[str, ...] = LINKS
     modules: str | None = None
     module_args: tuple[str, ...] = ()
+    parameter_bytes: Literal[2, 4] | None = None
     evict_bytes: int = 0
     optimizer_on_host: bool = False
     nvme_path: str | None = None
@@ -79,6 +81,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.device == "cuda" and not has_cuda():
             raise InputError("torch sees no CUDA device here", file="--device", value="cuda")
         return self.device != "cpu" and has_cuda()
+
+    def elements(self, size_bytes: int) -> int:
+        """Elements of ``size_bytes`` of whole parameters; gradients, main parameters and moments have as many."""
+        return size_bytes // (self.parameter_bytes or (2 if self.uses_cuda() else 4))
 
     @property
     def largest(self) -> int:

@@ -8,6 +8,7 @@ import sys
 from itertools import groupby
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.workload import Workload, group_bytes, load
 
 
@@ -20,6 +21,14 @@ def largest_group_bytes(workload: Workload) -> int:
 def largest_rank_bytes(workload: Workload) -> int:
     """Whole parameters of the pipeline rank that holds most."""
     return max(sum(chunk.bytes for chunk in workload.chunks_of_rank(rank)) for rank in range(workload.parallel.pp))
+
+
+def parameter_bytes(workload: Workload) -> int:
+    """Of an element of the dtype that most parameters have, by bytes: 2 or 4."""
+    held = {2: 0, 4: 0}
+    for parameter in (parameter for chunk in workload.chunks for parameter in chunk.parameters):
+        held[min(max(ITEM_BYTES[parameter.dtype], 2), 4)] += parameter.bytes
+    return max(held, key=held.__getitem__)
 
 
 def likely_group_bytes(workload: Workload, at_most: int = 8) -> list[int]:

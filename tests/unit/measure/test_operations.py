@@ -2,13 +2,14 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.measure import contention
 from megatron_ext.measure.host_step import HostOptimizer, HostStep
-from megatron_ext.measure.operations import Reduce
+from megatron_ext.measure.operations import Optimizer, Reduce
 from megatron_ext.measure.options import Options
 from megatron_ext.runtime.device import HostDevice
 
@@ -26,12 +27,15 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_gradients_are_divided_before_they_are_summed_and_do_not_fade(tmp_path):
+@pytest.mark.parametrize("parameter_bytes", (2, 4))
+def test_gradients_are_divided_before_they_are_summed_and_do_not_fade(tmp_path, parameter_bytes):
+    """They are float32, twice the bytes of 16-bit parameters."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
     try:
         arena = torch.ones(4096)
         fabric = SimpleNamespace(
             data=dist.group.WORLD,
+            options=Options(parameter_bytes=parameter_bytes),
             arena=arena,
             window=lambda memory, size, round_index: memory[: size // 4],
             shard=lambda whole: whole,
@@ -43,9 +47,20 @@ def test_gradients_are_divided_before_they_are_summed_and_do_not_fade(tmp_path):
     finally:
         dist.destroy_process_group()
     made = [call for call in calls.made if call[0] == "mul_" or "reduce_scatter" in call[0]]
-    assert made[::2] == [("mul_", 1024)] * 200  # the whole group, every round
+    assert made[::2] == [("mul_", 4096 // parameter_bytes)] * 200  # the whole group, every round
     assert len(made) == 400 and all("reduce_scatter" in name for name, _ in made[1::2])
     assert arena.eq(1.0).all()
+
+
+@pytest.mark.parametrize("parameter_bytes", (2, 4))
+def test_the_optimizer_steps_as_many_elements_as_the_parameters_have(parameter_bytes):
+    """This rank's shard, half of them: gradients are scaled, parameters written; all gradients are zeroed."""
+    options = Options(parameter_bytes=parameter_bytes, hidden_size=1024, device="cpu")
+    operation = Optimizer(SimpleNamespace(options=options, torch_device=torch.device("cpu")))
+    with Calls() as calls:
+        operation.issue(8192, 0).wait()
+    assert [call for call in calls.made if call[0] == "copy_"] == [("copy_", 4096 // parameter_bytes)] * 2
+    assert ("zero_", 8192 // parameter_bytes) in calls.made
 
 
 def test_the_host_steps_this_rank_s_shard_of_16_bit_parameters():
