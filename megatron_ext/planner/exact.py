@@ -52,6 +52,9 @@ EXACT = Effort(choices=20_000, work=1.5, models=6)
 SMALL = Effort(choices=1000, work=0.3, models=5)
 """For the hybrid policy, which also solves small cases exactly."""
 
+BETWEEN = Effort(choices=1000, work=0.1, models=8)
+"""For the hybrid policy where memory is little, between two passes of changing decisions one by one."""
+
 
 def exact_schedule(
     workload: Workload, timing: Timing, routes: tuple[Route, ...], known: Schedule, known_us: float, bound_us: float

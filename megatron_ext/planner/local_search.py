@@ -28,8 +28,11 @@ CHANGES = 80
 MOST_CHANGES = 2500
 """The most changes that are simulated, which takes some seconds."""
 
-GROUPINGS, FINALISTS = 5, 2
+GROUPINGS, FINALISTS = 10, 3
 """Groupings that share the first half of the changes; the best of them gets the second half."""
+
+EXCHANGES = 0.15
+"""Part of the changes that exchange host copies, where pinned memory is limited."""
 
 HOTTEST, COLDEST = 3e-3, 2e-4
 """Temperatures at the beginning and at the end, as parts of the iteration time."""
@@ -77,6 +80,7 @@ def groupings(
 ) -> list[tuple[Blocks, Choices]]:
     """The groups of ``known``, and the best others by estimate; one of those that are the same."""
     grid = Grid(Search(workload, timing, routes, 0.0))
+    grid.also_halved()
     best: dict[tuple, tuple[float, Settings]] = {}
     for cut, divide, horizon, hosts in (
         (c, d, h, o)
@@ -138,10 +142,13 @@ class Annealing:
             if done == changes:
                 break
             number = self.random.randrange(len(self.ranks))
-            changed = self._change(self.ranks[number], self.now[number]) if self.ranks[number].gaps else None
-            if changed is None or changed == self.now[number]:
+            if self.workload.limits.pinned_host_bytes is not None and self.random.random() < EXCHANGES:
+                decisions = self._exchanged()
+            else:
+                changed = self._change(self.ranks[number], self.now[number]) if self.ranks[number].gaps else None
+                decisions = [*self.now[:number], changed or self.now[number], *self.now[number + 1 :]]
+            if decisions == self.now:
                 continue
-            decisions = [*self.now[:number], changed, *self.now[number + 1 :]]
             us = self.cost(decisions)
             if us == inf:
                 continue
@@ -149,6 +156,22 @@ class Annealing:
             done += 1
             if us <= self.us or self.random.random() < exp((self.us - us) / temperature):
                 self.us, self.now = us, decisions
+
+    def _exchanged(self) -> list[Decisions]:
+        """One group gives up its host copy to another, which may be of another rank; all their gathers change route."""
+        decisions = list(self.now)
+        hosted, others = [], []
+        for number, rank in enumerate(self.ranks):
+            order, routes = set(decisions[number].order), decisions[number].routes
+            for group, gaps in rank.of_group.items():
+                there = any(gap in order and routes[gap] == "cpu" for gap in gaps)
+                (hosted if there else others).append((number, gaps, self._routes(group)))
+        for found, route in ((hosted, "gpu"), (others, "cpu")):
+            number, gaps, possible = self.random.choice(found or [(0, [], [])])
+            if route in possible:
+                routes = [route if gap in gaps else old for gap, old in enumerate(decisions[number].routes)]
+                decisions[number] = decisions[number]._replace(routes=tuple(routes))
+        return decisions
 
     def _change(self, rank: RankGaps, decisions: Decisions) -> Decisions | None:
         """A neighbour of ``decisions``, drawn by chance; None where the draw gave none."""

@@ -27,6 +27,9 @@ from megatron_ext.workload.nodes import check_spread
 from megatron_ext.workload.route import ROUTES, Route
 from megatron_ext.workload.workload import Workload
 
+PASSES = 2
+"""Of changing decisions one by one and solving small groupings, in little memory; the second if solving helped."""
+
 POLICIES = ("hybrid", "exact", "random:SEED", *BASELINES)
 
 
@@ -348,12 +351,15 @@ def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tupl
 def _searched(workload: Workload, timing: Timing, routes, bound_us: float) -> Schedule:
     found, found_us = search(workload, timing, routes, bound_us)
     if found_us > bound_us * (1 + 1e-9) and is_tiny(workload):
-        from megatron_ext.planner.exact import SMALL, solve  # ortools takes a while to import
+        from megatron_ext.planner.exact import BETWEEN, SMALL, solve  # ortools takes a while to import
 
         limited = workload.zero_stage == 3 and workload.limits.whole_parameter_bytes is not None
         by_changes = limited and "nvme" not in routes
-        effort = SMALL._replace(models=1) if by_changes else SMALL
-        found, found_us, _ = solve(workload, timing, routes, found, found_us, effort)
-        if by_changes:
-            found, _ = improve(workload, timing, routes, found, found_us, bound_us)
+        for _ in range(PASSES if by_changes else 1):
+            if by_changes:
+                found, found_us = improve(workload, timing, routes, found, found_us, bound_us)
+            changed_us = found_us
+            found, found_us, _ = solve(workload, timing, routes, found, found_us, BETWEEN if by_changes else SMALL)
+            if found_us == changed_us:
+                break
     return found

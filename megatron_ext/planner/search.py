@@ -4,6 +4,7 @@ The effort is counted in simulated steps and not in seconds, so the same inputs 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product, zip_longest
 from math import inf
 from typing import NamedTuple
@@ -261,6 +262,10 @@ class Settings(NamedTuple):
     hosts: int = 0
 
 
+Divide = Callable[[list[Parameter]], list[list[Parameter]]]
+"""Puts the parameters of a block into groups."""
+
+
 class Grid:
     """All settings of a workload; each is estimated once."""
 
@@ -269,7 +274,7 @@ class Grid:
         self.state, self.rough = state, shortened(workload)
         self.cuts = list(cuttings(workload, timing, routes))
         self.cuts += [cut for cut in state.cuts if cut not in self.cuts]
-        self.divides: list[Callable[[list[Parameter]], list[list[Parameter]]] | None] = [None]
+        self.divides: list[Divide | None] = [None]
         if len({*routes} - {"cpu_shard"}) > 1:
             self.divides.append(splitter(timing, tuple(route for route in routes if route != "cpu_shard")))
         limits = workload.limits
@@ -284,6 +289,11 @@ class Grid:
         self._blocks: dict[tuple[int, int], Blocks | None] = {}
         self.estimates: dict[Settings, float] = {}
         self.refused: InputError | None = None
+
+    def also_halved(self) -> None:
+        """Let every division be tried with each of its groups cut in two of about equal bytes, too."""
+        self.divides += [partial(halves, divide) for divide in self.divides]
+        self.sizes = (self.sizes[0], len(self.divides), *self.sizes[2:])
 
     def made(self, settings: Settings) -> tuple[Blocks, Choices] | None:
         """Blocks and choices of these settings; None where they cannot work."""
@@ -376,6 +386,17 @@ def by_parameter(parameters: list[Parameter]) -> list[list[Parameter]]:
     large = [[p] for p in parameters if p.bytes >= threshold]
     small = [p for p in parameters if p.bytes < threshold]
     return large + ([small] if small else [])
+
+
+def halves(divide: Divide | None, parameters: list[Parameter]) -> list[list[Parameter]]:
+    """The groups of ``divide``, or one of all, each cut in two of about equal bytes."""
+    found = []
+    for part in [parameters] if divide is None else divide(parameters):
+        whole = sum(p.bytes for p in part)
+        ends = range(1, len(part))
+        middle = min(ends, key=lambda end: abs(2 * sum(p.bytes for p in part[:end]) - whole), default=0)
+        found += [half for half in (part[:middle], part[middle:]) if half]
+    return found
 
 
 SIMULATED = 8

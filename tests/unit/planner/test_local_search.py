@@ -4,11 +4,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from planning_cases import least_room, make_table, make_workload, uneven_case
+from planning_cases import least_room, make_table, make_workload, random_case, uneven_case
 
 from megatron_ext.planner import local_search, plan, search_note
 from megatron_ext.planner.local_search import Annealing, groupings, improve
-from megatron_ext.planner.search import search
+from megatron_ext.planner.search import by_parameter, halves, search
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run
@@ -68,6 +68,39 @@ def test_every_change_keeps_the_limits_and_the_best_is_what_it_says(monkeypatch,
     match(validate(better), work)
     assert better_us <= us
     assert run(work, timing, better, bound_us=0.0).iteration_time_us == better_us
+
+
+def test_a_group_gives_up_its_host_copy_to_one_of_another_rank(monkeypatch):
+    """Pinned memory is full, so no host copy can be added: only an exchange changes which groups have one."""
+    work, table = random_case(9)
+    timing = Timing(work, table)
+    blocks, choices = groupings(work, timing, ("gpu", "cpu"), search(work, timing, ("gpu", "cpu"), effort=0.02)[0])[0]
+    monkeypatch.setattr(local_search, "EXCHANGES", 1.0)
+    one = Annealing(work, timing, blocks, choices)
+
+    def hosted() -> frozenset[int]:
+        rows = [(rank, now) for rank, now in zip(one.ranks, one.now)]
+        return frozenset(rank.gaps[n].group for rank, now in rows for n in now.order if now.routes[n] == "cpu")
+
+    before, seen = hosted(), set()
+    for _ in range(30):
+        one.run(1)
+        seen.add(hosted())
+    ranks = {tuple(sorted(blocks.groups[group].pp_rank for group in copies)) for copies in seen}
+    assert before and len(seen) > 1 and len(ranks) > 1
+    assert {len(copies) for copies in seen} == {len(before)}
+
+
+def test_groups_are_tried_in_halves_too():
+    work = make_workload(zero_stage=3)
+    parameters = list(work.chunks[0].parameters)
+    cut = halves(None, parameters)
+    assert [p for half in cut for p in half] == parameters
+    first, second = (sum(p.bytes for p in half) for half in cut)
+    assert abs(first - second) <= max(p.bytes for p in parameters)
+    assert halves(None, parameters[:1]) == [parameters[:1]]
+    small = by_parameter(parameters)[-1]
+    assert halves(by_parameter, parameters)[-2:] == halves(None, small) and len(small) > 1
 
 
 def test_decisions_of_a_schedule_give_this_schedule():
