@@ -46,10 +46,13 @@ class Setting(NamedTuple):
     limits: Limits = Limits()
     optimizer: OptimizerSettings = OptimizerSettings()
 
+    def device_bytes(self, sheet: HardwareSheet) -> int:
+        """What a run may fill of a device."""
+        given = self.limits.device_bytes
+        return int(DEVICE_PART * sheet.device.memory_bytes.value) if given is None else given
+
     def workload(self, sheet: HardwareSheet) -> Workload:
-        limits = self.limits
-        if limits.device_bytes is None:
-            limits = msgspec.structs.replace(limits, device_bytes=int(DEVICE_PART * sheet.device.memory_bytes.value))
+        limits = msgspec.structs.replace(self.limits, device_bytes=self.device_bytes(sheet))
         if limits.pinned_host_bytes is None:
             limits = msgspec.structs.replace(limits, pinned_host_bytes=int(HOST_PART * sheet.host.memory_bytes.value))
         return gpt_workload(

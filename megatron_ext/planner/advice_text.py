@@ -82,7 +82,7 @@ def as_text(advice: Advice) -> str:
         f"on {outcome.setting.parallel.world_size} GPUs: {sheet.title}",
         f"ESTIMATED from a data sheet, not measured. {_how(outcome)}",
         "",
-        f"{outcome.answer}: gain over {compared_with(outcome)} {outcome.gain:.1%} "
+        f"{_fit(outcome)}{outcome.answer}: gain over {compared_with(outcome)} {outcome.gain:.1%} "
         f"({outcome.interval.low:.1%} to {outcome.interval.high:.1%}), of it by host copies {_of_routes(outcome):.1%}",
         f"iteration time {times.iteration_time_us / 1e3:.0f} ms ({advice.iteration_us.low / 1e3:.0f} to "
         f"{advice.iteration_us.high / 1e3:.0f}); {compared_with(outcome)} {other.iteration_time_us / 1e3:.0f} ms",
@@ -91,7 +91,8 @@ def as_text(advice: Advice) -> str:
         f"compute waits for parameters {times.exposed_us / times.iteration_time_us:.0%} of the iteration, "
         f"without the plan {other.exposed_us / other.iteration_time_us:.0%}",
         f"memory: {rank_memory.text(outcome.memory)}",
-        f"        of {sheet.device.memory_bytes.value / 2**20:.0f} MiB a device"
+        f"        of {outcome.setting.device_bytes(sheet) / 2**20:.1f} MiB that a run may fill of a device's "
+        f"{sheet.device.memory_bytes.value / 2**20:.0f}"
         + (f"; DOES NOT FIT: {outcome.short}" if outcome.short else ""),
         "",
         f"{'what else could be set':42} {'without':>10} {'plan':>10} {'gain':>7} {'device GiB':>11}  answer",
@@ -100,6 +101,10 @@ def as_text(advice: Advice) -> str:
     if advice.left_out:
         lines.append(f"not tried, because the workload is large: {', '.join(advice.left_out)}")
     return "\n".join(lines)
+
+
+def _fit(outcome: Outcome) -> str:
+    return "does not fit; " if outcome.short else ""
 
 
 def _model(outcome: Outcome) -> str:
@@ -123,7 +128,7 @@ def _shares(outcome: Outcome) -> str:
 
 def _row(name: str, other: Outcome | InputError) -> str:
     if isinstance(other, InputError):
-        return f"{name:42} {str(other)[:120]}"
+        return f"{name:42} {str(other).partition(' (')[0][:120]}"
     times = f"{other.other.times.iteration_time_us / 1e3:7.0f} ms {other.best.times.iteration_time_us / 1e3:7.0f} ms"
     memory = f"{other.memory.device_total_bytes / 2**30:11.1f}"
-    return f"{name:42} {times} {other.gain:7.1%} {memory}  {'does not fit; ' if other.short else ''}{other.answer}"
+    return f"{name:42} {times} {other.gain:7.1%} {memory}  {_fit(other)}{other.answer}"
