@@ -22,10 +22,10 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
 
-CHANGES = 80
+CHANGES = 160
 """Changes that are simulated for every gap, over all groupings."""
 
-MOST_CHANGES = 2500
+MOST_CHANGES = 5000
 """The most changes that are simulated, which takes some seconds."""
 
 GROUPINGS, FINALISTS = 10, 3
