@@ -236,7 +236,7 @@ ROWS = {
         "benchmarks/exact_gaps.py",
         lambda r: (
             f"mean {r['summary']['mean_gap']:.2%}, worst {r['summary']['worst_gap']:.1%} of {r['summary']['cases']} "
-            "cases"
+            f"cases; {r['summary']['faster_than_exact']} faster than the solver's, which tries fewer groupings"
         ),
     ),
     "planner_scale": Row("How does planning grow?", "benchmarks/planner_scale.py", planner_scale),

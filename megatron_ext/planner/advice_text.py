@@ -83,7 +83,8 @@ def as_text(advice: Advice) -> str:
         f"ESTIMATED from a data sheet, not measured. {_how(outcome)}",
         "",
         f"{_fit(outcome)}{outcome.answer}: gain over {compared_with(outcome)} {outcome.gain:.1%} "
-        f"({outcome.interval.low:.1%} to {outcome.interval.high:.1%}), of it by host copies {_of_routes(outcome):.1%}",
+        f"({outcome.interval.low:.1%} to {outcome.interval.high:.1%}), of it by host copies {_of_routes(outcome):.1%}, "
+        f"by timing {outcome.gain - _of_routes(outcome):.1%}",
         f"iteration time {times.iteration_time_us / 1e3:.0f} ms ({advice.iteration_us.low / 1e3:.0f} to "
         f"{advice.iteration_us.high / 1e3:.0f}); {compared_with(outcome)} {other.iteration_time_us / 1e3:.0f} ms",
         f"intervals: {advice.draws} machines drawn from the ranges of the sheet",

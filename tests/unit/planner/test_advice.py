@@ -143,6 +143,8 @@ def test_the_command_on_a_laptop(without_torch, capsys, tmp_path):
     assert "ESTIMATED from a data sheet" in err and len(err.splitlines()) <= 24
     # A plan that does not fit is said where the answer is, beside what a run may fill.
     assert f"does not fit; {said['answer']}: gain over stock Megatron" in err
+    parts = f"of it by host copies {said['gain_of_routes']:.1%}, by timing {said['gain'] - said['gain_of_routes']:.1%}"
+    assert parts in err
     assert "of 42114.3 MiB that a run may fill of a device's 45776; DOES NOT FIT: " in err
     (refused,) = [line for line in err.splitlines() if line.startswith("--zero-stage 3")]
     assert refused.split(maxsplit=2)[2].endswith("bytes") and "cannot fit: pipeline rank 0 holds at least" in refused
