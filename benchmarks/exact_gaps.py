@@ -34,6 +34,9 @@ from megatron_ext.simulator.timing import Timing
 
 RESULT = Path(__file__).parent / "results" / "exact_gaps.json"
 MEAN, WORST = 0.005, 0.01
+KEPT = ("seed", "lower_bound_us", "exact_us", "proven_gap")
+"""What is kept of cases that this run left out, for ``--keep-exact``."""
+
 EXACT_MEANS = (
     "the fastest schedule in the groupings that the policy exact tries (chunks, layers, parameters, between), "
     "each solved for a bounded time; hybrid tries other groupings too and can be faster, which counts as a gap of 0"
@@ -87,12 +90,14 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--keep-exact", action="store_true")
     options = parser.parse_args()
-    kept = {row["seed"]: row for row in json_files.load(RESULT, dict)["rows"]} if options.keep_exact else {}
-    load, rows = os.getloadavg()[0], []
+    known = json_files.load(RESULT, dict) if options.keep_exact else {}
+    kept = {row["seed"]: row for row in known.get("rows", []) + known.get("not_run", [])}
+    load, rows, done = os.getloadavg()[0], [], set()
     seeds = range(options.first, options.first + options.cases)
     pool = ProcessPoolExecutor(options.processes)
     for row in pool.map(gap_of, seeds, map(kept.get, seeds)):
         rows.append(row)
+        done.add(row["seed"])
         print(
             f"{row['seed']:4d}  zero {row['zero_stage']}  {row['order']:12s} gap {100 * row['gap']:6.3f} %  proven "
             f"{100 * row['proven_gap']:6.3f} %",
@@ -120,6 +125,7 @@ def main() -> int:
                 "exact_means": EXACT_MEANS,
                 "summary": summary,
                 "rows": rows,
+                "not_run": [{name: row[name] for name in KEPT} for row in kept.values() if row["seed"] not in done],
             },
             indent=1,
         )
