@@ -48,7 +48,8 @@ class Setting(NamedTuple):
 
     def device_bytes(self, sheet: HardwareSheet) -> int:
         """What a run may fill of a device."""
-        return self.limits.device_bytes or int(DEVICE_PART * sheet.device.memory_bytes.value)
+        given = self.limits.device_bytes
+        return int(DEVICE_PART * sheet.device.memory_bytes.value) if given is None else given
 
     def workload(self, sheet: HardwareSheet) -> Workload:
         limits = msgspec.structs.replace(self.limits, device_bytes=self.device_bytes(sheet))

@@ -353,8 +353,7 @@ def _searched(workload: Workload, timing: Timing, routes, bound_us: float) -> Sc
     if found_us > bound_us * (1 + 1e-9) and is_tiny(workload):
         from megatron_ext.planner.exact import BETWEEN, SMALL, solve  # ortools takes a while to import
 
-        limited = workload.zero_stage == 3 and workload.limits.whole_parameter_bytes is not None
-        by_changes = limited and "nvme" not in routes
+        by_changes = workload.zero_stage == 3 and bool(workload.limits.whole_parameter_bytes) and "nvme" not in routes
         for _ in range(PASSES if by_changes else 1):
             if by_changes:
                 found, found_us = improve(workload, timing, routes, found, found_us, bound_us)

@@ -14,6 +14,7 @@ from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.quick_plan import FewRounds, quick_plans
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch
 from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import Limits
 
 LLAMA_7B = GptShape(
     32, 4096, 11008, 32, 32, 32000, 128, gated=True, rms_norm=True, linear_bias=False, qkv_bias=False, tied=False
@@ -64,6 +65,11 @@ def test_memory_by_hand():
     layer = 2 * 4096 * (4 * 4096 + (4 * 4096 + 3 * 11008))  # norms' and matrices' inputs, q, k, v, gate and its product
     output = 2 * 2 * 4096 * 4096 + 4 * 4096 * 32000
     assert kinds["activations"] == pytest.approx(32 * layer + output, rel=1e-3)
+
+
+def test_a_limit_of_nothing_is_a_limit():
+    none = setting()._replace(limits=Limits(device_bytes=0))
+    assert none.device_bytes(hardware_sheet.load("l40s")) == 0
 
 
 def test_what_does_not_fit_is_said():
