@@ -93,14 +93,20 @@ def with_most_headroom(workload: Workload) -> Workload:
     return msgspec.structs.replace(workload, limits=msgspec.structs.replace(limits, whole_parameter_bytes=most))
 
 
-def what_helps(workload: Workload) -> str:
-    """Settings that free bytes on the device of the rank that holds most, with how many."""
+def what_helps(workload: Workload, relieved: bool = False) -> str:
+    """Settings that free bytes on the device of the rank that holds most, with how many.
+
+    Args:
+        relieved: gradients and shards are already counted where they take least.
+    """
     activations, layers = activation_peaks(workload), largest_layers(workload)
     ranks = []
     for pp_rank in range(workload.parallel.pp):
         held, _ = resting_bytes(_groups(workload, pp_rank, None, single=False), workload)
         whole = sum(p.bytes for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters)
         held |= {"whole_parameters": whole, "activations": activations[pp_rank]}
+        if relieved:
+            held["shards"] = 0
         ranks.append((held, layers[pp_rank]))
     return _what_helps(workload, *max(ranks, key=lambda item: sum(item[0].values())))
 
@@ -108,7 +114,9 @@ def what_helps(workload: Workload) -> str:
 def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) -> str:
     settings = []
     if held.get("shards"):
-        settings.append(f"shards that rest in host memory free {held['shards']} (they need route cpu or cpu_shard)")
+        settings.append(
+            f"shards that rest in host memory free {held['shards']} (by route cpu or cpu_shard, in pinned memory)"
+        )
     states = held.get("main_parameters", 0) + held.get("optimizer_states", 0)
     if states:
         settings.append(f"--optimizer-cpu-offload frees {states}")
@@ -121,7 +129,8 @@ def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) ->
             settings.append(f"--zero-stage 3 frees up to {freed}")
     if held["activations"] and not any(map(_recomputes_layers, workload.chunks)):
         settings.append(f"--recompute-granularity full frees a part of the activations' {held['activations']}")
-    return "; " + ", ".join(settings) if settings else ""
+    settings.append("more pipeline or tensor parallel ranks divide what a rank holds")
+    return "; " + ", ".join(settings)
 
 
 def _recomputes_layers(chunk: Chunk) -> bool:

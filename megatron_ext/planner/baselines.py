@@ -198,7 +198,8 @@ def check_pinned(workload: Workload, groups, routed) -> None:
     for node, need in enumerate(pinned_need(workload, groups, routed)):
         if limit is not None and need > limit:
             raise InputError(
-                f"cannot fit: host copies on node {node} need {need} bytes, {need - limit} bytes short",
+                f"cannot fit: host copies on node {node} need {need} bytes, {need - limit} bytes short; "
+                "policy hybrid gathers what has no room by the gpu route",
                 field="limits.pinned_host_bytes",
                 value=limit,
             )

@@ -24,11 +24,12 @@ from megatron_ext.planner.search import (
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.host_shards import can_rest_on_host
-from megatron_ext.schedule.match import check_device_bytes
+from megatron_ext.schedule.match import check_device_bytes, match
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
+from megatron_ext.workload.nodes import pinned_bytes_of_nodes
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
 
@@ -52,7 +53,7 @@ def plan_within_memory(
         InputError: nothing fits, with what is missing and the settings that would help.
     """
     reliefs: set[Relief] = {"sharded", "host"}
-    hosted = workload.limits.pinned_host_bytes != 0 and can_rest_on_host(workload)
+    hosted = _room_for_shards(workload) and can_rest_on_host(workload)
     if workload.zero_stage == 3 and hosted and not only_gathers:
         shard_routes: tuple[Route, ...] = ("cpu_shard",) if timing.offers_cpu_shard else ()
         if "cpu" in routes or shard_routes:
@@ -71,8 +72,15 @@ def plan_within_memory(
     if found:
         return min(found, key=lambda item: item[0])[1]
     groups, _ = groups_of(workload, layer_buckets)
-    advice = what_helps(workload)
+    advice = what_helps(workload, relieved="shards" in reliefs)
     raise refused if refused is not None else refuse(workload, groups, frozenset(reliefs), advice)
+
+
+def _room_for_shards(workload: Workload) -> bool:
+    """Whether ``limits.pinned_host_bytes`` has room for the shards of a node's ranks."""
+    limit, parallel = workload.limits.pinned_host_bytes, workload.parallel
+    shards = [sum(c.bytes for c in workload.chunks_of_rank(rank)) // parallel.dp for rank in range(parallel.pp)]
+    return limit is None or max(pinned_bytes_of_nodes(parallel, [0] * parallel.pp, shards)) <= limit
 
 
 def _searched(workload, timing, routes, rule: Rule, bound_us: float) -> tuple[float, Schedule]:
@@ -82,6 +90,7 @@ def _searched(workload, timing, routes, rule: Rule, bound_us: float) -> tuple[fl
     limit = workload.limits.device_bytes
     assert limit is not None
     check_device_bytes(validate(schedule), workload, limit)
+    match(schedule, workload)  # host copies beside shards in host memory may not fit either
     return us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups)), schedule
 
 

@@ -98,13 +98,14 @@ def with_states_on_drive(schedule: Schedule, workload: Workload) -> Schedule:
     if limit is None or max(host_bytes_of_nodes(schedule, workload)) <= limit:
         return schedule
 
-    def short(need: int, why: str) -> InputError:
-        message = f"a node needs {need} bytes of host memory{why}, {need - limit} more than allowed"
-        return InputError(message, field="limits.host_bytes", value=limit)
+    def short(at_least: Schedule, why: str) -> InputError:
+        need = max(host_bytes_of_nodes(at_least, workload))
+        message = f"cannot fit: a node needs {need} bytes of host memory{why}, {need - limit} bytes short"
+        return InputError(message + _what_helps(at_least, workload), field="limits.host_bytes", value=limit)
 
     if not workload.optimizer.on_host:
         why = " (without --optimizer-cpu-offload no optimizer state can rest on the drive)"
-        raise short(max(host_bytes_of_nodes(schedule, workload)), why)
+        raise short(schedule, why)
     # The largest groups first: fewer of them then go to the drive, with fewer and longer pieces.
     order = sorted(range(len(schedule.groups)), key=lambda index: (-schedule.groups[index].bytes, index))
     fits, most = None, len(order)
@@ -117,9 +118,27 @@ def with_states_on_drive(schedule: Schedule, workload: Workload) -> Schedule:
         else:
             least = number + 1
     if fits is None:
-        need = max(host_bytes_of_nodes(_move(schedule, workload, order), workload))
-        raise short(need, " with all optimizer states on the drive")
+        raise short(_move(schedule, workload, order), " with all optimizer states on the drive")
     return fits
+
+
+def _what_helps(schedule: Schedule, workload: Workload) -> str:
+    """What the rank with most host memory holds there, and the settings that free it, with how many bytes."""
+    held = max(
+        (bill.memory.host_bytes for bill in memory_bill(schedule, workload)), key=lambda kinds: sum(kinds.values())
+    )
+    kinds = ", ".join(f"{kind.replace('_', ' ')} {size}" for kind, size in held.items())
+    resting = sum(group.bytes for group in schedule.groups if group.gradients == "host" or group.shard_rests == "host")
+    settings = []
+    if resting and workload.limits.device_bytes is not None:
+        settings.append("a larger limits.device_bytes keeps gradients and shards on the device")
+    if held.get("host_copies"):
+        settings.append(f"limits.pinned_host_bytes 0 frees host copies of {held['host_copies']}")
+    if held.get("main_parameters"):
+        freed = held["main_parameters"] + held.get("optimizer_states", 0)
+        settings.append(f"the optimizer on the device frees {freed}")
+    settings.append("fewer ranks a node divide the rest")
+    return f"; a rank holds {kinds}; {', '.join(settings)}"
 
 
 def host_bytes_of_nodes(schedule: Schedule, workload: Workload) -> list[int]:

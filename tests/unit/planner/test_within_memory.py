@@ -108,6 +108,25 @@ def test_what_cannot_fit_says_what_is_missing_and_what_would_help():
         plan(limited(work, stock // 5, zero_stage=2, on_host=False), table)
     with pytest.raises(InputError, match="--zero-stage 2 frees a part of the gradients"):
         plan(limited(work, stock // 2, zero_stage=1, on_host=False), table)
+    with pytest.raises(InputError, match=r"bytes short; more pipeline or tensor parallel ranks") as refused:
+        plan(limited(work, stock // 20), table)
+    assert "shards" not in str(refused.value)  # they rest in host memory already
+
+
+def test_a_node_without_the_host_memory_says_what_is_held_there_and_what_would_help():
+    work, table, stock = case("DP 4")
+    tight = limited(work, stock // 3)
+    short = replace(tight, limits=replace(tight.limits, host_bytes=1000))
+    helps = "a larger limits.device_bytes keeps gradients and shards on the device"
+    with pytest.raises(InputError, match=rf"host_bytes = 1000: cannot fit: .* bytes short; a rank holds .*; {helps}"):
+        plan(short, table)
+
+
+def test_without_pinned_memory_for_them_no_shard_rests_in_host_memory():
+    work, table, stock = case("DP 4")
+    tight = limited(work, stock // 2)
+    planned = plan(replace(tight, limits=replace(tight.limits, pinned_host_bytes=1000)), table)
+    assert {group.shard_rests for group in planned.groups} == {None} and not planned.publish
 
 
 def test_a_limit_below_the_largest_layer_with_its_activations_is_refused_with_the_bytes_that_are_missing():
