@@ -15,13 +15,9 @@ import os
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("DS_BUILD_OPS", "0")
 
-from peer_training import Peer, adam, batch_loss, main  # noqa: I001  first: it makes Megatron work without a GPU
+from peer_training import Peer, adam, batch_loss, main, states_of  # noqa: I001  first: it makes Megatron work without a GPU
 
 import deepspeed
-import torch
-from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import set_z3_leaf_modules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -70,9 +66,19 @@ class DeepSpeed(Peer):
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=adam(args, model.named_parameters()), config=settings
         )
-        self.clock.gathering(PartitionedParameterCoordinator, "fetch_sub_module")
-        self.clock.waiting(partition_parameters.AllGatherHandle, "wait")
-        self.clock.waiting(partition_parameters.AllGatherCoalescedHandle, "wait")
+
+    def on_host(self):
+        """Shards, gradients and optimizer states of the ``offload`` way, by the names that ZeRO-3 gives them."""
+        if self.way != "offload":
+            return
+        zero = self.engine.optimizer
+        yield from states_of(zero.optimizer)
+        yield from (p.ds_tensor for p in self.engine.module.parameters() if p.ds_tensor is not None)
+        held = (zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, zero.grad_partitions_flat_buffer)
+        for one in held:
+            yield from (tensor for tensor in (one if isinstance(one, list) else [one]) if tensor is not None)
+        yield from getattr(zero, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).values()
+        yield from (p.grad for p in zero.fp32_partitioned_groups_flat if p.grad is not None)
 
     def forward_backward(self, iterator):
         losses = []
@@ -88,23 +94,6 @@ class DeepSpeed(Peer):
         self.engine.step()
         norm = self.engine.get_global_grad_norm()
         return float(norm) if norm is not None else None
-
-    @torch.no_grad()
-    def whole_peak_bytes(self, iterator) -> int:
-        """Counted after every fetch of one more iteration: what is whole or on its way."""
-        parameters, fetch = list(self.engine.module.parameters()), PartitionedParameterCoordinator.fetch_sub_module
-
-        def counting(*args, **kwargs):
-            fetch(*args, **kwargs)
-            held = sum(
-                p.ds_numel * p.element_size() for p in parameters if p.ds_status != ZeroParamStatus.NOT_AVAILABLE
-            )
-            self.whole.peak = max(self.whole.peak, held)
-
-        PartitionedParameterCoordinator.fetch_sub_module = counting
-        with torch.enable_grad():
-            self.forward_backward(iterator)
-        return self.whole.peak
 
 
 if __name__ == "__main__":

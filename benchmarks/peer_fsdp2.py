@@ -1,10 +1,12 @@
 """torch FSDP2 (fully_shard) training the main job's GPT; one rank. Part of peers.py.
 
-    peer_fsdp2.py WAY OPTIONS      WAY: reshard, offload, whole
+    peer_fsdp2.py WAY OPTIONS      WAY: whole, reshard, every, offload
 
 Every transformer layer is a unit, and the root holds the rest, as torch's examples do it.
-``whole`` keeps parameters whole from their first use to the last micro-batch's backward. With --bf16,
-shards and optimizer are float32 and gradients are reduced in it, as in Megatron.
+``whole`` keeps parameters whole from their first use to the last micro-batch's backward, ``reshard`` frees them behind
+each use; both keep whole gradients and reduce them once an iteration, as Megatron does. ``every`` reduces them behind
+every backward, and ``offload`` does so with CPUOffloadPolicy. With --bf16, shards and optimizer are float32 and
+gradients are reduced in it, as in Megatron.
 
 [Note: FSDP2 without streams]
 FSDP2 lets gathers overlap by CUDA streams. Without a GPU there are none, and its gathers would
@@ -14,10 +16,9 @@ and in backward. Its reduce-scatters have no such way; they block, once an itera
 """
 
 import torch
-from peer_training import Peer, adam, batch_loss, data_parallel_mesh, main
+from peer_training import Peer, adam, batch_loss, data_parallel_mesh, main, states_of
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 
@@ -38,49 +39,17 @@ def shard(chunk: nn.Module, mesh, *, reshard_after_forward: bool, offload: bool 
         later.set_modules_to_backward_prefetch([earlier])
 
 
-def watch(clock, whole) -> None:
-    """Note what all parameter groups gather, wait for and hold."""
-    wait_for_unshard, unshard, to_sharded = (
-        FSDPParamGroup.wait_for_unshard,
-        FSDPParamGroup.unshard,
-        FSDPParamGroup._to_sharded,
-    )
-
-    def waiting(group):
-        result = group._all_gather_result
-        if result is not None and result.all_gather_work is not None:
-            clock.wait(result.all_gather_work)
-        return wait_for_unshard(group)
-
-    def unsharding(group, async_op=False):
-        unshard(group, async_op)
-        if group._all_gather_result is not None:
-            whole.hold(
-                id(group),
-                sum(p._orig_size.numel() * (p.param_dtype or p.orig_dtype).itemsize for p in group.fsdp_params),
-            )
-
-    def sharding(group):
-        to_sharded(group)
-        whole.release(id(group))
-
-    FSDPParamGroup.wait_for_unshard, FSDPParamGroup.unshard, FSDPParamGroup._to_sharded = waiting, unsharding, sharding
-    clock.gathering(FSDPParamGroup, "unshard")
-    clock.gathering(FSDPParamGroup, "wait_for_unshard")
-
-
 def full(norm) -> float:
     """A norm that may be spread over ranks."""
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
 class Fsdp2(Peer):
-    ways = ("reshard", "offload", "whole")
+    ways = ("whole", "reshard", "every", "offload")
 
     def __init__(self, args, way, config, chunks):
         super().__init__(args, way, config, chunks)
         (self.model,) = chunks
-        watch(self.clock, self.whole)
         if args.bf16:
             self.model.float()  # the values that bfloat16 has, as Megatron's float32 copies
         shard(
@@ -93,11 +62,15 @@ class Fsdp2(Peer):
         assert isinstance(self.model, FSDPModule)
         self.optimizer = adam(args, self.model.named_parameters())
 
+    def on_host(self):
+        return states_of(self.optimizer) if self.way == "offload" else ()
+
     def forward_backward(self, iterator):
         losses, count = [], self.args.num_microbatches
         for number in range(count):
             last = number == count - 1
-            self.model.set_requires_gradient_sync(last)  # as Megatron: gradients are reduced once
+            if self.way in ("whole", "reshard"):
+                self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
             if self.way == "whole":
                 self.model.set_reshard_after_backward(last)

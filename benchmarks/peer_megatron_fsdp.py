@@ -12,28 +12,8 @@ import model_and_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, BucketStatus
 from megatron.core.optimizer import get_megatron_optimizer
-
-
-def watch(clock, whole) -> None:
-    """Note what buckets gather, wait for and hold."""
-    gather, release = AllGatherPipeline.async_bucket_gather, AllGatherPipeline.release_bucket
-
-    def gathering(pipeline, bucket_id, bwd):
-        gather(pipeline, bucket_id, bwd)
-        buffer = pipeline.get_fsdp_buffer(bucket_id, bwd)
-        whole.hold(bucket_id, buffer.bucket_index.size * buffer.dtype.itemsize)
-
-    def releasing(pipeline, bucket_id, bwd, lazy=False):
-        release(pipeline, bucket_id, bwd, lazy)
-        if pipeline.bucket_status[pipeline.get_bucket_key(bucket_id, bwd)] == BucketStatus.EMPTY:
-            whole.release(bucket_id)
-
-    AllGatherPipeline.async_bucket_gather, AllGatherPipeline.release_bucket = gathering, releasing
-    clock.waiting(AllGatherPipeline, "wait_bucket_ready")
-    clock.gathering(AllGatherPipeline, "wait_bucket_ready")
-    clock.gathering(AllGatherPipeline, "all_gather_params")
+from megatron.core.transformer.module import Float16Module
 
 
 class MegatronFsdp(Peer):
@@ -41,21 +21,22 @@ class MegatronFsdp(Peer):
 
     def __init__(self, args, way, config, chunks):
         super().__init__(args, way, config, chunks)
-        watch(self.clock, self.whole)
         sharding = DistributedDataParallelConfig(
             use_megatron_fsdp=True,
             data_parallel_sharding_strategy=way,
             use_distributed_optimizer=True,
             overlap_grad_reduce=True,
             overlap_param_gather=True,
+            grad_reduce_in_fp32=args.bf16,
             gradient_reduce_div_fusion=False,  # gloo has no premultiplied sum
             # Twice a layer. Its default is at least 1e9 elements (a maximum where "cap" is written), which holds a
             # small model whole.
             suggested_communication_unit_size=2 * sum(p.numel() for p in chunks[0].decoder.layers[0].parameters()),
         )
-        self.model = [FullyShardedDataParallel(config, sharding, chunks[0], device=torch.device("cpu"))]
+        whole = Float16Module(config, chunks[0]) if args.bf16 else chunks[0]
+        self.model = [FullyShardedDataParallel(config, sharding, whole, device=torch.device("cpu"))]
         adam = model_and_optimizer.adam_config(
-            args, config.params_dtype, bf16=False, fp16=False, overlap_param_gather=True
+            args, config.params_dtype, bf16=args.bf16, fp16=False, overlap_param_gather=True
         )
         self.optimizer = get_megatron_optimizer(adam, self.model)
         config.no_sync_func, config.finalize_model_grads_func = self.model[0].no_sync, finalize_model_grads

@@ -1,52 +1,46 @@
-"""A picture of peers.json: iteration time, what of it is exposed, and whole parameters. Part of peers.py."""
+"""A picture of peers.json: iteration time over device bytes, one line a system. Part of peers.py."""
 
 from pathlib import Path
 
-COLOURS = {True: "#1f77b4", False: "#b0b0b0"}
+MARKS = "osD^vPX*"
 
 
 def draw(result: dict, path: Path) -> None:
-    """Write the picture to ``path``: bars of time on the left, bytes on the right, a row a layout."""
+    """Write the picture to ``path``: one panel for each number of micro-batches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    layouts = list(dict.fromkeys(row["layout"] for row in result["rows"]))
-    counts = [sum(row["layout"] == layout for row in result["rows"]) for layout in layouts]
-    figure = Figure(figsize=(12, 1.8 + 0.42 * sum(counts)), layout="constrained")
+    counts = sorted({row["microbatches"] for row in result["rows"]})
+    figure = Figure(figsize=(5.2 * len(counts), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(layouts), 2, squeeze=False, height_ratios=counts, width_ratios=(2, 1), sharex="col")
-    for (times, memory), layout in zip(axes, layouts):
-        rows = [row for row in result["rows"] if row["layout"] == layout][::-1]
-        places, colours = range(len(rows)), [COLOURS[row["ours"]] for row in rows]
-        medians = [row["iteration_us"]["median_us"] / 1e3 for row in rows]
-        spread = [
-            [(row["iteration_us"]["median_us"] - row["iteration_us"]["p10_us"]) / 1e3 for row in rows],
-            [(row["iteration_us"]["p90_us"] - row["iteration_us"]["median_us"]) / 1e3 for row in rows],
-        ]
-        times.barh(places, medians, color=colours, xerr=spread, error_kw={"elinewidth": 1, "ecolor": "#444444"})
-        times.barh(
-            places,
-            [row["exposed_us"]["median_us"] / 1e3 for row in rows],
-            color="#d62728",
-            height=0.35,
-            label="exposed: waits for parameters",
-        )
-        times.set_yticks(places, [f"{row['title']}  [{row['keeps']}]" for row in rows], fontsize=8)
-        times.set_title(
-            {"pp2": "PP 2 x VP 2 x DP 2", "dp4": "DP 4", "dp4-bf16": "DP 4, bfloat16, optimizer on the host"}.get(
-                layout, layout
-            ),
-            fontsize=10,
-        )
-        memory.barh(places, [row["whole_peak_bytes"] / 1e6 for row in rows], color=colours)
-        memory.set_yticks([])
-    axes[-1][0].set_xlabel("iteration, ms: median, p10 to p90 (blue: ours)")
-    axes[-1][1].set_xlabel("whole parameters on a rank at most, MB")
-    axes[0][0].legend(fontsize=8, loc="lower right")
-    options = result["options"]
+    lines = list(dict.fromkeys(row["line"] for row in result["rows"]))
+    for axes, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts):
+        for line, mark in zip(lines, MARKS):
+            rows = [row for row in result["rows"] if row["line"] == line and row["microbatches"] == count]
+            rows.sort(key=lambda row: row["device_bytes"])
+            ours = line == "ours"
+            axes.plot(
+                [row["device_bytes"] / 1e6 for row in rows],
+                [row["iteration_us"]["median_us"] / 1e3 for row in rows],
+                marker=mark,
+                label=line,
+                color="#1f77b4" if ours else None,
+                linewidth=2.5 if ours else 1.0,
+                zorder=3 if ours else 2,
+            )
+        axes.set_title(f"{count} micro-batch{'es' if count > 1 else ''}", fontsize=10)
+        axes.set_xlabel("device bytes of a rank without activations, MB")
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("iteration, ms")
+    figure.axes[0].legend(fontsize=8)
+    options, about = result["options"], result["about"]
+    load = f"load {about['load_before']:.0f} to {about['load_most']:.0f}"
+    rounds = "one round: times compare nothing" if options["rounds"] < 2 else f"{options['rounds']} rounds"
     figure.suptitle(
-        f"Peers on one GPT: {options['layers']} layers, hidden {options['hidden']}, four processes on "
-        f"{result['about']['processors']} processors (gloo), load {result['about']['load_before']:.1f} at start",
+        f"DP 4, {options['layers']} layers, hidden {options['hidden']}, bfloat16, gloo on {about['processors']} "
+        f"processors, {load}, {rounds}",
         fontsize=10,
     )
     figure.savefig(path, dpi=130)

@@ -2,14 +2,14 @@
 
 A peer is a script of its own, started once a rank, which takes the options of
 examples/pretrain_gpt_hybrid.py, ``--way`` of its own, and writes the same kind of metrics file:
-per iteration the loss, the gradient norm, the time, and the training thread's time in gathers.
+per iteration the loss, the gradient norm and the time; and what a rank held in an iteration more, see peer_census.py.
 """
 
-import functools
 import os
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -20,100 +20,21 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from model_and_optimizer import initialize_by_name
+from peer_census import Census
 
 from megatron_ext.formats import json_files
 from megatron_ext.megatron import gpt_arguments, gpt_model
 
-FIGURES = ("loss", "grad_norm", "iteration_us", "optimizer_us", "gather_us", "exposed_us")
-
-
-class GatherClock:
-    """The training thread's time in gathers, and the part of it in which it waits for data.
-
-    Functions of a peer are replaced by ones that note how long they took. Only the outermost
-    one counts, so a function that calls another is not counted twice.
-    """
-
-    def __init__(self):
-        self.gather_ns = self.exposed_ns = 0
-        self._depth = 0
-
-    def gathering(self, owner, name: str) -> None:
-        """Count time in ``owner.name`` as gathering."""
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def timed(*args, **kwargs):
-            self._depth += 1
-            start = time.perf_counter_ns()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    self.gather_ns += time.perf_counter_ns() - start
-
-        setattr(owner, name, timed)
-
-    def wait(self, work) -> None:
-        """Wait for a collective; the time counts as exposed."""
-        start = time.perf_counter_ns()
-        work.wait()
-        self.exposed_ns += time.perf_counter_ns() - start
-
-    def waiting(self, owner, name: str) -> None:
-        """Count time in ``owner.name`` as exposed."""
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def timed(*args, **kwargs):
-            start = time.perf_counter_ns()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.exposed_ns += time.perf_counter_ns() - start
-
-        setattr(owner, name, timed)
-
-    def take(self) -> tuple[float, float]:
-        """Microseconds (gathering, exposed) since the last call."""
-        taken = self.gather_ns / 1e3, self.exposed_ns / 1e3
-        self.gather_ns = self.exposed_ns = 0
-        return taken
-
-
-class WholeBytes:
-    """Bytes of whole parameters that a peer holds, from the issue of a gather to its release."""
-
-    def __init__(self):
-        self.now = self.peak = 0
-        self._held: dict[int, int] = {}
-
-    def hold(self, key, size: int) -> None:
-        """``key`` is whole, or on its way."""
-        if key not in self._held:
-            self._held[key] = size
-            self.now += size
-            self.peak = max(self.peak, self.now)
-
-    def release(self, key) -> None:
-        """``key`` is sharded again."""
-        self.now -= self._held.pop(key, 0)
+FIGURES = ("loss", "grad_norm", "iteration_us")
 
 
 class Peer(ABC):
-    """What a peer must offer.
-
-    Attributes:
-        clock: its :class:`GatherClock`.
-        ways: values of ``--way``.
-    """
+    """What a peer must offer. ``ways``: values of ``--way``."""
 
     ways: tuple[str, ...] = ()
 
     def __init__(self, args, way: str, config, chunks):
         self.args, self.way, self.config, self.chunks = args, way, config, chunks
-        self.clock, self.whole = GatherClock(), WholeBytes()
 
     @abstractmethod
     def forward_backward(self, iterator) -> list[dict]:
@@ -123,9 +44,18 @@ class Peer(ABC):
     def step(self) -> float:
         """Clip, update, forget the gradients; the gradient norm."""
 
-    def whole_peak_bytes(self, iterator) -> int:
-        """Most bytes of whole parameters on one rank. May train one more iteration to count them."""
-        return self.whole.peak
+    def on_host(self) -> Iterable[torch.Tensor]:
+        """What would rest in host memory, had the machine a GPU."""
+        return ()
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Parameters, their gradients and the states of an optimizer of torch's."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield from (one for one in (parameter, parameter.grad) if one is not None)
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def adam(args, named_parameters) -> torch.optim.AdamW:
@@ -148,33 +78,30 @@ def batch_loss(model, batch) -> torch.Tensor:
 
 
 def train(peer: Peer, args, dataset) -> dict:
-    """Train as the main job's loop does, with the same points in time."""
+    """Train as the main job's loop does, with the same points in time; the census looks at the last iteration."""
     iterator = job.batches_of(args, dataset)
     metrics = {name: [] for name in FIGURES}
+    census = Census(peer.chunks, peer.on_host)
     for number in range(args.train_iters):
+        if number == args.train_iters - 1:
+            census.begin()
         dist.barrier()
-        peer.clock.take()
         start = time.perf_counter_ns()
         losses = peer.forward_backward(iterator)
-        computed = time.perf_counter_ns()
         norm = peer.step()
         end = time.perf_counter_ns()
-        gather_us, exposed_us = peer.clock.take()
-        values = (job.mean_loss(losses), norm, (end - start) / 1e3, (end - computed) / 1e3, gather_us, exposed_us)
-        for name, value in zip(FIGURES, values):
+        for name, value in zip(FIGURES, (job.mean_loss(losses), norm, (end - start) / 1e3)):
             metrics[name].append(value)
-        if number == 0:  # a peer may hold more while it looks at the model for the first time
-            peer.whole.peak = peer.whole.now
-    metrics["whole_peak_bytes"] = peer.whole_peak_bytes(iterator)
+    metrics["iteration_us"].pop()
+    metrics["held"] = census.end()
     return metrics
 
 
 def merge(everybody: list[dict]) -> dict:
     """One file for all ranks: losses of the first, of times and bytes the largest."""
     merged = dict(everybody[0])
-    for name in ("iteration_us", "optimizer_us", "gather_us", "exposed_us"):
-        merged[name] = [max(values) for values in zip(*(metrics[name] for metrics in everybody))]
-    merged["whole_peak_bytes"] = max(metrics["whole_peak_bytes"] for metrics in everybody)
+    merged["iteration_us"] = [max(values) for values in zip(*(metrics["iteration_us"] for metrics in everybody))]
+    merged["held"] = max(metrics["held"] for metrics in everybody)
     return merged
 
 

@@ -1,13 +1,13 @@
-"""What people would use instead: peers on the same GPT, samples, initial values and machine.
+"""What people would use instead, at equal device memory: peers on the same GPT, samples, initial values and machine.
 
-    .venv/bin/python benchmarks/peers.py [--rounds 3] [--iters 16] [--systems NAME ...] [--layers 8 --hidden 256 ...]
+    .venv/bin/python benchmarks/peers.py [--rounds 2] [--iters 4] [--systems NAME ...] [--layers 8 --hidden 192 ...]
 
-Four processes in two layouts: PP 2 x VP 2 x DP 2, and DP 4; at DP 4 once more in bfloat16 with the
-optimizer and its float32 parameters on the host. Offload in float32 stands among the rows of DP 4: without a
-GPU our optimizer is on the host anyway. Each peer has an opponent of ours in its own layout. Cost tables are measured
-and plans made first; then all systems train, the order reversed every other round. A system that fails
-is shown with its reason. DeepSpeed is installed into runs/peers-packages (benchmarks/peer_requirements.txt), never
-into .venv.
+Four data-parallel processes, bfloat16, with 1, 4 and 16 micro-batches an iteration. Ours is planned within 100, 50 and
+25 % of what stock Megatron holds and within the least that fits; the optimizer is on the host where no plan fits
+otherwise. All systems train in turns, in the opposite order every other round. Device bytes are counted from outside,
+by the same code for everybody (peer_census.py): parameters, gradients, optimizer states and buffers, without
+activations. `ours / theirs` is with our fastest that holds no more device bytes in all. A system that fails is shown
+with its reason. DeepSpeed is installed into runs/peers-packages (benchmarks/peer_requirements.txt), never into .venv.
 Writes benchmarks/results/peers.json and peers.png.
 """
 
@@ -15,7 +15,6 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -23,285 +22,185 @@ from typing import NamedTuple
 import peer_packages
 from machine import about_this_machine
 from measuring import CORPUS, add_model_options
-from peer_layouts import LAYOUTS, ROOT, WORLD, Layout
+from peer_layouts import ROOT, Layout
 from peer_picture import draw
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
 from megatron_ext.report.spread import summarize, warm_up
-
-FIGURES = ("iteration_us", "optimizer_us", "gather_us", "exposed_us")
 
 
 class System(NamedTuple):
-    """A way to train. ``keeps``: what it promises of whole parameters, ``zero 1`` (whole through the
-    iteration), ``zero 3`` (they come and go) or ``offload`` (zero 3, updated on the host)."""
+    """A way to train. ``line``: of the picture; ``percent``: of stock's device bytes, for ours alone (0: the least that
+    fits); ``command``: a peer's script and way."""
 
     title: str
-    layout: str
-    keeps: str
-    ours: bool
-    train: Callable[[Layout, str], dict]
-    same_model: str = "Megatron's GPTModel"
+    line: str
+    percent: int | None = None
+    command: tuple[str, ...] = ()
 
-
-def ours(zero_stage: int | None, limit: str | None = None, offload: bool = False, policy: str = "hybrid"):
-    return lambda layout, name: layout.train_ours(name, zero_stage, limit, offload, policy)
-
-
-def peer(script: str, way: str):
-    return lambda layout, name: layout.train_peer(name, script, way)
-
-
-def deepspeed(way: str):
-    return lambda layout, name: layout.train_peer(name, "peer_deepspeed.py", way, peer_packages.environment())
+    @property
+    def ours(self) -> bool:
+        return self.percent is not None
 
 
 SYSTEMS = {
-    "stock-pp2": System("Megatron, overlapped gathers", "pp2", "zero 1", False, ours(None)),
-    "ours-zero1-pp2": System("ours, zero 1", "pp2", "zero 1", True, ours(1)),
-    "ours-zero3-pp2": System("ours, zero 3, half", "pp2", "zero 3", True, ours(3, "half")),
-    "torch-pp2": System(
-        "torch interleaved 1F1B + FSDP2",
-        "pp2",
-        "zero 1",
-        False,
-        peer("peer_torch_pipelining.py", "shipped"),
-        "the same chunks as torch stages",
+    "stock": System("Megatron", "Megatron"),
+    "ours-100": System("ours, within 100 %", "ours", 100),
+    "ours-50": System("ours, within 50 %", "ours", 50),
+    "ours-25": System("ours, within 25 %", "ours", 25),
+    "ours-least": System("ours, the least", "ours", 0),
+    "fsdp2-reshard": System("FSDP2, one reduce an iteration", "FSDP2", None, ("peer_fsdp2.py", "reshard")),
+    "fsdp2-every": System("FSDP2", "FSDP2", None, ("peer_fsdp2.py", "every")),
+    "fsdp2-offload": System("FSDP2, CPUOffloadPolicy", "FSDP2, offload", None, ("peer_fsdp2.py", "offload")),
+    "deepspeed": System("DeepSpeed ZeRO-3", "DeepSpeed", None, ("peer_deepspeed.py", "zero3")),
+    "deepspeed-offload": System(
+        "DeepSpeed ZeRO-3, offload", "DeepSpeed, offload", None, ("peer_deepspeed.py", "offload")
     ),
-    "torch-one-stage-pp2": System(
-        "torch interleaved 1F1B + FSDP2, one stage whole",
-        "pp2",
-        "zero 3",
-        False,
-        peer("peer_torch_pipelining.py", "one-stage"),
-        "the same chunks as torch stages",
-    ),
-    "stock-dp4": System("Megatron, overlapped gathers", "dp4", "zero 1", False, ours(None)),
-    "ours-zero1-dp4": System("ours, zero 1", "dp4", "zero 1", True, ours(1)),
-    "fsdp2-whole-dp4": System(
-        "FSDP2, whole through the iteration", "dp4", "zero 1", False, peer("peer_fsdp2.py", "whole")
-    ),
-    "ours-zero3-dp4": System("ours, zero 3, half", "dp4", "zero 3", True, ours(3, "half")),
-    "ours-zero3-two-layers-dp4": System("ours, zero 3, two layers", "dp4", "zero 3", True, ours(3, "two-layers")),
-    "ours-zero3-all-gpu-dp4": System(
-        "ours, zero 3, half, all-gathers alone", "dp4", "zero 3", True, ours(3, "half", policy="all-gpu")
-    ),
-    "fsdp2-dp4": System("FSDP2", "dp4", "zero 3", False, peer("peer_fsdp2.py", "reshard")),
-    "deepspeed-dp4": System("DeepSpeed ZeRO-3", "dp4", "zero 3", False, deepspeed("zero3")),
-    "fsdp2-offload-dp4": System("FSDP2, CPUOffloadPolicy", "dp4", "offload", False, peer("peer_fsdp2.py", "offload")),
-    "deepspeed-offload-dp4": System("DeepSpeed ZeRO-3, offload", "dp4", "offload", False, deepspeed("offload")),
-    "megatron-fsdp-dp4": System(
-        "Megatron-FSDP", "dp4", "zero 3", False, peer("peer_megatron_fsdp.py", "optim_grads_params")
-    ),
-    "stock-offload": System(
-        "Megatron, overlapped gathers, optimizer on the host", "dp4-bf16", "zero 1", False, ours(None, offload=True)
-    ),
-    "ours-zero1-offload": System(
-        "ours, zero 1, optimizer on the host", "dp4-bf16", "zero 1", True, ours(1, offload=True)
-    ),
-    "ours-offload": System(
-        "ours, zero 3, half, optimizer on the host", "dp4-bf16", "offload", True, ours(3, "half", True)
-    ),
-    "ours-offload-two-layers": System(
-        "ours, zero 3, two layers, optimizer on the host", "dp4-bf16", "offload", True, ours(3, "two-layers", True)
-    ),
-    "fsdp2-offload": System("FSDP2, CPUOffloadPolicy", "dp4-bf16", "offload", False, peer("peer_fsdp2.py", "offload")),
-    "deepspeed-offload": System("DeepSpeed ZeRO-3, offload", "dp4-bf16", "offload", False, deepspeed("offload")),
+    "megatron-fsdp": System("Megatron-FSDP", "Megatron-FSDP", None, ("peer_megatron_fsdp.py", "optim_grads_params")),
 }
 
 
-def run(args) -> dict:
-    names = [name for name in SYSTEMS if name in args.systems]
-    # The private tree's, which this process does not import.
-    megatron_core = next(iter(metadata.distributions(name="megatron-core", path=[str(ROOT / ".megatron")]))).version
-    load, failed = os.getloadavg()[0], {}
-    with tempfile.TemporaryDirectory() as temporary, Progress(console=Console(stderr=True)) as bar:
-        folder = args.keep or Path(temporary)
-        folder.mkdir(exist_ok=True)
-        layouts = {
-            name: Layout(name, args, folder) for name in LAYOUTS if any(SYSTEMS[s].layout == name for s in names)
-        }
-        task = bar.add_task("measuring cost tables", total=len(layouts))
-        for layout in layouts.values():
-            layout.measure()
+def train(layout: Layout, name: str, microbatches: int, plans: dict) -> dict:
+    system, run = SYSTEMS[name], f"{name}-{microbatches}"
+    if system.command:
+        script, way = system.command
+        environment = peer_packages.environment() if name.startswith("deepspeed") else None
+        return layout.train(run, [f"benchmarks/{script}", way], microbatches, environment=environment)
+    more: tuple[str, ...] = ()
+    if system.ours:
+        path, on_host = plans[name, microbatches]
+        more = ("--user-defined-schedule", str(path), *(("--optimizer-cpu-offload",) if on_host else ()))
+    return layout.train(run, ["benchmarks/peer_megatron.py"], microbatches, more)
+
+
+def run(args, layout: Layout, bar: Progress) -> tuple[list[dict], dict[str, str], float]:
+    """Rows, reasons of those that failed, and the largest load of the machine meanwhile."""
+    runs = [(name, count) for count in args.micro_batches for name in SYSTEMS if name in args.systems]
+    runs = [key for key in runs if key != ("fsdp2-reshard", 1)]  # the same as every
+    task, failed, plans, load = bar.add_task("measuring costs", total=None), {}, {}, 0.0
+    layout.measure()
+    for name, count in runs:
+        if SYSTEMS[name].ours:
+            bar.update(task, description=f"planning {name}, {count} micro-batches")
+            try:
+                plans[name, count] = layout.plan(count, SYSTEMS[name].percent)
+            except InputError as error:
+                failed[f"{name}-{count}"] = str(error)
+    bar.update(task, total=args.rounds * len(runs), completed=0)
+    found: dict[tuple[str, int], list[dict]] = {key: [] for key in runs}
+    for number in range(args.rounds):
+        for name, count in runs if number % 2 == 0 else runs[::-1]:
+            bar.update(task, description=f"round {number + 1}: {name}, {count} micro-batches")
+            if f"{name}-{count}" not in failed:
+                try:
+                    found[name, count].append(train(layout, name, count, plans))
+                except (RuntimeError, ValueError) as error:
+                    failed[f"{name}-{count}"] = " ".join(str(error).split())
             bar.advance(task)
-        if any(name.startswith("deepspeed") for name in names):
-            bar.update(task, description="installing DeepSpeed and letting it build its extension", total=None)
-            try:  # a short run compiles what DeepSpeed compiles
-                next(layout for layout in layouts.values() if layout.pp == 1).train_peer(
-                    "deepspeed-first", "peer_deepspeed.py", "zero3", peer_packages.environment(), 2
-                )
-            except RuntimeError as error:
-                failed |= {name: str(error) for name in names if name.startswith("deepspeed")}
-        bar.update(task, description="training", total=args.rounds * len(names), completed=0)
-        found: dict[str, list[dict]] = {name: [] for name in names}
-        for number in range(args.rounds):
-            for name in names if number % 2 == 0 else names[::-1]:
-                bar.update(task, description=f"round {number + 1}: {name}")
-                if name not in failed:
-                    try:
-                        found[name].append(SYSTEMS[name].train(layouts[SYSTEMS[name].layout], name))
-                    except (RuntimeError, ValueError) as error:
-                        failed[name] = " ".join(str(error).split())
-                bar.advance(task)
-        parameters = {
-            name: sum(p.bytes for c in layout.work.chunks for p in c.parameters) for name, layout in layouts.items()
-        }
-        plans = {name: layout.plans_as_json() for name, layout in layouts.items()}
-        limits = {
-            name: {limit: layout.whole_parameter_bytes(limit) for limit in ("half", "two-layers")}
-            for name, layout in layouts.items()
-        }
-    rows = [row_of(name, found[name], args) for name in names if name not in failed]
+            load = max(load, os.getloadavg()[0])
+    rows = [row_of(name, count, done) for (name, count), done in found.items() if f"{name}-{count}" not in failed]
     for row in rows:
         if not SYSTEMS[row["system"]].ours:
             row["opponent"] = opponent_of(row, rows)
-    about = about_this_machine(load_before=load) | {
-        "load_after": os.getloadavg()[0],
-        "peer_packages": peer_packages.REQUIREMENTS.read_text().splitlines()[1:],
-        "megatron_core": megatron_core,
-    }
-    options = {key: value for key, value in vars(args).items() if key not in ("out", "keep")}
-    return {
-        "about": about,
-        "options": options,
-        "parameter_bytes": parameters,
-        "limits_bytes": limits,
-        "plans": plans,
-        "rows": rows,
-        "failed": failed,
-    }
+    return rows, failed, load
 
 
-def row_of(name: str, runs: list[dict], args) -> dict:
+def row_of(name: str, microbatches: int, runs: list[dict]) -> dict:
     """The figures of one system over all rounds, warm-up left out."""
-    system, skip = SYSTEMS[name], warm_up(args.iters)
-    pooled = {
-        figure: summarize([value for one in runs for value in one[figure][skip:]]).as_json() for figure in FIGURES
-    }
+    skip = warm_up(len(runs[0]["iteration_us"]))
+    device_bytes, host_bytes = max(tuple(one["held"]) for one in runs)
     return {
         "system": name,
-        "title": system.title,
-        "layout": system.layout,
-        "keeps": system.keeps,
-        "ours": system.ours,
-        "model": system.same_model,
-        **pooled,
-        "tokens_per_s": args.global_batch_size * args.seq / pooled["iteration_us"]["median_us"] * 1e6,
+        "title": SYSTEMS[name].title,
+        "line": SYSTEMS[name].line,
+        "microbatches": microbatches,
+        "iteration_us": summarize([us for one in runs for us in one["iteration_us"][skip:]]).as_json(),
         "round_medians_us": [summarize(one["iteration_us"][skip:]).median_us for one in runs],
-        "whole_peak_bytes": max(one["whole_peak_bytes"] for one in runs),
+        "device_bytes": device_bytes,
+        "host_bytes": host_bytes,
         "loss": runs[-1]["loss"],
-        "loss_at_end": runs[-1]["loss"][-1],
     }
 
 
 def opponent_of(row: dict, rows: list[dict]) -> dict | None:
-    """Our fastest system of the same layout that holds no more whole parameters, and how its times compare."""
+    """Our fastest with as many micro-batches that holds no more device bytes, and how its times compare."""
     fits = [
         other
         for other in rows
-        if other["ours"] and other["layout"] == row["layout"] and other["whole_peak_bytes"] <= row["whole_peak_bytes"]
+        if SYSTEMS[other["system"]].ours
+        and other["microbatches"] == row["microbatches"]
+        and other["device_bytes"] <= row["device_bytes"]
     ]
     if not fits:
         return None
     best = min(fits, key=lambda other: other["iteration_us"]["median_us"])
     by_round = [mine / theirs for mine, theirs in zip(best["round_medians_us"], row["round_medians_us"])]
-    return {
-        "system": best["system"],
-        "ratio": best["iteration_us"]["median_us"] / row["iteration_us"]["median_us"],
-        "ratio_by_round": by_round,
-        "whole_peak_bytes": best["whole_peak_bytes"],
-    }
+    ratio = best["iteration_us"]["median_us"] / row["iteration_us"]["median_us"]
+    return {"system": best["system"], "ratio": ratio, "ratio_by_round": by_round}
 
 
 def show(result: dict) -> None:
-    console = Console(width=190)
-    for layout, (pp, vp, more) in LAYOUTS.items():
-        rows = [row for row in result["rows"] if row["layout"] == layout]
-        if not rows:
-            continue
-        about = " ".join(
-            [
-                f"PP {pp} x VP {vp} x DP {WORLD // pp}: {result['parameter_bytes'][layout] / 1e6:.1f} MB of parameters",
-                *more,
-            ]
+    console = Console(width=150)
+    table = Table("micro-batches", "system", "device MB", "host MB", "iteration ms (p10 - p90)", "ours / this", "loss")
+    for row in sorted(result["rows"], key=lambda row: (row["microbatches"], -row["device_bytes"])):
+        us, opponent = row["iteration_us"], row.get("opponent")
+        against = f"{opponent['ratio']:.2f} by {opponent['system']}" if opponent else "none holds as little"
+        table.add_row(
+            str(row["microbatches"]),
+            row["title"],
+            f"{row['device_bytes'] / 1e6:.2f}",
+            f"{row['host_bytes'] / 1e6:.2f}",
+            f"{us['median_us'] / 1e3:.0f} ({us['p10_us'] / 1e3:.0f} - {us['p90_us'] / 1e3:.0f})",
+            "" if "opponent" not in row else against,
+            f"{row['loss'][-1]:.4f}",
         )
-        table = Table(
-            "system",
-            "keeps",
-            "iteration ms (p10 - p90)",
-            "tokens/s",
-            "gather ms",
-            "exposed ms",
-            "optimizer ms",
-            "whole parameters MB",
-            "loss at end",
-            "ours / this, rounds",
-            "against",
-            title=about,
-        )
-        for row in rows:
-            us, opponent = row["iteration_us"], row.get("opponent")
-            ratio = (
-                f"{opponent['ratio']:.2f} ({min(opponent['ratio_by_round']):.2f} - "
-                f"{max(opponent['ratio_by_round']):.2f})"
-                if opponent
-                else ""
-                if row["ours"]
-                else "-"
-            )
-            table.add_row(
-                f"[bold]{row['title']}[/]" if row["ours"] else row["title"],
-                row["keeps"],
-                f"{us['median_us'] / 1e3:.0f} ({us['p10_us'] / 1e3:.0f} - {us['p90_us'] / 1e3:.0f})",
-                f"{row['tokens_per_s']:.0f}",
-                *(f"{row[figure]['median_us'] / 1e3:.1f}" for figure in ("gather_us", "exposed_us", "optimizer_us")),
-                f"{row['whole_peak_bytes'] / 1e6:.2f}",
-                f"{row['loss_at_end']:.5f}",
-                ratio,
-                opponent["system"] if opponent else "" if row["ours"] else "none holds as little",
-            )
-        console.print(table)
+    console.print(table)
     for name, why in result["failed"].items():
         console.print(f"{name} did not run: {why}")
-    console.print("ours / this: our fastest that holds no more whole parameters on a rank; below 1 we are ahead.")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--rounds", type=int, default=3)
-    add("--iters", type=int, default=16, help="Iterations of one run; the first two are not counted.")
+    add("--rounds", type=int, default=2)
+    add("--iters", type=int, default=4, help="Timed iterations of one run; the first ones are not counted.")
+    add("--micro-batches", type=int, nargs="+", default=[1, 4, 16])
     add("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), metavar="NAME", help=", ".join(SYSTEMS))
     add_model_options(parser)
     add("--heads", type=int, default=4)
-    add("--global-batch-size", type=int, default=16)
-    add("--measure-seconds", type=float, default=30, help="For the cost table of one layout.")
-    add("--timeout", type=float, default=280, help="Seconds that one run may take.")
-    add("--keep", type=Path, default=None, help="Keep logs, plans and traces in this new folder.")
+    add("--measure-seconds", type=float, default=8, help="For the cost table.")
+    add("--timeout", type=float, default=120, help="Seconds that one run may take.")
+    add("--keep", type=Path, default=None, help="Keep logs and plans in this new folder.")
     add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "peers.json")
+    parser.set_defaults(hidden=192, seq=32, micro_batch_size=1)
     args = parser.parse_args()
-    if args.rounds < 1 or args.iters < 4:
-        parser.error("at least one round of four iterations")
     args.keep, args.out = args.keep and args.keep.resolve(), args.out.resolve()
     os.chdir(ROOT)
     if not Path(f"{CORPUS}.idx").exists():
         print(f"peers: {CORPUS} is not there yet: scripts/pretrain_gpt_hybrid.sh builds it", file=sys.stderr)
         return 2
-    try:
-        result = run(args)
-    except RuntimeError as error:
-        print(f"peers: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    # The private tree's, which this process does not import.
+    megatron_core = next(iter(metadata.distributions(name="megatron-core", path=[str(ROOT / ".megatron")]))).version
+    about = about_this_machine(load_before=os.getloadavg()[0])
+    with tempfile.TemporaryDirectory() as temporary, Progress(console=Console(stderr=True)) as bar:
+        folder = args.keep or Path(temporary)
+        folder.mkdir(exist_ok=True)
+        rows, failed, load = run(args, Layout(args, folder), bar)
+    about |= {
+        "load_most": load,
+        "peer_packages": peer_packages.REQUIREMENTS.read_text().splitlines()[1:],
+        "megatron_core": megatron_core,
+    }
+    options = {key: value for key, value in vars(args).items() if key not in ("out", "keep")}
+    result = {"about": about, "options": options, "rows": rows, "failed": failed}
     json_files.save(args.out, result, indent=1)
     draw(result, args.out.with_suffix(".png"))
     show(result)
-    return 0 if result["rows"] else 1
+    return 0 if rows else 1
 
 
 if __name__ == "__main__":

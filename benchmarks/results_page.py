@@ -75,17 +75,21 @@ def simulated_clusters(result: dict) -> str:
 
 
 def peers(result: dict) -> str:
-    """Our fastest row over each peer's, in the peer's layout, that holds no more whole parameters."""
-    rows, parts = result["rows"], []
-    for peer in (row for row in rows if not row["ours"]):
-        ours = [
-            row["iteration_us"]["median_us"]
-            for row in rows
-            if row["ours"] and row["layout"] == peer["layout"] and row["whole_peak_bytes"] <= peer["whole_peak_bytes"]
-        ]
-        if ours:
-            parts.append(f"{peer['title']} ({peer['layout']}) {min(ours) / peer['iteration_us']['median_us']:.2f}")
-    return "our iteration time to that of: " + "; ".join(parts)
+    """Device bytes of every system, with as many micro-batches as most ran with; and by peer the ratio of times, where
+    these were measured in more than one round."""
+    counts = [row["microbatches"] for row in result["rows"]]
+    most = max(sorted(set(counts)), key=counts.count)
+    held = [f"{r['title']} {r['device_bytes'] / 1e6:.1f}" for r in result["rows"] if r["microbatches"] == most]
+    text = f"MB on the device of a rank, {most} micro-batches: {'; '.join(held)}"
+    load = f"load {result['about']['load_before']:.0f} to {result['about']['load_most']:.0f}"
+    if result["options"]["rounds"] < 2:
+        return f"{text}. Times are of one round at {load} and compare nothing"
+    ratios = [
+        f"{row['title']} {row['opponent']['ratio']:.2f} ({row['microbatches']})"
+        for row in result["rows"]
+        if row.get("opponent")
+    ]
+    return f"{text}. Our iteration time at no more bytes, {load}, to that of (micro-batches): {'; '.join(ratios)}"
 
 
 def hot_path(result: dict) -> str:
@@ -184,10 +188,7 @@ ROWS = {
     "simulated_clusters": Row(
         "On which known machines would a plan win?", "benchmarks/simulated_clusters.py", simulated_clusters
     ),
-    "peers": Row("Beside what people use, at no more whole parameters", "benchmarks/peers.py", peers),
-    "peers_offload": Row(
-        "The same in bfloat16, optimizer on the host; a processor with bfloat16", "benchmarks/peers.py", peers
-    ),
+    "peers": Row("Device bytes beside what people use", "benchmarks/peers.py", peers),
     "device_limits": Row(
         "Training within a limit of device memory in all", "benchmarks/device_limits.py", device_limits
     ),
