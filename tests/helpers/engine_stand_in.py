@@ -95,6 +95,23 @@ class _Training:
         """There is no fp8 here."""
 
 
+class FusedLayerNormAffineFunction(torch.autograd.Function):
+    """Apex's, with the arguments that Megatron's ``FusedLayerNorm`` looks for."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, normalized_shape, eps, memory_efficient=False):
+        y, mean, rstd = torch.native_layer_norm(x, normalized_shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.shape = normalized_shape
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        known = (grad, x, ctx.shape, mean, rstd, weight, bias, [True, True, True])
+        return *torch.ops.aten.native_layer_norm_backward(*known), None, None, None
+
+
 # Optimizer.
 
 
@@ -246,3 +263,5 @@ def install_apex() -> None:
     """Called by the package's own ``__init__``."""
     _package("apex.optimizers", FusedAdam=FusedAdam, FusedSGD=torch.optim.SGD)
     _package("apex.multi_tensor_apply", multi_tensor_applier=multi_tensor_applier)
+    _package("apex.normalization")
+    _package("apex.normalization.fused_layer_norm", FusedLayerNormAffineFunction=FusedLayerNormAffineFunction)

@@ -7,6 +7,9 @@ from cases import MODELS, STRICT
 from draw_schedule import prepared
 from msgspec.structs import replace
 
+from megatron_ext.schedule import user_defined_schedule as schedule_file
+from megatron_ext.schedule import validate
+from megatron_ext.schedule.user_defined_schedule import PublishGroup, Schedule
 from megatron_ext.workload.workload import Limits
 
 NAMES = ("bf16-tied", "fp16", "fp32")
@@ -17,7 +20,8 @@ ORDERS = ("late", "early", "drawn")
 def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = None) -> dict:
     """Case ``seed`` for ``ParityService.run``: model, zero stage, schedule, nodes, order of the streams, whether
     streams or threads wait for flags, evaluation, checkpoints, whether parameters are changed between two iterations
-    (``params_changed``). Models in fp16 skip their first steps."""
+    (``params_changed``), whether groups are published that nobody reads. Models in fp16 skip their first steps.
+    ``drawn`` says what was drawn."""
     draw = random.Random(seed)
     name, order, routes = NAMES[seed % 3], draw.choice(ORDERS), ROUTES[seed % len(ROUTES)]
     zero_stage = zero_stage or draw.choice((3, 1, 3, 2))
@@ -29,20 +33,37 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
         parallel=replace(workload.parallel, gpus_per_node=nodes),
     )
     path = folder / f"{seed}.json"
-    prepared(draw, workload, path, routes)
+    schedule = prepared(draw, workload, path, routes)
     options = [*MODELS[name], "--gpus-per-node", str(nodes), "--user-defined-schedule-nvme-path", str(folder)]
     if draw.random() < 0.5:
         options += ["--eval-interval", "2", "--eval-iters", "1"]
     if draw.random() < 0.5:
         options += ["--save", str(folder / f"{seed}.checkpoints"), "--save-interval", "2"]
     stream_flags, changed = draw.random() < 0.8, draw.random() < 0.3
+    unread = draw.random() < 0.3 and publish_unread(draw, schedule, path)
+    drawn = [f"{name}, zero stage {zero_stage}", " ".join(routes), order, f"{nodes} ranks a node"]
+    drawn += ["streams store flags" if stream_flags else "threads store flags"]
+    drawn += [word for word in ("--eval-iters", "--save") if word in options]
+    drawn += ["params_changed"] if changed else []
     return {
+        "drawn": drawn + (["published, unread"] if unread else []),
         "meddle": "told" if changed else None,
         "options": options,
         "schedule": path,
         "iterations": 4 if name == "fp16" else 3,
         "strict": {"seed": seed, "order": order, "stream_flags": stream_flags},
     }
+
+
+def publish_unread(draw, schedule: Schedule, path: Path) -> bool:
+    """Let drawn groups be published to the host where no route reads them; whether there are any."""
+    to = {entry.group: entry.to for entry in schedule.publish}
+    more = [index for index in range(len(schedule.groups)) if "cpu" not in to.get(index, ()) and draw.random() < 0.6]
+    to |= {index: ("cpu", *to.get(index, ())) for index in more}
+    schedule = replace(schedule, publish=tuple(PublishGroup(group=group, to=where) for group, where in to.items()))
+    validate.validate(schedule)
+    schedule_file.save(path, schedule)
+    return bool(more)
 
 
 def findings(answer: dict) -> list[str]:

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import sys
 import threading
+import time
 from functools import partial
 from unittest import mock
 
@@ -435,6 +436,9 @@ class StrictDevice:
         def run(transfer, *args):
             if not transfer.ended:
                 self.engine.host_wait(f"Transfer at {self._where()}")
+                if not transfer._done.acquire(timeout=self.engine.stuck_seconds):
+                    raise RuntimeError(f"a transfer never ends, at {self._where()}")
+                transfer._done.release()
             original(transfer, *args)
             self._take(transfer)
 
@@ -460,6 +464,11 @@ class StrictDevice:
 
     def _poll(self, original):
         def run(pool, row, value):
+            end = time.monotonic() + self.engine.stuck_seconds
+            while not (pool.flags.load(row) >= value).all() and not (pool.flags.load(row) < 0).any():
+                time.sleep(0.0005)
+                if time.monotonic() > end:
+                    raise RuntimeError(f"a flag never comes, at {self._where()}")
             original(pool, row, value)
             for rank in range(pool.size):
                 self.engine.log(("wait", self.engine.flag(pool.flags.address(row, rank)), value))

@@ -44,6 +44,10 @@ with torch.cuda.stream(torch.cuda.Stream()):
     event = torch.cuda.current_stream().record_event()
 event.synchronize(); torch.cuda.current_stream().wait_event(event); assert event.query()
 weight = torch.ones(2, requires_grad=True); weight.sum().backward(); torch.optim.AdamW([weight]).step()
+class Made(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x * 2)
+    backward = staticmethod(lambda ctx, grad: torch.empty(2, device=torch.cuda.current_device()).copy_(grad))
+Made.apply(weight).sum().backward(); assert torch.autograd.grad(Made.apply(weight).sum(), weight)[0].sum() == 2
 torch.cuda.synchronize(); assert torch.cuda.memory_allocated() == 0 and torch.cuda.get_device_capability() == (8, 0)
 torch.cuda.manual_seed(5); state = torch.cuda.get_rng_state(); first = torch.rand(3, device="cuda")
 torch.cuda.set_rng_state(state); assert torch.equal(first, torch.rand(3))
