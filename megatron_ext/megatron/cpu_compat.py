@@ -67,13 +67,13 @@ def install() -> bool:
     _replace_cuda_functions()
     _replace_tensor_methods()
     _OnCpu().__enter__()  # for as long as the process lives
-    run_backward = torch.autograd._engine_run_backward
+    run_backward = torch.autograd.graph._engine_run_backward
 
     def run_backward_on_cpu(*args, **kwargs):
         with _OnCpu():  # torch takes the mode off while it calls backward; what backward calls makes tensors, too
             return run_backward(*args, **kwargs)
 
-    torch.autograd._engine_run_backward = run_backward_on_cpu
+    setattr(torch.autograd, "_engine_run_backward", run_backward_on_cpu)  # noqa: B010 - not in its types
     _replace_in_megatron()
     # "CPU RNG state changed within GPU RNG context", once a parameter: here they are one.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)

@@ -9,7 +9,6 @@ own node is queued ahead: the copy, then its flag. A drive, another node, or a s
 host's processor: there the copy is queued ahead, too, and a thread that waits for its end does the rest.
 """
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from time import perf_counter_ns
@@ -252,9 +251,6 @@ class Publisher:
 
     def close(self) -> None:
         """End the threads once writes in flight have ended: their files and memory are released next."""
-        if self._last is not None:
-            with contextlib.suppress(Exception):  # nobody will read it; who needed it has heard of it
-                self._last.wait()
         self.worker.close()
         if self.arrivals is not None:
             self.arrivals.close()

@@ -39,12 +39,18 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
         options += ["--eval-interval", "2", "--eval-iters", "1"]
     if draw.random() < 0.5:
         options += ["--save", str(folder / f"{seed}.checkpoints"), "--save-interval", "2"]
-    stream_flags, changed = draw.random() < 0.8, draw.random() < 0.3
+    stream_flags, changed = draw.random() < 0.75, draw.random() < 0.5
     unread = draw.random() < 0.3 and publish_unread(draw, schedule, path)
     drawn = [f"{name}, zero stage {zero_stage}", " ".join(routes), order, f"{nodes} ranks a node"]
     drawn += ["streams store flags" if stream_flags else "threads store flags"]
     drawn += [word for word in ("--eval-iters", "--save") if word in options]
-    drawn += ["params_changed"] if changed else []
+    drawn += sorted({f"gradients {group.gradients}" for group in schedule.groups})
+    under_way = schedule.ranks[0].start.unshard[-1:]  # where nothing is gathered behind it, nothing else orders it
+    last = [item for item in under_way if item.group == len(schedule.groups) - 1 and item.route in ("cpu", "nvme")]
+    hosted = any(group.shard_rests for group in schedule.groups)
+    if changed:  # what parameters are changed beside, in one word
+        how = ("behind a copy" if last else "", "shards on the host" if hosted else "", nodes, stream_flags)
+        drawn += ["params_changed", f"params_changed {how}"]
     return {
         "drawn": drawn + (["published, unread"] if unread else []),
         "meddle": "told" if changed else None,
