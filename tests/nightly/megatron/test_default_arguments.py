@@ -139,7 +139,11 @@ def test_a_schedule_trains_as_megatron_does(tree, tmp_path, case):
 @pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["at once", "asynchronous"])
 def test_distributed_checkpoints_go_on_as_they_would_have(tree, tmp_path, how):
     """Saved by the schedule in the middle, loaded by the schedule and by Megatron's own gather: equal again. An
-    asynchronous save has copied what it needs before the next iteration frees it."""
+    asynchronous save has copied what it needs before the next iteration frees it.
+
+    Fails at present: Megatron's ``dp_reshardable`` states refuse ("empty bucket encountered") a group so small that a
+    rank's shard of it is padding alone, as one bias of 64 elements is at DP 2. Such schedules are not refused yet.
+    """
     trainer = Trainer(tree("0.17.1"), tmp_path, PIPELINE.split(), 3, 12, engine=True)
     save = ["--save", str(tmp_path / "saved"), "--save-interval", "2", "--ckpt-format", "torch_dist", *how]
     load = ["--load", str(tmp_path / "saved"), "--ckpt-format", "torch_dist", "--exit-interval", "6"]
