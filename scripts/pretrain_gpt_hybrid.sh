@@ -4,6 +4,8 @@
 # Settings (environment): ITERS TURN_ITERS PP VP DP MICRO_BATCHES LAYERS HIDDEN HEADS SEQ MICRO_BATCH_SIZE
 #   POLICY (hybrid, all-gpu, all-cpu, random:SEED)  NAME (directory under runs/)
 #   MEGATRON_PATH (a Megatron-LM checkout to patch and use)  EXTRA (further options of the example)
+#   PLAN_OPTIONS (what a plan may use: --zero-stage and limits, as `describe` takes them)  NVME (a directory on the drive)
+#   WITHIN (a command that starts the training by the schedule: what limits it)
 #   ALLOW_DIFFERENCES=1 (use a cost table that lies there although it was measured elsewhere)
 # An interrupted run goes on where it was; a complete one is done again.
 set -euo pipefail
@@ -29,6 +31,7 @@ done
 [ $((LAYERS % (PP * VP))) -eq 0 ] || refuse "LAYERS = '$LAYERS': does not divide into PP x VP = $((PP * VP)) stages"
 [ $((HIDDEN % HEADS)) -eq 0 ] || refuse "HEADS = '$HEADS': does not divide HIDDEN = $HIDDEN"
 [ "$VP" -eq 1 ] || [ $((MICRO_BATCHES % PP)) -eq 0 ] || refuse "MICRO_BATCHES = '$MICRO_BATCHES': interleaving needs a multiple of PP = $PP"
+[ -z "${NVME:-}" ] || [ -d "$NVME" ] || refuse "NVME = '$NVME': no such directory"
 [ -z "${MEGATRON_PATH:-}" ] || [ -d "$MEGATRON_PATH" ] || refuse "MEGATRON_PATH = '$MEGATRON_PATH': no such directory"
 [ $((PP * DP)) -le 64 ] || refuse "PP x DP = $((PP * DP)): more than 64 processes on one machine"
 
@@ -70,6 +73,8 @@ model=(--num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HE
 # They may change the model: what is described and measured must be what is trained.
 read -r -a extra <<< "${EXTRA:-}"
 model+=(${extra[@]+"${extra[@]}"})
+read -r -a plan_options <<< "${PLAN_OPTIONS:-}"
+read -r -a within <<< "${WITHIN:-}"
 
 devices=$(python -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 if [ "$devices" -gt 0 ] && [ "$devices" -lt "$world" ]; then
@@ -77,7 +82,7 @@ if [ "$devices" -gt 0 ] && [ "$devices" -lt "$world" ]; then
     export CUDA_VISIBLE_DEVICES=""
 fi
 
-printf '%s\n' "${model[@]}" "$ITERS" "$POLICY" "${MEGATRON_PATH:-}" > "$run/.settings.new"
+printf '%s\n' "${model[@]}" "$ITERS" "$POLICY" "${MEGATRON_PATH:-}" ${PLAN_OPTIONS:+"$PLAN_OPTIONS"} > "$run/.settings.new"
 if [ -e "$run/report.md" ] || ! cmp -s "$run/.settings.new" "$run/.settings"; then
     rm -f "$run"/*.json "$run"/*.md "$run"/*.png "$run"/*.log
 fi
@@ -87,7 +92,7 @@ printf '%s\n' "${model[@]}" > "$run/model_options.txt"
 if [ ! -e "$run/workload.json" ]; then
     say "describing the workload"
     # The example's model, also where its core is a checkout's.
-    run env -u MEGATRON_PATH megatron-ext describe --out "$run/workload.json" "${model[@]}"
+    run env -u MEGATRON_PATH megatron-ext describe --out "$run/workload.json" "${model[@]}" ${plan_options[@]+"${plan_options[@]}"}
 fi
 
 corpus=runs/corpus/stdlib
@@ -109,7 +114,7 @@ if [ ! -e "$run/cost_table.json" ]; then
     on_host=$(grep -o '"on_host": *true' "$run/workload.json" || true)
     run megatron-ext measure --out "$run/cost_table.json" --dp "$DP" --pp "$PP" --hidden-size "$HIDDEN" --seq-length "$SEQ" \
         --micro-batch-size "$MICRO_BATCH_SIZE" --min-bytes 512 --max-bytes "$largest" --max-rank-bytes "$whole" ${likely:+--also-sizes "$likely"} \
-        --seconds "${MEASURE_SECONDS:-60}" --threads "$OMP_NUM_THREADS" ${on_host:+--optimizer-on-host} \
+        --seconds "${MEASURE_SECONDS:-60}" --threads "$OMP_NUM_THREADS" ${on_host:+--optimizer-on-host} ${NVME:+--nvme-path "$NVME"} \
         --modules examples/example_layers.py:layer_runners -- "${model[@]}" --data-path $corpus --num-workers 0
 fi
 
@@ -133,11 +138,12 @@ fi
 
 train() { # train KIND OPTIONS...: one training run, in place of the subshell in which it is called
     # Runs that start together keep indices of their samples apart: each maps its files while it writes them.
-    local kind=$1
+    local kind=$1 limited=()
     shift
-    exec "${with_script[@]}" python -m megatron_ext.cpubench.launcher --fork --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
+    [ "$kind" != scheduled ] || limited=(${within[@]+"${within[@]}"})
+    exec "${with_script[@]}" ${limited[@]+"${limited[@]}"} python -m megatron_ext.cpubench.launcher --fork --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
         --data-path $corpus --data-cache-path "$run/cache/$kind" --train-iters "$ITERS" \
-        --metrics-path "$run/$kind.metrics.json" "$@"
+        ${NVME:+--user-defined-schedule-nvme-path "$NVME"} --metrics-path "$run/$kind.metrics.json" "$@"
 }
 
 # Stock and schedule take turns of a few iterations, so that the machine's drift is in neither. A half of the pair is no pair.

@@ -79,15 +79,17 @@ def _layers(workload: Workload, pp_rank: int):
 
 
 def pinned_need(workload: Workload, groups, routed) -> list[int]:
-    """Pinned host bytes of each node: host copies of groups that go by ``cpu`` and the staging
-    slots of ranks that use ``nvme``; ``routed[i]`` is the route of ``groups[i]``."""
+    """Pinned host bytes of each node: host copies of groups that go by ``cpu``, the staging slots of ranks that use
+    ``nvme``, and shards that rest in host memory; ``routed[i]`` is the route of ``groups[i]``."""
     parallel = workload.parallel
     limits = workload.limits
-    copies, staging = [0] * parallel.pp, [0] * parallel.pp
+    copies, staging, shards = ([0] * parallel.pp for _ in range(3))
     for group, route in zip(groups, routed):
+        if group.shard_rests == "host":
+            shards[group.pp_rank] += group.bytes // parallel.dp
         if route == "cpu":
             copies[group.pp_rank] += group.bytes
         elif route == "nvme":
             slots = limits.nvme_slots * (limits.nvme_slot_bytes or group.bytes)
             staging[group.pp_rank] = max(staging[group.pp_rank], slots)
-    return pinned_bytes_of_nodes(parallel, copies, staging)
+    return pinned_bytes_of_nodes(parallel, copies, [sum(pair) for pair in zip(staging, shards)])

@@ -45,11 +45,14 @@ def environment(device: str = "auto") -> dict[str, str]:
 
 
 def keep_freed_blocks() -> bool:
-    """Serve blocks of any size from the heap and never shrink it.
+    """Serve blocks of any size from the heap and never shrink it, unless the user has set one of :data:`ENVIRONMENT`
+    to something else: who is short of memory wants freed blocks back.
 
     Returns:
-        Whether the C library knows how; elsewhere restoring is slower, not wrong.
+        Whether it is so; elsewhere restoring is slower, not wrong.
     """
+    if any(os.environ.get(name, value) != value for name, value in ENVIRONMENT.items()):
+        return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -14,6 +14,7 @@ from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.spread import Spread, summarize, warm_up
 from megatron_ext.report.turn_ratio import TurnRatio, counted, turn_ratio
 from megatron_ext.report.verdict_check import check_verdict
+from megatron_ext.schedule.memory_bill import states_on_drive_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.simulation import with_prediction
 from megatron_ext.workload.route import ROUTES
@@ -46,6 +47,8 @@ class Report(NamedTuple):
     whether it bears the verdict out (:func:`megatron_ext.report.verdict_check.check_verdict`). ``routes``: groups that
     the schedule brings by each route. ``simulated``: events of both simulated iterations. ``memory``: by pipeline rank,
     the bill and the census of the data-parallel rank whose device held most; empty where the run took no census.
+    ``states_bytes_per_s``: at which all ranks together read and wrote optimizer states on drives while they did; None
+    where none rest there.
     """
 
     run: RunDir
@@ -63,6 +66,7 @@ class Report(NamedTuple):
     routes: dict[str, int]
     simulated: dict[str, list[Event]]
     memory: tuple[tuple[RankMemory, RankMemory], ...] = ()
+    states_bytes_per_s: float | None = None
 
     def relative_error(self, which: str) -> float:
         """How far the prediction is from the measured median, relative to the measured one."""
@@ -109,7 +113,20 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         routes=_groups_by_route(run.schedule),
         simulated={"stock": stock.events, "scheduled": ours.events},
         memory=_memory(run, [bill.memory for bill in ours.memory]),
+        states_bytes_per_s=_states_bytes_per_s(run),
     )
+
+
+def _states_bytes_per_s(run: RunDir) -> float | None:
+    busy_us = run.scheduled_trace.busy_us("nvme", "states ")
+    if run.schedule.state_slots is None or not busy_us:
+        return None
+    parallel = run.workload.parallel
+    held = sum(
+        states_on_drive_bytes([group for group in run.schedule.groups if group.pp_rank == pp_rank], run.workload)
+        for pp_rank in range(parallel.pp)
+    )
+    return 2 * held * parallel.dp * parallel.tensor_model_parallel_size * run.iterations / busy_us * 1e6
 
 
 def _workload_of_stock(run: RunDir) -> Workload:

@@ -74,6 +74,16 @@ class MeasuredTrace:
             for i in range(1, self.iterations + 1)
         ]
 
+    def busy_us(self, lane: str, name: str) -> float:
+        """Microseconds in which at least one rank was at an event of ``lane`` whose name begins with ``name``."""
+        found = [e for trace in self._ranks.values() for e in trace.links if e.lane == lane and e.name.startswith(name)]
+        busy = until = 0.0
+        for event in sorted(found, key=lambda e: e.start_us):
+            end = event.start_us + event.duration_us
+            busy += max(end - max(event.start_us, until), 0.0)
+            until = max(until, end)
+        return busy
+
     def periods_us(self) -> dict[int, float]:
         """By iteration: microseconds since the end of the one before, that is the pause, in
         which ranks log and meet, and the step. Iterations after an evaluation are left out."""

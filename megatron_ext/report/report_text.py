@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ext.formats.rank_memory import DEVICE_KINDS, RankMemory
+from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
 from megatron_ext.planner.verdict import STOCK
 from megatron_ext.report.build_report import Pair, Report
 from megatron_ext.report.run_dir import READ, WRITTEN
@@ -47,6 +47,7 @@ def as_json(report: Report) -> dict:
         "measured_ratio": report.measured_ratio._asdict() if report.measured_ratio else None,
         "verdict_was": report.verdict_was,
         "verdict": {name: report.verdict.figures[name] for name in ("answer", "gain", "gain_low", "gain_high")},
+        "states_bytes_per_s": report.states_bytes_per_s,
         "memory": [
             {
                 "pp_rank": rank,
@@ -69,16 +70,21 @@ def error(bill: RankMemory, census: RankMemory) -> float:
 
 
 def memory_rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """``(what, bill, census, bill / census)`` of every rank and kind."""
+    """``(what, bill, census, bill / census)`` of every rank and kind, on the device and in host memory."""
     lines = []
     for rank, (bill, census) in enumerate(report.memory):
-        for kind in (*DEVICE_KINDS, None):
-            title = f"  rank {rank}, {(kind or 'device in all').replace('_', ' ')}, MiB"
+        for place, kinds in (("device", DEVICE_KINDS), ("host", HOST_KINDS)):
+            both = [getattr(memory, f"{place}_bytes") for memory in (bill, census)]
+            of = "" if place == "device" else "host "
             held = [
-                memory.device_bytes.get(kind, 0) if kind else memory.device_total_bytes for memory in (bill, census)
+                (f"{of}{kind.removeprefix('host_').replace('_', ' ')}", [sizes.get(kind, 0) for sizes in both])
+                for kind in kinds
             ]
-            if any(held):
-                lines.append((title, *(f"{size / 2**20:.2f}" for size in held), _ratio(*held) if held[1] else ""))
+            held.append((f"{place} in all", [sum(sizes.values()) for sizes in both]))
+            for title, sizes in held:
+                if any(sizes):
+                    shown = (f"{size / 2**20:.2f}" for size in sizes)
+                    lines.append((f"  rank {rank}, {title}, MiB", *shown, _ratio(*sizes) if sizes[1] else ""))
     return [("memory at the peak", "bill", "census", ""), *lines] if lines else []
 
 
@@ -128,6 +134,8 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
     lines.append(("iteration time, ms, predicted", _ms(stock), _ms(ours), _ratio(ours, stock)))
     errors = [f"{100 * report.relative_error(which):+.1f} %" for which in Pair._fields]
     lines.append(("  error of the prediction", errors[0], errors[1], ""))
+    if report.states_bytes_per_s is not None:
+        lines.append(("states through the drive, MB/s", "", f"{report.states_bytes_per_s / 1e6:.0f}", ""))
     return lines
 
 

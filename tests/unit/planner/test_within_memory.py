@@ -11,6 +11,7 @@ from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.relief import Kept, Placer, Rule
 from megatron_ext.planner.stock import groups_of
+from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.memory_bill import gradient_bytes
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
@@ -100,6 +101,17 @@ def test_zero_stage_2_keeps_parameters_whole_and_gradients_in_shards():
     assert {"sharded"} <= {group.gradients for group in planned.groups}
     assert planned.predicted.memory[0].device_total_bytes <= need
     assert planned.predicted.baselines_us.keys() == {"gathers-only"}
+
+
+def test_shards_that_rest_in_host_memory_count_as_pinned():
+    """They leave room for few host copies: the plan brings the other groups by shards."""
+    work, table, stock = case("DP 4")
+    work = limited(work, stock // 4)
+    pinned = sum(chunk.bytes for chunk in work.chunks) * 5 // 4
+    planned = plan(replace(work, limits=replace(work.limits, pinned_host_bytes=pinned)), table)
+    assert max(pinned_host_bytes(planned)) <= pinned
+    routes = {a.route for rank in planned.ranks for entry in rank.steps for a in entry.unshard}
+    assert {"cpu", "cpu_shard"} <= routes and "host" in {group.shard_rests for group in planned.groups}
 
 
 def test_what_cannot_fit_says_what_is_missing_and_what_would_help():

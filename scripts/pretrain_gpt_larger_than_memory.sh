@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# A GPT larger than memory: under a limit that this script sets stock Megatron is ended, and the plan trains.
+#
+# The plan keeps gradients and a part of the parameters in host memory and optimizer states on the drive. The same model
+# is trained without the limit as well: where the losses are not equal to the last bit, the script fails.
+# Settings (environment): LIMIT_MIB (of both ranks together)  LIMIT_BY (cgroup, address-space)  NVME (a directory on the
+#   drive)  ADDRESS_SPACE_MIB (of a rank without a model)  DEVICE_BYTES HOST_BYTES PINNED_BYTES (limits of the plan)  LAYERS HIDDEN HEADS SEQ ITERS MEASURE_SECONDS NAME
+set -euo pipefail
+if [ "${1:-}" = --in ]; then # --in CGROUP COMMAND...: run the command there
+    echo $$ > "$2/cgroup.procs"
+    exec "${@:3}"
+fi
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+export PP=1 DP=2 NAME=${NAME:-larger-than-memory} LAYERS=${LAYERS:-16} HIDDEN=${HIDDEN:-512} HEADS=${HEADS:-8} SEQ=${SEQ:-64}
+export MICRO_BATCH_SIZE=1 MICRO_BATCHES=2 ITERS=${ITERS:-4} TURN_ITERS=${TURN_ITERS:-2} MEASURE_SECONDS=${MEASURE_SECONDS:-20}
+export EXTRA="--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --optimizer-cpu-offload"
+limit_mib=${LIMIT_MIB:-1450} mib=$((1 << 20)) parameters=$((12 * LAYERS * HIDDEN * HIDDEN))
+export PLAN_OPTIONS="--zero-stage 3 --limit-device-bytes ${DEVICE_BYTES:-$((parameters * 5 / 4))}"
+PLAN_OPTIONS+=" --limit-host-bytes ${HOST_BYTES:-$((parameters * 12))}"
+PLAN_OPTIONS+=" --limit-pinned-host-bytes ${PINNED_BYTES:-$((parameters * 21 / 10))}"
+# Freed memory goes back to the system, or what is needed before the first iteration would count for the whole run.
+export MALLOC_MMAP_MAX_=1000000 MALLOC_MMAP_THRESHOLD_=262144 MALLOC_TRIM_THRESHOLD_=1048576
+
+say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }
+fail() { printf 'pretrain_gpt_larger_than_memory: %s\n' "$*" >&2; exit 1; }
+run=runs/$NAME drive=${NVME:-runs}/$NAME.drive group=""
+mkdir -p runs "$drive"
+export NVME=$drive
+
+tidy() {
+    kill $(jobs -p) 2> /dev/null && wait
+    rmdir "$drive" || true
+    # A cgroup can go when the last process in it is gone.
+    [ -z "$group" ] || for _ in $(seq 100); do rmdir "$group" 2> /dev/null && break || sleep 0.1; done
+}
+trap tidy EXIT
+trap 'exit 143' TERM INT HUP
+
+make_group() { # prints a new cgroup below our own with the limit, of version 2 or 1; nothing where that is not allowed
+    local two one
+    two=/sys/fs/cgroup$(sed -n 's/^0:://p' /proc/self/cgroup)/larger-than-memory.$$
+    one=/sys/fs/cgroup/memory$(sed -n 's/^[0-9]*:memory://p' /proc/self/cgroup)/larger-than-memory.$$
+    if [ -e /sys/fs/cgroup/cgroup.controllers ] && mkdir "$two"; then
+        echo $((limit_mib * mib)) > "$two/memory.max" && echo "$two" || rmdir "$two"
+    elif [ -e /sys/fs/cgroup/memory/memory.limit_in_bytes ] && mkdir "$one"; then
+        echo $((limit_mib * mib)) > "$one/memory.limit_in_bytes" && echo "$one" || rmdir "$one"
+    fi
+}
+[ "${LIMIT_BY:-cgroup}" = address-space ] || group=$(make_group 2> /dev/null)
+if [ -n "$group" ]; then
+    limit="$limit_mib MiB for both ranks together, by a cgroup" WITHIN="bash $PWD/scripts/pretrain_gpt_larger_than_memory.sh --in $group"
+else
+    address_space=$((limit_mib / 2 + ${ADDRESS_SPACE_MIB:-1000}))
+    limit="$address_space MiB of address space for each rank, because no cgroup can be made" WITHIN="prlimit --as=$((address_space * mib))"
+fi
+export WITHIN
+say "limit: $limit"
+setpriv --pdeathsig TERM scripts/pretrain_gpt_hybrid.sh &
+wait $!
+
+export PATH="$PWD/.venv/bin:$PATH" PYTHONPATH="$PWD/.megatron" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1
+megatron-ext report "$run" --json 2> /dev/null | grep -q '"bitwise_equal": *true' || fail "the losses differ from those without the limit"
+[ -z "$(ls -A "$drive")" ] || fail "left on the drive: $(ls -A "$drive")"
+peak=$(cat "$group"/memory.{peak,max_usage_in_bytes} 2> /dev/null || true)
+say "the plan has trained within the limit${peak:+, holding up to $((peak / mib)) MiB}; losses are equal to the last bit; nothing is left on the drive"
+
+mapfile -t model < "$run/model_options.txt"
+under_limit() { # under_limit SCRIPT [ARGUMENTS]: one iteration; whether it was ended for lack of memory
+    local log=$run/limited.log
+    $WITHIN python -m megatron_ext.cpubench.launcher --fork --nproc-per-node $DP "$@" "${model[@]}" --data-path runs/corpus/stdlib \
+        --data-cache-path "$run/cache/limited" --train-iters 1 --metrics-path "$run/limited.json" > "$log" 2>&1 &
+    if wait $!; then return 1; fi
+    grep -qE 'SIGKILL|memory|bad_alloc|MemoryError' "$log" || { tail -n 5 "$log" >&2; fail "$1 was ended by something else than the limit"; }
+}
+ended="ended for lack of memory" trains="trains within the limit, too"
+under_limit examples/pretrain_gpt_hybrid.py || fail "stock Megatron trains within the limit: set a lower LIMIT_MIB"
+say "stock Megatron, optimizer on the host as in the plan: $ended"
+# These hold fewer copies. In a limit of address space the plan has no room to spare below them: it counts what was ever reserved.
+for index in "${!model[@]}"; do [ "${model[$index]}" != --optimizer-cpu-offload ] || unset "model[$index]"; done
+under_limit examples/pretrain_gpt_hybrid.py && outcome=$ended || outcome=$trains
+say "stock Megatron, optimizer on the device: $outcome"
+under_limit benchmarks/peer_fsdp2.py offload && outcome=$ended || outcome=$trains
+say "FSDP2 with CPU offload: $outcome"
