@@ -91,7 +91,7 @@ def test_variants_have_what_their_options_say(layer):
 def test_a_plan_made_without_it_is_trained_with_it(corpus_prefix, tmp_path):
     """Fused modules of a stand-in that computes, FusedAdam, all routes: equal to Megatron's own gather.
     tests/nightly/megatron trains whole checkouts by their default arguments."""
-    options = [*BASE, "--bf16", "--untie-embeddings-and-output-weights"]
+    options = [*BASE, "--bf16", "--untie-embeddings-and-output-weights", "--vocab-size", "259"]
     out = tmp_path / "workload.json"
     assert command_line("describe", "--out", out, *options, "--zero-stage", "3").returncode == 0
     schedule = tmp_path / "schedule.json"

@@ -69,7 +69,7 @@ def test_random_edits(archive, toy_entries, monkeypatch):
         outcomes["placed" if placed else "exact"] += 1
         revert(archive)
         assert snapshot(archive) == before, f"seed {seed}"
-    assert outcomes["placed"] > 100 and outcomes["refused"] > 20 and outcomes["ran"] > 100, outcomes
+    assert outcomes["placed"] > 50 and outcomes["refused"] > 10 and outcomes["ran"] > 50, outcomes
     print(outcomes)
 
 
