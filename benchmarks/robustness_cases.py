@@ -52,7 +52,7 @@ def drawn(setup: str, seed: int, folder: Path, corpus: Path, nodes: Nodes | None
         RuntimeError: the run without a disturbance failed, or differs from Megatron's own gathers.
     """
     zero_stage, layout, model, node_count = SETUPS[setup]
-    options = [*MODELS[model], *LAYOUTS[layout], "--gpus-per-node", str(4 // node_count)]
+    options = [*MODELS[model], "--vocab-size", "259", *LAYOUTS[layout], "--gpus-per-node", str(4 // node_count)]
     folder.mkdir(parents=True)
     given = ["--out", str(folder / "workload.json"), "--zero-stage", str(zero_stage)]
     if run_verb(["describe", *given, "--", *model_options(options)], folder / "describe.log"):
