@@ -328,6 +328,23 @@ def robustness(result: dict):
     return figure
 
 
+def strict_device(result: dict):
+    """How each ordering of the runtime that was taken away was seen, and how many were not."""
+    figure, (axis,) = figure_of(7, 2.6)
+    rows = [
+        *result["seen_by"].items(),
+        ("not seen", len(result["unseen"])),
+        ("not reached", len(result["not_reached"])),
+    ]
+    names, counts = zip(*reversed(rows))
+    bars = axis.barh(
+        names, counts, color=[BAD if name == "not seen" else LIGHT if name == "not reached" else OURS for name in names]
+    )
+    axis.bar_label(bars, fontsize=7)
+    axis.set_xlabel(f"of {result['orderings']} events, waits, records and flags, each taken away")
+    return figure
+
+
 def balance_measured(result: dict):
     """Iteration time of both placements: predicted by two tables, and measured."""
     figure, (axis,) = figure_of(6, 3.2)
@@ -435,6 +452,7 @@ PICTURES = {
         patched_iteration_time,
         endurance,
         robustness,
+        strict_device,
         balance_measured,
         runtime_claims,
     )

@@ -125,6 +125,14 @@ def robustness(result: dict) -> str:
     )
 
 
+def strict_device(result: dict) -> str:
+    return (
+        f"{result['cases'] - len(result['wrong'])} of {result['cases']} drawn cases without a report on a stand-in of "
+        f"a CUDA device; {result['seen']} of {result['taken_away']} orderings that were taken away are seen, "
+        f"{len(result['not_reached'])} are not reached"
+    )
+
+
 def planner_scale(result: dict) -> str:
     plan = next(row for row in result["large"] if row["zero_stage"] == 3)
     return (
@@ -250,6 +258,11 @@ ROWS = {
         "Does it survive what users and machines do to it?",
         "sudo .venv/bin/python benchmarks/robustness.py",
         robustness,
+    ),
+    "strict_device": Row(
+        "Would a missing event or wait on CUDA be seen?",
+        "benchmarks/strict_device.py --cases 60 --tries 5",
+        strict_device,
     ),
     "endurance": Row("Does anything grow?", "benchmarks/endurance.py", endurance),
     "cost_prediction": Row(
