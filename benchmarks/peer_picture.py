@@ -37,7 +37,7 @@ def draw(result: dict, path: Path) -> None:
     figure.axes[0].legend(fontsize=8)
     options, about = result["options"], result["about"]
     load = f"load {about['load_before']:.0f} to {about['load_most']:.0f}"
-    rounds = "one round: times compare nothing" if options["rounds"] < 2 else f"{options['rounds']} rounds"
+    rounds = "one round" if options["rounds"] < 2 else f"{options['rounds']} rounds"
     figure.suptitle(
         f"DP 4, {options['layers']} layers, hidden {options['hidden']}, bfloat16, gloo on {about['processors']} "
         f"processors, {load}, {rounds}",

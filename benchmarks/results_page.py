@@ -75,15 +75,13 @@ def simulated_clusters(result: dict) -> str:
 
 
 def peers(result: dict) -> str:
-    """Device bytes of every system, with as many micro-batches as most ran with; and by peer the ratio of times, where
-    these were measured in more than one round."""
+    """Device bytes of every system, with as many micro-batches as most ran with; and by peer the ratio of times."""
     counts = [row["microbatches"] for row in result["rows"]]
     most = max(sorted(set(counts)), key=counts.count)
     held = [f"{r['title']} {r['device_bytes'] / 1e6:.1f}" for r in result["rows"] if r["microbatches"] == most]
     text = f"MB on the device of a rank, {most} micro-batches: {'; '.join(held)}"
-    load = f"load {result['about']['load_before']:.0f} to {result['about']['load_most']:.0f}"
-    if result["options"]["rounds"] < 2:
-        return f"{text}. Times are of one round at {load} and compare nothing"
+    rounds = "one round" if result["options"]["rounds"] == 1 else f"{result['options']['rounds']} rounds"
+    load = f"{rounds}, load {result['about']['load_before']:.0f} to {result['about']['load_most']:.0f}"
     ratios = [
         f"{row['title']} {row['opponent']['ratio']:.2f} ({row['microbatches']})"
         for row in result["rows"]
