@@ -21,7 +21,7 @@ INDEX_HEADER = b"MMIDIDX\x00\x00"
 TOKEN_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 """numpy's name of a token's type by its code in an index (DType of megatron/core/datasets/indexed_dataset.py)."""
 
-LOOKED_AT = 1 << 28
+LOOKED_AT = 1 << 26
 """Tokens that are compared with the vocabulary: the first ones, because a corpus may have hundreds of gigabytes."""
 
 
@@ -104,8 +104,8 @@ def compile_helpers() -> None:
     importlib.invalidate_caches()
 
 
-def document_lengths(prefix):
-    """Tokens of every document by the index ``prefix``.idx (int32, one entry a document); numpy's name of their type.
+def read_index(prefix):
+    """By the index ``prefix``.idx: tokens of every document (int32, one entry a document), and their type, for numpy.
 
     Megatron's reader asserts on a damaged index, or reads beyond the tokens in training. The form is that of
     megatron/core/datasets/indexed_dataset.py: header, version, code of the tokens' type, counts; then lengths (int32),
@@ -136,7 +136,7 @@ def document_lengths(prefix):
             file=path,
             field="--data-path",
         )
-    return lengths, TOKEN_TYPES[code]
+    return lengths, numpy.dtype(TOKEN_TYPES[code])
 
 
 def check(prefix, seq_length: int, vocab_size: int) -> None:
@@ -150,7 +150,7 @@ def check(prefix, seq_length: int, vocab_size: int) -> None:
     for suffix in (".bin", ".idx"):
         if not os.path.isfile(f"{prefix}{suffix}"):
             raise InputError("no such file", file=f"{prefix}{suffix}", field="--data-path")
-    lengths, token_type = document_lengths(prefix)
+    lengths, token_type = read_index(prefix)
     tokens = int(lengths.sum())
     # Megatron splits by documents. A part without a token would be looked through for ever.
     train_documents = int(round(len(lengths) * TRAIN_SHARE))
@@ -163,7 +163,8 @@ def check(prefix, seq_length: int, vocab_size: int) -> None:
                 field="tokens",
                 value=tokens,
             )
-    found = numpy.memmap(f"{prefix}.bin", token_type, mode="r")[:LOOKED_AT]
+    count = min(os.path.getsize(f"{prefix}.bin") // token_type.itemsize, LOOKED_AT)
+    found = numpy.memmap(f"{prefix}.bin", token_type, mode="r", shape=count)
     for token in (int(found.min()), int(found.max())):
         if not 0 <= token < vocab_size:
             raise InputError(

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_ext.cpubench import allocator
 
@@ -96,8 +97,8 @@ class ForkedRank:
 
 def _run(script: str, arguments: list[str], environment: dict[str, str], begin: Callable[[], None]) -> None:
     """In the rank: run the script and leave without returning to the launcher's code."""
-    code: int | str | None = 1
-    try:
+
+    def program() -> None:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -106,6 +107,16 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], begin: 
         os.environ.update(environment)
         sys.argv = [script, *arguments]
         runpy.run_path(script, run_name="__main__")
+
+    run_and_leave(program)
+
+
+def run_and_leave(program: Callable[[], None]) -> NoReturn:
+    """Call ``program`` and end this process, a fork, as Python ends after a script: with its exit code, its error
+    reported and its exit functions called."""
+    code: int | str | None = 1
+    try:
+        program()
         code = 0
     except SystemExit as ended:
         code = ended.code
@@ -117,7 +128,7 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], begin: 
             if code is not None:
                 print(code, file=sys.stderr)
             code = 0 if code is None else 1
-        atexit._run_exitfuncs()  # as at the end of any program; os._exit does not
+        atexit._run_exitfuncs()  # os._exit does not
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

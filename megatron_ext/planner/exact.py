@@ -25,7 +25,8 @@ from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
 from megatron_ext.planner.decisions import Gap, gaps_of_rank
 from megatron_ext.planner.placement import Choices
-from megatron_ext.planner.search import Grid, Search, Settings
+from megatron_ext.planner.search_grid import Grid, Settings
+from megatron_ext.planner.search_state import Search
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing

@@ -14,7 +14,8 @@ from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.blocks import Blocks
 from megatron_ext.planner.decisions import Decisions, RankGaps
 from megatron_ext.planner.placement import Choices
-from megatron_ext.planner.search import Grid, Search, Settings
+from megatron_ext.planner.search_grid import Grid, Settings
+from megatron_ext.planner.search_state import Search
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run

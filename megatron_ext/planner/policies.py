@@ -12,7 +12,8 @@ from megatron_ext.planner.baselines import BASELINES, best_of_gathers
 from megatron_ext.planner.host_step_choice import with_step_beside_backward
 from megatron_ext.planner.local_search import improve
 from megatron_ext.planner.random_plan import random_schedule
-from megatron_ext.planner.search import is_tiny, search
+from megatron_ext.planner.search import search
+from megatron_ext.planner.search_state import is_tiny
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.planner.within_memory import plan_within_memory
 from megatron_ext.schedule.host_shards import FROM_HOST, by_cpu_shard, can_rest_on_host, with_host_shards

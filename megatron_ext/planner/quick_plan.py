@@ -19,7 +19,7 @@ from megatron_ext.planner.blocks import cut_by_layer, make_blocks
 from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.placement import Choices, place_gathers
 from megatron_ext.planner.policies import usable_routes
-from megatron_ext.planner.search import fits, hosted_groups, staged_groups
+from megatron_ext.planner.search_grid import fits, hosted_groups, staged_groups
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing

@@ -11,16 +11,9 @@ from megatron_ext.bounds.memory_headroom import what_helps
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.memory_settings import refuse, rules
 from megatron_ext.planner.relief import Placer, Relief, Rule
-from megatron_ext.planner.search import (
-    POLISHED_STEPS,
-    RELIEF_WEIGHT,
-    Grid,
-    Search,
-    Settings,
-    number_of_steps,
-    relieved_share,
-    search,
-)
+from megatron_ext.planner.search import search
+from megatron_ext.planner.search_grid import Grid, Settings
+from megatron_ext.planner.search_state import POLISHED_STEPS, RELIEF_WEIGHT, Search, number_of_steps, relieved_share
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.host_shards import can_rest_on_host

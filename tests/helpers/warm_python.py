@@ -6,8 +6,6 @@ what is imported.
 """
 
 import array
-import atexit
-import contextlib
 import importlib
 import json
 import os
@@ -16,8 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,6 +21,7 @@ import orderings
 from places import ROOT
 
 from megatron_ext.cpubench import allocator
+from megatron_ext.cpubench.forked_rank import ForkedRank, run_and_leave
 from megatron_ext.cpubench.launcher import end_with_parent
 
 
@@ -61,8 +58,7 @@ def _keep_code(control: socket.socket, asked: dict, out: int, error: int, result
 
 
 def _run(asked: dict, out: int, error: int) -> None:
-    code: int | str | None = 1
-    try:
+    def program() -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(out, 1)
         os.dup2(error, 2)
@@ -77,24 +73,11 @@ def _run(asked: dict, out: int, error: int) -> None:
         else:
             sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
             runpy.run_path(sys.argv[0], run_name="__main__")
-        code = 0
-    except SystemExit as ended:
-        code = ended.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        if not isinstance(code, int):
-            if code is not None:
-                print(code, file=sys.stderr)
-            code = 0 if code is None else 1
-        with contextlib.suppress(BaseException):
-            atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    run_and_leave(program)
 
 
-class WarmPython:
+class WarmPython(ForkedRank):
     """One process; the first of ``module`` starts a server, which ends with this process.
 
     Args:
@@ -114,6 +97,7 @@ class WarmPython:
         socket.send_fds(control, [json.dumps(asked).encode()], files)
         os.close(theirs)
         self.pid = int.from_bytes(os.read(self._result, 4), sys.byteorder)
+        assert self.pid, "the server has ended; it has said why"
         os.set_blocking(self._result, False)
 
     @classmethod
@@ -137,22 +121,6 @@ class WarmPython:
             os.close(self._result)
             self.returncode = int.from_bytes(code, sys.byteorder, signed=True) if code else -signal.SIGKILL
         return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("warm python", timeout or 0.0)
-            time.sleep(0.01)
-        return code
-
-    def terminate(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def write(prefix, lengths=LENGTHS, *, header=corpus.INDEX_HEADER, version=1, cod
 
 def test_documents_of_a_whole_index(tmp_path):
     write(tmp_path / "c")
-    assert corpus.document_lengths(tmp_path / "c")[0].tolist() == LENGTHS
+    assert corpus.read_index(tmp_path / "c")[0].tolist() == LENGTHS
     with pytest.raises(InputError, match="0 tokens for validation"):  # and nothing before that
         corpus.check(tmp_path / "c", 64, 259)
 
@@ -61,7 +61,7 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     write(tmp_path / "c", lengths, first=range(51))
     tokens = numpy.zeros(sum(lengths), numpy.uint16)
     tokens[-1] = 259
-    (tmp_path / "c.bin").write_bytes(tokens.tobytes())
+    (tmp_path / "c.bin").write_bytes(tokens.tobytes() + b"0")  # half a token behind them is nobody's
     corpus.check(tmp_path / "c", 64, 260)
     with pytest.raises(InputError, match=r"c\.bin: --data-path: holds token 259; --vocab-size 259 ends at 258"):
         corpus.check(tmp_path / "c", 64, 259)

@@ -11,7 +11,8 @@ from megatron_ext.planner import exact, plan
 from megatron_ext.planner.assemble import Placed, assemble
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.exact import EXACT, solve_groups
-from megatron_ext.planner.search import Grid, Search, Settings
+from megatron_ext.planner.search_grid import Grid, Settings
+from megatron_ext.planner.search_state import Search
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload import workload

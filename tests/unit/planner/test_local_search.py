@@ -8,7 +8,8 @@ from planning_cases import least_room, make_table, make_workload, random_case, u
 
 from megatron_ext.planner import local_search, plan, search_note
 from megatron_ext.planner.local_search import Annealing, groupings, improve
-from megatron_ext.planner.search import by_parameter, halves, search
+from megatron_ext.planner.search import search
+from megatron_ext.planner.search_grid import by_parameter, halves
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run
