@@ -30,6 +30,7 @@ from megatron_ext.cpubench.forked_rank import restart_with
 from megatron_ext.formats import json_files
 
 SURROUNDINGS = ("network", "disk", "clock", "jobs")
+PROGRAMS = {"kills": ("ip", "tc"), "network": ("ip", "tc", "iptables"), "disk": ("mkfs.ext4",), "clock": ("cc",)}
 ENGINES = {"hypothesis": 2500, "atheris": 1200}
 """Changes that are drawn of every kind of input; inputs that were tried before do not count again."""
 
@@ -119,6 +120,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default="runs/robustness")
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "robustness.json"))
     args = parser.parse_args()
+    missing = {name for part in args.parts for name in PROGRAMS.get(part, ()) if shutil.which(name) is None}
+    if missing:  # or it would end after minutes
+        parser.error(f"not installed: {', '.join(sorted(missing))}")
     restart_with(CLEAN_ENVIRONMENT)
     load = os.getloadavg()[0]
     args.folder = args.folder.resolve()
