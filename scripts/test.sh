@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Tests run against the pinned release; a checkout is tested by scripts/test_checkouts.sh.
 unset MEGATRON_PATH
 WITH_TESTS=1 scripts/setup.sh
-workers=$(($(nproc) + 2)) # before OMP_NUM_THREADS is set, which nproc obeys
+workers=$(($(nproc) + 1)) # before OMP_NUM_THREADS is set, which nproc obeys
 export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PATH="$PWD/.venv/bin:$PATH"
 
 if [ $# -gt 0 ]; then
@@ -21,7 +21,7 @@ ruff format --check || status=1
 pyright || status=1
 # Not --quiet: what is not said does not count for --strict, and a broken link would pass.
 mkdocs build --strict --site-dir "$(mktemp -d)/site" || status=1
-# Tests that wait for processes they have started come first. Two workers more than there are processors: each waits
+# Tests that wait for processes they have started come first. One worker more than there are processors: each waits
 # for much of its time. A file of tests stays in one worker (tests/conftest.py).
 python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder \
     tests/end_to_end/adopting tests/distributed tests/end_to_end/main_job tests/end_to_end/cli tests/end_to_end/checkout \

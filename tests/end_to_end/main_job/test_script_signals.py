@@ -108,7 +108,7 @@ def test_a_kill_ends_training_and_frees_the_directory(tree):
     script = start(tree)
     metrics = tree / "runs/run/turns/turn"
     assert wait_for(metrics.exists, 90), script.communicate(timeout=5)[0]
-    assert len(started_by(tree)) > 8  # two trainings of four ranks
+    assert wait_for(lambda: len(started_by(tree)) > 8, 30), started_by(tree)  # two trainings of four ranks
     script.kill()
     script.wait()
     assert wait_for(lambda: not started_by(tree), 20), started_by(tree)
