@@ -26,7 +26,7 @@ def pytest_terminal_summary(terminalreporter):
     if not MIRROR:
         say(
             "not run: the tags of Megatron-LM, with pretrain_gpt.py (MEGATRON_MIRROR=MIRROR bash scripts/test.sh "
-            "tests/checkout)"
+            "tests/end_to_end/checkout)"
         )
     say(
         "not run: training by pretrain_gpt.py at every release (scripts/test_checkouts.sh MIRROR; see "
