@@ -12,10 +12,11 @@ from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.workload import Workload, group_bytes
 
 ORDERS: tuple[tuple[Relief, ...], ...] = (
-    ("sharded", "host", "shards"),
-    ("shards", "sharded", "host"),
-    ("sharded", "shards", "host"),
-    ("host", "shards"),
+    ("sharded", "host", "shards", "alone"),
+    ("sharded", "alone", "host", "shards"),
+    ("shards", "sharded", "alone", "host"),
+    ("sharded", "shards", "alone", "host"),
+    ("host", "alone", "shards"),
 )
 
 

@@ -92,6 +92,7 @@ class RankPlacement:
         self.link_free = dict.fromkeys(choices.routes, 0.0)
         self.reduced = 0.0  # when what was issued to be reduced is
         self.freed_at = 0.0  # when the last whole gradient that comes and goes is freed
+        self.alone: set[int] = set()  # uses with a gradient that is allocated when the one before is freed
         self.due = self._reduces_due()
         self.published: dict[int, float] = {}
         self.publish_free = 0.0
@@ -129,6 +130,8 @@ class RankPlacement:
                     self.front = number + 1
                 self._look_ahead(number)
                 self.now = max([self.now, *(self.arrives[group] for group in groups)])
+                if number in self.alone:
+                    self.now = max(self.now, self.freed_at)
             self.now += us
             self.number += 1
             if block >= 0 and (done := [group for group in groups if not self.uses_to_come[group]]):
@@ -151,6 +154,9 @@ class RankPlacement:
                 continue
             last = {self.block_uses[n].step: n for n in reversed(uses) if steps[self.block_uses[n].step].kind == "B"}
             visits, every = list(last.values()), self.blocks.groups[group].reduce_every
+            if self.blocks.groups[group].alone:
+                begins = {self.block_uses[n].step: n for n in uses if self.block_uses[n].step in last}
+                self.alone.update(list(begins.values())[::-1][::every])
             for number in {*visits[every - 1 :: every], *visits[-1:]}:
                 due.setdefault(number, []).append(group)
         return due

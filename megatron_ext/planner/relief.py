@@ -9,6 +9,7 @@ those that fit as they were are given back, the dearest first. The order that co
 """
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
@@ -23,8 +24,9 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import piece_buffer_bytes
 from megatron_ext.workload.workload import Workload, group_bytes
 
-Relief = Literal["sharded", "host", "shards"]
-"""Gradients added up in shards on the device, or in host memory; shards that rest in host memory."""
+Relief = Literal["sharded", "host", "alone", "shards"]
+"""Gradients added up in shards on the device, or in host memory; of these, gradients that are allocated when the one
+before is freed; shards that rest in host memory."""
 
 
 class Rule(NamedTuple):
@@ -42,10 +44,12 @@ class Rule(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Where a group's gradients are, and whether its shard rests in host memory."""
+    """Where a group's gradients are, whether its shard rests in host memory, and whether its whole gradient is
+    allocated alone."""
 
     gradients: Literal["sharded", "host"] | None = None
     shard_on_host: bool = False
+    alone: bool = False
 
 
 class Weighed(NamedTuple):
@@ -98,7 +102,8 @@ class Placer:
             return self.rule
         left = []
         for rank, indices, weighed in self.by_rank(groups):
-            kept = [Kept(groups[index].gradients, groups[index].shard_rests == "host") for index in indices]
+            own = [groups[index] for index in indices]
+            kept = [Kept(group.gradients, group.shard_rests == "host", group.alone) for group in own]
             left.append(self.limit - sum(self.held(rank, weighed, kept).values()))
         return self.rule._replace(whole_bytes=self.rule.whole_bytes + max(min(left), 0))
 
@@ -117,7 +122,8 @@ class Placer:
         if not first.shared_embedding:
             gradients += ["sharded", "host"] if self.workload.parallel.dp > 1 else ["host"]
         on_host = "shards" in self.rule.reliefs and steps_on_host_shards(self.workload.optimizer, first.dtype)
-        ways = [Kept(kept, shard) for shard in ((False, True) if on_host else (False,)) for kept in gradients]
+        rests = (False, True) if on_host else (False,)
+        ways = [Kept(kept, *how) for kept in gradients for how in product(rests, (False, True)) if kept or not how[1]]
         return Weighed(group, span, gradient, {way: self._cost_us(group.bytes, gradient, way) for way in ways})
 
     def _cost_us(self, size: int, gradient: int, way: Kept) -> float:
@@ -130,6 +136,9 @@ class Placer:
                 us += (reduces - 1) * self.timing.reduce_us(size)
             if way.gradients == "host":
                 us += reduces * sum(self.timing.to_host_us(gradient))
+            if way.alone:
+                us += reduces * self.timing.reduce_us(size)
+                us += reduces * self.timing.to_host_us(gradient)[0] if way.gradients == "host" else 0.0
             if way.shard_on_host and self.timing.offers("cpu"):
                 us += 2 * visits * self.timing.shard_copy_us(size)
         except InputError:  # of a size that was not measured
@@ -191,7 +200,7 @@ class Placer:
 
     def _group(self, group: Group, way: Kept) -> Group:
         if way.gradients is not None:
-            group = replace(group, gradients=way.gradients, reduce_every=self.rule.reduce_every)
+            group = replace(group, gradients=way.gradients, reduce_every=self.rule.reduce_every, alone=way.alone)
         return replace(group, shard_rests="host", algorithm=None) if way.shard_on_host else group
 
     def _fits(self, rank: int, weighed: list[Weighed], kept: list[Kept]) -> bool:
@@ -206,7 +215,7 @@ class Placer:
         legs = max(
             (2 * one.group.bytes for one, way in both if one.group.algorithm and not way.shard_on_host), default=0
         )
-        coming = [one for one, way in both if way.gradients is not None]
+        coming = [(one, way.alone) for one, way in both if way.gradients is not None]
         return {
             "whole_parameters": sum(one.group.bytes for one in weighed) if whole is None else whole,
             "shards": sum(one.group.bytes // dp for one, way in both if not way.shard_on_host) if zero_3 else 0,
@@ -218,28 +227,32 @@ class Placer:
             "buffers": pieces + legs,
         }
 
-    def _coming_and_going(self, weighed: list[Weighed]) -> int:
-        """At least the bytes of whole gradients that come and go at their peak.
+    def _coming_and_going(self, weighed: list[tuple[Weighed, bool]]) -> int:
+        """At least the bytes of whole gradients that come and go at their peak; with each, whether it is alone.
 
         In a backward there are those whose layers are in progress, and the one that was reduced last. Those that are
         not reduced every time stay for several backward steps; in the interleaved order these are of one chunk at a
         time, if they are as many as a group of micro-batches.
         """
-        chunks: dict[int, list[Weighed]] = {}
-        for one in weighed:
-            chunks.setdefault(one.group.model_chunk_id, []).append(one)
-        before = max((one.gradient for one in weighed), default=0)
+        chunks: dict[int, list[tuple[Weighed, bool]]] = {}
+        for one, alone in weighed:
+            chunks.setdefault(one.group.model_chunk_id, []).append((one, alone))
+        before = max((one.gradient for one, _ in weighed), default=0)
         if self.rule.reduce_every == 1:
             return max((_peak_of_backward(mine, before) for mine in chunks.values()), default=0)
         parallel = self.workload.parallel
         one_chunk = parallel.order == "interleaved" and self.rule.reduce_every == parallel.microbatch_group_size
-        stay = [sum(one.gradient for one in mine) for mine in chunks.values()]
-        return ((max if one_chunk else sum)(stay) if stay else 0) + before
+        stay = [sum(one.gradient for one, _ in mine) for mine in chunks.values()]
+        in_flight = before if any(not alone for _, alone in weighed) else 0
+        return ((max if one_chunk else sum)(stay) if stay else 0) + in_flight
 
 
 def relieved(one: Weighed, way: Kept, relief: Relief) -> Kept:
     """``way`` itself where the group cannot be relieved, or not further."""
-    other = way._replace(shard_on_host=True) if relief == "shards" else way._replace(gradients=relief)
+    if relief == "shards":
+        other = way._replace(shard_on_host=True)
+    else:
+        other = way._replace(alone=True) if relief == "alone" else way._replace(gradients=relief)
     if other not in one.ways or (relief == "sharded" and way.gradients is not None):
         return way
     return other
@@ -254,17 +267,18 @@ def _orders(weighed: list[Weighed]) -> list[list[int]]:
     return orders if orders[0] != orders[1] else orders[:1]
 
 
-def _peak_of_backward(weighed: list[Weighed], on_its_way: int) -> int:
+def _peak_of_backward(weighed: list[tuple[Weighed, bool]], on_its_way: int) -> int:
     there, peak = 0, on_its_way
-    begin: dict[int, int] = {}
-    for one in weighed:
-        begin[one.span[1]] = begin.get(one.span[1], 0) + one.gradient
+    begin: dict[int, list[tuple[int, bool]]] = {}
     ends: dict[int, list[int]] = {}
-    for one in weighed:
+    for one, alone in weighed:
+        begin.setdefault(one.span[1], []).append((one.gradient, alone))
         ends.setdefault(one.span[0], []).append(one.gradient)
     for layer in sorted({*begin, *ends}, reverse=True):
-        there += begin.get(layer, 0)
-        peak = max(peak, there + on_its_way)
+        for size, alone in begin.get(layer, ()):
+            on_its_way = 0 if alone else on_its_way
+            there += size
+            peak = max(peak, there + on_its_way)
         for size in ends.get(layer, ()):
             there, on_its_way = there - size, size
     return peak

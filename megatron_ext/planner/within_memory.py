@@ -45,7 +45,7 @@ def plan_within_memory(
     Raises:
         InputError: nothing fits, with what is missing and the settings that would help.
     """
-    reliefs: set[Relief] = {"sharded", "host"}
+    reliefs: set[Relief] = {"sharded", "host", "alone"}
     hosted = _room_for_shards(workload) and can_rest_on_host(workload)
     if workload.zero_stage == 3 and hosted and not only_gathers:
         shard_routes: tuple[Route, ...] = ("cpu_shard",) if timing.offers_cpu_shard else ()

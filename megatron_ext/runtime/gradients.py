@@ -7,6 +7,7 @@ the shard and it is FREED again. With ``reduce_every`` above 1 it stays ADDING t
 
 A rank has one reduce in flight at a time: the one before is waited for, added and freed before the next is issued.
 The next layer's backward therefore runs beside the reduce, at the price of two whole gradients, as in torch's FSDP2.
+Where the schedule says ``alone``, the one before is freed before the next is allocated: one whole gradient, no overlap.
 The training thread issues all reduces in the program's order, which is that of all data-parallel ranks.
 
 The storage is resized to 0 and back while every tensor object stays, so ``main_grad`` is the same view all the time;
@@ -100,9 +101,9 @@ class Reducer:
         """Of the buffer in host memory through which gradients reach their shards."""
         return 0 if self._staging is None else self._staging.numel() * self._staging.element_size()
 
-    def allocate(self, gradient: Gradient) -> None:
-        """Give ``gradient`` its bytes, all zero: its backward begins."""
-        if gradient.state is _REDUCING:  # of the visit before, the last that was issued
+    def allocate(self, gradient: Gradient, alone: bool = False) -> None:
+        """Give ``gradient`` its bytes, all zero: its backward begins. ``alone``: once the one on its way is freed."""
+        if alone or gradient.state is _REDUCING:  # of the visit before, the last that was issued
             self.settle()
         if gradient.state is not _FREED:
             raise ScheduleError(f"{gradient} is allocated while it is {gradient.state.value}")

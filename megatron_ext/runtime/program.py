@@ -156,7 +156,7 @@ def _gradient_actions(
             first, last = layers.uses(index)
             if (visit - 1) % group.reduce_every == 0:
                 begins = layers.backward_begins(chunk, last)
-                actions.append(_GradientAction(False, begins, partial(reducer.allocate, gradient)))
+                actions.append(_GradientAction(False, begins, partial(reducer.allocate, gradient, group.alone)))
             if visit % group.reduce_every == 0 or visit == visits:
                 ends = layers.backward_ends(chunk, first)
                 actions.append(_GradientAction(True, ends, partial(reducer.reduce, gradient, visit == visits)))

@@ -6,7 +6,8 @@
   stage 1 a shard is a view of the whole group.
 * Gradients with Megatron's padding: whole throughout the iteration; or the shard throughout, and the whole gradient
   from just before the backward of the group's last layer until the rank issues its next reduce, which waits for this
-  one. With ``reduce_every`` above 1 the whole gradient stays through several backward steps.
+  one; where a gradient is allocated ``alone``, until then. With ``reduce_every`` above 1 the whole gradient stays
+  through several backward steps.
 * Buffers that hierarchical all-gathers and pieces of ``cpu_shard`` go through, as large as the largest group needs.
 * The optimizer's copies of 16-bit parameters and its states, for the elements of the rank's shards without padding. Of
   the data-parallel ranks the one that holds most is billed.
@@ -262,12 +263,12 @@ class _Gradients:
         self._visits = [0] * schedule.parallel.vp
         self._last = schedule.parallel.num_microbatches
         spans = uses_of_groups(schedule.groups, workload) if any(g.gradients for g in schedule.groups) else []
-        self._allocated: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        self._allocated: dict[tuple[int, int], list[tuple[int, int, int, bool]]] = {}
         self._reduced: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for index, (group, (first, last)) in enumerate(zip(schedule.groups, spans)):
             if group.pp_rank == pp_rank and group.gradients is not None:
                 item = index, gradient_bytes(group, workload), group.reduce_every
-                self._allocated.setdefault((group.model_chunk_id, last), []).append(item)
+                self._allocated.setdefault((group.model_chunk_id, last), []).append((*item, group.alone))
                 self._reduced.setdefault((group.model_chunk_id, first), []).append(item)
 
     def begin(self, chunk: int) -> None:
@@ -276,10 +277,10 @@ class _Gradients:
 
     def before(self, chunk: int, layer: int) -> None:
         """Allocate what the backward of ``layer`` is the first to add to."""
-        for index, size, every in self._allocated.get((chunk, layer), ()):
+        for index, size, every, alone in self._allocated.get((chunk, layer), ()):
             if (self._visits[chunk] - 1) % every == 0:
-                if self._on_its_way is not None and self._on_its_way[0] == index:
-                    self._settle()  # the group's own of the visit before
+                if alone or (self._on_its_way is not None and self._on_its_way[0] == index):
+                    self._settle()  # the group's own of the visit before, or whichever it is
                 self.bytes += size
 
     def behind(self, chunk: int, layer: int) -> None:

@@ -112,7 +112,9 @@ def summary(schedule: Schedule) -> str:
         every = [str(group.reduce_every) for group in schedule.groups if group.gradients == kept]
         if every:
             visits = "/".join(sorted(set(every), key=int))
+            alone = sum(group.gradients == kept and group.alone for group in schedule.groups)
             lines.append(f"gradients {kept}: {len(every)} groups, reduced every {visits} backward steps of their chunk")
+            lines[-1] += f", {alone} allocated alone" if alone else ""
     if schedule.publish:
         lines.append(f"{len(schedule.publish)} groups are published after the optimizer step")
     if schedule.predicted is not None:

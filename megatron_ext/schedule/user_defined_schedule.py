@@ -103,7 +103,8 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     reduced shard, on the device (``sharded``) or in host memory (``host``). The whole gradient of the latter two has
     bytes from the group's backward to the end of its reduce-scatter. ``reduce_every`` is how many backward steps of
     the chunk lie between two reduces; the iteration's last always reduces. A rank has one reduce in flight at a time:
-    the one before it has ended, and its whole gradient is freed, before the next is issued.
+    the one before it has ended, and its whole gradient is freed, before the next is issued. With ``alone`` that is so
+    before this group's whole gradient is allocated, too.
     """
 
     pp_rank: int
@@ -114,6 +115,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     shard_rests: Literal["host"] | None = None
     gradients: Literal["sharded", "host"] | None = None
     reduce_every: int = 1
+    alone: bool = False
     states_rest: Literal["nvme"] | None = None
 
 

@@ -124,6 +124,9 @@ def _check_gradients(schedule: Schedule, index: int, file) -> None:
     if group.gradients is not None and schedule.zero_stage == 1:
         message = "zero stage 1 keeps whole gradients: use zero stage 2 or 3"
         raise InvalidSchedule(message, file=file, field=f"groups[{index}].gradients", value=group.gradients)
+    if group.gradients is None and group.alone:
+        message = "gradients that stay whole are allocated once"
+        raise InvalidSchedule(message, file=file, field=f"groups[{index}].alone", value=True)
     if group.gradients is None and group.reduce_every != 1:
         message = "gradients that stay whole are reduced once an iteration"
     elif not 1 <= group.reduce_every <= visits:

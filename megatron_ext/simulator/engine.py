@@ -13,7 +13,8 @@
   anew, so a short overlap costs little.
 * Gradients of a group are reduced as soon as the last backward of its chunk has passed the lowest layer that uses it,
   as ``overlap_grad_reduce`` does. Those that come and go are reduced behind the backward steps that the schedule says.
-  The thread then waits for the one before, because its whole gradient is freed. What is added up in host memory is
+  The thread then waits for the one before, because its whole gradient is freed; where a gradient is allocated alone, it
+  waits before that. What is added up in host memory is
   copied there in the direction in which groups are published, and added by a thread of the host.
 * The optimizer step starts when every rank has reduced its gradients, because the gradient norm needs all of them.
   Time 0 is the end of the previous optimizer step.
@@ -34,7 +35,7 @@ from megatron_ext.simulator.activity_kinds import COMPUTE, HOST_STEP, NVME, P2P,
 from megatron_ext.simulator.early_units import EarlySteps
 from megatron_ext.simulator.engine_protocols import HostCpuModel
 from megatron_ext.simulator.links import issue_gather, issue_reduce, serve, transport_ended
-from megatron_ext.simulator.lower import ISSUE, REDUCE_GROUP, REDUCE_VISIT, RUN, WAIT, Gather, RankProgram
+from megatron_ext.simulator.lower import ISSUE, REDUCE_GROUP, REDUCE_VISIT, RUN, SETTLE, WAIT, Gather, RankProgram
 from megatron_ext.simulator.rank_state import Activity, RankState
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
@@ -173,10 +174,12 @@ class Engine:
             if rank.blocked_on < 0:
                 rank.blocked_on, rank.blocked_since = operation[1], self.now
             return False
-        if code == REDUCE_VISIT and rank.whole_gradient:
+        if code in (REDUCE_VISIT, SETTLE) and rank.whole_gradient:
             rank.settling = True
             return False
         rank.position += 1
+        if code == SETTLE:
+            return True
         if code == RUN:
             self._compute(rank, operation[1])
             return False

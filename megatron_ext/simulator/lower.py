@@ -1,7 +1,7 @@
 """A schedule as the engine runs it: every step a short list of operations with durations.
 
-Operations are tuples whose first item is one of RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP, REDUCE_VISIT. A step is
-cut at the layers where a group arrives, an action stands or gradients are complete; layers
+Operations are tuples whose first item is one of RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP, REDUCE_VISIT, SETTLE. A step is
+cut at the layers where a group arrives, an action stands, gradients are complete or one is allocated alone; layers
 between two cuts run as one.
 """
 
@@ -15,10 +15,10 @@ from megatron_ext.workload.route import shard_pieces
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
-RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP, REDUCE_VISIT = range(6)
+RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP, REDUCE_VISIT, SETTLE = range(7)
 """``(RUN, us)``; ``(WAIT, gather)``; ``(ISSUE, gather)``; ``(STAGE, group,
 slot, bytes, us)``; ``(REDUCE_GROUP, group, bytes, us)``; ``(REDUCE_VISIT, group, bytes, us, to_host)``, where
-``to_host`` is what copying to host memory and adding there take, or None."""
+``to_host`` is what copying to host memory and adding there take, or None; ``(SETTLE,)`` waits for the last of them."""
 
 
 class Gather:
@@ -118,7 +118,8 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
         last = len(layers) - 1
         cuts: dict[int, list[tuple]] = {}  # position in run order -> operations before that layer
         for first, operation in reduces.get(index, ()):
-            cuts.setdefault(last - first + 1, []).append(operation)
+            if operation != (SETTLE,):
+                cuts.setdefault(last - first + 1, []).append(operation)
         for action in entry.stage_in:
             cuts.setdefault(0, []).append(stage(action))
         for action in entry.unshard:
@@ -127,6 +128,9 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
         for group, number in waits.pop(index, ()):
             first, final = spans[group]
             cuts.setdefault(last - final if backward else first, []).append((WAIT, number))
+        for final, operation in reduces.get(index, ()):
+            if operation == (SETTLE,):
+                cuts.setdefault(last - final, []).append(operation)
         program.steps.append((step.stage, backward, step.microbatch, _run_between(cuts, layers)))
     return program
 
@@ -149,7 +153,8 @@ def _reduces(
     groups, spans, workload: Workload, timing: Timing, pp_rank: int, steps
 ) -> dict[int, list[tuple[int, tuple]]]:
     """By backward step: ``(lowest layer that uses the group, its operation)``, in the order in which gradients become
-    complete. Whole gradients are reduced in the last backward of their chunk."""
+    complete; and the highest layer of a group with what is waited for before it. Whole gradients are reduced in the
+    last backward of their chunk."""
     backwards: dict[int, list[int]] = {}
     for index, step in enumerate(steps):
         if step.kind == "B":
@@ -166,6 +171,8 @@ def _reduces(
             to_host = timing.to_host_us(gradient_bytes(group, workload)) if group.gradients == "host" else None
             operation = (REDUCE_VISIT, number, group.bytes, us, to_host)
             due = [*visits[group.reduce_every - 1 : -1 : group.reduce_every], visits[-1]]
+            for index in visits[:: group.reduce_every] if group.alone else ():
+                found.setdefault(index, []).append((spans[number][1], (SETTLE,)))
         for index in due:
             found.setdefault(index, []).append((spans[number][0], operation))
     for operations in found.values():

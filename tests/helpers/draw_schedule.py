@@ -84,7 +84,8 @@ def with_gradients(draw, schedule: Schedule, workload: Workload, kinds=GRADIENTS
         if any((group.pp_rank, group.model_chunk_id, name) in shared for name in group.parameters):
             kind = None
         every = draw.randint(1, workload.parallel.num_microbatches) if kind is not None else 1
-        groups.append(replace(group, gradients=kind, reduce_every=every))
+        alone = kind is not None and draw.random() < 0.4
+        groups.append(replace(group, gradients=kind, reduce_every=every, alone=alone))
     return replace(schedule, groups=tuple(groups))
 
 

@@ -94,6 +94,17 @@ def test_what_the_rule_leaves_goes_to_whole_parameters():
     assert Placer(work, filled).filled(placer(groups)) == filled  # nothing is left
 
 
+def test_in_the_least_memory_there_is_one_whole_gradient_at_a_time():
+    work, table, stock = case("DP 4")
+    with pytest.raises(InputError) as refused:
+        plan(limited(work, stock // 50), table)
+    least = int(re.search(r"holds at least (\d+) bytes", str(refused.value))[1])
+    planned = plan(limited(work, least), table)
+    (memory,) = planned.predicted.memory
+    assert memory.device_bytes["gradients"] == max(gradient_bytes(group, work) for group in planned.groups)
+    assert any(group.alone for group in planned.groups)
+
+
 def test_zero_stage_2_keeps_parameters_whole_and_gradients_in_shards():
     work, table, stock = case("DP 4")
     need = stock - sum(chunk.bytes for chunk in work.chunks) // 4

@@ -52,6 +52,16 @@ def test_whole_gradients_have_bytes_until_the_next_reduce_and_sums_stay(reducer)
         assert gradient.shard.tolist() == [10, 12, 14, 16]
 
 
+def test_alone_there_is_one_whole_gradient_at_a_time(reducer):
+    first, second = reducer.gradients.values()
+    for gradient in (second, first, second):
+        reducer.allocate(gradient, alone=True)
+        gradient.whole += 1
+        reducer.reduce(gradient)
+    reducer.finish()
+    assert reducer.residency.peak == 32 and second.shard.tolist() == [4, 4, 4, 4]
+
+
 def test_a_gradient_whose_backward_begins_again_is_waited_for(reducer):
     first, _ = reducer.gradients.values()
     for _ in range(2):

@@ -41,6 +41,11 @@ def test_whole_gradients_are_reduced_once():
         validate(with_first(planned(3)[1], reduce_every=2))
 
 
+def test_only_gradients_that_come_and_go_are_allocated_alone():
+    with pytest.raises(InputError, match=r"groups\[0\].alone = True: gradients that stay whole are allocated once"):
+        validate(with_first(planned(2)[1], alone=True))
+
+
 def test_zero_stage_1_keeps_gradients_whole():
     with pytest.raises(InputError, match=r"groups\[0\].gradients = 'sharded': zero stage 1 keeps whole gradients"):
         validate(with_first(planned(1)[1], gradients="sharded"))

@@ -53,6 +53,16 @@ def test_the_thread_waits_for_the_reduce_before():
     assert whole.iteration_time_us == pytest.approx(3 * 1200.0 - 600.0 + LAYERS * 500.0, rel=1e-3)
 
 
+def test_before_a_gradient_is_allocated_alone_the_reduce_before_is_waited_for():
+    """A reduce of 50 us then hides behind nothing but the next forward."""
+    work, table, schedule = case("sharded", reduce_us=50.0)
+    schedule = validate(replace(schedule, groups=tuple(replace(group, alone=True) for group in schedule.groups)))
+    result = evaluate(work, table, schedule)
+    assert result.iteration_time_us == pytest.approx(3 * 1200.0 + 3 * (LAYERS - 1) * 50.0 + 50.0, rel=1e-3)
+    (bill,) = result.memory
+    assert bill.memory.device_bytes["gradients"] == gradient_bytes(schedule.groups[0], work)
+
+
 def test_what_the_host_adds_is_copied_first_and_waited_for_at_the_end():
     hidden = simulated("host", reduce_us=50.0, publish_us=30.0, add_us=20.0)
     assert hidden.iteration_time_us == pytest.approx(3 * 1200.0 + 100.0, rel=1e-3)
