@@ -24,7 +24,7 @@ from megatron_ext.formats import json_files
 from megatron_ext.formats import trace as trace_file
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
-from megatron_ext.megatron import buckets, refusals, run_summary, stock_trace
+from megatron_ext.megatron import buckets, checkpoint_states, refusals, run_summary, stock_trace
 from megatron_ext.megatron.agreement import agree, gather_objects
 from megatron_ext.megatron.boundaries import bare
 from megatron_ext.megatron.describe_model import describe_chunk
@@ -153,6 +153,7 @@ class Run:
             if (group.pp_rank, group.model_chunk_id) == (pp_rank, chunk)
         }
         cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else buckets.ScheduledBucketGroup
+        checkpoint_states.allow_empty_shards()
         try:
             refusals.refuse_ddp_config(ddp.ddp_config)
             refusals.refuse_frozen(bare(ddp))

@@ -166,7 +166,7 @@ class Executor:
         if self.recorder is not None:
             self.recorder.add("issue", "publish", start, time.perf_counter_ns())
         self.start()
-        self.busy = False
+        self._undisturbed, self.busy = True, False
 
     def step_skipped(self) -> None:
         """The optimizer has skipped its step."""

@@ -81,6 +81,9 @@ def test_parameters_that_were_changed_from_outside_become_the_shards():
     rank.executor.params_changed()
     assert rank.clock.version == 2
     assert all((group.shard == 7.0).all() for group in rank.groups.values())
+    issued = len(rank.events)
+    rank.executor.begin_iteration()
+    assert len(rank.events) == issued, "what was issued behind the change is not issued again"
 
 
 def test_who_watches_sees_every_step_and_nothing_between_iterations():

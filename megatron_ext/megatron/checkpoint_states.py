@@ -1,0 +1,85 @@
+"""Optimizer states in distributed checkpoints, where a rank's shard of a bucket holds no parameter.
+
+[Note: A shard that is padding alone]
+A group is a bucket of its own, and a bucket is padded to a multiple of lcm(DP, 128) elements: of a group of one bias
+of 64 elements, the second of two ranks holds padding alone. Megatron's ``dp_reshardable`` format, the default of
+``--ckpt-format torch_dist`` since 0.15, asserts that every rank has a parameter in every bucket ("empty bucket
+encountered"), although what it writes of a bucket ends where the parameters end. Its own buckets are never that small.
+
+Here such a shard gets an entry without tensors, as Megatron has them for padding between two parameters. Behind the
+assertion the entry is taken out again, and buckets are kept by number instead of in a list: when states are loaded,
+Megatron merges lists of tensors and of other objects only where both have equally many items. The files are the same.
+Source: Megatron-LM ``distrib_optimizer.py``, ``sharded_param_state_dp_reshardable``; ``dict_utils.py``, ``merge``.
+"""
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+NAMES = (
+    "get_parameter_state_dp_reshardable",
+    "sharded_param_state_dp_reshardable",
+    "load_parameter_state_from_dp_reshardable",
+)
+
+
+def allow_empty_shards() -> None:
+    """Let distributed optimizers write and load states where a rank's shard of a bucket holds no parameter."""
+    take, write, load = (getattr(DistributedOptimizer, name, None) for name in NAMES)
+    if take is None or write is None or load is None or hasattr(take, "of_megatron"):
+        return  # before 0.15 there is no such format
+
+    def with_padding(optimizer):
+        return fill_empty_shards(optimizer, take(optimizer))
+
+    def by_number(optimizer, *args, **kwargs):
+        return number_shards(optimizer, write(optimizer, *args, **kwargs))
+
+    def with_empty(optimizer, state: dict):
+        for number, ranges in enumerate(optimizer.gbuf_ranges):
+            for dtype, buckets in ranges.items():
+                shards = state.setdefault(number, {}).setdefault(dtype, {})
+                if isinstance(shards, dict):
+                    shards.update({index: () for index in range(len(buckets)) if index not in shards})
+        return load(optimizer, state)
+
+    for name, ours, megatrons in zip(NAMES, (with_padding, by_number, with_empty), (take, write, load), strict=True):
+        vars(ours)["of_megatron"] = megatrons
+        setattr(DistributedOptimizer, name, ours)
+
+
+def fill_empty_shards(optimizer, state: dict) -> dict:
+    """Give every shard without parameters in ``state`` an entry of padding.
+
+    Args:
+        optimizer: Megatron's DistributedOptimizer.
+        state: what its ``get_parameter_state_dp_reshardable`` returned; changed in place.
+    """
+    rank, ranks = optimizer.data_parallel_group.rank(), optimizer.data_parallel_group.size()
+    for number, buffer in enumerate(optimizer.buffers):
+        for shards in state[number].values():
+            like = next((shard[0] for shard in shards if shard), {})
+            for shard, bucket in zip(shards, buffer.buckets, strict=True):
+                if not shard:
+                    numel = bucket.grad_data.numel() // ranks
+                    shard.append(_padding(like, numel, between=rank * numel < bucket.numel_unpadded))
+    return state
+
+
+def _padding(like: dict, numel: int, between: bool) -> dict:
+    """An entry of ``numel`` elements; ``between`` parameters it has tensors as ``like`` has them, which are written."""
+    entry = {"gbuf_local_start": 0 if between else numel, "gbuf_local_end": numel, "padding": True}
+    if between:
+        for name, value in like.items():
+            if isinstance(value, torch.Tensor):
+                entry[name] = torch.zeros(numel, dtype=value.dtype, device=value.device)
+    return entry
+
+
+def number_shards(optimizer, state: dict) -> dict:
+    """``state``, as ``sharded_param_state_dp_reshardable`` returned it, with every buffer's shards by the numbers of
+    their buckets, without those that hold nothing; changed in place."""
+    for number, ranges in enumerate(optimizer.gbuf_ranges):
+        for dtype in ranges:
+            shards = enumerate(state[number][dtype])
+            state[number][dtype] = {index: shard for index, shard in shards if any(len(entry) > 1 for entry in shard)}
+    return state

@@ -1,0 +1,104 @@
+"""States in distributed checkpoints: Megatron's own code on groups so small that a rank's shard is padding alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_ext.megatron import checkpoint_states
+from megatron_ext.workload.bucket_layout import PARAMETER_ALIGNMENT, bucket_numel
+
+STATES = ("param", "exp_avg", "exp_avg_sq")
+
+
+def optimizer_of(rank: int, ranks: int, buckets: list[list[int]]) -> SimpleNamespace:
+    """What Megatron's code reads of an optimizer whose ``buckets`` hold parameters of so many elements."""
+    maps, laid_out = [], []
+    for numels in buckets:
+        total, end, own = bucket_numel(numels, ranks), 0, {}
+        size = total // ranks
+        for number, numel in enumerate(reversed(numels)):
+            begin = end + -end % PARAMETER_ALIGNMENT
+            end = begin + numel
+            first, last = max(begin, rank * size) - rank * size, min(end, (rank + 1) * size) - rank * size
+            if first < last:
+                own[f"{len(maps)}.{number}"] = {"gbuf_local": SimpleNamespace(start=first, end=last, size=last - first)}
+        maps.append({"param_map": own})
+        laid_out.append(SimpleNamespace(numel_unpadded=end, grad_data=torch.empty(total, device="meta")))
+    sizes = {name: place["gbuf_local"].size for one in maps for name, place in one["param_map"].items()}
+    optimizer = SimpleNamespace(
+        data_parallel_group=SimpleNamespace(rank=lambda: rank, size=lambda: ranks),
+        buffers=[SimpleNamespace(buckets=laid_out)],
+        gbuf_ranges=[{torch.float32: maps}],
+        per_bucket_numel=[],
+        per_bucket_numel_unpadded=[],
+        data_parallel_group_idx=0,
+        distributed_optimizer_instance_id=0,
+        _get_main_param_and_optimizer_states=lambda name: {state: torch.ones(sizes[name]) for state in STATES},
+    )
+    optimizer.get_parameter_state_dp_reshardable = lambda: megatrons(0)(optimizer)
+    optimizer._set_main_param_and_optimizer_states = lambda name, states: optimizer.loaded.append(name)
+    optimizer.loaded = []
+    return optimizer
+
+
+def megatrons(number: int):
+    """A method of Megatron's optimizer, with or without what was added to it."""
+    return getattr(DistributedOptimizer, checkpoint_states.NAMES[number])
+
+
+def written(ranks: int, buckets: list[list[int]]) -> list[torch.Tensor]:
+    """Of each bucket, how often each element of its parameters and of what lies between them is written."""
+    ends = [bucket.numel_unpadded for bucket in optimizer_of(0, ranks, buckets).buffers[0].buckets]
+    counts = [torch.zeros(end) for end in ends]
+    for rank in range(ranks):
+        state = megatrons(1)(optimizer_of(rank, ranks, buckets), {})
+        for number, entries in state[0][torch.float32].items():
+            for entry in entries:
+                assert len(entry) > 1  # what has no tensors cannot be merged with what was read
+                for tensor in (entry[name] for name in ("param", "exp_avg") if name in entry):
+                    begin = tensor.global_offset[0]
+                    counts[number][begin : begin + tensor.local_shape[0]] += 0.5
+    return counts
+
+
+@pytest.fixture
+def megatron_as_it_is(monkeypatch):
+    for number, name in enumerate(checkpoint_states.NAMES):
+        monkeypatch.setattr(DistributedOptimizer, name, getattr(megatrons(number), "of_megatron", megatrons(number)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "buckets"),
+    [
+        (2, [[64], [640, 64]]),  # the second rank has padding alone
+        (6, [[600], [10, 600]]),  # the last one has, of the first bucket
+        (16, [[8, 8, 8], [2048]]),  # shards of 16 elements, padding between the parameters as well
+    ],
+)
+def test_each_element_is_written_once(megatron_as_it_is, ranks, buckets):
+    with pytest.raises(AssertionError, match="empty bucket"):
+        megatrons(1)(optimizer_of(ranks - 1, ranks, buckets), {})
+    checkpoint_states.allow_empty_shards()
+    checkpoint_states.allow_empty_shards()  # of every chunk
+    for count in written(ranks, buckets):
+        assert count.eq(1).all(), count
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_was_written_is_loaded(megatron_as_it_is, rank):
+    checkpoint_states.allow_empty_shards()
+    optimizer = optimizer_of(rank, 2, [[64], [640, 64], [64]])
+    read = {0: {torch.float32: {1: [{"padding": False, "exp_avg": torch.ones(1)}] * (2 - rank)}}}
+    if rank == 0:
+        read[0][torch.float32] |= {0: [{"padding": False}], 2: [{"padding": False}]}
+    megatrons(2)(optimizer, read)
+    assert optimizer.loaded == [name for maps in optimizer.gbuf_ranges[0][torch.float32] for name in maps["param_map"]]
+
+
+def test_states_without_empty_shards_are_megatrons(megatron_as_it_is):
+    optimizer = optimizer_of(1, 2, [[256], [300, 300]])
+    as_it_is = optimizer.get_parameter_state_dp_reshardable()
+    checkpoint_states.allow_empty_shards()
+    assert str(optimizer.get_parameter_state_dp_reshardable()) == str(as_it_is)
