@@ -46,7 +46,7 @@ def rows_of(kept: Path) -> list[dict]:
                 planned = planner.plan(work, table, policy=row["policy"], extrapolate=True)
             except InputError:  # a control that no policy plans
                 continue
-            judged = planner.verdict(work, table, planned, extrapolate=True).figures
+            judged = planner.verdict(work, table, planned, extrapolate=True, as_trained=True).figures
             ratio = row["ratio"], row[next(name for name in row if name.startswith("ratio_of"))]["standard_error"]
             rows.append(
                 {

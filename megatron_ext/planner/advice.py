@@ -19,7 +19,8 @@ from megatron_ext.cost.hardware_sheet import Figure, HardwareSheet, drawn, figur
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.planner.gain_interval import MODEL_ERROR, WIDTH
-from megatron_ext.planner.quick_plan import FewRounds, Plan, by_all_gathers, quick_plans
+from megatron_ext.planner.quick_plan import FewRounds, Plan, by_all_gathers, quick_plans, synchronous_plan
+from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS
 from megatron_ext.planner.verdict import answer_of
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
@@ -69,7 +70,10 @@ class Outcome(NamedTuple):
     """A setting on a machine.
 
     Attributes:
-        other: what people run without a plan: stock Megatron, or at zero stage 3 the best plan by all-gathers alone.
+        other: what people run without a plan: the faster of stock Megatron with and without
+            ``--overlap-param-gather``, or at zero stage 3 the best plan by all-gathers alone.
+        compared_with: what ``other`` is.
+        by_option_us: iteration times of stock Megatron by that option; none at zero stage 3.
         gathers: the best by all-gathers alone. ``best``: the best of all.
         memory: the bill of the pipeline rank that holds most, by ``best``.
         short: why it does not fit the device, where it does not.
@@ -79,10 +83,12 @@ class Outcome(NamedTuple):
     setting: Setting
     rounds: FewRounds
     other: Plan
+    compared_with: str
     gathers: Plan
     best: Plan
     memory: RankMemory
     short: str | None
+    by_option_us: dict[str, float]
     interval: Interval = Interval(-inf, inf)
 
     @property
@@ -174,14 +180,23 @@ def judged(setting: Setting, sheet: HardwareSheet, *, fewest: bool = False) -> O
         workload = msgspec.structs.replace(workload, limits=msgspec.structs.replace(workload.limits, device_bytes=None))
     table = estimate(sheet, workload, setting.batch)
     rounds = FewRounds(workload)
-    plans = list(quick_plans(rounds, rounds.timings(table), fewest=fewest))
+    timings = rounds.timings(table)
+    plans = list(quick_plans(rounds, timings, fewest=fewest))
     if not plans:
         raise InputError("no plan fits the device", field="limits.device_bytes", value=workload.limits.device_bytes)
     gathers = min((plan for plan in plans if by_all_gathers(plan)), key=_time)
     best = min(plans, key=_time)
     bills = memory_bill(best.schedules[-1], rounds.parts[-1][0])
     memory = max((bill.memory for bill in bills), key=lambda memory: memory.device_total_bytes)
-    return Outcome(setting, rounds, plans[0] if setting.zero_stage < 3 else gathers, gathers, best, memory, short)
+    options = {}
+    if setting.zero_stage < 3:
+        options = {OVERLAPPED: plans[0], SYNCHRONOUS: synchronous_plan(rounds, timings)}
+    name = min(
+        options, key=lambda name: _time(options[name]), default=f"the best of all-gathers alone ({gathers.name})"
+    )
+    by_option_us = {name: _time(plan) for name, plan in options.items()}
+    other = options.get(name, gathers)
+    return Outcome(setting, rounds, other, name, gathers, best, memory, short, by_option_us)
 
 
 def _interval(outcome: Outcome, pairs: list[tuple[float, float]]) -> Interval:

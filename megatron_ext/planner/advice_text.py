@@ -5,6 +5,7 @@ import msgspec
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.advice import Advice, Outcome
+from megatron_ext.planner.verdict import option_hint
 
 LINKS = {
     "compute": "compute",
@@ -43,8 +44,9 @@ def figures(outcome: Outcome) -> dict:
         "gain_low": outcome.interval.low,
         "gain_high": outcome.interval.high,
         "iteration_time_us": times.iteration_time_us,
-        "compared_with": compared_with(outcome),
+        "compared_with": outcome.compared_with,
         "compared_with_us": outcome.other.times.iteration_time_us,
+        "stock_by_option_us": outcome.by_option_us or None,
         "gain_of_routes": _of_routes(outcome),
         "plan": outcome.best.name,
         "limit": limit_of(outcome),
@@ -53,12 +55,6 @@ def figures(outcome: Outcome) -> dict:
         "memory": msgspec.to_builtins(outcome.memory),
         "fits": outcome.short is None,
     }
-
-
-def compared_with(outcome: Outcome) -> str:
-    if outcome.setting.zero_stage < 3:
-        return "stock Megatron"
-    return f"the best of all-gathers alone ({outcome.gathers.name})"
 
 
 def _of_routes(outcome: Outcome) -> float:
@@ -82,11 +78,12 @@ def as_text(advice: Advice) -> str:
         f"on {outcome.setting.parallel.world_size} GPUs: {sheet.title}",
         f"ESTIMATED from a data sheet, not measured. {_how(outcome)}",
         "",
-        f"{_fit(outcome)}{outcome.answer}: gain over {compared_with(outcome)} {outcome.gain:.1%} "
+        f"{_fit(outcome)}{outcome.answer}: gain over {outcome.compared_with} {outcome.gain:.1%} "
         f"({outcome.interval.low:.1%} to {outcome.interval.high:.1%}), of it by host copies {_of_routes(outcome):.1%}, "
         f"by timing {outcome.gain - _of_routes(outcome):.1%}",
+        *(option_hint(outcome.compared_with, outcome.by_option_us) if outcome.by_option_us else []),
         f"iteration time {times.iteration_time_us / 1e3:.0f} ms ({advice.iteration_us.low / 1e3:.0f} to "
-        f"{advice.iteration_us.high / 1e3:.0f}); {compared_with(outcome)} {other.iteration_time_us / 1e3:.0f} ms",
+        f"{advice.iteration_us.high / 1e3:.0f}); {outcome.compared_with} {other.iteration_time_us / 1e3:.0f} ms",
         f"intervals: {advice.draws} machines drawn from the ranges of the sheet",
         f"limit: {LINKS[limit_of(outcome)]}; busy: {_shares(outcome)} of the iteration",
         f"compute waits for parameters {times.exposed_us / times.iteration_time_us:.0%} of the iteration, "

@@ -20,6 +20,7 @@ from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.placement import Choices, place_gathers
 from megatron_ext.planner.policies import usable_routes
 from megatron_ext.planner.search_grid import fits, hosted_groups, staged_groups
+from megatron_ext.planner.stock import SYNCHRONOUS, synchronous_schedule
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
@@ -93,7 +94,8 @@ def _with_microbatches(workload: Workload, number: int) -> Workload:
 
 
 def quick_plans(rounds: FewRounds, timings: Sequence[Timing], *, fewest: bool = False) -> Iterator[Plan]:
-    """Plans by every rule that fits, the first by all-gathers alone (zero stage 1: stock Megatron's).
+    """Plans by every rule that fits, the first by all-gathers alone (zero stages 1 and 2: stock Megatron's with
+    ``--overlap-param-gather``).
 
     Args:
         fewest: only the rules that are best most often.
@@ -105,6 +107,12 @@ def quick_plans(rounds: FewRounds, timings: Sequence[Timing], *, fewest: bool = 
             yield Plan(name, schedules, rounds.times(timings, schedules))
         except InputError:  # not for these limits, or the table lacks the route
             continue
+
+
+def synchronous_plan(rounds: FewRounds, timings: Sequence[Timing]) -> Plan:
+    """Stock Megatron without ``--overlap-param-gather`` (zero stages 1 and 2)."""
+    schedules = tuple(synchronous_schedule(part) for part, _ in rounds.parts)
+    return Plan(SYNCHRONOUS, schedules, rounds.times(timings, schedules))
 
 
 def by_all_gathers(plan: Plan) -> bool:

@@ -1,10 +1,14 @@
-"""Stock Megatron's own rule, written as a schedule: its buckets, all by ``gpu``.
+"""Stock Megatron's own rules, written as schedules: its buckets, all by ``gpu``.
+
+:func:`stock_schedule` is the rule of ``--overlap-param-gather``, :func:`synchronous_schedule` the one without it.
 
 Sources, in Megatron-LM: ``megatron/core/distributed`` for the buckets (:mod:`megatron_ext.workload.bucket_rules`);
 ``megatron/core/pipeline_parallel/schedules.py`` ``forward_step_helper_preprocess`` for the interleaved order: chunks 0
 and 1 before warm-up, chunk c + 1 at the forward whose virtual micro-batch plus pipeline rank is the first micro-batch
 of chunk c, all buckets of a chunk at once. Other orders gather the first bucket of a chunk when it first computes, and
-each further one when the one before it is used (``param_and_grad_buffer.py`` ``finish_param_sync``).
+each further one when the one before it is used (``param_and_grad_buffer.py`` ``finish_param_sync``). Without the
+option ``distrib_optimizer.py`` ``step_with_ready_grads`` gathers all buckets of all chunks and waits for them. Every
+release from core_v0.9.0 to core_v0.19.0 does so.
 """
 
 from megatron_ext.schedule.user_defined_schedule import (
@@ -22,6 +26,9 @@ from megatron_ext.schedule.user_defined_schedule import (
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets, stock_buckets
 from megatron_ext.workload.step_order import schedule_table, steps_of_ranks
 from megatron_ext.workload.workload import Workload, fingerprint, group_bytes
+
+STOCK = "stock Megatron"
+OVERLAPPED, SYNCHRONOUS = f"{STOCK} with --overlap-param-gather", f"{STOCK} without --overlap-param-gather"
 
 
 def groups_of(workload: Workload, cut=buckets) -> tuple[tuple[Group, ...], list[list[int]]]:
@@ -95,6 +102,25 @@ def stock_schedule(workload: Workload, cut=None) -> Schedule:
             StepActions(str(step), unshard=tuple(at_step.get(index, ()))) for index, step in enumerate(steps)
         )
         ranks.append(Rank(pp_rank=pp_rank, start=Start(unshard=tuple(start)), steps=entries))
+    return _schedule(workload, groups, ranks)
+
+
+def synchronous_schedule(workload: Workload) -> Schedule:
+    """Stock Megatron without ``--overlap-param-gather`` (zero stages 1 and 2): each rank waits for all of its buckets
+    before its first step.
+
+    For :func:`megatron_ext.simulator.simulation.run` only: Megatron trains by it without a schedule, and no schedule
+    file may say ``need_by`` -1 at the start.
+    """
+    assert workload.zero_stage < 3, "stock Megatron has no zero stage 3"
+    parallel = workload.parallel
+    groups, of_stage = groups_of(workload, lambda chunk: stock_buckets(chunk, parallel.dp))
+    ranks = []
+    for pp_rank, steps in enumerate(steps_of_ranks(parallel)):
+        stages = range(pp_rank, parallel.pp * parallel.vp, parallel.pp)
+        unshards = tuple(Unshard(group, "gpu") for stage in stages for group in reversed(of_stage[stage]))
+        entries = tuple(StepActions(str(step)) for step in steps)
+        ranks.append(Rank(pp_rank=pp_rank, start=Start(unshard=unshards), steps=entries))
     return _schedule(workload, groups, ranks)
 
 

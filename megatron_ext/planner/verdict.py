@@ -9,7 +9,7 @@ from megatron_ext.formats import rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import best_of_gathers
 from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
-from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule, synchronous_schedule
 from megatron_ext.planner.within_memory import plan_within_memory
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.schedule_text import bytes_by_route
@@ -24,15 +24,13 @@ LEAST_GAIN = 0.01
 HELPS, HELPS_NOT, CANNOT_TELL = "helps", "does not help", "cannot tell"
 """The three answers."""
 
-STOCK = "stock Megatron"
 LAYERS_ANEW = "every layer gathered anew, as FSDP does"
-"""What :func:`megatron_ext.planner.stock.stock_schedule` is at zero stage 1 and at zero stage 3, where stock Megatron
-has no rule."""
+"""What :func:`megatron_ext.planner.stock.stock_schedule` is at zero stage 3, where stock Megatron has no rule."""
 
 
 def rule_of(workload: Workload) -> str:
     """What is simulated without a schedule."""
-    return STOCK if workload.zero_stage < 3 else f"{LAYERS_ANEW} (stock Megatron has no zero stage 3)"
+    return OVERLAPPED if workload.zero_stage < 3 else f"{LAYERS_ANEW} (stock Megatron has no zero stage 3)"
 
 
 class Verdict(NamedTuple):
@@ -41,7 +39,10 @@ class Verdict(NamedTuple):
     ``figures`` (times in microseconds, gains as parts of the other plan's iteration time, None where there is none):
 
     * ``answer``, one of the three, and ``helps`` (None for ``cannot tell``).
-    * ``compared_with``, ``compared_with_us``: stock Megatron, or at zero stage 3 the best plan by all-gathers alone.
+    * ``compared_with``, ``compared_with_us``: the faster of stock Megatron with and without ``--overlap-param-gather``,
+      or at zero stage 3 the best plan by all-gathers alone.
+    * ``stock_by_option_us``: iteration times of stock Megatron with and without that option, by name (zero stage 3:
+      none). What one gains over the other is no gain of the plan.
     * ``gain`` and ``gain_us``, expected: the median over ``samples`` perturbed tables; ``gain_low`` and ``gain_high``
       (90 %) over the same; ``uncertainty_us``, the distance of the farther end from ``gain_us``; ``gain_on_table``, on
       the given table, on which the plan was chosen: it may lie outside (:mod:`megatron_ext.planner.gain_interval`).
@@ -57,53 +58,71 @@ class Verdict(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What a plan is compared with. ``naive``: by the rule without any planning; ``gathers``: name, schedule and time
-    of the best plan by all-gathers alone."""
+    """What a plan is compared with.
+
+    Attributes:
+        naive: by the rule without any planning; at zero stage 1 stock Megatron by the option named ``option``.
+        gathers: name, schedule and time of the best plan by all-gathers alone.
+        by_option_us: iteration times of stock Megatron by option.
+    """
 
     naive: Schedule
     naive_us: float
     gathers: tuple[str, Schedule, float]
     zero_stage: int
+    option: str
+    by_option_us: dict[str, float]
 
     @property
     def other(self) -> tuple[str, Schedule, float]:
         """Name, schedule and iteration time of what a user would run without the plan."""
         if self.zero_stage < 3:
-            return STOCK, self.naive, self.naive_us
+            return self.option, self.naive, self.naive_us
         name, schedule, us = self.gathers
         return f"the best plan by all-gathers alone ({name})", schedule, us
 
 
-def compare_with(workload: Workload, timing: Timing, known_us: dict[str, float] | None = None) -> Comparison | None:
+def compare_with(
+    workload: Workload, timing: Timing, known_us: dict[str, float] | None = None, *, as_trained: bool = False
+) -> Comparison | None:
     """The plans to compare with; None where all-gathers were not measured for these sizes, or where by them alone
     nothing keeps ``limits.device_bytes``.
 
     Args:
         known_us: iteration times of baselines on the same table.
+        as_trained: compare with ``--overlap-param-gather``, by which a measured run of stock Megatron trains, also
+            where Megatron would be faster without it.
     """
-    naive = stock_schedule(workload)
+    stock = {OVERLAPPED: stock_schedule(workload)}
+    if workload.zero_stage < 3:
+        stock[SYNCHRONOUS] = synchronous_schedule(workload)
     try:
-        naive_us = run(workload, timing, naive).iteration_time_us
+        by_option_us = {name: run(workload, timing, each).iteration_time_us for name, each in stock.items()}
     except InputError:
         return None
+    option = OVERLAPPED if as_trained else min(by_option_us, key=lambda name: by_option_us[name])
+    naive, naive_us = stock[option], by_option_us[option]
+    known = workload.zero_stage, option, by_option_us if workload.zero_stage < 3 else {}
     if workload.limits.device_bytes is not None and workload.zero_stage == 3:
         try:
             gathers = plan_within_memory(workload, timing, ("gpu",), 0.0, only_gathers=True)
         except InputError:  # nothing by all-gathers alone keeps the limit
             return None
         best = "gathers-only", gathers, run(workload, timing, gathers).iteration_time_us
-        return Comparison(naive, naive_us, best, workload.zero_stage)
+        return Comparison(naive, naive_us, best, *known)
     best = best_of_gathers(workload, timing, known_us)
-    return Comparison(naive, naive_us, best or ("all-gpu", naive, naive_us), workload.zero_stage)
+    return Comparison(naive, naive_us, best or ("all-gpu", naive, naive_us), *known)
 
 
-def verdict(workload: Workload, table: CostTable, schedule: Schedule, *, extrapolate: bool = False) -> Verdict:
-    """Judge a planned schedule (with its ``predicted`` filled in)."""
+def verdict(
+    workload: Workload, table: CostTable, schedule: Schedule, *, extrapolate: bool = False, as_trained: bool = False
+) -> Verdict:
+    """Judge a planned schedule (with its ``predicted`` filled in). ``as_trained``: see :func:`compare_with`."""
     predicted = schedule.predicted
     assert predicted is not None, "only a planned schedule can be judged"
     figures = _of_plan(predicted)
     timing = Timing(workload, table, extrapolate=extrapolate)
-    against = compare_with(workload, timing, predicted.baselines_us)
+    against = compare_with(workload, timing, predicted.baselines_us, as_trained=as_trained)
     lines = [f"predicted iteration time {predicted.iteration_time_us / 1e3:.3f} ms"]
     if against is not None:
         name, other, _ = against.other
@@ -140,7 +159,7 @@ def _of_plan(predicted: Predicted) -> dict:
     ours, bound = predicted.iteration_time_us, predicted.lower_bound_us or 0.0
     names = "answer helps compared_with compared_with_us gain gain_us gain_low gain_high uncertainty_us samples"
     names += " gain_on_table stock_us layers_anew_us gathers_only gathers_only_us gain_of_timing gain_of_routes missing"
-    names += " measure_better"
+    names += " measure_better stock_by_option_us"
     return {
         "iteration_time_us": ours,
         **dict.fromkeys(names.split()),
@@ -160,6 +179,7 @@ def _of_gain(ours: float, against: Comparison, gain: Gain, answer: str) -> dict:
         "helps": {HELPS: True, HELPS_NOT: False}.get(answer),
         "compared_with": name,
         "compared_with_us": other_us,
+        "stock_by_option_us": against.by_option_us or None,
         "gain": gain.gain,
         "gain_us": gain.gain * other_us,
         "gain_low": gain.low,
@@ -195,8 +215,24 @@ def _gain_lines(figures: dict) -> list[str]:
             f"better timing alone: {figures['gain_of_timing']:.2%} ({split}, beside {LAYERS_ANEW}: "
             f"{figures['layers_anew_us'] / 1e3:.3f} ms; stock Megatron has no zero stage 3)"
         )
+    if figures["stock_by_option_us"]:
+        lines += option_hint(figures["compared_with"], figures["stock_by_option_us"])
     lines += [f"not in the cost table: {text}" for text in figures["missing"]]
     return lines
+
+
+def option_hint(compared_with: str, by_option_us: dict[str, float]) -> list[str]:
+    """What Megatron's own option gains, as a line, where it is 0.1 % or more: no plan may claim it."""
+    best = min(by_option_us, key=lambda name: by_option_us[name])
+    best_us, worst_us = by_option_us[best], max(by_option_us.values())
+    gain = 1 - best_us / worst_us
+    if gain < 0.001:
+        return []
+    what = "Megatron's own --overlap-param-gather" if best == OVERLAPPED else "leaving --overlap-param-gather out"
+    counted = "is in the gain above" if compared_with != best else "is not counted as a gain of the plan"
+    return [
+        f"hint: {what} gains {gain:.2%} by itself ({worst_us / 1e3:.3f} to {best_us / 1e3:.3f} ms), which {counted}"
+    ]
 
 
 def _on_table(figures: dict) -> str:

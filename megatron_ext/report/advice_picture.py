@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from megatron_ext.formats import picture
 from megatron_ext.planner.advice import Advice, Outcome
-from megatron_ext.planner.advice_text import LINKS, compared_with
+from megatron_ext.planner.advice_text import LINKS
 
 
 def save(advice: Advice, path) -> None:
@@ -26,7 +26,11 @@ def _times(axes, advice: Advice) -> None:
     outcome = advice.outcome
     times, middle = outcome.best.times, outcome.best.times.iteration_time_us
     interval = [[(middle - advice.iteration_us.low) / 1e3], [(advice.iteration_us.high - middle) / 1e3]]
-    names = [compared_with(outcome).partition(" (")[0], "plan", *(LINKS[link] for link in times.busy_us)]
+    names = [
+        outcome.compared_with.replace("Megatron with", "Megatron\nwith").partition(" (")[0],
+        "plan",
+        *(LINKS[link] for link in times.busy_us),
+    ]
     values = [outcome.other.times.iteration_time_us, middle, *times.busy_us.values()]
     colours = ["tab:grey", "tab:blue"] + ["tab:cyan"] * len(times.busy_us)
     axes.barh(names, [us / 1e3 for us in values], color=colours)

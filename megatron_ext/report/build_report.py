@@ -85,7 +85,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     # A schedule written by hand holds no prediction.
     schedule = run.schedule if run.schedule.predicted is not None else with_prediction(run.schedule, ours)
     assert schedule.predicted is not None and stock.events is not None and ours.events is not None
-    judged = verdict(run.workload, run.table, schedule, extrapolate=extrapolate)
+    judged = verdict(run.workload, run.table, schedule, extrapolate=extrapolate, as_trained=True)
     measured = {"stock": run.stock_trace, "scheduled": run.scheduled_trace}
     turn_iterations = run.turn_iterations
     indices = counted(run.iterations, turn_iterations)

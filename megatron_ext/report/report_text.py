@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
-from megatron_ext.planner.verdict import STOCK
+from megatron_ext.planner.stock import OVERLAPPED
 from megatron_ext.report.build_report import Pair, Report
 from megatron_ext.report.run_dir import READ, WRITTEN
 from megatron_ext.report.spread import Spread
@@ -95,8 +95,8 @@ def compared_with(report: Report) -> str:
         rule = run.gathers_only.metadata.planner
         return f"the best plan by all-gathers alone ({rule}); stock Megatron has no zero stage 3"
     if run.workload.zero_stage < 3:
-        return STOCK
-    return f"{STOCK}, which keeps whole parameters (zero stage 1): it has no zero stage 3"
+        return OVERLAPPED
+    return f"{OVERLAPPED}, which keeps whole parameters (zero stage 1): it has no zero stage 3"
 
 
 def rows(report: Report) -> list[tuple[str, str, str, str]]:

@@ -105,6 +105,7 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
 
     rank = schedule.ranks[pp_rank]
     program.start = [stage(a) for a in rank.start.stage_in] + [gather(a, -1) for a in rank.start.unshard]
+    program.start += [(WAIT, number) for _, number in waits.pop(-1, ())]  # before the first step, by no schedule file
     whole = [(((RUN, sum(times.forward)),), ((RUN, sum(times.backward)),)) for times in timing.layers[pp_rank]]
     reduces = _reduces(groups, spans, workload, timing, pp_rank, steps)
     for index, (entry, step) in enumerate(zip(rank.steps, steps)):

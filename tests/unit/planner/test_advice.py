@@ -12,6 +12,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import advice
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.quick_plan import FewRounds, quick_plans
+from megatron_ext.planner.stock import OVERLAPPED
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Limits
@@ -143,12 +144,12 @@ def test_the_command_on_a_laptop(without_torch, capsys, tmp_path):
     out, err = capsys.readouterr()
     said = json.loads(out)
     assert said["estimated"] and said["answer"] in ("helps", "does not help", "cannot tell")
-    assert said["gain_low"] <= said["gain"] <= said["gain_high"] and said["compared_with"] == "stock Megatron"
+    assert said["gain_low"] <= said["gain"] <= said["gain_high"] and said["compared_with"] == OVERLAPPED
     assert {"whole_parameters", "gradients", "optimizer_states", "activations"} <= set(said["memory"]["device_bytes"])
     assert said["settings"]["--micro-batch-size 2"]["iteration_time_us"] > 0
     assert "ESTIMATED from a data sheet" in err and len(err.splitlines()) <= 24
     # A plan that does not fit is said where the answer is, beside what a run may fill.
-    assert f"does not fit; {said['answer']}: gain over stock Megatron" in err
+    assert f"does not fit; {said['answer']}: gain over {OVERLAPPED}" in err
     parts = f"of it by host copies {said['gain_of_routes']:.1%}, by timing {said['gain'] - said['gain_of_routes']:.1%}"
     assert parts in err
     assert "of 42114.3 MiB that a run may fill of a device's 45776; DOES NOT FIT: " in err

@@ -7,7 +7,7 @@ from planning_cases import make_table, make_workload
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import plan, verdict
 from megatron_ext.planner.gain_interval import dominant_cost, gain_interval, tables_to_draw
-from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule
 from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, answer_of
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
@@ -162,10 +162,28 @@ def test_zero_stage_1_is_compared_with_stock_and_split():
     work, table = small_gain()
     figures = judged(work, table).figures
     stock_us = run(work, Timing(work, table), stock_schedule(work)).iteration_time_us
-    assert figures["compared_with"] == "stock Megatron" and figures["compared_with_us"] == stock_us
+    assert figures["compared_with"] == OVERLAPPED and figures["compared_with_us"] == stock_us
     assert figures["stock_us"] == stock_us and figures["layers_anew_us"] is None
     assert figures["gain_of_timing"] >= 0
     assert figures["gain_on_table"] == pytest.approx(figures["gain_of_timing"] + figures["gain_of_routes"])
+
+
+def test_what_megatron_s_own_option_gains_is_said_and_is_no_gain_of_the_plan():
+    """1F1B is faster without --overlap-param-gather, interleaved stages with it."""
+    work = make_workload(pp=4, vp=1, microbatches=4, order="1f1b")
+    table = make_table(work, gpu=(100.0, 1e12), cpu=None, publish=None, contention=ALL_PAIRS, group_overhead=CALLS)
+    planned = plan(work, table)
+    answer, measured = (verdict(work, table, planned, as_trained=trained) for trained in (False, True))
+    ours, by_option = answer.figures, answer.figures["stock_by_option_us"]
+    assert ours["compared_with"] == SYNCHRONOUS and ours["compared_with_us"] == min(by_option.values())
+    assert by_option[OVERLAPPED] > by_option[SYNCHRONOUS] + 250
+    option = 1 - by_option[SYNCHRONOUS] / by_option[OVERLAPPED]
+    hint = f"hint: leaving --overlap-param-gather out gains {option:.2%} by itself"
+    assert hint in answer.text and "which is not counted as a gain of the plan" in answer.text
+    assert hint in measured.text and "which is in the gain above" in measured.text
+    assert measured.figures["compared_with"] == OVERLAPPED
+    assert measured.figures["gain_on_table"] == pytest.approx(1 - (1 - ours["gain_on_table"]) * (1 - option))
+    assert "hint: Megatron's own --overlap-param-gather gains" in judged(*small_gain()).text
 
 
 def test_zero_stage_3_is_compared_with_the_best_of_all_gathers_alone():
