@@ -6,10 +6,11 @@ Nothing here was measured: costs are made from published figures (benchmarks/sys
 benchmarks/data/published_links.json, each figure with its source), shapes from papers
 (benchmarks/model_shapes.py), times from the project's event engine. A row says what a hybrid
 plan gains over the faster of stock Megatron with and without ``--overlap-param-gather`` (zero
-stage 3, which stock Megatron does not have: over the best plan by all-gathers alone), how far it is from the bound that the planner proves, and from the
-physical limit: all links of a rank busy at their best rate at once, without latency or
-disturbance. ``timing`` is what the best plan by all-gathers alone gains over stock Megatron (zero
-stage 3: over gathering every layer anew), ``routes`` what the hybrid plan gains beyond that plan.
+stage 3, which stock Megatron does not have: over the best plan by all-gathers alone), how far it
+is from the bound that the planner proves, and from the physical limit: all links of a rank busy
+at their best rate at once, without latency or disturbance. ``timing`` is what the best plan by
+all-gathers alone gains over stock Megatron (zero stage 3: over gathering every layer anew),
+``routes`` what the hybrid plan gains beyond that plan.
 Writes benchmarks/results/simulated_clusters.json and .png.
 """
 
