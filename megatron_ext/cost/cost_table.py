@@ -42,12 +42,13 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Cost by size. ``algorithms`` holds one curve a name where a source compares several
     (nccl_ring, nccl_tree, ...); ``source`` says where the figures come from; ``reads`` how the drive was read, of the
-    ``nvme`` route."""
+    ``nvme`` route; ``counts`` whose bytes the sizes are: an imported ``reduce`` has those of the gradients."""
 
     points: tuple[Point, ...] = ()
     algorithms: dict[str, tuple[Point, ...]] = {}
     source: str | None = None
     reads: DriveReads | None = None
+    counts: Literal["parameters", "gradients"] = "parameters"
 
 
 class Routes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -155,7 +156,8 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Everything measured. ``reduce`` (gradient reduce-scatter by group bytes) and
+    """Everything measured. ``reduce`` (gradient reduce-scatter by group bytes, or by
+    bytes of the gradients where it says so) and
     ``optimizer`` (one optimizer step by bytes of whole parameters of one rank) are needed
     only to predict a whole iteration; a prediction without them says that it leaves them out. ``host_add`` is adding
     one float32 gradient shard to another in host memory, by bytes of the shard. ``host_step`` is the host's optimizer

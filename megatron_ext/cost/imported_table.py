@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
 from megatron_ext.cost.cost_table import SCHEMA_VERSION, CostTable, Curve, Metadata, Point, Routes, check
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
@@ -67,7 +69,7 @@ def table_of(path, collective: str, curve: Curve, **metadata) -> CostTable:
     """A table that holds one collective's curve, of the file ``path``, where it belongs."""
     fields = {
         "all_gather": {"routes": Routes(gpu=curve)},
-        "reduce_scatter": {"reduce": curve},
+        "reduce_scatter": {"reduce": msgspec.structs.replace(curve, counts="gradients")},
         "sendrecv": {"p2p": curve},
         "all_reduce": {"all_reduce": curve},
     }[collective]

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from megatron_ext.cost.cost_table import KINDS, CostTable
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.cost.estimates import Costs
+from megatron_ext.cost.gradient_sizes import by_parameter_bytes
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import COMPUTE
 from megatron_ext.simulator.processor_times import ProcessorTimes
@@ -37,6 +38,7 @@ class Timing:
     """
 
     def __init__(self, workload: Workload, table: CostTable, *, extrapolate: bool = False):
+        table = by_parameter_bytes(table, workload)
         self.workload, self.table, self.extrapolate = workload, table, extrapolate
         flat, hierarchical = _by_algorithm(table)
         self.costs = Costs(flat, extrapolate=extrapolate)

@@ -2,10 +2,14 @@
 
 import logs
 import pytest
+from msgspec.structs import replace
+from planning_cases import make_table, make_workload
 
 from megatron_ext.cli import main as cli
-from megatron_ext.cost import importers
+from megatron_ext.cost import cost_table, importers
 from megatron_ext.formats.errors import InputError
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
 
 def test_nccl_tests_all_gather(tmp_path):
@@ -100,3 +104,39 @@ def test_broken_nccl_tests_logs(tmp_path, case, capsys):
 def test_lines_that_a_launcher_has_labelled(tmp_path, label):
     text = "".join(label + line + "\n" for line in logs.nccl_tests().rstrip("\n").split("\n"))
     assert len(importers.read("nccl-tests", logs.write(tmp_path, text)).routes.gpu.points) == len(logs.ROWS)
+
+
+REDUCE_SCATTER = """\
+# nThread 1 nGpus 8 minBytes 8388608 maxBytes 134217728 step: 4(factor) warmup iters: 5 iters: 20 agg iters: 1
+#
+# Using devices
+#  Rank  0 Group  0 Pid  71012 on    node-1 device  0 [0x1b] NVIDIA H100 80GB HBM3
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+     8388608        262144     float     sum      -1    71.20  117.82  103.09      0    70.00  119.84  104.86      0
+    33554432       1048576     float     sum      -1   148.10  226.57  198.25      0   150.00  223.70  195.73      0
+   134217728       4194304     float     sum      -1   462.90  289.95  253.71      0   460.00  291.78  255.31      0
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 185.2
+#
+"""
+BETWEEN = 70.0 + (150.0 - 70.0) / 3
+"""Of 16 MiB, between 8 and 32."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradient_dtype", "us"),
+    [("bfloat16", "float32", 150.0), ("bfloat16", "bfloat16", BETWEEN), ("float32", "float32", BETWEEN)],
+)
+def test_a_reduce_scatter_is_read_at_the_bytes_of_the_gradients(tmp_path, dtype, gradient_dtype, us):
+    """16 MiB of 16-bit parameters reduce 32 MiB of float32 gradients."""
+    imported = importers.read("nccl-tests", logs.write(tmp_path, REDUCE_SCATTER), collective="reduce_scatter")
+    cost_table.save(tmp_path / "T.json", imported)
+    work = make_workload(dtypes=(dtype,), pp=1, vp=1, order="no_pipeline")
+    work = replace(work, optimizer=OptimizerSettings(gradient_dtype=gradient_dtype))
+    table = replace(make_table(work), reduce=cost_table.load(tmp_path / "T.json").reduce)
+    assert Timing(work, table).reduce_us(1 << 24) == pytest.approx(us)
+    measured = Timing(work, replace(table, reduce=replace(table.reduce, counts="parameters")))
+    assert measured.reduce_us(1 << 24) == pytest.approx(BETWEEN)
