@@ -200,7 +200,7 @@ def force_param_sync(model, args) -> None:
 
 def train(args, model, optimizer, config, datasets) -> dict:
     """Train and return this rank's metrics (megatron_ext/formats/metrics.py)."""
-    iteration = checkpoint.load(args.load, model, optimizer) if args.load else 0
+    args.iteration = iteration = checkpoint.load(args.load, model, optimizer) if args.load else 0
     hooks.on_train_setup(args, model, optimizer, config)
     iterators = [batches_of(args, datasets[0], iteration) for _ in model]
     metrics = {"loss": [], "grad_norm": [], "iteration_us": [], "eval_loss": [], "peak_bytes": 0, "census": []}
@@ -291,6 +291,7 @@ def main() -> int:
         args.user_defined_schedule_trace,
         parallel=gpt_arguments.parallel_of(args),
         check=args.user_defined_schedule_check,
+        delay=args.delayed_parameter_update,
     )
     initialize(args)
     model, optimizer, config = build_model_and_optimizer(args)

@@ -37,4 +37,12 @@ def add_arguments(parser):
         help="End a scheduled run, and say what every group and thread is doing, when no step has ended for so long "
         "within an iteration; 0: never. Default: nine tenths of --distributed-timeout-minutes.",
     )
+    group.add_argument(
+        "--delayed-parameter-update",
+        metavar="N",
+        type=int,
+        default=None,
+        help="After N iterations, step the host's optimizer (--optimizer-cpu-offload) beside the next iteration, whose "
+        "parameters are then one update old. Changes training. Default: never.",
+    )
     return parser

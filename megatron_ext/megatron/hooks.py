@@ -20,9 +20,10 @@ ended = False
 """Whether a run has written what it was to write."""
 
 
-def configure(schedule=None, trace=None, *, parallel=None, check=None):
+def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=None):
     """Make a run active: gather by ``schedule`` (a path), write a trace to ``trace`` (a path), make or compare with
-    the reference ``check`` (a path, see :mod:`megatron_ext.megatron.equality_check`).
+    the reference ``check`` (a path, see :mod:`megatron_ext.megatron.equality_check`). ``delay``: updates are delayed
+    after so many iterations, see :mod:`megatron_ext.runtime.delayed_update`; None: none is.
 
     ``parallel`` (a :class:`megatron_ext.workload.parallel.Parallel`) lets a schedule for other
     sizes be refused at once, before processes have found each other.
@@ -36,11 +37,13 @@ def configure(schedule=None, trace=None, *, parallel=None, check=None):
     _looked = True
     if check is not None and schedule is None:
         raise InputError("needs --user-defined-schedule", field="--user-defined-schedule-check", value=str(check))
+    if delay is not None and schedule is None:
+        raise InputError("needs --user-defined-schedule", field="--delayed-parameter-update", value=delay)
     if schedule is None and trace is None:
         return None
     from megatron_ext.megatron.lifecycle import Run
 
-    _run = Run(schedule, trace, parallel, check)
+    _run = Run(schedule, trace, parallel, check, delay)
     return _run
 
 
@@ -84,7 +87,8 @@ def _configure_from(args) -> None:
         refusals.check_start(args)
         parallel = parallel_of_megatron(args)
     trace, check = (getattr(args, f"user_defined_schedule_{name}", None) for name in ("trace", "check"))
-    run = configure(schedule, trace, parallel=parallel, check=check)
+    delay = getattr(args, "delayed_parameter_update", None)
+    run = configure(schedule, trace, parallel=parallel, check=check, delay=delay)
     if run is not None and run.schedule is not None and run.schedule.zero_stage == 3:
         refusals.refuse_at_zero_stage_3(args)
 

@@ -24,7 +24,7 @@ from megatron_ext.formats import json_files
 from megatron_ext.formats import trace as trace_file
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
-from megatron_ext.megatron import buckets, checkpoint_states, refusals, run_summary, stock_trace
+from megatron_ext.megatron import buckets, checkpoint_states, delayed_steps, refusals, run_summary, stock_trace
 from megatron_ext.megatron.agreement import agree, gather_objects
 from megatron_ext.megatron.boundaries import bare
 from megatron_ext.megatron.describe_model import describe_chunk
@@ -33,6 +33,7 @@ from megatron_ext.megatron.optimizer_steps import OptimizerSteps
 from megatron_ext.megatron.pre_hooks import replace_pre_hooks
 from megatron_ext.megatron.prepare import prepare
 from megatron_ext.megatron.recompute import check_recompute
+from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.step_calls import IDLE, StepCalls
 from megatron_ext.megatron.workload_of_run import workload_of_run
@@ -88,14 +89,15 @@ class Run:
         trace: path of the trace to write, or None.
         check: path of the reference of the equality check, or None.
         parallel: the run's parallel sizes where they are known, so that a schedule for others is refused at once.
+        delay: value of --delayed-parameter-update, or None.
 
     Raises:
         InputError: the schedule cannot be read, is not valid, or is for other parallel sizes; or the reference is of
             another schedule.
     """
 
-    def __init__(self, schedule, trace, parallel=None, check=None):
-        self.path, self.trace_path = schedule, trace
+    def __init__(self, schedule, trace, parallel=None, check=None, delay=None):
+        self.path, self.trace_path, self.delay = schedule, trace, delay
         self.state = State.UNSCHEDULED if schedule is None else State.BUILDING
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         self.recorder: Recorder | None = None
@@ -115,14 +117,17 @@ class Run:
         self._optimizers_pending: set[int] = set()
         self._steps: OptimizerSteps | None = None
         self._reference: ReferenceGradients | None = None
+        self._reference_delay: ReferenceDelay | None = None
         if schedule is not None:
             self.sha256 = json_files.sha256(schedule)
             self.schedule = validate.load(schedule)
             self.faults = faults.from_environment()
+            delayed_steps.check(delay, self.schedule, schedule)
             if parallel is not None:
                 match.match_parallel(self.schedule, parallel, file=schedule)
             if check is not None:
-                self.check = EqualityCheck(check, self.sha256)
+                rule = "" if delay is None else f" {delayed_steps.OPTION} {delay}"
+                self.check = EqualityCheck(check, self.sha256 + rule)
                 self.stock_gather |= self.check.is_reference
         if trace is not None and self.recorder is not None:
             stock_trace.record_steps(self.recorder)
@@ -195,14 +200,16 @@ class Run:
                 self._announce(args)
             if self.check is not None:
                 self.check.watch(optimizer)
+            begun = getattr(args, "iteration", 0)
             if self.stock_gather:
+                self._agree(self._try_to_delay_reference(optimizer, begun))
                 if any(group.gradients for group in self.schedule.groups):
                     self._reference = ReferenceGradients(self.schedule, self._bucket_groups)
                 self._move_to(State.REFERENCE)
             else:
                 self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
                 self.watch = Watch(dist.get_rank(), _step_seconds(args))
-                self._agree(self._try_to_prepare(nvme_path))
+                self._agree(self._try_to_prepare(nvme_path, begun))
                 self._begin()
                 assert self.executor is not None
                 self._steps = OptimizerSteps(optimizer, self.executor.step_skipped)
@@ -210,7 +217,7 @@ class Run:
             stock_trace.record_optimizer(optimizer, self.recorder)
 
     def _agree(self, error: str | None) -> None:
-        kind = "reference" if self.stock_gather else "scheduled"
+        kind = f"{'reference' if self.stock_gather else 'scheduled'} {self.delay}"
         agree(error, ("schedule sha256 and kind of run", f"{self.sha256[:12]} {kind}"), file=self.path)
 
     def _mismatch(self, args, nvme_path) -> str | None:
@@ -245,12 +252,22 @@ class Run:
             return str(error)
         return None
 
-    def _try_to_prepare(self, nvme_path) -> str | None:
+    def _try_to_delay_reference(self, optimizer, begun: int) -> str | None:
+        if self.delay is not None:
+            try:
+                self._reference_delay = ReferenceDelay(optimizer, self._ddps, begun, self.delay)
+            except InputError as error:
+                return str(error)
+        return None
+
+    def _try_to_prepare(self, nvme_path, begun: int) -> str | None:
         """Make the executor; an error of this rank alone is returned, for all ranks to refuse."""
         assert self.schedule is not None
         try:
             self.executor = prepare(
-                self.schedule, self._ddps, self._bucket_groups, self._optimizers, self.faults, self.recorder, nvme_path
+                *(self.schedule, self._ddps, self._bucket_groups, self._optimizers, self.faults, self.recorder),
+                nvme_path=nvme_path,
+                delay=None if self.delay is None else (begun, self.delay),
             )
         except InputError as error:
             return str(error)
@@ -279,6 +296,8 @@ class Run:
             self.sample.begin_iteration(self.recorder.iteration)
         if self.state is State.BUILDING and not forward_only and not self.stock_gather:
             raise ScheduleError("training begins before megatron_ext.megatron.hooks.on_train_setup was called")
+        if self._reference_delay is not None and not forward_only:
+            self._reference_delay.begin()
         if self._reference is not None and self.state is State.REFERENCE and not forward_only:
             self._reference.begin()
             return self._reference
@@ -319,6 +338,8 @@ class Run:
         """Bring all parameters whole onto the device; collective."""
         if self.executor is not None:
             self.executor.unshard_all()
+        elif self._reference_delay is not None:
+            self._reference_delay.apply()
 
     def peak_bytes(self) -> int:
         """Most bytes of whole parameters on this rank's device in the last iteration; 0 where
@@ -338,8 +359,7 @@ class Run:
         Raises:
             InputError: on every rank, where the run differs from the reference of its equality check.
         """
-        if self.executor is not None:
-            self.executor.unshard_all()
+        self.unshard_all()
         digest = self._parameter_digest() if self.check is not None else ""
         if self.executor is not None:
             self.executor.close()
@@ -394,6 +414,8 @@ class Run:
         warning = refusals.environment_mismatch(self.schedule, self.path)
         if warning is not None:
             lines.append(warning)
+        if self.delay is not None:
+            lines.append(delayed_steps.line(self.delay))
         if self.check is not None:
             lines += self.check.start_lines()
         if has_cuda():

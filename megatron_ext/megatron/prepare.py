@@ -10,6 +10,7 @@ from megatron_ext.cpubench.allocator import keep_freed_blocks
 from megatron_ext.megatron.agreement import gather_objects
 from megatron_ext.megatron.boundaries import Boundaries, bare
 from megatron_ext.megatron.copies import Copies
+from megatron_ext.megatron.delayed_steps import delay_steps
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
@@ -19,6 +20,7 @@ from megatron_ext.megatron.step_beside_backward import step_beside_backward
 from megatron_ext.runtime import debug
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.cpu_shard import CpuShardRoute, make_data_group
+from megatron_ext.runtime.delayed_update import DelayedUpdate
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.runtime.early_steps import EarlySteps
@@ -44,6 +46,7 @@ def prepare(
     faults: Faults,
     recorder: Recorder | None,
     nvme_path=None,
+    delay: tuple[int, int] | None = None,
 ) -> Executor:
     """Make everything that training by ``schedule`` needs on this rank; collective.
 
@@ -53,6 +56,7 @@ def prepare(
         faults: delays and negative controls.
         recorder: where to record issues and waits, and where it records every iteration also links; or None.
         nvme_path: directory for NVMe copies and optimizer states, where the schedule has any.
+        delay: as :class:`DelayedUpdate` takes ``begun`` and ``after``; None: no update is delayed.
 
     Raises:
         InputError: copies cannot be made; not on every rank of the run.
@@ -64,26 +68,22 @@ def prepare(
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
     _hold_shards_only(schedule, ddps, groups, optimizers, buckets)
     links = recorder if recorder and recorder.iterations is None else None
-    hierarchical = _hierarchical(schedule, groups, process_group, links)
-    gpu, routes, order = _collective_routes(process_group, hierarchical, links)
+    gpu, routes, order, buffered = _collective_routes(schedule, groups, process_group, faults, links)
     checks = _checks(schedule, pp_rank, process_group, order)
-    offloaded = _offloaded(schedule, optimizers, buckets)
-    copies = Copies(schedule, groups, offloaded, process_group, clock, faults, links, nvme_path)
+    copies = Copies(
+        schedule, groups, _offloaded(schedule, optimizers, buckets), process_group, clock, faults, links, nvme_path
+    )
     routes.update(copies.routes)
-    cpu_shard = _cpu_shard(schedule, groups, process_group, faults, links)
-    if cpu_shard is not None:
-        routes["cpu_shard"] = cpu_shard if order is None else debug.OrderedRoute(cpu_shard, order)
-    early = _early(schedule, optimizers, bucket_groups, groups, copies.publisher, faults, links)
+    how = dict(published=copies.publisher and copies.publisher.wait, faults=faults, recorder=links)
+    early, delayed, beside = _beside_training(schedule, optimizers, bucket_groups, groups, delay, **how)
     states = _states(schedule, optimizers, buckets, nvme_path, links)
-    buffered = [route for route in (hierarchical, cpu_shard) if route]
     boundaries = _boundaries(schedule, ddps, pp_rank)
     reducer = _reducer(schedule, bucket_groups, optimizers, process_group, faults, order, early)
-    resting = partial(resting_storages, groups, ddps, optimizers, copies, states, buffered, reducer, early)
-    how = (groups, routes, clock, boundaries, recorder, faults.skip_group, checks is not None, reducer)
-    program = compile_program(schedule, schedule.ranks[pp_rank], *how)
-    parts = (program, groups, clock, residency, gpu.issue)
+    resting = partial(resting_storages, groups, ddps, optimizers, copies, states, buffered, reducer, beside)
+    steps = (groups, routes, clock, boundaries, recorder, faults.skip_group, checks is not None, reducer)
+    program = compile_program(schedule, schedule.ranks[pp_rank], *steps)
     executor = Executor(
-        *parts,
+        *(program, groups, clock, residency, gpu.issue),
         recorder=recorder,
         checks=checks,
         publisher=copies.publisher,
@@ -92,8 +92,10 @@ def prepare(
         census=Census(residency, _parameters(ddps), resting, reducer),
         reducer=reducer,
         early=early,
+        delayed=delayed,
     )
-    executor.on_close(boundaries.close, *copies.closing, *(p.close for p in (*states, *buffered, reducer, early) if p))
+    parts = (*states, *buffered, reducer, early, delayed)
+    executor.on_close(boundaries.close, *copies.closing, *(part.close for part in parts if part))
     return executor
 
 
@@ -104,23 +106,21 @@ def _offloaded(schedule: Schedule, optimizers: list, buckets: list) -> dict:
     return {index: copy for index, copy in copies.items() if schedule.groups[index].states_rest is None}
 
 
-def _early(
-    schedule: Schedule, optimizers: list, bucket_groups: dict, groups: dict[int, Group], publisher, faults, recorder
-) -> EarlySteps | None:
-    """Steps of this rank beside the backward; None where the schedule has the optimizer wait."""
-    if schedule.rollback_bytes is None or not groups:
-        return None
-    return step_beside_backward(
-        schedule,
-        optimizers,
-        bucket_groups,
-        groups,
-        published=publisher.wait if publisher is not None else None,
-        device=device_of(next(iter(groups.values())).whole),
-        faults=faults,
-        rank=dist.get_rank(),
-        recorder=recorder,
-    )
+def _beside_training(
+    schedule: Schedule, optimizers: list, bucket_groups: dict, groups: dict[int, Group], delay, **how
+) -> tuple[EarlySteps | None, DelayedUpdate | None, dict[str, list]]:
+    """Steps of this rank beside the backward and beside the next iteration, None where there are none, and what they
+    keep in host memory, by kind."""
+    if not groups:
+        return None, None, {}
+    how |= dict(device=device_of(next(iter(groups.values())).whole), rank=dist.get_rank())
+    if delay is not None:
+        delayed = delay_steps(optimizers, *delay, **how)
+        return None, delayed, {"next_parameters": [staging for staging, _ in delayed.staged]}
+    if schedule.rollback_bytes is None:
+        return None, None, {}
+    early = step_beside_backward(schedule, optimizers, bucket_groups, groups, **how)
+    return early, None, {"previous_states": [early.memory]}
 
 
 def _states(schedule: Schedule, optimizers: list, buckets: list, nvme_path, recorder) -> list[DriveStates]:
@@ -164,18 +164,24 @@ def _hold_shards_only(
 
 
 def _collective_routes(
-    process_group, hierarchical: HierarchicalRoute | None, recorder: Recorder | None
-) -> tuple[Route, dict[str, Route], debug.IssueOrder | None]:
-    """The plain all-gather, the routes by name as they are recorded and counted, and the count or None."""
+    schedule: Schedule, groups: dict[int, Group], process_group, faults: Faults, recorder: Recorder | None
+) -> tuple[Route, dict[str, Route], debug.IssueOrder | None, list]:
+    """The plain all-gather, the routes by name as they are recorded and counted, the count or None, and the routes that
+    go through buffers."""
+    hierarchical = _hierarchical(schedule, groups, process_group, recorder)
+    cpu_shard = _cpu_shard(schedule, groups, process_group, faults, recorder)
+    buffered = [route for route in (hierarchical, cpu_shard) if route]
     gpu: Route = GpuRoute(process_group)
     routes: dict[str, Route] = {"gpu": gpu if recorder is None else _RecordedGather(gpu, recorder)}
     if hierarchical is not None:
         routes[HIERARCHICAL] = hierarchical
+    if cpu_shard is not None:
+        routes["cpu_shard"] = cpu_shard
     if not debug.wanted():
-        return gpu, routes, None
+        return gpu, routes, None, buffered
     order = debug.IssueOrder()
     counted: dict[str, Route] = {name: debug.OrderedRoute(route, order) for name, route in routes.items()}
-    return debug.OrderedRoute(gpu, order), counted, order
+    return debug.OrderedRoute(gpu, order), counted, order, buffered
 
 
 def _hierarchical(schedule: Schedule, groups: dict[int, Group], process_group, recorder) -> HierarchicalRoute | None:

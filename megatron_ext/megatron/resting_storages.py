@@ -7,7 +7,6 @@ import torch
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.runtime.census import storage_bytes
 from megatron_ext.runtime.drive_states import DriveStates
-from megatron_ext.runtime.early_steps import EarlySteps
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import FreedGroup, Group
 
@@ -20,7 +19,7 @@ def resting_storages(
     states: list[DriveStates],
     routes: list,
     reducer: Reducer | None,
-    early: EarlySteps | None,
+    beside: dict[str, list[torch.Tensor]],
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by kind on the device, and by kind in host memory.
 
@@ -30,7 +29,7 @@ def resting_storages(
         states: optimizer states on the drive, which pass through slots in host memory.
         routes: whose gathers go through buffers.
         reducer: of the gradients that come and go, or None.
-        early: steps beside the backward, which keep copies of states; or None.
+        beside: what steps beside the training thread keep in host memory, by kind.
     """
     freed = [group for group in groups.values() if isinstance(group, FreedGroup)]
     device = {
@@ -43,8 +42,8 @@ def resting_storages(
         "staging_slots": sum(one.slots_bytes for one in states),
         "shards": storage_bytes(group.shard for group in freed if group.on_host),
     }
-    if early is not None:
-        _add(host, "previous_states", [early.memory])
+    for kind, tensors in beside.items():
+        _add(host, kind, tensors)
     if reducer is not None:
         shards = {index: gradient.shard for index, gradient in reducer.gradients.items()}
         _add(host, "gradients", [shards[index] for index in reducer.on_host])
@@ -88,6 +87,6 @@ def _main_parameters(optimizer) -> Iterator[torch.Tensor]:
 def _states(optimizer) -> Iterator[torch.Tensor]:
     inner = getattr(optimizer.optimizer, "sub_optimizers", None) or [optimizer.optimizer]
     for one in inner:
-        for state in one.state.values():
+        for state in list(one.state.values()):  # a delayed step may be making them
             # A step count is a number that some releases keep as a tensor.
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+            yield from (value for value in list(state.values()) if isinstance(value, torch.Tensor) and value.dim())

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from megatron_ext.runtime.census import Census
+from megatron_ext.runtime.delayed_update import DelayedUpdate
 from megatron_ext.runtime.early_steps import EarlySteps
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, State
@@ -30,6 +31,7 @@ class Executor:
         census: counts what this rank holds, or None.
         reducer: of the gradients that come and go, or None where all stay whole.
         early: steps the host's optimizer beside the backward, or None.
+        delayed: steps it beside the next iteration, or None.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Executor:
         census: Census | None = None,
         reducer: Reducer | None = None,
         early: EarlySteps | None = None,
+        delayed: DelayedUpdate | None = None,
     ):
         self.program, self.groups, self.clock, self.residency = program, groups, clock, residency
         self.gather, self.publisher, self.pool, self.recorder, self.checks = gather, publisher, pool, recorder, checks
@@ -57,7 +60,7 @@ class Executor:
         self.iterations, self._drop_staged, self.census, self.reducer = 0, drop_staged, census, reducer
         self.peak_bytes = 0  # of whole parameters in the iteration that ended last
         self._started = False
-        self.early = early
+        self.early, self.delayed = early, delayed
         self._undisturbed = True
         self.busy = False  # between the begin of an iteration and the update of parameters
         self._close: list[Callable[[], None]] = []
@@ -83,6 +86,8 @@ class Executor:
             self.census.begin()
         if self.early is not None:
             self.early.begin()
+        if self.delayed is not None:
+            self.delayed.begin()
 
     def expect(self, num_microbatches: int) -> None:
         """Raise ScheduleError if an iteration of so many micro-batches is not what the program is for."""
@@ -163,6 +168,8 @@ class Executor:
         self.clock.version += 1
         if self.publisher is not None:
             self.publisher.publish(self.iterations, from_shards=not by_optimizer)
+        if self.delayed is not None:
+            self.delayed.hand_over()
         if self.recorder is not None:
             self.recorder.add("issue", "publish", start, time.perf_counter_ns())
         self.start()
@@ -173,19 +180,37 @@ class Executor:
         self.busy = False
         if self.early is not None:
             self.early.undo()
+        self.apply_pending()
+
+    def apply_pending(self) -> None:
+        """Apply the delayed update between two iterations, if there is one. Collective."""
+        if self.delayed is not None and self.delayed.pending:
+            self._end_reads()
+            self.delayed.apply()
+            self.params_updated()
+
+    def _end_reads(self) -> None:
+        """No group is whole any more, and nobody reads what is published."""
+        self._drop_all()
+        if self.publisher is not None:
+            self.publisher.wait()
+            # Counts like an iteration: nobody overwrites copies that a slower rank still makes whole.
+            self.iterations += 1
+            self.publisher.end_reads(self.iterations, settle=True)
 
     def params_changed(self) -> None:
         """Whole parameters have new values that the optimizer did not write: take the shards
         from them, and go on as after an optimizer step. Collective."""
         if self.early is not None:
             self.early.ready = False
+        if self.delayed is not None and self.delayed.pending:
+            raise ScheduleError(
+                "parameters were changed while a delayed update is pending: call "
+                "megatron_ext.megatron.hooks.unshard_all() on all ranks before they are changed"
+            )
         for group in self.groups.values():
             group.adopt()
-        self._drop_all()
-        if self.publisher is not None:
-            # Counts like an iteration: nobody overwrites copies that a slower rank still makes whole.
-            self.iterations += 1
-            self.publisher.end_reads(self.iterations, settle=True)
+        self._end_reads()
         self.params_updated(by_optimizer=False)
 
     # Called from outside of training steps.
@@ -199,6 +224,7 @@ class Executor:
         """
         if self.early is not None:
             self.early.undo()
+        self.apply_pending()
         if self.publisher is not None:
             self.publisher.wait()
         self._undisturbed, self.busy = False, True

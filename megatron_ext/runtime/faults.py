@@ -19,7 +19,8 @@ VARIABLE = "MEGATRON_EXT_FAULTS"
 class Faults(NamedTuple):
     """Delays are upper bounds of uniform draws, in milliseconds; the rest are negative
     controls: ``no_wait`` copies without waiting for the other ranks' shards and adds gradients before they are
-    reduced, ``no_rollback`` lets every step beside the backward stand. The others are group ids: ``stale_group`` is
+    reduced, ``no_rollback`` lets every step beside the backward stand, ``undelayed`` applies every update at once, and
+    the delayed update of number ``lose_update``, from 1, is not made. The others are group ids: ``stale_group`` is
     published only once and comes by ``cpu_shard`` from its first shard, ``skip_group`` is never gathered,
     ``short_read`` is cut off on the drive in the middle of training, ``skip_reduce`` is never reduced, and the first
     part of ``late_add`` is added to its shard behind all others."""
@@ -34,6 +35,8 @@ class Faults(NamedTuple):
     short_read: int = -1
     step_delay_ms: float = 0.0
     no_rollback: int = 0
+    undelayed: int = 0
+    lose_update: int = -1
     skip_reduce: int = -1
     late_add: int = -1
     seed: int = 0

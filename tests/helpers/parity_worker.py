@@ -130,7 +130,7 @@ def train(
     example.gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
     example.set_seeds(args)
     args.user_defined_schedule = schedule
-    example.hooks.configure(schedule)
+    example.hooks.configure(schedule, delay=args.delayed_parameter_update)
     with overflowing(example) if meddle == "overflow" else contextlib.nullcontext():
         return _train_model(example, args, meddle)
 

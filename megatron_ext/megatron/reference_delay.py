@@ -1,0 +1,95 @@
+"""The reference of the delayed parameter update: Megatron's own step, one iteration later, one after another.
+
+Gradients and settings of an iteration are kept as copies. The next step puts them in place of its own, steps as
+Megatron does, and keeps its own in turn. No thread, no staging.
+"""
+
+from functools import partial
+
+import torch
+
+from megatron_ext.megatron.delayed_steps import optimizers_on_host
+
+
+class ReferenceDelay:
+    """Delays the updates of a run in which Megatron gathers.
+
+    Args:
+        optimizer: Megatron's optimizer of the run.
+        ddps: its model chunks.
+        begun: training iterations that have ended before this run.
+        delay: updates of so many first iterations are not delayed.
+
+    Raises:
+        InputError: an optimizer does not step on the host.
+    """
+
+    def __init__(self, optimizer, ddps: list, begun: int, delay: int):
+        self._iteration, self._delay, self._pending = begun, delay, {}
+        for inner in optimizers_on_host(getattr(optimizer, "chained_optimizers", [optimizer]), delay):
+            vars(inner)["step"] = partial(self._step, inner, inner.step)
+        vars(optimizer)["step"] = partial(self._step_or_skip, optimizer.step)
+        for ddp in ddps:  # Megatron calls it before it evaluates, saves and hashes
+            vars(ddp)["disable_forward_pre_hook"] = partial(self._apply_and, ddp.disable_forward_pre_hook)
+
+    def begin(self) -> None:
+        """A training iteration begins."""
+        self._iteration += 1
+
+    def apply(self) -> None:
+        """Step with what is pending."""
+        for inner in list(self._pending):
+            self._apply_one(inner)
+
+    def _apply_and(self, function, *args, **kwargs):
+        self.apply()
+        return function(*args, **kwargs)
+
+    def _step_or_skip(self, step, *args, **kwargs):
+        result = step(*args, **kwargs)
+        if not result[0]:
+            self.apply()
+        return result
+
+    def _step(self, inner, step, closure=None) -> None:
+        if self._iteration <= self._delay:
+            step(closure)
+            return
+        self._apply_one(inner)
+        gradients = [(parameter, name, gradient.clone()) for parameter, name, gradient in _gradients(inner)]
+        self._pending[inner] = step, gradients, _settings(inner)
+
+    @torch.no_grad()
+    def _apply_one(self, inner) -> None:
+        if inner not in self._pending:
+            return
+        step, gradients, settings = self._pending.pop(inner)
+        now, settings_now = _gradients(inner), _settings(inner)
+        _put(inner, gradients, settings)
+        step()
+        for parameter, name, _ in gradients:  # between two iterations there are none
+            setattr(parameter, name, None)
+        _put(inner, now, settings_now)
+
+
+def _gradients(inner) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
+    """``(parameter, attribute, gradient)``, as the host optimizer looks them up."""
+    found = []
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            name = "decoupled_grad" if hasattr(parameter, "decoupled_grad") else "grad"
+            if (gradient := getattr(parameter, name)) is not None:
+                found.append((parameter, name, gradient))
+    return found
+
+
+def _settings(inner) -> list[dict]:
+    """Learning rate, weight decay and all else of each parameter group."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups]
+
+
+def _put(inner, gradients: list, settings: list[dict]) -> None:
+    for parameter, name, gradient in gradients:
+        setattr(parameter, name, gradient)
+    for group, own in zip(inner.param_groups, settings, strict=True):
+        group.update(own)

@@ -1,0 +1,100 @@
+"""The delayed parameter update: training is that of the same rule in plain Megatron, one after another."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+from cases import MODELS
+from draw_schedule import draw_schedule, with_gradients
+from msgspec.structs import replace
+from parity_service import differences
+from places import HELPERS
+from training import environment
+
+from megatron_ext.schedule import match, validate
+from megatron_ext.schedule import user_defined_schedule as schedule_file
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+
+DELAYS = "step_delay_ms=5,reduce_delay_ms=2,publish_delay_ms=4,copy_delay_ms=2"
+
+BF16 = [*MODELS["bf16-offload"], "--delayed-parameter-update"]
+FP16 = [*MODELS["fp16"], "--optimizer-cpu-offload", "--delayed-parameter-update"]
+
+
+def write(workload, zero_stage: int, path, seed: int = 1, kinds=(None,)):
+    workload = replace(workload, zero_stage=zero_stage, optimizer=OptimizerSettings(on_host=True))
+    draw = random.Random(seed)
+    schedule = with_gradients(draw, draw_schedule(draw, workload), workload, kinds)
+    match.match(validate.validate(schedule), workload)
+    schedule_file.save(path, schedule)
+
+
+@pytest.mark.parametrize(
+    "layout, zero_stage, kinds, options",
+    [
+        ("interleaved", 1, (None,), ["1", "--clip-grad", "1e9", "--eval-interval", "3"]),
+        ("interleaved", 3, (None, "sharded", "host"), ["0", "--clip-grad", "1e-2"]),
+        ("no_pipeline", 3, (None,), ["2"]),
+    ],
+)
+def test_training_is_that_of_the_rule(workloads, services, tmp_path, layout, zero_stage, kinds, options):
+    """With an evaluation in between, with every iteration clipped, and with four replicas."""
+    write(workloads[layout, "bf16-offload"], zero_stage, tmp_path / "s.json", 1, kinds)
+    answer = services(layout).run(
+        options=[*BF16, *options],
+        schedule=tmp_path / "s.json",
+        iterations=5,
+        environment={"MEGATRON_EXT_FAULTS": DELAYS, "MEGATRON_EXT_DEBUG": "1"},
+    )
+    assert differences(answer) == []
+
+
+def test_training_is_that_of_a_loop_of_plain_pytorch(megatron_tree, tmp_path):
+    """In one process: the update of the first iteration is applied at once, the others one iteration later."""
+    program = [sys.executable, str(HELPERS / "plain_delay.py"), str(tmp_path), "1"]
+    result = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["scheduled"] == found["plain"]
+
+
+def test_an_iteration_that_overflows_hands_nothing_over(workloads, services, tmp_path):
+    """The update of the iteration before is applied all the same."""
+    write(workloads["interleaved", "fp16"], 3, tmp_path / "s.json", 2, (None, "sharded"))
+    answer = services("interleaved").run(
+        options=[*FP16, "0"],
+        schedule=tmp_path / "s.json",
+        iterations=7,
+        meddle="overflow",
+        environment={"MEGATRON_EXT_FAULTS": DELAYS},
+    )
+    assert differences(answer) == []
+    skipped = [norm is None for norm in answer["scheduled"]["grad_norm"][0]]
+    assert skipped == [False, False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("fault", ["undelayed=1", "lose_update=3"])
+def test_an_update_at_once_and_one_that_is_lost_are_seen(workloads, services, tmp_path, fault):
+    write(workloads["interleaved", "bf16-offload"], 3, tmp_path / "s.json")
+    answer = services("interleaved").run(
+        options=[*BF16, "0"], schedule=tmp_path / "s.json", environment={"MEGATRON_EXT_FAULTS": fault}
+    )
+    assert "parameter_sha256" in differences(answer)
+
+
+def test_changed_parameters_and_a_loaded_checkpoint(workloads, services, tmp_path):
+    """Both find every update applied."""
+    write(workloads["interleaved", "bf16-offload"], 3, tmp_path / "s.json", 3)
+
+    def train(iterations: int, folder: str, *more: str, **how) -> dict:
+        options = [*BF16, "1", "--save", str(tmp_path / folder), "--save-interval", "2", *more]
+        return services("interleaved").run(options=options, schedule=tmp_path / "s.json", iterations=iterations, **how)
+
+    assert differences(train(3, "changed", meddle="told")) == []
+    whole = train(6, "whole", reference=False)["scheduled"]
+    first = train(4, "parts", reference=False)["scheduled"]
+    second = train(6, "parts", "--load", str(tmp_path / "parts"), reference=False)["scheduled"]
+    assert whole["loss"] == first["loss"] + second["loss"]
+    assert whole["parameter_sha256"] == second["parameter_sha256"]

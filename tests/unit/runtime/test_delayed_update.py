@@ -1,0 +1,90 @@
+"""Delayed updates on their thread: what is made when, and what is applied."""
+
+import threading
+
+import pytest
+import torch
+
+from megatron_ext.runtime.delayed_update import DelayedUpdate
+from megatron_ext.runtime.device import HostDevice
+from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.recorder import Recorder
+
+NO_FAULTS = Faults()
+
+
+@pytest.fixture
+def delayed():
+    """``delayed(...)``: a DelayedUpdate of one shard of zeros, whose step number n is to write n."""
+    made = []
+
+    def make(begun: int = 0, after: int = 0, published=None, faults=NO_FAULTS, recorder=None) -> DelayedUpdate:
+        pair = torch.zeros(3), torch.zeros(3)
+        made.append(DelayedUpdate([pair], begun, after, published, HostDevice(), faults, rank=0, recorder=recorder))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def iterate(delayed: DelayedUpdate, number: int, skipped: bool = False) -> float:
+    """An iteration and what Megatron's optimizer does behind it; the parameter with which the iteration computes."""
+    staging, shard = delayed.staged[0]
+    delayed.begin()
+    used = shard[0].item()
+    delayed.apply()
+    if not skipped:
+        delayed.take(lambda: staging.fill_(number))
+        delayed.hand_over()
+    return used
+
+
+def test_each_update_is_used_one_iteration_later(delayed):
+    recorder = Recorder(rank=0)
+    one = delayed(faults=Faults(step_delay_ms=3), recorder=recorder)
+    assert [iterate(one, number) for number in range(1, 5)] == [0, 0, 1, 2]
+    one.apply()
+    assert one.staged[0][1].tolist() == [4, 4, 4] and not one.pending and one.applied == 4
+    assert [row[0] for row in recorder.rows if row[0] == "host_step"] == ["host_step"] * 4
+
+
+def test_a_skipped_iteration_applies_what_is_pending_and_leaves_nothing_behind(delayed):
+    one = delayed()
+    assert [iterate(one, number, skipped=number in (2, 3)) for number in range(1, 6)] == [0, 0, 1, 1, 1]
+    assert one.pending and one.applied == 1 + 1
+
+
+@pytest.mark.parametrize("begun", [0, 2])
+def test_the_first_iterations_are_not_delayed(delayed, begun):
+    one, found = delayed(begun=begun, after=2), []
+    for _ in range(4):
+        one.begin()
+        found.append(one.delays)
+    assert found == [begun == 2] * 2 + [True] * 2
+
+
+def test_no_step_changes_parameters_while_they_are_published(delayed):
+    published = threading.Event()
+    one = delayed(published=published.wait)
+    iterate(one, 1)
+    assert one.staged[0][0].tolist() == [0, 0, 0]
+    published.set()
+    one.apply()
+    assert one.staged[0][1].tolist() == [1, 1, 1]
+
+
+def test_an_error_of_the_thread_reaches_the_training_thread(delayed):
+    one = delayed()
+    one.take(lambda: 1 / 0)
+    one.hand_over()
+    with pytest.raises(ZeroDivisionError):
+        one.apply()
+
+
+def test_a_lost_update_and_no_delay_are_faults(delayed):
+    lost = delayed(faults=Faults(lose_update=2))
+    assert [iterate(lost, number) for number in range(1, 6)] == [0, 0, 1, 1, 3]
+    at_once = delayed(faults=Faults(undelayed=1))
+    at_once.begin()
+    assert not at_once.delays
