@@ -85,6 +85,8 @@ class Search:
         self.tried = 0
         self.best_us = self.best_mark = inf
         self.best: Schedule | None = None
+        self.times: dict[tuple, float] = {}
+        """Of a tiny workload, by groups and gathers: different choices often give the same."""
 
     def spent(self) -> bool:
         near = self.best_us <= self.bound_us * (1 + (1e-9 if is_tiny(self.workload) else CLOSE_ENOUGH))
@@ -96,16 +98,28 @@ class Search:
 
     def judge(self, schedule: Schedule) -> float:
         """Simulated iteration time; counts against the effort."""
-        self.tried += 1
         unshards = sum(len(r.start.unshard) + sum(len(e.unshard) for e in r.steps) for r in schedule.ranks)
-        self.effort -= self.steps + 4 * unshards
+        self._count(unshards)
         return run(self.workload, self.timing, schedule, bound_us=0.0).iteration_time_us
+
+    def _count(self, unshards: int) -> None:
+        self.tried += 1
+        self.effort -= self.steps + 4 * unshards
 
     def time_of(self, blocks: Blocks, choices: Choices) -> float:
         """Simulated iteration time with these choices; the best schedule so far is kept."""
         self.effort -= self.steps  # the placement pass
-        schedule = self.schedule(blocks, choices)
+        plan = place_gathers(self.workload, self.timing, blocks, choices)
+        gathers = ()
+        if is_tiny(self.workload):
+            gathers = (blocks.groups, *map(tuple, plan.placed), *map(tuple, plan.freed))
+            if gathers in self.times:
+                self._count(sum(map(len, plan.placed)))
+                return self.times[gathers]
+        schedule = assemble(self.workload, blocks.groups, plan.placed, plan.freed, planner="hybrid")
         us = self.judge(schedule)
+        if gathers:
+            self.times[gathers] = us
         mark = us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups))
         if mark < self.best_mark * (1 - 1e-9):
             self.best_mark, self.best_us, self.best = mark, us, schedule

@@ -70,7 +70,7 @@ def test_it_is_planned_where_shards_have_no_room_and_the_link_to_the_host_is_slo
     rates = {"cpu": dict(cpu=(5.0, 1e5), gpu=(50.0, 1e3)), "gpu": dict(cpu=(5.0, 1e3), gpu=(5.0, 1e5))}[fast]
     table = make_table(work, **rates)
     held = evaluate(work, table).memory[0].memory.device_total_bytes
-    limited = replace(work, limits=Limits(device_bytes=held * 4 // 5))
+    limited = replace(work, limits=Limits(device_bytes=held * 3 // 5))
     planned = plan(limited, table)
     hosted = {index for index, group in enumerate(planned.groups) if group.shard_rests == "host"}
     actions = [a for rank in planned.ranks for e in (rank.start, *rank.steps) for a in e.unshard]
