@@ -41,8 +41,8 @@ def check_fits(workload: Workload) -> None:
             )
 
 
-def check_limits(workload: Workload) -> None:
-    """Refuse limits that contradict each other. Raises InputError naming the field."""
+def check_limits(workload: Workload) -> Workload:
+    """Refuse limits that contradict each other; else the workload. Raises InputError naming the field."""
     limits = workload.limits
     if limits.nvme_slot_bytes is not None and not limits.nvme_slots:
         raise InputError(
@@ -58,6 +58,7 @@ def check_limits(workload: Workload) -> None:
             field="limits.pinned_host_bytes",
             value=limits.pinned_host_bytes,
         )
+    return workload
 
 
 def largest_layers(workload: Workload) -> list[int]:

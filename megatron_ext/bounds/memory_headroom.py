@@ -32,7 +32,7 @@ def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None
     left = []
     for pp_rank in range(workload.parallel.pp):
         parameters = [p for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters]
-        least, _ = resting_bytes(_groups(workload, pp_rank, shard_rests, single=False), workload)
+        least, _ = resting_bytes(groups_of_rank(workload, pp_rank, shard_rests, single=False), workload)
         if workload.zero_stage < 3:
             whole = sum(p.bytes for p in parameters)
         else:
@@ -48,7 +48,7 @@ def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None
                 field="limits.device_bytes",
                 value=limits.device_bytes,
             )
-        most, _ = resting_bytes(_groups(workload, pp_rank, shard_rests, single=True), workload)
+        most, _ = resting_bytes(groups_of_rank(workload, pp_rank, shard_rests, single=True), workload)
         left.append(limits.device_bytes - sum(most.values()) - activations[pp_rank])
     if workload.zero_stage < 3:
         return workload
@@ -58,7 +58,7 @@ def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None
     )
 
 
-def _groups(workload: Workload, pp_rank: int, shard_rests, *, single: bool) -> list[Group]:
+def groups_of_rank(workload: Workload, pp_rank: int, shard_rests, *, single: bool) -> list[Group]:
     """Groups with the most padding (one a parameter) or the least (as few as a chunk allows)."""
     groups = []
     for chunk in workload.chunks_of_rank(pp_rank):
@@ -85,7 +85,7 @@ def with_most_headroom(workload: Workload) -> Workload:
         return workload
     left = []
     for pp_rank in range(workload.parallel.pp):
-        least, _ = resting_bytes(_groups(workload, pp_rank, "host", single=False), workload)
+        least, _ = resting_bytes(groups_of_rank(workload, pp_rank, "host", single=False), workload)
         left.append(limits.device_bytes - least.get("main_parameters", 0) - least.get("optimizer_states", 0))
     most = max(max(left), *largest_layers(workload), 1)
     if limits.whole_parameter_bytes is not None:
@@ -102,7 +102,7 @@ def what_helps(workload: Workload, relieved: bool = False) -> str:
     activations, layers = activation_peaks(workload), largest_layers(workload)
     ranks = []
     for pp_rank in range(workload.parallel.pp):
-        held, _ = resting_bytes(_groups(workload, pp_rank, None, single=False), workload)
+        held, _ = resting_bytes(groups_of_rank(workload, pp_rank, None, single=False), workload)
         whole = sum(p.bytes for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters)
         held |= {"whole_parameters": whole, "activations": activations[pp_rank]}
         if relieved:

@@ -10,7 +10,7 @@ from math import exp, inf
 
 from megatron_ext.bounds.feasibility import pinned_need
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.assemble import Freed, Placed, assemble
+from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.blocks import Blocks
 from megatron_ext.planner.decisions import Decisions, RankGaps
 from megatron_ext.planner.placement import Choices
@@ -115,8 +115,6 @@ class Annealing:
         early = [one._replace(earliest=rank.first) for one, rank in zip(as_it_is, self.ranks)]
         self.best: Schedule | None = None
         self.best_us = inf
-        self.costs: dict[tuple, float] = {}
-        """By gathers: different decisions often give the same."""
         self.us, self.now = min(((self.cost(one), one) for one in (as_it_is, early)), key=lambda item: item[0])
 
     def cost(self, decisions: list[Decisions]) -> float:
@@ -125,12 +123,6 @@ class Annealing:
         placed, freed = [one[0] for one in made if one], [one[1] for one in made if one]
         if len(placed) < len(made):
             return inf
-        gathers = (*map(tuple, placed), *map(tuple, freed))
-        if gathers not in self.costs:
-            self.costs[gathers] = self._simulated(placed, freed)
-        return self.costs[gathers]
-
-    def _simulated(self, placed: list[list[Placed]], freed: list[list[Freed]]) -> float:
         schedule = assemble(self.workload, self.blocks.groups, placed, freed, planner="hybrid")
         limit = self.workload.limits.pinned_host_bytes
         if limit is not None:

@@ -1,14 +1,12 @@
-"""Rules by which groups may be relieved so that ``limits.device_bytes`` holds, and the refusal where none does.
+"""Rules by which groups may be relieved so that ``limits.device_bytes`` holds.
 
 A rule leaves some bytes for whole parameters and gives an order of reliefs (:mod:`megatron_ext.planner.relief`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megatron_ext.bounds.feasibility import largest_layers
-from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.relief import Kept, Placer, Relief, Rule, relieved
-from megatron_ext.schedule.user_defined_schedule import Group
+from megatron_ext.planner.relief import Relief, Rule
 from megatron_ext.workload.workload import Workload, group_bytes
 
 ORDERS: tuple[tuple[Relief, ...], ...] = (
@@ -45,32 +43,3 @@ def _whole_bytes(workload: Workload) -> list[int | None]:
     most = min(everything, workload.limits.whole_parameter_bytes or everything)
     sizes: set[int] = {most, most // 2, most // 4, 3 * least, 2 * least, least}
     return [*sorted((size for size in sizes if least <= size <= most), reverse=True)]
-
-
-def least_held(workload: Workload, groups: Sequence[Group], reliefs: frozenset[Relief]) -> list[dict[str, int]]:
-    """By pipeline rank, what it holds at least, with everything relieved that can be."""
-    whole = min((size for size in _whole_bytes(workload) if size is not None), default=None)
-    placer = Placer(workload, Rule(whole, tuple(name for name in ORDERS[0] if name in reliefs)))
-    found = []
-    for rank, _, weighed in placer.by_rank(groups):
-        ways = [[Kept() for _ in weighed]]
-        for relief in placer.rule.reliefs:
-            ways.append([relieved(one, way, relief) for one, way in zip(weighed, ways[-1])])
-        found.append(min((placer.held(rank, weighed, way) for way in ways), key=lambda held: sum(held.values())))
-    return found
-
-
-def refuse(workload: Workload, groups: Sequence[Group], reliefs: frozenset[Relief], advice: str) -> InputError:
-    """The error for a workload that no rule makes fit: what a rank holds at least, by kind, and what is missing."""
-    limit = workload.limits.device_bytes
-    assert limit is not None
-    held = least_held(workload, groups, reliefs)
-    rank = max(range(len(held)), key=lambda index: sum(held[index].values()))
-    need = sum(held[rank].values())
-    kinds = ", ".join(f"{kind.replace('_', ' ')} {size}" for kind, size in held[rank].items() if size)
-    short = f"{need - limit} bytes short" if need > limit else "which no grouping that can be gathered keeps"
-    return InputError(
-        f"cannot fit: pipeline rank {rank} holds at least {need} bytes ({kinds}), {short}{advice}",
-        field="limits.device_bytes",
-        value=limit,
-    )

@@ -3,6 +3,7 @@
 import msgspec
 
 from megatron_ext.bounds.feasibility import check_fits
+from megatron_ext.bounds.host_room import with_host_room
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.bounds.memory_headroom import with_headroom, with_most_headroom
 from megatron_ext.cost.activations import with_activations
@@ -171,12 +172,14 @@ def _exact(workload: Workload, timing: Timing, routes, bound_us: float) -> tuple
 
 
 def _headroom_and_routes(workload: Workload, timing: Timing) -> tuple[Workload, tuple[Route, ...], bool]:
-    """The workload with what ``limits.device_bytes`` leaves for whole parameters, the routes to plan with, and
-    whether all shards rest in host memory, because on the device they leave too little.
+    """The workload with what ``limits.device_bytes`` leaves for whole parameters and ``limits.host_bytes`` for host
+    copies, the routes to plan with, and whether all shards rest in host memory, because on the device they leave too
+    little.
 
     Raises:
         InputError: it cannot fit either way.
     """
+    workload = with_host_room(workload)
     routes = usable_routes(workload, timing)
     try:
         return with_headroom(workload), routes, False
@@ -334,6 +337,7 @@ def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tupl
             schedule = make()
             if name in BASELINES:
                 _refuse_what_does_not_fit(schedule, name)
+            schedule = with_states_on_drive(schedule, workload)
             found[name] = run(workload, timing, schedule, bound_us=0.0).iteration_time_us, schedule
         except InputError as error:
             reasons[name] = error

@@ -15,12 +15,15 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from megatron_ext.bounds.host_room import least_of_optimizer
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.host_shards import steps_on_host_shards
 from megatron_ext.schedule.memory_bill import activation_peaks, gradient_bytes, resting_bytes
+from megatron_ext.schedule.state_placement import on_nodes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.nodes import ranks_of_copy
 from megatron_ext.workload.route import piece_buffer_bytes
 from megatron_ext.workload.workload import Workload, group_bytes
 
@@ -83,18 +86,55 @@ class Placer:
         assert limit is not None
         self.limit = limit
         self.fixed = [_fixed_bytes(workload, rank) for rank in range(workload.parallel.pp)]
+        self.optimizer, self.sharing = least_of_optimizer(workload), ranks_of_copy(workload.parallel, 0)
+        self.by_shards = timing is None or timing.offers_cpu_shard
         self._dtypes = [{p.name: p for p in chunk.parameters} for chunk in workload.chunks]
 
     def __call__(self, groups: Sequence[Group]) -> tuple[Group, ...] | None:
         """The groups with ``gradients``, ``reduce_every`` and ``shard_rests``; None where memory is short."""
-        placed = list(groups)
-        for rank, indices, weighed in self.by_rank(groups):
-            kept = self._relieve(rank, weighed)
-            if kept is None:
-                return None
+        placed, ranks = list(groups), list(self.by_rank(groups))
+        found = [self._relieve(rank, weighed) for rank, _, weighed in ranks]
+        chosen = self._within_host([weighed for *_, weighed in ranks], found)
+        if chosen is None:
+            return None
+        for (_, indices, _), kept in zip(ranks, chosen):
             for index, way in zip(indices, kept):
-                placed[index] = self._group(groups[index], way)
+                placed[index] = self.kept_as(groups[index], way)
         return tuple(placed)
+
+    def _within_host(self, weighed: list[list[Weighed]], found: list[list[list[Kept]]]) -> list[list[Kept]] | None:
+        """Of what was found for every rank, cheapest first, the cheapest with which every node keeps its limits of host
+        memory: ranks take what needs least there, one after the other, as far as it must be. None where a rank has
+        nothing, or no choice keeps them."""
+        if not all(found):
+            return None
+        chosen = [kepts[0] for kepts in found]
+        for number in range(-1, len(found)):
+            if number >= 0:
+                chosen[number] = min(found[number], key=lambda kept, mine=weighed[number]: self.on_host(mine, kept))
+            if self._keeps_host([self.on_host(mine, kept) for mine, kept in zip(weighed, chosen)]):
+                return chosen
+        return None
+
+    def _keeps_host(self, of_ranks: Sequence[tuple[int, int]]) -> bool:
+        """Whether every node keeps ``limits.host_bytes`` and ``limits.pinned_host_bytes``, by :meth:`on_host`."""
+        limits = self.workload.limits
+        host, pinned = (on_nodes(self.workload, [pair[kind] for pair in of_ranks]) for kind in (0, 1))
+        held = max(map(sum, zip(host, self.optimizer)))
+        pairs = ((held, limits.host_bytes), (max(pinned), limits.pinned_host_bytes))
+        return all(limit is None or need <= limit for need, limit in pairs)
+
+    def on_host(self, weighed: Sequence[Weighed], kept: Sequence[Kept]) -> tuple[int, int]:
+        """What each rank holds in host memory, and how much of that is pinned: gradients and shards that rest there,
+        and its part of the host copies without which these shards do not come back."""
+        gradients, shards = 0, 0
+        for one, way in zip(weighed, kept):
+            if way.gradients == "host":
+                gradients += one.gradient // self.workload.parallel.dp
+            if way.shard_on_host:
+                shards += one.group.bytes // self.workload.parallel.dp
+                shards += 0 if self.by_shards else one.group.bytes // self.sharing
+        return gradients + shards, shards
 
     def filled(self, groups: Sequence[Group]) -> Rule:
         """The rule with what ``groups`` as placed leave of the limit given to whole parameters."""
@@ -145,15 +185,15 @@ class Placer:
             return inf
         return us
 
-    def _relieve(self, rank: int, weighed: list[Weighed]) -> list[Kept] | None:
+    def _relieve(self, rank: int, weighed: list[Weighed]) -> list[list[Kept]]:
+        """Ways to keep the groups of a rank with which everything fits, the cheapest first."""
         start = [Kept() for _ in weighed]
         if self._fits(rank, weighed, start):
-            return start
+            return [start]
         found = [self._in_order(rank, weighed, start, order) for order in _orders(weighed)]
-        return min(
+        return sorted(
             (kept for kept in found if kept is not None),
             key=lambda kept: sum(one.ways[way] for one, way in zip(weighed, kept)),
-            default=None,
         )
 
     def _in_order(self, rank: int, weighed: list[Weighed], kept: list[Kept], order: list[int]) -> list[Kept] | None:
@@ -198,7 +238,8 @@ class Placer:
                     break
         return kept
 
-    def _group(self, group: Group, way: Kept) -> Group:
+    def kept_as(self, group: Group, way: Kept) -> Group:
+        """``group`` kept that way, with the rule's ``reduce_every``."""
         if way.gradients is not None:
             group = replace(group, gradients=way.gradients, reduce_every=self.rule.reduce_every, alone=way.alone)
         return replace(group, shard_rests="host", algorithm=None) if way.shard_on_host else group

@@ -8,6 +8,7 @@ from itertools import product, zip_longest
 from math import inf
 
 from megatron_ext.bounds.feasibility import pinned_need
+from megatron_ext.bounds.host_room import pinned_limit
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
 from megatron_ext.planner.placement import Choices, place_gathers
@@ -62,7 +63,9 @@ def search(
         judged.append((state.time_of(blocks, choices), len(judged), blocks, choices))
     for us, _, blocks, choices in sorted(judged)[: POLISHED if state.steps <= POLISHED_STEPS else 0]:
         _polish(state, blocks, choices, us)
-    assert state.best is not None  # something was judged
+    if state.best is None:
+        assert state.refused is not None  # all that was judged
+        raise state.refused
     return state.best, state.best_us
 
 
@@ -110,7 +113,7 @@ def _changes(state: Search, blocks: Blocks, choices: Choices) -> Iterator[Choice
             for route in choices.routes:
                 if route != item.route:
                     yield choices._replace(forced={**choices.forced, (pp_rank, number): route})
-    limit = workload.limits.pinned_host_bytes
+    limit = pinned_limit(workload, blocks.groups)
     if limit is not None and "cpu" in choices.routes and not choices.from_host:
         for swap in product(range(len(blocks.groups)), repeat=2):
             hosted = choices.hosted ^ frozenset(swap)

@@ -6,6 +6,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_ext.bounds.feasibility import pinned_need
+from megatron_ext.bounds.host_room import pinned_limit
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.blocks import Blocks, cut_by_layer, cut_evenly, cut_within, make_blocks
 from megatron_ext.planner.link_split import splitter
@@ -34,10 +35,10 @@ def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozens
     """Groups that may have a host copy: all, or as many as fit the pinned memory.
 
     ``order`` says who comes first: 0 the first groups of every rank, 1 the first ranks, 2 the
-    last ranks, 3 the largest groups.
+    last ranks, 3 the largest groups; 4 is 0 with all optimizer states in memory.
     """
-    limit = workload.limits.pinned_host_bytes
     groups = blocks.groups
+    limit = pinned_limit(workload, groups, states_in_memory=order == 4)
     routed = ["cpu"] * len(groups)
     if limit is None or max(pinned_need(workload, groups, routed), default=0) <= limit:
         return frozenset(range(len(groups)))
@@ -55,7 +56,7 @@ def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozens
     chosen = set()
     # Staging slots are pinned too: reserve bytes for them where they may be used.
     reserve = workload.limits.nvme_slots * (workload.limits.nvme_slot_bytes or 0) * workload.parallel.node_size
-    for group in sorted(range(len(groups)), key=keys[order]):
+    for group in sorted(range(len(groups)), key=keys[order % 4]):
         routed[group] = "cpu"
         if max(pinned_need(workload, groups, routed)) + reserve > limit:
             routed[group] = "gpu"
@@ -74,10 +75,8 @@ def staged_groups(workload: Workload, blocks: Blocks, hosted: frozenset[int]) ->
     routed = ["cpu" if g in hosted else "gpu" for g in range(len(blocks.groups))]
     for group in usable:
         routed[group] = "nvme"
-    if (
-        limits.pinned_host_bytes is not None
-        and max(pinned_need(workload, blocks.groups, routed)) > limits.pinned_host_bytes
-    ):
+    limit = pinned_limit(workload, blocks.groups)
+    if limit is not None and max(pinned_need(workload, blocks.groups, routed)) > limit:
         return frozenset()
     return frozenset(usable)
 
@@ -178,7 +177,9 @@ class Grid:
             self.divides.append(by_parameter)
         self.horizons = _horizons(workload, timing)
         self.sets = route_sets(routes)
-        hosts = range(4 if workload.limits.pinned_host_bytes is not None and "cpu" in routes else 1)
+        orders = 5 if limits.host_bytes is not None and workload.optimizer.on_host else 4
+        limited = limits.pinned_host_bytes is not None or limits.host_bytes is not None
+        hosts = range(orders if limited and "cpu" in routes else 1)
         self.sizes = tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets, hosts)))
         self._blocks: dict[tuple[int, int], Blocks | None] = {}
         self.estimates: dict[Settings, float] = {}

@@ -7,9 +7,8 @@ from math import inf
 
 import msgspec
 
-from megatron_ext.bounds.memory_headroom import what_helps
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.memory_settings import refuse, rules
+from megatron_ext.planner.memory_settings import rules
 from megatron_ext.planner.relief import Placer, Relief, Rule
 from megatron_ext.planner.search import search
 from megatron_ext.planner.search_grid import Grid, Settings
@@ -18,11 +17,11 @@ from megatron_ext.planner.stock import groups_of
 from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.host_shards import can_rest_on_host
 from megatron_ext.schedule.match import check_device_bytes, match
+from megatron_ext.schedule.state_placement import with_states_on_drive
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
-from megatron_ext.workload.nodes import pinned_bytes_of_nodes
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
 
@@ -46,7 +45,7 @@ def plan_within_memory(
         InputError: nothing fits, with what is missing and the settings that would help.
     """
     reliefs: set[Relief] = {"sharded", "host", "alone"}
-    hosted = _room_for_shards(workload) and can_rest_on_host(workload)
+    hosted = workload.limits.pinned_host_bytes != 0 and can_rest_on_host(workload)
     if workload.zero_stage == 3 and hosted and not only_gathers:
         shard_routes: tuple[Route, ...] = ("cpu_shard",) if timing.offers_cpu_shard else ()
         if "cpu" in routes or shard_routes:
@@ -54,26 +53,18 @@ def plan_within_memory(
             routes = tuple(sorted({*routes, *shard_routes}, key=("gpu", "cpu", "cpu_shard", "nvme").index))
     estimated = _estimated(workload, timing, routes, frozenset(reliefs), bound_us)
     found: list[tuple[float, Schedule]] = []
-    refused: InputError | None = None
     for _, rule in estimated:
         if len(found) == SEARCHED:
             break
         try:
             found.append(_searched(workload, timing, routes, rule, bound_us))
-        except InputError as error:
-            refused = refused or error
+        except InputError:
+            continue
     if found:
         return min(found, key=lambda item: item[0])[1]
-    groups, _ = groups_of(workload, layer_buckets)
-    advice = what_helps(workload, relieved="shards" in reliefs)
-    raise refused if refused is not None else refuse(workload, groups, frozenset(reliefs), advice)
+    from megatron_ext.planner.least_memory import least_plan  # ortools takes a while to import
 
-
-def _room_for_shards(workload: Workload) -> bool:
-    """Whether ``limits.pinned_host_bytes`` has room for the shards of a node's ranks."""
-    limit, parallel = workload.limits.pinned_host_bytes, workload.parallel
-    shards = [sum(c.bytes for c in workload.chunks_of_rank(rank)) // parallel.dp for rank in range(parallel.pp)]
-    return limit is None or max(pinned_bytes_of_nodes(parallel, [0] * parallel.pp, shards)) <= limit
+    return least_plan(workload, timing, routes, frozenset(reliefs))
 
 
 def _searched(workload, timing, routes, rule: Rule, bound_us: float) -> tuple[float, Schedule]:
@@ -83,7 +74,7 @@ def _searched(workload, timing, routes, rule: Rule, bound_us: float) -> tuple[fl
     limit = workload.limits.device_bytes
     assert limit is not None
     check_device_bytes(validate(schedule), workload, limit)
-    match(schedule, workload)  # host copies beside shards in host memory may not fit either
+    match(with_states_on_drive(schedule, workload), workload)  # host copies beside shards may not fit either
     return us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups)), schedule
 
 

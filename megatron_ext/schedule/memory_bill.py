@@ -30,9 +30,9 @@ from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels
+from megatron_ext.workload.nodes import ranks_of_copy
 from megatron_ext.workload.route import piece_buffer_bytes
 from megatron_ext.workload.state_layout import region_bytes
-from megatron_ext.workload.step import Step
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Workload
 
@@ -63,10 +63,7 @@ def memory_bill(schedule: Schedule, workload: Workload) -> list[Bill]:
 
 
 def _bill(schedule: Schedule, workload: Workload, pp_rank: int) -> Bill:
-    own = [group for group in schedule.groups if group.pp_rank == pp_rank]
-    device, host = resting_bytes(own, workload)
-    copies, nvme_bytes = _copies(schedule, pp_rank, states_on_drive_bytes(own, workload))
-    copies["previous_states"] = schedule.rollback_bytes or 0
+    device, host, nvme_bytes = _resting(schedule, workload, pp_rank)
     device["buffers"] = buffer_bytes(schedule, workload, pp_rank)
     resting = sum(device.values())
     moments = list(_moments(schedule, workload, pp_rank))
@@ -74,9 +71,22 @@ def _bill(schedule: Schedule, workload: Workload, pp_rank: int) -> Bill:
     device |= {"whole_parameters": peak.whole, "activations": peak.activations}
     device["gradients"] += peak.gradients
     return Bill(
-        rank_memory.make(device, host | copies, nvme_bytes, peak.step),
-        tuple(resting + moment.total for moment in moments),
+        rank_memory.make(device, host, nvme_bytes, peak.step), tuple(resting + moment.total for moment in moments)
     )
+
+
+def host_bytes(schedule: Schedule, workload: Workload) -> list[dict[str, int]]:
+    """What each rank of every pipeline rank holds in host memory by the bill, by kind."""
+    return [_resting(schedule, workload, pp_rank)[1] for pp_rank in range(schedule.parallel.pp)]
+
+
+def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict[str, int], dict[str, int], int]:
+    """By kind on the device and in host memory, and on the drive: what does not come and go with steps."""
+    own = [group for group in schedule.groups if group.pp_rank == pp_rank]
+    device, host = resting_bytes(own, workload)
+    copies, nvme_bytes = _copies(schedule, pp_rank, states_on_drive_bytes(own, workload))
+    copies["previous_states"] = schedule.rollback_bytes or 0
+    return device, host | copies, nvme_bytes
 
 
 def resting_bytes(groups: Iterable[Group], workload: Workload) -> tuple[dict[str, int], dict[str, int]]:
@@ -138,17 +148,20 @@ def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
 
 def activation_peaks(workload: Workload) -> list[int]:
     """The most bytes of activations of every pipeline rank, whatever the schedule."""
-    peaks = []
-    for pp_rank, steps in enumerate(steps_of_ranks(workload.parallel)):
-        sums = [_sums_of(chunk) for chunk in workload.chunks_of_rank(pp_rank)]
-        in_flight = peak = 0
-        for step in steps:
-            own, in_backward = sums[step.model_chunk_id(workload.parallel.pp)]
-            in_flight -= own[-1] if step.kind == "B" else 0
-            peak = max(peak, in_flight + (max(in_backward) if step.kind == "B" else own[-1]))
-            in_flight += own[-1] if step.kind == "F" else 0
-        peaks.append(peak)
-    return peaks
+    return [max(max(saved) for *_, saved in activations(workload, rank)) for rank in range(workload.parallel.pp)]
+
+
+def activations(workload: Workload, pp_rank: int) -> Iterator[tuple[int, bool, list[int]]]:
+    """By step of a pipeline rank: its chunk, whether it is a backward, and by layer the bytes of activations that are
+    there while the layer computes."""
+    sums = [_sums_of(chunk) for chunk in workload.chunks_of_rank(pp_rank)]
+    in_flight = 0  # saved by micro-batches that have done their forward and not begun their backward
+    for step in steps_of_ranks(workload.parallel)[pp_rank]:
+        chunk, backward = step.model_chunk_id(workload.parallel.pp), step.kind == "B"
+        own = sums[chunk][0][-1]
+        in_flight -= own if backward else 0
+        yield chunk, backward, [in_flight + size for size in sums[chunk][backward]]
+        in_flight += 0 if backward else own
 
 
 def check_run(schedule: Schedule, workload: Workload, *, file=None) -> None:
@@ -202,9 +215,7 @@ def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
 
 def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:
     """This rank's part of the node's host copies and staging slots, and of the copies on the drive."""
-    parallel = schedule.parallel
-    nodes = [parallel.node_of(pp_rank, dp_rank) for dp_rank in range(parallel.dp)]
-    sharing = min(nodes.count(node) for node in set(nodes))
+    sharing = ranks_of_copy(schedule.parallel, pp_rank)
     copies = dict.fromkeys(("cpu", "nvme"), 0)
     for entry in schedule.publish:
         group = schedule.groups[entry.group]
@@ -221,36 +232,29 @@ def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dic
 
 def _moments(schedule: Schedule, workload: Workload, pp_rank: int) -> Iterator[_Moment]:
     """The largest moment of every step, in order."""
-    pp, groups, rank = schedule.parallel.pp, schedule.groups, schedule.ranks[pp_rank]
+    groups, rank = schedule.groups, schedule.ranks[pp_rank]
     freed = schedule.zero_stage == 3
-    sums = [_sums_of(chunk) for chunk in workload.chunks_of_rank(pp_rank)]
     gradients = _Gradients(schedule, workload, pp_rank)
     whole = sum(groups[a.group].bytes for a in rank.start.unshard)
     if not freed:
         whole = sum(group.bytes for group in groups if group.pp_rank == pp_rank)
-    in_flight = 0  # saved by micro-batches that have done their forward and not begun their backward
-    for entry in rank.steps:
-        step = Step.parse(entry.step)
-        chunk, backward = step.model_chunk_id(pp), step.kind == "B"
-        own, in_backward = sums[chunk]
-        in_flight -= own[-1] if backward else 0
+    for entry, (chunk, backward, by_layer) in zip(rank.steps, activations(workload, pp_rank)):
         best = _Moment(entry.step, 0, 0, 0)
         if backward:
             gradients.begin(chunk)
-        for layer, saved in reversed(list(enumerate(in_backward))) if backward else enumerate(own):
+        for layer, saved in reversed(list(enumerate(by_layer))) if backward else enumerate(by_layer):
             if freed:
-                first = layer == (len(own) - 1 if backward else 0)
+                first = layer == (len(by_layer) - 1 if backward else 0)
                 whole += sum(groups[a.group].bytes for a in entry.unshard if a.at == layer or (first and a.at < 0))
             if backward:
                 gradients.before(chunk, layer)
-            best = max(best, _Moment(entry.step, whole, in_flight + saved, gradients.bytes), key=lambda m: m.total)
+            best = max(best, _Moment(entry.step, whole, saved, gradients.bytes), key=lambda m: m.total)
             if backward:
                 gradients.behind(chunk, layer)
             if freed and entry.reshard:
                 whole -= sum(groups[a.group].bytes for a in entry.reshard if a.at == layer)
         if freed:
             whole -= sum(groups[a.group].bytes for a in entry.reshard if a.at < 0)
-        in_flight += 0 if backward else own[-1]
         yield best
 
 

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.schedule.memory_bill import host_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.drive_reads import SECTOR_BYTES
@@ -13,6 +13,9 @@ from megatron_ext.workload.workload import Workload
 
 SLOTS = 3
 """Slots: one is read, one stepped and one written at the same time."""
+
+LEAST_SLOTS = 2
+"""Where memory is shortest: reading waits for writing."""
 
 LARGE_SLOT_BYTES = 32 << 20
 """Bytes of a piece that is read and written at a drive's full rate."""
@@ -38,8 +41,8 @@ def check_state_slots(schedule: Schedule, *, file=None) -> None:
         return
     if not on_drive:
         raise InputError("no group's states rest on the drive", file=file, field="state_slots")
-    if slots.slots < 2:
-        raise InputError("expected at least 2", file=file, field="state_slots.slots", value=slots.slots)
+    if slots.slots < LEAST_SLOTS:
+        raise InputError(f"expected at least {LEAST_SLOTS}", file=file, field="state_slots.slots", value=slots.slots)
     if slots.slot_bytes < SECTOR_BYTES or slots.slot_bytes % SECTOR_BYTES:
         raise InputError(
             f"expected a multiple of {SECTOR_BYTES}", file=file, field="state_slots.slot_bytes", value=slots.slot_bytes
@@ -98,14 +101,10 @@ def with_states_on_drive(schedule: Schedule, workload: Workload) -> Schedule:
     if limit is None or max(host_bytes_of_nodes(schedule, workload)) <= limit:
         return schedule
 
-    def short(at_least: Schedule, why: str) -> InputError:
-        need = max(host_bytes_of_nodes(at_least, workload))
-        message = f"cannot fit: a node needs {need} bytes of host memory{why}, {need - limit} bytes short"
-        return InputError(message + _what_helps(at_least, workload), field="limits.host_bytes", value=limit)
-
     if not workload.optimizer.on_host:
-        why = " (without --optimizer-cpu-offload no optimizer state can rest on the drive)"
-        raise short(schedule, why)
+        raise short_of_host(
+            schedule, workload, " (without --optimizer-cpu-offload no optimizer state rests on the drive)"
+        )
     # The largest groups first: fewer of them then go to the drive, with fewer and longer pieces.
     order = sorted(range(len(schedule.groups)), key=lambda index: (-schedule.groups[index].bytes, index))
     fits, most = None, len(order)
@@ -118,18 +117,28 @@ def with_states_on_drive(schedule: Schedule, workload: Workload) -> Schedule:
         else:
             least = number + 1
     if fits is None:
-        raise short(_move(schedule, workload, order), " with all optimizer states on the drive")
+        fits = _move(schedule, workload, order, most=0, slots=LEAST_SLOTS)
+        if (need := max(host_bytes_of_nodes(fits, workload))) > limit:
+            if need > max(host_bytes_of_nodes(schedule, workload)):  # slots of a small model
+                raise short_of_host(schedule, workload)
+            raise short_of_host(fits, workload, " with all optimizer states on the drive")
     return fits
 
 
-def _what_helps(schedule: Schedule, workload: Workload) -> str:
-    """What the rank with most host memory holds there, and the settings that free it, with how many bytes."""
-    held = max(
-        (bill.memory.host_bytes for bill in memory_bill(schedule, workload)), key=lambda kinds: sum(kinds.values())
-    )
-    kinds = ", ".join(f"{kind.replace('_', ' ')} {size}" for kind, size in held.items())
-    resting = sum(group.bytes for group in schedule.groups if group.gradients == "host" or group.shard_rests == "host")
+def short_of_host(schedule: Schedule, workload: Workload, why: str = "") -> InputError:
+    """The error for a schedule with which a node holds more than ``limits.host_bytes``: what its ranks hold, by kind,
+    and the settings that free some of it. All bytes are those of the node."""
+    limit, of_ranks = workload.limits.host_bytes, host_bytes(schedule, workload)
+    assert limit is not None
+    nodes = host_bytes_of_nodes(schedule, workload)
+    node = max(range(len(nodes)), key=nodes.__getitem__)
+    held = {
+        kind: on_nodes(workload, [kinds.get(kind, 0) for kinds in of_ranks])[node]
+        for kind in dict.fromkeys(kind for kinds in of_ranks for kind in kinds)
+    }
+    kinds = ", ".join(f"{kind.replace('_', ' ')} {size}" for kind, size in held.items() if size)
     settings = []
+    resting = any(group.gradients == "host" or group.shard_rests == "host" for group in schedule.groups)
     if resting and workload.limits.device_bytes is not None:
         settings.append("a larger limits.device_bytes keeps gradients and shards on the device")
     if held.get("host_copies"):
@@ -138,32 +147,42 @@ def _what_helps(schedule: Schedule, workload: Workload) -> str:
         freed = held["main_parameters"] + held.get("optimizer_states", 0)
         settings.append(f"the optimizer on the device frees {freed}")
     settings.append("fewer ranks a node divide the rest")
-    return f"; a rank holds {kinds}; {', '.join(settings)}"
+    return InputError(
+        f"cannot fit: node {node} holds at least {nodes[node]} bytes in host memory ({kinds}){why}, "
+        f"{nodes[node] - limit} bytes short; {', '.join(settings)}",
+        field="limits.host_bytes",
+        value=limit,
+    )
+
+
+def on_nodes(workload: Workload, of_ranks: list[int]) -> list[int]:
+    """By node, the sum over its ranks of what every rank of a pipeline rank has."""
+    return pinned_bytes_of_nodes(workload.parallel, [0] * len(of_ranks), of_ranks)
 
 
 def host_bytes_of_nodes(schedule: Schedule, workload: Workload) -> list[int]:
     """Host memory that the ranks of each node hold by the memory bill."""
-    bills = memory_bill(schedule, workload)
-    of_ranks = [sum(bill.memory.host_bytes.values()) for bill in bills]
-    return pinned_bytes_of_nodes(workload.parallel, [0] * len(bills), of_ranks)
+    return on_nodes(workload, [sum(kinds.values()) for kinds in host_bytes(schedule, workload)])
 
 
 def host_bytes_taken(schedule: Schedule, workload: Workload) -> list[int]:
     """Host memory of each node that a run takes between its setup and the end of its first iteration: host copies,
     staging slots, shards that rest there, and optimizer states. Gradients and main parameters are there before."""
-    kinds = ("host_copies", "staging_slots", "shards", "optimizer_states", "previous_states")
-    bills = memory_bill(schedule, workload)
-    of_ranks = [sum(bill.memory.host_bytes.get(kind, 0) for kind in kinds) for bill in bills]
-    return pinned_bytes_of_nodes(workload.parallel, [0] * len(bills), of_ranks)
+    taken = ("host_copies", "staging_slots", "shards", "optimizer_states", "previous_states")
+    of_ranks = [sum(kinds.get(kind, 0) for kind in taken) for kinds in host_bytes(schedule, workload)]
+    return on_nodes(workload, of_ranks)
 
 
-def _move(schedule: Schedule, workload: Workload, chosen: list[int]) -> Schedule:
-    """The schedule with the states of the groups ``chosen`` on the drive."""
+def _move(
+    schedule: Schedule, workload: Workload, chosen: list[int], most: int = LARGE_SLOT_BYTES, slots: int = SLOTS
+) -> Schedule:
+    """The schedule with the states of the groups ``chosen`` on the drive; slots of ``most`` bytes where that holds a
+    parameter."""
     groups = list(schedule.groups)
     for index in chosen:
         groups[index] = replace(groups[index], states_rest="nvme")
     largest = max(largest_region(schedule, workload, index) for index in chosen)
     moments = len(workload.optimizer.moment_dtypes)
     in_all = sum(region_bytes(groups[i].bytes // workload.parallel.dp // 2, moments) for i in chosen)
-    size = max(largest, min(LARGE_SLOT_BYTES, in_all // (8 * SLOTS) // SECTOR_BYTES * SECTOR_BYTES))
-    return replace(schedule, groups=tuple(groups), state_slots=StateSlots(slots=SLOTS, slot_bytes=size))
+    size = max(largest, min(most, in_all // (8 * SLOTS) // SECTOR_BYTES * SECTOR_BYTES))
+    return replace(schedule, groups=tuple(groups), state_slots=StateSlots(slots=slots, slot_bytes=size))

@@ -27,6 +27,12 @@ def nodes_of_replicas(parallel: Parallel, pp_rank: int, tp_rank: int = 0) -> lis
     return list(nodes.values())
 
 
+def ranks_of_copy(parallel: Parallel, pp_rank: int) -> int:
+    """The least data-parallel ranks of a node that share a host copy."""
+    nodes = [parallel.node_of(pp_rank, dp_rank) for dp_rank in range(parallel.dp)]
+    return min(map(nodes.count, nodes))
+
+
 def check_spread(parallel: Parallel) -> None:
     """Refuse nodes that hold different numbers of any group's replicas, as :func:`nodes_of_replicas` does."""
     for pp_rank, tp_rank in product(range(parallel.pp), range(parallel.tensor_model_parallel_size)):

@@ -10,7 +10,12 @@ from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.runtime import host_memory
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import memory_bill
-from megatron_ext.schedule.state_placement import host_bytes_of_nodes, host_bytes_taken, largest_region
+from megatron_ext.schedule.state_placement import (
+    host_bytes_of_nodes,
+    host_bytes_taken,
+    largest_region,
+    with_states_on_drive,
+)
 from megatron_ext.schedule.user_defined_schedule import StateSlots
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -96,12 +101,13 @@ def test_a_drive_that_was_not_measured_is_left_out_and_said():
 
 def test_a_limit_that_cannot_be_kept_says_what_is_short():
     with pytest.raises(
-        InputError, match=r"host_bytes = .* states on the drive, \d+ bytes short; a rank holds gradients"
+        InputError, match=r"host_bytes = .* host memory \(gradients .*states on the drive, \d+ bytes short; fewer ranks"
     ):
         planned(0.1)
     work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", host_bytes=1000)
+    assert host_bytes_of_nodes(plan(work, table(work)), work) == [0]  # without host copies
     with pytest.raises(InputError, match="without --optimizer-cpu-offload"):
-        plan(work, table(work))
+        with_states_on_drive(plan(replace(work, limits=Limits()), table(work), policy="all-cpu"), work)
 
 
 def test_slots_and_states_belong_together():

@@ -1,0 +1,285 @@
+"""The plan that holds least, for where no rule gives one: what every group keeps where, solved by CP-SAT.
+
+[Note: What is solved]
+Groups are layers, or large parameters of layers and the rest of them. At zero stage 3 they are whole while their layer
+computes, and no longer. Whole gradients that come and go are alone. What a rank holds while a layer computes is then a
+sum over its groups, each of which can be kept in a few ways: its gradients whole, in shards or in host memory, its
+shard on the device or in host memory. The model has one inequality for every layer of every rank, and one for every
+node. So where it has no solution nothing fits that is cut this way, and the refusal is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
+from ortools.sat.python import cp_model
+
+from megatron_ext.bounds.feasibility import pinned_need
+from megatron_ext.bounds.host_room import pinned_limit
+from megatron_ext.bounds.memory_headroom import what_helps
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.rank_memory import RankMemory
+from megatron_ext.planner.baselines import rerouted
+from megatron_ext.planner.relief import Kept, Placer, Relief, Rule, Weighed
+from megatron_ext.planner.search_grid import by_parameter
+from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.schedule.memory_bill import activations, memory_bill
+from megatron_ext.schedule.state_placement import on_nodes, with_states_on_drive
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.bucket_rules import layer_buckets
+from megatron_ext.workload.route import Route, piece_buffer_bytes
+from megatron_ext.workload.workload import Chunk, Limits, Parameter, Workload
+
+MOST_BYTES = 1 << 50
+
+WORK = 2.0
+"""On one model, in CP-SAT's own measure, which is deterministic."""
+
+Aim = Literal["time", "device", "host"]
+
+
+class Way(NamedTuple):
+    """One way to keep a group: bytes on the device throughout and around its layers, whole and buffered; bytes in host
+    memory, and pinned ones of these; microseconds of links."""
+
+    kept: Kept
+    route: Route
+    throughout: int
+    around: int
+    buffer: int
+    host: int
+    pinned: int
+    cost_us: float
+
+
+class Moment(NamedTuple):
+    """While a layer computes. ``before``: chunks whose backwards were before, the last first, each once."""
+
+    chunk: int
+    backward: bool
+    layer: int
+    before: tuple[int, ...]
+
+
+def least_plan(workload: Workload, timing: Timing, routes: tuple[Route, ...], reliefs: frozenset[Relief]) -> Schedule:
+    """The fastest plan of those that hold least, within ``limits.device_bytes`` and the limits of host memory.
+
+    Raises:
+        InputError: nothing fits; with what the rank, or the node, holds at least, and what is missing.
+    """
+    models = [_Model(workload, timing, routes, reliefs, cut) for cut in (layer_buckets, _parameters)]
+    for model in models:
+        found = model.plan()
+        if found is not None:
+            return found
+    raise _refusal(workload, models, what_helps(workload, relieved="shards" in reliefs))
+
+
+def _parameters(chunk: Chunk) -> list[list[Parameter]]:
+    return [part for bucket in layer_buckets(chunk) for part in by_parameter(bucket)]
+
+
+def _refusal(workload: Workload, models: Sequence[_Model], advice: str) -> InputError:
+    limit = workload.limits.device_bytes
+    assert limit is not None
+    free = replace(workload.limits, host_bytes=None, pinned_host_bytes=None)
+    for limits, why in ((free, ""), (workload.limits, " within the limits of host memory")):
+        least = [schedule for model in models if (schedule := model.solved("device", limits))]
+        if not least:
+            continue
+        rank, memory = min(
+            (max(enumerate(bill.memory for bill in memory_bill(schedule, workload)), key=_total) for schedule in least),
+            key=_total,
+        )
+        need = memory.device_total_bytes
+        if need > limit:
+            kinds = ", ".join(f"{kind.replace('_', ' ')} {size}" for kind, size in memory.device_bytes.items() if size)
+            return InputError(
+                f"cannot fit: pipeline rank {rank} holds at least {need} bytes ({kinds}){why}, {need - limit} bytes "
+                f"short{advice}",
+                field="limits.device_bytes",
+                value=limit,
+            )
+        fitting = [schedule for model in models if (schedule := model.solved("host", free))]
+        try:
+            for schedule in fitting:
+                with_states_on_drive(schedule, workload)
+        except InputError as error:
+            return error
+    return InputError("cannot fit: no route can bring every group within the limits", field="limits")
+
+
+def _total(item: tuple[int, RankMemory]) -> int:
+    return item[1].device_total_bytes
+
+
+class _Model:
+    """All groups of a workload by one rule, and the ways to keep each.
+
+    Args:
+        cut: makes the groups of a chunk.
+    """
+
+    def __init__(self, workload: Workload, timing: Timing, routes: tuple[Route, ...], reliefs, cut):
+        self.workload, self.timing, self.routes = workload, timing, routes
+        first = replace(workload.limits, whole_parameter_bytes=1)  # whole just before its layer
+        self.streams = [
+            replace(stock_schedule(replace(workload, limits=limits), cut), limits=workload.limits)
+            for limits in (workload.limits, first)
+        ]
+        groups = self.streams[0].groups
+        self.placer = Placer(workload, Rule(None, tuple(reliefs)), timing)
+        self.ranks = list(self.placer.by_rank(groups))
+        self.ways = {
+            index: self._ways(one) for _, indices, weighed in self.ranks for index, one in zip(indices, weighed)
+        }
+
+    def _ways(self, one: Weighed) -> list[Way]:
+        dp, zero_3, size = self.workload.parallel.dp, self.workload.zero_stage == 3, one.group.bytes
+        ways = []
+        for kept, cost in one.ways.items():
+            route: Route = "gpu" if "gpu" in self.routes else "cpu"
+            if kept.shard_on_host:
+                route = "cpu_shard" if "cpu_shard" in self.routes else "cpu"
+            if kept.alone != (kept.gradients is not None) or route not in self.routes or cost == inf:
+                continue
+            host, pinned = self.placer.on_host([one], [kept])
+            throughout = 0 if kept.shard_on_host or not zero_3 else size // dp
+            throughout += {None: one.gradient, "sharded": one.gradient // dp, "host": 0}[kept.gradients]
+            buffer = piece_buffer_bytes(size) if route == "cpu_shard" else 0
+            around = one.gradient if kept.gradients is not None else 0
+            copies = size // self.placer.sharing if route == "cpu" and not kept.shard_on_host else 0
+            ways.append(Way(kept, route, throughout, around, buffer, host + copies, pinned + copies, cost))
+        return ways
+
+    def plan(self) -> Schedule | None:
+        """The fastest plan that keeps all limits; None where this model has none."""
+        found = self.solved("time", self.workload.limits)
+        return None if found is None else self._finished(found)
+
+    def solved(self, aim: Aim, limits: Limits) -> Schedule | None:
+        """The plan with the least time of links, the least of the rank that holds most on its device (whatever
+        ``limits.device_bytes``), or the least of the node that holds most; None where none keeps ``limits``."""
+        model = cp_model.CpModel()
+        chosen = {index: [model.new_bool_var("") for _ in ways] for index, ways in self.ways.items()}
+        for flags in chosen.values():
+            model.add_exactly_one(flags)
+        most = model.new_int_var(0, MOST_BYTES, "")
+        device_limit = most if aim == "device" else limits.device_bytes
+        for held in self._device(model, chosen):
+            model.add(held <= device_limit)
+        host, pinned = (self._nodes(chosen, kind) for kind in ("host", "pinned"))
+        for held, by_optimizer in zip(host, self.placer.optimizer):
+            if aim == "host":
+                model.add(held + by_optimizer <= most)
+            elif limits.host_bytes is not None:
+                model.add(held + by_optimizer <= limits.host_bytes)
+        for held in pinned if limits.pinned_host_bytes is not None else ():
+            model.add(held <= limits.pinned_host_bytes)
+        model.minimize(self._sum(chosen, chosen, "cost_us") if aim == "time" else most)
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
+        solver.parameters.max_deterministic_time = WORK
+        if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None
+        ways = [
+            next(way for way, flag in zip(self.ways[index], chosen[index]) if solver.value(flag))
+            for index in range(len(chosen))
+        ]
+        return self._schedule(self.streams[1], ways)
+
+    def _sum(self, chosen, indices: Iterable[int], name: str):
+        return sum(
+            round(getattr(way, name)) * flag for index in indices for way, flag in zip(self.ways[index], chosen[index])
+        )
+
+    def _nodes(self, chosen, name: str) -> list:
+        """What the ranks of each node hold in host memory."""
+        ranks = range(len(self.ranks))
+        counts = [on_nodes(self.workload, [int(rank == other) for other in ranks]) for rank in ranks]
+        sums = [self._sum(chosen, indices, name) for _, indices, _ in self.ranks]
+        return [sum(count[node] * held for count, held in zip(counts, sums)) for node in range(len(counts[0]))]
+
+    def _device(self, model: cp_model.CpModel, chosen) -> Iterator:
+        """What a rank holds on its device while each of its layers computes."""
+        zero_3 = self.workload.zero_stage == 3
+        for rank, indices, weighed in self.ranks:
+            buffer = model.new_int_var(0, MOST_BYTES, "")
+            for index in indices:
+                for way, flag in zip(self.ways[index], chosen[index]):
+                    if way.buffer:
+                        model.add(buffer >= way.buffer * flag)
+            resting = self.placer.fixed[rank] + self._sum(chosen, indices, "throughout") + buffer
+            everything = sum(one.group.bytes for one in weighed)
+            for moment, saved in self._moments(rank).items():
+                here = [(i, one) for i, one in zip(indices, weighed) if one.group.model_chunk_id == moment.chunk]
+                here = [(i, one.group.bytes) for i, one in here if one.span[0] <= moment.layer <= one.span[1]]
+                whole = sum(size for _, size in here) if zero_3 else everything
+                around = self._sum(chosen, [index for index, _ in here], "around") if moment.backward else 0
+                on_its_way = self._on_its_way(model, chosen, rank, moment)
+                yield resting + whole + saved + around + on_its_way
+
+    def _moments(self, rank: int) -> dict[Moment, int]:
+        """Every layer of every step, alike ones once, and the most bytes of activations there."""
+        found: dict[Moment, int] = {}
+        before: tuple[int, ...] = ()
+        for chunk, backward, saved in activations(self.workload, rank):
+            for layer, size in enumerate(saved):
+                moment = Moment(chunk, backward, layer, before)
+                found[moment] = max(found.get(moment, 0), size)
+            before = (chunk, *(other for other in before if other != chunk)) if backward else before
+        return found
+
+    def _on_its_way(self, model: cp_model.CpModel, chosen, rank: int, moment: Moment):
+        """The gradient that was reduced last, if no other has been allocated since: they are all alone."""
+        least = model.new_int_var(0, MOST_BYTES, "")
+        later, sizes = 0, dict(zip(self.ranks[rank][1], self.ranks[rank][2]))
+        for index, reduced in self._events(rank, moment):
+            comes = sum(flag for way, flag in zip(self.ways[index], chosen[index]) if way.around)
+            if reduced:
+                model.add(least >= sizes[index].gradient * (comes - later))
+            later = later + comes
+        return least
+
+    def _events(self, rank: int, moment: Moment) -> Iterator[tuple[int, bool]]:
+        """Gradients that come and go, before a moment, the latest first: which, and whether reduced or allocated."""
+        _, indices, weighed = self.ranks[rank]
+        chunks = [(moment.chunk, moment.layer), *((c, 0) for c in moment.before)] if moment.backward else []
+        for number, (chunk, lowest) in enumerate(chunks or [(c, 0) for c in moment.before]):
+            own = [(i, one) for i, one in zip(indices, weighed) if one.group.model_chunk_id == chunk]
+            for layer in range(lowest, self.workload.chunk(rank, chunk).num_layers):
+                if layer > lowest or number or not moment.backward:
+                    yield from ((i, True) for i, one in reversed(own) if one.span[0] == layer)
+                yield from ((i, False) for i, one in reversed(own) if one.span[1] == layer)
+
+    def _schedule(self, stream: Schedule, ways: Sequence[Way]) -> Schedule:
+        groups = tuple(self.placer.kept_as(group, way.kept) for group, way in zip(stream.groups, ways))
+        return validate(rerouted(replace(stream, groups=groups), [way.route for way in ways]))
+
+    def _finished(self, found: Schedule) -> Schedule:
+        """The fastest of ``found`` and the same with each layer gathered while the one before computes, and with what
+        rests in host memory brought by host copies, as far as that keeps the limits."""
+        routes: dict[int, str] = {a.group: a.route for rank in found.ranks for e in rank.steps for a in e.unshard}
+        routed = [routes[index] for index in range(len(found.groups))]
+        ways = [routed]
+        if "cpu" in self.routes:
+            copied = ["cpu" if route == "cpu_shard" else route for route in routed]
+            limit = pinned_limit(self.workload, found.groups)
+            if limit is None or max(pinned_need(self.workload, found.groups, copied)) <= limit:
+                ways.append(copied)
+        tried = [
+            with_states_on_drive(rerouted(replace(stream, groups=found.groups), way), self.workload)
+            for stream in self.streams
+            for way in ways
+        ]
+        limit = self.workload.limits.device_bytes or 0
+        fits = [
+            one for one in tried if max(b.memory.device_total_bytes for b in memory_bill(one, self.workload)) <= limit
+        ]
+        return min(fits, key=lambda schedule: run(self.workload, self.timing, schedule).iteration_time_us)
