@@ -45,11 +45,24 @@ def run_on_cpu(nproc: int | None, script: str, script_arguments) -> int:
         )
     if given.schedule is not None:
         _refuse_other_run(path.parent, given, nproc)
-    return launcher.launch(
-        [sys.executable, "-m", "megatron_ext.megatron.cpu_compat", str(path), *script_arguments],
-        nproc,
-        environment={"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-    )
+    os.environ.update({"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    command = [str(path), *script_arguments]
+    if nproc > 1 and _import_once(command):
+        return launcher.launch(command, nproc, fork=True)
+    return launcher.launch([sys.executable, "-m", "megatron_ext.megatron.cpu_compat", *command], nproc)
+
+
+def _import_once(command: list[str]) -> bool:
+    """Import what the script imports, so that ranks can be forks of this process; False where they cannot."""
+    from megatron_ext.cpubench import allocator, forked_rank
+
+    forked_rank.restart_with({**allocator.environment(), "OMP_NUM_THREADS": "1"})
+    sys.path.insert(0, os.path.dirname(command[0]))  # the Megatron that compatibility is for
+    from megatron_ext.megatron import cpu_compat, cpu_options
+
+    if cpu_compat.install():
+        cpu_options.without_a_gpu()
+    return forked_rank.import_script(command[0])
 
 
 def _ranks_of_schedule(path: str) -> int:

@@ -50,7 +50,7 @@ def test_nothing_is_faster(name, costs):
     if costs == "processors":
         table = with_host_cpu(table, 2.0)
     bound = lower_bound(work, Timing(work, table))
-    policies = ["all-gpu", *(f"random:{seed}" for seed in range(6))] + (["hybrid"] if costs != "processors" else [])
+    policies = ["all-gpu", *(f"random:{seed}" for seed in range(4))] + (["hybrid"] if costs == "contention" else [])
     for policy in policies:
         assert plan(work, table, policy=policy).predicted.iteration_time_us >= bound * (1 - 1e-9), policy
 
@@ -226,7 +226,7 @@ def test_bound_counts_what_messages_take_of_processors():
     assert plan(work, taking).predicted.iteration_time_us >= counted
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_faster_where_host_copies_are_published_between_nodes(seed):
     draw = random.Random(seed)
     pp, vp, order = draw.choice(((1, 1, "no_pipeline"), (2, 1, "1f1b"), (2, 2, "interleaved")))

@@ -40,7 +40,7 @@ def test_hybrid_is_valid_within_limits_and_no_worse_than_any_baseline(name):
         assert max(pinned_host_bytes(planned)) <= work.limits.pinned_host_bytes
 
 
-@pytest.mark.parametrize("seed", [103, 135, *range(1, 7)])
+@pytest.mark.parametrize("seed", [103, 135, 1, 2])
 def test_layers_of_different_size_in_little_room(seed):
     """In seeds 103 and 135 a group that the same step needs again must make room."""
     work, table = uneven_case(seed)
