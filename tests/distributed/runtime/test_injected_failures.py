@@ -1,10 +1,9 @@
 """A background thread that fails, wherever it does, ends every rank within two seconds; so does a run that stalls.
 
-Here at every third call site of a thread; with MEGATRON_EXT_TEST_EVERY_SITE=1, as in tests/nightly, at all of them.
+Here at every third call site of a thread; in tests/nightly at all of them.
 """
 
 import json
-import os
 import subprocess
 import sys
 from statistics import median
@@ -12,10 +11,11 @@ from statistics import median
 import pytest
 from places import HELPERS
 from training import environment
+from variations import ALL
 
 from megatron_ext.cpubench.launcher import PEER_LOST_CODE
 
-EVERY = 1 if "MEGATRON_EXT_TEST_EVERY_SITE" in os.environ else 3
+EVERY = 1 if ALL else 3
 THREADS = {
     "publisher",
     "publisher-arrivals",

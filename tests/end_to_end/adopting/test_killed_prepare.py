@@ -1,4 +1,7 @@
-"""``prepare`` that is killed leaves nothing, and the next call goes on from where it was."""
+"""``prepare`` that is killed leaves nothing, and the next call goes on from where it was.
+
+CI kills it while it measures; tests/nightly also while it describes and plans.
+"""
 
 import os
 import shutil
@@ -10,6 +13,7 @@ from pathlib import Path
 
 from adopting_page import cpu_commands
 from places import ROOT
+from variations import ALL
 
 
 def start(work: Path, scratch: Path) -> subprocess.Popen:
@@ -78,20 +82,23 @@ def test_killed_prepare_leaves_nothing_and_goes_on(ran, tmp_path):
     def there() -> set[str]:
         return {path.name for path in out.iterdir()} - {".lock"}
 
-    kill_while("describing", 3, work, scratch)  # the command, the script's process, and one rank of it
-    assert there() == set()
+    if ALL:
+        kill_while("describing", 3, work, scratch)  # the command, the script's process, and one rank of it
+        assert there() == set()
     kill_while("measuring", 5, work, scratch)
     assert there() == {"workload.json"}
     (out / ".cost_table.json.0123abcd").write_text("{")  # as a kill between two system calls leaves it
     shutil.copy(first / "cost_table.json", out)  # measured, so that only the plan is missing
-    said = kill_while("planning", 1, work, scratch)
-    assert [line for line in said if "kept" in line] == [
-        f"prepare: kept: runs/killed/{name}.json" for name in ("workload", "cost_table")
-    ]
-    assert there() == {"workload.json", "cost_table.json"}
+    if ALL:
+        said = kill_while("planning", 1, work, scratch)
+        assert [line for line in said if "kept" in line] == [
+            f"prepare: kept: runs/killed/{name}.json" for name in ("workload", "cost_table")
+        ]
+        assert there() == {"workload.json", "cost_table.json"}
 
     kept = [f"kept: runs/killed/{name}.json" for name in ("workload", "cost_table", "schedule")]
     assert finish(work, scratch) == ["describing the model", *kept[:2], "planning (hybrid)"]
     for name in ("workload.json", "cost_table.json", "schedule.json"):
         assert (out / name).read_bytes() == (first / name).read_bytes(), "as without a kill"
-    assert finish(work, scratch) == ["describing the model", *kept]
+    if ALL:
+        assert finish(work, scratch) == ["describing the model", *kept]

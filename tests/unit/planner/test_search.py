@@ -69,8 +69,8 @@ def test_tied_embeddings_in_little_room(seed):
 def test_two_routes_over_one_link_are_not_mixed_where_that_only_slows_both():
     """A fairly shared link: the copy is the faster way, and an all-gather beside it takes from it."""
     work = make_workload(
-        pp=2, vp=1, order="1f1b", layers=8, zero_stage=3, whole_parameter_bytes=396_000
-    )  # room for four layers
+        pp=1, vp=1, order="no_pipeline", microbatches=2, layers=6, zero_stage=3, whole_parameter_bytes=297_000
+    )  # room for three layers
     shared = (("gpu", "cpu", 2.0), ("cpu", "gpu", 2.0))
     table = make_table(
         work, gpu=(1.0, 1000.0), cpu=(1.0, 2000.0), publish=(0.1, 1e6), forward=160.0, backward=320.0, contention=shared

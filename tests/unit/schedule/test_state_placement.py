@@ -22,8 +22,8 @@ from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.workload import Limits
 
 
-def on_host(**limits):
-    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", hidden=64, layers=12, **limits)
+def on_host(layers=12, **limits):
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", hidden=64, layers=layers, **limits)
     return replace(work, optimizer=OptimizerSettings(on_host=True))
 
 
@@ -62,7 +62,7 @@ def test_host_memory_short_of_copies_shards_and_states_is_refused_with_the_bytes
     tmp_path, monkeypatch
 ):
     """What the run takes from its setup on: two ranks of one node have half of everything each, and one copy."""
-    work = replace(on_host(), zero_stage=3, limits=Limits(device_bytes=600_000))
+    work = replace(on_host(layers=4), zero_stage=3, limits=Limits(device_bytes=330_000))
     schedule = plan(work, table(work))
     held = memory_bill(schedule, work)[0].memory.host_bytes
     (taken,) = host_bytes_taken(schedule, work)
