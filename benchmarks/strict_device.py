@@ -11,6 +11,7 @@ as unlike each other as there are: by a report, another result or an ended run t
 """
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from cases import MODELS, STRICT
 from machine import about_this_machine
 from parity import describe
 from parity_service import Died, ParityService, differences
-from strict_cases import findings, strict_case, waits
+from strict_cases import FOUR, findings, strict_case, waits
 
 from megatron_ext.formats import json_files
 from megatron_ext.workload import workload as workload_file
@@ -36,9 +37,12 @@ class Cases:
     """Trains cases by their seeds, each once by Megatron's own gathers; the ranks stay up between them."""
 
     def __init__(self, folder: Path):
-        self._service = ParityService(STRICT, case_seconds=100)
+        self._services: dict[str, ParityService] = {}
         self._references: dict[int, dict] = {}
-        self._workloads = {(STRICT, name): workload_file.load(folder / f"{STRICT}.{name}.json") for name in MODELS}
+        known = itertools.product((STRICT, FOUR), MODELS)
+        self._workloads = {
+            (layout, name): workload_file.load(folder / f"{layout}.{name}.json") for layout, name in known
+        }
 
     def run(self, seed: int, **strict) -> dict:
         """The answer of the ranks; ``waits`` are those of the training thread, where streams wait for flags.
@@ -49,13 +53,19 @@ class Cases:
         with tempfile.TemporaryDirectory() as folder:
             case = strict_case(seed, self._workloads, Path(folder))
             case["strict"] |= strict
-            answer = self._service.run(**case, reference=seed not in self._references)
+            service = self._service(case.pop("layout"))
+            answer = service.run(**case, reference=seed not in self._references)
             answer["reference"] = self._references.setdefault(seed, answer.get("reference"))
-            found = waits(answer) if case["strict"]["stream_flags"] else []
-            return answer | {"waits": found, "drawn": case["drawn"]}
+            return answer | {"waits": waits(case, answer), "drawn": case["drawn"]}
+
+    def _service(self, layout: str) -> ParityService:
+        if layout not in self._services:
+            self._services[layout] = ParityService(layout, case_seconds=100, strict=True)
+        return self._services[layout]
 
     def close(self) -> None:
-        self._service.close()
+        for service in self._services.values():
+            service.close()
 
 
 def as_it_is(cases: Cases, seed: int) -> tuple[dict, list[str], list[str]]:

@@ -99,8 +99,9 @@ class StepUnit:
         return bool((normal & (now == then)).all())
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def take_back(self, device) -> None:
         """Give the states the values from before the step."""
+        device.synchronize(self.ended)  # it may still read the host's parameters
         for tensor, copy in self.saved:
             tensor.copy_(copy)
 
@@ -147,7 +148,7 @@ class EarlySteps:
         self._delay = faults.delayer(faults.step_delay_ms, salt=113 + rank)
         self._keeps = bool(faults.no_rollback)
         self._worker, self._stream = Worker("early-steps"), device.copy_stream()
-        self._copying = threading.Lock()  # held while gradients are copied, which nobody may change meanwhile
+        self.copying = threading.Lock()  # held while gradients are copied, which nobody may change meanwhile
         self._open, self._used = False, 0
         self._stepped: list[StepUnit] = []
 
@@ -170,7 +171,7 @@ class EarlySteps:
 
     def end(self) -> None:
         """The backward has ended, and gradients may change when this returns. What has not begun is left."""
-        with self._copying:
+        with self.copying:
             self._open = False
 
     def settle(self, units: list[StepUnit], changed: bool) -> list[StepUnit]:
@@ -184,7 +185,7 @@ class EarlySteps:
         standing = [unit for unit in stepped if self._keeps or (not changed and unit.stands())]
         for unit in stepped:
             if unit not in standing:
-                unit.take_back()
+                unit.take_back(self._device)
             self._forget(unit)
         self.taken_back += len(stepped) - len(standing)
         return standing
@@ -195,7 +196,7 @@ class EarlySteps:
         self.wait()
         for unit in list(self._stepped):
             if not self._keeps:
-                unit.take_back()
+                unit.take_back(self._device)
                 unit.restore_device()
             self._forget(unit)
             self.taken_back += 1
@@ -224,7 +225,7 @@ class EarlySteps:
             unit.take_gradients()
 
         with torch.no_grad():
-            with self._copying:
+            with self.copying:
                 if not self._open:
                     return
                 if self._delay is not None:

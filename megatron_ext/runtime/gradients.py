@@ -141,18 +141,15 @@ class Reducer:
         if self._in_flight is None:
             return
         (gradient, handle, last), self._in_flight = self._in_flight, None
-        added = isinstance(handle, Transfer)
-        if self._early and not added:
-            self._add(gradient, gradient.part)
-        handle.wait()
-        if not self._early and not added:
-            self._add(gradient, gradient.part)
+        if isinstance(handle, Transfer):  # which adds
+            handle.wait()
+        else:
+            self._wait_and_add(gradient, handle)
         self._free(gradient)
-        if last:
-            self._tell(gradient)
+        self._tell(gradient, last)
 
-    def _tell(self, gradient: Gradient) -> None:
-        if self.complete is not None:
+    def _tell(self, gradient: Gradient, last: bool) -> None:
+        if last and self.complete is not None:
             self.complete(gradient.index)
 
     def _free(self, gradient: Gradient) -> None:
@@ -188,24 +185,27 @@ class Reducer:
             self._delay()
         with torch.no_grad():
             if self._staging is None:
-                if self._early:
-                    self._add(gradient, gradient.part)
-                handle.wait()
-                if not self._early:
-                    self._add(gradient, gradient.part)
+                self._wait_and_add(gradient, handle)
             else:
-                staging = self._staging[: gradient.shard.numel()]
+                self._add_to_host(transfer, gradient, handle, self._staging[: gradient.shard.numel()])
+        self._tell(gradient, last)
 
-                def copy() -> None:
-                    handle.wait()  # on this thread's stream
-                    staging.copy_(gradient.part, non_blocking=True)
+    def _wait_and_add(self, gradient: Gradient, handle) -> None:
+        if self._early:
+            self._add(gradient, gradient.part)
+        handle.wait()
+        if not self._early:
+            self._add(gradient, gradient.part)
 
-                transfer.after = self.device.on_stream(copy, self.stream, None)
-                transfer.finish()  # the training thread goes on: its stream waits for the copy
-                self.device.synchronize(transfer.after)
-                self._add(gradient, staging)
-        if last:
-            self._tell(gradient)
+    def _add_to_host(self, transfer: Transfer, gradient: Gradient, handle, staging: torch.Tensor) -> None:
+        def copy() -> None:
+            handle.wait()  # on this thread's stream
+            staging.copy_(gradient.part, non_blocking=True)
+
+        transfer.after = self.device.on_stream(copy, self.stream, None)
+        transfer.finish()  # the training thread goes on: its stream waits for the copy
+        self.device.synchronize(transfer.after)
+        self._add(gradient, staging)
 
     def close(self) -> None:
         if self.worker is not None:

@@ -40,6 +40,13 @@ NOT_OF_STREAMS = {
 }
 """Files whose calls of these names are threads' own, optimizer states', or the stand-in's driver."""
 
+NOT_ON_A_DEVICE = {
+    ("cpu_shard.py", "gather"),  # on the CPU's thread; on CUDA see ShardGather._issue_on_streams
+    ("host_pool.py", "fail"),  # of a rank that fails: ends the run, orders nothing
+    ("shared_flags.py", "store"),  # the flag's own memory order, on machines other than x86-64
+}
+"""Functions, by file and name, that no training on a CUDA device of this machine comes by."""
+
 switch = SimpleNamespace(off=None, reached=set())
 """``off``: the site that is taken away; ``reached``: sites that were called."""
 
@@ -47,6 +54,11 @@ switch = SimpleNamespace(off=None, reached=set())
 class _Sites(ast.NodeTransformer):
     def __init__(self, file: str):
         self.file, self.found = file, []
+
+    def visit_FunctionDef(self, node: ast.FunctionDef):
+        if (self.file, node.name) not in NOT_ON_A_DEVICE:
+            self.generic_visit(node)
+        return node
 
     def visit_Call(self, node: ast.Call):
         self.generic_visit(node)

@@ -25,10 +25,11 @@ class ParityService:
     Args:
         layout: a name in ``cases.ALL_LAYOUTS``.
         case_seconds: after so long a case counts as hanging.
+        strict: whether orderings can be taken away; always at the layout ``STRICT``.
     """
 
-    def __init__(self, layout: str, case_seconds: float = 100):
-        self.layout, self.case_seconds = layout, case_seconds
+    def __init__(self, layout: str, case_seconds: float = 100, strict: bool = False):
+        self.layout, self.case_seconds, self.strict = layout, case_seconds, strict or layout == STRICT
         self._ranks = self._stream = None
 
     def run(self, **case) -> dict:
@@ -65,9 +66,9 @@ class ParityService:
         listener.listen(1)
         listener.settimeout(1)
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the service
-        strict = self.layout == STRICT
-        command = ranks_command(str(WORKER), [address, *ALL_LAYOUTS[self.layout]], 2 if strict else 4)
-        variables = environment({"PYTHONFAULTHANDLER": "1"} | ({orderings.VARIABLE: "1"} if strict else {}))
+        ranks = 2 if self.layout == STRICT else 4
+        command = ranks_command(str(WORKER), [address, *ALL_LAYOUTS[self.layout]], ranks)
+        variables = environment({"PYTHONFAULTHANDLER": "1"} | ({orderings.VARIABLE: "1"} if self.strict else {}))
         self._ranks = WarmPython(WORKER.stem, command[1:], ROOT, variables, self._output, self._output)
         connection = None
         while connection is None:

@@ -35,6 +35,7 @@ from megatron_ext.runtime import debug, faults
 
 ITERATIONS = 3
 HANGS_AFTER = 80  # seconds; less than the service waits
+TIMES_TOLD = {"silent": 0, "told": 1, "told twice": 2}
 
 
 class Rows:
@@ -59,21 +60,24 @@ class Rows:
 
 
 @contextlib.contextmanager
-def meddling(example, told: bool):
-    """Halve all parameters before the second iteration, and say so to the hooks or not; yields the
+def meddling(example, told: int):
+    """Halve all parameters before the second iteration, and say so to the hooks ``told`` times; yields the
     hash of the parameters before the first."""
     run_schedule, hashes = example.run_schedule, []
 
     def run(args, model, iterators, forward_only: bool = False):
-        if not forward_only:
-            hashes.append(None if hashes else example.parameter_hash(model))
+        if not forward_only and not hashes:
+            example.force_param_sync(model, args)
+            hashes.append(example.parameter_hash(model))
+        elif not forward_only:
+            hashes.append(None)
         if not forward_only and len(hashes) == 2:
             example.force_param_sync(model, args)
             with torch.no_grad():
                 for chunk in model:
                     for parameter in chunk.parameters():
                         parameter.data.mul_(0.5)
-            if told:
+            for _ in range(told):
                 example.hooks.params_changed()
         return run_schedule(args, model, iterators, forward_only)
 
@@ -118,8 +122,8 @@ def train(
     iterations: int,
     meddle: str | None = None,
 ) -> dict:
-    """Train a new model; returns this rank's metrics. ``meddle``: ``told`` or ``silent``, see
-    :func:`meddling`; ``go on``: another iteration after training has been finished; ``replay``: the
+    """Train a new model; returns this rank's metrics. ``meddle``: ``told``, ``told twice`` (and once more at the end)
+    or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``replay``: the
     optimizer's hook is not called, as in the replay of a CUDA graph; ``overflow``: see :func:`overflowing`;
     ``gradients``: those of the first iteration are returned as the optimizer steps on them."""
     for name in (lifecycle.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
@@ -145,14 +149,16 @@ def _train_model(example, args, meddle: str | None) -> dict:
     if meddle == "gradients":
         for one in getattr(optimizer, "chained_optimizers", [optimizer]):
             one.step_with_ready_grads = functools.partial(_collect, gradients, one, one.step_with_ready_grads)
-    if meddle in ("told", "silent"):
-        with meddling(example, meddle == "told") as hashes:
+    if meddle in TIMES_TOLD:
+        with meddling(example, TIMES_TOLD[meddle]) as hashes:
             metrics = example.train(args, model, optimizer, config, (rows, rows))
         metrics["parameter_sha256"] += hashes[0]
     else:
         metrics = example.train(args, model, optimizer, config, (rows, rows))
     early = getattr(getattr(example.hooks.active(), "executor", None), "early", None)
     metrics["early_steps"] = None if early is None else (early.taken, early.taken_back)
+    if meddle == "told twice":  # what it publishes and issues is under way while everything is closed
+        example.hooks.params_changed()
     example.hooks.finish()
     if meddle == "go on":
         for chunk in model:

@@ -1,27 +1,42 @@
-"""Drawn cases for the strict stand-in of a device: two replicas of a small model, trained with everything around it."""
+"""Drawn cases for the strict stand-in of a device: two replicas of a small model, trained with everything around it.
 
+Every tenth case is aimed at orderings that drawn cases rarely need, see :data:`AIMS`.
+"""
+
+import itertools
 import random
 from pathlib import Path
 
 from cases import MODELS, STRICT
-from draw_schedule import prepared
+from draw_schedule import GRADIENTS, draw_schedule, prepared, with_gradients
 from msgspec.structs import replace
 
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
 from megatron_ext.schedule.user_defined_schedule import PublishGroup, Schedule
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.route import HIERARCHICAL
 from megatron_ext.workload.workload import Limits
 
 NAMES = ("bf16-tied", "fp16", "fp32")
 ROUTES = (("gpu", "cpu", "nvme"), ("cpu",), ("gpu", "cpu"), ("nvme",), ("cpu", "nvme"))
 ORDERS = ("late", "early", "drawn")
+FOUR = "no_pipeline"
+"""Layout of the cases in which nodes have several ranks: four replicas."""
+
+EVERY = 10
+"""Of so many cases one is aimed."""
 
 
 def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = None) -> dict:
     """Case ``seed`` for ``ParityService.run``: model, zero stage, schedule, nodes, order of the streams, whether
     streams or threads wait for flags, evaluation, checkpoints, whether parameters are changed between two iterations
     (``params_changed``), whether groups are published that nobody reads. Models in fp16 skip their first steps.
-    ``drawn`` says what was drawn."""
+    ``drawn`` says what was drawn, ``layout`` which ranks train."""
+    if seed % EVERY == EVERY - 1:
+        names = sorted(AIMS)
+        turn, number = divmod(seed // EVERY, len(names))
+        return AIMS[names[number]](random.Random(seed), workloads, folder / f"{seed}.json", seed, (3, 1)[turn % 2])
     draw = random.Random(seed)
     name, order, routes = NAMES[seed % 3], draw.choice(ORDERS), ROUTES[seed % len(ROUTES)]
     zero_stage = zero_stage or draw.choice((3, 1, 3, 2))
@@ -45,13 +60,13 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
     drawn += ["streams store flags" if stream_flags else "threads store flags"]
     drawn += [word for word in ("--eval-iters", "--save") if word in options]
     drawn += sorted({f"gradients {group.gradients}" for group in schedule.groups})
-    under_way = schedule.ranks[0].start.unshard[-1:]  # where nothing is gathered behind it, nothing else orders it
-    last = [item for item in under_way if item.group == len(schedule.groups) - 1 and item.route in ("cpu", "nvme")]
+    last = behind_a_copy(schedule)
     hosted = any(group.shard_rests for group in schedule.groups)
     if changed:  # what parameters are changed beside, in one word
         how = ("behind a copy" if last else "", "shards on the host" if hosted else "", nodes, stream_flags)
         drawn += ["params_changed", f"params_changed {how}"]
     return {
+        "layout": STRICT,
         "drawn": drawn + (["published, unread"] if unread else []),
         "meddle": "told" if changed else None,
         "options": options,
@@ -59,6 +74,106 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
         "iterations": 4 if name == "fp16" else 3,
         "strict": {"seed": seed, "order": order, "stream_flags": stream_flags},
     }
+
+
+def behind_a_copy(schedule: Schedule) -> bool:
+    """Whether a copy from the host is under way between two iterations, and no all-gather behind it orders it."""
+    start, last = schedule.ranks[0].start.unshard, len(schedule.groups) - 1
+    return any(item.group == last and item.route in ("cpu", "nvme") for item in start)
+
+
+def _case(draw, seed: int, path: Path, name: str, **more) -> dict:
+    """A case of model ``name`` with the schedule in ``path``."""
+    order = draw.choice(ORDERS)
+    options = [*MODELS[name], "--user-defined-schedule-nvme-path", str(path.parent), *more.pop("options", ())]
+    return {
+        "layout": STRICT,
+        "options": options,
+        "schedule": path,
+        "iterations": 3,
+        "strict": {"seed": seed, "order": order, "stream_flags": more.pop("stream_flags", True)},
+        **more,
+        "drawn": [*more.get("drawn", ()), name, order],
+    }
+
+
+def _sized(workloads, layout: str, name: str, zero_stage: int, nodes: int):
+    workload = workloads[layout, name]
+    parallel = replace(workload.parallel, gpus_per_node=nodes)
+    return replace(workload, zero_stage=zero_stage, limits=Limits(nvme_slots=2), parallel=parallel)
+
+
+def _changed_behind_a_copy(stream_flags: bool):
+    def case(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
+        name = draw.choice(("bf16-tied", "fp32"))
+        workload = _sized(workloads, STRICT, name, zero_stage, 2)
+        for number in itertools.count(seed):
+            schedule = prepared(random.Random(number), workload, path, ("cpu",), gradients=(None,))
+            if behind_a_copy(schedule) and not any(group.shard_rests for group in schedule.groups):
+                break
+        drawn = [f"changed behind a copy, zero stage {zero_stage}", f"streams store flags: {stream_flags}"]
+        options = ["--gpus-per-node", "2"]
+        told = dict(meddle="told twice", stream_flags=stream_flags, options=options, drawn=drawn)
+        return _case(draw, seed, path, name, **told)
+
+    return case
+
+
+def _unread_on_another_node(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
+    """What nobody reads is sent to another node until the next publishing."""
+    workload = _sized(workloads, STRICT, "fp32", zero_stage, 1)
+    for number in itertools.count(seed):
+        drawn = random.Random(number)
+        schedule = prepared(drawn, workload, path, ("gpu", "cpu"), gradients=(None,))
+        if publish_unread(drawn, schedule, path):
+            break
+    how = dict(options=["--gpus-per-node", "1"], stream_flags=False, drawn=["unread, on another node"])
+    return _case(draw, seed, path, "fp32", **how)
+
+
+def _beside_the_backward(overflow: bool):
+    def case(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
+        name = "fp16" if overflow else "bf16-offload"
+        workload = _sized(workloads, STRICT, name, zero_stage, 2)
+        workload = replace(workload, optimizer=OptimizerSettings(on_host=True))
+        kinds = (None, "sharded") if overflow else GRADIENTS  # in fp16 nobody unscales those on the host
+        schedule = with_gradients(draw, draw_schedule(draw, workload), workload, kinds)
+        schedule = replace(schedule, rollback_bytes=1 << 20)
+        validate.validate(schedule)
+        schedule_file.save(path, schedule)
+        clip = draw.choice(("1e9", "1e-4"))  # no step is taken back, every step is
+        options = ["--gpus-per-node", "2", "--optimizer-cpu-offload", "--clip-grad", clip]
+        drawn = [f"beside the backward, zero stage {zero_stage}, clip {clip}", f"overflow: {overflow}"]
+        drawn += sorted({f"beside the backward, gradients {group.gradients}" for group in schedule.groups})
+        how = dict(meddle="overflow", iterations=5) if overflow else {}
+        stream_flags = draw.random() < 0.7
+        return _case(
+            draw, seed, path, name, options=options, drawn=drawn, stream_flags=stream_flags, steps_on_host=True, **how
+        )
+
+    return case
+
+
+def _two_legs(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
+    workload = _sized(workloads, FOUR, "fp32", zero_stage, 2)
+    for number in itertools.count(seed):
+        schedule = prepared(random.Random(number), workload, path, ("gpu", "gpu", "cpu"), gradients=(None,))
+        legs = {index for index, group in enumerate(schedule.groups) if group.algorithm == HIERARCHICAL}
+        if any(item.group in legs and item.route == "gpu" for item in schedule.ranks[0].start.unshard):
+            break
+    drawn = [f"two legs, zero stage {zero_stage}"]
+    return _case(draw, seed, path, "fp32", options=["--gpus-per-node", "2"], drawn=drawn, layout=FOUR)
+
+
+AIMS = {
+    "changed behind a copy, by streams": _changed_behind_a_copy(True),
+    "changed behind a copy, by threads": _changed_behind_a_copy(False),
+    "unread, on another node": _unread_on_another_node,
+    "steps beside the backward": _beside_the_backward(False),
+    "steps taken back": _beside_the_backward(True),
+    "two legs": _two_legs,
+}
+"""``AIMS[name](draw, workloads, path, seed, zero_stage)``: a case that needs what others rarely need."""
 
 
 def publish_unread(draw, schedule: Schedule, path: Path) -> bool:
@@ -79,6 +194,9 @@ def findings(answer: dict) -> list[str]:
     return found + strict["errors"] + [f"never: {timeline} {entry}" for timeline, entry in strict["stuck"].items()]
 
 
-def waits(answer: dict) -> list[str]:
-    """Waits of the training thread in training steps, but those for gradients that the host's processor adds."""
+def waits(case: dict, answer: dict) -> list[str]:
+    """Waits of the training thread in training steps, where streams wait for flags; but those for gradients that the
+    host's processor adds, or steps on."""
+    if case.get("steps_on_host") or not case["strict"]["stream_flags"]:
+        return []
     return [wait for wait in answer["strict"]["host_waits"] if "gradients.py" not in wait]

@@ -9,23 +9,36 @@ Not seen: what happens inside one operation of torch; host memory that torch its
 counts as the device's.
 """
 
+import bisect
 import contextlib
 import ctypes
 import sys
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from strict_streams import Engine, Event, Stream
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron_ext.megatron import shards
 from megatron_ext.runtime import device as devices
-from megatron_ext.runtime import drive, executor, gradients, group, host_pool, node_exchange, shared_flags, worker
+from megatron_ext.runtime import (
+    drive,
+    early_steps,
+    executor,
+    gradients,
+    group,
+    host_pool,
+    node_exchange,
+    shared_flags,
+    worker,
+)
 from megatron_ext.runtime.stream_flags import StreamFlags
 
 COLLECTIVES = (
@@ -64,7 +77,7 @@ class StrictDevice:
 
     def __init__(self, rank: int, seed: int, order: str, stream_flags: bool = True, stuck_seconds: float = 20):
         self.rank, self.engine = rank, Engine(rank, seed, order, stuck_seconds)
-        self._regions: list[list] = []  # host memory: [begin, end, key, page-locked]
+        self._regions: list[list] = []  # host memory, by address: [begin, end, key, page-locked]
         self._blocks: dict[int, int] = {}  # block of a storage that comes and goes
         self._free: dict[tuple, list[int]] = {}
         self._made_on: dict[int, str] = {}  # stream on which a storage was allocated
@@ -75,18 +88,29 @@ class StrictDevice:
         self._kinds: dict = {}
         self._blocks_made = 0
         self._stack, self._stream_flags = contextlib.ExitStack(), stream_flags
+        self.runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
 
     # Memory.
 
     def _region(self, address: int) -> list | None:
-        return next((region for region in self._regions if region[0] <= address < region[1]), None)
+        number = bisect.bisect_right(self._regions, address, key=lambda region: region[0]) - 1
+        found = self._regions[number] if number >= 0 else None
+        return found if found is not None and address < found[1] else None
 
     def _host(self, begin: int, size: int, key=None, locked: bool = False) -> None:
         region = self._region(begin)
         if region is not None:
             region[2], region[3] = key or region[2], region[3] or locked
         else:
-            self._regions.append([begin, begin + size, key or (self.rank, begin), locked])
+            bisect.insort(self._regions, [begin, begin + size, key or (self.rank, begin), locked], key=lambda r: r[0])
+
+    def _to_host(self, tensor: torch.Tensor, locked: bool = False) -> torch.Tensor:
+        """``tensor``, whose storage lies in host memory from now on."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            self._kept.append(storage)
+            self._host(storage.data_ptr(), storage.nbytes(), locked=locked)
+        return tensor
 
     def _place(self, tensor: torch.Tensor) -> tuple | None:
         """``(key, begin, end)`` of the bytes of ``tensor``; None where it has none."""
@@ -178,15 +202,20 @@ class StrictDevice:
         engine, stream = self.engine, self.engine.current()
         if found and all(on_host):
             engine.log(("access", label, accesses))
-            return func(*args, **kwargs)
-        engine.log_on(stream, ("access", label, accesses))
+            result = func(*args, **kwargs)
+            for tensor in _tensors(result):
+                if self._region(tensor.data_ptr()) is None:
+                    self._to_host(tensor)
+            return result
+        pinned = [((self.rank, "pinned", region[0]), 0, 1, False) for region in regions if region and region[3]]
+        engine.log_on(stream, ("access", label, accesses + pinned))
         if stream is not engine.default and found:
-            if blocking:
+            if blocking and any(on_host):
                 self._error(f"{label} blocks the thread on a stream")
-            if not any(is_written for _, _, is_written in found):
-                raise AssertionError(f"{label}: only operations in place are queued by this stand-in")
-            stream.add(lambda: self._run_later(func, args, kwargs, label))
-            return args[0]
+            if any(is_written for _, _, is_written in found):
+                stream.add(lambda: self._run_later(func, args, kwargs, label))
+                return args[0]
+            engine.until(lambda: not stream.items)  # its result is wanted now: it is done behind the others at once
         result = func(*args, **kwargs)
         own = {tensor.untyped_storage().data_ptr() for tensor, _, _ in found}
         for tensor in _tensors(result):
@@ -299,6 +328,7 @@ class StrictDevice:
             "device": lambda device: contextlib.nullcontext(),
             "synchronize": lambda device=None: engine.synchronize(),
             "_sleep": lambda cycles: None,
+            "cudart": lambda: self.runtime,
         }.items():
             yield mock.patch.object(torch.cuda, name, value)
         yield mock.patch.object(devices, "HostDevice", lambda: devices.CudaDevice(torch.device("cuda", 0)))
@@ -310,10 +340,12 @@ class StrictDevice:
             (dist, "all_gather_object", self._objects),
             (dist, "broadcast_object_list", self._objects),
             (devices.CudaDevice, "host_tensor", lambda original: lambda own, *what: self._locked(*what)),
-            (devices.CudaDevice, "pin", lambda original: lambda own, tensor: self._pin(tensor, True)),
-            (devices.CudaDevice, "unpin", lambda original: lambda own, tensor: engine.synchronize()),
             (torch, "frombuffer", self._frombuffer),
             (torch.Tensor, "numpy", self._numpy),
+            (torch.Tensor, "cpu", self._cpu),
+            (torch.optim.Adam, "_init_group", self._states),
+            (HybridDeviceOptimizer, "_init_sub_optimizers", self._host_optimizer),
+            (early_steps.EarlySteps, "__init__", self._early_steps),
             (node_exchange.NodeExchange, "buffer", self._exchange_buffer),
             (node_exchange.NodeExchange, "begin", self._exchange),
             (node_exchange.Arriving, "wait", self._arrived),
@@ -372,13 +404,19 @@ class StrictDevice:
             self._host(tensor.data_ptr(), tensor.numel() * tensor.element_size(), locked=True)
         return tensor
 
-    def _pin(self, tensor, locked: bool):
-        self._host(tensor.data_ptr(), tensor.numel(), locked=locked)
+    def _register(self, address: int, size: int, flags: int) -> int:
+        self._host(address, size, locked=True)
+        return 0
+
+    def _unregister(self, address: int) -> None:
+        """Copies from or to this memory, and the end of its page-locking, are accesses to one thing."""
+        begin = self._region(address)[0]
+        self.engine.log(("access", "cudaHostUnregister", [((self.rank, "pinned", begin), 0, 1, True)]))
 
     def _frombuffer(self, original):
         def run(*args, **kwargs):
             tensor = original(*args, **kwargs)
-            self._pin(tensor.view(torch.uint8), False)
+            self._host(tensor.data_ptr(), tensor.numel() * tensor.element_size())
             return tensor
 
         return run
@@ -388,6 +426,49 @@ class StrictDevice:
             if tensor.numel() and self._region(tensor.data_ptr()) is None:
                 self._join(self.engine.current())  # on a device it would have been copied to the host before
             return original(tensor, *args, **kwargs)
+
+        return run
+
+    def _cpu(self, original):
+        def run(tensor, *args, **kwargs):
+            if tensor.numel() == 0 or tensor.requires_grad or self._region(tensor.data_ptr()) is not None:
+                return original(tensor, *args, **kwargs)
+            with _disable_current_modes():
+                there = self._to_host(torch.empty_like(tensor))
+            return there.copy_(tensor)
+
+        return run
+
+    # The optimizer that steps on the host.
+
+    def _host_optimizer(self, original):
+        def run(own):
+            original(own)
+            own._d2h_stream, own._h2d_stream = torch.cuda.Stream(), torch.cuda.Stream()  # as with overlap
+            for parameter in own.cpu_copys_map_gpu_param:
+                self._to_host(parameter, locked=True)
+                own.cpu_copy_map_grad[parameter] = parameter.grad = self._locked(
+                    parameter.numel(), parameter.dtype
+                ).view(parameter.shape)
+
+        return run
+
+    def _states(self, original):
+        def run(own, group, *args, **kwargs):
+            result = original(own, group, *args, **kwargs)
+            for parameter in group["params"]:
+                if self._region(parameter.data_ptr()) is not None:
+                    for state in own.state[parameter].values():
+                        self._to_host(state)
+            return result
+
+        return run
+
+    def _early_steps(self, original):
+        def run(own, *args, **kwargs):
+            original(own, *args, **kwargs)
+            self._to_host(own.memory)
+            own.copying = _Lock(self.engine)
 
         return run
 
@@ -549,12 +630,29 @@ class StrictDevice:
         def run(own, index):
             found = original(own, index)
             if id(own) in self._moved and self._region(found.data_ptr()) is not None:
-                there = torch.empty_like(found)
-                there.copy_(found)
-                return there
+                with _disable_current_modes():
+                    there = torch.empty_like(found)
+                return there.copy_(found)
             return found
 
         return run
+
+
+class _Lock:
+    """A lock whose holders are ordered."""
+
+    def __init__(self, engine: Engine):
+        self._engine, self._lock, self._token = engine, threading.Lock(), None
+
+    def __enter__(self):
+        self._lock.acquire()
+        if self._token is not None:
+            self._engine.log(("in", self._token))
+
+    def __exit__(self, *_):
+        self._token = self._engine.token()
+        self._engine.log(("out", self._token))
+        self._lock.release()
 
 
 class _Work:

@@ -22,8 +22,14 @@ def test_everything_is_ordered_and_in_its_memory(service, workloads, tmp_path, s
     answer = service.run(**case)
     assert findings(answer) == []
     assert differences(answer) == []
-    assert waits(answer) == []
+    assert waits(case, answer) == []
     assert answer["strict"]["accesses"] > 5000
+
+
+def test_steps_that_are_taken_back_are_ordered(service, workloads, tmp_path):
+    answer = service.run(**strict_case(39, workloads, tmp_path))
+    assert findings(answer) == [] == differences(answer)
+    assert min(taken_back for _, taken_back in answer["scheduled"]["early_steps"]) > 0
 
 
 def test_where_the_device_has_no_flags_threads_wait(service, workloads, tmp_path):
@@ -39,12 +45,13 @@ def test_where_the_device_has_no_flags_threads_wait(service, workloads, tmp_path
         ("device.py", "wait_event", 5),  # a copy before its block is free, or compute before its copy
         ("host_pool.py", "wait", 6),  # a copy before the other rank's shard is there
         ("routes.py", "finished", 8),  # a staging slot filled anew while it is still copied from
+        ("early_steps.py", "synchronize", 39),  # the host's parameters taken back while they are still copied
     ],
 )
 def test_an_ordering_that_is_taken_away_is_seen(service, workloads, tmp_path, file, call, seed):
     sites = [site for site in orderings.sites() if site.startswith(f"{file}:") and site.endswith(f" {call}")]
     assert sites
-    for site in sites[-2:] if file == "device.py" else sites[-1:]:
+    for site in {"device.py": sites[-2:], "early_steps.py": sites[:1]}.get(file, sites[-1:]):
         case = strict_case(seed, workloads, tmp_path, 3)
         case["strict"] |= {"stream_flags": True, "off": site, "stuck_seconds": 4}
         try:
