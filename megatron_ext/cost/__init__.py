@@ -1,5 +1,5 @@
 """Cost tables: what every route, link and layer costs, by size.
 
-``model`` is the file; ``predict.Costs`` answers what something takes; ``imports`` reads other
-tools' logs; ``combine``, ``compare`` and ``environment`` put tables beside each other.
+``cost_table`` is the file; ``estimates.Costs`` answers what something takes; ``importers`` reads other tools' logs;
+``combine_tables``, ``compare_tables`` and ``environment`` compare tables and put them together.
 """

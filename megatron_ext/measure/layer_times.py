@@ -16,7 +16,7 @@ return before the device is done, what they issued is waited for here. A runner 
 kind one micro-batch passes through, and ``not_saved``: tensors (parameters, masks) beside which what autograd
 saves in a
 layer is counted. ``forward()`` is then called so often in a row, each call
-for the next layer, and ``backward()`` as often, for the last layer that is not yet gone back through.
+for the next layer, and ``backward()`` as often, for the last layer whose backward has not run yet.
 
 [Note: As cold as in training]
 One layer that is run again and again is found in the caches; in training it is not, where all

@@ -1,4 +1,4 @@
-"""One rank's process: ``python -m megatron_ext.measure.rank_process``; started by launch.py only.
+"""One rank's process: ``python -m megatron_ext.measure.rank_process``; started by local_launch.py only.
 
 Speaks JSON lines to the launcher through an inherited pipe: progress, one result, or an error.
 """

@@ -149,9 +149,9 @@ class Boundaries:
 class _Armed:
     """What stands before a module's forward: ``armed``, run once and forgotten, and the forward itself.
 
-    The module's ``forward`` is a method of it, for a deep copy of the module (an average of the weights,
-    say) has to compute with its own parameters: methods are copied with what they are bound to, functions
-    are not.
+    The module's ``forward`` becomes a method of this object, because a deep copy of the module (an average of the
+    weights, for example) has to compute with its own parameters: ``copy.deepcopy`` copies a method together with the
+    object that it is bound to, and it does not copy functions.
     """
 
     __slots__ = ("armed", "inner")
@@ -182,7 +182,7 @@ def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
 
     def restore() -> None:
         if vars(module).get("forward") is not method:
-            return  # somebody has wrapped it since: theirs calls ours, which has nothing armed any more
+            return  # it was wrapped since: the wrapper calls ours, in which nothing is armed any more
         if own:  # somebody else's wrapper
             module.forward = held.inner
         else:

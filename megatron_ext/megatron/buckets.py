@@ -135,7 +135,7 @@ def _require_host_memory(ddp, indices: list[int], members: dict, ranks_of_node: 
 
 
 def _drop_old(ddp) -> None:
-    """Let go of Megatron's buckets and gradients: all views of them, so that their memory is free before ours is taken.
+    """Drop all references to Megatron's buckets and gradients, so that their memory is free before ours is taken.
 
     Parameters keep their values in the old storage until they are moved.
     """

@@ -1,8 +1,8 @@
 """The workload of what a checkout's own pretrain_gpt.py builds from a user's whole command line.
 
 [Note: Megatron up to its model]
-The script itself runs, once for each pipeline rank, in a process group that only counts (torch's
-``fake`` backend), until DistributedDataParallel is handed the last chunk. So every option means what it
+The script itself runs, once for each pipeline rank, in a process group of torch's ``fake`` backend, which communicates
+nothing, until it has passed its last chunk to DistributedDataParallel. So every option means what it
 means in training, at that release, and a misspelt one is refused by Megatron's own parser. The model is
 built on the ``meta`` device: a laptop describes a model of any size. Nothing is compiled, loaded or
 written, and what only changes how something is computed on a GPU is turned off.
@@ -153,7 +153,7 @@ class _Built(BaseException):
 
 
 class _OnMeta:
-    """While a model is built, whatever says where it wants its memory gets none."""
+    """While a model is built, every tensor is made on the ``meta`` device, whatever device is asked for."""
 
     def __init__(self):
         import torch

@@ -49,9 +49,9 @@ def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) ->
 def describe_options(args) -> Workload:
     """The workload of the model that checked options ask for, without training processes.
 
-    Every pipeline rank's chunks are built one after another on the ``meta`` device, in a process group
-    that only counts (torch's ``fake`` backend), so that a laptop can describe a model of any
-    size. ``limits`` and ``zero_stage`` are the options' or their defaults.
+    Every pipeline rank's chunks are built one after another on the ``meta`` device, in a process group of torch's
+    ``fake`` backend, which communicates nothing, so that a laptop can describe a model of any size.
+    ``limits`` and ``zero_stage`` are the options' or their defaults.
 
     Raises:
         InputError: Megatron refuses the combination.

@@ -26,7 +26,7 @@ class OptimizerSteps:
 
         def counting(*args, **kwargs):
             result = step(*args, **kwargs)
-            # One that somebody has wrapped since counts no more: the one around it does.
+            # A function that was wrapped since then no longer counts; its wrapper does.
             if counting is self._counting:
                 if result[0]:  # (update_successful, grad_norm, num_zeros_in_grad)
                     self.taken += 1
