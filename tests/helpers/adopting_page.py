@@ -21,7 +21,7 @@ BLOCK = re.compile(r"```bash\n(.*?)```", re.S)
 def cpu_commands() -> list[str]:
     """The blocks of the section on the CPU, in order, measuring and training for less time."""
     section = PAGE.read_text().partition("\n## Five commands on a CPU\n")[2].partition("\n## ")[0]
-    shorter = {"--seconds 30": "--seconds 5", "--train-iters 14": "--train-iters 5"}
+    shorter = {"--seconds 30": "--seconds 4", "--train-iters 14": "--train-iters 5"}
     return [re.sub("|".join(shorter), lambda found: shorter[found[0]], block) for block in BLOCK.findall(section)]
 
 
