@@ -168,6 +168,9 @@ def device_limits(result: dict) -> str:
     if losses := result["losses"]:
         worst = losses["largest_loss_difference"]
         text += f"; over {losses['iterations']} iterations in float32 losses differ by at most {worst:.1e}"
+        if "largest_control_difference" in losses:
+            control = losses["largest_control_difference"]
+            text += f", those of stock Megatron with another order of sums by {control:.1e}"
     return text
 
 
