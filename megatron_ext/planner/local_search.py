@@ -6,11 +6,12 @@ memory is tight, the best schedule does neither everywhere.
 """
 
 import random
+from functools import lru_cache
 from math import exp, inf
 
 from megatron_ext.bounds.feasibility import pinned_need
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.assemble import assemble
+from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import Blocks
 from megatron_ext.planner.decisions import Decisions, RankGaps
 from megatron_ext.planner.placement import Choices
@@ -108,6 +109,7 @@ class Annealing:
     ):
         self.workload, self.timing, self.blocks, self.choices = workload, timing, blocks, choices
         self.ranks = [RankGaps(workload, timing, blocks, rank) for rank in range(workload.parallel.pp)]
+        self.placed = [lru_cache(maxsize=8)(rank.placed) for rank in self.ranks]  # one rank changes at a time
         self.number_of_gaps = sum(len(rank.gaps) for rank in self.ranks)
         self.random = random.Random(0)
         start = Search(workload, timing, choices.routes, 0.0).schedule(blocks, choices) if known is None else known
@@ -115,14 +117,22 @@ class Annealing:
         early = [one._replace(earliest=rank.first) for one, rank in zip(as_it_is, self.ranks)]
         self.best: Schedule | None = None
         self.best_us = inf
+        self.costs: dict[tuple, float] = {}
+        """By gathers: different decisions often give the same."""
         self.us, self.now = min(((self.cost(one), one) for one in (as_it_is, early)), key=lambda item: item[0])
 
     def cost(self, decisions: list[Decisions]) -> float:
         """Simulated iteration time, and a little of what is exposed; infinite where a limit is not kept."""
-        made = [rank.placed(one) for rank, one in zip(self.ranks, decisions)]
+        made = [placed(one) for placed, one in zip(self.placed, decisions)]
         placed, freed = [one[0] for one in made if one], [one[1] for one in made if one]
         if len(placed) < len(made):
             return inf
+        gathers = (*map(tuple, placed), *map(tuple, freed))
+        if gathers not in self.costs:
+            self.costs[gathers] = self._simulated(placed, freed)
+        return self.costs[gathers]
+
+    def _simulated(self, placed: list[list[Placed]], freed: list[list[Freed]]) -> float:
         schedule = assemble(self.workload, self.blocks.groups, placed, freed, planner="hybrid")
         limit = self.workload.limits.pinned_host_bytes
         if limit is not None:
@@ -131,7 +141,7 @@ class Annealing:
                 routed[entry.group] = "cpu"
             if max(pinned_need(self.workload, schedule.groups, routed), default=0) > limit:
                 return inf
-        result = run(self.workload, self.timing, schedule, bound_us=0.0)
+        result = run(self.workload, self.timing, schedule, peaks=False)
         if result.iteration_time_us < self.best_us:
             self.best, self.best_us = schedule, result.iteration_time_us
         return result.iteration_time_us + EXPOSED * sum(result.exposed_us) / len(result.exposed_us)

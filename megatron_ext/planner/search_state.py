@@ -8,7 +8,7 @@ import msgspec
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.blocks import Blocks
-from megatron_ext.planner.placement import Choices, place_gathers
+from megatron_ext.planner.placement import Choices, Plan, place_gathers
 from megatron_ext.schedule.state_placement import with_states_on_drive
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import run
@@ -88,33 +88,49 @@ class Search:
         self.best_us = self.best_mark = inf
         self.best: Schedule | None = None
         self.refused: InputError | None = None
+        self.times: dict[tuple, float] = {}
+        """Of a tiny workload, by groups and gathers: different choices often give the same."""
 
     def spent(self) -> bool:
         near = self.best_us <= self.bound_us * (1 + (1e-9 if is_tiny(self.workload) else CLOSE_ENOUGH))
         return near or (self.effort <= 0 and self.tried >= LEAST_CANDIDATES)
 
     def schedule(self, blocks: Blocks, choices: Choices) -> Schedule:
-        plan = place_gathers(self.workload, self.timing, blocks, choices)
+        return self._schedule(blocks, place_gathers(self.workload, self.timing, blocks, choices))
+
+    def _schedule(self, blocks: Blocks, plan: Plan) -> Schedule:
         schedule = assemble(self.workload, blocks.groups, plan.placed, plan.freed, planner="hybrid")
         return with_states_on_drive(schedule, self.workload)
 
     def judge(self, schedule: Schedule) -> float:
         """Simulated iteration time; counts against the effort."""
-        self.tried += 1
         unshards = sum(len(r.start.unshard) + sum(len(e.unshard) for e in r.steps) for r in schedule.ranks)
+        self._count(unshards)
+        return run(self.workload, self.timing, schedule, peaks=False).iteration_time_us
+
+    def _count(self, unshards: int) -> None:
+        self.tried += 1
         self.effort -= self.steps + 4 * unshards
-        return run(self.workload, self.timing, schedule, bound_us=0.0).iteration_time_us
 
     def time_of(self, blocks: Blocks, choices: Choices) -> float:
         """Simulated iteration time with these choices; the best schedule so far is kept. Infinite where a node's host
         memory is short."""
         self.effort -= self.steps  # the placement pass
+        gathers = ()
         try:
-            schedule = self.schedule(blocks, choices)
+            plan = place_gathers(self.workload, self.timing, blocks, choices)
+            if is_tiny(self.workload):
+                gathers = (blocks.groups, *map(tuple, plan.placed), *map(tuple, plan.freed))
+                if gathers in self.times:
+                    self._count(sum(map(len, plan.placed)))
+                    return self.times[gathers]
+            schedule = self._schedule(blocks, plan)
         except InputError as error:
             self.refused = error
             return inf
         us = self.judge(schedule)
+        if gathers:
+            self.times[gathers] = us
         mark = us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups))
         if mark < self.best_mark * (1 - 1e-9):
             self.best_mark, self.best_us, self.best = mark, us, schedule

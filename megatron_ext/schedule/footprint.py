@@ -42,6 +42,8 @@ def device_peaks(schedule: Schedule) -> list[int]:
 
 def in_order(entry):
     """Unshards and reshards of one step in the order in which they happen."""
+    if not entry.unshard and not entry.reshard:
+        return ()
     if all(a.at < 0 for a in entry.unshard) and all(a.at < 0 for a in entry.reshard):
         return (*entry.unshard, *entry.reshard)
     sign = -1 if "B" in entry.step else 1

@@ -214,7 +214,8 @@ class Engine:
         if kind == COMPUTE:
             if self.host_cpu is not None:
                 self.host_cpu.compute_ends(rank.pp_rank, self.now)
-            self.record(rank, "compute", rank.step_name, activity.started, lasted)
+            if self.events is not None:  # names are made for a trace alone: most simulations keep none
+                self.record(rank, "compute", rank.step_name, activity.started, lasted)
             self._run_thread(rank)
             return
         if activity.share and self.host_cpu is not None:
@@ -228,7 +229,8 @@ class Engine:
             waited = self.now - rank.blocked_since
             rank.exposed += waited
             self.group_exposed[gather.group] = self.group_exposed.get(gather.group, 0.0) + waited
-            self.record(rank, "wait", f"{rank.step_name} for {gather.group}", rank.blocked_since, waited)
+            if self.events is not None:
+                self.record(rank, "wait", f"{rank.step_name} for {gather.group}", rank.blocked_since, waited)
             rank.blocked_on = -1
             self._run_thread(rank)
 

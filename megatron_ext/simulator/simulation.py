@@ -92,13 +92,20 @@ class Result(NamedTuple):
 
 
 def run(
-    workload: Workload, timing: Timing, schedule: Schedule, *, trace: bool = False, bound_us: float = 0.0
+    workload: Workload,
+    timing: Timing,
+    schedule: Schedule,
+    *,
+    trace: bool = False,
+    bound_us: float = 0.0,
+    peaks: bool = True,
 ) -> Result:
     """Simulate one iteration of ``workload`` by ``schedule``, which must be valid and match the workload.
 
     Args:
         trace: keep every interval in ``Result.events``.
         bound_us: a time that no schedule can beat, stored beside the figures; see :mod:`megatron_ext.bounds`.
+        peaks: work out ``Result.peak_bytes``; a search that asks for times alone is faster without.
     """
     programs = lower(schedule, workload, timing)
     publish: list[list[tuple[int, int, float]]] = [[] for _ in programs]
@@ -135,13 +142,7 @@ def run(
         exposed_us=tuple(rank.exposed for rank in engine.ranks),
         # Rounding alone may put it above; more would be a wrong bound, and must show.
         lower_bound_us=min(bound_us, iteration_time) if bound_us <= iteration_time * (1 + 1e-9) else bound_us,
-        peak_bytes={
-            "device": tuple(device_peaks(schedule)),
-            "pinned_host": tuple(pinned_host_bytes(schedule)),
-            "staging": tuple(
-                slot_bytes(schedule, rank) * schedule.limits.nvme_slots for rank in range(workload.parallel.pp)
-            ),
-        },
+        peak_bytes=_peak_bytes(schedule) if peaks else {},
         busy_us={link: us for link, us in busy.items() if us or link == KINDS[COMPUTE]},
         gather_us=float(max(gathers, default=0.0)),
         group_exposed_us=engine.group_exposed,
@@ -150,6 +151,15 @@ def run(
         hidden_step_us=tuple(rank.early_us for rank in engine.ranks) if early is not None else (),
         early_bytes=tuple(rank.early_bytes for rank in engine.ranks) if early is not None else (),
     )
+
+
+def _peak_bytes(schedule: Schedule) -> dict[str, tuple[int, ...]]:
+    slots = schedule.limits.nvme_slots
+    return {
+        "device": tuple(device_peaks(schedule)),
+        "pinned_host": tuple(pinned_host_bytes(schedule)),
+        "staging": tuple(slot_bytes(schedule, rank) * slots for rank in range(schedule.parallel.pp)),
+    }
 
 
 def with_prediction(schedule: Schedule, result: Result, baselines_us: dict[str, float] | None = None) -> Schedule:

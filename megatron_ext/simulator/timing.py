@@ -62,6 +62,7 @@ class Timing:
             (p for points in curves_of(table.reduce or ()).values() for p in points), key=lambda p: p.size_bytes
         )
         self.left_out = tuple(name for name in ("reduce", "optimizer") if not _has(getattr(table, name)))
+        self._unshard: dict[tuple[str, int, str | None], float] = {}
         self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
         rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0}
         if table.topology.nic_shares_pcie:
@@ -178,13 +179,13 @@ class Timing:
 
     def unshard_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
         """Microseconds that an unshard occupies its link; of ``nvme`` and ``cpu_shard`` the last leg alone."""
-        if route == "cpu_shard":
-            return self._shard_gather_us(size_bytes)
-        return (
-            self._slot_copy_us(size_bytes)
-            if route == "nvme"
-            else self.gather_us(route, size_bytes, algorithm if route == "gpu" else None)
-        )
+        key = route, size_bytes, algorithm if route == "gpu" else None
+        if key not in self._unshard:
+            if route == "cpu_shard":
+                self._unshard[key] = self._shard_gather_us(size_bytes)
+            else:
+                self._unshard[key] = self._slot_copy_us(size_bytes) if route == "nvme" else self.gather_us(*key)
+        return self._unshard[key]
 
     def stage_us(self, size_bytes: int) -> float:
         """Microseconds of the drive's part of the ``nvme`` route, whose curve is the whole way to the device."""

@@ -5,8 +5,9 @@ from msgspec.structs import replace
 from planning_cases import make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.planner import plan, verdict
+from megatron_ext.planner import baselines, plan, verdict
 from megatron_ext.planner.gain_interval import dominant_cost, gain_interval, tables_to_draw
+from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule
 from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, answer_of
 from megatron_ext.simulator.simulation import run
@@ -208,6 +209,18 @@ def test_a_schedule_without_known_baselines_is_compared_with_the_same():
     names = ("compared_with", "compared_with_us", "gain_low", "gain_high")
     one, two = (verdict(work, table, given).figures for given in (planned, bare))
     assert [one[name] for name in names] == [two[name] for name in names]
+
+
+def test_a_verdict_does_not_search_anew_what_the_plan_has_searched(monkeypatch):
+    work = make_workload(zero_stage=3, pp=1, vp=1, order="no_pipeline", whole_parameter_bytes=420_000)
+    table = make_table(work, gpu=(5.0, 1000.0), cpu=(3.0, 900.0), forward=40.0, backward=80.0)
+    planned = plan(work, table)
+    best = replace(planned, predicted=replace(planned.predicted, baselines_us={"gathers-only": 1.0}))
+    searched = []
+    monkeypatch.setattr(baselines, "search", lambda *given: searched.append(given) or search(*given))
+    assert verdict(work, table, best).figures["gathers_only"] == "gathers-only" and not searched
+    other = replace(table, group_overhead=cost.GroupOverhead(call_us=0.25))
+    assert verdict(work, other, best).figures["gathers_only"] == "gathers-only" and len(searched) == 1
 
 
 def test_without_measured_all_gathers_there_is_no_answer():
