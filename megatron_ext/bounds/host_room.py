@@ -33,6 +33,8 @@ def optimizer_on_host(workload: Workload, *, on_drive: bool) -> list[int]:
 
 def least_of_optimizer(workload: Workload) -> list[int]:
     """Host memory of each node that the optimizer takes at least."""
+    if workload.optimizer.delayed:
+        return optimizer_on_host(workload, on_drive=False)
     return [*map(min, *(optimizer_on_host(workload, on_drive=on_drive) for on_drive in (False, True)))]
 
 

@@ -89,13 +89,15 @@ def plan(
         digest = json_files.sha256(cost_table)
         planned = planner.plan(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
         judged = planner.verdict(work, table, planned, extrapolate=extrapolate)
+        delay = planner.delay(planned, work, table, extrapolate=extrapolate)
     schedule.save(out, planned)
     notes = {"search_note": planner.search_note(planned), "step_note": planner.step_note(planned)}
+    notes["delay_note"] = delay.text() if delay is not None else None
     lines = [judged.text, planner.set_up_line(planned, work, table), *notes.values()]
     emit(
         as_json,
         {"schedule": out, "policy": policy, "verdict": judged.text}
         | judged.figures
-        | {**notes, "differences": differences},
+        | {**notes, "delay": delay and delay._asdict(), "differences": differences},
         "\n".join(line for line in lines if line is not None),
     )

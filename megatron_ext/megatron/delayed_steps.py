@@ -15,27 +15,8 @@ import torch
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.host_optimizers import refuse_late_load
 from megatron_ext.runtime.delayed_update import DelayedUpdate
-from megatron_ext.schedule.user_defined_schedule import Schedule
 
 OPTION = "--delayed-parameter-update"
-
-
-def check(delay: int | None, schedule: Schedule, file=None) -> None:
-    """Refuse a delay that a run cannot have.
-
-    Args:
-        delay: value of the option; None: it is not given.
-
-    Raises:
-        InputError: it is negative, or the schedule has the host's optimizer step in another way.
-    """
-    if delay is None:
-        return
-    if delay < 0:
-        raise InputError("expected the number of iterations before it begins, 0 or more", field=OPTION, value=delay)
-    for field, what in (("rollback_bytes", "steps beside the backward"), ("state_slots", "states on the drive")):
-        if getattr(schedule, field) is not None:
-            raise InputError(f"{what} cannot be combined with {OPTION} {delay}", file=file, field=field)
 
 
 def line(delay: int) -> str:

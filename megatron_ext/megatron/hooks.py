@@ -37,8 +37,9 @@ def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=Non
     _looked = True
     if check is not None and schedule is None:
         raise InputError("needs --user-defined-schedule", field="--user-defined-schedule-check", value=str(check))
-    if delay is not None and schedule is None:
-        raise InputError("needs --user-defined-schedule", field="--delayed-parameter-update", value=delay)
+    if delay is not None and (schedule is None or delay < 0):
+        why = "needs --user-defined-schedule" if schedule is None else "expected 0 or more iterations"
+        raise InputError(why, field="--delayed-parameter-update", value=delay)
     if schedule is None and trace is None:
         return None
     from megatron_ext.megatron.lifecycle import Run

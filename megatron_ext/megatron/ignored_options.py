@@ -62,6 +62,7 @@ VALUES = """
     timing-log-option tp-comm-bootstrap-backend tp-comm-overlap-cfg train-iters train-samples train-sync-interval
     wandb-entity wandb-exp-name wandb-project wandb-save-dir weight-decay weight-decay-incr-style wgrad-deferral-limit
     user-defined-schedule user-defined-schedule-nvme-path user-defined-schedule-trace metrics-path progress-bar
+    delayed-parameter-update
 """.split()
 """Options with one value."""
 

@@ -122,7 +122,6 @@ class Run:
             self.sha256 = json_files.sha256(schedule)
             self.schedule = validate.load(schedule)
             self.faults = faults.from_environment()
-            delayed_steps.check(delay, self.schedule, schedule)
             if parallel is not None:
                 match.match_parallel(self.schedule, parallel, file=schedule)
             if check is not None:

@@ -12,7 +12,7 @@ def optimizer_settings(args) -> OptimizerSettings:
 
     Raises:
         InputError: the host optimizer is asked for float32 parameters, which it cannot take (torch: "can't optimize a
-            non-leaf Tensor").
+            non-leaf Tensor"), or updates are delayed that are made on the device.
     """
     half = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     given = getattr(args, "optimizer", "adam")
@@ -30,11 +30,19 @@ def optimizer_settings(args) -> OptimizerSettings:
             "Megatron's host optimizer takes no float32 parameters; train with --bf16 or --fp16",
             field="--optimizer-cpu-offload",
         )
+    on_host = bool(getattr(args, "optimizer_cpu_offload", False)) and fraction == 1.0
+    if not on_host and getattr(args, "delayed_parameter_update", None) is not None:
+        raise InputError(
+            "needs an optimizer that steps on the host: --optimizer-cpu-offload with --optimizer-offload-fraction 1.0",
+            field="--delayed-parameter-update",
+            value=args.delayed_parameter_update,
+        )
     return OptimizerSettings(
         gradient_dtype="float32" if half is None or in_fp32 else half,
         main_parameter_dtype=_dtype(getattr(args, "main_params_dtype", None)),
         moment_dtypes=tuple(states),
-        on_host=bool(getattr(args, "optimizer_cpu_offload", False)) and fraction == 1.0,
+        on_host=on_host,
+        delayed=getattr(args, "delayed_parameter_update", None) is not None,
     )
 
 

@@ -1,7 +1,13 @@
-"""Whether the host's optimizer steps beside the backward: where that is simulated to be faster."""
+"""Whether the host's optimizer steps beside the backward: where that is simulated to be faster. What a delayed update
+would bring is said and not chosen: it changes training."""
+
+from typing import NamedTuple
 
 import msgspec
 
+from megatron_ext.cost.activations import with_activations
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
 from megatron_ext.schedule.state_placement import host_bytes_of_nodes
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -15,7 +21,7 @@ def with_step_beside_backward(schedule: Schedule, workload: Workload, timing: Ti
     """The schedule with ``rollback_bytes``, as many as the simulated steps beside the backward take, where these make
     the iteration shorter and ``limits.host_bytes`` has room; else ``schedule``."""
     settings = workload.optimizer
-    if not settings.on_host or settings.gradient_dtype != "float32" or not timing.offers_host_step:
+    if settings.delayed or not settings.on_host or settings.gradient_dtype != "float32" or not timing.offers_host_step:
         return schedule
     room = _room(schedule, workload)
     if room < 1:
@@ -50,3 +56,40 @@ def step_note(schedule: Schedule) -> str | None:
         f"The host's optimizer steps beside the backward, for {ms:.1f} ms on the busiest rank, with "
         f"{schedule.rollback_bytes} bytes of host memory a rank for the states as they were before."
     )
+
+
+class Delay(NamedTuple):
+    """An iteration with every update at once and with every update delayed, simulated; and what the host holds of the
+    rank that holds most of the next parameters."""
+
+    at_once_us: float
+    delayed_us: float
+    host_bytes: int
+
+    def text(self) -> str:
+        """One sentence for the reader."""
+        gain = 1.0 - self.delayed_us / self.at_once_us
+        return (
+            f"With --delayed-parameter-update an iteration is simulated to take {self.delayed_us / 1e3:.1f} ms instead "
+            f"of {self.at_once_us / 1e3:.1f} ({gain:.0%} less), with {self.host_bytes} bytes more of host memory a "
+            "rank; it changes training, so it is never chosen here."
+        )
+
+
+def delay(schedule: Schedule, workload: Workload, table: CostTable, *, extrapolate: bool = False) -> Delay | None:
+    """What delayed updates would bring by the same schedule; None where the table does not know the host's step, or
+    some optimizer states rest on the drive."""
+    settings = workload.optimizer
+    if not settings.on_host or schedule.state_slots is not None:
+        return None
+    workload = with_activations(workload, table)
+    works = [
+        msgspec.structs.replace(workload, optimizer=msgspec.structs.replace(settings, delayed=d)) for d in (False, True)
+    ]
+    timing = Timing(workload, table, extrapolate=extrapolate)
+    if not timing.offers_host_step:
+        return None
+    plain = msgspec.structs.replace(schedule, rollback_bytes=None)
+    held = max(bill.memory.host_bytes.get("next_parameters", 0) for bill in memory_bill(plain, works[1]))
+    at_once, delayed = (run(work, timing, by).iteration_time_us for work, by in zip(works, (schedule, plain)))
+    return Delay(at_once, delayed, held)

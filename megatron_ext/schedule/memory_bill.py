@@ -9,8 +9,8 @@
   one; where a gradient is allocated ``alone``, until then. With ``reduce_every`` above 1 the whole gradient stays
   through several backward steps.
 * Buffers that hierarchical all-gathers and pieces of ``cpu_shard`` go through, as large as the largest group needs.
-* The optimizer's copies of 16-bit parameters and its states, for the elements of the rank's shards without padding. Of
-  the data-parallel ranks the one that holds most is billed.
+* The optimizer's copies of 16-bit parameters, its states and the parameters of a delayed update, for the elements of
+  the rank's shards without padding. Of the data-parallel ranks the one that holds most is billed.
 * Activations: what autograd saves in each layer, from the layer's forward to its backward, for every micro-batch in
   flight, and what the backward in progress recomputes.
 
@@ -94,7 +94,7 @@ def resting_bytes(groups: Iterable[Group], workload: Workload) -> tuple[dict[str
     settings, dp = workload.optimizer, workload.parallel.dp
     device, host = {"shards": 0, "gradients": 0, "gradient_shards": 0}, {"shards": 0, "gradients": 0}
     main, states = [0] * dp, [0] * dp
-    gradients = [0] * dp  # of the host optimizer
+    gradients, following = [0] * dp, [0] * dp  # of the host optimizer; of a delayed update
     for group in groups:
         dtype, numels = _members(workload, group)
         if workload.zero_stage == 3:
@@ -108,6 +108,7 @@ def resting_bytes(groups: Iterable[Group], workload: Workload) -> tuple[dict[str
             host["gradients"] += whole // dp
         for rank, numel in enumerate(_shard_numels(numels, dp)):
             gradients[rank] += numel * settings.main_item_bytes(dtype)
+            following[rank] += numel * ITEM_BYTES[dtype]
             if group.states_rest is None:
                 main[rank] += numel * settings.main_item_bytes(dtype)
                 states[rank] += numel * settings.state_item_bytes
@@ -116,6 +117,8 @@ def resting_bytes(groups: Iterable[Group], workload: Workload) -> tuple[dict[str
     held |= {"main_parameters": main[most], "optimizer_states": states[most]}
     if settings.on_host:  # Megatron's host optimizer copies gradients into buffers of the main parameters' dtype
         host["gradients"] += gradients[most]
+    if settings.delayed:
+        host["next_parameters"] = following[most]
     return device, host
 
 

@@ -70,6 +70,9 @@ def check_states(schedule: Schedule, workload: Workload, *, file=None) -> None:
             field="rollback_bytes",
         )
     slots = schedule.state_slots
+    for field, what in (("rollback_bytes", "steps beside the backward"), ("state_slots", "states on the drive")):
+        if workload.optimizer.delayed and getattr(schedule, field) is not None:
+            raise InputError(f"{what} cannot be combined with --delayed-parameter-update", file=file, field=field)
     if slots is None:
         return
     for index, group in enumerate(schedule.groups):
@@ -104,6 +107,10 @@ def with_states_on_drive(schedule: Schedule, workload: Workload) -> Schedule:
     if not workload.optimizer.on_host:
         raise short_of_host(
             schedule, workload, " (without --optimizer-cpu-offload no optimizer state rests on the drive)"
+        )
+    if workload.optimizer.delayed:
+        raise short_of_host(
+            schedule, workload, " (with --delayed-parameter-update no optimizer state rests on the drive)"
         )
     # The largest groups first: fewer of them then go to the drive, with fewer and longer pieces.
     order = sorted(range(len(schedule.groups)), key=lambda index: (-schedule.groups[index].bytes, index))
@@ -168,7 +175,7 @@ def host_bytes_of_nodes(schedule: Schedule, workload: Workload) -> list[int]:
 def host_bytes_taken(schedule: Schedule, workload: Workload) -> list[int]:
     """Host memory of each node that a run takes between its setup and the end of its first iteration: host copies,
     staging slots, shards that rest there, and optimizer states. Gradients and main parameters are there before."""
-    taken = ("host_copies", "staging_slots", "shards", "optimizer_states", "previous_states")
+    taken = ("host_copies", "staging_slots", "shards", "optimizer_states", "previous_states", "next_parameters")
     of_ranks = [sum(kinds.get(kind, 0) for kind in taken) for kinds in host_bytes(schedule, workload)]
     return on_nodes(workload, of_ranks)
 

@@ -1,4 +1,4 @@
-"""What the host's optimizer can step beside the backward: by group, for the engine."""
+"""What the host's optimizer steps beside the backward, by group, or beside the next iteration: for the engine."""
 
 from typing import NamedTuple
 
@@ -24,6 +24,33 @@ class EarlySteps(NamedTuple):
 
     units: dict[int, EarlyUnit]
     rollback_bytes: int
+
+
+class DelayedStep(NamedTuple):
+    """The host's step of one rank beside the next iteration, of ``us``; what the optimizer takes between the two takes
+    ``rest_us``."""
+
+    bytes: int
+    us: float
+    rest_us: float
+
+
+def delayed_steps(workload: Workload, timing: Timing) -> list[DelayedStep]:
+    """By pipeline rank; empty where updates are not delayed, or the table does not know the host's step.
+
+    The gradients' copy to the host is a part of the host's step that stays between two iterations. There the new
+    parameters are copied to the shards as well.
+    """
+    if not workload.optimizer.delayed or not timing.offers_host_step:
+        return []
+    found = []
+    for rank in range(workload.parallel.pp):
+        size = sum(chunk.bytes for chunk in workload.chunks_of_rank(rank))
+        step_us, (copy_us, _) = timing.host_step_us(size), timing.to_host_us(2 * size)
+        apply_us = timing.to_host_us(size)[0]
+        rest_us = max(timing.optimizer_us(size) - step_us, 0.0) + copy_us + apply_us
+        found.append(DelayedStep(size, max(step_us - copy_us, 0.0), rest_us))
+    return found
 
 
 def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> EarlySteps | None:

@@ -20,6 +20,8 @@
   Time 0 is the end of the previous optimizer step.
 * Where the host's optimizer steps beside the backward, it takes one group after another as their gradients are reduced,
   until its rank has reduced all. The step at the end is shorter by what these steps have done, and waits for the last.
+* Where updates are delayed, the host steps on the gradients of the iteration before once the parameters are published.
+  Then the optimizer between two iterations waits for that step, and has that much less to do.
 * Data-parallel ranks of one pipeline rank behave alike, so one of them is simulated.
 """
 
@@ -32,9 +34,9 @@ from operator import mul
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event, Lane
 from megatron_ext.simulator.activity_kinds import COMPUTE, HOST_STEP, NVME, P2P, PUBLISH
-from megatron_ext.simulator.early_units import EarlySteps
+from megatron_ext.simulator.early_units import DelayedStep, EarlySteps
 from megatron_ext.simulator.engine_protocols import HostCpuModel
-from megatron_ext.simulator.links import issue_gather, issue_reduce, serve, transport_ended
+from megatron_ext.simulator.links import delay_step, issue_gather, issue_reduce, serve, transport_ended
 from megatron_ext.simulator.lower import ISSUE, REDUCE_GROUP, REDUCE_VISIT, RUN, SETTLE, WAIT, Gather, RankProgram
 from megatron_ext.simulator.rank_state import Activity, RankState
 from megatron_ext.simulator.timing import Timing
@@ -54,6 +56,7 @@ class Engine:
         trace: keep every interval as an event of the trace.
         host_cpu: where ranks share the processors of their node; None on machines with GPUs.
         early: groups that the host's optimizer steps beside the backward, or None.
+        delayed: by pipeline rank, its step beside the next iteration; empty where none is delayed.
         states_us: by pipeline rank, how long optimizer states on the drive are read and written beside the step.
     """
 
@@ -68,9 +71,10 @@ class Engine:
         host_cpu: HostCpuModel | None = None,
         states_us: Sequence[float] = (),
         early: EarlySteps | None = None,
+        delayed: Sequence[DelayedStep] = (),
     ):
         self.workload, self.timing, self.publish = workload, timing, publish
-        self.states_us, self.early = states_us, early
+        self.states_us, self.early, self.delayed = states_us, early, delayed
         self.host_cpu: HostCpuModel | None = host_cpu
         parallel = workload.parallel
         self.pp, self.stages, self.microbatches = parallel.pp, parallel.pp * parallel.vp, parallel.num_microbatches
@@ -94,6 +98,7 @@ class Engine:
         for rank in self.ranks:
             rank.queues[PUBLISH].extend(self.publish[rank.pp_rank])
             serve(self, rank, PUBLISH)
+            delay_step(self, rank)
             rank.operations = rank.program.start
             self._run_thread(rank)
             self._set_rates(rank)
@@ -246,21 +251,27 @@ class Engine:
         if not rank.steps_done or rank.reducing or rank.finished_at >= 0:
             return
         rank.finished_at = self.now
-        rank.queues[HOST_STEP].clear()
+        if not self.delayed:
+            rank.queues[HOST_STEP].clear()
         self.waiting_for_optimizer -= 1
         if self.waiting_for_optimizer:
             return
         begin = self.now + (self.host_cpu.backlog_us(self.now) if self.host_cpu is not None else 0.0)
         for other in self.ranks:
             other.norm_at = begin
-            if other.active[HOST_STEP] is None:
+            if not self.delayed and other.active[HOST_STEP] is None or other.stepped:
                 self.step_optimizer(other, begin)
 
     def step_optimizer(self, rank: RankState, begin: float) -> None:
         """The norm is known, and no step beside the backward runs any more: all that is left is stepped."""
         begin = max(begin, rank.norm_at)
         size = sum(chunk.bytes for chunk in self.workload.chunks_of_rank(rank.pp_rank))
-        left = self.timing.optimizer_us(size) - rank.early_us
+        left = all_us = self.timing.optimizer_us(size)
+        if self.delayed:
+            left = self.delayed[rank.pp_rank].rest_us
+            rank.early_us = all_us - left - (begin - rank.norm_at)
+        else:
+            left -= rank.early_us
         us = max(left, *self.states_us[rank.pp_rank : rank.pp_rank + 1], 0.0)
         rank.finished_at = begin + us
         if us:

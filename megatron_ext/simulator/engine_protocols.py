@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_ext.formats.trace import Lane
-from megatron_ext.simulator.early_units import EarlySteps
+from megatron_ext.simulator.early_units import DelayedStep, EarlySteps
 from megatron_ext.simulator.lower import Gather
 from megatron_ext.simulator.rank_state import RankState
 
@@ -18,6 +18,8 @@ class EngineView(Protocol):
     ranks: list[RankState]
     host_cpu: HostCpuModel | None
     early: EarlySteps | None
+    delayed: Sequence[DelayedStep]
+    publish: list[list[tuple[int, int, float]]]
 
     def call_at(self, time: float, function: Callable[[float], None]) -> None: ...
 

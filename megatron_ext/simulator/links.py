@@ -60,7 +60,7 @@ def serve(engine: EngineView, rank: RankState, kind: int) -> None:
     else:
         _, size, us, *_ = head
     rank.queues[kind].popleft()
-    if kind == HOST_STEP and not _has_room(engine, rank, head[0]):
+    if kind == HOST_STEP and not engine.delayed and not _has_room(engine, rank, head[0]):
         serve(engine, rank, kind)
         return
     share = 0.0
@@ -124,6 +124,14 @@ def _reduced(engine: EngineView, rank: RankState, group: int) -> None:
         serve(engine, rank, HOST_STEP)
 
 
+def delay_step(engine: EngineView, rank: RankState) -> None:
+    """The host makes the step of a delayed update, once the parameters before it are published."""
+    if engine.delayed and len(rank.published) == len(engine.publish[rank.pp_rank]):
+        size, us, _ = engine.delayed[rank.pp_rank]
+        rank.queues[HOST_STEP].append((-1, size, us))
+        serve(engine, rank, HOST_STEP)
+
+
 def _has_room(engine: EngineView, rank: RankState, group: int) -> bool:
     """Take memory for the copy of a group's states, where there is enough of it."""
     assert engine.early is not None
@@ -162,6 +170,7 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
     elif kind == PUBLISH:
         engine.record(rank, "publish", str(item[0]), activity.started, lasted)
         rank.published.add(item[0])
+        delay_step(engine, rank)
         serve(engine, rank, CPU)
         serve(engine, rank, NVME)
     elif kind == REDUCE:
@@ -179,7 +188,8 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
             _reduced(engine, rank, item[1])
             engine.start_optimizer(rank)
     elif kind == HOST_STEP:
-        engine.record(rank, "host_step", str(item[0]), activity.started, lasted)
+        engine.record(rank, "host_step", "delayed" if engine.delayed else str(item[0]), activity.started, lasted)
+        rank.stepped = bool(engine.delayed)
         if rank.norm_at >= 0:
             engine.step_optimizer(rank, engine.now)
     serve(engine, rank, kind)

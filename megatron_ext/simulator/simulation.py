@@ -11,7 +11,7 @@ from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes, slo
 from megatron_ext.schedule.memory_bill import Bill, states_on_drive_bytes
 from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
 from megatron_ext.simulator.activity_kinds import COMPUTE
-from megatron_ext.simulator.early_units import early_steps
+from megatron_ext.simulator.early_units import delayed_steps, early_steps
 from megatron_ext.simulator.engine import Engine
 from megatron_ext.simulator.host_processors import HostProcessors
 from megatron_ext.simulator.lower import lower
@@ -29,7 +29,7 @@ class Result(NamedTuple):
     rank, ``pinned_host`` by node, ``staging`` by pipeline rank. ``memory``: the memory bill by pipeline
     rank, where it was asked for. ``left_out`` names what the cost table does not know. ``hidden_step_us``: by pipeline
     rank, by how much the host's optimizer step is shorter than one that waits, because of its steps beside the
-    backward; ``early_bytes``: of copies of states for these. Both are empty where there are none.
+    backward or the next iteration; ``early_bytes``: of copies of states for these. Both are empty where there are none.
     """
 
     iteration_time_us: float
@@ -69,7 +69,7 @@ class Result(NamedTuple):
         ]
         if self.hidden_step_us:
             hidden = ", ".join(f"rank {rank}: {us / 1e3:.3f} ms" for rank, us in enumerate(self.hidden_step_us))
-            lines.append(f"host's step  done beside the backward {hidden}")
+            lines.append(f"host's step  hidden {hidden}")
         lines += [f"memory rank {rank}: {rank_memory.text(bill.memory)}" for rank, bill in enumerate(self.memory)]
         if self.left_out:
             lines.append(f"left out, because the cost table has no curve: {', '.join(self.left_out)}")
@@ -118,19 +118,9 @@ def run(
             parts = timing.publish_parts(group.pp_rank, entry.to, group.bytes)
             processor_us[entry.group] = times.of_publish(parts)
     host_cpu = HostProcessors(times, processor_us) if times is not None else None
-    slots = schedule.state_slots
-    states_us = (
-        [
-            timing.states_us(states_on_drive_bytes(own, workload), slots.slot_bytes)
-            for own in ([g for g in schedule.groups if g.pp_rank == rank] for rank in range(len(programs)))
-        ]
-        if slots is not None
-        else ()
-    )
-    early = early_steps(schedule, workload, timing)
-    engine = Engine(
-        programs, workload, timing, publish, trace=trace, host_cpu=host_cpu, states_us=states_us, early=early
-    )
+    early, delayed = early_steps(schedule, workload, timing), delayed_steps(workload, timing)
+    how = {"states_us": _states_us(schedule, workload, timing), "early": early, "delayed": delayed}
+    engine = Engine(programs, workload, timing, publish, trace=trace, host_cpu=host_cpu, **how)
     iteration_time = engine.run()
     spans = [rank.last_end - rank.first_start for rank in engine.ranks]
     longest = max(range(len(spans)), key=lambda index: (spans[index], -index))
@@ -148,7 +138,7 @@ def run(
         group_exposed_us=engine.group_exposed,
         left_out=timing.left_out,
         events=engine.events,
-        hidden_step_us=tuple(rank.early_us for rank in engine.ranks) if early is not None else (),
+        hidden_step_us=tuple(rank.early_us for rank in engine.ranks) if early is not None or delayed else (),
         early_bytes=tuple(rank.early_bytes for rank in engine.ranks) if early is not None else (),
     )
 
@@ -160,6 +150,16 @@ def _peak_bytes(schedule: Schedule) -> dict[str, tuple[int, ...]]:
         "pinned_host": tuple(pinned_host_bytes(schedule)),
         "staging": tuple(slot_bytes(schedule, rank) * slots for rank in range(schedule.parallel.pp)),
     }
+
+
+def _states_us(schedule: Schedule, workload: Workload, timing: Timing) -> list[float]:
+    """By pipeline rank, how long optimizer states pass to the drive and back; empty where none rests there."""
+    if schedule.state_slots is None:
+        return []
+    return [
+        timing.states_us(states_on_drive_bytes(own, workload), schedule.state_slots.slot_bytes)
+        for own in ([g for g in schedule.groups if g.pp_rank == rank] for rank in range(workload.parallel.pp))
+    ]
 
 
 def with_prediction(schedule: Schedule, result: Result, baselines_us: dict[str, float] | None = None) -> Schedule:

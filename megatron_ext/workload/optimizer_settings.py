@@ -16,12 +16,14 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         main_parameter_dtype: of the optimizer's copies of 16-bit parameters. Other parameters are updated in place.
         moment_dtypes: of the optimizer's states: two for Adam, one for SGD with momentum.
         on_host: the optimizer steps in host memory (``--optimizer-cpu-offload``, offload fraction 1.0).
+        delayed: it steps beside the next iteration (``--delayed-parameter-update``).
     """
 
     gradient_dtype: str = "float32"
     main_parameter_dtype: str = "float32"
     moment_dtypes: tuple[str, ...] = ("float32", "float32")
     on_host: bool = False
+    delayed: bool = False
 
     @property
     def gradient_item_bytes(self) -> int:
@@ -37,7 +39,9 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         return ITEM_BYTES[self.main_parameter_dtype] if dtype in HALF or self.on_host else 0
 
     def check(self, *, file=None) -> None:
-        """Refuse dtypes that are not known. Raises InputError."""
+        """Refuse dtypes that are not known, and delayed updates on the device. Raises InputError."""
+        if self.delayed and not self.on_host:
+            raise InputError("needs on_host", file=file, field="optimizer.delayed", value=True)
         for name in ("gradient_dtype", "main_parameter_dtype", "moment_dtypes"):
             value = getattr(self, name)
             for dtype in (value,) if isinstance(value, str) else value:

@@ -15,6 +15,7 @@ from training import environment
 
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
+from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
 DELAYS = "step_delay_ms=5,reduce_delay_ms=2,publish_delay_ms=4,copy_delay_ms=2"
@@ -29,6 +30,7 @@ def write(workload, zero_stage: int, path, seed: int = 1, kinds=(None,)):
     schedule = with_gradients(draw, draw_schedule(draw, workload), workload, kinds)
     match.match(validate.validate(schedule), workload)
     schedule_file.save(path, schedule)
+    return schedule, replace(workload, optimizer=OptimizerSettings(on_host=True, delayed=True))
 
 
 @pytest.mark.parametrize(
@@ -41,14 +43,19 @@ def write(workload, zero_stage: int, path, seed: int = 1, kinds=(None,)):
 )
 def test_training_is_that_of_the_rule(workloads, services, tmp_path, layout, zero_stage, kinds, options):
     """With an evaluation in between, with every iteration clipped, and with four replicas."""
-    write(workloads[layout, "bf16-offload"], zero_stage, tmp_path / "s.json", 1, kinds)
+    schedule, workload = write(workloads[layout, "bf16-offload"], zero_stage, tmp_path / "s.json", 1, kinds)
     answer = services(layout).run(
-        options=[*BF16, *options],
+        options=[*BF16, *options, "--metrics-path", str(tmp_path / "unused.json")],
         schedule=tmp_path / "s.json",
         iterations=5,
         environment={"MEGATRON_EXT_FAULTS": DELAYS, "MEGATRON_EXT_DEBUG": "1"},
     )
     assert differences(answer) == []
+    dp = workload.parallel.dp
+    held = [iterations[-1]["host_bytes"] for iterations in answer["scheduled"]["census"]]
+    for stage, bill in enumerate(memory_bill(schedule, workload)):
+        counted = max(ranks["next_parameters"] for ranks in held[dp * stage :][:dp])
+        assert bill.memory.host_bytes["next_parameters"] == counted
 
 
 def test_training_is_that_of_a_loop_of_plain_pytorch(megatron_tree, tmp_path):

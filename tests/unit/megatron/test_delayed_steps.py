@@ -9,31 +9,36 @@ from planning_cases import make_table, make_workload
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import hooks
-from megatron_ext.megatron.delayed_steps import check, optimizers_on_host
+from megatron_ext.megatron.delayed_steps import optimizers_on_host
+from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.planner import plan
+from megatron_ext.schedule.match import match
 from megatron_ext.schedule.user_defined_schedule import StateSlots
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.workload import Limits
 
 
-@pytest.fixture(scope="module")
-def schedule():
-    work = make_workload()
-    return plan(work, make_table(work), policy="all-gpu")
-
-
-def test_a_delay_needs_a_schedule_without_other_steps_of_the_host(schedule):
-    check(None, schedule)
-    check(3, schedule)
-    with pytest.raises(InputError, match="--delayed-parameter-update = -1: expected the number of iterations"):
-        check(-1, schedule)
-    with pytest.raises(InputError, match="s.json: rollback_bytes: steps beside the backward cannot be combined with"):
-        check(3, replace(schedule, rollback_bytes=1), "s.json")
+def test_a_delay_needs_a_schedule_without_other_steps_of_the_host():
+    work = replace(make_workload(), optimizer=OptimizerSettings(on_host=True, delayed=True))
+    schedule = plan(work, make_table(work), policy="all-gpu")
+    with pytest.raises(InputError, match="rollback_bytes: steps beside the backward cannot be combined with --delayed"):
+        match(replace(schedule, rollback_bytes=1), work)
     with pytest.raises(InputError, match="state_slots: states on the drive cannot be combined with --delayed-"):
-        check(3, replace(schedule, state_slots=StateSlots(slots=2, slot_bytes=4096)))
+        match(replace(schedule, state_slots=StateSlots(slots=2, slot_bytes=4096)), work)
+    with pytest.raises(InputError, match="no optimizer state rests on the drive.*bytes short"):
+        plan(replace(work, limits=Limits(host_bytes=1)), make_table(work))
     with pytest.raises(InputError, match="--delayed-parameter-update = 3: needs --user-defined-schedule"):
         hooks.configure(None, delay=3)
+    with pytest.raises(InputError, match="--delayed-parameter-update = -1: expected 0 or more iterations"):
+        hooks.configure("s.json", delay=-1)
 
 
 def test_every_parameter_is_stepped_on_the_host():
+    args = SimpleNamespace(bf16=True, fp16=False, optimizer_cpu_offload=True, delayed_parameter_update=0)
+    assert optimizer_settings(args).delayed
+    args.optimizer_offload_fraction = 0.5
+    with pytest.raises(InputError, match="--delayed-parameter-update = 0: needs an optimizer that steps on the host"):
+        optimizer_settings(args)
     parameters = [torch.zeros(2), torch.zeros(3)]
     hybrid = SimpleNamespace(param_groups=[{"params": parameters}], gpu_params_map_cpu_copy={})
     optimizers = [SimpleNamespace(optimizer=hybrid), SimpleNamespace(is_stub_optimizer=True)]

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
-from megatron_ext.planner import plan, step_note
+from megatron_ext.planner import delay, plan, step_note
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.schedule.state_placement import host_bytes_of_nodes
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -50,3 +50,16 @@ def test_the_limit_of_host_memory_bounds_the_copies_of_states():
     assert 0 < schedule.rollback_bytes <= free.rollback_bytes // 2
     assert host_bytes_of_nodes(schedule, work)[0] <= limit
     assert schedule.predicted.iteration_time_us > free.predicted.iteration_time_us
+
+
+def test_what_a_delay_would_bring_is_said_and_not_chosen():
+    work, table = case()
+    schedule = plan(work, table)
+    found = delay(schedule, work, table)
+    assert found.at_once_us == schedule.predicted.iteration_time_us > found.delayed_us
+    delayed = replace(work, optimizer=replace(work.optimizer, delayed=True))
+    planned = plan(delayed, table)
+    assert planned.rollback_bytes is None
+    assert found.delayed_us == evaluate(delayed, table, replace(schedule, rollback_bytes=None)).iteration_time_us
+    assert f"{found.delayed_us / 1e3:.1f} ms instead of" in found.text()
+    assert delay(schedule, work, replace(table, host_step=None)) is None

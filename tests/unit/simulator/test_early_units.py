@@ -1,4 +1,5 @@
-"""The host's step beside the backward, simulated: what it hides, what waits, and what it takes in memory."""
+"""The host's step beside the backward and beside the next iteration, simulated: what it hides, what waits, and what it
+takes in memory."""
 
 import pytest
 from msgspec.structs import replace
@@ -7,12 +8,16 @@ from planning_cases import line, make_table, make_workload
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
+from megatron_ext.schedule.user_defined_schedule import PublishGroup
 from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.early_units import delayed_steps
+from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.step_order import steps_of_ranks
 
 LAYERS, LAYER_US, NORM_US = 4, 200.0, 50.0
+ON_HOST = OptimizerSettings(on_host=True)
 
 
 def case(step_us: float, *, save_us: float = 0.01, groups: float = LAYERS, gradients=None, contention=()):
@@ -21,7 +26,7 @@ def case(step_us: float, *, save_us: float = 0.01, groups: float = LAYERS, gradi
     work = make_workload(
         pp=1, vp=1, microbatches=2, order="no_pipeline", layers=LAYERS, zero_stage=2 if gradients else 1, p2p_bytes=0
     )
-    work = replace(work, optimizer=OptimizerSettings(on_host=True))
+    work = replace(work, optimizer=ON_HOST)
     schedule = stock_schedule(work, layer_buckets)
     size = schedule.groups[0].bytes
     table = make_table(work, gpu=(0.001, 1e9), forward=400.0, backward=LAYERS * LAYER_US, contention=contention)
@@ -95,3 +100,33 @@ def test_groups_whose_gradient_changes_later_or_whose_states_are_elsewhere_wait(
     parallel = replace(work.parallel, tensor_model_parallel_size=2)
     assert not can_step_early(group, replace(work, parallel=parallel))  # it holds a norm's vector
     assert len(steps_of_ranks(work.parallel)[0]) == 4
+
+
+@pytest.mark.parametrize("step_us", [300.0, 1000.0])
+def test_a_delayed_step_is_made_beside_the_next_iteration(step_us):
+    """Hidden as far as it is shorter than the compute; the copies of gradients and parameters stay."""
+    work, table, schedule = case(step_us)
+    waits = evaluate(work, table, replace(schedule, rollback_bytes=None))
+    schedule, work = replace(schedule, rollback_bytes=None), replace(work, optimizer=replace(ON_HOST, delayed=True))
+    result = evaluate(work, table, schedule, trace=True)
+    (step,) = delayed_steps(work, Timing(work, table, extrapolate=True))
+    assert step.us > 0.9 * LAYERS * step_us and NORM_US < step.rest_us < NORM_US + 0.2 * LAYERS * step_us
+    assert result.iteration_time_us == pytest.approx(max(COMPUTE_US, step.us) + step.rest_us, rel=1e-3)
+    assert result.hidden_step_us[0] == pytest.approx(waits.iteration_time_us - result.iteration_time_us, rel=1e-3)
+    assert [event.name for event in result.events if event.lane == "host_step"] == ["delayed"]
+    held = result.memory[0].memory.host_bytes
+    assert held["next_parameters"] == held["main_parameters"] // 2  # bfloat16
+    assert "next_parameters" not in waits.memory[0].memory.host_bytes
+
+
+def test_a_delayed_step_waits_for_publishing_and_disturbs_compute():
+    pairs = [("compute", "host_step", 1.5)]
+    work, table, schedule = case(150.0, contention=pairs)
+    work = replace(work, optimizer=replace(ON_HOST, delayed=True))
+    published = tuple(PublishGroup(group=index, to=("cpu",)) for index in range(LAYERS))
+    schedule = validate(replace(schedule, rollback_bytes=None, publish=published))
+    result = evaluate(work, table, schedule, trace=True)
+    (step,) = [event for event in result.events if event.lane == "host_step"]
+    assert step.start_us == pytest.approx(max(e.start_us + e.duration_us for e in result.events if e.lane == "publish"))
+    (alone,) = delayed_steps(work, Timing(work, table, extrapolate=True))
+    assert result.iteration_time_us == pytest.approx(COMPUTE_US + alone.us / 3 + alone.rest_us, rel=1e-3)
