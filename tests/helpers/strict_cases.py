@@ -1,6 +1,7 @@
 """Drawn cases for the strict stand-in of a device: two replicas of a small model, trained with everything around it.
 
-Every tenth case is aimed at orderings that drawn cases rarely need, see :data:`AIMS`.
+Every tenth case is aimed at orderings that drawn cases rarely need, see :data:`AIMS`. In every eleventh the device has
+one hardware queue.
 """
 
 import itertools
@@ -10,6 +11,7 @@ from pathlib import Path
 from cases import MODELS, STRICT
 from draw_schedule import GRADIENTS, draw_schedule, prepared, with_gradients
 from msgspec.structs import replace
+from strict_streams import ONE_QUEUE
 
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
@@ -39,6 +41,7 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
         return AIMS[names[number]](random.Random(seed), workloads, folder / f"{seed}.json", seed, (3, 1)[turn % 2])
     draw = random.Random(seed)
     name, order, routes = NAMES[seed % 3], draw.choice(ORDERS), ROUTES[seed % len(ROUTES)]
+    order = ONE_QUEUE if seed % (EVERY + 1) == EVERY else order
     zero_stage = zero_stage or draw.choice((3, 1, 3, 2))
     workload, nodes = workloads[STRICT, name], draw.choice((2, 2, 1))
     workload = replace(

@@ -216,6 +216,8 @@ class StrictDevice:
                 stream.add(lambda: self._run_later(func, args, kwargs, label))
                 return args[0]
             engine.until(lambda: not stream.items)  # its result is wanted now: it is done behind the others at once
+        elif found:
+            engine.behind_all()
         result = func(*args, **kwargs)
         own = {tensor.untyped_storage().data_ptr() for tensor, _, _ in found}
         for tensor in _tensors(result):
@@ -264,6 +266,7 @@ class StrictDevice:
                 ("out", after),
             )
             if stream is engine.default:
+                engine.behind_all()
                 return _Work(self, original(process_group, *args, **kwargs), after)
             work = _Work(self, None, after)
 

@@ -12,6 +12,10 @@ import threading
 import time
 from types import SimpleNamespace
 
+ONE_QUEUE = "one queue"
+"""The order of a device with a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``), and stricter: nothing begins
+before all that any thread has given to any stream before has ended."""
+
 OFFSET = 1 << 44
 """The device's address of page-locked memory is not the host's."""
 
@@ -45,6 +49,7 @@ class Stream:
     def add(self, begin, ready=lambda: True) -> None:
         with self.engine.changed:
             self.items.append(Item(begin, ready))
+            self.engine.queue.append(self)
             self.engine.changed.notify_all()
 
     def wait_event(self, event: "Event") -> None:
@@ -116,13 +121,14 @@ class Engine:
     """Runs what streams were given, on a thread.
 
     Args:
-        order: ``late`` (when somebody waits, or after some milliseconds, so that other ranks get on), ``early``, or
-            ``drawn``.
+        order: ``late`` (when somebody waits, or after some milliseconds, so that other ranks get on), ``early``,
+            ``drawn``, or :data:`ONE_QUEUE`.
     """
 
     def __init__(self, rank: int, seed: int, order: str, stuck_seconds: float):
         self.rank, self.order, self._draw, self.stuck_seconds = rank, order, random.Random(seed), stuck_seconds
         self.changed, self.streams, self.by_handle = threading.Condition(threading.RLock()), [], {}
+        self.queue: list[Stream] = []  # of what has not ended, in the order in which it was given
         self.entries, self.errors, self.host_waits, self.in_step = [], [], [], False
         self._tokens, self.here, self._waiting, self._closed = itertools.count(), threading.local(), 0, False
         self.main = threading.current_thread()
@@ -187,10 +193,16 @@ class Engine:
             finally:
                 self._waiting -= 1
 
+    def behind_all(self) -> None:
+        """Block, before work of the default stream, until it is its turn in a single queue."""
+        if self.order == ONE_QUEUE and self.queue:
+            self.until(lambda: not self.queue)
+
     def _run(self) -> None:
         while not self._closed:
             with self.changed:
-                heads = [stream for stream in self.streams if stream.items and self._may_run(stream.items[0])]
+                heads = self.queue[:1] if self.order == ONE_QUEUE else self.streams
+                heads = [stream for stream in heads if stream.items and self._may_run(stream.items[0])]
                 if not heads:
                     self.changed.wait(0.0003)
                     continue
@@ -205,6 +217,7 @@ class Engine:
             with self.changed:
                 if item.ended():
                     stream.items.pop(0)
+                    self.queue.remove(stream)
                     self.changed.notify_all()
             if self.order == "drawn" and self._draw.random() < 0.2:
                 time.sleep(self._draw.random() * 0.001)
@@ -251,6 +264,7 @@ class Engine:
             word = ctypes.c_int64.from_address(place)
             engine.log_on(stream, ("store", engine.flag(place), value))
             if stream is engine.default:
+                engine.behind_all()
                 word.value = value
             else:
                 stream.add(lambda: setattr(word, "value", value))

@@ -3,11 +3,15 @@
 ``benchmarks/strict_device.py`` does the same with 200 drawn schedules and takes every ordering away in turn.
 """
 
+import contextlib
+import ctypes
+
 import orderings
 import pytest
 from cases import STRICT
 from parity_service import Died, differences
 from strict_cases import findings, strict_case, waits
+from strict_streams import OFFSET, ONE_QUEUE, Engine, Stream
 
 
 @pytest.fixture
@@ -24,6 +28,28 @@ def test_everything_is_ordered_and_in_its_memory(service, workloads, tmp_path, s
     assert differences(answer) == []
     assert waits(case, answer) == []
     assert answer["strict"]["accesses"] > 5000
+
+
+def test_one_hardware_queue_does_not_block_itself(service, workloads, tmp_path):
+    case = strict_case(3, workloads, tmp_path, 3)
+    case["strict"] |= {"stream_flags": True, "order": ONE_QUEUE}
+    answer = service.run(**case)
+    assert findings(answer) == [] == differences(answer) and waits(case, answer) == []
+
+
+@pytest.mark.parametrize(("order", "moves"), [("early", True), (ONE_QUEUE, False)])
+def test_in_one_queue_a_wait_ahead_of_its_store_blocks_it(order, moves):
+    """What [Note: Order by streams] in stream_flags.py rules out."""
+    engine = Engine(0, 0, order, stuck_seconds=0.3)
+    word = ctypes.c_int64(0)
+    place = ctypes.addressof(word) + OFFSET
+    waiting, storing = Stream(engine), Stream(engine)
+    engine.driver().cuStreamWaitValue64(waiting.cuda_stream, place, 1, 0)
+    engine.driver().cuStreamWriteValue64(storing.cuda_stream, place, 1, 0)
+    with contextlib.nullcontext() if moves else pytest.raises(RuntimeError, match="does not get on"):
+        engine.synchronize()
+    engine.close()
+    assert word.value == moves
 
 
 def test_steps_that_are_taken_back_are_ordered(service, workloads, tmp_path):
