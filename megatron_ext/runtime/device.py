@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.runtime.page_locked import page_locked
 from megatron_ext.runtime.recorder import event_here
 from megatron_ext.runtime.stream_flags import StreamFlags, open_stream_flags
 
@@ -96,7 +97,7 @@ class CudaDevice:
         return self._stream_flags[1]
 
     def host_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, pin_memory=True)
+        return page_locked(numel, dtype, self)
 
     def sleep(self, stream, seconds: float) -> None:
         """Keep ``stream`` busy, about so long: a fault of tests."""
@@ -159,9 +160,13 @@ class CudaDevice:
             raise RuntimeError(f"cudaHostRegister of {size} bytes failed with error {code}")
 
     def unpin(self, tensor: torch.Tensor) -> None:
+        self.unlock(tensor.data_ptr())
+
+    def unlock(self, address: int) -> None:
+        """Undo :meth:`pin` of the memory at ``address``."""
         torch.cuda.synchronize(self.device)  # copies from here may still be on their way
         runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostUnregister(tensor.data_ptr())
+        runtime.cudaHostUnregister(address)
 
 
 class StreamWait:

@@ -206,6 +206,8 @@ class Publisher:
                 own.zero_()  # what pieces leave out is padding
             for start, copy in shard.pieces:  # fp32 on the host; rounded here as on the device
                 own[start : start + copy.numel()].copy_(copy)
+        elif group.on_host and own is not group.shard:
+            own.copy_(group.shard)  # by no stream: in a single hardware queue it could lie behind a wait for its flag
         elif own is not group.shard:
             self.device.synchronize(self.device.copy(own, group.shard, self.stream, after))
 

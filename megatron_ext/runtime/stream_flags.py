@@ -7,9 +7,9 @@ waits for either. The store comes behind everything queued before it and is seen
 CUDA does not know this order. It cannot deadlock, even where all streams share one hardware queue
 (``CUDA_DEVICE_MAX_CONNECTIONS=1``): every rank queues the stores of a version before its waits for that version, and
 the stores of ``reads_done`` before its waits for them, and nothing that a store comes behind waits for a later one.
-For the same reason a call that makes the host wait for the whole device (the first launch of a kernel that is loaded
-lazily, a free of the allocator) ends: what it waits for needs nothing that this host has yet to issue. Tests train on a
-stand-in with one queue.
+Threads that store flags wait for nothing that they have given to a stream themselves. For the same reason a call that
+makes the host wait for the whole device (the first launch of a kernel that is loaded lazily, a free of the allocator)
+ends: what it waits for needs nothing that this host has yet to issue. Tests train on a stand-in with one queue.
 Source: CUDA driver API, Stream Memory Operations (cuStreamWaitValue64, cuStreamWriteValue64).
 
 Not yet run on a GPU.

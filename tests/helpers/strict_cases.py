@@ -140,7 +140,10 @@ def _beside_the_backward(overflow: bool):
         workload = _sized(workloads, STRICT, name, zero_stage, 2)
         workload = replace(workload, optimizer=OptimizerSettings(on_host=True))
         kinds = (None, "sharded") if overflow else GRADIENTS  # in fp16 nobody unscales those on the host
-        schedule = with_gradients(draw, draw_schedule(draw, workload), workload, kinds)
+        while True:
+            schedule = with_gradients(draw, draw_schedule(draw, workload), workload, kinds)
+            if zero_stage == 1 or any(group.gradients == "sharded" for group in schedule.groups):
+                break
         schedule = replace(schedule, rollback_bytes=1 << 20)
         validate.validate(schedule)
         schedule_file.save(path, schedule)

@@ -36,6 +36,7 @@ from megatron_ext.runtime import (
     group,
     host_pool,
     node_exchange,
+    page_locked,
     shared_flags,
     worker,
 )
@@ -342,7 +343,6 @@ class StrictDevice:
         for owner, name, wrap in (
             (dist, "all_gather_object", self._objects),
             (dist, "broadcast_object_list", self._objects),
-            (devices.CudaDevice, "host_tensor", lambda original: lambda own, *what: self._locked(*what)),
             (torch, "frombuffer", self._frombuffer),
             (torch.Tensor, "numpy", self._numpy),
             (torch.Tensor, "cpu", self._cpu),
@@ -378,6 +378,9 @@ class StrictDevice:
         return self
 
     def __exit__(self, *_):
+        for memory in self._kept:
+            if isinstance(memory, page_locked.Memory):
+                memory.unlock = None  # there is no driver any more
         self._stack.close()
         self.engine.close()
 
@@ -419,6 +422,7 @@ class StrictDevice:
     def _frombuffer(self, original):
         def run(*args, **kwargs):
             tensor = original(*args, **kwargs)
+            self._kept += [tensor, args[0]]
             self._host(tensor.data_ptr(), tensor.numel() * tensor.element_size())
             return tensor
 

@@ -31,8 +31,9 @@ def test_everything_is_ordered_and_in_its_memory(service, workloads, tmp_path, s
 
 
 def test_one_hardware_queue_does_not_block_itself(service, workloads, tmp_path):
-    case = strict_case(3, workloads, tmp_path, 3)
-    case["strict"] |= {"stream_flags": True, "order": ONE_QUEUE}
+    """Shards that rest on the host are published by a thread, and read again through the drive."""
+    case = strict_case(153, workloads, tmp_path)
+    assert case["strict"]["stream_flags"] and case["strict"]["order"] == ONE_QUEUE
     answer = service.run(**case)
     assert findings(answer) == [] == differences(answer) and waits(case, answer) == []
 
