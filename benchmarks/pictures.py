@@ -436,6 +436,32 @@ def device_limits(result: dict):
     return figure
 
 
+def delayed_update(result: dict):
+    """Losses beside each other, means of 20 iterations; what the host does in an iteration, hidden or not."""
+    measured = result["step"]
+    figure, (losses, *steps) = figure_of(10 if measured else 6, 3.8, 1, 2 if measured else 1)
+    shades = {"at once": OTHER, "after 50": OURS, "from the first": BAD}
+    for row in result["losses"]:
+        for name, values in row["loss"].items():
+            means = [sum(values[i - 20 : i]) / 20 for i in range(20, len(values) + 1)]
+            label = f"updates {'at once' if name == 'at once' else 'delayed ' + name}"
+            first = row is result["losses"][0]
+            losses.plot(range(20, len(values) + 1), means, color=shades[name], lw=1, label=label if first else None)
+    losses.set(xlabel="iteration", ylabel="loss", title=f"{len(result['losses'])} seeds, the same batches for each")
+    losses.legend(fontsize=8)
+    for step in steps:
+        for place, part in enumerate(("host_us", "exposed_us")):
+            left = 0.0
+            for name, us in measured[part].items():
+                step.barh(place, us / 1e3, left=left / 1e3, color=(OURS, BAD)[place], ec="white")
+                if us > 0.05 * sum(measured["host_us"].values()):
+                    step.text((left + us / 2) / 1e3, place, name, ha="center", va="center", fontsize=8)
+                left += us
+        step.set_yticks([0, 1], ["the host's work", "the training\nthread waits"])
+        step.set(xlabel=f"ms of an iteration of {measured['iteration_us']['delayed'] / 1e3:.0f} ms")
+    return figure
+
+
 PICTURES = {
     function.__name__: function
     for function in (
@@ -449,6 +475,7 @@ PICTURES = {
         verdict,
         parity,
         device_limits,
+        delayed_update,
         patched_iteration_time,
         endurance,
         robustness,

@@ -110,6 +110,24 @@ def endurance(result: dict) -> str:
     )
 
 
+def delayed_update(result: dict) -> str:
+    """What the delay costs in loss, means over seeds, and what it hides."""
+    step, rows = result["step"], result["losses"]
+    last = {name: sum(row["last"][name] for row in rows) / len(rows) for name in rows[0]["last"]}
+    text = (
+        f"loss after {len(rows[0]['loss']['at once'])} iterations {last['at once']:.2f} with every update at once, "
+        f"{last['after 50']:.2f} delayed after 50, {last['from the first']:.2f} from the first on"
+    )
+    if step is None:
+        return text
+    errors = [step["predicted_us"][name] / us - 1 for name, us in step["iteration_us"].items()]
+    return (
+        f"{text}; {step['hidden_step']:.0%} of the host's step hidden, {step['hidden']:.0%} of step and publishing; "
+        f"iteration time {step['ratio']:.2f} of that with every update at once (predicted "
+        f"{step['predicted_ratio']:.2f}; the two times {errors[0]:+.0%} and {errors[1]:+.0%} off)"
+    )
+
+
 def robustness(result: dict) -> str:
     kills, rows = result["kills"], [row for part in DISTURBED for row in result.get(part, ())]
     inputs = sum(row["inputs"] for row in result["fuzzing"].values())
@@ -264,6 +282,11 @@ ROWS = {
         "Would a missing event or wait on CUDA be seen?",
         "benchmarks/strict_device.py --cases 60 --tries 5",
         strict_device,
+    ),
+    "delayed_update": Row(
+        "What does the delayed parameter update hide, and what does it cost in loss?",
+        "benchmarks/delayed_update.py",
+        delayed_update,
     ),
     "endurance": Row("Does anything grow?", "benchmarks/endurance.py", endurance),
     "cost_prediction": Row(
