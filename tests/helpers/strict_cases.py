@@ -15,6 +15,7 @@ from strict_streams import ONE_QUEUE
 
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
+from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.user_defined_schedule import PublishGroup, Schedule
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.route import HIERARCHICAL
@@ -93,7 +94,7 @@ def _case(draw, seed: int, path: Path, name: str, **more) -> dict:
         "layout": STRICT,
         "options": options,
         "schedule": path,
-        "iterations": 3,
+        "iterations": more.pop("iterations", 3),
         "strict": {"seed": seed, "order": order, "stream_flags": more.pop("stream_flags", True)},
         **more,
         "drawn": [*more.get("drawn", ()), name, order],
@@ -160,6 +161,22 @@ def _beside_the_backward(overflow: bool):
     return case
 
 
+def _delayed(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
+    """The host's optimizer steps beside the next iteration."""
+    workload = _sized(workloads, STRICT, "bf16-offload", zero_stage, 2)
+    workload = replace(workload, optimizer=OptimizerSettings(on_host=True, delayed=True))
+    schedule = draw_schedule(draw, workload)
+    if zero_stage == 3:
+        schedule = with_host_shards(by_cpu_shard(schedule), workload)
+    schedule = with_gradients(draw, schedule, workload, GRADIENTS)
+    validate.validate(schedule)
+    schedule_file.save(path, schedule)
+    clip = "0" if zero_stage == 3 else "1"  # a norm that is read orders what would have to be waited for
+    options = ["--gpus-per-node", "2", "--delayed-parameter-update", "1", "--clip-grad", clip]
+    how = dict(options=options, drawn=[f"delayed, zero stage {zero_stage}"], stream_flags=draw.random() < 0.7)
+    return _case(draw, seed, path, "bf16-offload", steps_on_host=True, **how, iterations=4)
+
+
 def _two_legs(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
     workload = _sized(workloads, FOUR, "fp32", zero_stage, 2)
     for number in itertools.count(seed):
@@ -178,6 +195,7 @@ AIMS = {
     "steps beside the backward": _beside_the_backward(False),
     "steps taken back": _beside_the_backward(True),
     "two legs": _two_legs,
+    "updates that are delayed": _delayed,
 }
 """``AIMS[name](draw, workloads, path, seed, zero_stage)``: a case that needs what others rarely need."""
 
