@@ -280,7 +280,7 @@ ROWS = {
     ),
     "strict_device": Row(
         "Would a missing event or wait on CUDA be seen?",
-        "benchmarks/strict_device.py --cases 60 --tries 5",
+        "benchmarks/strict_device.py --cases 200 --tries 4",
         strict_device,
     ),
     "delayed_update": Row(

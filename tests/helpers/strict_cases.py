@@ -36,10 +36,10 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
     streams or threads wait for flags, evaluation, checkpoints, whether parameters are changed between two iterations
     (``params_changed``), whether groups are published that nobody reads. Models in fp16 skip their first steps.
     ``drawn`` says what was drawn, ``layout`` which ranks train."""
-    if seed % EVERY == EVERY - 1:
-        names = sorted(AIMS)
-        turn, number = divmod(seed // EVERY, len(names))
-        return AIMS[names[number]](random.Random(seed), workloads, folder / f"{seed}.json", seed, (3, 1)[turn % 2])
+    aim = aim_of(seed)
+    if aim is not None:
+        zero_stage = (3, 1)[seed // EVERY // len(AIMS) % 2]
+        return AIMS[aim](random.Random(seed), workloads, folder / f"{seed}.json", seed, zero_stage)
     draw = random.Random(seed)
     name, order, routes = NAMES[seed % 3], draw.choice(ORDERS), ROUTES[seed % len(ROUTES)]
     order = ONE_QUEUE if seed % (EVERY + 1) == EVERY else order
@@ -198,6 +198,11 @@ AIMS = {
     "updates that are delayed": _delayed,
 }
 """``AIMS[name](draw, workloads, path, seed, zero_stage)``: a case that needs what others rarely need."""
+
+
+def aim_of(seed: int) -> str | None:
+    """Which of :data:`AIMS` case ``seed`` has, or None."""
+    return sorted(AIMS)[seed // EVERY % len(AIMS)] if seed % EVERY == EVERY - 1 else None
 
 
 def publish_unread(draw, schedule: Schedule, path: Path) -> bool:
