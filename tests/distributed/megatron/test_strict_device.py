@@ -9,9 +9,13 @@ import ctypes
 import orderings
 import pytest
 from cases import STRICT
+from msgspec.structs import replace
 from parity_service import Died, differences
 from strict_cases import findings, strict_case, waits
 from strict_streams import OFFSET, ONE_QUEUE, Engine, Stream
+
+from megatron_ext.schedule import user_defined_schedule as schedule_file
+from megatron_ext.schedule import validate
 
 
 @pytest.fixture
@@ -57,6 +61,23 @@ def test_steps_that_are_taken_back_are_ordered(service, workloads, tmp_path):
     answer = service.run(**strict_case(39, workloads, tmp_path))
     assert findings(answer) == [] == differences(answer)
     assert min(taken_back for _, taken_back in answer["scheduled"]["early_steps"]) > 0
+
+
+def delayed_case(workloads, folder) -> dict:
+    """Two evaluations, and updates that are delayed from the first iteration on."""
+    case = strict_case(29, workloads, folder, 3)
+    schedule_file.save(case["schedule"], replace(validate.load(case["schedule"]), rollback_bytes=None))
+    case["options"] += ["--delayed-parameter-update", "0", "--eval-interval", "2", "--eval-iters", "1"]
+    return case | {"iterations": 5, "strict": case["strict"] | {"stream_flags": True}}
+
+
+def test_delayed_updates_are_ordered(service, workloads, tmp_path):
+    answer = service.run(**delayed_case(workloads, tmp_path))
+    assert findings(answer) == [] == differences(answer)
+    (site,) = [site for site in orderings.sites() if site.startswith("delayed_update.py:") and site.endswith(" mark")]
+    case = delayed_case(workloads, tmp_path)
+    case["strict"] |= {"off": site, "stuck_seconds": 4}
+    assert findings(service.run(**case)), "gradients are stepped on before they have arrived"
 
 
 def test_where_the_device_has_no_flags_threads_wait(service, workloads, tmp_path):
