@@ -44,7 +44,8 @@ def test_random_edits(archive, toy_entries, monkeypatch):
     outcomes = {"exact": 0, "placed": 0, "refused": 0, "ran": 0}
     ours = {"add_arguments", "on_train_setup", "on_train_end", "on_ddp_built", "on_params_updated", "begin_iteration"}
     ours |= {"begin_steps", "pre_forward", "pre_backward", "post_backward", "end_iteration"}
-    for seed in some(range(EDITS), EDITS // 2):
+    seeds = some(range(EDITS), EDITS // 2)
+    for seed in seeds:
         texts = edit_files(random.Random(seed), TEXTS, toy_entries.values())
         for path in FILES:
             (archive / path).write_bytes(texts[path].encode())
@@ -70,7 +71,8 @@ def test_random_edits(archive, toy_entries, monkeypatch):
         outcomes["placed" if placed else "exact"] += 1
         revert(archive)
         assert snapshot(archive) == before, f"seed {seed}"
-    assert outcomes["placed"] > 50 and outcomes["refused"] > 10 and outcomes["ran"] > 50, outcomes
+    half = len(seeds) / 2
+    assert outcomes["placed"] > half and outcomes["refused"] > half / 5 and outcomes["ran"] > half, outcomes
     print(outcomes)
 
 
