@@ -110,25 +110,18 @@ class DelayedUpdate:
     def _step(self, steps: list[Callable[[], None]], after, transfer: Transfer) -> None:
         with torch.no_grad():
             # Gradients have arrived, and staging tensors are no longer read.
-            self._device.synchronize(self._on_stream(lambda: None, after))
+            self._device.synchronize(self._device.on_stream(lambda: None, self._stream, after))
             if self._published is not None:
-                self._device.synchronize(self._on_stream(self._published, None))
+                self._device.synchronize(self._device.on_stream(self._published, self._stream, None))
             if self._delay is not None:
                 self._delay()
             begin = perf_counter_ns()
             for step in steps:
-                self._device.synchronize(self._on_stream(step, None))
+                self._device.synchronize(self._device.on_stream(step, self._stream, None))
         if self._recorder is not None:
             self._recorder.add("host_step", "delayed", begin, perf_counter_ns())
         if self._delay is not None:
             self._delay()
-
-    def _on_stream(self, function: Callable[[], None], after):
-        """Call ``function``; returns the end of what it has queued, None where it has ended."""
-        if self._stream is None:
-            function()
-            return None
-        return self._device.on_stream(function, self._stream, after)
 
     def close(self) -> None:
         """End the thread, after the step in progress."""

@@ -231,24 +231,17 @@ class EarlySteps:
                 if self._delay is not None:
                     self._delay()
                 begin = perf_counter_ns()
-                self._device.synchronize(self._on_stream(copy, after))
+                self._device.synchronize(self._device.on_stream(copy, self._stream, after))
             if self._published is not None:
-                self._on_stream(self._published, None)
+                self._device.on_stream(self._published, self._stream, None)
             memory, self._used = self.memory[self._used : self._used + size], self._used + size
             self._stepped.append(unit)
-            unit.ended = self._on_stream(partial(unit.step, memory), None)
+            unit.ended = self._device.on_stream(partial(unit.step, memory), self._stream, None)
         self.taken += 1
         if self._delay is not None:
             self._delay()
         if self._recorder is not None:
             self._recorder.add("host_step", str(unit.group), begin, perf_counter_ns())
-
-    def _on_stream(self, function: Callable[[], None], after):
-        """Call ``function``; returns the end of what it has queued, None where it has ended."""
-        if self._stream is None:
-            function()
-            return None
-        return self._device.on_stream(function, self._stream, after)
 
     def close(self) -> None:
         """Take back what no step of the optimizer has followed, and end the thread."""
