@@ -157,7 +157,7 @@ def test_bad_options(options, said):
     assert str(error.value).startswith(said)
 
 
-@pytest.mark.parametrize("world_size, ranks_per_node", some([(2, 2), (4, 2), (2, 1)], 2))
+@pytest.mark.parametrize("world_size, ranks_per_node", some([(4, 2), (2, 2), (2, 1)], 1))
 def test_under_a_launcher(tmp_path, world_size, ranks_per_node):
     """Ranks that torchrun would have started, on two nodes or on one."""
     with socket.socket() as probe:

@@ -88,7 +88,7 @@ TAGS = sorted({release.ref for release in manifest().releases})
 CANDIDATE_TAGS = ["core_v0.12.0rc2", "core_v0.14.0rc3", "core_v0.13.0rc2", "core_v0.15.0rc4"]
 
 
-@pytest.mark.parametrize("name", also_in_the_mirror(some(RELEASES, 5), TAGS))
+@pytest.mark.parametrize("name", also_in_the_mirror(some(RELEASES, 4), TAGS))
 def test_every_release(name, packages, tmp_path):
     tree, there = tmp_path / "tree", read(name, packages)
     if name[0].isdigit():

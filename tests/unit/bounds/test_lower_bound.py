@@ -44,7 +44,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("costs", TABLES)
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", some([*WORKLOADS], 3))
 def test_nothing_is_faster(name, costs):
     work = make_workload(**WORKLOADS[name])
     table = make_table(work, **TABLES[costs])
@@ -89,7 +89,7 @@ def with_gradients(table, *, reduce, slower, processors=None, share=0.0):
 PROCESSORS = ((None, 0.0), (1.0, 0.1), (1.5, 0.4), (2.0, 0.9), (4.0, 0.3))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some(range(4), 2))
 def test_nothing_is_faster_where_gradients_are_reduced_beside_compute(seed):
     work, table = uneven_case(seed)
     for reduce, (processors, share) in product(((2.0, 400.0), (30.0, 4000.0)), PROCESSORS):
