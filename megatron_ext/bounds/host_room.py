@@ -10,7 +10,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.memory_bill import gradient_bytes, resting_bytes
 from megatron_ext.schedule.state_placement import LEAST_SLOTS, on_nodes
 from megatron_ext.schedule.user_defined_schedule import Group
-from megatron_ext.workload.state_layout import region_bytes
+from megatron_ext.workload.state_layout import gradient_slot_bytes, region_bytes
 from megatron_ext.workload.workload import Workload
 
 
@@ -23,9 +23,8 @@ def optimizer_on_host(workload: Workload, *, on_drive: bool) -> list[int]:
         if on_drive:
             parameters = [p for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters]
             moments = len(workload.optimizer.moment_dtypes)
-            of_ranks[pp_rank] = LEAST_SLOTS * max(
-                (region_bytes(-(-p.numel // dp), moments) for p in parameters), default=0
-            )
+            largest = max((region_bytes(-(-p.numel // dp), moments) for p in parameters), default=0)
+            of_ranks[pp_rank] = LEAST_SLOTS * (largest + gradient_slot_bytes(largest, moments))
             groups = [replace(group, states_rest="nvme") for group in groups]
         of_ranks[pp_rank] += sum(resting_bytes(groups, workload)[1].values())
     return on_nodes(workload, of_ranks)

@@ -24,7 +24,15 @@ from megatron_ext.formats import json_files
 from megatron_ext.formats import trace as trace_file
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
-from megatron_ext.megatron import buckets, checkpoint_states, delayed_steps, refusals, run_summary, stock_trace
+from megatron_ext.megatron import (
+    buckets,
+    checkpoint_states,
+    delayed_steps,
+    late_copies,
+    refusals,
+    run_summary,
+    stock_trace,
+)
 from megatron_ext.megatron.agreement import agree, gather_objects
 from megatron_ext.megatron.boundaries import bare
 from megatron_ext.megatron.describe_model import describe_chunk
@@ -176,6 +184,9 @@ class Run:
             return
         if not self.stock_gather:
             replace_pre_hooks(ddp, self.unshard_all)
+            on_drive = [index for index in groups if groups[index].states_rest == "nvme"]
+            if on_drive:
+                late_copies.leave_copies_out(self._bucket_groups[index].buckets[0].param_data for index in on_drive)
 
     # Once, before the first step.
 

@@ -1,19 +1,22 @@
 """Lets Megatron's host optimizer (``--optimizer-cpu-offload``) keep the states of chosen groups on a drive.
 
 [Note: What is changed of the host optimizer]
-The parameters whose states rest on the drive get optimizers of their own, one a unit, see host_optimizers.py. All else
-is its own: gradients to the host, values of param_groups, copies of the new parameters back to the device.
+The parameters whose states rest on the drive get optimizers of their own, one a unit, see host_optimizers.py. Their
+gradients come to the host by slots, or are used where they rest there. All else is its own: values of param_groups,
+copies of the new parameters back to the device.
 Checkpoints reach states through two methods of Megatron's DistributedOptimizer. For these parameters both go to the
 drive, one parameter at a time, so that saving and loading need no memory for all states.
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.host_optimizers import own_optimizers, refuse_late_load
+from megatron_ext.megatron.late_copies import take_over
 from megatron_ext.megatron.shards import pieces_of_groups
 from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.runtime.group import Group
@@ -41,15 +44,22 @@ def put_states_on_drive(
     wanted = {index for index, group in enumerate(schedule.groups) if group.states_rest == "nvme"}
     if not wanted:
         return []
+    in_place = {
+        group.index
+        for bucket, group in buckets
+        if schedule.groups[group.index].gradients == "host" and bucket.grad_data.dtype is torch.float32
+    }
     made = []
     for optimizer in optimizers:
-        own = [shard for group, shard in pieces_of_groups([optimizer], buckets) if group.index in wanted]
+        own = [(group.index, shard) for group, shard in pieces_of_groups([optimizer], buckets) if group.index in wanted]
+        on_host = [shard for index, shard in own if index in in_place]
         if own:
-            made.append(_one(optimizer, own, schedule, nvme_path, device, recorder))
+            how = (schedule, nvme_path, device, recorder)
+            made.append(_one(optimizer, [shard for _, shard in own], on_host, *how))
     return made
 
 
-def _one(optimizer, shards: list, schedule: Schedule, nvme_path, device, recorder) -> DriveStates:
+def _one(optimizer, shards: list, on_host: list, schedule: Schedule, nvme_path, device, recorder) -> DriveStates:
     hybrid = optimizer.optimizer
     copies = getattr(hybrid, "gpu_params_map_cpu_copy", None)
     if copies is None or any(shard not in copies for shard in shards):
@@ -73,11 +83,37 @@ def _one(optimizer, shards: list, schedule: Schedule, nvme_path, device, recorde
     units = own_optimizers(hybrid, list(_units(hybrid, set(on_drive), moments, slots.slot_bytes)))
     settings = schedule.metadata.options.nvme or DriveReads()
     states = DriveStates(
-        units, nvme_path, moments=moments, slots=slots.slots, settings=settings, device=device, recorder=recorder
+        *(units, nvme_path),
+        moments=moments,
+        slots=slots.slots,
+        settings=settings,
+        device=device,
+        recorder=recorder,
+        initial=take_over(hybrid),
+        gradients={copies[shard]: partial(_gradient, shard) for shard in shards},
+        in_place=frozenset(copies[shard] for shard in on_host),
+    )
+    vars(hybrid)["_set_sub_optimizer_grads"] = partial(
+        _copy_other_gradients, hybrid, hybrid._set_sub_optimizer_grads, set(units), states
     )
     _redirect_checkpoints(optimizer, states)
     refuse_late_load(hybrid)
     return states
+
+
+def _gradient(shard: torch.Tensor) -> torch.Tensor | None:
+    return getattr(shard, "decoupled_grad", shard.grad)
+
+
+def _copy_other_gradients(hybrid, copy_gradients, units: set, states: DriveStates) -> None:
+    """In place of the host optimizer's copying of all gradients, into memory that it keeps."""
+    everything = hybrid.cpu_optimizers
+    hybrid.cpu_optimizers = [one for one in everything if one not in units]
+    try:
+        copy_gradients()
+    finally:
+        hybrid.cpu_optimizers = everything
+    states.gradients_ready()
 
 
 def _units(hybrid, chosen: set, moments: int, slot_bytes: int) -> Iterator[list[dict]]:

@@ -7,12 +7,16 @@ read into a slot, and its tensors are pointed there. After the step the slot is 
 units are read into the other slots. The arithmetic is the optimizer's own on the same values, so training is the
 same to the last bit as with states in memory.
 
+Gradients come by slots as well: each slot has room for the gradient of a unit, which is copied there while the unit
+before is stepped. A gradient that is fp32 in host memory already is used where it is.
+
 Between its steps a unit's tensors point at one NaN: they keep their shapes, take no memory, and whoever computes
 with them by mistake sees it.
 Source: ZeRO-Infinity (arXiv 2104.07857), section 5.2.2, which pipelines the optimizer's reads, step and writes.
 """
 
 import mmap
+from collections.abc import Callable
 from functools import partial
 from math import nan
 from time import perf_counter_ns
@@ -61,15 +65,20 @@ class Unit:
                 offset += state_layout.region_bytes(parameter.numel(), moments)
         self.bytes = offset
 
-    def adopt(self, slot: torch.Tensor) -> None:
-        """Copy the tensors, which are in memory of their own, into ``slot``, and point them there."""
+    def adopt(self, slot: torch.Tensor, initial: dict[torch.Tensor, torch.Tensor] | None = None) -> None:
+        """Copy the tensors, which are in memory of their own, into ``slot``, and point them there. ``initial``:
+        parameters that have no values yet, and the tensors that do."""
         for region in self.regions:
             state = self.optimizer.state.get(region.parameter, {})
             region.names = tuple(name for name, value in state.items() if _is_moment(value, region.parameter))
             for index, tensor in enumerate(self._tensors(region)):
                 place = region.view(slot, index)
-                place.copy_(tensor.detach())
+                place.copy_((initial or {}).get(tensor, tensor).detach())
                 tensor.data = place
+
+    def gradient_bytes(self, chosen) -> int:
+        """Of the gradients of those parameters that ``chosen`` says."""
+        return sum(region.tensor_bytes for region in self.regions if chosen(region.parameter))
 
     def point_at(self, slot: torch.Tensor) -> None:
         """Make the tensors views of ``slot``."""
@@ -98,6 +107,9 @@ class DriveStates:
         slots: pieces in host memory at once, at least 2; with 3 a read, a step and a write run at the same time.
         settings: how to read and write.
         device: pins the slots.
+        initial: tensors with the values of parameters that have none yet.
+        gradients: by parameter, calls that return its gradient, of any float dtype, or None; those that ``in_place``
+            holds are fp32 in host memory. Left out: somebody else sets ``grad`` before a step.
 
     Raises:
         InputError: the drive cannot hold the states.
@@ -113,6 +125,9 @@ class DriveStates:
         settings: DriveReads,
         device,
         recorder=None,
+        initial: dict[torch.Tensor, torch.Tensor] | None = None,
+        gradients: dict[torch.Tensor, Callable[[], torch.Tensor | None]] | None = None,
+        in_place: frozenset[torch.Tensor] = frozenset(),
     ):
         assert optimizers and slots >= 2
         self.units: list[Unit] = []
@@ -122,12 +137,20 @@ class DriveStates:
             start += self.units[-1].bytes
         self.bytes, self.moments, self.recorder = start, moments, recorder
         self.slot_bytes = max(unit.bytes for unit in self.units)
+        self._gradients, self._in_place = gradients or {}, in_place
+        copied = self._gradients.keys() - in_place
+        room = state_layout.gradient_slot_bytes(self.slot_bytes, moments) if copied else 0
+        assert all(unit.gradient_bytes(copied.__contains__) <= room for unit in self.units)
         self.file = drive.open_own(directory, start, settings)
-        self._map = mmap.mmap(-1, slots * self.slot_bytes)
+        self.slots_bytes = slots * (self.slot_bytes + room)
+        self._map = mmap.mmap(-1, self.slots_bytes)
         self._memory = memoryview(self._map)
         everything = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.slots_bytes = slots * self.slot_bytes
-        self._slots = list(everything.split(self.slot_bytes))
+        self._slots = list(everything[: slots * self.slot_bytes].split(self.slot_bytes))
+        self._gradient_slots = list(everything[slots * self.slot_bytes :].split(room)) if room else []
+        self._copies: dict[int, object] = {}  # of gradients into slots, by count of steps of units
+        self._stream = device.copy_stream() if room else None
+        self._computed, self._known = None, 0  # gradients of units below this count are ready
         self._device, self._pinned = device, everything
         device.pin(everything)
         self._worker = Worker("states-read")
@@ -139,7 +162,7 @@ class DriveStates:
         self._places = {region.parameter: (unit, region) for unit in self.units for region in unit.regions}
         self._hooks = []
         with torch.no_grad():
-            self._write_initial_values()
+            self._write_initial_values(initial)
         for index, unit in enumerate(self.units):
             self._hooks.append(unit.optimizer.register_step_pre_hook(partial(self._before, index)))
             self._hooks.append(unit.optimizer.register_step_post_hook(partial(self._after, index)))
@@ -147,14 +170,39 @@ class DriveStates:
 
     # Once.
 
-    def _write_initial_values(self) -> None:
+    def _write_initial_values(self, initial) -> None:
         for index, unit in enumerate(self.units):
             slot = index % len(self._slots)
             self._wait(self._moves[slot])
-            unit.adopt(self._slots[slot])
+            unit.adopt(self._slots[slot], initial)
             self._write(index, slot)
 
     # Every step.
+
+    def gradients_ready(self) -> None:
+        """The gradients of all units are what this iteration steps with, once the current stream has done its work."""
+        self._known, self._computed = self._next + len(self.units), self._device.mark()
+        self._copy_gradients()
+
+    def _copy_gradients(self) -> None:
+        """Begin to copy the gradients of the next units, as far as there are slots, into them."""
+        last = min(self._known, self._next + len(self._slots))
+        for number in range(self._next, last if self._gradient_slots else 0):
+            if number not in self._copies:
+                copy = partial(self._copy_gradient, number)
+                self._copies[number] = self._device.on_stream(copy, self._stream, self._computed)
+
+    @torch.no_grad()
+    def _copy_gradient(self, number: int) -> None:
+        start, slot = 0, self._gradient_slots[number % len(self._slots)]
+        for region in self.units[number % len(self.units)].regions:
+            parameter = region.parameter
+            if parameter in self._gradients and parameter not in self._in_place:
+                gradient = self._gradients[parameter]()
+                parameter.grad = None if gradient is None else region.view(slot, 0, start)
+                if gradient is not None:
+                    parameter.grad.copy_(gradient.view(parameter.shape), non_blocking=True)
+                start += region.tensor_bytes
 
     def _before(self, index: int, *_) -> None:
         """The step of unit ``index`` begins."""
@@ -162,6 +210,11 @@ class DriveStates:
         self._read_ahead()
         self._reads.pop(self._next).wait()
         self.units[index].point_at(self._slots[self._next % len(self._slots)])
+        for region in self.units[index].regions:
+            if region.parameter in self._in_place:
+                gradient = self._gradients[region.parameter]()
+                region.parameter.grad = None if gradient is None else gradient.view(region.shape)
+        self._device.synchronize(self._copies.pop(self._next, None))
 
     def _after(self, index: int, *_) -> None:
         """The step of unit ``index`` has ended."""
@@ -170,9 +223,12 @@ class DriveStates:
         if not all(region.names for region in unit.regions):
             with torch.no_grad():
                 unit.adopt(self._slots[slot])  # the optimizer has made its moments in this step
+        for region in unit.regions if self._gradients else ():
+            region.parameter.grad = None
         self._write(index, slot)
         self._next += 1
         self._read_ahead()
+        self._copy_gradients()
 
     def _read_ahead(self) -> None:
         """Begin to read the next units into the slots that are free or being written."""

@@ -11,6 +11,8 @@
 * Buffers that hierarchical all-gathers and pieces of ``cpu_shard`` go through, as large as the largest group needs.
 * The optimizer's copies of 16-bit parameters, its states and the parameters of a delayed update, for the elements of
   the rank's shards without padding. Of the data-parallel ranks the one that holds most is billed.
+* Slots of states on the drive, with room for gradients. Megatron's host optimizer copies all other gradients of the
+  rank to memory that it keeps.
 * Activations: what autograd saves in each layer, from the layer's forward to its backward, for every micro-batch in
   flight, and what the backward in progress recomputes.
 
@@ -32,7 +34,7 @@ from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels
 from megatron_ext.workload.nodes import ranks_of_copy
 from megatron_ext.workload.route import piece_buffer_bytes
-from megatron_ext.workload.state_layout import region_bytes
+from megatron_ext.workload.state_layout import gradient_slot_bytes, region_bytes
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Workload
 
@@ -85,6 +87,7 @@ def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict
     own = [group for group in schedule.groups if group.pp_rank == pp_rank]
     device, host = resting_bytes(own, workload)
     copies, nvme_bytes = _copies(schedule, pp_rank, states_on_drive_bytes(own, workload))
+    copies["staging_slots"] += state_slots_bytes(schedule, workload, own)
     copies["previous_states"] = schedule.rollback_bytes or 0
     return device, host | copies, nvme_bytes
 
@@ -107,9 +110,9 @@ def resting_bytes(groups: Iterable[Group], workload: Workload) -> tuple[dict[str
         else:
             host["gradients"] += whole // dp
         for rank, numel in enumerate(_shard_numels(numels, dp)):
-            gradients[rank] += numel * settings.main_item_bytes(dtype)
             following[rank] += numel * ITEM_BYTES[dtype]
             if group.states_rest is None:
+                gradients[rank] += numel * settings.main_item_bytes(dtype)
                 main[rank] += numel * settings.main_item_bytes(dtype)
                 states[rank] += numel * settings.state_item_bytes
     most = max(range(dp), key=lambda rank: main[rank] + states[rank] + gradients[rank])
@@ -216,6 +219,17 @@ def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
     return max(held)
 
 
+def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> int:
+    """Of the slots through which states on the drive, and gradients that are not fp32 in host memory, pass on a rank
+    with ``groups``."""
+    slots, on_drive = schedule.state_slots, [group for group in groups if group.states_rest == "nvme"]
+    if slots is None or not on_drive:
+        return 0
+    in_place = workload.optimizer.gradient_dtype == "float32" and all(group.gradients == "host" for group in on_drive)
+    room = 0 if in_place else gradient_slot_bytes(slots.slot_bytes, len(workload.optimizer.moment_dtypes))
+    return slots.slots * (slots.slot_bytes + room)
+
+
 def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:
     """This rank's part of the node's host copies and staging slots, and of the copies on the drive."""
     sharing = ranks_of_copy(schedule.parallel, pp_rank)
@@ -226,8 +240,6 @@ def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dic
             for destination in entry.to:
                 copies[destination] += group.bytes
     slots = slot_bytes(schedule, pp_rank) * schedule.limits.nvme_slots
-    if schedule.state_slots is not None and states_on_drive:
-        slots += schedule.state_slots.slots * schedule.state_slots.slot_bytes
     return {"host_copies": copies["cpu"] // sharing, "staging_slots": slots}, copies[
         "nvme"
     ] // sharing + states_on_drive

@@ -17,3 +17,8 @@ def tensor_bytes(numel: int) -> int:
 def region_bytes(numel: int, moments: int) -> int:
     """One parameter of ``numel`` elements with its moments, up to the drive's next sector."""
     return -(-tensor_bytes(numel) * (1 + moments) // SECTOR_BYTES) * SECTOR_BYTES
+
+
+def gradient_slot_bytes(slot_bytes: int, moments: int) -> int:
+    """Room beside a slot of ``slot_bytes`` for the gradients, fp32, of the parameters in it."""
+    return -(-slot_bytes // (1 + moments) // SECTOR_BYTES) * SECTOR_BYTES

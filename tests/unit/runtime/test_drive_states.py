@@ -128,3 +128,36 @@ def test_a_file_that_is_cut_off_ends_the_step_with_its_name(tmp_path):
 def test_a_directory_that_is_missing_is_refused(tmp_path):
     with pytest.raises(InputError, match="is no directory"):
         store(optimizers_of(parameters(0), UNITS), tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("slots", [2, 3, 7])
+def test_initial_values_and_gradients_come_when_they_are_needed(tmp_path, slots):
+    """Parameters without memory, 16-bit gradients by slots, others used where they are: the steps are the same."""
+    given, theirs = parameters(0), parameters(0)
+    ours = [torch.full((), torch.nan).expand(parameter.shape) for parameter in given]
+    own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS)
+    gradients, in_place = {}, frozenset(ours[::2])
+    states = DriveStates(
+        *(own, tmp_path),
+        moments=2,
+        slots=slots,
+        settings=DriveReads(block_bytes=4096),
+        device=HostDevice(),
+        initial=dict(zip(ours, given)),
+        gradients={parameter: lambda p=parameter: gradients[p] for parameter in ours},
+        in_place=in_place,
+    )
+    assert_equal(everything(states, ours), [{"param": parameter} for parameter in theirs])
+    for iteration in range(4):
+        for mine, their, gradient in zip(ours, theirs, parameters(100 + iteration)):
+            gradients[mine] = gradient if mine in in_place else gradient.bfloat16()
+            their.grad = gradients[mine].float()
+        if iteration == 2:
+            gradients[ours[1]] = theirs[1].grad = None
+        states.gradients_ready()
+        for mine, their in zip(own, other):
+            mine.step()
+            their.step()
+        assert all(parameter.isnan().all() and parameter.grad is None for parameter in ours)
+        assert_equal(everything(states, ours), in_memory(theirs, other))
+    states.close()
