@@ -8,6 +8,9 @@ to the drive, in fp32, one slot after the other. Where something needs the copie
 are made then.
 """
 
+# A function of Megatron is replaced here on purpose.
+# pyright: reportAttributeAccessIssue=false
+
 from collections.abc import Iterable
 from math import nan
 

@@ -47,7 +47,7 @@ def put_states_on_drive(
     in_place = {
         group.index
         for bucket, group in buckets
-        if schedule.groups[group.index].gradients == "host" and bucket.grad_data.dtype is torch.float32
+        if schedule.groups[group.index].gradients == "host" and getattr(bucket, "grad_data").dtype is torch.float32  # noqa: B009
     }
     made = []
     for optimizer in optimizers:

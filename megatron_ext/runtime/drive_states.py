@@ -198,10 +198,10 @@ class DriveStates:
         for region in self.units[number % len(self.units)].regions:
             parameter = region.parameter
             if parameter in self._gradients and parameter not in self._in_place:
-                gradient = self._gradients[parameter]()
-                parameter.grad = None if gradient is None else region.view(slot, 0, start)
+                gradient, own = self._gradients[parameter](), region.view(slot, 0, start)
                 if gradient is not None:
-                    parameter.grad.copy_(gradient.view(parameter.shape), non_blocking=True)
+                    own.copy_(gradient.view(region.shape), non_blocking=True)
+                parameter.grad = None if gradient is None else own
                 start += region.tensor_bytes
 
     def _before(self, index: int, *_) -> None:
