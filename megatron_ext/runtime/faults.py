@@ -17,29 +17,41 @@ VARIABLE = "MEGATRON_EXT_FAULTS"
 
 
 class Faults(NamedTuple):
-    """Delays are upper bounds of uniform draws, in milliseconds; the rest are negative
-    controls: ``no_wait`` copies without waiting for the other ranks' shards and adds gradients before they are
-    reduced, ``no_rollback`` lets every step beside the backward stand, ``undelayed`` applies every update at once, and
-    the delayed update of number ``lose_update``, from 1, is not made. The others are group ids: ``stale_group`` is
-    published only once and comes by ``cpu_shard`` from its first shard, ``skip_group`` is never gathered,
-    ``short_read`` is cut off on the drive in the middle of training, ``skip_reduce`` is never reduced, and the first
-    part of ``late_add`` is added to its shard behind all others."""
+    """What is put in.
+
+    Attributes:
+        publish_delay_ms, copy_delay_ms, read_delay_ms, reduce_delay_ms, step_delay_ms: upper bounds of uniform draws,
+            in milliseconds.
+        seed: of the draws.
+        no_wait: negative control; copies do not wait for the other ranks' shards, and gradients are added before they
+            are reduced.
+        no_rollback: negative control; every step beside the backward stands.
+        undelayed: negative control; every delayed update is applied at once.
+        lose_update: negative control; the delayed update of this number, from 1, is not made.
+        stale_group: this group is published only once, and comes by ``cpu_shard`` from its first shard.
+        skip_group: this group is never gathered.
+        short_read: reads of this group are cut off on the drive in the middle of training.
+        skip_reduce: this group's gradient is never reduced.
+        late_add: the first part of this group's gradient is added to its shard behind all others.
+    """
 
     publish_delay_ms: float = 0.0
     copy_delay_ms: float = 0.0
     read_delay_ms: float = 0.0
     reduce_delay_ms: float = 0.0
+    step_delay_ms: float = 0.0
+    seed: int = 0
+    # Switches: 1 is on.
     no_wait: int = 0
+    no_rollback: int = 0
+    undelayed: int = 0
+    # Numbers, of groups but for the first: -1 is none.
+    lose_update: int = -1
     stale_group: int = -1
     skip_group: int = -1
     short_read: int = -1
-    step_delay_ms: float = 0.0
-    no_rollback: int = 0
-    undelayed: int = 0
-    lose_update: int = -1
     skip_reduce: int = -1
     late_add: int = -1
-    seed: int = 0
 
     def delayer(self, milliseconds: float, salt: int):
         """A function ``pause(sleep)`` that sleeps up to ``milliseconds``, or None where there is nothing to do."""
