@@ -193,7 +193,6 @@ class Executor:
         """No group is whole any more, and nobody reads what is published."""
         self._drop_all()
         if self.publisher is not None:
-            self.publisher.wait()
             # Counts like an iteration: nobody overwrites copies that a slower rank still makes whole.
             self.iterations += 1
             self.publisher.end_reads(self.iterations, settle=True)

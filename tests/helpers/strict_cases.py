@@ -13,6 +13,7 @@ from draw_schedule import GRADIENTS, draw_schedule, prepared, with_gradients
 from msgspec.structs import replace
 from strict_streams import ONE_QUEUE
 
+from megatron_ext.runtime.node_exchange import IN_FLIGHT
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
 from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
@@ -135,6 +136,21 @@ def _unread_on_another_node(draw, workloads, path: Path, seed: int, zero_stage: 
     return _case(draw, seed, path, "fp32", **how)
 
 
+def _through_the_drive(nodes: int):
+    def case(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
+        """More groups have a copy on the drive alone, read by nobody, than buffers through which they get there."""
+        workload = _sized(workloads, STRICT, "fp32", zero_stage, nodes)
+        for number in itertools.count(seed):
+            schedule = prepared(random.Random(number), workload, path, ("gpu",), gradients=(None,))
+            if len(schedule.groups) > 2 * IN_FLIGHT and not any(group.shard_rests for group in schedule.groups):
+                break
+        _publish(schedule, dict.fromkeys(range(len(schedule.groups)), ("nvme",)), path)
+        how = dict(options=["--gpus-per-node", str(nodes)], drawn=[f"through the drive, {nodes} ranks a node"])
+        return _case(draw, seed, path, "fp32", **how, stream_flags=nodes > 1)  # where threads have no such wait
+
+    return case
+
+
 def _beside_the_backward(overflow: bool):
     def case(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
         name = "fp16" if overflow else "bf16-offload"
@@ -162,19 +178,23 @@ def _beside_the_backward(overflow: bool):
 
 
 def _delayed(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
-    """The host's optimizer steps beside the next iteration."""
+    """The host's optimizer steps beside the next iteration. At zero stage 3 shards rest on the host, and are read by
+    what the start of the next iteration issues, when the last update is applied."""
     workload = _sized(workloads, STRICT, "bf16-offload", zero_stage, 2)
     workload = replace(workload, optimizer=OptimizerSettings(on_host=True, delayed=True))
-    schedule = draw_schedule(draw, workload)
-    if zero_stage == 3:
-        schedule = with_host_shards(by_cpu_shard(schedule), workload)
+    for number in itertools.count(seed):
+        schedule = draw_schedule(random.Random(number), workload)
+        if zero_stage == 3:
+            schedule = with_host_shards(by_cpu_shard(schedule), workload)
+        if zero_stage == 1 or any(item.route == "cpu_shard" for item in schedule.ranks[0].start.unshard):
+            break
     schedule = with_gradients(draw, schedule, workload, GRADIENTS)
     validate.validate(schedule)
     schedule_file.save(path, schedule)
-    clip = "0" if zero_stage == 3 else "1"  # a norm that is read orders what would have to be waited for
-    options = ["--gpus-per-node", "2", "--delayed-parameter-update", "1", "--clip-grad", clip]
-    how = dict(options=options, drawn=[f"delayed, zero stage {zero_stage}"], stream_flags=draw.random() < 0.7)
-    return _case(draw, seed, path, "bf16-offload", steps_on_host=True, **how, iterations=4)
+    stream_flags = zero_stage == 3 or draw.random() < 0.7
+    how = dict(options=["--gpus-per-node", "2", "--delayed-parameter-update", "1"], stream_flags=stream_flags)
+    drawn = [f"delayed, zero stage {zero_stage}"]
+    return _case(draw, seed, path, "bf16-offload", steps_on_host=True, **how, drawn=drawn, iterations=4)
 
 
 def _two_legs(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
@@ -194,6 +214,8 @@ AIMS = {
     "unread, on another node": _unread_on_another_node,
     "steps beside the backward": _beside_the_backward(False),
     "steps taken back": _beside_the_backward(True),
+    "through the drive, on one node": _through_the_drive(2),
+    "through the drive, to another node": _through_the_drive(1),
     "two legs": _two_legs,
     "updates that are delayed": _delayed,
 }
@@ -209,11 +231,14 @@ def publish_unread(draw, schedule: Schedule, path: Path) -> bool:
     """Let drawn groups be published to the host where no route reads them; whether there are any."""
     to = {entry.group: entry.to for entry in schedule.publish}
     more = [index for index in range(len(schedule.groups)) if "cpu" not in to.get(index, ()) and draw.random() < 0.6]
-    to |= {index: ("cpu", *to.get(index, ())) for index in more}
+    _publish(schedule, to | {index: ("cpu", *to.get(index, ())) for index in more}, path)
+    return bool(more)
+
+
+def _publish(schedule: Schedule, to: dict[int, tuple[str, ...]], path: Path) -> None:
     schedule = replace(schedule, publish=tuple(PublishGroup(group=group, to=where) for group, where in to.items()))
     validate.validate(schedule)
     schedule_file.save(path, schedule)
-    return bool(more)
 
 
 def findings(answer: dict) -> list[str]:
