@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 from statistics import median
+from typing import get_args
 
 import msgspec
 
@@ -15,7 +16,7 @@ from megatron_ext.measure.options import MIB, Options
 from megatron_ext.runtime.machine import environment
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.nodes import crossing_bytes
-from megatron_ext.workload.route import HIERARCHICAL
+from megatron_ext.workload.route import Algorithm
 
 WAVERS = 0.10
 """A point is noted in the table where the medians of its quarters (in the order of time) lie further
@@ -73,9 +74,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
             notes=(*notes(raw), *_nodes(options)),
         ),
         routes=cost_table.Routes(
-            gpu=_with_hierarchical(
-                curve("gpu", f"{backend} all-gather in place, {at_once}"), curve("hierarchical", "")
-            ),
+            gpu=_with_algorithms(curve("gpu", f"{backend} all-gather in place, {at_once}"), curve),
             cpu=curve("cpu", f"copy of the whole group from node-shared host memory, {at_once}"),
             cpu_shard=curve("cpu_shard", f"own shard from host memory, then {backend} all-gather, {at_once}"),
             nvme=_nvme(raw, "nvme", f"drive to pinned slot to device, {at_once}, each from a file of its own"),
@@ -142,10 +141,9 @@ def _points(rows: list[dict]) -> tuple[cost_table.Point, ...]:
     )
 
 
-def _with_hierarchical(gpu: cost_table.Curve | None, hierarchical: cost_table.Curve | None) -> cost_table.Curve | None:
-    if gpu is None or hierarchical is None:
-        return gpu
-    return msgspec.structs.replace(gpu, algorithms={HIERARCHICAL: hierarchical.points})
+def _with_algorithms(gpu: cost_table.Curve | None, curve) -> cost_table.Curve | None:
+    others = {name: other.points for name in get_args(Algorithm) if (other := curve(name, ""))}
+    return msgspec.structs.replace(gpu, algorithms=others) if gpu is not None else None
 
 
 def _internode(curves: dict, options: Options, at_once: str) -> cost_table.Curve | None:
@@ -192,6 +190,8 @@ def notes(raw: dict) -> list[str]:
         lines.append(
             f"other programs used {background:.1f} processors meanwhile: times are longer than on an idle machine"
         )
+    if raw.get("symmetric_refused"):
+        lines.append(f"all-gathers by copy engines not measured: {raw['symmetric_refused']}")
     unmeasured = [f"{measured} beside {busy}" for measured, busy in raw.get("unmeasured_pairs", [])]
     if unmeasured:
         lines.append(f"out of time, contention not measured: {', '.join(unmeasured)}")

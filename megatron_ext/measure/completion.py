@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from megatron_ext.measure.options import Options
 
 WRITES = {"publish", "internode", "publish_nvme"}
-COLLECTIVES = {"gpu", "hierarchical", "cpu_shard", "reduce"}
+COLLECTIVES = {"gpu", "hierarchical", "symmetric", "cpu_shard", "reduce"}
 
 
 def until_last(together: list[list[int]], us_of_ranks: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from megatron_ext.formats.errors import one_line
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.runtime import cpu_shard, hierarchical
+from megatron_ext.runtime import cpu_shard, hierarchical, symmetric
 from megatron_ext.runtime.cpu_shard import make_data_group
 from megatron_ext.runtime.lanes import open_lane
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, make_process_groups
@@ -103,6 +104,38 @@ class HierarchicalGather(Operation):
         groups = make_node_groups(fabric.options.parallel, "nccl" if fabric.torch_device.type == "cuda" else "gloo")
         assert groups is not None  # the link is offered where nodes and replicas make two legs
         self.threads = self.gather = hierarchical.HierarchicalGather(groups, fabric.device)
+
+    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+        whole = self.fabric.window(self.fabric.arena, size_bytes, round_index)
+        return self.gather.issue(whole, self.fabric.shard(whole))
+
+
+class SymmetricGather(Operation):
+    """The same by copy engines, through registered memory; see :mod:`megatron_ext.runtime.symmetric`."""
+
+    name = "symmetric"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        how = symmetric.without_thread_blocks(fabric.torch_device)
+        group = make_data_group(fabric.options.parallel, "nccl", **how)
+        largest = {torch.float32: fabric.options.largest // 4}
+        self.threads = self.gather = symmetric.SymmetricGather(group, fabric.device, largest)
+
+    @classmethod
+    def tried(cls, fabric: Fabric) -> tuple[SymmetricGather | None, str]:
+        """The operation, or None and in one line why not; the same on all ranks. Collective."""
+        options, own, why = fabric.options, None, ""
+        missing = symmetric.missing(fabric.torch_device.type, options.data_parallel_size, options.nodes)
+        if missing is not None:
+            return None, missing
+        try:
+            own = cls(fabric)
+        except (RuntimeError, AttributeError) as error:
+            why = one_line(str(error), 300)
+        everyone: list = [None] * fabric.world_size
+        dist.all_gather_object(everyone, why)
+        return (None, max(everyone)) if any(everyone) else (own, "")
 
     def issue(self, size_bytes: int, round_index: int) -> Transfer:
         whole = self.fabric.window(self.fabric.arena, size_bytes, round_index)
@@ -361,6 +394,7 @@ OPERATIONS = {
     for kind in (
         Gather,
         HierarchicalGather,
+        SymmetricGather,
         HostCopy,
         ShardGather,
         Publish,

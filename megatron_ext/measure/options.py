@@ -13,7 +13,7 @@ from megatron_ext.workload.parallel import Parallel
 
 KIB, MIB = 1 << 10, 1 << 20
 
-COPIES = ("gpu", "hierarchical", "cpu", "cpu_shard", "publish", "internode", "reduce")
+COPIES = ("gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "publish", "internode", "reduce")
 """Operations that move parameters or gradients and return before they are complete."""
 
 LINKS = (*COPIES, "p2p", "optimizer", "host_add", "host_step", "nvme", "contention", "compute")

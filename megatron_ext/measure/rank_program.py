@@ -29,7 +29,7 @@ from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.host_step import HostOptimizer, HostStep
 from megatron_ext.measure.hostcpu import shared_processors
 from megatron_ext.measure.hostcpu.softirq_time import SoftirqTime
-from megatron_ext.measure.operations import OPERATIONS
+from megatron_ext.measure.operations import OPERATIONS, Operation, SymmetricGather
 from megatron_ext.measure.options import COPIES, MIB, Options
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 
@@ -44,7 +44,7 @@ QUIET_SHARE = 0.05
 SMALL_BYTES = 4096
 """Below this there is only the least size."""
 
-GATHERS = {"gpu", "hierarchical", "cpu", "cpu_shard", "nvme"}
+GATHERS = {"gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "nvme"}
 """The routes, all of their ways."""
 
 SHORT_US, SHORT_VISITS = 3000.0, 4
@@ -115,7 +115,13 @@ class Measurement:
         if options.optimizer_on_host:
             kinds |= {HostOptimizer.name: HostOptimizer, HostStep.name: HostStep}
         names = [name for name in CURVES if name in kinds and name in options.links and not _missing(name, fabric)]
-        self.operations = {name: kinds[name](fabric) for name in names}
+        symmetric, self.refused = SymmetricGather.tried(fabric) if SymmetricGather.name in names else (None, "")
+        self.operations: dict[str, Operation] = {}
+        for name in names:
+            operation = symmetric if name == SymmetricGather.name else kinds[name](fabric)
+            if operation is not None:
+                self.operations[name] = operation
+        names = list(self.operations)
         self.drive = None
         if options.nvme_path is not None and "nvme" in options.links:
             if fabric.rank == 0:
@@ -187,6 +193,7 @@ class Measurement:
             "unsafe_pairs": contention.unsafe_pairs(fabric.torch_device.type) if self.pairs else [],
             "compute": compute,
             "set_up": set_up,
+            "symmetric_refused": self.refused if fabric.torch_device.type == "cuda" else "",
             "nvme": self.drive,
         }
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.cpubench.allocator import keep_freed_blocks
+from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.agreement import gather_objects
 from megatron_ext.megatron.boundaries import Boundaries, bare
 from megatron_ext.megatron.copies import Copies
@@ -17,7 +18,8 @@ from megatron_ext.megatron.resting_storages import resting_storages
 from megatron_ext.megatron.shards import hold_gradients, hold_shards, offloaded_shards, refuse_state_of_freed
 from megatron_ext.megatron.states_on_drive import put_states_on_drive
 from megatron_ext.megatron.step_beside_backward import step_beside_backward
-from megatron_ext.runtime import debug
+from megatron_ext.runtime import debug, symmetric
+from megatron_ext.runtime.buffered_gather import BufferedRoute
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.cpu_shard import CpuShardRoute, make_data_group
 from megatron_ext.runtime.delayed_update import DelayedUpdate
@@ -28,14 +30,14 @@ from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
-from megatron_ext.runtime.hierarchical import HierarchicalGather, HierarchicalRoute
+from megatron_ext.runtime.hierarchical import HierarchicalGather
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.program import compile_program
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.routes import GpuRoute, Route
 from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.workload.route import HIERARCHICAL
+from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
 
 
 def prepare(
@@ -168,23 +170,23 @@ def _collective_routes(
 ) -> tuple[Route, dict[str, Route], debug.IssueOrder | None, list]:
     """The plain all-gather, the routes by name as they are recorded and counted, the count or None, and the routes that
     go through buffers."""
-    hierarchical = _hierarchical(schedule, groups, process_group, recorder)
-    cpu_shard = _cpu_shard(schedule, groups, process_group, faults, recorder)
-    buffered = [route for route in (hierarchical, cpu_shard) if route]
+    buffers: dict[str, Route | None] = {
+        HIERARCHICAL: _hierarchical(schedule, groups, process_group, recorder),
+        SYMMETRIC: _symmetric(schedule, groups, process_group, recorder),
+        "cpu_shard": _cpu_shard(schedule, groups, process_group, faults, recorder),
+    }
+    buffered = {name: route for name, route in buffers.items() if route}
     gpu: Route = GpuRoute(process_group)
     routes: dict[str, Route] = {"gpu": gpu if recorder is None else _RecordedGather(gpu, recorder)}
-    if hierarchical is not None:
-        routes[HIERARCHICAL] = hierarchical
-    if cpu_shard is not None:
-        routes["cpu_shard"] = cpu_shard
+    routes |= buffered
     if not debug.wanted():
-        return gpu, routes, None, buffered
+        return gpu, routes, None, list(buffered.values())
     order = debug.IssueOrder()
     counted: dict[str, Route] = {name: debug.OrderedRoute(route, order) for name, route in routes.items()}
-    return debug.OrderedRoute(gpu, order), counted, order, buffered
+    return debug.OrderedRoute(gpu, order), counted, order, list(buffered.values())
 
 
-def _hierarchical(schedule: Schedule, groups: dict[int, Group], process_group, recorder) -> HierarchicalRoute | None:
+def _hierarchical(schedule: Schedule, groups: dict[int, Group], process_group, recorder) -> BufferedRoute | None:
     """The route of this rank's groups that are gathered in two legs; None where it has none.
 
     Process groups are made by all ranks together as soon as any rank has such a group.
@@ -195,7 +197,28 @@ def _hierarchical(schedule: Schedule, groups: dict[int, Group], process_group, r
     node_groups = make_node_groups(schedule.parallel, dist.get_backend(process_group))
     own = [group for index, group in groups.items() if index in wanted]
     assert node_groups is not None  # validation lets such groups pass only where nodes make two legs
-    return HierarchicalRoute(HierarchicalGather(node_groups, device_of(own[0].whole)), recorder) if own else None
+    return BufferedRoute(HierarchicalGather(node_groups, device_of(own[0].whole)), recorder) if own else None
+
+
+def _symmetric(schedule: Schedule, groups: dict[int, Group], process_group, recorder) -> BufferedRoute | None:
+    """The route of this rank's groups that copy engines gather; None where it has none.
+
+    Process groups are made as :func:`_hierarchical` makes them. Raises InputError where there is no such thing.
+    """
+    wanted = {index for index, group in enumerate(schedule.groups) if group.algorithm == SYMMETRIC}
+    if not wanted:
+        return None
+    device, how = next((device_of(group.whole) for group in groups.values()), None), {}
+    if device is not None:  # or this rank holds nothing, and gathers nothing
+        why = symmetric.missing(device.kind, dist.get_world_size(process_group), 1)
+        if why is not None:
+            raise InputError(f"cannot be done here: {why}", field=f"groups[{min(wanted)}].algorithm", value=SYMMETRIC)
+        how = symmetric.without_thread_blocks(device.device)
+    data = make_data_group(schedule.parallel, dist.get_backend(process_group), **how)
+    largest: dict = {}
+    for whole in (group.whole for index, group in groups.items() if index in wanted):
+        largest[whole.dtype] = max(largest.get(whole.dtype, 0), whole.numel())
+    return BufferedRoute(symmetric.SymmetricGather(data, device, largest), recorder) if largest else None
 
 
 def _cpu_shard(

@@ -23,13 +23,14 @@ from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import shard_pieces
 
 
-def make_data_group(parallel: Parallel, backend: str):
-    """A process group of this rank's data-parallel ranks for this route alone; called by all ranks of the run."""
+def make_data_group(parallel: Parallel, backend: str, **how):
+    """A process group of this rank's data-parallel ranks for this route alone; called by all ranks of the run. ``how``:
+    further arguments of ``dist.new_group``."""
     own = None
     for pp_rank in range(parallel.pp):
         for tp_rank in range(parallel.tensor_model_parallel_size):
             ranks = [parallel.global_rank(pp_rank, dp_rank, tp_rank) for dp_rank in range(parallel.dp)]
-            group = dist.new_group(ranks, backend=backend)
+            group = dist.new_group(ranks, backend=backend, **how)
             if dist.get_rank() in ranks:
                 own = group
     assert own is not None

@@ -34,7 +34,7 @@ def has_cuda() -> bool:
 class HostDevice:
     """Parameters live in host memory; a copy is done when ``copy_`` returns."""
 
-    kind = "cpu"
+    kind, device = "cpu", torch.device("cpu")
     flags = None
     why_threads = ""
 

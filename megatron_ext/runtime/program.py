@@ -94,7 +94,7 @@ def compile_program(
         schedule, rank: the schedule and the entry of this pipeline rank.
         groups: this rank's groups by their index in the schedule.
         routes: route objects by name, see :mod:`megatron_ext.runtime.routes`, and the gpu route's
-            ``hierarchical`` algorithm under this name.
+            algorithms under their names.
         clock: the version that every gather must bring.
         layers: this rank's layers.
         recorder: where issues and waits are recorded, or None.

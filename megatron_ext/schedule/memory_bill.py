@@ -8,7 +8,8 @@
   from just before the backward of the group's last layer until the rank issues its next reduce, which waits for this
   one; where a gradient is allocated ``alone``, until then. With ``reduce_every`` above 1 the whole gradient stays
   through several backward steps.
-* Buffers that hierarchical all-gathers and pieces of ``cpu_shard`` go through, as large as the largest group needs.
+* Buffers that hierarchical and symmetric all-gathers and pieces of ``cpu_shard`` go through, as large as the largest
+  group needs.
 * The optimizer's copies of 16-bit parameters, its states and the parameters of a delayed update, for the elements of
   the rank's shards without padding. Of the data-parallel ranks the one that holds most is billed.
 * Slots of states on the drive, with room for gradients. Megatron's host optimizer copies all other gradients of the

@@ -1,19 +1,22 @@
 """A schedule as a text grid: one row a step, one column a pipeline rank.
 
 A cell is the step and its actions: ``s2:0`` stage in group 2 into slot 0; ``+3g`` unshard
-group 3 by ``gpu`` (``h`` in two legs, ``c`` cpu, ``s`` cpu_shard,
-``n`` nvme), ``+3c>7`` to be whole by step index 7, ``+3g@1``
+group 3 by ``gpu`` (``h`` in two legs, ``e`` by copy engines,
+``c`` cpu, ``s`` cpu_shard, ``n`` nvme), ``+3c>7`` to be whole by step index 7, ``+3g@1``
 just before layer 1; ``-3`` reshard group 3, ``-3@1`` just after layer 1.
 """
 
 from megatron_ext.formats import rank_memory
 from megatron_ext.schedule.user_defined_schedule import Rank, Schedule
 from megatron_ext.schedule.validate import InvalidSchedule
+from megatron_ext.workload.route import SYMMETRIC
 
 ROWS = 200
 """Most rows that are shown unless all are asked for."""
 
 ARROW = "--> "
+_LETTERS = {"cpu_shard": "s", SYMMETRIC: "e"}
+"""Of ways that are not shown by their first letter."""
 
 
 def action_text(entry, index: int, groups) -> str:
@@ -23,7 +26,8 @@ def action_text(entry, index: int, groups) -> str:
     for a in entry.unshard:
         need = f">{a.need_by}" if a.need_by >= 0 and a.need_by != index else ""
         at = f"@{a.at}" if a.at >= 0 else ""
-        letter = "s" if a.route == "cpu_shard" else _way(a, groups)[0]
+        way = _way(a, groups)
+        letter = _LETTERS.get(way, way[0])
         parts.append(f"+{a.group}{letter}{need}{at}")
     for a in getattr(entry, "reshard", ()):
         parts.append(f"-{a.group}" + (f"@{a.at}" if a.at >= 0 else ""))

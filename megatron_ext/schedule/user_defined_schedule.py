@@ -32,7 +32,7 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import Algorithm, Route
 from megatron_ext.workload.workload import Limits
 
 
@@ -90,7 +90,8 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     one dtype. The group's id is its index in ``groups``.
 
     ``algorithm`` says how route ``gpu`` gathers it: one all-gather over the data-parallel group
-    (left out), or ``hierarchical``, between nodes first and inside them after.
+    (left out); ``hierarchical``, between nodes first and inside them after; or ``symmetric``, by copy engines through
+    registered memory, where these ranks share a node.
 
     ``states_rest`` is where the optimizer's own fp32 parameters and moments lie between its steps: where the
     optimizer steps (left out), or on the drive, from where they pass through ``state_slots``.
@@ -111,7 +112,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     model_chunk_id: int
     parameters: tuple[str, ...]
     bytes: int
-    algorithm: Literal["hierarchical"] | None = None
+    algorithm: Algorithm | None = None
     shard_rests: Literal["host"] | None = None
     gradients: Literal["sharded", "host"] | None = None
     reduce_every: int = 1

@@ -18,7 +18,8 @@ from megatron_ext.schedule.check_figures import check_figures
 from megatron_ext.schedule.footprint import over_limit, pinned_host_bytes
 from megatron_ext.schedule.state_placement import check_state_slots
 from megatron_ext.schedule.user_defined_schedule import Schedule, decode
-from megatron_ext.workload.nodes import check_spread, has_hierarchy
+from megatron_ext.workload.nodes import algorithm_of_nodes, check_spread
+from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
 from megatron_ext.workload.step_order import steps_of_ranks
 
 
@@ -90,6 +91,13 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
     return schedule
 
 
+_NEEDS = {
+    HIERARCHICAL: "needs data-parallel groups that span nodes, with several ranks on each, as many on one as on "
+    "another",
+    SYMMETRIC: "needs data-parallel groups of several ranks that share one node",
+}
+
+
 def _check_groups(schedule: Schedule, file) -> None:
     parallel = schedule.parallel
     owner: dict[tuple[int, int, str], int] = {}
@@ -98,10 +106,8 @@ def _check_groups(schedule: Schedule, file) -> None:
         parallel.check_place(group.pp_rank, group.model_chunk_id, file=file, field=field, error=InvalidSchedule)
         if group.bytes <= 0:
             raise InvalidSchedule("must be positive", file=file, field=f"{field}.bytes", value=group.bytes)
-        if group.algorithm is not None and not has_hierarchy(parallel, group.pp_rank):
-            message = (
-                "needs data-parallel groups that span nodes, with several ranks on each, as many on one as on another"
-            )
+        if group.algorithm not in (None, algorithm_of_nodes(parallel, group.pp_rank)):
+            message = _NEEDS[group.algorithm]
             raise InvalidSchedule(message, file=file, field=f"{field}.algorithm", value=group.algorithm)
         if group.shard_rests == "host" and schedule.zero_stage < 3:
             message = f"zero stage {schedule.zero_stage} keeps whole groups, and the shards in them, on the device"

@@ -1,7 +1,7 @@
 """Durations that the engine needs of a cost table, each looked up once and kept; all in microseconds."""
 
 import contextlib
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from msgspec.structs import replace
 
@@ -12,8 +12,8 @@ from megatron_ext.cost.gradient_sizes import by_parameter_bytes
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import COMPUTE
 from megatron_ext.simulator.processor_times import ProcessorTimes
-from megatron_ext.workload.nodes import crossing_bytes, has_hierarchy
-from megatron_ext.workload.route import HIERARCHICAL, shard_pieces
+from megatron_ext.workload.nodes import algorithm_of_nodes, crossing_bytes
+from megatron_ext.workload.route import Algorithm, shard_pieces
 from megatron_ext.workload.workload import Chunk, Workload
 
 PADDING_SHARE = 64
@@ -40,16 +40,17 @@ class Timing:
     def __init__(self, workload: Workload, table: CostTable, *, extrapolate: bool = False):
         table = by_parameter_bytes(table, workload)
         self.workload, self.table, self.extrapolate = workload, table, extrapolate
-        flat, hierarchical = _by_algorithm(table)
+        flat, others = _by_algorithm(table)
         self.costs = Costs(flat, extrapolate=extrapolate)
         self._beyond = Costs(flat, extrapolate=True)
         parallel = workload.parallel
-        self._hierarchy = [hierarchical is not None and has_hierarchy(parallel, rank) for rank in range(parallel.pp)]
-        self._hierarchical = (
-            (Costs(hierarchical, extrapolate=extrapolate), Costs(hierarchical, extrapolate=True))
-            if hierarchical is not None and any(self._hierarchy)
-            else None
-        )
+        allowed = [algorithm_of_nodes(parallel, rank) for rank in range(parallel.pp)]
+        self._algorithms = [name if name in others else None for name in allowed]
+        self._others = {
+            name: (Costs(other, extrapolate=extrapolate), Costs(other, extrapolate=True))
+            for name, other in others.items()
+            if name in self._algorithms
+        }
         sends = parallel.pp > 1 and workload.p2p_bytes > 0
         self.p2p_us = self.costs.p2p_us(workload.p2p_bytes) if sends else 0.0
         self.layers = [
@@ -93,10 +94,10 @@ class Timing:
     def gather_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
         """One gather of a whole group by ``route``, alone; by ``gpu``, with ``algorithm``. Raises
         InputError where it is not measured."""
-        costs = self._hierarchical if algorithm == HIERARCHICAL else None
+        costs = self._others.get(algorithm) if algorithm is not None else None
         if algorithm is not None and costs is None:
             raise InputError(
-                "has no points for it, or the data-parallel groups have no hierarchy",
+                "has no points for it, or no data-parallel group lies on nodes that allow it",
                 field=f"routes.{route}.algorithms",
                 value=algorithm,
             )
@@ -104,10 +105,11 @@ class Timing:
 
     def algorithm(self, pp_rank: int, size_bytes: int) -> str | None:
         """The fastest way a group of this pipeline rank can go by ``gpu``; None: one all-gather."""
-        if not self._hierarchy[pp_rank]:
+        other = self._algorithms[pp_rank]
+        if other is None:
             return None
         times: dict[str | None, float] = {}
-        for algorithm in (None, HIERARCHICAL):
+        for algorithm in (None, other):
             # Measured for other sizes; where for none, the error comes with the gather.
             with contextlib.suppress(InputError):
                 times[algorithm] = self.gather_us("gpu", size_bytes, algorithm)
@@ -115,9 +117,10 @@ class Timing:
 
     def fastest_us(self, route: str, size_bytes: int) -> float:
         """:meth:`gather_us` by the fastest algorithm of any pipeline rank."""
-        if route != "gpu" or self._hierarchical is None:
+        if route != "gpu" or not self._others:
             return self.gather_us(route, size_bytes)
-        return self.gather_us(route, size_bytes, self.algorithm(self._hierarchy.index(True), size_bytes))
+        ranks = [self._algorithms.index(name) for name in self._others]
+        return min(self.gather_us(route, size_bytes, self.algorithm(rank, size_bytes)) for rank in ranks)
 
     def _estimate(self, what: str, size_bytes: int, costs: tuple[Costs, Costs] | None = None):
         """As the table says; a group that only its padding carries past the largest measured size
@@ -333,15 +336,22 @@ class Timing:
 _SHARED_PCIE = (("gpu", "cpu"), ("cpu", "gpu"))
 
 
-def _by_algorithm(table: CostTable) -> tuple[CostTable, CostTable | None]:
-    """The table without its hierarchical all-gathers, and one with these alone (None: it has none)."""
+def _by_algorithm(table: CostTable) -> tuple[CostTable, dict[str, CostTable]]:
+    """The table without the all-gathers that a schedule can ask for, and by algorithm one with these alone."""
     gpu = table.routes.gpu
-    if gpu is None or not (points := gpu.algorithms.get(HIERARCHICAL, ())):
-        return table, None
-    rest = {name: other for name, other in gpu.algorithms.items() if name != HIERARCHICAL}
-    curves = replace(gpu, algorithms=rest), replace(gpu, points=points, algorithms={})
-    flat, hierarchical = (replace(table, routes=replace(table.routes, gpu=curve)) for curve in curves)
-    return flat, hierarchical
+    if gpu is None:
+        return table, {}
+
+    def with_gathers(curve) -> CostTable:
+        return replace(table, routes=replace(table.routes, gpu=curve))
+
+    others = {
+        name: with_gathers(replace(gpu, points=points, algorithms={}))
+        for name, points in gpu.algorithms.items()
+        if name in get_args(Algorithm) and points
+    }
+    rest = {name: points for name, points in gpu.algorithms.items() if name not in others}
+    return (with_gathers(replace(gpu, algorithms=rest)) if others else table), others
 
 
 def _has(curve) -> bool:

@@ -5,6 +5,7 @@ from itertools import product
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC, Algorithm
 
 
 def nodes_of_replicas(parallel: Parallel, pp_rank: int, tp_rank: int = 0) -> list[list[int]]:
@@ -49,6 +50,17 @@ def has_hierarchy(parallel: Parallel, pp_rank: int) -> bool:
     except InputError:
         return False
     return all(len(ranks) > 1 and len(ranks[0]) > 1 for ranks in nodes)
+
+
+def algorithm_of_nodes(parallel: Parallel, pp_rank: int) -> Algorithm | None:
+    """The algorithm of route ``gpu`` that the nodes of a pipeline rank allow beside one plain all-gather."""
+    if has_hierarchy(parallel, pp_rank):
+        return HIERARCHICAL
+    on_one = all(
+        len({parallel.node_of(pp_rank, dp_rank, tp_rank) for dp_rank in range(parallel.dp)}) == 1
+        for tp_rank in range(parallel.tensor_model_parallel_size)
+    )
+    return SYMMETRIC if on_one and parallel.dp > 1 else None
 
 
 def pinned_bytes_of_nodes(parallel: Parallel, copies: Sequence[int], of_ranks: Sequence[int]) -> list[int]:

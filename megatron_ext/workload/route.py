@@ -24,6 +24,10 @@ def piece_buffer_bytes(size_bytes: int) -> int:
     return -(-size_bytes // pieces) if pieces > 1 else 0
 
 
-HIERARCHICAL = "hierarchical"
-"""The algorithm of route ``gpu`` that a schedule can ask for: between nodes first, inside them after.
-Other names that a cost table compares are the process group's own affair."""
+Algorithm = Literal["hierarchical", "symmetric"]
+"""How a schedule can ask route ``gpu`` to gather: between nodes first and inside them after; or by copy engines, in
+memory that the ranks of a node have registered with each other. Other names that a cost table compares are the process
+group's own affair."""
+
+HIERARCHICAL: Algorithm = "hierarchical"
+SYMMETRIC: Algorithm = "symmetric"

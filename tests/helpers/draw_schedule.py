@@ -17,15 +17,18 @@ from megatron_ext.schedule.host_shards import by_cpu_shard, can_rest_on_host, wi
 from megatron_ext.schedule.state_placement import largest_region
 from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots
 from megatron_ext.workload.nodes import has_hierarchy
-from megatron_ext.workload.route import HIERARCHICAL
+from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
 
-def draw_schedule(draw, workload: Workload, routes=("gpu", "cpu")) -> Schedule:
-    """A valid schedule of ``workload``; ``draw`` is a ``random.Random``."""
+def draw_schedule(draw, workload: Workload, routes=("gpu", "cpu"), symmetric: bool = False) -> Schedule:
+    """A valid schedule of ``workload``; ``draw`` is a ``random.Random``. ``symmetric``: copy engines gather all groups
+    that go by ``gpu``."""
 
     def algorithm(pp_rank: int, size: int) -> str | None:
+        if symmetric:
+            return SYMMETRIC
         return draw.choice((None, HIERARCHICAL)) if has_hierarchy(workload.parallel, pp_rank) else None
 
     groups, uses = [], []

@@ -25,13 +25,14 @@ import torch.distributed as dist
 import megatron_ext
 from megatron_ext.cpubench import gloo
 from megatron_ext.runtime import block_reads
+from megatron_ext.runtime.buffered_gather import BufferedRoute
 from megatron_ext.runtime.cpu_shard import CpuShardRoute
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group, Residency
-from megatron_ext.runtime.hierarchical import HierarchicalGather, HierarchicalRoute
+from megatron_ext.runtime.hierarchical import HierarchicalGather
 from megatron_ext.runtime.host_pool import HostPool
 from megatron_ext.runtime.node_exchange import make_process_groups
 from megatron_ext.runtime.node_groups import make_node_groups
@@ -114,7 +115,7 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
     read = NvmeRoute(nvme, pool, device, clock, faults, 1, recorder)
     collective = CpuShardRoute(gathers, device, faults, recorder)
     if legs is not None:
-        collective = HierarchicalRoute(HierarchicalGather(legs, device), recorder)
+        collective = BufferedRoute(HierarchicalGather(legs, device), recorder)
     targets = [Target(groups[0], True, False), Target(groups[1], True, True)]
     publisher = Publisher(targets, pool, nvme, nodes, rank, device, clock, faults, recorder)
     unshards = [partial(group.unshard, route.issue, clock) for group, route in zip(groups, (cpu, read, collective))]

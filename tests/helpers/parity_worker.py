@@ -193,13 +193,15 @@ def train_strictly(strict: dict, *case) -> tuple[dict, dict]:
         metrics = train(*case)
     everybody = [None] * dist.get_world_size()
     engine = device.engine
-    dist.all_gather_object(everybody, (engine.entries, engine.errors, engine.host_waits))
-    order = HappensBefore([entries for entries, _, _ in everybody])
+    gathers = device.symmetric.gathers
+    dist.all_gather_object(everybody, (engine.entries, engine.errors, engine.host_waits, gathers))
+    order = HappensBefore([entries for entries, *_ in everybody])
     return metrics, {
         "races": sorted(order.races),
         "stuck": order.stuck,
-        "errors": [error for _, errors, _ in everybody for error in errors],
-        "host_waits": [wait for _, _, waits in everybody for wait in waits],
+        "errors": [error for _, errors, _, _ in everybody for error in errors],
+        "host_waits": [wait for _, _, waits, _ in everybody for wait in waits],
+        "symmetric_gathers": [places for *_, places in everybody],
         "accesses": order.accesses,
         "reached": sorted(orderings.switch.reached),
     }

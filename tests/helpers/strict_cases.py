@@ -208,12 +208,25 @@ def _two_legs(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
     return _case(draw, seed, path, "fp32", options=["--gpus-per-node", "2"], drawn=drawn, layout=FOUR)
 
 
+def _symmetric(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
+    workload = _sized(workloads, STRICT, "bf16-tied", zero_stage, 2)
+    for number in itertools.count(seed):
+        schedule = draw_schedule(random.Random(number), workload, ("gpu", "gpu", "cpu"), symmetric=True)
+        if len(schedule.groups) > 2:
+            break
+    validate.validate(schedule)
+    schedule_file.save(path, schedule)
+    how = dict(options=["--gpus-per-node", "2"], drawn=[f"symmetric, zero stage {zero_stage}"])
+    return _case(draw, seed, path, "bf16-tied", **how)
+
+
 AIMS = {
     "changed behind a copy, by streams": _changed_behind_a_copy(True),
     "changed behind a copy, by threads": _changed_behind_a_copy(False),
     "unread, on another node": _unread_on_another_node,
     "steps beside the backward": _beside_the_backward(False),
     "steps taken back": _beside_the_backward(True),
+    "symmetric buffers": _symmetric,
     "through the drive, on one node": _through_the_drive(2),
     "through the drive, to another node": _through_the_drive(1),
     "two legs": _two_legs,
@@ -245,6 +258,9 @@ def findings(answer: dict) -> list[str]:
     """What the stand-in says against a case, unless everything is ordered and in its place."""
     strict = answer["strict"]
     found = [f"unordered: {one} / {other}" for one, other in strict["races"]]
+    first, *others = strict["symmetric_gathers"]
+    if any(None in places for places in first) or any(other != first for other in others):
+        found.append("a symmetric gather is not in registered memory, at one place on all ranks")
     return found + strict["errors"] + [f"never: {timeline} {entry}" for timeline, entry in strict["stuck"].items()]
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from strict_streams import Engine, Event, Stream
+from symmetric_stand_in import SymmetricStandIn
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -89,6 +90,7 @@ class StrictDevice:
         self._kinds: dict = {}
         self._blocks_made = 0
         self._stack, self._stream_flags = contextlib.ExitStack(), stream_flags
+        self.symmetric = SymmetricStandIn()
         self.runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
 
     # Memory.
@@ -336,6 +338,7 @@ class StrictDevice:
         }.items():
             yield mock.patch.object(torch.cuda, name, value)
         yield mock.patch.object(devices, "HostDevice", lambda: devices.CudaDevice(torch.device("cuda", 0)))
+        yield from self.symmetric.patches()
         flags = (StreamFlags(engine.driver()), "") if self._stream_flags else (None, "asked for")
         yield mock.patch.object(devices, "open_stream_flags", lambda device: flags)
         for name in filter(partial(hasattr, ProcessGroup), COLLECTIVES):  # releases of torch differ

@@ -64,6 +64,24 @@ def test_steps_that_are_taken_back_are_ordered(service, workloads, tmp_path):
     assert min(taken_back for _, taken_back in answer["scheduled"]["early_steps"]) > 0
 
 
+SYMMETRIC = 49
+
+
+def test_copy_engines_gather_in_registered_memory(service, workloads, tmp_path):
+    case = strict_case(SYMMETRIC, workloads, tmp_path, 3)
+    assert {group.algorithm for group in validate.load(case["schedule"]).groups} == {"symmetric"}
+    answer = service.run(**case)
+    assert findings(answer) == [] == differences(answer) and waits(case, answer) == []
+    assert len(answer["strict"]["symmetric_gathers"][0]) > 10
+
+
+def test_without_copy_engines_their_schedule_is_refused_at_once(service, workloads, tmp_path):
+    case = strict_case(SYMMETRIC, workloads, tmp_path, 3)
+    del case["strict"]
+    with pytest.raises(Died, match=r"groups\[0\].algorithm = 'symmetric': cannot be done here: no CUDA device"):
+        service.run(**case)
+
+
 def delayed_case(workloads, folder) -> dict:
     """Two evaluations, and updates that are delayed from the first iteration on."""
     case = strict_case(29, workloads, folder, 3)

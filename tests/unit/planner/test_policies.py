@@ -10,6 +10,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan, policies, search_note
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
 from megatron_ext.schedule.match import match
+from megatron_ext.schedule.schedule_text import grid
 from megatron_ext.schedule.validate import validate
 
 SLOTS = dict(nvme_slots=2, nvme_slot_bytes=60_000)
@@ -73,11 +74,11 @@ def test_zero_stage_3_keeps_what_it_has_room_for():
     assert counts[0] == 1 < counts[1]
 
 
-def two_algorithms(table: cost.CostTable, factor: float) -> cost.CostTable:
-    """``table`` with hierarchical all-gathers that take ``factor`` of the flat ones' time."""
+def two_algorithms(table: cost.CostTable, factor: float, name: str = "hierarchical") -> cost.CostTable:
+    """``table`` with all-gathers by the algorithm ``name`` that take ``factor`` of the flat ones' time."""
     gpu = table.routes.gpu
     points = tuple(cost.Point(size_bytes=p.size_bytes, p50_us=p.p50_us * factor) for p in gpu.points)
-    return replace(table, routes=cost.Routes(gpu=cost.Curve(points=gpu.points, algorithms={"hierarchical": points})))
+    return replace(table, routes=cost.Routes(gpu=cost.Curve(points=gpu.points, algorithms={name: points})))
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -100,6 +101,28 @@ def test_hierarchical_gathers_are_planned_where_they_are_faster(zero_stage):
     slower = plan(work, two_algorithms(flat, 2.0))
     assert {group.algorithm for group in slower.groups} == {None}
     assert slower.predicted.iteration_time_us == plan(work, flat).predicted.iteration_time_us
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_copy_engines_gather_where_they_are_faster(zero_stage):
+    limit = 1_000_000 if zero_stage == 3 else None
+    work = make_workload(dp=4, zero_stage=zero_stage, whole_parameter_bytes=limit)
+    flat = make_table(work, cpu=None, gpu=(20.0, 200.0))
+    planned = plan(work, two_algorithms(flat, 0.5, "symmetric"))
+    assert {group.algorithm for group in planned.groups} == {"symmetric"}
+    assert planned.predicted.iteration_time_us < plan(work, flat).predicted.iteration_time_us
+    assert "+0e" in grid(planned)
+    slower = plan(work, two_algorithms(flat, 2.0, "symmetric"))
+    assert {group.algorithm for group in slower.groups} == {None}
+
+
+def test_copy_engines_do_not_gather_across_nodes():
+    work = make_workload(dp=4, gpus_per_node=2)
+    planned = plan(work, two_algorithms(make_table(work, cpu=None), 0.5, "symmetric"))
+    assert {group.algorithm for group in planned.groups} == {None}
+    asked = replace(planned, groups=tuple(replace(g, algorithm="symmetric") for g in planned.groups))
+    with pytest.raises(InputError, match=r"groups\[0\].algorithm = 'symmetric': needs .* that share one node"):
+        validate(asked)
 
 
 def test_algorithms_may_be_measured_for_other_sizes():

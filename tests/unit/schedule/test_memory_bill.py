@@ -200,5 +200,8 @@ def test_pieces_and_two_legs_go_through_buffers():
     assert buffer_bytes(gathered, work, 0) == 0
     two_legs = replace(gathered, groups=(replace(group, algorithm="hierarchical"),))
     assert buffer_bytes(two_legs, work, 0) == group.bytes + group.bytes // 2
+    on_one_node = replace(work, parallel=replace(work.parallel, gpus_per_node=4))
+    registered = replace(stock_schedule(on_one_node), groups=(replace(group, algorithm="symmetric"),))
+    assert buffer_bytes(registered, on_one_node, 0) == group.bytes + group.bytes // 4
     sharded = with_host_shards(by_cpu_shard(gathered), work)
     assert buffer_bytes(sharded, work, 0) == -(-group.bytes // shard_pieces(group.bytes)) < group.bytes

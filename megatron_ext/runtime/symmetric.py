@@ -1,0 +1,84 @@
+"""All-gather by copy engines, through memory that all ranks of a node have registered with NCCL (symmetric memory).
+
+[Note: Registered buffers]
+Copy engines leave the device's multiprocessors to compute. NCCL takes them for an all-gather where the communicator
+asks for no thread blocks (zero-CTA policy) and both the buffer that is sent and the one that is received lie in windows
+that all ranks have registered, at the same offset on each. Elsewhere it takes its usual kernels and says nothing. What
+the caching allocator gives lies elsewhere on each rank, and comes and goes. So groups are gathered in one buffer, which
+is registered once, and copied from there. The memory bill has the buffer. The cost table has the time of the copies,
+too: ``measure`` gathers by this class.
+Source: NCCL, ncclCommWindowRegister and NCCL_CTA_POLICY_ZERO; PyTorch, torch.distributed._symmetric_memory.
+
+Not yet run on a GPU.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl
+
+from megatron_ext.runtime.buffered_gather import BufferedGather
+
+LEAST_NCCL, LEAST_CUDA = (2, 28), (12, 5)
+
+
+def missing(kind: str, ranks: int, nodes: int) -> str | None:
+    """Why copy engines cannot gather here, as far as it can be told before; None: try. The same on all ranks that run
+    the same software.
+
+    Args:
+        kind: of the device.
+        ranks, nodes: of the process group.
+    """
+    if kind != "cuda":
+        return "no CUDA device"
+    if ranks == 1:
+        return "one rank gathers from nobody"
+    if nodes != 1:
+        return "ranks on several nodes: copy engines reach the devices of one NVLink domain"
+    if (version := tuple(map(int, nccl.version()))) < LEAST_NCCL:
+        return f"NCCL {'.'.join(map(str, version))}: copy engines gather from {'.'.join(map(str, LEAST_NCCL))} on"
+    if (cuda := torch.version.cuda) and tuple(map(int, cuda.split(".")[:2])) < LEAST_CUDA:
+        return f"CUDA {cuda}: copy engines gather from {'.'.join(map(str, LEAST_CUDA))} on"
+    if not hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO"):
+        return f"torch {torch.__version__} cannot ask NCCL for a communicator without thread blocks"
+    return None
+
+
+def without_thread_blocks(device: torch.device) -> dict[str, Any]:
+    """Arguments of ``dist.new_group`` for a communicator that takes copy engines."""
+    backend: Any = dist.ProcessGroupNCCL  # names that older releases of torch lack
+    options = backend.Options()
+    options.config.cta_policy = backend.NCCL_CTA_POLICY_ZERO
+    return {"pg_options": options, "device_id": device}
+
+
+class SymmetricGather(BufferedGather):
+    """Gathers in registered buffers; made by all ranks of the process group together.
+
+    Args:
+        process_group: made with :func:`without_thread_blocks`, used by nobody else.
+        largest: by dtype, elements of the largest whole group; the same on all ranks.
+
+    Raises:
+        RuntimeError: NCCL or torch refuses.
+    """
+
+    def __init__(self, process_group, device, largest: dict[torch.dtype, int]):
+        super().__init__(device)
+        self.process_group = process_group
+        memory: Any = __import__("torch.distributed._symmetric_memory", fromlist=["empty"])
+        memory.set_backend("NCCL")
+        for dtype in sorted(largest, key=str):
+            numel = largest[dtype] + largest[dtype] // dist.get_world_size(process_group)
+            self._buffers[dtype] = memory.empty(numel, dtype=dtype, device=device.device)
+            memory.rendezvous(self._buffers[dtype], group=process_group.group_name)
+
+    @torch.no_grad()
+    def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        buffer, numel = self._buffers[whole.dtype], whole.numel()
+        received, sent = buffer[:numel], buffer[numel:][: shard.numel()]
+        sent.copy_(shard, non_blocking=True)
+        dist.all_gather_into_tensor(received, sent, group=self.process_group)
+        whole.copy_(received)
