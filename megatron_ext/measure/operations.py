@@ -118,7 +118,7 @@ class SymmetricGather(Operation):
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         how = symmetric.without_thread_blocks(fabric.torch_device)
-        group = make_data_group(fabric.options.parallel, "nccl", **how)
+        group = make_data_group(fabric.options.parallel, dist.get_backend(fabric.data), **how)
         largest = {torch.float32: fabric.options.largest // 4}
         self.threads = self.gather = symmetric.SymmetricGather(group, fabric.device, largest)
 

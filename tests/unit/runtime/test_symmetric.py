@@ -6,8 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as memory
 from symmetric_stand_in import SymmetricStandIn
 
+from megatron_ext.measure import assemble_table
+from megatron_ext.measure.operations import SymmetricGather
+from megatron_ext.measure.options import Options
 from megatron_ext.runtime import symmetric
 from megatron_ext.runtime.device import HostDevice
 
@@ -43,6 +47,50 @@ def stand_in(tmp_path):
             stack.enter_context(patch)
         yield fake
     dist.destroy_process_group()
+
+
+class OneRank:
+    """What an operation needs of a measurement's rank."""
+
+    options, world_size, torch_device, device = Options(data_parallel_size=1), 1, torch.device("cpu"), HostDevice()
+
+    def __init__(self):
+        self.data, self.arena = dist.group.WORLD, torch.rand(256)
+
+    def window(self, memory, size_bytes, round_index):
+        return memory[: size_bytes // 4]
+
+    def shard(self, whole):
+        return whole.clone()
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_measuring_gathers_as_a_run_does_or_says_why_not(stand_in, monkeypatch, refuses):
+    assert SymmetricGather.tried(OneRank()) == (None, "no CUDA device")
+    monkeypatch.setattr(symmetric, "missing", lambda *_: None)
+    if refuses:
+        monkeypatch.setattr(memory, "set_backend", _refuse)
+    operation, why = SymmetricGather.tried(OneRank())
+    if refuses:
+        assert operation is None and why == "NCCL error last"
+        raw = {"curves": {}, "symmetric_refused": why}
+        assert assemble_table.notes(raw) == [f"all-gathers by copy engines not measured: {why}"]
+    else:
+        operation.issue(512, 0).wait()
+        operation.close()
+        assert stand_in.gathers == [[(0, 0), (0, 512)]]
+
+
+def _refuse(name):
+    raise RuntimeError("NCCL error\nlast")
+
+
+def test_what_was_measured_becomes_a_curve_of_its_own():
+    point = {"p50_us": 10.0, "p95_us": 11.0, "samples": 5, "medians_us": [10.0], "issued_us": 1.0}
+    faster = {"size_bytes": 512, **point, "p50_us": 5.0}
+    curves = {"gpu": [{"size_bytes": 512, **point}], "symmetric": [faster]}
+    gpu = assemble_table.assemble(Options(sizes=(512,)), {"curves": curves}).routes.gpu
+    assert gpu.points[0].p50_us == 10.0 and gpu.algorithms["symmetric"][0].p50_us == 5.0
 
 
 def test_groups_are_gathered_in_memory_that_was_registered_once(stand_in):
