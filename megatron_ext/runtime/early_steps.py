@@ -147,7 +147,7 @@ class EarlySteps:
         self._begin, self._published, self._device, self._recorder = begin, published, device, recorder
         self._delay = faults.delayer(faults.step_delay_ms, salt=113 + rank)
         self._keeps = bool(faults.no_rollback)
-        self._worker, self._stream = Worker("early-steps"), device.copy_stream()
+        self._worker, self._stream, self._reduces = Worker("early-steps"), device.copy_stream(), device.copy_stream()
         self.copying = threading.Lock()  # held while gradients are copied, which nobody may change meanwhile
         self._open, self._used = False, 0
         self._stepped: list[StepUnit] = []
@@ -163,9 +163,16 @@ class EarlySteps:
             self._open = True
 
     def reduced(self, group: int, handle=None) -> None:
-        """The last reduce of ``group`` in this iteration is issued, or has ended (``handle``: None); any thread."""
+        """The last reduce of ``group`` in this iteration is issued, or has ended (``handle``: None); any thread.
+
+        Megatron waits for the same handle. Before torch 2.8 two threads must not do so at once (what the handle keeps
+        alive has no lock), so on CUDA a stream waits here, and this class's thread waits for the stream.
+        """
         if self._open:
             after = self._device.mark()
+            if handle is not None and self._device.kind == "cuda":
+                reduce, handle = handle, None
+                after = self._device.on_stream(lambda: reduce.wait(), self._reduces, after).event
             for unit in self._units.get(group, ()):
                 self._worker.submit(partial(self._step, unit, handle, after))
 

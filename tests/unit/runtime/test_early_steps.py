@@ -1,6 +1,7 @@
 """Steps of the host's optimizer beside the backward: what stands, what is taken back, and what waits."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,13 @@ class Training:
     """A unit a shape, each with a device's tensor; its optimizer has stepped once."""
 
     def __init__(
-        self, rollback_bytes: int = 1 << 16, scale: float | None = None, published=None, faults=None, recorder=None
+        self,
+        rollback_bytes: int = 1 << 16,
+        scale: float | None = None,
+        published=None,
+        faults=None,
+        recorder=None,
+        device=None,
     ):
         generator = torch.Generator().manual_seed(1)
         self.parameters = [torch.randn(shape, generator=generator) for shape in SHAPES]
@@ -38,7 +45,7 @@ class Training:
             rollback_bytes,
             begin=lambda: None,
             published=published,
-            device=HostDevice(),
+            device=device or HostDevice(),
             faults=faults or Faults(),
             rank=0,
             recorder=recorder,
@@ -72,6 +79,29 @@ def training():
     yield make
     for one in made:
         one.early.close()
+
+
+class Streams(HostDevice):
+    """A device whose streams do at once what they are given."""
+
+    kind = "cuda"
+
+    def on_stream(self, function, stream, after):
+        function()
+        return SimpleNamespace(event=None, wait=lambda: None)
+
+
+@pytest.mark.parametrize(("device", "threads"), [(Streams(), {"MainThread"}), (HostDevice(), {"early-steps"})])
+def test_on_a_device_one_thread_waits_for_a_reduce(training, device, threads):
+    """Before torch 2.8 its handle may not be waited for by two threads at once, and Megatron waits for it, too."""
+    ours, waited = training(device=device), []
+    handle = SimpleNamespace(wait=lambda: waited.append(threading.current_thread().name.rpartition("ext-")[2]))
+    ours.early.begin()
+    for index in range(len(ours.units)):
+        ours.early.reduced(index, handle)
+    ours.early.wait()
+    ours.early.end()
+    assert set(waited) == threads and len(waited) == len(ours.units) == ours.early.taken
 
 
 def test_steps_on_gradients_that_stay_stand(training):
