@@ -10,11 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from emulated_nodes import Nodes
 from measuring import CORPUS, describe, measure_command
 from msgspec.structs import replace
 
 from megatron_ext import planner
 from megatron_ext.cost import cost_table as cost
+from megatron_ext.cost.activations import with_activations
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.stock import stock_schedule
@@ -23,7 +25,7 @@ from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload.workload import Limits, Workload
 
 ROOT = Path(__file__).resolve().parents[1]
-WORLD = 4
+WORLD, PER_NODE = 4, 2
 WAYS = ((1, False), (2, False), (2, True), (3, True))
 """Zero stage, and whether the optimizer is on the host: the first that fits is planned."""
 
@@ -34,10 +36,11 @@ class Layout:
     Args:
         args: the benchmark's options.
         folder: where files of runs go.
+        nodes: emulated nodes of ``PER_NODE`` ranks, or None: all ranks are on this machine's one node.
     """
 
-    def __init__(self, args, folder: Path):
-        self.args, self.folder = args, folder
+    def __init__(self, args, folder: Path, nodes: Nodes | None):
+        self.args, self.folder, self.nodes = args, folder, nodes
         sizes = {
             "--num-layers": args.layers,
             "--hidden-size": args.hidden,
@@ -47,6 +50,8 @@ class Layout:
         }
         self.model = [text for name, value in sizes.items() for text in (name, str(value))]
         self.model += ["--untie-embeddings-and-output-weights", "--bf16"]
+        if nodes:
+            self.model += ["--gpus-per-node", str(PER_NODE)]
         self._works: dict[int, Workload] = {}
 
     def options(self, microbatches: int) -> list[str]:
@@ -63,8 +68,11 @@ class Layout:
 
     def launch(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> None:
         """Run a script and its options once a rank; raises what ``run`` does."""
-        launcher = ["megatron_ext.cpubench.launcher", "--nproc-per-node", str(WORLD), "--fork"]
-        self.run(name, [*launcher, *command], environment)
+        launcher = ["megatron_ext.cpubench.launcher", "--nproc-per-node", str(WORLD)]
+        if self.nodes is None:
+            return self.run(name, [*launcher, "--fork", *command], environment)
+        enter = ["benchmarks/enter_node.py", sys.executable]
+        return self.run(name, [*launcher, *enter, *command], self.nodes.environment(PER_NODE) | (environment or {}))
 
     def run(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> None:
         """Run a module of Python's, with a log.
@@ -103,12 +111,16 @@ class Layout:
         args, path = self.args, self.folder / "cost_table.json"
         sizes = {"hidden": args.hidden, "seq": args.seq, "micro_batch_size": args.micro_batch_size}
         command = measure_command(path, self.work(4), self.options(4), seconds=args.measure_seconds, **sizes)
-        self.run("measure", command)
+        if self.nodes is None:
+            self.run("measure", command)
+        else:
+            self.launch("measure", ["-m", *command])
         self.table = cost.load(path)
 
     def stock_bytes(self, microbatches: int) -> tuple[int, int]:
-        """What stock Megatron holds on the device without activations, and its activations."""
-        work = self.work(microbatches)
+        """What stock Megatron holds on the device without activations, and its activations as they were measured, by
+        which plans are made too."""
+        work = with_activations(self.work(microbatches), self.table)
         memory = memory_bill(stock_schedule(work), work)[0].memory
         activations = memory.device_bytes.get("activations", 0)
         return memory.device_total_bytes - activations, activations

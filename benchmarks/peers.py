@@ -1,6 +1,6 @@
 """What people would use instead, at equal device memory: peers on the same GPT, samples, initial values and machine.
 
-    .venv/bin/python benchmarks/peers.py [--rounds 2] [--iters 4] [--systems NAME ...] [--layers 8 --hidden 192 ...]
+    .venv/bin/python benchmarks/peers.py [--rounds 2] [--iters 4] [--systems NAME ...] [--layers 8 ...] [--gbit 2.5]
 
 Four data-parallel processes, bfloat16, with 1, 4 and 16 micro-batches an iteration. Ours is planned within 100, 50 and
 25 % of what stock Megatron holds and within the least that fits; the optimizer is on the host where no plan fits
@@ -8,10 +8,12 @@ otherwise. All systems train in turns, in the opposite order every other round. 
 by the same code for everybody (peer_census.py): parameters, gradients, optimizer states and buffers, without
 activations. `ours / theirs` is with our fastest that holds no more device bytes in all. A system that fails is shown
 with its reason. DeepSpeed is installed into runs/peers-packages (benchmarks/peer_requirements.txt), never into .venv.
-Writes benchmarks/results/peers.json and peers.png.
+Writes benchmarks/results/peers.json and peers.png. With --gbit, the four processes are two emulated nodes whose link
+carries so much each way (benchmarks/emulated_nodes.py, as root), and the files are peers_slow_link.json and .png.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -20,9 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import peer_packages
+from emulated_nodes import Nodes
 from machine import about_this_machine
 from measuring import CORPUS, add_model_options
-from peer_layouts import ROOT, Layout
+from peer_layouts import PER_NODE, ROOT, WORLD, Layout
 from peer_picture import draw
 from rich.console import Console
 from rich.progress import Progress
@@ -175,10 +178,12 @@ def main() -> int:
     add("--measure-seconds", type=float, default=8, help="For the cost table.")
     add("--timeout", type=float, default=120, help="Seconds that one run may take.")
     add("--keep", type=Path, default=None, help="Keep logs and plans in this new folder.")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "peers.json")
+    add("--gbit", type=float, default=None, help="Of the link between two emulated nodes. Default: one node.")
+    add("--out", type=Path, default=None)
     parser.set_defaults(hidden=192, seq=32, micro_batch_size=1)
     args = parser.parse_args()
-    args.keep, args.out = args.keep and args.keep.resolve(), args.out.resolve()
+    results = ROOT / "benchmarks" / "results" / ("peers_slow_link.json" if args.gbit else "peers.json")
+    args.keep, args.out = args.keep and args.keep.resolve(), (args.out or results).resolve()
     os.chdir(ROOT)
     if not Path(f"{CORPUS}.idx").exists():
         print(f"peers: {CORPUS} is not there yet: scripts/pretrain_gpt_hybrid.sh builds it", file=sys.stderr)
@@ -186,10 +191,12 @@ def main() -> int:
     # The private tree's, which this process does not import.
     megatron_core = next(iter(metadata.distributions(name="megatron-core", path=[str(ROOT / ".megatron")]))).version
     about = about_this_machine(load_before=os.getloadavg()[0])
-    with tempfile.TemporaryDirectory() as temporary, Progress(console=Console(stderr=True)) as bar:
-        folder = args.keep or Path(temporary)
+    with contextlib.ExitStack() as stack:
+        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(exist_ok=True)
-        rows, failed, load = run(args, Layout(args, folder), bar)
+        nodes = stack.enter_context(Nodes(WORLD // PER_NODE, args.gbit)) if args.gbit else None
+        bar = stack.enter_context(Progress(console=Console(stderr=True)))
+        rows, failed, load = run(args, Layout(args, folder, nodes), bar)
     about |= {
         "load_most": load,
         "peer_packages": peer_packages.REQUIREMENTS.read_text().splitlines()[1:],
