@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO-3 training the main job's GPT; one rank. Part of peers.py.
 
-    peer_deepspeed.py WAY OPTIONS      WAY: zero3, offload
+    peer_deepspeed.py WAY OPTIONS      WAY: zero3, offload, infinity
 
 [Note: how DeepSpeed is set]
 Transformer layers are leaf modules, so a layer is gathered in one collective instead of one for
@@ -8,6 +8,10 @@ each of its small modules; Megatron's layers also use the bias of a linear modul
 which ZeRO-3 must know of. A layer is prefetched ahead. Vectors stay whole
 (stage3_param_persistence_threshold, the value that DeepSpeed's integrations choose: ten times the
 hidden size), and at most half of the parameters may be live, as for our zero stage 3.
+
+``infinity`` is ZeRO-Infinity: parameters and optimizer states rest on the drive at PEER_NVME, read and written by
+DeepSpeed's own asynchronous I/O and stepped by its own Adam; both are built by g++, the first with libaio-dev (Debian).
+Buffers are as many as its documentation says, and as large as the largest parameter.
 """
 
 import os
@@ -31,8 +35,27 @@ def pass_hidden_states_by_position() -> None:
     )
 
 
+AIO = {
+    "block_size": 1 << 20,
+    "queue_depth": 32,
+    "intra_op_parallelism": 1,
+    "single_submit": False,
+    "overlap_events": True,
+}
+
+
+def on_drive(largest: int) -> dict:
+    """ZeRO-Infinity's settings for a model whose largest parameter has ``largest`` elements."""
+    where = {"device": "nvme", "nvme_path": os.environ["PEER_NVME"], "pin_memory": False}
+    return {
+        "offload_param": where | {"buffer_count": 5, "buffer_size": largest, "max_in_cpu": 0},
+        "offload_optimizer": where | {"buffer_count": 4, "pipeline_read": True, "pipeline_write": True},
+        "sub_group_size": largest,
+    }
+
+
 class DeepSpeed(Peer):
-    ways = ("zero3", "offload")
+    ways = ("zero3", "offload", "infinity")
 
     def __init__(self, args, way, config, chunks):
         super().__init__(args, way, config, chunks)
@@ -53,7 +76,10 @@ class DeepSpeed(Peer):
         }
         if way == "offload":  # without DeepSpeedCPUAdam, which must be built: torch's AdamW, as for everybody
             zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+        if way == "infinity":
+            zero |= on_drive(max(p.numel() for p in model.parameters()))
         settings = {
+            **({"aio": AIO} if way == "infinity" else {}),
             "train_micro_batch_size_per_gpu": args.micro_batch_size,
             "gradient_accumulation_steps": args.num_microbatches,
             "gradient_clipping": args.clip_grad,
@@ -63,9 +89,12 @@ class DeepSpeed(Peer):
             "steps_per_print": 1 << 30,
             "bf16": {"enabled": args.bf16},
         }
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=adam(args, model.named_parameters()), config=settings
-        )
+        optimizer = adam(args, model.named_parameters())
+        if way == "infinity":
+            from deepspeed.ops.adam import DeepSpeedCPUAdam  # builds it
+
+            optimizer = DeepSpeedCPUAdam(optimizer.param_groups, lr=args.lr, betas=(0.9, 0.999), eps=1e-8)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 
     def on_host(self):
         """Shards, gradients and optimizer states of the ``offload`` way, by the names that ZeRO-3 gives them."""

@@ -28,7 +28,7 @@ from megatron_ext.megatron import (
     buckets,
     checkpoint_states,
     delayed_steps,
-    late_copies,
+    late_memory,
     refusals,
     run_summary,
     stock_trace,
@@ -136,6 +136,8 @@ class Run:
                 rule = "" if delay is None else f" {delayed_steps.OPTION} {delay}"
                 self.check = EqualityCheck(check, self.sha256 + rule)
                 self.stock_gather |= self.check.is_reference
+            rest = any(group.gradients or group.states_rest for group in self.schedule.groups)
+            late_memory.leave_gradients_out(lambda: rest and not self.stock_gather and self.state is State.BUILDING)
         if trace is not None and self.recorder is not None:
             stock_trace.record_steps(self.recorder)
             if rank == 0:
@@ -186,7 +188,7 @@ class Run:
             replace_pre_hooks(ddp, self.unshard_all)
             on_drive = [index for index in groups if groups[index].states_rest == "nvme"]
             if on_drive:
-                late_copies.leave_copies_out(self._bucket_groups[index].buckets[0].param_data for index in on_drive)
+                late_memory.leave_copies_out(self._bucket_groups[index].buckets[0].param_data for index in on_drive)
 
     # Once, before the first step.
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.host_optimizers import own_optimizers, refuse_late_load
-from megatron_ext.megatron.late_copies import take_over
+from megatron_ext.megatron.late_memory import take_over
 from megatron_ext.megatron.shards import pieces_of_groups
 from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.runtime.group import Group

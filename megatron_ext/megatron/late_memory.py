@@ -1,4 +1,4 @@
-"""Megatron's host optimizer without fp32 copies of the parameters whose states will rest on a drive.
+"""What Megatron allocates before training by a schedule begins, and what the schedule then has no use for.
 
 [Note: Why copies are left out]
 HybridDeviceOptimizer copies every parameter to the host in fp32 when it is built, and DistributedOptimizer builds it
@@ -6,16 +6,22 @@ twice: 8 bytes a parameter at a time when the drive holds nothing yet. The copy 
 on the drive is left out: a single NaN in its shape stands in for it. :mod:`states_on_drive` writes the parameter itself
 to the drive, in fp32, one slot after the other. Where something needs the copies before (a checkpoint is loaded), they
 are made then.
+
+[Note: Why gradients are left out]
+DistributedDataParallel makes whole gradients of all parameters. :mod:`buckets` drops them and makes those that the
+schedule keeps. Until then a single zero in their shape stands in for them.
 """
 
-# A function of Megatron is replaced here on purpose.
+# Functions of Megatron are replaced here on purpose.
 # pyright: reportAttributeAccessIssue=false
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import nan
 
 import torch
+from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from torch.overrides import TorchFunctionMode
 
 _storages: set[int] = set()
 
@@ -79,3 +85,34 @@ def take_over(hybrid) -> dict[torch.Tensor, torch.Tensor]:
     found = {copy: parameter for parameter, copy in hybrid.without_copies}
     hybrid.without_copies = ()
     return found
+
+
+class _OneZero(TorchFunctionMode):
+    """``torch.zeros`` of ``dtype`` takes the memory of one element."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.zeros and kwargs.get("dtype") is self.dtype:
+            return function(1, **kwargs).expand(*args)
+        return function(*args, **kwargs)
+
+
+def leave_gradients_out(wanted: Callable[[], bool]) -> None:
+    """Buffers that are built while ``wanted()`` have no gradients; replaces the ``wanted`` of an earlier call."""
+    Buffer = upstream._ParamAndGradBuffer
+    if not hasattr(Buffer, "without_gradients"):
+        build = Buffer.__init__
+
+        def build_without(buffer, ddp_config, param_dtype, grad_dtype, *more, **named) -> None:
+            shared = getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) or param_dtype == grad_dtype
+            if shared or not Buffer.without_gradients():
+                return build(buffer, ddp_config, param_dtype, grad_dtype, *more, **named)
+            with _OneZero(grad_dtype):
+                build(buffer, ddp_config, param_dtype, grad_dtype, *more, **named)
+
+        Buffer.__init__ = build_without
+    Buffer.without_gradients = staticmethod(wanted)
