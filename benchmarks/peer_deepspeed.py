@@ -11,7 +11,7 @@ hidden size), and at most half of the parameters may be live, as for our zero st
 
 ``infinity`` is ZeRO-Infinity: parameters and optimizer states rest on the drive at PEER_NVME, read and written by
 DeepSpeed's own asynchronous I/O and stepped by its own Adam; both are built by g++, the first with libaio-dev (Debian).
-Buffers are as many as its documentation says, and as large as the largest parameter.
+Buffers are as many as reading and writing ahead need, and as large as the largest parameter.
 """
 
 import os
@@ -49,7 +49,7 @@ def on_drive(largest: int) -> dict:
     where = {"device": "nvme", "nvme_path": os.environ["PEER_NVME"], "pin_memory": False}
     return {
         "offload_param": where | {"buffer_count": 5, "buffer_size": largest, "max_in_cpu": 0},
-        "offload_optimizer": where | {"buffer_count": 4, "pipeline_read": True, "pipeline_write": True},
+        "offload_optimizer": where | {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True},
         "sub_group_size": largest,
     }
 

@@ -11,13 +11,17 @@ from megatron_ext.workload.nodes import pinned_bytes_of_nodes
 from megatron_ext.workload.state_layout import region_bytes
 from megatron_ext.workload.workload import Workload
 
-SLOTS = 3
-"""Slots: one is read, one stepped and one written at the same time."""
+SLOTS = 8
+"""Slots: one is stepped, the others are read and written at the same time. With 3 larger ones in the same memory a drive
+waits for the step between two reads: a third of the rate was measured."""
+
+FEW_SLOTS = 3
+"""Where memory is short: one is read, one stepped and one written at the same time."""
 
 LEAST_SLOTS = 2
 """Where memory is shortest: reading waits for writing."""
 
-LARGE_SLOT_BYTES = 32 << 20
+LARGE_SLOT_BYTES = 16 << 20
 """Bytes of a piece that is read and written at a drive's full rate."""
 
 
@@ -123,8 +127,10 @@ def with_states_on_drive(schedule: Schedule, workload: Workload) -> Schedule:
             fits, most = tried, number - 1
         else:
             least = number + 1
-    if fits is None:
-        fits = _move(schedule, workload, order, most=0, slots=LEAST_SLOTS)
+    for slots in (FEW_SLOTS, LEAST_SLOTS):
+        if fits is None or max(host_bytes_of_nodes(fits, workload)) > limit:
+            fits = _move(schedule, workload, order, most=0, slots=slots)
+    if max(host_bytes_of_nodes(fits, workload)) > limit:
         if (need := max(host_bytes_of_nodes(fits, workload))) > limit:
             if need > max(host_bytes_of_nodes(schedule, workload)):  # slots of a small model
                 raise short_of_host(schedule, workload)
@@ -181,10 +187,10 @@ def host_bytes_taken(schedule: Schedule, workload: Workload) -> list[int]:
 
 
 def _move(
-    schedule: Schedule, workload: Workload, chosen: list[int], most: int = LARGE_SLOT_BYTES, slots: int = SLOTS
+    schedule: Schedule, workload: Workload, chosen: list[int], most: int = LARGE_SLOT_BYTES, slots: int | None = None
 ) -> Schedule:
     """The schedule with the states of the groups ``chosen`` on the drive; slots of ``most`` bytes where that holds a
-    parameter."""
+    parameter, by default as many as an eighth of these states has room for, within reason."""
     groups = list(schedule.groups)
     for index in chosen:
         groups[index] = replace(groups[index], states_rest="nvme")
@@ -192,4 +198,5 @@ def _move(
     moments = len(workload.optimizer.moment_dtypes)
     in_all = sum(region_bytes(groups[i].bytes // workload.parallel.dp // 2, moments) for i in chosen)
     size = max(largest, min(most, in_all // (8 * SLOTS) // SECTOR_BYTES * SECTOR_BYTES))
+    slots = slots or min(max(in_all // (8 * size), FEW_SLOTS), SLOTS)
     return replace(schedule, groups=tuple(groups), state_slots=StateSlots(slots=slots, slot_bytes=size))
