@@ -12,8 +12,8 @@ from megatron_ext.workload.state_layout import region_bytes
 from megatron_ext.workload.workload import Workload
 
 SLOTS = 8
-"""Slots: one is stepped, the others are read and written at the same time. With 3 larger ones in the same memory a drive
-waits for the step between two reads: a third of the rate was measured."""
+"""Slots: one is stepped, the others are read and written at the same time. With 3 larger ones in the same memory a
+drive waits for the step between two reads: a third of the rate was measured (benchmarks/states_on_drive.py)."""
 
 FEW_SLOTS = 3
 """Where memory is short: one is read, one stepped and one written at the same time."""
@@ -130,11 +130,11 @@ def with_states_on_drive(schedule: Schedule, workload: Workload) -> Schedule:
     for slots in (FEW_SLOTS, LEAST_SLOTS):
         if fits is None or max(host_bytes_of_nodes(fits, workload)) > limit:
             fits = _move(schedule, workload, order, most=0, slots=slots)
-    if max(host_bytes_of_nodes(fits, workload)) > limit:
-        if (need := max(host_bytes_of_nodes(fits, workload))) > limit:
-            if need > max(host_bytes_of_nodes(schedule, workload)):  # slots of a small model
-                raise short_of_host(schedule, workload)
-            raise short_of_host(fits, workload, " with all optimizer states on the drive")
+    assert fits is not None
+    if (need := max(host_bytes_of_nodes(fits, workload))) > limit:
+        if need > max(host_bytes_of_nodes(schedule, workload)):  # slots of a small model
+            raise short_of_host(schedule, workload)
+        raise short_of_host(fits, workload, " with all optimizer states on the drive")
     return fits
 
 

@@ -11,6 +11,8 @@ from megatron_ext.runtime import host_memory
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.state_placement import (
+    FEW_SLOTS,
+    SLOTS,
     host_bytes_of_nodes,
     host_bytes_taken,
     largest_region,
@@ -150,3 +152,15 @@ def test_a_step_beside_the_backward_that_could_not_be_validated_is_refused(setti
         match(schedule, replace(work, optimizer=settings))
     with pytest.raises(InputError, match="rollback_bytes = 0: expected at least 1"):
         validate(replace(schedule, rollback_bytes=0))
+
+
+def test_a_drive_has_several_reads_and_writes_waiting_where_the_states_are_many():
+    numbers = []
+    for layers in (12, 64):
+        work = on_host(layers=layers)
+        schedule = plan(work, table(work), policy="all-gpu")
+        half = replace(work, limits=replace(work.limits, host_bytes=host_bytes_of_nodes(schedule, work)[0] // 2))
+        slots = with_states_on_drive(schedule, half).state_slots
+        assert slots is not None
+        numbers.append(slots.slots)
+    assert numbers == [FEW_SLOTS, SLOTS]
