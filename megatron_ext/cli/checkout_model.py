@@ -59,6 +59,12 @@ def refuse_script(script: ScriptArguments, verb: str):
     script_arguments.refuse_none(script)
     if verb in ("measure", "prepare"):  # they run the layers; describing and planning need their shapes alone
         cpu_options.refuse_absent_engine(script.transformer_impl)
+        if (size := script.sizes.context_parallel_size or 1) > 1:
+            raise InputError(
+                f"{verb} times layers that have the whole sequence; describe the model, and plan with a cost table",
+                field="--context-parallel-size",
+                value=size,
+            )
     known = {"data_parallel_size": said(script)["data_parallel_size"], "gpus_per_node": script.ours.gpus_per_node}
     return ignored_options.refuse_at_once(script.megatron, verb=verb, **known)
 
@@ -92,6 +98,8 @@ def said(script: ScriptArguments) -> dict[str, object]:
     replicas = script.ours.data_parallel_size
     if replicas is None and "WORLD_SIZE" in os.environ:
         replicas = script.world_size() // script.replica_size
+    if replicas is not None:  # parameters are sharded over context-parallel ranks, too
+        replicas *= script.sizes.context_parallel_size or 1
     return {**vars(script.sizes), "data_parallel_size": replicas}
 
 

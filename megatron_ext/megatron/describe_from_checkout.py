@@ -290,6 +290,7 @@ def _described(chunks: list) -> Described:
             )
     parallel = parallel_of_megatron(args)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    args.seq_length //= getattr(args, "context_parallel_size", 1)  # of one rank
     batch = MicroBatch(args.seq_length, args.micro_batch_size, sequence_parallel=args.sequence_parallel)
     message = p2p_bytes(parallel, batch, args.hidden_size, args.params_dtype.itemsize)
     return Described(

@@ -77,14 +77,15 @@ TOKENIZER = "tokenizer-type tokenizer-model vocab-file merge-file vocab-extra-id
 
 REFUSED = """
     account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split attention-output-gate
-    decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers decoder-num-layers encoder-num-layers
-    encoder-pipeline-model-parallel-size encoder-tensor-model-parallel-size experimental-attention-variant
-    expert-model-parallel-size expert-tensor-parallel-size first-last-layers-bf16 fp32-residual-connection fp4-format
-    heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path hierarchical-context-parallel-sizes
-    hybrid-attention-ratio hybrid-layer-pattern kv-lora-rank moe-ffn-hidden-size moe-grouped-gemm moe-layer-freq
-    moe-router-topk moe-shared-expert-intermediate-size mtp-num-layers multi-latent-attention num-experts
-    pipeline-model-parallel-layout pipeline-model-parallel-split-rank q-lora-rank qk-layernorm
-    relative-attention-num-buckets spec tensor-parallel-num-weight-shards use-checkpoint-args use-legacy-models yaml-cfg
+    context-parallel-size decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers decoder-num-layers
+    encoder-num-layers encoder-pipeline-model-parallel-size encoder-tensor-model-parallel-size
+    experimental-attention-variant expert-model-parallel-size expert-tensor-parallel-size first-last-layers-bf16
+    fp32-residual-connection fp4-format heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
+    hierarchical-context-parallel-sizes hybrid-attention-ratio hybrid-layer-pattern kv-lora-rank moe-ffn-hidden-size
+    moe-grouped-gemm moe-layer-freq moe-router-topk moe-shared-expert-intermediate-size mtp-num-layers
+    multi-latent-attention num-experts pipeline-model-parallel-layout pipeline-model-parallel-split-rank q-lora-rank
+    qk-layernorm relative-attention-num-buckets spec tensor-parallel-num-weight-shards use-checkpoint-args
+    use-legacy-models yaml-cfg
 """.split()
 """Options that change parameters, who holds them, or the order of steps."""
 

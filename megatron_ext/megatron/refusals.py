@@ -21,7 +21,6 @@ NEUTRAL = {
     "num_distributed_optimizer_instances": 1,
     "overlap_param_gather_with_optimizer_step": False,
     "overlap_moe_expert_parallel_comm": False,
-    "context_parallel_size": 1,
     "use_tp_pp_dp_mapping": False,  # it numbers the ranks of a node in another way
     "hybrid_context_parallel": False,
     "ddp_param_name_patterns_for_fp32_local_accumulation": [],

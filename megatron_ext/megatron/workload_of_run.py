@@ -26,7 +26,8 @@ def workload_of_run(args) -> Workload:
 
 
 def parallel_of_megatron(args) -> Parallel:
-    """Parallel sizes from Megatron's own validated arguments.
+    """Parallel sizes from Megatron's own validated arguments. Context-parallel ranks hold the same parameters, and
+    Megatron shards over them as over replicas: they count as such.
 
     Raises:
         InputError: the number of micro-batches changes during the run, or this release orders them otherwise.
@@ -49,7 +50,7 @@ def parallel_of_megatron(args) -> Parallel:
     return Parallel.of(
         pp=pp,
         vp=vp,
-        dp=args.data_parallel_size,
+        dp=args.data_parallel_size * getattr(args, "context_parallel_size", 1),
         tp=args.tensor_model_parallel_size,
         microbatches=num_microbatches,
         group=group,

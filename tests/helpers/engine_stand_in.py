@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 SHARED = {
@@ -75,6 +76,49 @@ class FusedLinear(torch.autograd.Function):
         return grad @ weight, get_dummy_wgrad(
             list(weight.shape), weight.dtype, zero=getattr(weight, "zero_out_wgrad", False)
         )
+
+
+class _GatheredOverSequence(torch.autograd.Function):
+    """All ranks' parts of a sequence, first dimension, one behind the other."""
+
+    @staticmethod
+    def forward(ctx, part, group):
+        ctx.group, ctx.numel, ctx.dtype = group, part.shape[0], part.dtype
+        whole = part.new_empty((part.shape[0] * dist.get_world_size(group), *part.shape[1:]))
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.float()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.narrow(0, dist.get_rank(ctx.group) * ctx.numel, ctx.numel).to(ctx.dtype), None
+
+
+def attend_over_ranks(query, key, value, group, dropout: float, scale) -> torch.Tensor:
+    """Causal attention whose sequence lies on the ranks of ``group``: rank r has parts r and 2n - 1 - r of 2n."""
+    ranks, part = dist.get_world_size(group), query.shape[0] // 2
+    begins = [(rank * part, (2 * ranks - 1 - rank) * part) for rank in range(ranks)]
+    places = [torch.cat([torch.arange(begin, begin + part) for begin in both]) for both in begins]
+    key, value = (_GatheredOverSequence.apply(one, group) for one in (key, value))
+    mask = places[dist.get_rank(group)][:, None] >= torch.cat(places)
+    q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=True)
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class _Attention:
+    """What context parallelism adds to the attention of ``engine_modules``."""
+
+    def __init__(self, *arguments, cp_group=None, **options):
+        super().__init__(*arguments, **options)
+        self.cp_group = cp_group
+
+    def forward(self, query, key, value, *arguments, **options):
+        if self.cp_group is None or dist.get_world_size(self.cp_group) == 1:
+            return super().forward(query, key, value, *arguments, **options)
+        dropout = self.dropout if self.training else 0.0
+        return attend_over_ranks(query, key, value, self.cp_group, dropout, self.scale)
 
 
 def get_dummy_wgrad(shape: list, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
@@ -256,7 +300,8 @@ def install_engine() -> None:
         base = getattr(sys.modules[engine], kind)
         added = {"multiply": _Training.multiply} if issubclass(base, engine_modules.Linear) else {}
         states = {name: getattr(_Training, name) for name in ("get_extra_state", "set_extra_state")}
-        setattr(sys.modules[engine], kind, type(kind, (base,), added | states))
+        bases = (_Attention, base) if kind == "DotProductAttention" else (base,)
+        setattr(sys.modules[engine], kind, type(kind, bases, added | states))
 
 
 def install_apex() -> None:

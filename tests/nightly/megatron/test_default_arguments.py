@@ -56,6 +56,8 @@ CASES = {
         3,
         10,
     ),
+    "context parallel": ("0.17.1", "--context-parallel-size 2", 3, 13),
+    "context parallel in a pipeline": ("0.16.1", f"{PIPELINE} --context-parallel-size 2", 1, 14),
     "apex": (
         "0.17.1",
         f"{PIPELINE} --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion",
@@ -102,9 +104,9 @@ class Trainer:
     def __init__(self, tree: Path, folder: Path, options: list[str], zero_stage: int, seed: int, engine: bool):
         self.tree, self.folder = tree, folder
         self.options = [*SIZES, *options]
-        replicas = PROCESSES // (
-            1 + ("--pipeline-model-parallel-size" in options or "--tensor-model-parallel-size" in options)
-        )
+        cut = 1 + ("--pipeline-model-parallel-size" in options or "--tensor-model-parallel-size" in options)
+        sharing = PROCESSES // cut
+        replicas = sharing // (1 + ("--context-parallel-size" in options))
         own = ["--data-parallel-size", str(replicas), "--zero-stage", str(zero_stage)]
         workload = describe_command_line(tree, [*self.options, *own]).workload
         assert workload.counts_activations
@@ -112,7 +114,7 @@ class Trainer:
         kinds = (None,) if "--sequence-parallel" in options else GRADIENTS
         self.schedule = drawn(seed, workload, folder / "schedule.json", kinds)
         numels = {p.name: math.prod(p.shape) for chunk in workload.chunks for p in chunk.parameters}
-        self.held = [shard_numels([numels[name] for name in g.parameters], replicas) for g in self.schedule.groups]
+        self.held = [shard_numels([numels[name] for name in g.parameters], sharing) for g in self.schedule.groups]
         packages = engine_stand_in.write_packages(folder / "packages", engine=engine)
         path = os.pathsep.join([str(tree), str(ROOT), packages])
         own = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
@@ -180,9 +182,3 @@ def test_a_missing_gather_is_seen(tree, tmp_path):
     assert trainer.train().returncode == 0
     result = trainer.train(MEGATRON_EXT_FAULTS="stale_group=0")
     assert result.returncode != 0 and "NOT EQUAL" in result.stdout + result.stderr
-
-
-def test_context_parallelism_is_refused_by_name(tree, tmp_path):
-    trainer = Trainer(tree("0.17.1"), tmp_path, [], 3, 3, engine=True)
-    result = trainer.train("--context-parallel-size", "2")
-    assert result.returncode == 2 and "--context-parallel-size = 2: cannot be combined" in result.stderr, result.stderr

@@ -74,7 +74,6 @@ def test_a_usual_run_is_accepted():
         ("enable_cuda_graph", True),
         ("external_cuda_graph", True),
         ("qk_clip", True),
-        ("context_parallel_size", 2),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(name, value):
@@ -109,6 +108,8 @@ def test_parallel_sizes_of_megatrons_own_arguments(monkeypatch):
     parallel = workload_of_run(options()).parallel
     assert (parallel.pp, parallel.vp, parallel.dp, parallel.num_microbatches) == (2, 2, 2, 4)
     assert (parallel.order, parallel.node_size) == ("interleaved", 4)
+    spread = workload_of_run(options(context_parallel_size=2)).parallel  # a replica's parameters, on twice the ranks
+    assert (spread.dp, spread.num_microbatches) == (4, 4)
     plain = workload_of_run(options(virtual_pipeline_model_parallel_size=None)).parallel
     assert (plain.order, plain.vp) == ("1f1b", 1)
     single = options(pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None)

@@ -113,7 +113,7 @@ TAKEN_OUT = {
     "--transformer-impl local": "train with --transformer-impl local",
 }
 ADDED = {
-    "--context-parallel-size 2": "--context-parallel-size = '2': cannot be combined",
+    "--context-parallel-size 2": "--context-parallel-size = 2: prepare times layers that have the whole sequence",
     "--nccl-ub": "--nccl-ub: cannot be combined",
     "--optimizer muon": "--optimizer = 'muon': cannot be combined",
     "--expert-model-parallel-size 2": "--expert-model-parallel-size = '2': expert-parallel",
