@@ -95,7 +95,25 @@ def warnings_at_start(args, schedule: Schedule) -> list[str]:
             "--no-check-for-nan-in-loss-and-grad is not given: on a GPU Megatron waits for the device once a bucket, "
             f"and this schedule has {len(schedule.groups)}"
         )
+    beyond = _beyond_the_limit(schedule)
+    if beyond > 0:
+        lines.append(
+            "evaluation, checkpoints and hashes bring all parameters of a rank onto its device at once, as does the "
+            f"time before the first iteration: up to {beyond} bytes more than limits.device_bytes"
+        )
     return lines
+
+
+def _beyond_the_limit(schedule: Schedule) -> int:
+    """Bytes over ``limits.device_bytes`` with all parameters whole and no activations, on the rank that has most."""
+    if schedule.zero_stage != 3 or schedule.limits.device_bytes is None or schedule.predicted is None:
+        return 0
+    held = []
+    for pp_rank, memory in enumerate(schedule.predicted.memory):
+        all_bytes = sum(group.bytes for group in schedule.groups if group.pp_rank == pp_rank)
+        coming = sum(memory.device_bytes.get(kind, 0) for kind in ("whole_parameters", "activations"))
+        held.append(sum(memory.device_bytes.values()) - coming + all_bytes)
+    return max(held, default=0) - schedule.limits.device_bytes
 
 
 NEUTRAL_FOR_GRADIENTS = {

@@ -12,6 +12,7 @@ Source: NCCL, ncclCommWindowRegister and NCCL_CTA_POLICY_ZERO; PyTorch, torch.di
 Not yet run on a GPU.
 """
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,7 +44,14 @@ def missing(kind: str, ranks: int, nodes: int) -> str | None:
         return f"CUDA {cuda}: copy engines gather from {'.'.join(map(str, LEAST_CUDA))} on"
     if not hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO"):
         return f"torch {torch.__version__} cannot ask NCCL for a communicator without thread blocks"
+    if not all(hasattr(_memory(), name) for name in ("empty", "rendezvous", "get_backend", "set_backend")):
+        return f"torch {torch.__version__} cannot register memory with NCCL"
     return None
+
+
+def _memory() -> Any:
+    """torch's module, of which older releases lack names."""
+    return import_module("torch.distributed._symmetric_memory")
 
 
 def without_thread_blocks(device: torch.device) -> dict[str, Any]:
@@ -68,8 +76,9 @@ class SymmetricGather(BufferedGather):
     def __init__(self, process_group, device, largest: dict[torch.dtype, int]):
         super().__init__(device)
         self.process_group = process_group
-        memory: Any = __import__("torch.distributed._symmetric_memory", fromlist=["empty"])
-        memory.set_backend("NCCL")
+        memory = _memory()
+        if memory.get_backend(device.device) != "NCCL":
+            memory.set_backend("NCCL")
         for dtype in sorted(largest, key=str):
             numel = largest[dtype] + largest[dtype] // dist.get_world_size(process_group)
             self._buffers[dtype] = memory.empty(numel, dtype=dtype, device=device.device)

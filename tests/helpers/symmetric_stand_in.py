@@ -32,6 +32,7 @@ class SymmetricStandIn:
         yield mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True)
         yield mock.patch.object(dist, "new_group", self._make_group)
         yield mock.patch.object(dist, "all_gather_into_tensor", self._gathered)
+        yield mock.patch.object(memory, "get_backend", lambda device: "CUDA")
         yield mock.patch.object(memory, "set_backend", lambda name: None)
         yield mock.patch.object(memory, "empty", lambda numel, dtype, device: torch.empty(numel, dtype=dtype))
         yield mock.patch.object(memory, "rendezvous", self._register)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.pipeline_parallel import schedules
 from msgspec.structs import replace
+from planning_cases import make_table, make_workload
 
 from megatron_ext.checkout.hook_table import SCHEDULE_FUNCTIONS
 from megatron_ext.formats.errors import InputError
@@ -18,6 +19,7 @@ from megatron_ext.megatron.refusals import (
     warnings_at_start,
 )
 from megatron_ext.megatron.workload_of_run import parallel_of_megatron, workload_of_run
+from megatron_ext.planner import plan
 from megatron_ext.runtime import machine
 from megatron_ext.schedule.user_defined_schedule import MeasuredOn, Metadata, Model, PlanOptions, Schedule
 from megatron_ext.workload.parallel import Parallel
@@ -209,3 +211,15 @@ def test_what_costs_memory_or_time_beside_a_schedule_is_said():
     assert "once a bucket" in line
     (line,) = warnings_at_start(options(fp8="hybrid"), replace(schedule, zero_stage=3))
     assert line.startswith("--fp8-format hybrid: Transformer Engine keeps fp8 copies")
+
+
+@pytest.mark.parametrize(("limit", "more"), [(2_000_000, False), (120_000, True)])
+def test_what_evaluation_holds_beyond_the_limit_is_said(limit, more):
+    work = make_workload(zero_stage=3, whole_parameter_bytes=100_000, layers=4)
+    schedule = plan(work, make_table(work))
+    held = schedule.predicted.memory[0].device_bytes
+    rest = sum(held.values()) - held["whole_parameters"] - held.get("activations", 0)
+    limited = replace(schedule, limits=replace(schedule.limits, device_bytes=rest + limit))
+    lines = warnings_at_start(options(), limited)
+    everything = max(sum(g.bytes for g in schedule.groups if g.pp_rank == rank) for rank in range(2))
+    assert bool(lines) == more and (not more or f"up to {everything - limit} bytes more" in lines[0])
