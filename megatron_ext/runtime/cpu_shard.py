@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.node_groups import high_priority
 from megatron_ext.runtime.worker import Transfer, Worker
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import shard_pieces
@@ -30,7 +31,7 @@ def make_data_group(parallel: Parallel, backend: str, **how):
     for pp_rank in range(parallel.pp):
         for tp_rank in range(parallel.tensor_model_parallel_size):
             ranks = [parallel.global_rank(pp_rank, dp_rank, tp_rank) for dp_rank in range(parallel.dp)]
-            group = dist.new_group(ranks, backend=backend, **how)
+            group = dist.new_group(ranks, backend=backend, **(high_priority(backend) | how))
             if dist.get_rank() in ranks:
                 own = group
     assert own is not None

@@ -1,6 +1,6 @@
 """Process groups of a data-parallel group that spans nodes: inside each node, and across them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -62,5 +62,11 @@ def make_node_groups(parallel: Parallel, backend: str = "gloo") -> NodeGroups | 
     return found
 
 
+def high_priority(backend: str) -> dict[str, Any]:
+    """Arguments of ``dist.new_group`` by which NCCL's own stream goes before compute: a step waits for its gathers."""
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+    return {"pg_options": nccl.Options(is_high_priority_stream=True)} if backend == "nccl" else {}
+
+
 def _new_group(ranks: list[int], backend: str):
-    return dist.new_group(ranks, backend=backend)
+    return dist.new_group(ranks, backend=backend, **high_priority(backend))

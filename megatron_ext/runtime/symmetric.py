@@ -57,7 +57,7 @@ def _memory() -> Any:
 def without_thread_blocks(device: torch.device) -> dict[str, Any]:
     """Arguments of ``dist.new_group`` for a communicator that takes copy engines."""
     backend: Any = dist.ProcessGroupNCCL  # names that older releases of torch lack
-    options = backend.Options()
+    options = backend.Options(is_high_priority_stream=True)
     options.config.cta_policy = backend.NCCL_CTA_POLICY_ZERO
     return {"pg_options": options, "device_id": device}
 

@@ -27,7 +27,7 @@ class SymmetricStandIn:
         self._new_group, self._gather = dist.new_group, dist.all_gather_into_tensor
 
     def patches(self):
-        nccl = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2, Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+        nccl = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2, Options=lambda **_: SimpleNamespace(config=SimpleNamespace()))
         yield mock.patch.object(symmetric.nccl, "version", lambda: (2, 28, 9))
         yield mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True)
         yield mock.patch.object(dist, "new_group", self._make_group)
