@@ -25,7 +25,7 @@ THREADS = {
     "drive",
     "cpu-shard-copies",
     "cpu-shard-gathers",
-    "hierarchical-gather",
+    "buffered-gather",
     "states-read",
     "watch",
 }
