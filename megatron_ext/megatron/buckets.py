@@ -142,7 +142,7 @@ def _drop_old(ddp) -> None:
     ddp.bucket_groups, ddp.param_to_bucket_group = [], {}
     for buffer in ddp.buffers:
         buffer.buckets, buffer.param_to_bucket = [], {}
-        buffer.grad_data = buffer.param_data = None  # every bucket gets parameters of its own
+        buffer.grad_data = None
         for parameter in buffer.params:
             vars(parameter)["main_grad"] = None
 
@@ -180,6 +180,9 @@ def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]], kept: 
                 view = storages[-1][first - begin : last - begin].view(parameter.shape)
                 view.copy_(parameter.data)
                 parameter.data = view
+    if buffer.param_data is not None:  # variables of DistributedDataParallel.__init__ still hold views of it
+        buffer.param_data.untyped_storage().resize_(0)
+    buffer.param_data = None  # every bucket gets parameters of its own
     wholes, shards = _make_gradients(buffer, ranges, [kept.get(index) for index in members], device)
     # From 0.18 on a bucket also lists parameters with gradients of their own in fp32; refused at start.
     accepted = inspect.signature(buffer._new_bucket).parameters
