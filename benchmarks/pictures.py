@@ -462,6 +462,32 @@ def delayed_update(result: dict):
     return figure
 
 
+def states_on_drive(result: dict):
+    """Rates by slice; iteration times beside ZeRO-Infinity's; where the bytes of the larger model were."""
+    figure, (rates, times, places) = figure_of(12, 3.6, 1, 3)
+    rows = result.get("rate", {}).get("slices", [])
+    for name, colour, title in (("plain", OTHER, "plain reader and writer"), ("steps", OURS, "steps of the optimizer")):
+        rates.plot([row[name] / 1e6 for row in rows], "o-", color=colour, label=title)
+    rates.set(xlabel="time slice", ylabel="MB/s, reads and writes", ylim=(0, None))
+    rates.legend(fontsize=7)
+    rounds = result.get("infinity", {}).get("rounds", [])
+    for name, colour, title in (("ours", OURS, "ours"), ("infinity", OTHER, "ZeRO-Infinity")):
+        seconds = [us / 1e6 for row in rounds for us in row[name]["iteration_us"]]
+        times.plot(seconds, "o-", color=colour, label=title)
+    times.set(xlabel="iteration, warm-up left out", ylabel="s", ylim=(0, None))
+    times.legend(fontsize=7)
+    if larger := result.get("larger"):
+        sizes = {
+            "memory of\nthe machine": larger["memory_bytes"],
+            "states on\nthe drive": larger["states_bytes"],
+            "held by\nthe process": larger["most_resident_bytes"],
+        }
+        places.bar(range(3), [size / 2**30 for size in sizes.values()], color=(OTHER, OURS, OURS))
+        places.set_xticks(range(3), list(sizes), fontsize=8)
+        places.set(ylabel="GiB", title=f"{larger['parameters'] / 1e9:.2f}B parameters")
+    return figure
+
+
 PICTURES = {
     function.__name__: function
     for function in (
@@ -482,6 +508,7 @@ PICTURES = {
         strict_device,
         balance_measured,
         runtime_claims,
+        states_on_drive,
     )
 }
 

@@ -7,8 +7,7 @@ SHARDS writers of the first form share FILE. Each writes its part of a block thr
 it to the drive, block after block from the file's begin to its end and again, as data-parallel
 ranks publish their shards of one group after the other.
 
-The second form reads or writes FILE past the page cache, block after block, one at a time, and says when it begins.
-``fill`` writes it once.
+The second form reads or writes FILE past the page cache, block after block, one at a time; ``fill`` writes it once.
 """
 
 import mmap
@@ -32,7 +31,6 @@ def move(path: str, direction: str, block_bytes: int, size_bytes: int) -> None:
     memory = mmap.mmap(-1, block_bytes)  # aligned, as O_DIRECT asks
     memory.write(os.urandom(block_bytes))
     call = os.preadv if direction == "read" else os.pwritev
-    print("begun", flush=True)
     while True:
         for start in range(0, size_bytes, block_bytes):
             call(file, [memory], start)

@@ -168,6 +168,34 @@ def runtime_claims(result: dict) -> str:
     )
 
 
+def states_on_drive(result: dict) -> str:
+    """The parts that were run."""
+    texts = []
+    if rate := result.get("rate"):
+        low, high = rate["spread"]
+        texts.append(
+            f"a step's reads and writes to the rate of a plain reader and writer together: {rate['ratio']:.2f} "
+            f"({low:.2f} to {high:.2f})"
+        )
+    if infinity := result.get("infinity"):
+        low, high = infinity["spread"]
+        ours, theirs = (infinity["held_bytes"][name] / 1e9 for name in ("ours", "infinity"))
+        texts.append(
+            f"iteration time to ZeRO-Infinity's {infinity['ratio']:.2f} ({low:.2f} to {high:.2f}), in {ours:.2f} GB of "
+            f"memory (theirs {theirs:.2f})"
+        )
+    if equal := result.get("equal"):
+        texts.append(f"training {'equals' if equal['holds'] else 'DIFFERS from'} that with states in memory")
+    if larger := result.get("larger"):
+        us = larger["iteration_us"]
+        texts.append(
+            f"{larger['parameters'] / 1e9:.2f}B parameters with {larger['states_bytes'] / 2**30:.1f} GiB of states on "
+            f"a machine of {larger['memory_bytes'] / 2**30:.1f} GiB: {len(us)} iterations of {max(us) / 1e6:.0f} s at "
+            f"most, {larger['most_resident_bytes'] / 2**30:.1f} GiB held, {larger['rates']['both'] / 1e6:.0f} MB/s"
+        )
+    return "; ".join(texts)
+
+
 def patched(result: dict) -> str:
     low, high = result["ratio"]["patched"]["mean_95"]
     return (
@@ -269,6 +297,11 @@ ROWS = {
     ),
     "planner_scale": Row("How does planning grow?", "benchmarks/planner_scale.py", planner_scale),
     "hot_path": Row("What does our Python cost the training thread?", "benchmarks/hot_path.py", hot_path),
+    "states_on_drive": Row(
+        "What do optimizer states on a drive cost, and what can be trained by them?",
+        "benchmarks/states_on_drive.py",
+        states_on_drive,
+    ),
     "runtime_claims": Row("What do the runtime and drive reads cost?", "benchmarks/runtime_claims.py", runtime_claims),
     "patched_iteration_time": Row(
         "Patched without the option, to unpatched", "benchmarks/patched_iteration_time.py MIRROR", patched

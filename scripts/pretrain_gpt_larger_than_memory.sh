@@ -4,18 +4,41 @@
 # The plan keeps gradients and a part of the parameters in host memory and optimizer states on the drive. The same model
 # is trained without the limit as well: where the losses are not equal to the last bit, the script fails.
 # Settings (environment): LIMIT_MIB (of both ranks together)  LIMIT_BY (cgroup, address-space)  NVME (a directory on the
-#   drive)  ADDRESS_SPACE_MIB (of a rank without a model)  DEVICE_BYTES HOST_BYTES PINNED_BYTES (limits of the plan)  LAYERS HIDDEN HEADS SEQ ITERS MEASURE_SECONDS NAME
+#   drive)  CGROUPS (where cgroups are mounted)  ADDRESS_SPACE_MIB (of a rank without a model)  DEVICE_BYTES HOST_BYTES PINNED_BYTES (limits of the plan)  LAYERS HIDDEN HEADS SEQ ITERS MEASURE_SECONDS NAME
 set -euo pipefail
 if [ "${1:-}" = --in ]; then # --in CGROUP COMMAND...: run the command there
     echo $$ > "$2/cgroup.procs"
     exec "${@:3}"
 fi
+cgroups=${CGROUPS:-/sys/fs/cgroup} limit_mib=${LIMIT_MIB:-1450} mib=$((1 << 20))
+make_group() { # prints a new cgroup below our own with the limit, of version 2 or 1; nothing where that is not allowed
+    local own file
+    if [ -e "$cgroups/cgroup.controllers" ]; then
+        own=$cgroups$(sed -n 's/^0:://p' /proc/self/cgroup) file=memory.max
+    else
+        own=$cgroups/memory$(sed -n 's/^[0-9]*:memory://p' /proc/self/cgroup) file=memory.limit_in_bytes
+        [ -e "$own/$file" ] || return 0
+    fi
+    own=${own%/}
+    for left in "$own"/larger-than-memory.*; do # of a script that was killed
+        [ ! -d "$left" ] || [ -e "/proc/${left##*.}" ] || rmdir "$left" || true
+    done
+    mkdir "$own/larger-than-memory.$$" || return 0
+    own=$own/larger-than-memory.$$
+    if echo $((limit_mib * mib)) > "$own/$file"; then
+        [ ! -e "$own/memory.swap.max" ] || echo 0 > "$own/memory.swap.max" || true
+        echo "$own"
+    else
+        rmdir "$own"
+    fi
+}
+if [ "${1:-}" = --make-group ]; then make_group; exit; fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export PP=1 DP=2 NAME=${NAME:-larger-than-memory} LAYERS=${LAYERS:-16} HIDDEN=${HIDDEN:-512} HEADS=${HEADS:-8} SEQ=${SEQ:-64}
 export MICRO_BATCH_SIZE=1 MICRO_BATCHES=2 ITERS=${ITERS:-4} TURN_ITERS=${TURN_ITERS:-2} MEASURE_SECONDS=${MEASURE_SECONDS:-20}
 export EXTRA="--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --optimizer-cpu-offload"
-limit_mib=${LIMIT_MIB:-1450} mib=$((1 << 20)) parameters=$((12 * LAYERS * HIDDEN * HIDDEN))
+parameters=$((12 * LAYERS * HIDDEN * HIDDEN))
 export PLAN_OPTIONS="--zero-stage 3 --limit-device-bytes ${DEVICE_BYTES:-$((parameters * 5 / 4))}"
 PLAN_OPTIONS+=" --limit-host-bytes ${HOST_BYTES:-$((parameters * 12))}"
 PLAN_OPTIONS+=" --limit-pinned-host-bytes ${PINNED_BYTES:-$((parameters * 21 / 10))}"
@@ -37,16 +60,6 @@ tidy() {
 trap tidy EXIT
 trap 'exit 143' TERM INT HUP
 
-make_group() { # prints a new cgroup below our own with the limit, of version 2 or 1; nothing where that is not allowed
-    local two one
-    two=/sys/fs/cgroup$(sed -n 's/^0:://p' /proc/self/cgroup)/larger-than-memory.$$
-    one=/sys/fs/cgroup/memory$(sed -n 's/^[0-9]*:memory://p' /proc/self/cgroup)/larger-than-memory.$$
-    if [ -e /sys/fs/cgroup/cgroup.controllers ] && mkdir "$two"; then
-        echo $((limit_mib * mib)) > "$two/memory.max" && echo "$two" || rmdir "$two"
-    elif [ -e /sys/fs/cgroup/memory/memory.limit_in_bytes ] && mkdir "$one"; then
-        echo $((limit_mib * mib)) > "$one/memory.limit_in_bytes" && echo "$one" || rmdir "$one"
-    fi
-}
 [ "${LIMIT_BY:-cgroup}" = address-space ] || group=$(make_group 2> /dev/null)
 if [ -n "$group" ]; then
     limit="$limit_mib MiB for both ranks together, by a cgroup" WITHIN="bash $PWD/scripts/pretrain_gpt_larger_than_memory.sh --in $group"

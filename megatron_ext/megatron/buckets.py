@@ -171,18 +171,7 @@ def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]], kept: 
     buffer.grad_numel = start  # 0.17.1 counts gradients apart from parameters, which 4-bit ones need
     buffer.bucket_indices = [(begin, end) for begin, end, _ in ranges]
     buffer.param_index_map = index_map
-    storages = []
-    for parameters, (begin, end, _) in zip(members.values(), ranges):
-        storages.append(torch.zeros(end - begin, dtype=buffer.param_dtype, device=device))
-        for parameter in parameters:
-            first, last, _ = index_map[parameter]
-            with torch.no_grad():
-                view = storages[-1][first - begin : last - begin].view(parameter.shape)
-                view.copy_(parameter.data)
-                parameter.data = view
-    if buffer.param_data is not None:  # variables of DistributedDataParallel.__init__ still hold views of it
-        buffer.param_data.untyped_storage().resize_(0)
-    buffer.param_data = None  # every bucket gets parameters of its own
+    storages = _move_parameters(buffer, members, ranges, device)
     wholes, shards = _make_gradients(buffer, ranges, [kept.get(index) for index in members], device)
     # From 0.18 on a bucket also lists parameters with gradients of their own in fp32; refused at start.
     accepted = inspect.signature(buffer._new_bucket).parameters
@@ -208,6 +197,23 @@ def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]], kept: 
             vars(bucket)["gradient"] = Gradient(index, bucket.grad_data, shard, rank * shard.numel())
         buffer.buckets.append(bucket)
     buffer.grad_data = resting
+
+
+def _move_parameters(buffer, members: dict[int, list[torch.nn.Parameter]], ranges, device) -> list[torch.Tensor]:
+    """Move the parameters of every group into a new storage; the old one is free then."""
+    storages = []
+    for parameters, (begin, end, _) in zip(members.values(), ranges):
+        storages.append(torch.zeros(end - begin, dtype=buffer.param_dtype, device=device))
+        for parameter in parameters:
+            first, last, _ = buffer.param_index_map[parameter]
+            with torch.no_grad():
+                view = storages[-1][first - begin : last - begin].view(parameter.shape)
+                view.copy_(parameter.data)
+                parameter.data = view
+    if buffer.param_data is not None:  # variables of DistributedDataParallel.__init__ still hold views of it
+        buffer.param_data.untyped_storage().resize_(0)
+    buffer.param_data = None  # every bucket gets parameters of its own
+    return storages
 
 
 def _make_gradients(buffer, ranges, kept: list, device) -> tuple[list[torch.Tensor | None], list]:
