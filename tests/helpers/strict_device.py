@@ -670,6 +670,7 @@ class _Work:
 
     def __init__(self, strict: StrictDevice, inner, token):
         self.strict, self.inner, self._token = strict, inner, token
+        self._once, self._waited = threading.Lock(), False
 
     def wait(self, *args):
         engine, stream = self.strict.engine, self.strict.engine.current()
@@ -687,8 +688,11 @@ class _Work:
         return lambda: not thread.is_alive()
 
     def _wait(self, *args):
-        with _disable_current_modes():  # gloo copies some results when they are waited for
-            self.inner.wait(*args)
+        # Gloo copies some results each time they are waited for, also over what has been made of them since.
+        with self._once, _disable_current_modes():
+            if not self._waited:
+                self.inner.wait(*args)
+            self._waited = True
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
