@@ -462,6 +462,20 @@ def delayed_update(result: dict):
     return figure
 
 
+def step_beside_backward(result: dict):
+    """Iteration time with and without; what is hidden, by rank and iteration."""
+    figure, (times, hidden) = figure_of(8, 3.4, 1, 2)
+    names = {"waits": "the step waits", "beside": "beside the backward"}
+    times.bar(range(2), [result["iteration_us"][name] / 1e3 for name in names], color=(OTHER, OURS))
+    times.set_xticks(range(2), list(names.values()), fontsize=8)
+    times.set(ylabel="iteration, ms")
+    hidden.plot(sorted(100 * share for share in result["by_iteration"]), "o", color=OURS)
+    hidden.axhline(50, color="black", linestyle=":", linewidth=1, label="asked: at least half")
+    hidden.set(xlabel="ranks and iterations, in order", ylabel="step and publishing hidden, %", ylim=(0, 100))
+    hidden.legend(fontsize=7)
+    return figure
+
+
 def states_on_drive(result: dict):
     """Rates by slice; iteration times beside ZeRO-Infinity's; where the bytes of the larger model were."""
     figure, (rates, times, places) = figure_of(12, 3.6, 1, 3)
@@ -509,6 +523,7 @@ PICTURES = {
         balance_measured,
         runtime_claims,
         states_on_drive,
+        step_beside_backward,
     )
 }
 

@@ -87,7 +87,28 @@ def peers(result: dict) -> str:
         for row in result["rows"]
         if row.get("opponent")
     ]
-    return f"{text}. Our iteration time at no more bytes, {load}, to that of (micro-batches): {'; '.join(ratios)}"
+    text = f"{text}. Our iteration time at no more bytes, {load}, to that of (micro-batches): {'; '.join(ratios)}"
+    return f"{text}. {throughput_kept(result['rows'])}"
+
+
+def throughput_kept(rows: list[dict]) -> str:
+    """Of Megatron's throughput, what ours keeps within 30 % of its device bytes, and what peers keep that offload."""
+    texts = []
+    for count in sorted({row["microbatches"] for row in rows}):
+        own = [row for row in rows if row["microbatches"] == count]
+        stock = next((row for row in own if row["system"] == "stock"), None)
+        if stock is None:
+            continue
+        chosen = [row for row in own if row["device_bytes"] <= 0.3 * stock["device_bytes"] and "opponent" not in row]
+        best = min(chosen, key=lambda row: row["iteration_us"]["median_us"], default=None)
+        peers = [row for row in own if row["system"].endswith("offload")]
+        kept = [
+            f"{row['title']} {stock['iteration_us']['median_us'] / row['iteration_us']['median_us']:.2f} in "
+            f"{row['device_bytes'] / stock['device_bytes']:.0%}"
+            for row in ([] if best is None else [best]) + peers
+        ]
+        texts.append(f"{count} micro-batches: {', '.join(kept)}")
+    return f"Share of Megatron's throughput kept, in what share of its device bytes: {'; '.join(texts)}"
 
 
 def hot_path(result: dict) -> str:
@@ -297,6 +318,14 @@ ROWS = {
     ),
     "planner_scale": Row("How does planning grow?", "benchmarks/planner_scale.py", planner_scale),
     "hot_path": Row("What does our Python cost the training thread?", "benchmarks/hot_path.py", hot_path),
+    "step_beside_backward": Row(
+        "What of the host's step and of publishing is hidden beside the backward, without a delay?",
+        "benchmarks/step_beside_backward.py",
+        lambda r: (
+            f"{r['hidden']:.0%} ({r['spread'][0]:.0%} to {r['spread'][1]:.0%}) at PP 2 x VP 2 with 8 micro-batches; "
+            f"losses {'equal' if r['losses_equal'] else 'DIFFER'}"
+        ),
+    ),
     "states_on_drive": Row(
         "What do optimizer states on a drive cost, and what can be trained by them?",
         "benchmarks/states_on_drive.py",

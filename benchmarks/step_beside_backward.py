@@ -1,0 +1,99 @@
+"""How much of the host's optimizer step and of publishing is hidden beside the backward, without any delay.
+
+    .venv/bin/python benchmarks/step_beside_backward.py [--rounds 2] [--iters 10]
+
+Two pipeline ranks with two chunks each train a GPT with 8 micro-batches and the optimizer on the host, every group from
+its host copy. By turns the step waits for the gradient norm, and is made beside the backward (`rollback_bytes`), where
+nothing is clipped. From the traces of the second kind: hidden is the time of steps and publishing in which the training
+thread is neither in the optimizer nor waits for a group; the rest of these, and all other time in the optimizer, is
+not hidden. Losses of both are equal, or this ends with 1; as it does where less than half is hidden.
+Writes benchmarks/results/step_beside_backward.json and its picture.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import pictures
+from machine import about_this_machine
+from main_job import train
+from measuring import ROOT, describe
+from msgspec.structs import replace
+from runtime_claims import both, length, united, without
+
+from megatron_ext.formats import json_files
+from megatron_ext.formats import trace as traces
+from megatron_ext.planner.baselines import all_cpu
+from megatron_ext.schedule import user_defined_schedule as schedule_file
+from megatron_ext.schedule import validate
+
+SIZES = "--num-layers 8 --hidden-size 384 --num-attention-heads 6 --seq-length 64 --micro-batch-size 1"
+MODEL = [*SIZES.split(), *"--global-batch-size 8 --bf16 --untie-embeddings-and-output-weights".split()]
+MODEL += "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --data-parallel-size 1".split()
+MODEL += ["--optimizer-cpu-offload"]
+WARM_UP = 3
+
+
+def shares(trace: Path) -> list[tuple[float, float]]:
+    """Of every rank and iteration behind the warm-up, microseconds that are hidden and that are not."""
+    found = defaultdict(lambda: defaultdict(list))
+    for event in traces.load(trace)[0]:
+        span = (event.start_us, event.start_us + event.duration_us)
+        found[event.rank, event.iteration][event.lane].append(span)
+    rows = []
+    for (_, iteration), lanes in found.items():
+        if iteration > WARM_UP and lanes["optimizer"]:
+            waiting = united([*lanes["optimizer"], *lanes["wait"]])
+            work = [*lanes["host_step"], *lanes["publish"]]
+            hidden = sum(length(without(span, both(span, waiting))) for span in work)
+            exposed = sum(length(both(span, waiting)) for span in work)
+            rows.append((hidden, max(exposed, length(united(lanes["optimizer"])))))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--iters", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "step_beside_backward.json")
+    args = parser.parse_args()
+    times, rows, losses = defaultdict(list), [], {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        work = describe(folder / "workload.json", [*MODEL], 1, None)
+        waits = all_cpu(work)
+        schedules = {"waits": waits, "beside": validate.validate(replace(waits, rollback_bytes=1 << 30))}
+        for name, schedule in schedules.items():
+            schedule_file.save(folder / f"{name}.schedule.json", schedule)
+        for number in range(args.rounds):
+            for name in list(schedules)[:: -1 if number % 2 else 1]:
+                trace = folder / f"{name}.trace.json"
+                more = ["--user-defined-schedule", str(folder / f"{name}.schedule.json"), "--clip-grad", "1e9"]
+                more += ["--user-defined-schedule-trace", str(trace)]
+                metrics = train([*MODEL, *more], folder, name, args.iters, 2)
+                times[name] += metrics["iteration_us"][WARM_UP:]
+                losses[name] = metrics["loss"]
+                if name == "beside":
+                    rows += shares(trace)
+    hidden = [one / (one + other) for one, other in rows]
+    result = {
+        "about": about_this_machine(),
+        "options": {"rounds": args.rounds, "iters": args.iters, "model": MODEL},
+        "parameters": sum(p.numel for chunk in work.chunks for p in chunk.parameters),
+        "iteration_us": {name: median(own) for name, own in times.items()},
+        "hidden": median(hidden),
+        "spread": [min(hidden), max(hidden)],
+        "by_iteration": hidden,
+        "losses_equal": losses["waits"] == losses["beside"],
+    }
+    json_files.save(args.out, result, indent=1)
+    pictures.draw(args.out)
+    print({key: value for key, value in result.items() if key not in ("about", "options", "by_iteration")})
+    return 0 if result["losses_equal"] and result["hidden"] >= 0.5 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
