@@ -323,7 +323,9 @@ ROWS = {
         "benchmarks/step_beside_backward.py",
         lambda r: (
             f"{r['hidden']:.0%} ({r['spread'][0]:.0%} to {r['spread'][1]:.0%}) at PP 2 x VP 2 with 8 micro-batches; "
-            f"losses {'equal' if r['losses_equal'] else 'DIFFER'}"
+            f"losses {'equal' if r['losses_equal'] else 'DIFFER'}; iteration time "
+            f"{r['iteration_us']['beside'] / r['iteration_us']['waits']:.2f} of that of the step that waits (predicted "
+            f"{r['predicted_us']['beside'] / r['predicted_us']['waits']:.2f})"
         ),
     ),
     "states_on_drive": Row(

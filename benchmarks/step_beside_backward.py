@@ -6,11 +6,13 @@ Two pipeline ranks with two chunks each train a GPT with 8 micro-batches and the
 its host copy. By turns the step waits for the gradient norm, and is made beside the backward (`rollback_bytes`), where
 nothing is clipped. From the traces of the second kind: hidden is the time of steps and publishing in which the training
 thread is neither in the optimizer nor waits for a group; the rest of these, and all other time in the optimizer, is
-not hidden. Losses of both are equal, or this ends with 1; as it does where less than half is hidden.
+not hidden. Losses of both are equal, or this ends with 1; as it does where less than half is hidden. Both iteration
+times are simulated from costs that are measured before.
 Writes benchmarks/results/step_beside_backward.json and its picture.
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -18,15 +20,18 @@ from pathlib import Path
 from statistics import median
 
 import pictures
+from delayed_update import environment
 from machine import about_this_machine
 from main_job import train
-from measuring import ROOT, describe
+from measuring import ROOT, describe, measure_command
 from msgspec.structs import replace
 from runtime_claims import both, length, united, without
 
+from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats import json_files
 from megatron_ext.formats import trace as traces
 from megatron_ext.planner.baselines import all_cpu
+from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
 
@@ -54,10 +59,19 @@ def shares(trace: Path) -> list[tuple[float, float]]:
     return rows
 
 
+def measured_costs(folder: Path, work, seconds: float) -> cost.CostTable:
+    path = folder / "cost_table.json"
+    command = measure_command(path, work, MODEL, hidden=384, seq=64, micro_batch_size=1, seconds=seconds)
+    command.insert(command.index("--modules"), "--optimizer-on-host")
+    subprocess.run([sys.executable, "-m", *command], check=True, cwd=ROOT, env=environment(), stdout=sys.stderr)
+    return cost.load(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--iters", type=int, default=10)
+    parser.add_argument("--measure-seconds", type=float, default=40)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "step_beside_backward.json")
     args = parser.parse_args()
     times, rows, losses = defaultdict(list), [], {}
@@ -65,9 +79,11 @@ def main() -> int:
         folder = Path(temporary)
         work = describe(folder / "workload.json", [*MODEL], 1, None)
         waits = all_cpu(work)
+        table = measured_costs(folder, work, args.measure_seconds)
         schedules = {"waits": waits, "beside": validate.validate(replace(waits, rollback_bytes=1 << 30))}
         for name, schedule in schedules.items():
             schedule_file.save(folder / f"{name}.schedule.json", schedule)
+        predicted = {name: evaluate(work, table, schedule, extrapolate=True) for name, schedule in schedules.items()}
         for number in range(args.rounds):
             for name in list(schedules)[:: -1 if number % 2 else 1]:
                 trace = folder / f"{name}.trace.json"
@@ -84,6 +100,7 @@ def main() -> int:
         "options": {"rounds": args.rounds, "iters": args.iters, "model": MODEL},
         "parameters": sum(p.numel for chunk in work.chunks for p in chunk.parameters),
         "iteration_us": {name: median(own) for name, own in times.items()},
+        "predicted_us": {name: one.iteration_time_us for name, one in predicted.items()},
         "hidden": median(hidden),
         "spread": [min(hidden), max(hidden)],
         "by_iteration": hidden,
