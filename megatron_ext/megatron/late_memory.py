@@ -23,12 +23,13 @@ from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch.overrides import TorchFunctionMode
 
-_storages: set[int] = set()
+storages_left_out: set[int] = set()
+"""Of the parameters whose copies are left out."""
 
 
 def leave_copies_out(parameters: Iterable[torch.Tensor]) -> None:
     """Host optimizers that are built from now on have no copies of what lies in the storages of ``parameters``."""
-    _storages.update(tensor.untyped_storage()._cdata for tensor in parameters)
+    storages_left_out.update(tensor.untyped_storage()._cdata for tensor in parameters)
     if not hasattr(HybridDeviceOptimizer, "without_copies"):
         HybridDeviceOptimizer.without_copies, HybridDeviceOptimizer.needs_copies = (), False
         sort_parameters = HybridDeviceOptimizer._get_sub_optimizer_param_groups
@@ -37,7 +38,7 @@ def leave_copies_out(parameters: Iterable[torch.Tensor]) -> None:
 
 def _sorted(sort_parameters, hybrid, offload_fraction: float):
     """What Megatron's function returns, with stand-ins for some copies."""
-    late = lambda parameter: parameter.numel() > 1 and parameter.untyped_storage()._cdata in _storages
+    late = lambda parameter: parameter.numel() > 1 and parameter.untyped_storage()._cdata in storages_left_out
     everything = hybrid.param_groups
     if (
         hybrid.needs_copies
