@@ -502,6 +502,23 @@ def states_on_drive(result: dict):
     return figure
 
 
+def three_links(result: dict):
+    """When each of three links is busy in one iteration, simulated and measured; shaded: all of them at once."""
+    figure, axes = figure_of(11, 4.6, 2, 1)
+    for axis, kind in zip(axes, ("simulated", "measured")):
+        rows, share = result["busy_us"][kind], result[kind]
+        for place, (lane, colour) in enumerate((("nvme", OTHER), ("cpu", LIGHT), ("gpu", OURS))):
+            spans = [(begin / 1e3, (end - begin) / 1e3) for begin, end in rows[lane]]
+            axis.broken_barh(spans, (place - 0.35, 0.7), color=colour)
+        for begin, end in rows["all at once"]:
+            axis.axvspan(begin / 1e3, end / 1e3, color=BAD, alpha=0.15, linewidth=0)
+        axis.set_yticks(range(3), [f"{lane}: {share[lane]:.0%}" for lane in ("nvme", "cpu", "gpu")])
+        axis.set_title(f"{kind}: all at once {share['all at once']:.0%} of the iteration", fontsize=10)
+        axis.set_xlim(left=0)
+    axes[-1].set_xlabel("ms of one iteration, rank 0; network, host link and drive are emulated")
+    return figure
+
+
 PICTURES = {
     function.__name__: function
     for function in (
@@ -516,6 +533,7 @@ PICTURES = {
         parity,
         device_limits,
         delayed_update,
+        three_links,
         patched_iteration_time,
         endurance,
         robustness,

@@ -119,6 +119,16 @@ def hot_path(result: dict) -> str:
     )
 
 
+def three_links(result: dict) -> str:
+    measured, simulated = result["measured"], result["simulated"]
+    each = ", ".join(f"{lane} {measured[lane]:.0%}" for lane in ("gpu", "cpu", "nvme"))
+    return (
+        f"links emulated; all three busy at once {measured['all at once']:.0%} of the iteration, simulated "
+        f"{simulated['all at once']:.0%}; each {each}; iteration predicted "
+        f"{result['predicted_iteration_us'] / result['iteration_us'] - 1:+.0%} off"
+    )
+
+
 def endurance(result: dict) -> str:
     grown = max(rank["anonymous_bytes"]["late"] / rank["anonymous_bytes"]["early"] - 1 for rank in result["ranks"])
     files = max(rank["open_files"]["late"] - rank["open_files"]["early"] for rank in result["ranks"])
@@ -265,6 +275,7 @@ ROWS = {
         "On which known machines would a plan win?", "benchmarks/simulated_clusters.py", simulated_clusters
     ),
     "peers": Row("Device bytes beside what people use", "benchmarks/peers.py", peers),
+    "peers_slow_link": Row("The same on two nodes over a slow link", "benchmarks/peers.py --gbit 2.5", peers),
     "device_limits": Row(
         "Training within a limit of device memory in all", "benchmarks/device_limits.py", device_limits
     ),
@@ -352,6 +363,7 @@ ROWS = {
         "benchmarks/delayed_update.py",
         delayed_update,
     ),
+    "three_links": Row("Are network, host link and drive busy at once?", "benchmarks/three_links.py", three_links),
     "endurance": Row("Does anything grow?", "benchmarks/endurance.py", endurance),
     "cost_prediction": Row(
         "Are gathers and iterations what the cost table predicts?",
