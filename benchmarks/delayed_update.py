@@ -32,6 +32,7 @@ from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule import user_defined_schedule as schedule_file
+from megatron_ext.simulator.timing import Timing
 
 HIDDEN, SEQ = 512, 64
 SIZES = f"--num-layers 4 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQ} --micro-batch-size 1"
@@ -77,7 +78,7 @@ def hidden(folder: Path, rounds: int, iterations: int, seconds: float) -> dict:
     schedule = plan(work, table, policy="all-cpu", extrapolate=True)
     schedule_file.save(folder / "one.schedule.json", schedule)
     works = {name: replace(work, optimizer=replace(work.optimizer, delayed=name == "delayed")) for name in RULES}
-    predicted = {name: evaluate(own, table, schedule, extrapolate=True) for name, own in works.items()}
+    predicted = {name: evaluate(own, table, schedule, extrapolate=True, trace=True) for name, own in works.items()}
     times, spans = defaultdict(list), defaultdict(list)
     for number in range(rounds):
         for name in list(RULES)[:: -1 if number % 2 else 1]:
@@ -97,15 +98,22 @@ def hidden(folder: Path, rounds: int, iterations: int, seconds: float) -> dict:
         sum(us for (lane, _), us in row.items() if lane == "wait") for row in spans["delayed"]
     )
     measured = {name: median(own) for name, own in times.items()}
+    simulated = dict.fromkeys(("host_step", "publish", "wait"), 0.0)
+    for event in predicted["delayed"].events or []:
+        if event.lane in simulated:
+            simulated[event.lane] += event.duration_us
+    size = sum(p.bytes for chunk in work.chunks for p in chunk.parameters)
+    apply_us = Timing(works["delayed"], table, extrapolate=True).to_host_us(size)[0]
     return {
         "parameters": sum(p.numel for chunk in work.chunks for p in chunk.parameters),
         "iteration_us": measured,
         "predicted_us": {name: result.iteration_time_us for name, result in predicted.items()},
-        "predicted_hidden_us": predicted["delayed"].hidden_step_us[0],
         "host_us": host,
         "exposed_us": left,
         "hidden_step": 1.0 - (left["wait"] + left["apply"]) / (host["step"] + left["apply"]),
         "hidden": 1.0 - sum(left.values()) / (sum(host.values()) + left["apply"]),
+        "predicted_hidden": 1.0
+        - (simulated["wait"] + apply_us) / (simulated["host_step"] + simulated["publish"] + apply_us),
         "ratio": measured["delayed"] / measured["at once"],
         "predicted_ratio": predicted["delayed"].iteration_time_us / predicted["at once"].iteration_time_us,
     }

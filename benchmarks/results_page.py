@@ -153,7 +153,8 @@ def delayed_update(result: dict) -> str:
         return text
     errors = [step["predicted_us"][name] / us - 1 for name, us in step["iteration_us"].items()]
     return (
-        f"{text}; {step['hidden_step']:.0%} of the host's step hidden, {step['hidden']:.0%} of step and publishing; "
+        f"{text}; {step['hidden_step']:.0%} of the host's step hidden, {step['hidden']:.0%} of step and publishing "
+        f"(predicted {step['predicted_hidden']:.0%}); "
         f"iteration time {step['ratio']:.2f} of that with every update at once (predicted "
         f"{step['predicted_ratio']:.2f}; the two times {errors[0]:+.0%} and {errors[1]:+.0%} off)"
     )
