@@ -122,9 +122,12 @@ def hot_path(result: dict) -> str:
 def three_links(result: dict) -> str:
     measured, simulated = result["measured"], result["simulated"]
     each = ", ".join(f"{lane} {measured[lane]:.0%}" for lane in ("gpu", "cpu", "nvme"))
+    # Of two ranks each receives half of what is gathered.
+    by_bytes = result["routes_bytes"]["gpu"] / 2 / result["options"]["network_mb"] / result["iteration_us"]
     return (
-        f"links emulated; all three busy at once {measured['all at once']:.0%} of the iteration, simulated "
-        f"{simulated['all at once']:.0%}; each {each}; iteration predicted "
+        f"links emulated; transfers of all three under way at once {measured['all at once']:.0%} of the iteration, "
+        f"simulated {simulated['all at once']:.0%}; each {each}, an all-gather's wait for the other rank included: its "
+        f"bytes alone take {by_bytes:.1%} of the iteration, and no more can be busy at once; iteration predicted "
         f"{result['predicted_iteration_us'] / result['iteration_us'] - 1:+.0%} off"
     )
 

@@ -64,7 +64,8 @@ def both(left: Intervals, right: Intervals) -> Intervals:
 
 
 def busy(events: list[traces.Event], begin: float, end: float) -> dict[str, Intervals]:
-    """When each link of rank 0 is busy between ``begin`` and ``end``, and all three at once; 0 is ``begin``."""
+    """When each link of rank 0 has a transfer under way between ``begin`` and ``end``, and all three at once; 0 is
+    ``begin``. An all-gather counts from its issue, with its wait for the other rank."""
     own = [(e.lane, (e.start_us - begin, e.start_us + e.duration_us - begin)) for e in events if e.rank == 0]
     found = {name: both([(0.0, end - begin)], union(i for lane, i in own if lane == name)) for name in LANES}
     first, second, third = found.values()
