@@ -67,12 +67,14 @@ class Delay(NamedTuple):
     host_bytes: int
 
     def text(self) -> str:
-        """One sentence for the reader."""
+        """One sentence for the reader: whether the delay pays in time. What it costs in loss no simulation says."""
         gain = 1.0 - self.delayed_us / self.at_once_us
+        change = f"{abs(gain):.1%} {'less' if gain > 0 else 'more'}"
         return (
             f"With --delayed-parameter-update an iteration is simulated to take {self.delayed_us / 1e3:.1f} ms instead "
-            f"of {self.at_once_us / 1e3:.1f} ({gain:.0%} less), with {self.host_bytes} bytes more of host memory a "
-            "rank; it changes training, so it is never chosen here."
+            f"of {self.at_once_us / 1e3:.1f} ({change}), with {self.host_bytes} bytes more of host memory a rank: "
+            f"{'it pays in time' if gain > 0 else 'it does not pay'}. It changes training, and loss was higher where "
+            "it was tried, so it is never chosen here."
         )
 
 

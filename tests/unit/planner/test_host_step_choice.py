@@ -62,4 +62,7 @@ def test_what_a_delay_would_bring_is_said_and_not_chosen():
     assert planned.rollback_bytes is None
     assert found.delayed_us == evaluate(delayed, table, replace(schedule, rollback_bytes=None)).iteration_time_us
     assert f"{found.delayed_us / 1e3:.1f} ms instead of" in found.text()
+    assert "less), with" in found.text() and "it pays in time. It changes training, and loss was higher" in found.text()
+    slower = found._replace(delayed_us=1.042 * found.at_once_us)
+    assert "(4.2% more), with" in slower.text() and "it does not pay. It changes training" in slower.text()
     assert delay(schedule, work, replace(table, host_step=None)) is None
