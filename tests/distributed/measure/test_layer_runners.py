@@ -7,6 +7,7 @@ import corpus
 import pytest
 from msgspec.structs import replace
 from places import ROOT
+from variations import ALL
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure import Options, measure
@@ -47,7 +48,8 @@ def test_samples_that_cannot_be_read_are_refused_only_where_they_would_be(tmp_pa
     missing = ("--data-path", str(tmp_path / "missing"))
     with pytest.raises(InputError, match="no such file"):
         measure(options(*missing, "--num-workers", "0"))
-    assert "step" in compute_as_on_cuda(monkeypatch, *missing)  # somebody else reads them
+    if ALL:
+        assert "step" in compute_as_on_cuda(monkeypatch, *missing)  # somebody else reads them
 
 
 def compute_as_on_cuda(monkeypatch, *more: str) -> dict:

@@ -20,7 +20,7 @@ from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
-CASES = 5 if ALL else 4  # for each of three layouts; benchmarks/parity.py trains 300
+CASES = 5 if ALL else 3  # for each of three layouts; benchmarks/parity.py trains 300
 
 
 @pytest.fixture(params=list(LAYOUTS))
@@ -139,7 +139,7 @@ def test_an_offloaded_optimizer_changes_parameters(workloads, interleaved, tmp_p
     assert all(a != b for a, b in zip(once["scheduled"]["parameter_sha256"], twice["scheduled"]["parameter_sha256"]))
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", some([3, 1], 1))
 @pytest.mark.parametrize("attempt", some(range(2), 1))
 def test_without_waiting_for_shards_training_differs(workloads, interleaved, tmp_path, zero_stage, attempt):
     hosted(workloads["interleaved", "fp32"], zero_stage, tmp_path / "s.json")
@@ -151,7 +151,7 @@ def test_without_waiting_for_shards_training_differs(workloads, interleaved, tmp
     assert differences(answer)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", some([1, 3], 1))
 def test_a_stale_host_copy_is_seen(workloads, interleaved, tmp_path, zero_stage):
     schedule = hosted(workloads["interleaved", "fp32"], zero_stage, tmp_path / "s.json")
     largest = max(range(len(schedule.groups)), key=lambda index: schedule.groups[index].bytes)
