@@ -15,15 +15,25 @@ if [ $# -gt 0 ]; then
     exec python -m pytest "$@"
 fi
 
-status=0
-ruff check || status=1
-ruff format --check || status=1
-pyright || status=1
-# Not --quiet: what is not said does not count for --strict, and a broken link would pass.
-mkdocs build --strict --site-dir "$(mktemp -d)/site" || status=1
+check() {
+    local failed=0
+    ruff check || failed=1
+    ruff format --check || failed=1
+    pyright || failed=1
+    # Not --quiet: what is not said does not count for --strict, and a broken link would pass.
+    mkdocs build --strict --site-dir "$said/site" || failed=1
+    return $failed
+}
+
+said=$(mktemp -d)
+trap 'rm -rf "$said"' EXIT
+check > "$said/checks" 2>&1 & # beside the first tests, which wait for processes; said after the last one
+checks=$! status=0
 # Tests that wait for processes they have started come first. One worker more than there are processors: each waits
 # for much of its time. A file of tests stays in one worker (tests/conftest.py).
 python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder \
     tests/end_to_end/adopting tests/distributed tests/end_to_end/main_job tests/end_to_end/cli tests/end_to_end/checkout \
     tests/unit || status=1
+wait "$checks" || status=1
+cat "$said/checks"
 exit $status
