@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megatron_ext.measure.completion import sets_of_ranks, until_last
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.host_step import HostStep
-from megatron_ext.measure.nvme_route import NvmeRead
+from megatron_ext.measure.nvme_route import NvmeStage
 from megatron_ext.measure.operations import OPERATIONS, Internode, MatrixProduct, Operation, PublishAcross
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import sample
@@ -41,7 +41,7 @@ COLLECTIVES = ("gpu", "p2p", "reduce")
 BESIDE_HOST_STEP = {"compute", "publish", "reduce"}
 """What the host's step of a group runs beside, at the end of a backward."""
 
-KINDS = OPERATIONS | {NvmeRead.name: NvmeRead, HostStep.name: HostStep}
+KINDS = OPERATIONS | {NvmeStage.name: NvmeStage, HostStep.name: HostStep}
 """What stands for each link; see :func:`kinds`."""
 
 SIZES = {"cpu": (2 * MIB, MIB // 4), "cuda": (64 * MIB, 16 * MIB)}

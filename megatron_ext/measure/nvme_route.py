@@ -34,6 +34,7 @@ class NvmeRead(Operation):
 
     name = "nvme"
     by_host = True
+    to_device = True
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
@@ -59,7 +60,8 @@ class NvmeRead(Operation):
 
         def read(transfer: Transfer) -> None:
             self.drive.read(self.slot[: aligned(size_bytes)], offset, self.name)
-            transfer.after = self.fabric.device.copy(target, self.staged[: size_bytes // 4], self.stream, after)
+            if self.to_device:
+                transfer.after = self.fabric.device.copy(target, self.staged[: size_bytes // 4], self.stream, after)
 
         return self.worker.submit(read)
 
@@ -67,6 +69,13 @@ class NvmeRead(Operation):
         self.worker.close()
         self.drive.close()
         self.fabric.device.unpin(self.staged)
+
+
+class NvmeStage(NvmeRead):
+    """The read into the slot alone. For contention: the copy from the slot is one of link ``cpu``, whose own rows say
+    what it slows and what slows it."""
+
+    to_device = False
 
 
 class NvmeWrite(Operation):
