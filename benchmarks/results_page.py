@@ -126,8 +126,8 @@ def three_links(result: dict) -> str:
     by_bytes = result["routes_bytes"]["gpu"] / 2 / result["options"]["network_mb"] / result["iteration_us"]
     return (
         f"links emulated; transfers of all three under way at once {measured['all at once']:.0%} of the iteration, "
-        f"simulated {simulated['all at once']:.0%}; each {each}, an all-gather's wait for the other rank included: its "
-        f"bytes alone take {by_bytes:.1%} of the iteration, and no more can be busy at once; iteration predicted "
+        f"simulated {simulated['all at once']:.0%}; each {each}; an all-gather counts from when both ranks have issued "
+        f"it, and its bytes at the link's rate take {by_bytes:.0%} of the iteration; iteration predicted "
         f"{result['predicted_iteration_us'] / result['iteration_us'] - 1:+.0%} off"
     )
 

@@ -63,10 +63,26 @@ def both(left: Intervals, right: Intervals) -> Intervals:
     return [(begin, end) for begin, end in pairs if begin < end]
 
 
+def begun_by_both(events: list[traces.Event]) -> list[traces.Event]:
+    """Rank 0's events, without an all-gather's wait for the other rank, which issues the same ones in the same order."""
+    own, others = ([event for event in events if event.rank == rank] for rank in (0, 1))
+    gathers = sorted((event for event in others if event.lane == "gpu"), key=lambda event: event.start_us)
+    found = []
+    for event in sorted(own, key=lambda event: event.start_us):
+        if event.lane == "gpu" and others:
+            other = gathers.pop(0)
+            assert (other.name, other.iteration) == (event.name, event.iteration)
+            end = event.start_us + event.duration_us
+            begin = min(max(event.start_us, other.start_us), end)
+            event = event._replace(start_us=begin, duration_us=end - begin)
+        found.append(event)
+    return found
+
+
 def busy(events: list[traces.Event], begin: float, end: float) -> dict[str, Intervals]:
     """When each link of rank 0 has a transfer under way between ``begin`` and ``end``, and all three at once; 0 is
-    ``begin``. An all-gather counts from its issue, with its wait for the other rank."""
-    own = [(e.lane, (e.start_us - begin, e.start_us + e.duration_us - begin)) for e in events if e.rank == 0]
+    ``begin``. An all-gather counts from when both ranks have issued it."""
+    own = [(e.lane, (e.start_us - begin, e.start_us + e.duration_us - begin)) for e in begun_by_both(events)]
     found = {name: both([(0.0, end - begin)], union(i for lane, i in own if lane == name)) for name in LANES}
     first, second, third = found.values()
     return {**found, AT_ONCE: both(both(first, second), third)}
