@@ -64,7 +64,7 @@ def both(left: Intervals, right: Intervals) -> Intervals:
 
 
 def begun_by_both(events: list[traces.Event]) -> list[traces.Event]:
-    """Rank 0's events, without an all-gather's wait for the other rank, which issues the same ones in the same order."""
+    """Rank 0's events, without an all-gather's wait for the other rank, which issues the same in the same order."""
     own, others = ([event for event in events if event.rank == rank] for rank in (0, 1))
     gathers = sorted((event for event in others if event.lane == "gpu"), key=lambda event: event.start_us)
     found = []
