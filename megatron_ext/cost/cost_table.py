@@ -82,7 +82,8 @@ KINDS = ("compute", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "host_step
 
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """``measured`` takes ``p50_us`` for ``size_bytes`` while ``busy`` works: ``slowdown``
-    times what it takes alone. Names are those of :data:`KINDS`."""
+    times what it takes alone. Names are those of :data:`KINDS`; ``nvme`` is the read from the drive into the staging
+    slot, without the copy to the device, which is one of ``cpu``."""
 
     measured: str
     busy: str

@@ -233,15 +233,21 @@ def test_an_all_gather_waits_behind_gradients_that_are_reduced_over_its_communic
 
 def test_a_staging_slot_is_reused_only_when_it_is_empty():
     """nvme takes 300 of which the last 100 are the copy from the slot: with one slot the second
-    read waits for the first copy, with two it does not."""
+    read waits for the first copy, with two it does not. A read that takes 1.5 times as long beside a copy gets 2/3 of
+    the copy's 100 us done in it, and the copy is no longer for it."""
     ends = {}
-    for slots in (1, 2):
+    beside = (cost.Contention(measured="nvme", busy="cpu", slowdown=1.5),)
+    for slots, rows in ((1, ()), (2, ()), (1, beside), (2, beside)):
         work = one_rank(zero_stage=1, microbatches=2, nvme_slots=slots)
         second = Placed(1, "nvme", 0, 0, slot=slots - 1, stage=-1 if slots == 2 else 0)
         schedule = by_layer(work, [Placed(0, "nvme", -1, 0, slot=0, stage=-1), second])
-        result = evaluate(work, table_of(work, cpu=100.0, nvme=300.0, publish=1e-6), schedule, trace=True)
-        ends[slots] = max(e.start_us + e.duration_us for e in result.events if e.lane == "cpu")
-    assert ends == pytest.approx({1: 600, 2: 500}, rel=1e-6)
+        table = table_of(work, cpu=100.0, nvme=300.0, publish=1e-6, contention=rows)
+        result = evaluate(work, table, schedule, trace=True)
+        ends[slots, len(rows)] = max(e.start_us + e.duration_us for e in result.events if e.lane == "cpu")
+        assert result.busy_us["cpu"] == pytest.approx(2 * 100)
+    assert ends == pytest.approx(
+        {(1, 0): 600, (2, 0): 500, (1, 1): 600, (2, 1): 200 + 100 + (200 - 100 / 1.5) + 100}, rel=1e-6
+    )
 
 
 def test_zero_stage_3_brings_and_frees():
