@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from training import run
+from variations import some
 
 SCRIPT = """
 import atexit, os, signal, sys
@@ -43,13 +44,16 @@ def test_ranks_find_imported_what_the_script_imports(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [
-        ("code", "ended with exit code 7"),
-        ("text", "it was text"),
-        ("error", "ZeroDivisionError"),
-        ("hook", "ended with exit code 9"),
-        ("signal", "was ended by SIGSEGV"),
-    ],
+    some(
+        [
+            ("error", "ZeroDivisionError"),
+            ("hook", "ended with exit code 9"),
+            ("signal", "was ended by SIGSEGV"),
+            ("code", "ended with exit code 7"),
+            ("text", "it was text"),
+        ],
+        3,
+    ),
 )
 def test_a_rank_that_fails_is_named(tmp_path, how, said):
     done = launch(tmp_path, how)
