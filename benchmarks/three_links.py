@@ -15,7 +15,6 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
@@ -28,79 +27,20 @@ from msgspec.structs import replace
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.cpubench.launcher import launch
 from megatron_ext.formats import json_files
-from megatron_ext.formats import trace as traces
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.report.links_busy import busy, shares
+from megatron_ext.report.measured_trace import MeasuredTrace
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.workload.workload import Limits
 
 ROOT = Path(__file__).resolve().parents[1]
-LANES, AT_ONCE = ("gpu", "cpu", "nvme"), "all at once"
 HIDDEN, SEQ = 256, 32
 MODEL = (
     f"--num-layers 8 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQ} --micro-batch-size 1 "
     "--global-batch-size 16 --data-parallel-size 2 --gpus-per-node 1 --untie-embeddings-and-output-weights --bf16"
 ).split()
 WARM_UP, SLOTS = 2, 4
-
-Intervals = list[tuple[float, float]]
-
-
-def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """The same time by intervals that do not touch, in order."""
-    found: Intervals = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def both(left: Intervals, right: Intervals) -> Intervals:
-    """The time that is in ``left`` and in ``right``."""
-    pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
-    return [(begin, end) for begin, end in pairs if begin < end]
-
-
-def begun_by_both(events: list[traces.Event]) -> list[traces.Event]:
-    """Rank 0's events, without an all-gather's wait for the other rank, which issues the same in the same order."""
-    own, others = ([event for event in events if event.rank == rank] for rank in (0, 1))
-    gathers = sorted((event for event in others if event.lane == "gpu"), key=lambda event: event.start_us)
-    found = []
-    for event in sorted(own, key=lambda event: event.start_us):
-        if event.lane == "gpu" and others:
-            other = gathers.pop(0)
-            assert (other.name, other.iteration) == (event.name, event.iteration)
-            end = event.start_us + event.duration_us
-            begin = min(max(event.start_us, other.start_us), end)
-            event = event._replace(start_us=begin, duration_us=end - begin)
-        found.append(event)
-    return found
-
-
-def busy(events: list[traces.Event], begin: float, end: float) -> dict[str, Intervals]:
-    """When each link of rank 0 has a transfer under way between ``begin`` and ``end``, and all three at once; 0 is
-    ``begin``. An all-gather counts from when both ranks have issued it."""
-    own = [(e.lane, (e.start_us - begin, e.start_us + e.duration_us - begin)) for e in begun_by_both(events)]
-    found = {name: both([(0.0, end - begin)], union(i for lane, i in own if lane == name)) for name in LANES}
-    first, second, third = found.values()
-    return {**found, AT_ONCE: both(both(first, second), third)}
-
-
-def shares(found: dict[str, Intervals], us: float) -> dict[str, float]:
-    """Of an iteration of ``us``, how much each of them is busy."""
-    return {name: sum(end - begin for begin, end in intervals) / us for name, intervals in found.items()}
-
-
-def iterations_of(events: list[traces.Event]) -> list[tuple[float, float]]:
-    """Begin and end of every iteration of rank 0 that counts: from its first compute to that of the next."""
-    begins: dict[int, float] = {}
-    for event in events:
-        if event.rank == 0 and event.lane == "compute":
-            begins[event.iteration] = min(event.start_us, begins.get(event.iteration, event.start_us))
-    ordered = sorted(begins.values())
-    return list(zip(ordered, ordered[1:]))[WARM_UP:]
 
 
 class Links:
@@ -141,18 +81,18 @@ def run(links: Links, args, drive: Path) -> dict:
     more = ["--user-defined-schedule", str(folder / "schedule.json"), "--user-defined-schedule-nvme-path", where]
     more += ["--user-defined-schedule-trace", str(folder / "trace.json")]
     links.run("train", training_command(MODEL, args.iters, folder / "metrics.json", *more))
-    events = traces.load(folder / "trace.json")[0]
-    pairs = iterations_of(events)
-    found = [shares(busy(events, begin, end), end - begin) for begin, end in pairs]
-    simulated = busy(predicted.events or [], 0.0, predicted.iteration_time_us)
+    trace = MeasuredTrace(folder / "trace.json", work.parallel, args.iters)
+    windows = [(w.events, w.end_us, work.parallel) for w in map(trace.window, range(WARM_UP + 1, args.iters + 1))]
+    found = [shares(*window) for window in windows]
+    simulated = predicted.events or [], predicted.iteration_time_us, work.parallel
     us = json_files.load(folder / "metrics.json", dict)["iteration_us"][WARM_UP:]
     return {
         "routes_bytes": bytes_by_route(schedule),
         "iteration_us": median(us),
         "predicted_iteration_us": predicted.iteration_time_us,
         "measured": {name: median(row[name] for row in found) for name in found[0]},
-        "simulated": shares(simulated, predicted.iteration_time_us),
-        "busy_us": {"measured": busy(events, *pairs[-1]), "simulated": simulated},
+        "simulated": shares(*simulated),
+        "busy_us": {"measured": busy(*windows[-1])[0], "simulated": busy(*simulated)[0]},
     }
 
 

@@ -1,5 +1,6 @@
 """From the files of a run to the figures of its report."""
 
+from statistics import median
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -9,6 +10,7 @@ from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.verdict import Verdict, verdict
 from megatron_ext.report.equality import Equality, compare, largest_loss_difference
+from megatron_ext.report.links_busy import shares
 from megatron_ext.report.measured_trace import MeasuredTrace
 from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.spread import Spread, summarize, warm_up
@@ -48,7 +50,8 @@ class Report(NamedTuple):
     the schedule brings by each route. ``simulated``: events of both simulated iterations. ``memory``: by pipeline rank,
     the bill and the census of the data-parallel rank whose device held most; empty where the run took no census.
     ``states_bytes_per_s``: at which all ranks together read and wrote optimizer states on drives while they did; None
-    where none rest there.
+    where none rest there. ``links_busy``: of the scheduled iteration, ``measured`` and ``simulated``, the share
+    in which each link carries bytes and that in which all do (:func:`megatron_ext.report.links_busy.shares`).
     """
 
     run: RunDir
@@ -65,6 +68,7 @@ class Report(NamedTuple):
     loss_difference: float | None
     routes: dict[str, int]
     simulated: dict[str, list[Event]]
+    links_busy: dict[str, dict[str, float]]
     memory: tuple[tuple[RankMemory, RankMemory], ...] = ()
     states_bytes_per_s: float | None = None
 
@@ -114,7 +118,18 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         simulated={"stock": stock.events, "scheduled": ours.events},
         memory=_memory(run, [bill.memory for bill in ours.memory]),
         states_bytes_per_s=_states_bytes_per_s(run),
+        links_busy={
+            "measured": _links_busy(run, indices),
+            "simulated": shares(ours.events, ours.iteration_time_us, run.workload.parallel),
+        },
     )
+
+
+def _links_busy(run: RunDir, indices: list[int]) -> dict[str, float]:
+    windows = [run.scheduled_trace.window(index + 1) for index in indices]
+    found = [shares(window.events, window.end_us, run.workload.parallel) for window in windows]
+    # A link that is not in every iteration is in none: on CUDA all-gathers are not recorded.
+    return {name: median(share[name] for share in found) for name in found[0] if all(name in share for share in found)}
 
 
 def _states_bytes_per_s(run: RunDir) -> float | None:

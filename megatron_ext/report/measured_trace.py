@@ -14,6 +14,7 @@ from typing import NamedTuple
 from megatron_ext.formats import trace as traces
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event
+from megatron_ext.report.links_busy import union
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.step_order import steps_of_ranks
 
@@ -77,12 +78,7 @@ class MeasuredTrace:
     def busy_us(self, lane: str, name: str) -> float:
         """Microseconds in which at least one rank was at an event of ``lane`` whose name begins with ``name``."""
         found = [e for trace in self._ranks.values() for e in trace.links if e.lane == lane and e.name.startswith(name)]
-        busy = until = 0.0
-        for event in sorted(found, key=lambda e: e.start_us):
-            end = event.start_us + event.duration_us
-            busy += max(end - max(event.start_us, until), 0.0)
-            until = max(until, end)
-        return busy
+        return sum(end - begin for begin, end in union((e.start_us, e.start_us + e.duration_us) for e in found))
 
     def periods_us(self) -> dict[int, float]:
         """By iteration: microseconds since the end of the one before, that is the pause, in

@@ -27,6 +27,10 @@ EXPLAINED = {
         "between two iterations ranks average the loss, log and meet; gathers and publishing may run there"
     ),
     "the lower bound": "an iteration time below which no schedule of this workload comes, by the same costs",
+    "links": (
+        "the mean over ranks; an all-gather counts from when all of its ranks have issued it, `nvme` is the drive and "
+        "`cpu` the host link"
+    ),
     "predicted": "by the simulator from the cost table; the error is relative to the measured median",
 }
 
@@ -48,6 +52,7 @@ def as_json(report: Report) -> dict:
         "verdict_was": report.verdict_was,
         "verdict": {name: report.verdict.figures[name] for name in ("answer", "gain", "gain_low", "gain_high")},
         "states_bytes_per_s": report.states_bytes_per_s,
+        "links_busy": report.links_busy,
         "memory": [
             {
                 "pp_rank": rank,
@@ -186,6 +191,15 @@ def verdict_line(report: Report) -> str:
     return f"{answer}; measured {measured} (standard error, {ratio.turns} turns){was}"
 
 
+def links_lines(report: Report) -> list[str]:
+    """How long links carry bytes, measured and simulated; nothing where there are less than two."""
+    return [
+        f"carry bytes, {how}: {', '.join(f'{name} {share:.0%}' for name, share in found.items())} of the iteration"
+        for how, found in report.links_busy.items()
+        if found
+    ]
+
+
 def _whose(report: Report) -> str:
     return "stock's" if report.run.gathers_only is None else "the best all-gathers'"
 
@@ -236,6 +250,8 @@ def as_text(report: Report, width: int | None = None) -> str:
     for note in notes:
         detail.add_row("note", note)
     detail.add_row("routes", _routes(report))
+    for line in links_lines(report):
+        detail.add_row("links", line)
     detail.add_row("plan", report.verdict.text)
     detail.add_row("verdict", verdict_line(report))
     files = {**{name: report.run.file(name) for name in WRITTEN}, "all files": report.run.path}
@@ -279,6 +295,7 @@ def as_markdown(report: Report) -> str:
         "## The plan",
         "",
         f"- {_routes(report)}",
+        *(f"- links {line}" for line in links_lines(report)),
         *(f"- {line}" for line in report.verdict.text.splitlines()),
         f"- {verdict_line(report)}",
     ]

@@ -1,0 +1,84 @@
+"""How long each link of a rank carries bytes, and how long all of them do so at once.
+
+[Note: When an all-gather moves bytes]
+A trace holds when a rank issued an all-gather and when it was complete. Before the last rank of its data-parallel group
+has issued it no byte moves, so it counts from there. Ranks issue the same all-gathers in the same order.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+
+from megatron_ext.formats.trace import END_NOT_KNOWN, Event
+from megatron_ext.workload.parallel import Parallel
+
+LINKS = ("gpu", "cpu", "nvme")
+"""Lanes of network, host link and drive."""
+
+AT_ONCE = "all at once"
+
+Intervals = list[tuple[float, float]]
+
+
+def busy(events: Iterable[Event], end_us: float, parallel: Parallel) -> dict[int, dict[str, Intervals]]:
+    """By rank and link, when the link carries bytes between 0 and ``end_us``; :data:`AT_ONCE`: when all links do that
+    any of the ranks uses."""
+    found: dict[int, dict[str, Intervals]] = {}
+    spans: dict[tuple[int, str], Intervals] = defaultdict(list)
+    for event in moving(events, parallel):
+        begin, end = max(event.start_us, 0.0), min(event.start_us + event.duration_us, end_us)
+        if begin < end:
+            spans[event.rank, event.lane].append((begin, end))
+    used = [link for link in LINKS if any(link == lane for _, lane in spans)]
+    for rank in {rank for rank, _ in spans}:
+        links = {link: union(spans[rank, link]) for link in used}
+        found[rank] = {**links, AT_ONCE: in_all(list(links.values()))}
+    return found
+
+
+def shares(events: Iterable[Event], end_us: float, parallel: Parallel) -> dict[str, float]:
+    """As :func:`busy`, but shares of ``end_us``, means over ranks; empty where less than two links are used."""
+    ranks = list(busy(events, end_us, parallel).values())
+    if not ranks or len(ranks[0]) < 3:
+        return {}
+    return {
+        name: sum(end - begin for links in ranks for begin, end in links[name]) / len(ranks) / end_us
+        for name in ranks[0]
+    }
+
+
+def moving(events: Iterable[Event], parallel: Parallel) -> list[Event]:
+    """Transfers by the three links, the last first; of all-gathers see [Note: When an all-gather moves bytes]."""
+    transfers = sorted((e for e in events if e.lane in LINKS and e.name != END_NOT_KNOWN), key=lambda e: e.start_us)
+    tp = parallel.tensor_model_parallel_size
+    times, issued, found = Counter(), {}, []
+    for event in reversed(transfers):  # the last rank to issue one comes first
+        begin, end = event.start_us, event.start_us + event.duration_us
+        if event.lane == "gpu":
+            times[event.rank, event.name] += 1
+            which = event.rank // (parallel.dp * tp), event.rank % tp, event.name, times[event.rank, event.name]
+            begin = min(issued.setdefault(which, begin), end)
+        found.append(event._replace(start_us=begin, duration_us=end - begin))
+    return found
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """The same time by intervals that do not touch, in order."""
+    found: Intervals = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def in_all(lists: list[Intervals]) -> Intervals:
+    """The time that is in each of ``lists``, whose intervals do not touch."""
+    moments = sorted(moment for spans in lists for begin, end in spans for moment in ((begin, 1), (end, -1)))
+    found, depth = [], 0
+    for (begin, change), (end, _) in pairwise(moments):
+        depth += change
+        if depth == len(lists) and begin < end:
+            found.append((begin, end))
+    return found

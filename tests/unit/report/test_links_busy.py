@@ -1,0 +1,52 @@
+"""When links carry bytes, and all of them at once."""
+
+import pytest
+from planning_cases import make_workload
+from run_files import make_run
+
+from megatron_ext import report
+from megatron_ext.formats.trace import END_NOT_KNOWN, Event
+from megatron_ext.report import report_text
+from megatron_ext.report.links_busy import AT_ONCE, busy, in_all, shares, union
+
+PARALLEL = make_workload(pp=2, vp=1, dp=2, order="1f1b").parallel
+
+
+def test_intervals_that_touch_are_one():
+    assert union([(4, 6), (0, 2), (2, 3), (5, 5.5)]) == [(0, 3), (4, 6)]
+
+
+def test_time_in_all_lists():
+    assert in_all([[(0, 3), (4, 9)], [(1, 5)], [(2, 8)]]) == [(2, 3), (4, 5)]
+    assert in_all([[(0, 3)], [(3, 5)]]) == []
+
+
+def test_an_all_gather_counts_from_when_its_last_rank_has_issued_it():
+    """Ranks 0 and 1 gather together, ranks 2 and 3; the second gather of a group is not the first one."""
+    gathers = [(0, 10.0, 30.0), (1, 25.0, 15.0), (0, 60.0, 20.0), (1, 50.0, 30.0), (2, 0.0, 90.0), (3, 5.0, 85.0)]
+    events = [Event(rank, "gpu", "unshard 0", begin, us) for rank, begin, us in gathers]
+    events += [Event(rank, lane, "unshard 1", 20.0, 50.0) for rank in range(4) for lane in ("cpu", "nvme", "compute")]
+    events.append(Event(0, "gpu", END_NOT_KNOWN, 0.0, 100.0))
+    found = busy(events, 75.0, PARALLEL)
+    assert found[0]["gpu"] == found[1]["gpu"] == [(25.0, 40.0), (60.0, 75.0)]  # the iteration ends before the last one
+    assert found[0][AT_ONCE] == [(25.0, 40.0), (60.0, 70.0)]
+    assert found[2]["gpu"] == found[3]["gpu"] == [(5.0, 75.0)] and found[2][AT_ONCE] == [(20.0, 70.0)]
+    assert shares(events, 75.0, PARALLEL) == pytest.approx(
+        {"gpu": (30 + 70) / 2 / 75, "cpu": 50 / 75, "nvme": 50 / 75, AT_ONCE: (25 + 50) / 2 / 75}
+    )
+    # One link alone is not at once with any other; one that no rank uses does not count.
+    assert shares([e for e in events if e.lane == "gpu"], 75.0, PARALLEL) == {}
+    two = shares([e for e in events if e.lane != "nvme"], 75.0, PARALLEL)
+    assert list(two) == ["gpu", "cpu", AT_ONCE]
+
+
+def test_a_report_says_both(tmp_path):
+    """What was measured has all-gathers alone, so it has no such line; the simulation of other routes has one."""
+    make_run(tmp_path)
+    built = report.build(report.load(tmp_path))
+    assert built.links_busy["measured"] == {} and set(built.links_busy) == {"measured", "simulated"}
+    found = {"gpu": 0.5, "cpu": 0.25, AT_ONCE: 0.2}
+    built = built._replace(links_busy={"measured": found, "simulated": {}})
+    line = "carry bytes, measured: gpu 50%, cpu 25%, all at once 20% of the iteration"
+    assert line in report_text.as_text(built, width=200) and f"- links {line}" in report_text.as_markdown(built)
+    assert report_text.as_json(built)["links_busy"]["measured"] == found
