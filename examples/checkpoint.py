@@ -1,14 +1,21 @@
-"""Checkpoints of the example: one file a rank for the model, Megatron's own state for the optimizer.
+"""Checkpoints of the example: a directory an iteration, in which each rank has one file for each model chunk, one for
+the optimizer's states of each bucket, and one for the rest.
 
-Files are written to temporary names and renamed, so that the last complete checkpoint always loads. Beside each lies
-its SHA-256. Reading a file runs no code from it (torch.load with weights_only=True): it holds tensors, numbers and
-text. All ranks fail with the same line.
+Files are written to a directory with a temporary name, which is renamed when all are there, so that the last complete
+checkpoint always loads. The file for the rest holds the SHA-256 of the others; its own lies beside it. Reading a file
+runs no code from it (torch.load with weights_only=True): it holds tensors, numbers and text. All ranks fail with the
+same line.
+
+Saving and loading take memory for the states of one bucket, beside what training keeps there: states that rest on a
+drive are read and written through mapped files.
 """
 
 import hashlib
 import os
 import random
+import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -16,7 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_ext.formats import directory_lock
+from megatron_ext.formats import directory_lock, json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.agreement import agree
 
@@ -35,8 +42,14 @@ def claim(directory) -> None:
         try:
             os.makedirs(directory, exist_ok=True)
             directory_lock.hold(directory, field="--save")
-            for left in Path(directory).glob("iter_*/*.tmp"):
-                left.unlink()
+            json_files.remove_half_written(Path(directory) / LATEST)
+            for left in Path(directory).glob("iter_*.tmp"):
+                shutil.rmtree(left)
+            for left in Path(directory).glob("iter_*.old"):
+                if left.with_suffix("").exists():
+                    shutil.rmtree(left)
+                else:
+                    left.rename(left.with_suffix(""))
         except InputError as refused:
             error = str(refused)
         except OSError as refused:
@@ -50,31 +63,27 @@ def save(directory, iteration: int, model, optimizer) -> None:
     Raises:
         InputError: on every rank, naming the file that could not be written.
     """
-    path = _path(directory, iteration)
-    numpy_name, numpy_keys, *numpy_rest = numpy.random.get_state()
-    state = {
-        "iteration": iteration,
-        "model": [chunk.module.state_dict() for chunk in model],
-        "optimizer": _optimizer_state(optimizer),
-        "rng": (random.getstate(), (numpy_name, numpy_keys.tolist(), *numpy_rest), torch.get_rng_state()),
-        # Dropout draws from these: the device's own state, and Megatron's, one a kind of region.
-        "cuda_rng": (torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()),
-    }
-    error = None
+    folder, error = _folder(directory, iteration), None
+    building = folder.with_suffix(".tmp")
     try:
-        _write(path, state)
-    except (OSError, RuntimeError) as failed:
-        # Torch's writer may fail once more on its way out of the file's error, with an error of its own.
-        cause = failed if isinstance(failed, OSError) else failed.__context__
-        why = cause.strerror if isinstance(cause, OSError) else _first_line(failed)
-        error = str(InputError(f"cannot be written: {why}", file=path, field="--save"))
-    _agree(error, directory)
+        _write(building, iteration, model, optimizer)
+    except InputError as failed:
+        error = str(failed)
+    try:
+        _agree(error, directory)
+    except InputError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(building, ignore_errors=True)
+        raise
     if dist.get_rank() == 0:
         try:
-            _replace(Path(directory) / LATEST, lambda file: file.write_text(f"{iteration}\n"))
+            _put_in_place(building, folder)
+            json_files.write_atomically(Path(directory) / LATEST, f"{iteration}\n".encode())
+            shutil.rmtree(folder.with_suffix(".old"), ignore_errors=True)
+        except InputError as failed:
+            error = str(failed)
         except OSError as failed:
-            marker = Path(directory) / LATEST
-            error = str(InputError(f"cannot be written: {failed.strerror}", file=marker, field="--save"))
+            error = str(InputError(f"cannot be written: {failed.strerror}", file=folder, field="--save"))
     _agree(error, directory)
 
 
@@ -84,57 +93,115 @@ def load(directory, model, optimizer) -> int:
     Raises:
         InputError: on every rank: there is none, a file is damaged, or it is of another run's shape.
     """
-    error, state, iteration = None, {}, 0
+    error, state, file = None, {}, Path(directory) / LATEST
     try:
-        iteration, state = _read(directory)
+        file = _latest(directory) / _name()
+        state = _read(file, _digest_beside(file))
     except InputError as refused:
         error = str(refused)
     _agree(error, directory)
     try:
         # The optimizer first: Megatron's host optimizer makes its states by a step, which changes parameters.
-        _load_optimizer(optimizer, state["optimizer"])
-        for chunk, saved in zip(model, state["model"], strict=True):
-            chunk.module.load_state_dict(saved)
+        _load_optimizer(optimizer, state["optimizer"], file)
+        for number, (chunk, digest) in enumerate(zip(model, state["model"], strict=True)):
+            chunk.module.load_state_dict(_read(_part(file, f"model_{number}"), digest, mmap=True))
         _load_random_states(state)
+    except InputError as refused:
+        error = str(refused)
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as failed:
-        why = f"was saved by a run of another shape: {_first_line(failed)}"
-        error = str(InputError(why, file=_path(directory, iteration), field="--load"))
+        error = str(
+            InputError(f"was saved by a run of another shape: {_first_line(failed)}", file=file, field="--load")
+        )
     _agree(error, directory)
-    return iteration
+    return state["iteration"]
 
 
 def _first_line(failed: Exception) -> str:
     return str(failed).partition("\n")[0] or type(failed).__name__
 
 
-def _path(directory, iteration: int) -> Path:
-    return Path(directory) / f"iter_{iteration:07d}" / f"rank_{dist.get_rank():05d}.pt"
+def _folder(directory, iteration: int) -> Path:
+    return Path(directory) / f"iter_{iteration:07d}"
+
+
+def _name() -> str:
+    return f"rank_{dist.get_rank():05d}.pt"
+
+
+def _part(file: Path, part: str) -> Path:
+    return file.with_suffix(f".{part}.pt")
 
 
 def _agree(error: str | None, directory) -> None:
     agree(error, ("checkpoints", str(directory)), file=directory)
 
 
-def _write(path: Path, state: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, lambda file: _save(state, file))
-    digest = file_digest(path)
-    _replace(path.with_suffix(".sha256"), lambda file: file.write_text(f"{digest}\n"))
+# Files.
 
 
-def _save(state: dict, path: Path) -> None:
-    with path.open("wb") as file:  # a path would be written without saying which error the system gave
-        torch.save(state, file)
+def _write(folder: Path, iteration: int, model, optimizer) -> None:
+    """Write this rank's files. Raises InputError."""
+    file = folder / _name()
+    numpy_name, numpy_keys, *numpy_rest = numpy.random.get_state()
+    state = {
+        "iteration": iteration,
+        "model": [
+            _write_file(_part(file, f"model_{number}"), chunk.module.state_dict()) for number, chunk in enumerate(model)
+        ],
+        "optimizer": _write_optimizer(optimizer, file),
+        "rng": (random.getstate(), (numpy_name, numpy_keys.tolist(), *numpy_rest), torch.get_rng_state()),
+        # Dropout draws from these: the device's own state, and Megatron's, one a kind of region.
+        "cuda_rng": (torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()),
+    }
+    digest = _write_file(file, state)
+    json_files.write_atomically(file.with_suffix(".sha256"), f"{digest}\n".encode())
 
 
-def _replace(path: Path, write) -> None:
-    """``write(temporary path)``, then rename it to ``path``."""
-    temporary = path.with_name(f"{path.name}.tmp")
+class _Digested:
+    """A file for torch.save, tensor by tensor, and the digest of what was written."""
+
+    def __init__(self, file):
+        self._file, self.digest, self.flush = file, hashlib.sha256(), file.flush
+
+    def write(self, data) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+
+def _write_file(path: Path, content) -> str:
+    """Write ``content`` and return its SHA-256. Raises InputError."""
     try:
-        write(temporary)
-        os.replace(temporary, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            written = _Digested(file)
+            torch.save(content, written)
+            file.flush()
+            os.fsync(file.fileno())
+        return written.digest.hexdigest()
+    except (OSError, RuntimeError) as failed:
+        # Torch's writer may fail once more on its way out of the file's error, with an error of its own.
+        cause = failed if isinstance(failed, OSError) else failed.__context__
+        why = cause.strerror if isinstance(cause, OSError) else _first_line(failed)
+        place = path.parent.with_suffix("") / path.name
+        raise InputError(f"cannot be written: {why}", file=place, field="--save") from None
+
+
+def _put_in_place(building: Path, folder: Path) -> None:
+    """Give a whole checkpoint its name; one that had it is found as .old until its successor is the latest."""
+    _flush(building)
+    if folder.exists():
+        shutil.rmtree(folder.with_suffix(".old"), ignore_errors=True)
+        folder.rename(folder.with_suffix(".old"))
+    building.rename(folder)
+    _flush(folder.parent)
+
+
+def _flush(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def file_digest(path: Path) -> str:
@@ -145,27 +212,43 @@ def file_digest(path: Path) -> str:
         return digest.hexdigest()
 
 
-def _read(directory) -> tuple[int, dict]:
-    """Iteration and state of the latest checkpoint of this rank. Raises InputError."""
+def _latest(directory) -> Path:
+    """The directory of the latest checkpoint. Raises InputError."""
     latest = Path(directory) / LATEST
     try:
-        iteration = int(latest.read_text())
+        folder = _folder(directory, int(latest.read_text()))
     except (OSError, ValueError):
         raise InputError("there is no checkpoint", file=latest, field="--load") from None
-    path = _path(directory, iteration)
-    where = dict(file=path, field="--load")
+    replaced = folder.with_suffix(".old")
+    return replaced if replaced.exists() and not folder.exists() else folder
+
+
+def _digest_beside(file: Path) -> str:
     try:
-        expected = path.with_suffix(".sha256").read_text().strip()
-        if file_digest(path) != expected:
-            raise InputError(f"is damaged: its SHA-256 is not that in {path.with_suffix('.sha256').name}", **where)
-        if not zipfile.is_zipfile(path):  # or torch would take it for a file of its older forms
+        return file.with_suffix(".sha256").read_text().strip()
+    except OSError as failed:
+        raise _unreadable(file, failed) from None
+
+
+def _unreadable(file: Path, failed: OSError) -> InputError:
+    name = Path(failed.filename).name if failed.filename else file.name
+    return InputError(f"cannot be read: {name}: {failed.strerror}", file=file, field="--load")
+
+
+def _read(file: Path, expected: str, mmap: bool = False):
+    """The content of ``file``, whose SHA-256 is ``expected``; ``mmap``: with tensors that are read as they are used.
+    Raises InputError."""
+    where = dict(file=file, field="--load")
+    try:
+        if file_digest(file) != expected:
+            raise InputError("is damaged: its SHA-256 is not that with which it was saved", **where)
+        if not zipfile.is_zipfile(file):  # or torch would take it for a file of its older forms
             raise ValueError("is no file of torch.save")
-        return iteration, torch.load(path, weights_only=True)
+        return torch.load(file, weights_only=True, mmap=mmap)
     except InputError:
         raise
     except OSError as failed:
-        name = Path(failed.filename).name if failed.filename else path.name
-        raise InputError(f"cannot be read: {name}: {failed.strerror}", **where) from None
+        raise _unreadable(file, failed) from None
     except Exception as failed:  # of whatever kind: torch's reader has no error of its own for a file that is made up
         raise InputError(f"is no checkpoint of this example: {_first_line(failed)}", **where) from None
 
@@ -180,33 +263,51 @@ def _load_random_states(state: dict) -> None:
     get_cuda_rng_tracker().set_states(tracked)
 
 
+# The optimizer: step counts, scaler, and this rank's shards.
+
+
 def _optimizers(optimizer) -> list:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _optimizer_state(optimizer) -> list:
-    """Megatron's optimizer state: step counts, scaler, and this rank's shards."""
+def _buckets(optimizer) -> Iterator[list]:
+    """Parameters of each bucket of which this rank updates a part."""
+    for ranges in optimizer.gbuf_ranges:
+        for buckets in ranges.values():
+            yield from (list(bucket["param_map"]) for bucket in buckets if bucket["param_map"])
+
+
+def _write_optimizer(optimizer, file: Path) -> list:
+    """What the rest holds of each optimizer. Its shards go to files of their own."""
     states = []
-    for one in _optimizers(optimizer):
-        shards, stepped = {}, len(one.optimizer.state) > 0
-        for buffer, ranges in enumerate(one.gbuf_ranges):
-            for dtype, buckets in ranges.items():
-                for bucket, bucket_ranges in enumerate(buckets):
-                    for number, parameter in enumerate(bucket_ranges["param_map"]):
-                        tensors = (
-                            one._get_main_param_and_optimizer_states(parameter)
-                            if stepped
-                            else {"param": _main_param(one, parameter)}
-                        )
-                        shards[(buffer, str(dtype), bucket, number)] = {
-                            name: tensor.detach().clone() for name, tensor in tensors.items()
-                        }
+    for index, one in enumerate(_optimizers(optimizer)):
+        digests, stepped = [], len(one.optimizer.state) > 0
+        for number, parameters in enumerate(_buckets(one)):
+            shards = [
+                {name: _alone(tensor) for name, tensor in _tensors(one, parameter, stepped).items()}
+                for parameter in parameters
+            ]
+            digests.append(_write_file(_part(file, f"states_{index}_{number:04d}"), shards))
         # Before the first update (with fp16, steps are skipped at first) Megatron has no state to give.
         common = (
             one.state_dict() if stepped else {"grad_scaler": one.grad_scaler.state_dict() if one.grad_scaler else None}
         )
-        states.append({"common": _without_classes(common), "shards": shards})
+        states.append({"common": _without_classes(common), "shards": digests})
     return states
+
+
+def _tensors(one, parameter, stepped: bool) -> dict[str, torch.Tensor]:
+    if stepped:
+        return one._get_main_param_and_optimizer_states(parameter)
+    group, order = one.model_param_group_index_map[parameter]
+    return {"param": one.optimizer.param_groups[group]["params"][order]}
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a copy where it is a part of something larger, which would be written with it."""
+    tensor = tensor.detach()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone()
 
 
 def _without_classes(common: dict) -> dict:
@@ -220,35 +321,30 @@ def _without_classes(common: dict) -> dict:
     return {**common, "optimizer": {**common["optimizer"], "param_groups": groups}}
 
 
-def _main_param(optimizer, parameter) -> torch.Tensor:
-    group, order = optimizer.model_param_group_index_map[parameter]
-    return optimizer.optimizer.param_groups[group]["params"][order]
-
-
 @torch.no_grad()
-def _load_optimizer(optimizer, states: list) -> None:
-    for one, state in zip(_optimizers(optimizer), states, strict=True):
+def _load_optimizer(optimizer, states: list, file: Path) -> None:
+    for index, (one, state) in enumerate(zip(_optimizers(optimizer), states, strict=True)):
         stepped = "optimizer" in state["common"]
         if stepped:
-            saved = state["common"]["optimizer"]
-            own_groups = one.optimizer.param_groups
-            for group, own in zip(saved["param_groups"], own_groups, strict=True):
-                group |= {name: value for name, value in own.items() if isinstance(value, type)}
-            one.load_state_dict(state["common"])
-            for own in one.optimizer.state.values():
-                # Megatron gives all parameters the same tensor, which each of them then counts up.
-                if torch.is_tensor(own.get("step")):
-                    own["step"] = own["step"].clone()
+            _load_common(one, state["common"])
         elif one.grad_scaler:
             one.grad_scaler.load_state_dict(state["common"]["grad_scaler"])
-        for buffer, ranges in enumerate(one.gbuf_ranges):
-            for dtype, buckets in ranges.items():
-                for bucket, bucket_ranges in enumerate(buckets):
-                    for number, parameter in enumerate(bucket_ranges["param_map"]):
-                        tensors = state["shards"][(buffer, str(dtype), bucket, number)]
-                        if stepped:
-                            one._set_main_param_and_optimizer_states(parameter, tensors)
-                        else:
-                            _main_param(one, parameter).copy_(tensors["param"])
+        for number, (parameters, digest) in enumerate(zip(_buckets(one), state["shards"], strict=True)):
+            shards = _read(_part(file, f"states_{index}_{number:04d}"), digest, mmap=True)
+            for parameter, saved in zip(parameters, shards, strict=True):
+                for name, tensor in _tensors(one, parameter, stepped).items():
+                    if tensor.shape != saved[name].shape:
+                        raise ValueError(f"{name} of {list(saved[name].shape)}, here {list(tensor.shape)}")
+                    tensor.copy_(saved[name])
         if stepped and hasattr(one.optimizer, "_sync_hdo_state_to_sub_optimizers"):
             one.optimizer._sync_hdo_state_to_sub_optimizers()  # as Megatron does after it has loaded states
+
+
+def _load_common(one, common: dict) -> None:
+    for group, own in zip(common["optimizer"]["param_groups"], one.optimizer.param_groups, strict=True):
+        group |= {name: value for name, value in own.items() if isinstance(value, type)}
+    one.load_state_dict(common)
+    for own in one.optimizer.state.values():
+        # Megatron gives all parameters the same tensor, which each of them then counts up.
+        if torch.is_tensor(own.get("step")):
+            own["step"] = own["step"].clone()

@@ -17,6 +17,7 @@ import time
 import traceback
 from datetime import timedelta
 from functools import partial
+from typing import NoReturn
 
 import msgspec
 import numpy
@@ -24,10 +25,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.formats import json_files
-from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import cpu_compat, gpt_arguments, hooks, one_line_end
 from megatron_ext.runtime.device import has_cuda
-from megatron_ext.runtime.watch import exit_code
 
 cpu_compat.install()  # does nothing where there is a CUDA device
 
@@ -212,6 +211,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
     turns = Turns(args.interleave, writes=dist.get_rank() == 0) if args.interleave else None
     if turns is not None:
         metrics["turn_iterations"] = turns.iterations
+    saved = None
     while iteration < args.train_iters:
         if turns is not None:
             turns.before(iteration)
@@ -243,9 +243,10 @@ def train(args, model, optimizer, config, datasets) -> dict:
         if args.save and args.save_interval and iteration % args.save_interval == 0:
             force_param_sync(model, args)
             checkpoint.save(args.save, iteration, model, optimizer)
+            saved = iteration
     log.close()
     force_param_sync(model, args)
-    if args.save:
+    if args.save and saved != iteration:
         checkpoint.save(args.save, iteration, model, optimizer)
     metrics["parameter_sha256"] = parameter_hash(model)
     metrics["cuda_peak_bytes"] = torch.cuda.max_memory_allocated() if has_cuda() else 0
@@ -292,6 +293,7 @@ def main() -> int:
         parallel=gpt_arguments.parallel_of(args),
         check=args.user_defined_schedule_check,
         delay=args.delayed_parameter_update,
+        nvme_path=args.user_defined_schedule_nvme_path,
     )
     initialize(args)
     model, optimizer, config = build_model_and_optimizer(args)
@@ -304,15 +306,19 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
-    # Threads of collectives may still wait for a rank that is gone: leave without them.
+def run() -> NoReturn:
+    """:func:`main`, then leave: threads of collectives may still wait for a rank that is gone."""
     try:
         code = main()
-    except InputError as refused:
-        one_line_end.end(refused)
     except Exception as error:
+        if one_line_end.says_all(error):
+            one_line_end.end(error)
         traceback.print_exc()
-        code = exit_code(error)
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,4 +1,4 @@
-"""Optimizer states in distributed checkpoints, where a rank's shard of a bucket holds no parameter.
+"""Optimizer states in distributed checkpoints: shards of a bucket that hold no parameter, formats that gather all.
 
 [Note: A shard that is padding alone]
 A group is a bucket of its own, and a bucket is padded to a multiple of lcm(DP, 128) elements: of a group of one bias
@@ -10,16 +10,26 @@ Here such a shard gets an entry without tensors, as Megatron has them for paddin
 assertion the entry is taken out again, and buckets are kept by number instead of in a list: when states are loaded,
 Megatron merges lists of tensors and of other objects only where both have equally many items. The files are the same.
 Source: Megatron-LM ``distrib_optimizer.py``, ``sharded_param_state_dp_reshardable``; ``dict_utils.py``, ``merge``.
+
+[Note: Formats that gather all states]
+``--dist-ckpt-optim-fully-reshardable`` and ``--ckpt-format torch`` bring the states of all data-parallel ranks together
+in host memory, when they save and when they load. Where states rest on a drive because they do not fit, that would end
+the process; it is refused with the bytes that are missing.
 """
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_ext.runtime import host_memory
 
 NAMES = (
     "get_parameter_state_dp_reshardable",
     "sharded_param_state_dp_reshardable",
     "load_parameter_state_from_dp_reshardable",
 )
+
+GATHERED = ("param", "exp_avg", "exp_avg_sq")
+"""Tensors, fp32, that Megatron gathers of every parameter."""
 
 
 def allow_empty_shards() -> None:
@@ -83,3 +93,21 @@ def number_shards(optimizer, state: dict) -> dict:
             shards = enumerate(state[number][dtype])
             state[number][dtype] = {index: shard for index, shard in shards if any(len(entry) > 1 for entry in shard)}
     return state
+
+
+def refuse_without_room() -> None:
+    """Let distributed optimizers raise InputError where a checkpoint's format needs more memory than there is."""
+    gather = DistributedOptimizer.get_parameter_state_dp_zero
+    if hasattr(gather, "of_megatron"):
+        return
+
+    def gather_if_there_is_room(optimizer, *args, **kwargs):
+        if kwargs.get("return_on_all_ranks") or optimizer.data_parallel_group.rank() == 0:
+            need = len(GATHERED) * sum(buffer.numel_unpadded for buffer in optimizer.buffers) * torch.float32.itemsize
+            host_memory.require(
+                need, "optimizer states of all data-parallel ranks, gathered for this checkpoint format,"
+            )
+        return gather(optimizer, *args, **kwargs)
+
+    vars(gather_if_there_is_room)["of_megatron"] = gather
+    setattr(DistributedOptimizer, "get_parameter_state_dp_zero", gather_if_there_is_room)  # noqa: B010

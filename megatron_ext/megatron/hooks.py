@@ -20,10 +20,12 @@ ended = False
 """Whether a run has written what it was to write."""
 
 
-def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=None):
+def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=None, nvme_path=None):
     """Make a run active: gather by ``schedule`` (a path), write a trace to ``trace`` (a path), make or compare with
     the reference ``check`` (a path, see :mod:`megatron_ext.megatron.equality_check`). ``delay``: updates are delayed
     after so many iterations, see :mod:`megatron_ext.runtime.delayed_update`; None: none is.
+    ``nvme_path``: directory on the drive, for optimizer states that a checkpoint gives before training begins; None:
+    they are in memory until then.
 
     ``parallel`` (a :class:`megatron_ext.workload.parallel.Parallel`) lets a schedule for other
     sizes be refused at once, before processes have found each other.
@@ -44,7 +46,7 @@ def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=Non
         return None
     from megatron_ext.megatron.lifecycle import Run
 
-    _run = Run(schedule, trace, parallel, check, delay)
+    _run = Run(schedule, trace, parallel, check, delay, nvme_path)
     return _run
 
 
@@ -89,7 +91,8 @@ def _configure_from(args) -> None:
         parallel = parallel_of_megatron(args)
     trace, check = (getattr(args, f"user_defined_schedule_{name}", None) for name in ("trace", "check"))
     delay = getattr(args, "delayed_parameter_update", None)
-    run = configure(schedule, trace, parallel=parallel, check=check, delay=delay)
+    nvme_path = getattr(args, "user_defined_schedule_nvme_path", None)
+    run = configure(schedule, trace, parallel=parallel, check=check, delay=delay, nvme_path=nvme_path)
     if run is not None and run.schedule is not None and run.schedule.zero_stage == 3:
         refusals.refuse_at_zero_stage_3(args)
 

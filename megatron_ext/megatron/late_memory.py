@@ -4,8 +4,8 @@
 HybridDeviceOptimizer copies every parameter to the host in fp32 when it is built, and DistributedOptimizer builds it
 twice: 8 bytes a parameter at a time when the drive holds nothing yet. The copy of a parameter whose states will rest
 on the drive is left out: a single NaN in its shape stands in for it. :mod:`states_on_drive` writes the parameter itself
-to the drive, in fp32, one slot after the other. Where something needs the copies before (a checkpoint is loaded), they
-are made then.
+to the drive, in fp32, one slot after the other. Where something needs the copies before, with their moments (a
+checkpoint is loaded), they are made then, in files on the drive that are mapped into memory: see drive_tensors.py.
 
 [Note: Why gradients are left out]
 DistributedDataParallel makes whole gradients of all parameters. :mod:`buckets` drops them and makes those that the
@@ -16,6 +16,7 @@ schedule keeps. Until then a single zero in their shape stands in for them.
 # pyright: reportAttributeAccessIssue=false
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import nan
 
 import torch
@@ -23,68 +24,138 @@ from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch.overrides import TorchFunctionMode
 
+from megatron_ext.runtime.drive_tensors import DriveTensors
+
 storages_left_out: set[int] = set()
 """Of the parameters whose copies are left out."""
 
 
-def leave_copies_out(parameters: Iterable[torch.Tensor]) -> None:
-    """Host optimizers that are built from now on have no copies of what lies in the storages of ``parameters``."""
+def leave_copies_out(parameters: Iterable[torch.Tensor], directory) -> None:
+    """Host optimizers that are built from now on have no copies of what lies in the storages of ``parameters``; those
+    that something needs before are made in files in ``directory``, on the drive."""
     storages_left_out.update(tensor.untyped_storage()._cdata for tensor in parameters)
-    if not hasattr(HybridDeviceOptimizer, "without_copies"):
-        HybridDeviceOptimizer.without_copies, HybridDeviceOptimizer.needs_copies = (), False
+    if not hasattr(HybridDeviceOptimizer, "left_out"):
         sort_parameters = HybridDeviceOptimizer._get_sub_optimizer_param_groups
         HybridDeviceOptimizer._get_sub_optimizer_param_groups = lambda *given: _sorted(sort_parameters, *given)
+    HybridDeviceOptimizer.left_out = LeftOut(directory)
+
+
+class LeftOut:
+    """Copies of one host optimizer that are not in memory, see the note above.
+
+    Attributes:
+        stand_ins, on_drive: by the optimizer's parameters, those that have no values yet, and those that have.
+    """
+
+    def __init__(self, directory):
+        self.directory, self.files = directory, []
+        self.stand_ins: dict[torch.Tensor, torch.Tensor] = {}
+        self.on_drive: dict[torch.Tensor, torch.Tensor] = {}
+
+    def of(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Stands for the copy of ``parameter``, or is it."""
+        if parameter in self.on_drive:
+            return self.on_drive[parameter]
+        self.stand_ins[parameter] = made = torch.full((), nan, dtype=dtype).expand(parameter.shape)
+        return made
+
+    @torch.no_grad()
+    def make_copies(self, *_) -> None:
+        """Give the stand-ins their values, on the drive."""
+        for dtype in {copy.dtype for copy in self.stand_ins.values()}:
+            chosen = [(parameter, copy) for parameter, copy in self.stand_ins.items() if copy.dtype == dtype]
+            places = self._tensors([copy.shape for _, copy in chosen], dtype)
+            for (parameter, copy), place in zip(chosen, places, strict=True):
+                copy.data = place.copy_(parameter.detach())
+        self.on_drive |= self.stand_ins
+        self.stand_ins = {}
+
+    def make_states(self, hybrid) -> None:
+        """In place of Megatron's ``dummy_step``, which takes memory for a gradient of every parameter and for all
+        states: those of the copies that are left out are made on the drive, all others by a step of gradients 0."""
+        self.make_copies()
+        for group in hybrid.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None if parameter in self.on_drive else torch.zeros_like(parameter)
+        hybrid.step()
+        hybrid.zero_grad()
+        chosen = set(self.on_drive.values())
+        for optimizer in hybrid.cpu_optimizers:
+            for group in optimizer.param_groups:
+                copies = [copy for copy in group["params"] if copy in chosen]
+                for name, like in _states_of_one(hybrid.cpu_optimizer_cls, group).items() if copies else ():
+                    places = self._tensors([copy.shape for copy in copies], like.dtype) if like.dim() else ()
+                    for number, copy in enumerate(copies):
+                        optimizer.state[copy][name] = places[number] if like.dim() else like.clone()
+        hybrid._sync_sub_optimizers_state_to_hdo()
+
+    def _tensors(self, shapes: list[torch.Size], dtype: torch.dtype) -> list[torch.Tensor]:
+        self.files.append(DriveTensors(self.directory, shapes, dtype))
+        return self.files[-1].tensors
+
+
+def _states_of_one(optimizer_class, group: dict) -> dict[str, torch.Tensor]:
+    """What the host's optimizer keeps of a parameter of one element: its moments, and numbers without dimensions."""
+    one = torch.zeros(1)
+    one.grad = torch.zeros(1)
+    optimizer = optimizer_class([{**group, "params": [one]}])
+    optimizer.step()
+    return dict(optimizer.state[one])
 
 
 def _sorted(sort_parameters, hybrid, offload_fraction: float):
     """What Megatron's function returns, with stand-ins for some copies."""
     late = lambda parameter: parameter.numel() > 1 and parameter.untyped_storage()._cdata in storages_left_out
     everything = hybrid.param_groups
-    if (
-        hybrid.needs_copies
-        or offload_fraction != 1.0
-        or not any(late(p) for group in everything for p in group["params"])
-    ):
+    if offload_fraction != 1.0 or not any(late(p) for group in everything for p in group["params"]):
         return sort_parameters(hybrid, offload_fraction)
     hybrid.param_groups = [{**group, "params": [p for p in group["params"] if not late(p)]} for group in everything]
     host, device, copies, originals, in_fp32 = sort_parameters(hybrid, offload_fraction)
     hybrid.param_groups = everything
-    left_out = {}
+    if "left_out" not in vars(hybrid):
+        _install(hybrid, LeftOut(hybrid.left_out.directory))
     for group in everything:
         chosen = [parameter for parameter in group["params"] if late(parameter)]
         for parameter in chosen:
             dtype = torch.float32 if hybrid.param_update_in_fp32 else parameter.dtype
-            left_out[parameter] = copy = torch.full((), nan, dtype=dtype).expand(parameter.shape)
-            copies[parameter], originals[copy] = copy, parameter
+            copies[parameter] = copy = hybrid.left_out.of(parameter, dtype)
+            originals[copy] = parameter
             if dtype != parameter.dtype:
                 in_fp32[parameter] = copy
         if chosen:
-            host.append({**group, "params": [left_out[parameter] for parameter in chosen]})
-    hybrid.without_copies = left_out.items()
-    _make_when_needed(hybrid)
+            host.append({**group, "params": [copies[parameter] for parameter in chosen]})
     return host, device, copies, originals, in_fp32
 
 
-def _make_when_needed(hybrid) -> None:
-    @torch.no_grad()
-    def make(*_) -> None:
-        for parameter, copy in hybrid.without_copies:
-            copy.data = parameter.detach().to("cpu", copy.dtype, copy=True)
-        hybrid.without_copies, hybrid.needs_copies = (), True
+def _install(hybrid, left_out: LeftOut) -> None:
+    """Let what needs copies or states before training find them."""
 
     def update_by_new() -> None:
-        make()
+        left_out.make_copies()
         HybridDeviceOptimizer.update_fp32_param_by_new_param(hybrid)
 
-    hybrid.register_step_pre_hook(make)
-    hybrid.register_load_state_dict_pre_hook(make)
-    vars(hybrid)["update_fp32_param_by_new_param"] = update_by_new
+    hybrid.register_step_pre_hook(left_out.make_copies)
+    hybrid.register_load_state_dict_pre_hook(left_out.make_copies)
+    vars(hybrid).update(
+        left_out=left_out,
+        update_fp32_param_by_new_param=update_by_new,
+        dummy_step=partial(left_out.make_states, hybrid),
+    )
 
 
 def take_over(hybrid) -> dict[torch.Tensor, torch.Tensor]:
-    """The parameters of ``hybrid`` by their copies that were left out; who calls this makes the copies."""
-    found = {copy: parameter for parameter, copy in hybrid.without_copies}
-    hybrid.without_copies = ()
+    """The parameters of ``hybrid`` by their copies that have no values; who calls this makes the copies.
+
+    Raises:
+        InputError: copies that were made did not reach the drive.
+    """
+    left_out = vars(hybrid).get("left_out")
+    if left_out is None:
+        return {}
+    for file in left_out.files:
+        file.flush()
+    found = {copy: parameter for parameter, copy in left_out.stand_ins.items()}
+    left_out.stand_ins, left_out.on_drive, left_out.files = {}, {}, []
     return found
 
 

@@ -98,14 +98,15 @@ class Run:
         check: path of the reference of the equality check, or None.
         parallel: the run's parallel sizes where they are known, so that a schedule for others is refused at once.
         delay: value of --delayed-parameter-update, or None.
+        nvme_path: directory on the drive where states are put before training begins, or None.
 
     Raises:
         InputError: the schedule cannot be read, is not valid, or is for other parallel sizes; or the reference is of
             another schedule.
     """
 
-    def __init__(self, schedule, trace, parallel=None, check=None, delay=None):
-        self.path, self.trace_path, self.delay = schedule, trace, delay
+    def __init__(self, schedule, trace, parallel=None, check=None, delay=None, nvme_path=None):
+        self.path, self.trace_path, self.delay, self.nvme_path = schedule, trace, delay, nvme_path
         self.state = State.UNSCHEDULED if schedule is None else State.BUILDING
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         self.recorder: Recorder | None = None
@@ -187,8 +188,10 @@ class Run:
         if not self.stock_gather:
             replace_pre_hooks(ddp, self.unshard_all)
             on_drive = [index for index in groups if groups[index].states_rest == "nvme"]
-            if on_drive:
-                late_memory.leave_copies_out(self._bucket_groups[index].buckets[0].param_data for index in on_drive)
+            if on_drive and self.nvme_path is not None:
+                stored = (self._bucket_groups[index].buckets[0].param_data for index in on_drive)
+                late_memory.leave_copies_out(stored, self.nvme_path)
+                checkpoint_states.refuse_without_room()
 
     # Once, before the first step.
 
@@ -252,6 +255,8 @@ class Run:
         )
         try:
             _check_copies(self.schedule, nvme_path, file=self.path)
+            if self.schedule.state_slots is not None:
+                refusals.refuse_with_states_on_drive(args)
             if any(group.gradients for group in self.schedule.groups):
                 on_host = any(group.gradients == "host" for group in self.schedule.groups)
                 refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)

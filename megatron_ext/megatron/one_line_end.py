@@ -1,4 +1,4 @@
-"""How a training process ends: bad input by one line and exit code 2, a lost peer by an exit code of its own."""
+"""How a training process ends: bad input, a drive that fails and a lost peer by one line and an exit code each."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ import time
 from typing import NoReturn
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.watch import exit_code, lost_peer
 from megatron_ext.runtime.worker import begin_exit
 
@@ -15,28 +16,32 @@ then ends the others."""
 
 
 def install() -> None:
-    """Let an InputError that nobody catches end the process by :func:`end`, and the loss of a peer, once it is
-    reported, by its exit code. Other errors are reported as before."""
+    """Let an error that says all in one line, and that nobody catches, end the process by :func:`end`. Other errors are
+    reported as before."""
     report = sys.excepthook
 
-    def report_unless_input(kind, error, traceback):
-        if isinstance(error, InputError):
+    def report_the_others(kind, error, traceback):
+        if says_all(error):
             end(error)
         report(kind, error, traceback)
-        if lost_peer(error):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(exit_code(error))
 
-    sys.excepthook = report_unless_input
+    sys.excepthook = report_the_others
 
 
-def end(error: InputError) -> NoReturn:
+def says_all(error: BaseException) -> bool:
+    """Whether the text of ``error`` is enough: bad input, a drive that fails, another rank that is gone."""
+    return isinstance(error, (InputError, DriveError)) or lost_peer(error)
+
+
+def end(error: BaseException) -> NoReturn:
     """Say what is wrong and leave; threads of collectives may still wait for ranks that are gone."""
     begin_exit()  # or a thread that waits for the first rank would call it lost
-    if int(os.environ.get("RANK", 0)) > 0:
+    rank, (text, *_) = int(os.environ.get("RANK", 0)), str(error).splitlines() or [type(error).__name__]
+    if not isinstance(error, InputError):
+        text = f"rank {rank}: {'another rank is gone: ' if lost_peer(error) else ''}{text}"
+    elif rank > 0:
         time.sleep(OTHER_RANKS_SECONDS)
     sys.stdout.flush()
     # torch holds sys.stderr back while it reports an uncaught error, to write the rank before every line.
-    print(f"megatron-ext: {error}", file=sys.__stderr__, flush=True)
-    os._exit(2)
+    print(f"megatron-ext: {text}", file=sys.__stderr__, flush=True)
+    os._exit(2 if isinstance(error, InputError) else exit_code(error))

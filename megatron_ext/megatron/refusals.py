@@ -152,6 +152,13 @@ def refuse_with_gradients(args, config, on_host: bool) -> None:
         refuse("fp16", "gradients in host memory are unscaled by nobody")
 
 
+def refuse_with_states_on_drive(args) -> None:
+    """What a schedule cannot be combined with that keeps optimizer states on a drive. Raises InputError."""
+    if getattr(args, "async_save", False):
+        why = "would write states that the next step has changed; leave it out, or keep optimizer states in memory"
+        raise InputError(why, field="--async-save", value=True)
+
+
 def refuse_combinations(args) -> None:
     """The part of :func:`refuse_unsupported` that can be said of options as they were given.
 

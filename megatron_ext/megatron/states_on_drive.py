@@ -4,8 +4,8 @@
 The parameters whose states rest on the drive get optimizers of their own, one a unit, see host_optimizers.py. Their
 gradients come to the host by slots, or are used where they rest there. All else is its own: values of param_groups,
 copies of the new parameters back to the device.
-Checkpoints reach states through two methods of Megatron's DistributedOptimizer. For these parameters both go to the
-drive, one parameter at a time, so that saving and loading need no memory for all states.
+Checkpoints take states from a method of Megatron's DistributedOptimizer. For these parameters it maps the drive's file
+into memory, so that saving needs no memory for all states. What is loaded is loaded before: see late_memory.py.
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
@@ -96,7 +96,7 @@ def _one(optimizer, shards: list, on_host: list, schedule: Schedule, nvme_path, 
     vars(hybrid)["_set_sub_optimizer_grads"] = partial(
         _copy_other_gradients, hybrid, hybrid._set_sub_optimizer_grads, set(units), states
     )
-    _redirect_checkpoints(optimizer, states)
+    _save_from_drive(optimizer, states)
     refuse_late_load(hybrid)
     return states
 
@@ -134,29 +134,17 @@ def _units(hybrid, chosen: set, moments: int, slot_bytes: int) -> Iterator[list[
         yield list(unit.values())
 
 
-def _redirect_checkpoints(optimizer, states: DriveStates) -> None:
-    """Let Megatron's accessors of one parameter's states read from the drive and write to it."""
-    get, put = optimizer._get_main_param_and_optimizer_states, optimizer._set_main_param_and_optimizer_states
+def _save_from_drive(optimizer, states: DriveStates) -> None:
+    """Let what Megatron takes of one parameter's states come from the drive."""
+    get = optimizer._get_main_param_and_optimizer_states
 
-    def host_parameter(parameter) -> torch.Tensor | None:
+    def read(parameter) -> dict[str, torch.Tensor]:
         group, order = optimizer.model_param_group_index_map[parameter]
         shard = optimizer.optimizer.param_groups[group]["params"][order]
         copy = optimizer.optimizer.gpu_params_map_cpu_copy.get(shard)
-        return copy if copy is not None and states.holds(copy) else None
-
-    def read(parameter) -> dict[str, torch.Tensor]:
-        copy = host_parameter(parameter)
-        if copy is None:
+        if copy is None or not states.holds(copy):
             return get(parameter)
         in_memory = {name: value for name, value in get(parameter).items() if value.dim() == 0}  # the step count
         return in_memory | states.read_tensors(copy)
 
-    def write(parameter, tensors) -> None:
-        copy = host_parameter(parameter)
-        if copy is None:
-            put(parameter, tensors)
-        else:
-            states.write_tensors(copy, tensors)
-
     vars(optimizer)["_get_main_param_and_optimizer_states"] = read
-    vars(optimizer)["_set_main_param_and_optimizer_states"] = write

@@ -11,9 +11,11 @@ it has ended, however that is. Other processes open it as /proc/<pid>/fd/<fd>.
 """
 
 import errno
+import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 
 from megatron_ext.formats.errors import InputError
@@ -137,6 +139,7 @@ class DriveFile:
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.block_bytes, self.queue_depth = block_bytes, queue_depth
         self._reads = open_reads(self._direct, queue_depth, self.direct)
+        self._close = weakref.finalize(self, os.close, self._buffered)
 
     def configure(self, block_bytes: int, queue_depth: int) -> None:
         """Read by requests of another size, another number in flight. Not while something is read."""
@@ -172,6 +175,28 @@ class DriveFile:
         self.start(memory, offset, what, transfer)
         transfer.wait()
 
+    def map(self, offset: int, size_bytes: int, what: str) -> memoryview:
+        """What lies there, as memory that the system may take back; changes of it do not reach the file. The file must
+        not change while it is read. ``offset``: a multiple of BLOCK.
+
+        Raises:
+            DriveError: naming ``what`` and the file.
+        """
+        scratch = bytearray(min(size_bytes, 1 << 20))
+        for start in range(0, size_bytes, len(scratch)):  # a page that cannot be read would end the process
+            wanted = memoryview(scratch)[: size_bytes - start]
+            try:
+                count = os.preadv(self._buffered, [wanted], offset + start)
+                if count == len(wanted):
+                    continue
+                why = f"ends at byte {offset + start + count}"
+            except OSError as error:
+                why = f"cannot be read at byte {offset + start}: {error.strerror}"
+            raise DriveError(f"{what}: {self.label} {why}")
+        before = offset % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._buffered, before + size_bytes, offset=offset - before, access=mmap.ACCESS_COPY)
+        return memoryview(mapped)[before:]
+
     def write(self, memory, offset: int, what: str) -> None:
         """Write ``memory`` at ``offset`` through the page cache; :meth:`flush` brings it to the drive.
 
@@ -198,10 +223,14 @@ class DriveFile:
         """Cut the file off: a fault for tests."""
         os.ftruncate(self._buffered, size_bytes)
 
-    def close(self) -> None:
+    def end_transfers(self) -> None:
+        """After this only :meth:`map` works, until :meth:`close` or until nobody holds this object."""
         self._reads.close()
         os.close(self._direct)
-        os.close(self._buffered)
+
+    def close(self) -> None:
+        self.end_transfers()
+        self._close()
 
 
 class _Move:

@@ -24,6 +24,7 @@ from time import perf_counter_ns
 import torch
 
 from megatron_ext.runtime import drive
+from megatron_ext.runtime.drive_tensors import view
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
 from megatron_ext.workload import state_layout
 from megatron_ext.workload.drive_reads import DriveReads
@@ -275,44 +276,28 @@ class DriveStates:
         return parameter in self._places
 
     def read_tensors(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A copy of ``parameter`` (as "param") and of its moments by name, read from the drive."""
+        """``parameter`` (as "param") and its moments by name, in memory that the system may take back. They hold until
+        the next step; changing them changes nothing on the drive. Raises DriveError."""
         unit, region = self._places[parameter]
         self._wait(self._writes[self.units.index(unit)])
-        memory, tensors = self._piece_of(region)
-        self.file.read(memory, unit.start + region.offset, "states of a checkpoint")
-        return tensors
-
-    def write_tensors(self, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        """Replace what the drive holds of ``parameter`` by the tensors that :meth:`read_tensors` gave."""
-        unit, region = self._places[parameter]
-        index = self.units.index(unit)
-        for number in [number for number in self._reads if number % len(self.units) == index]:
-            self._reads.pop(number).wait()  # it is read again
-        self._wait(self._writes[index])
-        memory, places = self._piece_of(region)
-        for name, place in places.items():
-            place.copy_(tensors[name])
-        transfer = Transfer()
-        self.file.start(memory, unit.start + region.offset, "states of a checkpoint", transfer, write=True)
-        transfer.wait()
-        self._read_ahead()
-
-    def _piece_of(self, region: Region) -> tuple[memoryview, dict[str, torch.Tensor]]:
-        """New memory for one region, and its tensors by name."""
-        memory = mmap.mmap(-1, state_layout.region_bytes(region.parameter.numel(), self.moments))
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
-        names = ("param", *region.names)
-        return memoryview(memory), {name: region.view(flat, index, start=0) for index, name in enumerate(names)}
+        size = state_layout.region_bytes(parameter.numel(), self.moments)
+        memory = self.file.map(unit.start + region.offset, size, "states of a checkpoint")
+        return {
+            name: view(memory, index * region.tensor_bytes, region.shape, parameter.dtype)
+            for index, name in enumerate(("param", *region.names))
+        }
 
     def close(self) -> None:
-        """Wait for what is on its way, then close the file, which is gone with it."""
+        """Wait for what is on its way and give up the slots. The file can still be read, for a checkpoint after
+        training; it is gone with this object."""
         for hook in self._hooks:
             hook.remove()
         for transfer in (*self._reads.values(), *self._writes):
             self._wait(transfer)
         self._worker.close()
-        self.file.close()
+        self.file.end_transfers()
         self._device.unpin(self._pinned)
+        del self._pinned, self._slots, self._gradient_slots, self._memory, self._map
 
 
 def _is_moment(value, parameter: torch.Tensor) -> bool:

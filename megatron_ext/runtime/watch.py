@@ -21,6 +21,7 @@ from types import FrameType
 
 from megatron_ext.cpubench.launcher import PEER_LOST_CODE
 from megatron_ext.runtime import worker
+from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.host_pool import PeerLost
 
@@ -105,7 +106,7 @@ class Watch:
                 self._end_stalled()
 
     def _end(self, error: BaseException, thread: str) -> None:
-        lines = traceback.format_exception(error)
+        lines = [] if isinstance(error, DriveError) else traceback.format_exception(error)
         print(
             f"{''.join(lines)}megatron-ext: rank {self.rank}: the thread {thread} failed, so the run ends: "
             f"{type(error).__name__}: {error}",

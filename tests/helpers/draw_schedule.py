@@ -17,6 +17,7 @@ from megatron_ext.schedule.host_shards import by_cpu_shard, can_rest_on_host, wi
 from megatron_ext.schedule.state_placement import largest_region
 from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots
 from megatron_ext.workload.nodes import has_hierarchy
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
@@ -109,6 +110,17 @@ def states_on_drive(schedule: Schedule, workload: Workload, chosen: list[int], s
         return replace(schedule, groups=groups, state_slots=None)
     size = max(largest_region(schedule, workload, index) for index in chosen)
     return replace(schedule, groups=groups, state_slots=StateSlots(slots=slots, slot_bytes=size))
+
+
+def on_drive(workload, zero_stage: int, path, seed: int, every: int):
+    """A drawn schedule whose states rest on the drive, those of every ``every``-th group excepted; and its workload."""
+    workload = replace(workload, zero_stage=zero_stage, optimizer=OptimizerSettings(on_host=True))
+    schedule = prepared(random.Random(seed), workload, path, routes=("gpu", "cpu"))
+    chosen = [index for index in range(len(schedule.groups)) if index % every != every - 1]
+    schedule = states_on_drive(schedule, workload, chosen, slots=2 + seed % 2)
+    match.match(validate.validate(schedule), workload)
+    schedule_file.save(path, schedule)
+    return schedule, workload
 
 
 def reduced(workload: Workload, zero_stage: int, path, kind: str) -> Schedule:

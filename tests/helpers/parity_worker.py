@@ -134,7 +134,8 @@ def train(
     example.gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
     example.set_seeds(args)
     args.user_defined_schedule = schedule
-    example.hooks.configure(schedule, delay=args.delayed_parameter_update)
+    drive = args.user_defined_schedule_nvme_path
+    example.hooks.configure(schedule, delay=args.delayed_parameter_update, nvme_path=drive)
     with overflowing(example) if meddle == "overflow" else contextlib.nullcontext():
         return _train_model(example, args, meddle)
 

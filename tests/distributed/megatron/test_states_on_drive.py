@@ -2,31 +2,23 @@
 
 import json
 import os
-import random
+import re
+import socket
+import sys
 
 import pytest
 from cases import MODELS
-from draw_schedule import prepared, states_on_drive
+from draw_schedule import on_drive
+from drive_faults import FAULTS
+from failing_run import MODEL, failing_run
 from msgspec.structs import replace
 from parity_service import Died, differences
+from places import HELPERS
+from training import run
+from variations import some
 
-from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.memory_bill import memory_bill
-from megatron_ext.workload.optimizer_settings import OptimizerSettings
-
-MODEL = "bf16-offload"
-
-
-def on_drive(workload, zero_stage: int, path, seed: int, every: int):
-    """A drawn schedule whose states rest on the drive, those of every ``every``-th group excepted; and its workload."""
-    workload = replace(workload, zero_stage=zero_stage, optimizer=OptimizerSettings(on_host=True))
-    schedule = prepared(random.Random(seed), workload, path, routes=("gpu", "cpu"))
-    chosen = [index for index in range(len(schedule.groups)) if index % every != every - 1]
-    schedule = states_on_drive(schedule, workload, chosen, slots=2 + seed % 2)
-    match.match(validate.validate(schedule), workload)
-    schedule_file.save(path, schedule)
-    return schedule, workload
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -54,7 +46,7 @@ def test_training_is_that_with_states_in_memory(workloads, services, tmp_path, z
 def test_a_checkpoint_of_states_on_the_drive_is_that_of_states_in_memory(workloads, services, tmp_path):
     """Saved by one run, loaded by another whose states rest in memory, and the other way."""
     (tmp_path / "drive").mkdir()
-    on_drive(workloads["interleaved", MODEL], 3, tmp_path / "s.json", 5, every=1000)
+    on_drive(workloads["interleaved", MODEL], 3, tmp_path / "s.json", 5, every=3)
     schedule = schedule_file.decode(tmp_path / "s.json")
     in_memory = replace(
         schedule, state_slots=None, groups=tuple(replace(group, states_rest=None) for group in schedule.groups)
@@ -76,6 +68,37 @@ def test_a_checkpoint_of_states_on_the_drive_is_that_of_states_in_memory(workloa
         ended = train(second, 5, "--load", folder)
         assert json.dumps(whole["loss"]) == json.dumps(begun["loss"] + ended["loss"])
         assert whole["parameter_sha256"] == ended["parameter_sha256"]
+
+
+@pytest.mark.parametrize("rest", some(["nvme", "memory"], 1))
+def test_checkpoints_take_memory_for_one_group(megatron_tree, tmp_path, rest):
+    """Those of states in memory are the control: what is loaded is there."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        alone["MASTER_PORT"] = str(one.getsockname()[1])
+    done = run([sys.executable, str(HELPERS / "checkpoint_memory.py"), str(tmp_path), rest], env=alone)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["equal"] and found["left"] == []
+    little = 2 * found["group"] + (8 << 20)
+    assert found["saving"] < little < found["states"] / 4
+    if rest == "nvme":
+        assert found["loading"] < little and found["putting"] < found["slots"] * 4 / 3 + little
+    else:
+        assert found["loading"] > 0.9 * found["states"]
+
+
+@pytest.mark.parametrize("fault", some(["full drive", "read error", "short read", "write error", "short write"], 1))
+def test_a_drive_that_fails_ends_every_rank_with_one_line(workloads, tmp_path, fault):
+    on_drive(workloads["two_replicas", MODEL], 3, tmp_path / "s.json", 3, every=1000)
+    failed = failing_run(tmp_path, "1", fault, 2, "--train-iters", "1000")
+    assert failed.returncode == 1
+    error = rf"states \d+: the file of process \d+ in {tmp_path}/drive {FAULTS[fault][-1]}"
+    line = rf"^megatron-ext: rank 1: (the thread .* so the run ends: DriveError: )?{error}$"
+    assert re.search(line, failed.stderr, re.M), failed.stderr
+    assert "Traceback" not in failed.stderr, failed.stderr
+    assert os.listdir(tmp_path / "drive") == [] and not (tmp_path / "metrics.json").exists()
 
 
 def test_an_optimizer_on_the_device_is_refused(workloads, services, tmp_path):

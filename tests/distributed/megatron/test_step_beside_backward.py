@@ -7,6 +7,7 @@ from cases import MODELS
 from draw_schedule import draw_schedule, states_on_drive, with_gradients
 from msgspec.structs import replace
 from parity_service import differences
+from variations import some
 
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
@@ -69,6 +70,47 @@ def test_steps_of_an_iteration_that_overflows_are_taken_back(workloads, services
     assert [norm is None for norm in answer["scheduled"]["grad_norm"][0]] == [False, False, True, False, False]
     taken, taken_back = counts(answer)
     assert 0 < taken_back < taken
+
+
+@pytest.mark.parametrize(
+    "zero_stage, seed, clip, meddle, fault",
+    some(
+        [
+            (3, 4, "1e-4", "overflow", ""),
+            (1, 5, "1e-4", "overflow", ""),
+            (2, 6, "1e-4", "overflow", ""),
+            (3, 7, "1e9", "overflow", ""),
+            (3, 8, "1e-4", None, ""),  # the scale that overflows at first falls by itself
+            (1, 9, "1e9", None, ""),
+            (3, 4, "1e-4", "overflow", ",no_rollback=1"),
+            (1, 9, "1e9", None, ",no_rollback=1"),
+        ],
+        1,
+    ),
+)
+def test_overflow_and_clipping_beside_states_on_the_drive(
+    workloads, services, tmp_path, zero_stage, seed, clip, meddle, fault
+):
+    """Every third iteration overflows, every other is clipped; half of the groups have their states on the drive and
+    wait, the others are taken back."""
+    kinds = (None, "sharded") if zero_stage > 1 else (None,)
+    schedule, workload = write(workloads["interleaved", "fp16"], zero_stage, tmp_path / "s.json", seed, kinds)
+    schedule = states_on_drive(schedule, workload, list(range(seed % 2, len(schedule.groups), 2)), slots=2 + seed % 2)
+    match.match(validate.validate(schedule), workload)
+    schedule_file.save(tmp_path / "s.json", schedule)
+    (tmp_path / "drive").mkdir()
+    answer = services("interleaved").run(
+        options=[*FP16, "--clip-grad", clip, "--user-defined-schedule-nvme-path", str(tmp_path / "drive")],
+        schedule=tmp_path / "s.json",
+        iterations=7,
+        meddle=meddle,
+        environment={"MEGATRON_EXT_FAULTS": DELAYS + fault},
+    )
+    assert bool(differences(answer)) == bool(fault)
+    skipped = [norm is None for norm in answer["scheduled"]["grad_norm"][0]]
+    assert 0 < sum(skipped) < 7 and (skipped == [False, False, True] * 2 + [False] or meddle is None)
+    taken, taken_back = counts(answer)
+    assert 0 < taken_back <= taken and (taken_back == taken or clip == "1e9" or fault)
 
 
 @pytest.mark.parametrize("options, meddle", [([*BF16, "--clip-grad", "1e-4"], None), (FP16, "overflow")])

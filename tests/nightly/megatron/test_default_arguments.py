@@ -14,12 +14,14 @@ from pathlib import Path
 
 import engine_stand_in
 import pytest
-from draw_schedule import GRADIENTS, prepared
+from draw_schedule import GRADIENTS, prepared, states_on_drive
 from places import HELPERS, ROOT
 from released import MIRROR
 
 from megatron_ext import checkout
 from megatron_ext.megatron.describe_from_checkout import describe_command_line
+from megatron_ext.schedule import user_defined_schedule as schedule_file
+from megatron_ext.schedule import validate
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.bucket_layout import shard_numels
 from megatron_ext.workload.workload import Workload
@@ -110,6 +112,7 @@ class Trainer:
         own = ["--data-parallel-size", str(replicas), "--zero-stage", str(zero_stage)]
         workload = describe_command_line(tree, [*self.options, *own]).workload
         assert workload.counts_activations
+        self.workload = workload
         # Tensor-parallel ranks add whole gradients of norms behind the last reduce: others are refused there.
         kinds = (None,) if "--sequence-parallel" in options else GRADIENTS
         self.schedule = drawn(seed, workload, folder / "schedule.json", kinds)
@@ -174,6 +177,32 @@ def test_distributed_checkpoints_go_on_as_they_would_have(tree, tmp_path, how):
         result = trainer.train(*load, scheduled=False)
         said = result.stdout + result.stderr
         assert result.returncode == 0 and "iteration        6/       6" in said, said[-4000:]
+
+
+@pytest.mark.parametrize("options", [PIPELINE, ""], ids=["pipeline", "no pipeline"])
+def test_distributed_checkpoints_of_states_on_the_drive(tree, tmp_path, options):
+    """Saved by the schedule, in the middle and behind its end, loaded by it and by Megatron's own gather with states in
+    memory: equal."""
+    options = [*options.split(), "--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
+    trainer = Trainer(tree("0.17.1"), tmp_path, options, 3, 15, engine=True)
+    every = list(range(len(trainer.schedule.groups)))
+    schedule = states_on_drive(trainer.schedule, trainer.workload, [i for i in every if i % 4 != 3], slots=3)
+    schedule_file.save(tmp_path / "schedule.json", validate.validate(schedule))
+    (tmp_path / "drive").mkdir()
+    drive = ["--user-defined-schedule-nvme-path", str(tmp_path / "drive")]
+    save = ["--save", str(tmp_path / "saved"), "--save-interval", "2", "--ckpt-format", "torch_dist"]
+    load = ["--load", str(tmp_path / "saved"), "--ckpt-format", "torch_dist", "--exit-interval", "6"]
+    load += ["--train-iters", "6", "--override-opt_param-scheduler"]
+    for more, check, words in (
+        ([], "first.json", "this was the reference"),
+        (save, "first.json", "equal to the reference"),
+        (load, "second.json", "this was the reference"),
+        (load, "second.json", "equal to the reference"),
+    ):
+        result = trainer.train(*more, *drive, check=check)
+        said = result.stdout + result.stderr
+        assert result.returncode == 0 and words in said, said[-4000:]
+    assert os.listdir(tmp_path / "drive") == []
 
 
 def test_a_missing_gather_is_seen(tree, tmp_path):

@@ -1,6 +1,8 @@
 """Checkpoints that cannot be written or read are named in one line, and reading one runs no code."""
 
 import fcntl
+import itertools
+import operator
 import os
 import pickle
 import resource
@@ -51,7 +53,8 @@ def test_what_was_saved_comes_back_with_the_random_states(saved):
     assert checkpoint.load(saved, loaded, OPTIMIZER) == 7
     assert torch.equal(torch.rand(3), drawn)
     assert torch.equal(loaded[0].module.weight, torch.full((4, 4), 3.0))
-    assert sorted(os.listdir(saved / "iter_0000007")) == ["rank_00000.pt", "rank_00000.sha256"]
+    files = ["rank_00000.model_0.pt", "rank_00000.pt", "rank_00000.sha256"]
+    assert sorted(os.listdir(saved / "iter_0000007")) == files
 
 
 def flip(path) -> None:
@@ -63,8 +66,9 @@ def flip(path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (flip, r"^\S+rank_00000.pt: --load: is damaged: its SHA-256 is not that in rank_00000.sha256"),
+        (flip, r"^\S+rank_00000.pt: --load: is damaged: its SHA-256 is not that with which it was"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1000]), r"rank_00000.pt: --load: is damaged"),
+        (lambda path: flip(path.with_suffix(".model_0.pt")), r"rank_00000.model_0.pt: --load: is damaged"),
         (lambda path: path.unlink(), r"rank_00000.pt: --load: cannot be read: rank_00000.pt: No such file"),
         (lambda path: path.with_suffix(".sha256").unlink(), r"cannot be read: rank_00000.sha256: No such file"),
         (lambda path: (path.parents[1] / checkpoint.LATEST).write_text("?"), r"there is no checkpoint"),
@@ -124,25 +128,67 @@ def test_a_write_that_fails_names_the_file_and_leaves_the_last_checkpoint(saved)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(InputError, match=r"iter_0000008/rank_00000.pt: --save: cannot be written: File too large$"):
+        with pytest.raises(
+            InputError, match=r"iter_0000008/rank_00000.model_0.pt: --save: cannot be written: File too large$"
+        ):
             checkpoint.save(saved, 8, model(1.0, size=64), OPTIMIZER)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert os.listdir(saved / "iter_0000008") == []
+    assert sorted(os.listdir(saved)) == ["iter_0000007", checkpoint.LATEST]
     assert checkpoint.load(saved, model(0.0), OPTIMIZER) == 7
 
 
 def test_a_directory_is_one_job_s_at_a_time(saved):
-    (saved / "iter_0000007" / "rank_00003.pt.tmp").write_text("left by a killed job")
+    (saved / "iter_0000009.tmp").mkdir()
+    (saved / "iter_0000009.tmp" / "rank_00003.pt").write_text("left by a killed job")
     with open(saved / directory_lock.NAME, "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(InputError, match="--save = .*: is in use by process"):
             checkpoint.claim(saved)
     checkpoint.claim(saved)
-    assert not list(saved.glob("*/*.tmp"))
+    assert not list(saved.glob("*.tmp"))
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="--save = .*: cannot be written: Not a directory"):
         checkpoint.claim(tmp_path / "file" / "c")
+
+
+def test_a_checkpoint_that_replaces_another_is_whole_whatever_ends_the_process(saved, monkeypatch):
+    """Ended at every call that changes the directory, in turn: what loads is the old one or the new one."""
+
+    class Killed(BaseException):
+        pass
+
+    changes, loaded = 0, set()
+    names = ("os.rename", "os.replace", "os.mkdir", "os.fsync", "os.unlink", "os.rmdir")
+
+    def counted(call):
+        def run(*args, **kwargs):
+            nonlocal changes
+            changes -= 1
+            if changes == 0:
+                raise Killed
+            return call(*args, **kwargs)
+
+        return run
+
+    for last in itertools.count(1):
+        torch.manual_seed(last)
+        value, changes = float(last), last
+        with monkeypatch.context() as patches:
+            for name in names:
+                patches.setattr(name, counted(operator.attrgetter(name.removeprefix("os."))(os)))
+            try:
+                checkpoint.save(saved, 7, model(value), OPTIMIZER)
+                break
+            except Killed:
+                pass
+        found = model(0.0)
+        assert checkpoint.load(saved, found, OPTIMIZER) == 7
+        loaded.add(found[0].module.weight[0, 0].item())
+        checkpoint.claim(saved)
+        assert not [name for name in os.listdir(saved) if name.endswith((".tmp", ".old"))]
+        assert checkpoint.load(saved, found, OPTIMIZER) == 7
+    assert last > 8 and {3.0, value - 1} <= loaded

@@ -1,12 +1,15 @@
 """States in distributed checkpoints: Megatron's own code on groups so small that a rank's shard is padding alone."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import checkpoint_states
+from megatron_ext.runtime import host_memory
 from megatron_ext.workload.bucket_layout import PARAMETER_ALIGNMENT, bucket_numel
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -102,3 +105,21 @@ def test_states_without_empty_shards_are_megatrons(megatron_as_it_is):
     as_it_is = optimizer.get_parameter_state_dp_reshardable()
     checkpoint_states.allow_empty_shards()
     assert str(optimizer.get_parameter_state_dp_reshardable()) == str(as_it_is)
+
+
+@pytest.mark.parametrize("rank, all_ranks, refused", [(0, False, True), (1, True, True), (1, False, False)])
+def test_a_format_that_gathers_all_states_is_refused_where_they_do_not_fit(monkeypatch, rank, all_ranks, refused):
+    monkeypatch.setattr(DistributedOptimizer, "get_parameter_state_dp_zero", lambda *_, **given: given)
+    checkpoint_states.refuse_without_room()
+    checkpoint_states.refuse_without_room()  # of every chunk
+    optimizer = optimizer_of(rank, 2, [[640, 64], [1000]])
+    optimizer.buffers[0].numel_unpadded = 1704
+    gather = partial(DistributedOptimizer.get_parameter_state_dp_zero, optimizer, return_on_all_ranks=all_ranks)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 12 * 1704)
+    assert gather() == {"return_on_all_ranks": all_ranks}
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 12 * 1704 - 5)
+    if refused:
+        with pytest.raises(InputError, match=r"gathered .* need 20448 bytes of host memory, 5 bytes short"):
+            gather()
+    else:
+        gather()

@@ -1,28 +1,40 @@
 """What Megatron allocates before training begins, without the copies and gradients for which a schedule has no use."""
 
+import contextlib
+import errno
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import late_memory
 
 
 @pytest.fixture
-def hybrid(monkeypatch):
+def hybrid(monkeypatch, tmp_path):
     """A host optimizer of one parameter whose copy is left out and one whose is not, both (5, 3) in bfloat16."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     late, other = (torch.randn(5, 3).bfloat16() for _ in range(2))
     monkeypatch.setattr(late_memory, "storages_left_out", set())
-    late_memory.leave_copies_out([late])
+    monkeypatch.delattr(HybridDeviceOptimizer, "left_out", raising=False)
+    late_memory.leave_copies_out([late], tmp_path)
+    return build([late, other]), late
+
+
+def build(parameters: list[torch.Tensor]) -> HybridDeviceOptimizer:
     return HybridDeviceOptimizer(
-        [{"params": [late, other]}],
+        [{"params": parameters, "lr": 0.1}],
         offload_fraction=1.0,
         cpu_optimizer_cls=torch.optim.AdamW,
         gpu_optimizer_cls=torch.optim.AdamW,
         param_update_in_fp32=True,
         overlap_cpu_optimizer_d2h_h2d=False,
-    ), late
+        pin_cpu_grads=False,
+    )
 
 
 def test_a_copy_that_is_left_out_takes_no_memory_and_is_handed_over(hybrid):
@@ -33,13 +45,56 @@ def test_a_copy_that_is_left_out_takes_no_memory_and_is_handed_over(hybrid):
     assert list(late_memory.take_over(optimizer).items()) == [(copy, late)]
 
 
-def test_what_needs_the_copy_before_gets_it(hybrid):
+def in_file(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` lies in a file without a name."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            start, end = (int(address, 16) for address in line.split(" ", 1)[0].split("-"))
+            if start <= tensor.data_ptr() < end:
+                return "(deleted)" in line
+    return False
+
+
+def test_what_needs_the_copy_before_gets_it_on_the_drive(hybrid):
     optimizer, late = hybrid
     copy = optimizer.gpu_params_map_cpu_copy[late]
     optimizer.update_fp32_param_by_new_param()
-    assert torch.equal(copy, late.float()) and not late_memory.take_over(optimizer)
+    assert torch.equal(copy, late.float()) and in_file(copy)
     optimizer._init_sub_optimizers()  # as after loading a checkpoint
-    assert torch.equal(optimizer.param_to_fp32_param[late], late.float())
+    assert optimizer.param_to_fp32_param[late] is copy
+    assert not late_memory.take_over(optimizer)
+
+
+def test_states_that_a_checkpoint_is_to_fill_are_made_on_the_drive(hybrid):
+    """As the optimizer would make them itself: same names, shapes and dtypes; its steps are those of one in memory."""
+    late = hybrid[1]
+    optimizer, plain = build([late]), torch.optim.AdamW([late.float()], lr=0.1)
+    (copy,) = plain.param_groups[0]["params"]
+    copy.grad = torch.randn(5, 3)
+    plain.step()
+    optimizer.dummy_step()
+    own, theirs = optimizer.state[late], plain.state[copy] | {"master_param": copy}
+    assert {name: (value.shape, value.dtype) for name, value in own.items()} == {
+        name: (value.shape, value.dtype) for name, value in theirs.items()
+    }
+    assert all(in_file(value) == bool(value.dim()) for value in own.values())
+    for name, value in theirs.items():
+        own[name].copy_(value)
+    optimizer.load_state_dict(optimizer.state_dict())  # makes the optimizers anew
+    late.decoupled_grad = copy.grad = torch.randn(5, 3)
+    optimizer.step()
+    plain.step()
+    assert torch.equal(optimizer.state[late]["master_param"], copy) and torch.equal(late, copy.bfloat16())
+    assert in_file(optimizer.state[late]["exp_avg"])
+
+
+def test_a_drive_that_is_full_is_named_when_states_are_made(hybrid, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(InputError, match=r"--user-defined-schedule-nvme-path = .*: the drive is full: \d+ bytes"):
+        hybrid[0].dummy_step()
 
 
 @pytest.mark.parametrize("wanted", [False, True])

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_ext.cpubench.launcher import PEER_LOST_CODE
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import hooks, one_line_end
+from megatron_ext.runtime.drive import DriveError
 
 
 class Left(BaseException):
@@ -27,14 +29,27 @@ def leaving(monkeypatch):
     return codes
 
 
-def test_bad_input_ends_with_one_line_and_other_errors_as_before(leaving, monkeypatch, capfd):
+LOST = RuntimeError("[../gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:1\nby whom nobody knows")
+LOST_SAID = "rank 1: another rank is gone: [../gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (InputError("is wrong", file="s.json"), "s.json: is wrong", 2),
+        (DriveError("states 3: the drive is gone"), "rank 1: states 3: the drive is gone", 1),
+        (LOST, LOST_SAID, PEER_LOST_CODE),
+    ],
+)
+def test_these_errors_end_with_one_line_and_others_as_before(leaving, monkeypatch, capfd, error, said, code):
     seen = []
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("sys.excepthook", lambda *error: seen.append(error[0]))
     monkeypatch.setattr("sys.__stderr__", sys.stderr)
     one_line_end.install()
     with pytest.raises(Left):
-        sys.excepthook(InputError, InputError("is wrong", file="s.json"), None)
-    assert leaving == ["threads are told", 2] and capfd.readouterr().err == "megatron-ext: s.json: is wrong\n"
+        sys.excepthook(type(error), error, None)
+    assert leaving == ["threads are told", code] and capfd.readouterr().err == f"megatron-ext: {said}\n"
     sys.excepthook(RuntimeError, RuntimeError("x"), None)
     assert seen == [RuntimeError]
 

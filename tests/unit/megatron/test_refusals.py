@@ -14,6 +14,7 @@ from megatron_ext.megatron.refusals import (
     environment_mismatch,
     refuse_at_zero_stage_3,
     refuse_unsupported,
+    refuse_with_states_on_drive,
     require_hooks,
     schedule_without_hooks,
     warnings_at_start,
@@ -223,3 +224,10 @@ def test_what_evaluation_holds_beyond_the_limit_is_said(limit, more):
     lines = warnings_at_start(options(), limited)
     everything = max(sum(g.bytes for g in schedule.groups if g.pp_rank == rank) for rank in range(2))
     assert bool(lines) == more and (not more or f"up to {everything - limit} bytes more" in lines[0])
+
+
+def test_a_save_beside_training_is_refused_with_states_on_the_drive():
+    refuse_with_states_on_drive(SimpleNamespace(async_save=False))
+    refuse_with_states_on_drive(SimpleNamespace())
+    with pytest.raises(InputError, match="--async-save = True: would write states that the next step has changed"):
+        refuse_with_states_on_drive(SimpleNamespace(async_save=True))

@@ -1,5 +1,8 @@
 """A host optimizer whose states rest on a drive: the same steps, to the last bit, through a fixed number of slots."""
 
+import gc
+import os
+
 import pytest
 import torch
 
@@ -87,18 +90,20 @@ def test_states_that_exist_already_go_to_the_drive(tmp_path):
     states.close()
 
 
-def test_what_a_checkpoint_gives_takes_the_place_of_what_was_there(tmp_path):
-    ours, theirs = parameters(0), parameters(7)
-    own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS)
-    states = store(own, tmp_path)
-    step(ours, own, 0)
-    step(theirs, other, 0)
-    for parameter, tensors in zip(ours, in_memory(theirs, other)):
-        states.write_tensors(parameter, tensors)
-    step(ours, own, 1)
-    step(theirs, other, 1)
-    assert_equal(everything(states, ours), in_memory(theirs, other))
-    states.close()
+def test_what_a_checkpoint_takes_is_mapped_from_the_drive_alone(tmp_path):
+    """Each tensor with a storage of its own; changing one changes nothing on the drive."""
+    ours = parameters(0)
+    states = store(optimizers_of(ours, UNITS), tmp_path)
+    step(ours, [unit.optimizer for unit in states.units], 0)
+    first = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in everything(states, ours)]
+    for tensors in everything(states, ours):
+        for tensor in tensors.values():
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * 4
+            tensor.zero_()
+    assert_equal(everything(states, ours), first)
+    states.file.truncate(4096)
+    with pytest.raises(DriveError, match=r"states of a checkpoint: the file of process .* ends at byte"):
+        everything(states, ours)
 
 
 def test_memory_is_that_of_the_slots(tmp_path):
@@ -111,6 +116,22 @@ def test_memory_is_that_of_the_slots(tmp_path):
     held = [*ours, *(t for unit in states.units for s in unit.optimizer.state.values() for t in s.values() if t.dim())]
     assert all(tensor.untyped_storage().nbytes() == 4 for tensor in held)
     states.close()
+
+
+def test_states_can_be_saved_after_training_and_go_with_their_optimizer(tmp_path):
+    """Megatron saves a last checkpoint when training has ended. The slots are gone by then."""
+    ours = parameters(0)
+    states = store(optimizers_of(ours, UNITS), tmp_path)
+    step(ours, [unit.optimizer for unit in states.units], 0)
+    last = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in everything(states, ours)]
+    opened = lambda: sum(str(tmp_path) in os.readlink(file.path) for file in os.scandir("/proc/self/fd"))
+    assert opened() > 1
+    states.close()
+    assert_equal(everything(states, ours), last)
+    assert opened() == 1
+    del states
+    gc.collect()
+    assert opened() == 0
 
 
 def test_a_file_that_is_cut_off_ends_the_step_with_its_name(tmp_path):

@@ -1,0 +1,55 @@
+"""Program: the example on random tokens, on ranks one of which meets a fault of its drive or is killed while it saves.
+
+``python failing_rank.py RANK FAULT NUMBER [OPTIONS]``. FAULT: one of ``drive_faults.FAULTS``, at the first request from
+the NUMBER-th iteration on; ``saving``: killed in the middle of the NUMBER-th file from the second checkpoint on;
+``none``. Numbers begin at 0.
+"""
+
+import itertools
+import os
+import signal
+import sys
+
+import drive_faults
+import torch
+from parity_worker import Rows, pretrain_gpt_hybrid
+
+
+def kill_while_saving(number: int) -> None:
+    """Kill this process when the ``number``-th file, from 0, is half written."""
+    save, numbers = torch.save, itertools.count()
+
+    class Dying:
+        def __init__(self, file):
+            self.file, self.flush = file, file.flush
+
+        def write(self, data) -> int:
+            self.file.write(memoryview(data)[: len(data) // 2])
+            self.file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+            return 0
+
+    torch.save = lambda content, file: save(content, Dying(file) if next(numbers) == number else file)
+
+
+def at_iteration(number: int, call) -> None:
+    run_schedule, numbers = pretrain_gpt_hybrid.run_schedule, itertools.count()
+
+    def run(*args, **kwargs):
+        if next(numbers) == number:
+            call()
+        return run_schedule(*args, **kwargs)
+
+    pretrain_gpt_hybrid.run_schedule = run
+
+
+if __name__ == "__main__":
+    rank, fault, number, *options = sys.argv[1:]
+    if int(os.environ["RANK"]) == int(rank) and fault == "saving":
+        at_iteration(1, lambda: kill_while_saving(int(number)))
+    elif int(os.environ["RANK"]) == int(rank) and fault != "none":
+        at_iteration(int(number), lambda: drive_faults.install(fault, 0))
+    pretrain_gpt_hybrid.build_datasets = lambda args: (Rows(args), Rows(args))
+    pretrain_gpt_hybrid.corpus.check = lambda *_: None
+    sys.argv = ["failing_rank", "--data-path", "none", *options]
+    pretrain_gpt_hybrid.run()
