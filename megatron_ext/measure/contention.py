@@ -33,7 +33,9 @@ from megatron_ext.measure.operations import OPERATIONS, Internode, MatrixProduct
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import sample
 
-LINKS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "nvme", "host_step")
+LINKS = ("compute", "gpu", "cpu", "reduce", "publish", "p2p", "nvme", "host_step")
+"""In the order in which they keep others busy: where time runs out, rather without what is busy once an iteration than
+without reduces, which run beside every backward where gradients come and go."""
 
 COLLECTIVES = ("gpu", "p2p", "reduce")
 """Links whose transfers are collectives of a communicator."""

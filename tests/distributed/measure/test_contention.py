@@ -96,13 +96,14 @@ def test_transfers_are_smaller_on_a_network_that_is_too_slow_for_all_pairs():
 
 def test_pairs_on_the_network_come_before_the_copies():
     def ordered(ranks_per_node):
-        links = ("compute", "gpu", "cpu", "publish")
+        links = ("compute", "gpu", "cpu", "publish", "reduce")
         options = Options(data_parallel_size=4, ranks_per_node=ranks_per_node, links=links)
         return pairs(SimpleNamespace(options=options, pipe=None, torch_device=torch.device("cpu")))
 
     assert ordered(4).index(("gpu", "cpu")) < ordered(4).index(("gpu", "publish"))
     assert ordered(2).index(("gpu", "cpu")) > ordered(2).index(("gpu", "publish"))
-    assert set(ordered(2)) == set(ordered(4)) and len(ordered(2)) == 12
+    assert set(ordered(2)) == set(ordered(4)) and len(ordered(2)) == 20
+    assert ordered(4).index(("compute", "reduce")) < ordered(4).index(("compute", "publish"))
 
 
 @pytest.fixture(scope="module")
