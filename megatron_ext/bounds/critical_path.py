@@ -9,8 +9,10 @@ that are issued after ``i - 1`` and that the first layer of ``i`` needs (:mod:`m
    that are issued after ``i - 1`` are issued after the arrival.
 3. end of i >= begin of i + least duration of i.
 4. end of j >= begin of i + span(i, j) for the spans of :class:`Durations`.
+5. end of i >= what the links of the rank allow, which have brought nothing when the iteration begins.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_ext.simulator.timing import Timing
@@ -40,8 +42,15 @@ def compute_durations(workload: Workload, timing: Timing) -> Durations:
     return Durations(steps, [[0.0] * len(order) for order in steps_of_ranks(workload.parallel)])
 
 
-def _sweep(workload: Workload, timing: Timing, least: Durations, *, backward: bool) -> list[list[float]]:
-    """Longest path to the end of every step; with ``backward``, from the begin of every step to the end of all."""
+Times = list[list[float]]
+"""By rank and step index, microseconds."""
+
+
+def _sweep(
+    workload: Workload, timing: Timing, least: Durations, by_links: Sequence[Mapping[int, float]], *, backward: bool
+) -> tuple[Times, Times]:
+    """Longest path to the begin and to the end of every step; with ``backward``, from the end and from the begin of
+    every step to the end of all."""
     pp = workload.parallel.pp
     last = pp * workload.parallel.vp - 1
     orders, gaps, spans = steps_of_ranks(workload.parallel), least.gaps, least.spans
@@ -77,20 +86,28 @@ def _sweep(workload: Workload, timing: Timing, least: Durations, *, backward: bo
                 begin += gap
             end = begin + least.steps[rank][stage // pp][kind == "B"]
             end = max([end, *(begins[rank][first] + us for first, us in until[rank].get(len(mine), ()))])
+            if by_links:
+                end = max(end, by_links[rank].get(len(mine), 0.0))
             begins[rank].append(begin)
             mine.append(end)
             key = (stage, kind, microbatch)
             done[key] = free[rank] = end + gap if backward else end
             if key in waiting:
                 ready.append(waiting.pop(key))
-    return ends
+    return begins, ends
 
 
-def earliest_ends(workload: Workload, timing: Timing, least: Durations) -> list[list[float]]:
-    """By rank and step index: the earliest end if no gather held a step up but as ``least`` says."""
-    return _sweep(workload, timing, least, backward=False)
+def earliest(
+    workload: Workload, timing: Timing, least: Durations, by_links: Sequence[Mapping[int, float]] = ()
+) -> tuple[Times, Times]:
+    """The earliest begin and end of every step, if no gather held a step up but as ``least`` and ``by_links`` say.
+
+    Args:
+        by_links: by rank, the earliest end of some of its steps, by step index.
+    """
+    return _sweep(workload, timing, least, by_links, backward=False)
 
 
-def tails(workload: Workload, timing: Timing, least: Durations) -> list[list[float]]:
+def tails(workload: Workload, timing: Timing, least: Durations) -> Times:
     """By rank and step index: the least time from the begin of a step to the end of all steps."""
-    return [mine[::-1] for mine in _sweep(workload, timing, least, backward=True)]
+    return [mine[::-1] for mine in _sweep(workload, timing, least, (), backward=True)[1]]

@@ -6,7 +6,9 @@
 2. Links that run beside each other lose at least the least slowdown that the table says. Bytes and time are both linear
    in how long each set of links runs, so one fixed set of links is best.
 3. A group that comes for the first time over a link of host copies was published before, at no better than publishing's
-   best rate, beside all-gathers that disturb it.
+   best rate. Of ``y`` such bytes both publishing and the link have moved ``y`` or more, hence ``q`` times the one and
+   ``1 - q`` times the other as well, for any ``q`` from 0 to 1. With that weight all links and publishing run beside
+   each other as in 2. The smallest rate of several ``q`` counts.
 """
 
 import contextlib
@@ -23,6 +25,9 @@ from megatron_ext.workload.workload import Workload
 
 _KIND = {"gpu": GPU, "cpu": CPU, "nvme": CPU}
 """The link of a route's last leg."""
+
+PARTS_OF_PUBLISHING = (1.0, 0.75, 0.5, 0.25)
+"""Values of ``q`` in the note, beside 0."""
 
 MOST_DOUBLINGS = 256
 """From the shortest time that plausible costs allow to the longest: times of 1e-12 to 1e13 us, sizes up to 2**50 bytes
@@ -52,7 +57,8 @@ class LinkRates:
         }
         pairs = [(a, b) for a in self.routes for b in self.routes if _KIND[a] != _KIND[b]]
         self.excess = {(a, b): self._least_excess(_kinds(a), _kinds(b)) for a, b in pairs}
-        self.excess_of_publishing = {(a, b): self._least_excess(_publishing(a), _publishing(b)) for a, b in pairs}
+        self.excess |= {("publish", a): self._least_excess((PUBLISH,), _kinds(a)) for a in self.routes}
+        self.excess |= {(a, "publish"): self._least_excess(_kinds(a), (PUBLISH,)) for a in self.routes}
         self.slows_compute = {
             route: min(timing.least_excess(COMPUTE, kind) for kind in _kinds(route)) for route in self.routes
         }
@@ -69,12 +75,13 @@ class LinkRates:
                 if len({_KIND[route] for route in chosen}) == len(chosen):
                     yield chosen
 
-    def _together(self, rates: dict[str, float], excess: dict[tuple[str, str], float] | None = None) -> float:
-        """Bytes per microsecond of the best set of links."""
-        excess = self.excess if excess is None else excess
+    def _together(self, rates: dict[str, float]) -> float:
+        """Bytes per microsecond of the best set of links; of links and publishing where that has a rate."""
+        sets = list(self._sets())
+        if "publish" in rates:
+            sets += [(*chosen, "publish") for chosen in [(), *sets]]
         return max(
-            sum(rates.get(a, 0.0) / (1.0 + sum(excess[a, b] for b in chosen if b != a)) for a in chosen)
-            for chosen in self._sets()
+            sum(rates[a] / (1.0 + sum(self.excess[a, b] for b in busy if b != a)) for a in busy) for busy in sets
         )
 
     def least_us(self, size: float, *, first: bool = False) -> float:
@@ -101,9 +108,13 @@ class LinkRates:
         rates = {route: _best_rate_within(self.curves[route], us) for route in self.routes}
         if us * self._together(rates) < size:
             return False
-        if first and any(self.publishing.values()):  # a group is published first, then it comes
-            published = {route: _best_rate_within(points, us) for route, points in self.publishing.items() if points}
-            return us * self._together(rates | published, self.excess_of_publishing) >= size
+        if not first or not any(self.publishing.values()):
+            return True
+        published = {route: _best_rate_within(points, us) for route, points in self.publishing.items() if points}
+        for part in PARTS_OF_PUBLISHING:  # a group is published first, then it comes
+            weighted = {route: (1.0 - part if route in published else 1.0) * rate for route, rate in rates.items()}
+            if us * self._together(weighted | {"publish": part * max(published.values())}) < size:
+                return False
         return True
 
     def least_work_us(self, compute_us: float, size: float, before_us: float) -> float:
@@ -135,11 +146,6 @@ def doubled(us: float, enough: Callable[[float], bool]) -> tuple[float, float]:
 def _kinds(route: str) -> tuple[int, ...]:
     """What keeps a route's gather busy: the drive, and PCIe where its last leg was measured."""
     return (NVME, CPU) if route == "nvme" else (_KIND[route],)
-
-
-def _publishing(route: str) -> tuple[int, ...]:
-    """What is busy while a group is published for ``route``; what gathers it where it needs no publishing."""
-    return _kinds(route) if route == "gpu" else (PUBLISH,)
 
 
 def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float]]:

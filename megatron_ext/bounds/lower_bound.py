@@ -13,7 +13,8 @@ ended. Each of them drops constraints only.
    device memory forces to be reduced at every visit (:mod:`megatron_ext.bounds.forced_reduces`).
 4. Links: at some moment at least ``n`` bytes must have arrived (:mod:`megatron_ext.bounds.least_loads`), which takes
    the links of the rank at least ``t(n)`` (:mod:`megatron_ext.bounds.link_rates`). After that moment at least the rest
-   ``q`` of the pipeline or of the gradients follows. So iteration >= t(n) + q.
+   ``q`` of the pipeline or of the gradients follows. So iteration >= t(n) + q. For the first step of every chunk, whose
+   groups were not there before, ``t(n)`` also delays the paths of 1 and hence everything behind them.
 5. Disturbed compute: the compute of a rank is slowed while its gathers run, except while the rank waits for its first
    input.
 6. Host processors, where ranks share them (:mod:`megatron_ext.bounds.host_processors`).
@@ -21,11 +22,11 @@ ended. Each of them drops constraints only.
 
 from itertools import accumulate
 
-from megatron_ext.bounds.critical_path import Durations, compute_durations, earliest_ends, tails
+from megatron_ext.bounds.critical_path import Durations, compute_durations, earliest, tails
 from megatron_ext.bounds.device_memory import with_device_memory
 from megatron_ext.bounds.forced_reduces import forced_reduce_us
 from megatron_ext.bounds.host_processors import processor_bound
-from megatron_ext.bounds.least_loads import least_loads
+from megatron_ext.bounds.least_loads import Need, least_loads
 from megatron_ext.bounds.link_rates import LinkRates
 from megatron_ext.bounds.reduce_tail import LastBackward, last_backwards, least_tail_us, rest_us
 from megatron_ext.bounds.whole_parameters import LeastWait
@@ -51,23 +52,22 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
         [rate.least_us if rate.routes else None for rate in rates],
         [LeastWait(rate) for rate in rates],
     )
-    ends = earliest_ends(workload, timing, least)
+    needs = [least_loads(workload, timing, rank) if rates[rank].routes else [] for rank in range(pp)]
+    begins, ends = earliest(workload, timing, least, [*map(_ends_by_links, rates, needs)])
     last = last_backwards(workload, timing)
     tail_us = [least_tail_us(workload, timing, rank) for rank in range(pp)]
     bound = max(processor_bound(workload, timing), max(of_rank[-1] + us for of_rank, us in zip(ends, tail_us)))
     for rank, backwards in enumerate(last):
         for backward in backwards:
-            chunk = steps[rank][backward.step].stage // pp
-            begin = ends[rank][backward.step] - least.steps[rank][chunk][1]
-            bound = max(bound, begin + backward.from_start_us)
+            bound = max(bound, begins[rank][backward.step] + backward.from_start_us)
         first = next(index for index, step in enumerate(steps[rank]) if step.kind == "B")
-        begin = ends[rank][first] - least.steps[rank][steps[rank][first].stage // pp][1]
-        bound = max(bound, begin + forced_reduce_us(workload, timing, rank))
+        bound = max(bound, begins[rank][first] + forced_reduce_us(workload, timing, rank))
     remaining = tails(workload, timing, least)
     for rank in range(pp):
-        if rates[rank].routes:
+        if needs[rank]:
+            head, rest = begins[rank][0], remaining[rank]
             of_rank = _links_bound(
-                workload, timing, rank, rates[rank], least, ends[rank], remaining[rank], last[rank], tail_us[rank]
+                workload, timing, rank, rates[rank], needs[rank], least, head, rest, last[rank], tail_us[rank]
             )
             bound = max(bound, of_rank)
     if workload.optimizer.on_host and timing.offers_host_step:
@@ -75,22 +75,31 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
     return bound + max(timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(rank))) for rank in range(pp))
 
 
+def _ends_by_links(rates: LinkRates, needs: list[Need]) -> dict[int, float]:
+    """The earliest end of the first step of each chunk, by the bytes that its last layer needs."""
+    found, fresh = {}, 0.0
+    for need, following in zip(needs, [*needs[1:], None]):
+        if need.fresh > fresh and (following is None or following.step != need.step):
+            fresh = need.fresh
+            arrived = max(rates.least_us(need.loaded), rates.least_us(need.fresh, first=True))
+            found[need.step] = arrived + need.rest_us
+    return found
+
+
 def _links_bound(
     workload: Workload,
     timing: Timing,
     rank: int,
     rates: LinkRates,
+    needs: list[Need],
     least: Durations,
-    ends: list[float],
+    head: float,
     remaining: list[float],
     last: list[LastBackward],
     tail_us: float,
 ) -> float:
-    """Terms 4 and 5 of the note for one rank; 0 where it gathers nothing."""
+    """Terms 4 and 5 of the note for one rank, whose first step has its input after ``head`` microseconds."""
     pp, steps = workload.parallel.pp, steps_of_ranks(workload.parallel)[rank]
-    needs = least_loads(workload, timing, rank)
-    if not needs:
-        return 0.0
     alone = compute_durations(workload, timing).steps[rank]
     durations = [alone[step.stage // pp][step.kind == "B"] for step in steps]
     done = [0.0, *accumulate(durations)]
@@ -104,5 +113,4 @@ def _links_bound(
     bound = 0.0
     for rough, loaded, fresh, rest in moments[:REFINED]:
         bound = max(bound, rough, rates.least_us(loaded) + rest, rates.least_us(fresh, first=True) + rest)
-    head = ends[0] - least.steps[rank][steps[0].stage // pp][0]
     return max(bound, head + rates.least_work_us(sum(durations), needs[-1].loaded, head) + tail_us)

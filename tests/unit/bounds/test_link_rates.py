@@ -18,6 +18,17 @@ def test_publishing_and_gathers_on_one_network_bring_no_more_than_it_carries():
         assert links.least_us(1000.0, first=True) == pytest.approx(1000.0 / rate, rel=0.01)
 
 
+def test_publishing_and_copies_that_disturb_each_other_take_each_its_own_time():
+    """Both at ten bytes a microsecond, one after the other or half as fast beside each other: five in all."""
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline")
+    for slowdown, rate in ((1.0, 10.0), (1.5, 20 / 3), (2.0, 5.0), (9.0, 5.0)):
+        contention = (("cpu", "publish", slowdown), ("publish", "cpu", slowdown))
+        table = make_table(work, gpu=None, cpu=(0.001, 10.0), publish=(0.001, 10.0), contention=contention)
+        links = LinkRates(work, Timing(work, table), 0)
+        assert links.least_us(1000.0, first=True) == pytest.approx(1000.0 / rate, rel=0.01)
+        assert links.least_us(1000.0) == pytest.approx(100.0, rel=0.01)
+
+
 @pytest.mark.parametrize(("us", "us_per_byte"), [(1e-12, 1e-12), (1e12, 100.0)])
 def test_bounds_end_at_both_ends_of_what_is_plausible(us, us_per_byte):
     work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline")
