@@ -71,6 +71,7 @@ class RankPlacement:
     def __init__(self, workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, pp_rank: int):
         self.workload, self.timing, self.blocks, self.choices, self.pp_rank = workload, timing, blocks, choices, pp_rank
         self.block_uses = block_uses_of_rank(workload, timing, blocks, pp_rank)
+        self.groups_of = [blocks.blocks[use.block].groups if use.block >= 0 else () for use in self.block_uses]
         limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
         self.free = inf if limit is None else limit
         self.whole: dict[int, int] = {}  # group -> the use up to which it must stay
@@ -80,7 +81,7 @@ class RankPlacement:
             tuple[int, int], int
         ] = {}  # (group, use) -> last use of that step, of groups of several blocks
         for number in range(len(self.block_uses) - 1, -1, -1):
-            for group in self._groups_of(number):
+            for group in self.groups_of[number]:
                 uses = self.uses_to_come.setdefault(group, [])
                 if uses and self.block_uses[uses[-1]].step == self.block_uses[number].step:
                     self.stays[group, number] = self.stays.get((group, uses[-1]), uses[-1])
@@ -113,10 +114,13 @@ class RankPlacement:
         while self.number < len(self.block_uses) and self.block_uses[self.number].step == step:
             number = self.number
             _, block, us, *_ = self.block_uses[number]
+            groups, done = self.groups_of[number], []
             if block >= 0:
-                groups = self.blocks.blocks[block].groups
                 for group in groups:
-                    self.uses_to_come[group].pop()
+                    uses = self.uses_to_come[group]
+                    uses.pop()
+                    if not uses and self.blocks.groups[group].gradients is None:
+                        done.append(group)
                 if self.front <= number:
                     # What is still whole stays; then memory is freed for what is not.
                     for group in groups:
@@ -129,21 +133,18 @@ class RankPlacement:
                         self._bring(number, group, number)
                     self.front = number + 1
                 self._look_ahead(number)
-                self.now = max([self.now, *(self.arrives[group] for group in groups)])
+                for group in groups:
+                    if self.arrives[group] > self.now:
+                        self.now = self.arrives[group]
                 if number in self.alone:
                     self.now = max(self.now, self.freed_at)
             self.now += us
             self.number += 1
-            if block >= 0 and (done := [group for group in groups if not self.uses_to_come[group]]):
-                self._reduce(group for group in done if self.blocks.groups[group].gradients is None)
+            if done:
+                self._reduce(done)
             for group in self.due.get(number, ()):
                 self._reduce_visit(group)
         return self.now
-
-    def _groups_of(self, number: int) -> tuple[int, ...]:
-        """Groups of a block use; none where its chunk has no parameters."""
-        block = self.block_uses[number].block
-        return self.blocks.blocks[block].groups if block >= 0 else ()
 
     def _reduces_due(self) -> dict[int, list[int]]:
         """By use, the groups whose gradients come and go and are reduced behind it."""
@@ -178,18 +179,22 @@ class RankPlacement:
 
     def _look_ahead(self, number: int) -> None:
         """Prefetch the blocks of later uses, as far as the horizon and the memory limit allow."""
-        ideal = self.ideal
+        ideal, whole, held = self.ideal, self.whole, self.choices.held
         reach = ideal[max(number, 0)] + self.choices.horizon_us
-        current = self._groups_of(number) if number >= 0 else ()
+        current = self.groups_of[number] if number >= 0 else ()
         # ends: each turn raises front or returns
         while self.front < len(self.block_uses) and ideal[self.front] <= reach:
-            if self.choices.held and (self.pp_rank, self.front) in self.choices.held:
+            if held and (self.pp_rank, self.front) in held:
                 return
-            groups = self._groups_of(self.front)
-            for group in groups:
-                if group in self.whole:
-                    self.whole[group] = max(self.whole[group], self.stays.get((group, self.front), self.front))
-            missing = [group for group in groups if group not in self.whole]
+            missing = []
+            for group in self.groups_of[self.front]:
+                if group in whole:
+                    whole[group] = max(whole[group], self.stays.get((group, self.front), self.front))
+                else:
+                    missing.append(group)
+            if not missing:
+                self.front += 1
+                continue
             fits = self._free_up(number, missing, beyond=self.front, keep=current)
             if not fits:
                 sizes = tuple(self.blocks.groups[group].bytes for group in missing)

@@ -88,6 +88,7 @@ class Placer:
         self.fixed = [_fixed_bytes(workload, rank) for rank in range(workload.parallel.pp)]
         self.optimizer, self.sharing = least_of_optimizer(workload), ranks_of_copy(workload.parallel, 0)
         self.by_shards = timing is None or timing.offers_cpu_shard
+        self._costs: dict[tuple, dict[Kept, float]] = {}
         self._dtypes = [{p.name: p for p in chunk.parameters} for chunk in workload.chunks]
 
     def __call__(self, groups: Sequence[Group]) -> tuple[Group, ...] | None:
@@ -137,7 +138,7 @@ class Placer:
         return gradients + shards, shards
 
     def filled(self, groups: Sequence[Group]) -> Rule:
-        """The rule with what ``groups`` as placed leave of the limit given to whole parameters."""
+        """The rule with what ``groups`` as placed leave of the limit given to whole parameters, as far as they may."""
         if self.rule.whole_bytes is None:
             return self.rule
         left = []
@@ -145,7 +146,9 @@ class Placer:
             own = [groups[index] for index in indices]
             kept = [Kept(group.gradients, group.shard_rests == "host", group.alone) for group in own]
             left.append(self.limit - sum(self.held(rank, weighed, kept).values()))
-        return self.rule._replace(whole_bytes=self.rule.whole_bytes + max(min(left), 0))
+        most = self.workload.limits.whole_parameter_bytes
+        whole = self.rule.whole_bytes + max(min(left), 0)
+        return self.rule._replace(whole_bytes=whole if most is None else min(whole, most))
 
     def by_rank(self, groups: Sequence[Group]):
         """By pipeline rank: its number, the indices of its groups, and what they are."""
@@ -163,8 +166,12 @@ class Placer:
             gradients += ["sharded", "host"] if self.workload.parallel.dp > 1 else ["host"]
         on_host = "shards" in self.rule.reliefs and steps_on_host_shards(self.workload.optimizer, first.dtype)
         rests = (False, True) if on_host else (False,)
-        ways = [Kept(kept, *how) for kept in gradients for how in product(rests, (False, True)) if kept or not how[1]]
-        return Weighed(group, span, gradient, {way: self._cost_us(group.bytes, gradient, way) for way in ways})
+        key = group.bytes, gradient, len(gradients), on_host  # layers are alike
+        if key not in self._costs:
+            hows = list(product(rests, (False, True)))
+            ways = [Kept(kept, *how) for kept in gradients for how in hows if kept or not how[1]]
+            self._costs[key] = {way: self._cost_us(group.bytes, gradient, way) for way in ways}
+        return Weighed(group, span, gradient, self._costs[key])
 
     def _cost_us(self, size: int, gradient: int, way: Kept) -> float:
         if self.timing is None:

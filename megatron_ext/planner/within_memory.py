@@ -29,7 +29,10 @@ SEARCHED = 2
 """Rules that are searched, the best by estimate; more only where none of these gives a schedule."""
 
 FEW_STEPS = 4096
-"""With more steps an estimate takes long: fewer ways to cut are estimated."""
+"""With more steps an estimate takes long, and a search longer: fewer ways to cut are estimated, and a rule that is
+:data:`MUCH_SLOWER` than the best by estimate is not searched."""
+
+MUCH_SLOWER = 0.02
 
 
 def plan_within_memory(
@@ -53,8 +56,9 @@ def plan_within_memory(
             routes = tuple(sorted({*routes, *shard_routes}, key=("gpu", "cpu", "cpu_shard", "nvme").index))
     estimated = _estimated(workload, timing, routes, frozenset(reliefs), bound_us)
     found: list[tuple[float, Schedule]] = []
-    for _, rule in estimated:
-        if len(found) == SEARCHED:
+    many = number_of_steps(workload) > FEW_STEPS
+    for us, rule in estimated:
+        if len(found) == SEARCHED or (found and many and us > estimated[0][0] * (1 + MUCH_SLOWER)):
             break
         try:
             found.append(_searched(workload, timing, routes, rule, bound_us))
@@ -102,26 +106,31 @@ def _with_whole_bytes(workload: Workload, rule: Rule) -> Workload:
 
 
 def _estimated(workload, timing, routes, reliefs: frozenset[Relief], bound_us: float) -> list[tuple[float, Rule]]:
-    """Rules that fit, the fastest by estimate first. Of rules that place a layer's groups alike, one."""
+    """Rules that fit, the fastest by estimate first. Of rules that place a layer's groups alike, one: that which gives
+    whole parameters all that is left, or where that does not work the rule as it was."""
     layers, _ = groups_of(workload, layer_buckets)
-    seen, found = set(), []
+    seen, found = {}, []
 
-    def consider(rule: Rule) -> None:
+    def works(rule: Rule) -> bool:
         placer = Placer(workload, rule, timing)
         placed = placer(layers)
+        if placed is None:
+            return False
         key = rule.whole_bytes, placed
-        if placed is None or key in seen:
-            return
-        seen.add(key)
-        cut = _own_cut(workload, placer)
-        grid = Grid(Search(_with_whole_bytes(workload, rule), timing, routes, bound_us, placer, cut))
-        us = _estimate(grid)
-        if us < inf:
-            found.append((us, len(found), rule))
-        consider(placer.filled(placed))
+        if key in seen:
+            return seen[key]
+        filled = placer.filled(placed)
+        seen[key] = filled != rule and works(filled)
+        if not seen[key]:
+            cut = _own_cut(workload, placer)
+            us = _estimate(Grid(Search(_with_whole_bytes(workload, rule), timing, routes, bound_us, placer, cut)))
+            seen[key] = us < inf
+            if us < inf:
+                found.append((us, len(found), rule))
+        return seen[key]
 
     for rule in rules(workload, reliefs):
-        consider(rule)
+        works(rule)
     return [(us, rule) for us, _, rule in sorted(found, key=lambda item: item[:2])]
 
 

@@ -26,6 +26,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
@@ -37,7 +39,7 @@ from megatron_ext.workload.nodes import ranks_of_copy
 from megatron_ext.workload.route import piece_buffer_bytes
 from megatron_ext.workload.state_layout import gradient_slot_bytes, region_bytes
 from megatron_ext.workload.step_order import steps_of_ranks
-from megatron_ext.workload.workload import Chunk, Workload
+from megatron_ext.workload.workload import Chunk, Limits, Workload
 
 
 class Bill(NamedTuple):
@@ -155,7 +157,12 @@ def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
 
 def activation_peaks(workload: Workload) -> list[int]:
     """The most bytes of activations of every pipeline rank, whatever the schedule."""
-    return [max(max(saved) for *_, saved in activations(workload, rank)) for rank in range(workload.parallel.pp)]
+    return list(_activation_peaks(replace(workload, limits=Limits())))  # a search tries many limits
+
+
+@lru_cache(maxsize=4)
+def _activation_peaks(workload: Workload) -> tuple[int, ...]:
+    return tuple(max(max(saved) for *_, saved in activations(workload, rank)) for rank in range(workload.parallel.pp))
 
 
 def activations(workload: Workload, pp_rank: int) -> Iterator[tuple[int, bool, list[int]]]:
