@@ -1,14 +1,16 @@
 """Plans within limits of device memory in all: memory bill beside census, and iteration time beside stock Megatron's.
 
-    .venv/bin/python benchmarks/device_limits.py [--rounds 2] [--iters 8] [--layouts pp2 dp4 one] [--loss-iters 200]
+    .venv/bin/python benchmarks/device_limits.py [--rounds 2] [--iters 8] [--layouts pp2 dp4 one] [--percent 50]
+        [--loss-iters 200]
 
 ``limits.device_bytes`` is 100, 70, 50, 30 and 20 % of what stock Megatron holds without activations, at PP 2 x VP 2 x
 DP 2 and at DP 4, in bfloat16 with recompute. With one rank it is a fifth of the model's parameters and gradients. For
-every limit the plan of the zero stage that is fastest as predicted is trained, with the optimizer on the host where
-none fits otherwise. All runs are interleaved, in the opposite order every other round. At last the losses of gradients
-that are reduced at every visit are set beside stock's, in float32, and those of stock with another order of sums.
-Writes benchmarks/results/device_limits.json and its picture. Ends with 1 where a census is more than 2 % off its bill
-or over its limit, or where losses of one layout differ by more than 1e-3 in bfloat16.
+every limit the plan that is fastest as predicted is trained, of all zero stages, with the optimizer on the device and
+on the host: the latter leaves room for whole gradients, which are reduced once an iteration. All runs are interleaved,
+in the opposite order every other round. At last the losses of gradients that are reduced at every visit are set beside
+stock's, in float32, and those of stock with another order of sums. Writes benchmarks/results/device_limits.json and its
+picture. Ends with 1 where a census is more than 2 % off its bill or over its limit, or where losses of one layout
+differ by more than 1e-3 in bfloat16.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
@@ -89,17 +92,18 @@ class Layout:
         self._run(command)
         self.table = cost.load(path)
 
-    def limits(self) -> dict[str, int]:
+    def limits(self, percents: Iterable[int]) -> dict[str, int]:
         """By name, bytes of device memory in all."""
         if self.world == 1:
             parameters = [p for chunk in self.work.chunks for p in chunk.parameters]
             gradients = sum(p.numel for p in parameters) * self.work.optimizer.gradient_item_bytes
             return {"a fifth": (sum(p.bytes for p in parameters) + gradients) // 5}
         held = self.stock.device_total_bytes - self.stock.device_bytes["activations"]
-        return {f"{percent} %": held * percent // 100 for percent in PERCENT}
+        return {f"{percent} %": held * percent // 100 for percent in percents}
 
     def plan(self, limit: int):
-        """The schedule within ``limit`` of the zero stage that is fastest as predicted, and its workload.
+        """The schedule within ``limit`` that is fastest as predicted, and its workload: of all zero stages, with the
+        optimizer on the device and on the host.
 
         Raises:
             InputError: nothing fits.
@@ -117,10 +121,10 @@ class Layout:
                     found.append((plan(work, self.table, extrapolate=True), work))
                 except InputError as error:
                     refused = error
-            if found:
-                return min(found, key=lambda item: item[0].predicted.iteration_time_us)
-        assert refused is not None
-        raise refused
+        if not found:
+            assert refused is not None
+            raise refused
+        return min(found, key=lambda item: item[0].predicted.iteration_time_us)
 
     def train(self, name: str, iterations: int, *more: str) -> dict:
         options = ["--init-by-name", *self.options, *more]
@@ -130,7 +134,7 @@ class Layout:
 def run_layout(layout: Layout, args) -> list[dict]:
     """Rows of one layout, stock Megatron's first."""
     rows, commands = [{"layout": layout.name, "limit": "stock", "bill": layout.stock.device_bytes}], {"stock": []}
-    for name, limit in layout.limits().items():
+    for name, limit in layout.limits(args.percent).items():
         row = {"layout": layout.name, "limit": name, "limit_bytes": limit}
         rows.append(row)
         try:
@@ -270,6 +274,7 @@ def main() -> int:
     add("--iters", type=int, default=8)
     add("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     add("--layers", type=int, default=16)
+    add("--percent", type=int, nargs="+", default=PERCENT, help="Limits, of what stock Megatron holds.")
     add("--loss-iters", type=int, default=200, help="0: leave the losses out.")
     add("--measure-seconds", type=float, default=10, help="For the cost table of one layout.")
     add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "device_limits.json")

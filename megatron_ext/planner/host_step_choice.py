@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from megatron_ext.bounds.memory_headroom import with_headroom
 from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
 from megatron_ext.schedule.state_placement import host_bytes_of_nodes
@@ -95,3 +97,20 @@ def delay(schedule: Schedule, workload: Workload, table: CostTable, *, extrapola
     held = max(bill.memory.host_bytes.get("next_parameters", 0) for bill in memory_bill(plain, works[1]))
     at_once, delayed = (run(work, timing, by).iteration_time_us for work, by in zip(works, (schedule, plain)))
     return Delay(at_once, delayed, held)
+
+
+def offload_note(schedule: Schedule, workload: Workload, table: CostTable) -> str | None:
+    """That whole gradients would have room with the optimizer on the host, for the reader; None where they would not,
+    or nothing asks for it."""
+    if workload.optimizer.on_host or not any(group.gradients for group in schedule.groups):
+        return None
+    workload = with_activations(workload, table)
+    settings = msgspec.structs.replace(workload.optimizer, on_host=True)
+    try:
+        with_headroom(msgspec.structs.replace(workload, zero_stage=3, optimizer=settings), "host")
+    except InputError:
+        return None
+    return (
+        "Gradients are reduced at every visit of their chunk, since whole ones have no room beside the optimizer. With "
+        "--optimizer-cpu-offload and --zero-stage 3 they would: describe and plan that too, and compare."
+    )

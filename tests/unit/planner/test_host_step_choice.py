@@ -3,10 +3,12 @@
 from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
-from megatron_ext.planner import delay, plan, step_note
+from megatron_ext.planner import delay, offload_note, plan, step_note
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.state_placement import host_bytes_of_nodes
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.workload import Limits
 
 
 def case(save_rate: float = 1e5, **settings):
@@ -66,3 +68,18 @@ def test_what_a_delay_would_bring_is_said_and_not_chosen():
     slower = found._replace(delayed_us=1.042 * found.at_once_us)
     assert "(4.2% more), with" in slower.text() and "it does not pay. It changes training" in slower.text()
     assert delay(schedule, work, replace(table, host_step=None)) is None
+
+
+def test_where_only_the_optimizer_leaves_no_room_for_whole_gradients_the_plan_says_so():
+    work = make_workload(pp=1, vp=1, dp=4, order="no_pipeline", layers=8, zero_stage=3)
+    table, whole = make_table(work), stock_schedule(work)
+    comes = replace(whole, groups=tuple(replace(group, gradients="sharded") for group in whole.groups))
+    memory = evaluate(replace(work, zero_stage=1), table).memory[0].memory
+    on_host = replace(work, optimizer=OptimizerSettings(on_host=True))
+    gradients = memory.device_bytes["gradients"]
+    said = lambda schedule, of, limit: offload_note(schedule, replace(of, limits=Limits(device_bytes=limit)), table)
+    assert memory.device_total_bytes // 2 > 1.1 * gradients
+    assert "--optimizer-cpu-offload" in said(comes, work, memory.device_total_bytes // 2)
+    assert said(comes, work, gradients) is None  # not with the optimizer on the host either
+    assert said(whole, work, memory.device_total_bytes // 2) is None
+    assert said(comes, on_host, memory.device_total_bytes // 2) is None
