@@ -44,9 +44,15 @@ class Census:
         self.device_bytes = self.host_bytes = 0
         self._on_host, self._thread = on_host, threading.get_ident()
         self._old: list[weakref.ref] = []
+        modules = list(modules)
+        # FSDP2 gives a sharded layer a class of its own, derived from the layer's.
         self._layers = [
-            layer for one in modules for layer in one.modules() if type(layer).__name__ == "TransformerLayer"
+            layer
+            for one in modules
+            for layer in one.modules()
+            if any(base.__name__ == "TransformerLayer" for base in type(layer).__mro__)
         ]
+        assert self._layers or not modules, "a model without layers to look at"
 
     def _sampling(self, collective):
         def sampled(*args, **kwargs):

@@ -14,6 +14,10 @@ class TransformerLayer(nn.Linear):
     """The census looks at modules of this name."""
 
 
+class ShardedLayer(TransformerLayer):
+    """As FSDP2 replaces a layer's class."""
+
+
 def counted(modules, host, work) -> tuple[int, int]:
     census = peer_census.Census(modules, lambda: host)
     census.begin()
@@ -24,7 +28,7 @@ def counted(modules, host, work) -> tuple[int, int]:
 def test_parameters_gradients_and_states_count_and_activations_and_host_memory_do_not(monkeypatch):
     monkeypatch.setattr(peer_census, "COLLECTIVES", ())  # torch's own functions stay as they are
     before, _ = counted([], [], lambda: None)
-    model = nn.Sequential(*(TransformerLayer(1000, 1000, bias=False) for _ in range(2)))
+    model = nn.Sequential(*(kind(1000, 1000, bias=False) for kind in (TransformerLayer, ShardedLayer)))
     shard, states, batch = torch.zeros(500_000), torch.zeros(250_000), torch.zeros(100, 1000)
     views = [states[:10], states[10:], shard[1:]]
 
