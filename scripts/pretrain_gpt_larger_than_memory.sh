@@ -10,7 +10,7 @@ if [ "${1:-}" = --in ]; then # --in CGROUP COMMAND...: run the command there
     echo $$ > "$2/cgroup.procs"
     exec "${@:3}"
 fi
-cgroups=${CGROUPS:-/sys/fs/cgroup} limit_mib=${LIMIT_MIB:-1300} mib=$((1 << 20))
+cgroups=${CGROUPS:-/sys/fs/cgroup} limit_mib=${LIMIT_MIB:-1250} mib=$((1 << 20))
 make_group() { # prints a new cgroup below our own with the limit, of version 2 or 1; nothing where that is not allowed
     local own file
     if [ -e "$cgroups/cgroup.controllers" ]; then
