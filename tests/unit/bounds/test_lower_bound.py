@@ -5,7 +5,7 @@ from itertools import permutations, product
 
 import pytest
 from msgspec.structs import replace
-from planning_cases import line, make_table, make_workload, uneven_case, with_host_cpu
+from planning_cases import flat, line, make_table, make_workload, uneven_case, with_host_cpu
 from variations import some
 
 from megatron_ext.bounds.least_loads import layer_bytes
@@ -150,6 +150,20 @@ def test_bound_knows_that_host_copies_are_published_first():
     bound = lower_bound(work, Timing(work, table))
     assert bound == pytest.approx(100.0 + 3000.0, rel=1e-3)
     assert plan(work, table).predicted.iteration_time_us == pytest.approx(bound, rel=0.06)
+
+
+def test_bound_knows_that_one_rank_reduces_after_the_groups_of_another_have_come():
+    """Rank 1 waits for its group, then both compute, then rank 0 reduces."""
+    work = make_workload(pp=2, vp=1, microbatches=1, layers=1, order="1f1b")
+    first, second = work.chunks
+    work = replace(work, chunks=(replace(first, parameters=first.parameters[:1]), second))
+    table = make_table(
+        work, gpu=(0.01, second.bytes / 3000.0), cpu=None, forward=100.0, backward=1000.0, p2p=(0.01, 1e9)
+    )
+    table = replace(table, reduce=flat(2000.0))
+    bound = lower_bound(work, Timing(work, table))
+    assert bound == pytest.approx(3000.0 + 100.0 + 1000.0 + 1000.0 + 2000.0, rel=1e-3)
+    assert plan(work, table).predicted.iteration_time_us == pytest.approx(bound, rel=1e-3)
 
 
 def test_bound_knows_that_ranks_share_processors():
