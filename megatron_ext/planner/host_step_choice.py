@@ -1,6 +1,8 @@
-"""Whether the host's optimizer steps beside the backward: where that is simulated to be faster. What a delayed update
+"""Where optimizer states rest, and whether the host steps beside the backward, by simulation. What a delayed update
 would bring is said and not chosen: it changes training."""
 
+import contextlib
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -9,39 +11,88 @@ from megatron_ext.bounds.memory_headroom import with_headroom
 from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.search_state import POLISHED_STEPS, number_of_steps
+from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
-from megatron_ext.schedule.state_placement import host_bytes_of_nodes
+from megatron_ext.schedule.state_placement import host_bytes_of_nodes, with_states_on_drive
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.nodes import pinned_bytes_of_nodes
 from megatron_ext.workload.workload import Workload
 
+PARTS = (0.0, 0.5, 1.0)
+"""Of the copies that steps beside the backward of all groups need, what states on the drive leave room for."""
 
-def with_step_beside_backward(schedule: Schedule, workload: Workload, timing: Timing) -> Schedule:
-    """The schedule with ``rollback_bytes``, as many as the simulated steps beside the backward take, where these make
-    the iteration shorter and ``limits.host_bytes`` has room; else ``schedule``."""
+
+def with_states_placed(schedule: Schedule, workload: Workload, timing: Timing) -> Schedule:
+    """The schedule with states on the drive as ``limits.host_bytes`` asks for, and with steps beside the backward.
+
+    Of several choices of groups the one that is simulated to be fastest: the largest; or those whose step hides least
+    beside the backward, because it waits or its gradient is reduced last. Either as few as must be, or more, so that
+    the others have room for the copies that such steps need.
+
+    Raises:
+        InputError: the limit cannot be kept.
+    """
+    placed = with_states_on_drive(schedule, workload)
+    us, best = _stepped(placed, workload, timing)
+    limits, large = workload.limits, number_of_steps(workload) > POLISHED_STEPS
+    has_drive = all(map(timing.offers_curve, ("routes.nvme", "publish.nvme"))) and (
+        placed.state_slots is not None or limits.nvme_slots > 0
+    )
+    if limits.host_bytes is None or not has_drive or large or not _can_step_early(workload, timing):
+        return best
+    hides = [
+        (can_step_early(group, workload), group.model_chunk_id, layers)
+        for group, layers in zip(schedule.groups, uses_of_groups(schedule.groups, workload))
+    ]
+    late = sorted(range(len(hides)), key=hides.__getitem__)
+    copies = max(pinned_bytes_of_nodes(workload.parallel, [0] * workload.parallel.pp, _copies(schedule, workload)))
+    seen = [placed]
+    for order, part in product((None, late), PARTS):
+        left = msgspec.structs.replace(limits, host_bytes=limits.host_bytes - int(part * copies))
+        with contextlib.suppress(InputError):  # so much room cannot be left
+            tried = with_states_on_drive(schedule, msgspec.structs.replace(workload, limits=left), order)
+            if tried not in seen:
+                seen.append(tried)
+                us, best = min((us, best), _stepped(tried, workload, timing), key=lambda found: found[0])
+    return best
+
+
+def _can_step_early(workload: Workload, timing: Timing) -> bool:
     settings = workload.optimizer
-    if settings.delayed or not settings.on_host or settings.gradient_dtype != "float32" or not timing.offers_host_step:
-        return schedule
-    room = _room(schedule, workload)
+    return (
+        settings.on_host and not settings.delayed and settings.gradient_dtype == "float32" and timing.offers_host_step
+    )
+
+
+def _stepped(schedule: Schedule, workload: Workload, timing: Timing) -> tuple[float, Schedule]:
+    """Its simulated iteration time and the schedule; with ``rollback_bytes``, as many as the steps beside the backward
+    take, where these make the iteration shorter and ``limits.host_bytes`` has room."""
+    waits = run(workload, timing, schedule).iteration_time_us, schedule
+    room = _room(schedule, workload) if _can_step_early(workload, timing) else 0
     if room < 1:
-        return schedule
-    waits = run(workload, timing, schedule)
+        return waits
     tried = run(workload, timing, msgspec.structs.replace(schedule, rollback_bytes=room))
-    if tried.iteration_time_us >= waits.iteration_time_us:
-        return schedule
-    return msgspec.structs.replace(schedule, rollback_bytes=max(tried.early_bytes))
+    if tried.iteration_time_us >= waits[0]:
+        return waits
+    return tried.iteration_time_us, msgspec.structs.replace(schedule, rollback_bytes=max(tried.early_bytes))
 
 
-def _room(schedule: Schedule, workload: Workload) -> int:
-    """Bytes of each rank for copies of states: of all groups that can be stepped early, or what the limit leaves."""
+def _copies(schedule: Schedule, workload: Workload) -> list[int]:
+    """By pipeline rank, bytes of the copies of states that steps beside the backward need, of all groups."""
     of_ranks = [0] * workload.parallel.pp
     for group in schedule.groups:
         if can_step_early(group, workload):
             of_ranks[group.pp_rank] += saved_bytes(group, workload)
-    room, limit = max(of_ranks), workload.limits.host_bytes
+    return of_ranks
+
+
+def _room(schedule: Schedule, workload: Workload) -> int:
+    """Bytes of each rank for copies of states: of all groups that can be stepped early, or what the limit leaves."""
+    room, limit = max(_copies(schedule, workload)), workload.limits.host_bytes
     if limit is None:
         return room
     ranks_of_nodes = pinned_bytes_of_nodes(workload.parallel, [0] * workload.parallel.pp, [1] * workload.parallel.pp)

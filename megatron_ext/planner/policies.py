@@ -10,7 +10,7 @@ from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import BASELINES, best_of_gathers
-from megatron_ext.planner.host_step_choice import with_step_beside_backward
+from megatron_ext.planner.host_step_choice import with_states_placed
 from megatron_ext.planner.local_search import improve
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.search import search
@@ -98,9 +98,10 @@ def plan(
 
 
 def _with_states_placed(schedule: Schedule, workload: Workload, timing: Timing, policy: str) -> Schedule:
-    """Where optimizer states rest, and when the host steps them; ``hybrid`` alone has it step beside the backward."""
-    schedule = with_states_on_drive(schedule, workload)
-    return with_step_beside_backward(schedule, workload, timing) if policy == "hybrid" else schedule
+    """Where optimizer states rest, and when the host steps them; ``hybrid`` alone chooses by simulation."""
+    if policy == "hybrid":
+        return with_states_placed(schedule, workload, timing)
+    return with_states_on_drive(schedule, workload)
 
 
 def _metadata(schedule: Schedule, table: CostTable, policy: str, digest: str | None) -> Metadata:

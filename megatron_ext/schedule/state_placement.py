@@ -98,8 +98,11 @@ def largest_region(schedule: Schedule, workload: Workload, index: int) -> int:
     return max(region_bytes(min(p.numel, shard), moments) for p in members)
 
 
-def with_states_on_drive(schedule: Schedule, workload: Workload) -> Schedule:
+def with_states_on_drive(schedule: Schedule, workload: Workload, order: list[int] | None = None) -> Schedule:
     """The schedule with as few optimizer states on the drive as ``limits.host_bytes`` allows.
+
+    Args:
+        order: groups whose states go there first; by default the largest, so that they are few and their pieces long.
 
     Raises:
         InputError: they do not fit with all of them there, or the optimizer does not step on the host.
@@ -116,8 +119,7 @@ def with_states_on_drive(schedule: Schedule, workload: Workload) -> Schedule:
         raise short_of_host(
             schedule, workload, " (with --delayed-parameter-update no optimizer state rests on the drive)"
         )
-    # The largest groups first: fewer of them then go to the drive, with fewer and longer pieces.
-    order = sorted(range(len(schedule.groups)), key=lambda index: (-schedule.groups[index].bytes, index))
+    order = order or sorted(range(len(schedule.groups)), key=lambda index: (-schedule.groups[index].bytes, index))
     fits, most = None, len(order)
     least = 1
     while least <= most:

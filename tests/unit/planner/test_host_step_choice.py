@@ -1,12 +1,13 @@
 """The planner decides whether the host's optimizer steps beside the backward."""
 
+import pytest
 from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
-from megatron_ext.planner import delay, offload_note, plan, step_note
+from megatron_ext.planner import delay, host_step_choice, offload_note, plan, step_note
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.schedule.state_placement import host_bytes_of_nodes
+from megatron_ext.schedule.state_placement import host_bytes_of_nodes, with_states_on_drive
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.workload import Limits
 
@@ -52,6 +53,40 @@ def test_the_limit_of_host_memory_bounds_the_copies_of_states():
     assert 0 < schedule.rollback_bytes <= free.rollback_bytes // 2
     assert host_bytes_of_nodes(schedule, work)[0] <= limit
     assert schedule.predicted.iteration_time_us > free.predicted.iteration_time_us
+
+
+def on_drive(schedule):
+    return {index for index, group in enumerate(schedule.groups) if group.states_rest == "nvme"}
+
+
+@pytest.mark.parametrize("part, slots", [(0.6, 0), (0.8, 2)])
+def test_states_go_to_the_drive_so_that_others_have_room_to_be_stepped_beside_the_backward(monkeypatch, part, slots):
+    """At 0.8 all states fit, but few copies beside them; that there is a drive then the staging slots say."""
+    work, table = case()
+    drive = make_table(work, gpu=(0.01, 1e7), nvme=(1.0, 1e4))
+    limit = int(part * host_bytes_of_nodes(plan(work, table), work)[0])
+    work = replace(work, limits=replace(work.limits, host_bytes=limit, nvme_slots=slots))
+    fast = replace(table, routes=drive.routes, publish=drive.publish)
+    slow = replace(fast, routes=replace(drive.routes, nvme=line(1e5, 1e4)))
+    found, by_slow = plan(work, fast), plan(work, slow)
+    monkeypatch.setattr(host_step_choice, "PARTS", ())
+    least = plan(work, fast)
+    assert host_bytes_of_nodes(found, work)[0] <= limit
+    assert len(on_drive(least)) < len(on_drive(found))
+    assert found.predicted.iteration_time_us < 0.97 * least.predicted.iteration_time_us
+    assert found.rollback_bytes > (least.rollback_bytes or 0)
+    assert len(on_drive(by_slow)) <= len(on_drive(least))  # a drive that takes longer than the step
+
+
+def test_of_states_on_the_drive_those_whose_step_hides_least_may_go_first():
+    """Two chunks a rank; where the others are stepped beside the backward, those of chunk 0 are reduced last."""
+    work, table = case()
+    schedule = plan(work, table)
+    limit = int(0.5 * host_bytes_of_nodes(schedule, work)[0])
+    work = replace(work, limits=replace(work.limits, host_bytes=limit))
+    late = [index for index, group in enumerate(schedule.groups) if group.model_chunk_id == 0]
+    tried = with_states_on_drive(replace(schedule, rollback_bytes=None), work, [*late, *range(len(schedule.groups))])
+    assert on_drive(tried) and on_drive(tried) <= {*late}
 
 
 def test_what_a_delay_would_bring_is_said_and_not_chosen():
