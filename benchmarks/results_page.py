@@ -303,7 +303,7 @@ ROWS = {
     ),
     "verdict_truth": Row(
         "Is the verdict right of cost tables with 10 to 40 % of noise, beside tables known to be true?",
-        "benchmarks/verdict_truth.py --first 700 --cases 120",
+        "benchmarks/verdict_truth.py --first 900 --cases 60",
         lambda result: (
             "**simulated** "
             + verdicts(result["summary"])
