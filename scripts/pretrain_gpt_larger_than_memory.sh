@@ -79,12 +79,27 @@ peak=$(cat "$group"/memory.{peak,max_usage_in_bytes} 2> /dev/null || true)
 say "the plan has trained within the limit${peak:+, holding up to $((peak / mib)) MiB}; losses are equal to the last bit; nothing is left on the drive"
 
 mapfile -t model < "$run/model_options.txt"
+limited() { # limited NAME ITERATIONS SCRIPT [ARGUMENTS]: train within the limit; whether that ended well
+    $WITHIN python -m megatron_ext.cpubench.launcher --fork --nproc-per-node $DP "${@:3}" "${model[@]}" --data-path runs/corpus/stdlib \
+        --data-cache-path "$run/cache/limited" --train-iters "$2" --metrics-path "$run/$1.json" > "$run/limited.log" 2>&1 &
+    wait $!
+}
+if [ -n "$group" ]; then # the pages of mapped files, which the system takes back, count as address space
+    plan=(examples/pretrain_gpt_hybrid.py --user-defined-schedule "$run/schedule.json" --user-defined-schedule-nvme-path "$drive")
+    rm -rf "$run/saved"
+    limited saving "$ITERS" "${plan[@]}" --save "$run/saved" --save-interval 2 && echo 2 > "$run/saved/latest_checkpointed_iteration.txt" &&
+        limited resumed "$ITERS" "${plan[@]}" --load "$run/saved" ||
+        { tail -n 5 "$run/limited.log" >&2; fail "a checkpoint could not be saved and loaded within the limit"; }
+    rm -rf "$run/saved"
+    python - "$run" <<< 'import json, sys
+loss = lambda name: json.load(open(f"{sys.argv[1]}/{name}.json"))["loss"]
+assert loss("saving")[2:] == loss("resumed") == loss("scheduled.metrics")[2:]' || fail "the losses differ after a checkpoint was loaded"
+    say "a checkpoint was saved and loaded within the limit; training went on to the same losses"
+fi
 under_limit() { # under_limit SCRIPT [ARGUMENTS]: one iteration; whether it was ended for lack of memory
-    local log=$run/limited.log
-    $WITHIN python -m megatron_ext.cpubench.launcher --fork --nproc-per-node $DP "$@" "${model[@]}" --data-path runs/corpus/stdlib \
-        --data-cache-path "$run/cache/limited" --train-iters 1 --metrics-path "$run/limited.json" > "$log" 2>&1 &
-    if wait $!; then return 1; fi
-    grep -qE 'SIGKILL|memory|bad_alloc|MemoryError' "$log" || { tail -n 5 "$log" >&2; fail "$1 was ended by something else than the limit"; }
+    if limited limited 1 "$@"; then return 1; fi
+    grep -qE 'SIGKILL|memory|bad_alloc|MemoryError' "$run/limited.log" ||
+        { tail -n 5 "$run/limited.log" >&2; fail "$1 was ended by something else than the limit"; }
 }
 ended="ended for lack of memory" trains="trains within the limit, too"
 under_limit examples/pretrain_gpt_hybrid.py || fail "stock Megatron trains within the limit: set a lower LIMIT_MIB"

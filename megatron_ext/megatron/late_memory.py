@@ -26,14 +26,16 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_ext.runtime.drive_tensors import DriveTensors
 
-storages_left_out: set[int] = set()
-"""Of the parameters whose copies are left out."""
+storages_left_out: dict[int, torch.UntypedStorage] = {}
+"""Of the parameters whose copies are left out, by address. They are held while a model is built, and no longer: another
+storage could have the address of one that is gone."""
 
 
 def leave_copies_out(parameters: Iterable[torch.Tensor], directory) -> None:
     """Host optimizers that are built from now on have no copies of what lies in the storages of ``parameters``; those
     that something needs before are made in files in ``directory``, on the drive."""
-    storages_left_out.update(tensor.untyped_storage()._cdata for tensor in parameters)
+    storages = (tensor.untyped_storage() for tensor in parameters)
+    storages_left_out.update((storage._cdata, storage) for storage in storages)
     if not hasattr(HybridDeviceOptimizer, "left_out"):
         sort_parameters = HybridDeviceOptimizer._get_sub_optimizer_param_groups
         HybridDeviceOptimizer._get_sub_optimizer_param_groups = lambda *given: _sorted(sort_parameters, *given)
@@ -143,18 +145,26 @@ def _install(hybrid, left_out: LeftOut) -> None:
     )
 
 
-def take_over(hybrid) -> dict[torch.Tensor, torch.Tensor]:
-    """The parameters of ``hybrid`` by their copies that have no values; who calls this makes the copies.
+def flush(optimizers: list) -> None:
+    """Bring what was made for Megatron's ``optimizers`` to the drive, and its pages out of memory.
 
     Raises:
-        InputError: copies that were made did not reach the drive.
+        InputError: it did not reach the drive.
     """
+    for optimizer in optimizers:
+        left_out: LeftOut | None = getattr(getattr(optimizer, "optimizer", None), "left_out", None)
+        for file in left_out.files if left_out is not None else ():
+            file.flush()
+
+
+def take_over(hybrid, chosen: set[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    """The parameters of ``hybrid`` by their copies that have no values, which are all among ``chosen``; who calls this
+    makes the copies."""
     left_out = vars(hybrid).get("left_out")
     if left_out is None:
         return {}
-    for file in left_out.files:
-        file.flush()
     found = {copy: parameter for parameter, copy in left_out.stand_ins.items()}
+    assert found.keys() <= chosen, "a copy that nobody makes"
     left_out.stand_ins, left_out.on_drive, left_out.files = {}, {}, []
     return found
 

@@ -108,6 +108,7 @@ class Run:
     def __init__(self, schedule, trace, parallel=None, check=None, delay=None, nvme_path=None):
         self.path, self.trace_path, self.delay, self.nvme_path = schedule, trace, delay, nvme_path
         self.state = State.UNSCHEDULED if schedule is None else State.BUILDING
+        late_memory.storages_left_out.clear()
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         self.recorder: Recorder | None = None
         if trace is not None or schedule is not None:
@@ -210,6 +211,7 @@ class Run:
         else:
             assert self.state is State.BUILDING, f"training begins once; the run is {self.state.value}"
             nvme_path = getattr(args, "user_defined_schedule_nvme_path", None)
+            self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
             self._agree(self._mismatch(args, nvme_path))
             if dist.get_rank() == 0:
                 self._announce(args)
@@ -222,7 +224,6 @@ class Run:
                     self._reference = ReferenceGradients(self.schedule, self._bucket_groups)
                 self._move_to(State.REFERENCE)
             else:
-                self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
                 self.watch = Watch(dist.get_rank(), _step_seconds(args))
                 self._agree(self._try_to_prepare(nvme_path, begun))
                 self._begin()
@@ -261,6 +262,7 @@ class Run:
                 on_host = any(group.gradients == "host" for group in self.schedule.groups)
                 refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
             match.match(self.schedule, workload, file=self.path)
+            late_memory.flush(self._optimizers)
             taken = host_bytes_taken(self.schedule, workload)[dist.get_rank() // self.schedule.parallel.node_size]
             host_memory.require(taken, "host copies, staging slots, shards and optimizer states")
             memory_bill.check_run(self.schedule, workload, file=self.path)
@@ -297,6 +299,7 @@ class Run:
         for bucket_group in self._bucket_groups.values():
             bucket_group.executor = self.executor
         self._move_to(State.READY)
+        late_memory.storages_left_out.clear()
         self.watch.executor = self.executor
         # The initial parameters are whole everywhere; publishing them lets the first
         # iteration run like every other.

@@ -89,7 +89,7 @@ def _one(optimizer, shards: list, on_host: list, schedule: Schedule, nvme_path, 
         settings=settings,
         device=device,
         recorder=recorder,
-        initial=take_over(hybrid),
+        initial=take_over(hybrid, set(on_drive)),
         gradients={copies[shard]: partial(_gradient, shard) for shard in shards},
         in_place=frozenset(copies[shard] for shard in on_host),
     )

@@ -8,6 +8,7 @@ ends the process with SIGBUS, because nobody can give the reader an error; :meth
 was written has reached the drive.
 """
 
+import contextlib
 import mmap
 import os
 from math import prod
@@ -16,6 +17,9 @@ import torch
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import drive
+
+MADV_PAGEOUT = 21
+"""madvise(2): take these pages out of memory now. Python's mmap has no name for it."""
 
 
 class DriveTensors:
@@ -45,7 +49,7 @@ class DriveTensors:
         self.tensors = [view(self._map, start, shape, dtype) for start, shape in zip(starts, shapes, strict=True)]
 
     def flush(self) -> None:
-        """Bring everything to the drive.
+        """Bring everything to the drive and its pages out of memory.
 
         Raises:
             InputError: the drive could not take it.
@@ -55,6 +59,8 @@ class DriveTensors:
         except OSError as error:
             why = f"cannot be written: {error.strerror}"
             raise InputError(why, field=drive.OPTION, value=str(self._directory)) from None
+        with contextlib.suppress(OSError):  # before Linux 5.4
+            self._map.madvise(MADV_PAGEOUT)
 
 
 def view(memory, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

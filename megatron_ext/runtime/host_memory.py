@@ -12,6 +12,9 @@ from megatron_ext.formats.errors import InputError
 MEMINFO = Path("/proc/meminfo")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUP = Path("/sys/fs/cgroup")
+V2_NAMES = ("inactive_file", "active_file", "file_mapped", "file_dirty", "file_writeback")
+V1_NAMES = tuple(f"total_{name}" for name in ("inactive_file", "active_file", "mapped_file", "dirty", "writeback"))
+"""In memory.stat of both versions: cached files, and those of them that have to stay for a while."""
 
 
 def available_bytes() -> int | None:
@@ -64,14 +67,16 @@ def _room(place: Path, version: int) -> int | None:
         limit, used = ((place / name).read_text().strip() for name in names)
     except OSError:
         return None
-    # The kernel gives up cached files that nobody has used lately before it refuses memory.
-    return int(limit) - int(used) + _idle_files(place, version) if limit.isdecimal() else None
+    # The kernel gives up cached files before it refuses memory.
+    return int(limit) - int(used) + _cached_files(place, version) if limit.isdecimal() else None
 
 
-def _idle_files(place: Path, version: int) -> int:
-    name = "inactive_file" if version == 2 else "total_inactive_file"
+def _cached_files(place: Path, version: int) -> int:
+    """Bytes of files in memory that nobody has used lately, or that nobody has mapped or still has to write."""
+    names = V2_NAMES if version == 2 else V1_NAMES
     try:
-        lines = (place / "memory.stat").read_text().splitlines()
+        pairs = (line.split() for line in (place / "memory.stat").read_text().splitlines())
+        inactive, active, *kept = map({pair[0]: int(pair[1]) for pair in pairs}.get, names)
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
+    return max(inactive or 0, (inactive or 0) + (active or 0) - sum(size or 0 for size in kept))

@@ -34,6 +34,7 @@ def test_the_plan_trains_where_stock_megatron_is_ended(tmp_path, limit_by):
         assert f"stock Megatron, optimizer on the device: {device}" in done.stderr
         assert f"FSDP2 with CPU offload: {device}" in done.stderr and "losses are equal to the last bit" in done.stderr
         assert ("of address space for each rank" in done.stderr) != in_cgroup
+        assert ("a checkpoint was saved and loaded within the limit" in done.stderr) == in_cgroup
         ours, reference = (
             json.loads((run / f"{kind}.metrics.json").read_text()) for kind in ("scheduled", "reference")
         )

@@ -11,6 +11,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import late_memory
+from megatron_ext.megatron.lifecycle import Run
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def hybrid(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     late, other = (torch.randn(5, 3).bfloat16() for _ in range(2))
-    monkeypatch.setattr(late_memory, "storages_left_out", set())
+    monkeypatch.setattr(late_memory, "storages_left_out", {})
     monkeypatch.delattr(HybridDeviceOptimizer, "left_out", raising=False)
     late_memory.leave_copies_out([late], tmp_path)
     return build([late, other]), late
@@ -42,7 +43,7 @@ def test_a_copy_that_is_left_out_takes_no_memory_and_is_handed_over(hybrid):
     copy = optimizer.gpu_params_map_cpu_copy[late]
     assert copy.shape == late.shape and copy.dtype is torch.float32 and copy.isnan().all()
     assert copy.untyped_storage().nbytes() == 4
-    assert list(late_memory.take_over(optimizer).items()) == [(copy, late)]
+    assert list(late_memory.take_over(optimizer, {copy}).items()) == [(copy, late)]
 
 
 def in_file(tensor: torch.Tensor) -> bool:
@@ -62,7 +63,7 @@ def test_what_needs_the_copy_before_gets_it_on_the_drive(hybrid):
     assert torch.equal(copy, late.float()) and in_file(copy)
     optimizer._init_sub_optimizers()  # as after loading a checkpoint
     assert optimizer.param_to_fp32_param[late] is copy
-    assert not late_memory.take_over(optimizer)
+    assert not late_memory.take_over(optimizer, set())
 
 
 def test_states_that_a_checkpoint_is_to_fill_are_made_on_the_drive(hybrid):
@@ -86,6 +87,15 @@ def test_states_that_a_checkpoint_is_to_fill_are_made_on_the_drive(hybrid):
     plain.step()
     assert torch.equal(optimizer.state[late]["master_param"], copy) and torch.equal(late, copy.bfloat16())
     assert in_file(optimizer.state[late]["exp_avg"])
+
+
+def test_another_model_in_the_same_process_has_all_its_copies(hybrid):
+    """Its parameters may have the addresses of those that were left out before."""
+    late = hybrid[1]
+    with pytest.raises(AssertionError, match="a copy that nobody makes"):
+        late_memory.take_over(hybrid[0], set())
+    Run(None, None)
+    assert torch.equal(build([late]).param_to_fp32_param[late], late.float())
 
 
 def test_a_drive_that_is_full_is_named_when_states_are_made(hybrid, monkeypatch):

@@ -3,10 +3,13 @@
 import gc
 import os
 
+import drive_faults
 import pytest
 import torch
+from drive_faults import FAULTS
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import block_reads
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.drive_states import DriveStates
@@ -144,6 +147,47 @@ def test_a_file_that_is_cut_off_ends_the_step_with_its_name(tmp_path):
     with pytest.raises(DriveError, match=rf"states [0-9]: the file of process .* in {tmp_path} ends at byte"):
         for iteration in (1, 2):
             step(ours, own, iteration)
+
+
+@pytest.mark.parametrize("by_kernel", [True, False])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "killed"])
+def test_a_fault_of_the_drive_ends_the_step_and_no_state_is_used_after_it(tmp_path, monkeypatch, fault, by_kernel):
+    monkeypatch.setattr(block_reads, "SYSTEM_CALLS", block_reads.SYSTEM_CALLS if by_kernel else {})
+    ours = parameters(0)
+    own = optimizers_of(ours, UNITS)
+    states = store(own, tmp_path, slots=3, block_bytes=4096)
+    step(ours, own, 0)
+    everything(states, ours)
+    drive_faults.install(fault, 5, monkeypatch.setattr)
+    with pytest.raises(DriveError, match=rf"states [0-9]: the file of process .* in {tmp_path} {FAULTS[fault][-1]}"):
+        for iteration in (1, 2):
+            step(ours, own, iteration)
+    assert all(parameter.isnan().all() for parameter in ours)
+    with pytest.raises((DriveError, AssertionError)):  # nor later
+        for iteration in (1, 2):
+            step(ours, own, iteration)
+
+
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_requests_that_move_a_part_go_on_with_the_rest(tmp_path, monkeypatch, by_kernel):
+    monkeypatch.setattr(block_reads, "SYSTEM_CALLS", block_reads.SYSTEM_CALLS if by_kernel else {})
+    parts = [0, 0]
+    for write in (False, True):
+
+        def part(request, index, count):
+            parts[request.write] += count > 4096
+            return min(count, 4096)
+
+        drive_faults.replace_results(part, write, monkeypatch.setattr)
+    ours, theirs = parameters(0), parameters(0)
+    own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS)
+    states = store(own, tmp_path)
+    for iteration in range(3):
+        step(ours, own, iteration)
+        step(theirs, other, iteration)
+    assert_equal(everything(states, ours), in_memory(theirs, other))
+    assert min(parts) > 10
+    states.close()
 
 
 def test_a_directory_that_is_missing_is_refused(tmp_path):

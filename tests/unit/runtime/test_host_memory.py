@@ -33,7 +33,11 @@ def test_a_limit_counts_wherever_it_is_set_above_the_process(machine):
     (job / "memory.current").write_text("5000\n")
     assert host_memory.available_bytes() == 4000
     (job / "memory.stat").write_text("anon 3000\ninactive_file 1500\nactive_file 500\n")
-    assert host_memory.available_bytes() == 5500  # cached files make room
+    assert host_memory.available_bytes() == 6000  # cached files make room
+    (job / "memory.stat").write_text("inactive_file 1500\nactive_file 900\nfile_mapped 100\nfile_dirty 200\n")
+    assert host_memory.available_bytes() == 6100  # not those that have to stay
+    (job / "memory.stat").write_text("inactive_file 1500\nactive_file 900\nfile_mapped 10000\n")
+    assert host_memory.available_bytes() == 5500
     (job / "memory.max").unlink()
     assert host_memory.available_bytes() == 40 * 1024
 
