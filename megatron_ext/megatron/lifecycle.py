@@ -246,6 +246,10 @@ class Run:
         if not self._ddps:
             self._error = "no model chunk passed the hook in DistributedDataParallel: is this Megatron patched?"
         self._error = self._error or refusals.schedule_without_hooks()
+        try:
+            late_memory.flush(self._optimizers)  # on all ranks, before any looks how much memory there is
+        except InputError as error:
+            self._error = self._error or str(error)
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         everybody = gather_objects([describe_chunk(ddp, pp_rank, index) for index, ddp in enumerate(self._ddps)])
         if self._error is not None:
@@ -262,7 +266,6 @@ class Run:
                 on_host = any(group.gradients == "host" for group in self.schedule.groups)
                 refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
             match.match(self.schedule, workload, file=self.path)
-            late_memory.flush(self._optimizers)
             taken = host_bytes_taken(self.schedule, workload)[dist.get_rank() // self.schedule.parallel.node_size]
             host_memory.require(taken, "host copies, staging slots, shards and optimizer states")
             memory_bill.check_run(self.schedule, workload, file=self.path)
