@@ -94,8 +94,7 @@ if [ "$installed_pins" != "$pins" ] || [ -n "$missing" ]; then
             > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/megatron_ext_torch.pth"
     fi
     say "installing pinned versions (constraints.txt)"
-    # --no-compile: most of what is installed is never imported; the rest is compiled by its first import.
-    PIP_DISABLE_PIP_VERSION_CHECK=1 "${pip[@]}" install --quiet --progress-bar on --no-compile -c "$constraints" -e ".[$base$extras]"
+    PIP_DISABLE_PIP_VERSION_CHECK=1 "${pip[@]}" install --quiet --progress-bar on -c "$constraints" -e ".[$base$extras]"
     printf '%s %s\n' "$pins" "$base$extras" > .venv/.megatron_ext_stamp
 fi
 
