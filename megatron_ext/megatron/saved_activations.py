@@ -5,6 +5,7 @@ bytes are not there.
 """
 
 import contextlib
+import sys
 from typing import NamedTuple
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 from megatron.core.tensor_parallel import random
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_ext.formats.errors import one_line
 from megatron_ext.megatron.boundaries import bare, layers_of
 from megatron_ext.runtime.saved_tensors import SavedTensors
 from megatron_ext.workload.workload import Chunk
@@ -53,7 +55,7 @@ def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
 def saved_activations(
     chunk: torch.nn.Module, *, seq_length: int, micro_batch_size: int, hidden_size: int
 ) -> Saved | None:
-    """Count what a chunk on the ``meta`` device saves; None where it cannot run there."""
+    """Count what a chunk on the ``meta`` device saves; None where it cannot run there, with the reason on stderr."""
     layers = layers_of(chunk)
     if not layers:
         return None
@@ -62,8 +64,11 @@ def saved_activations(
             chunk.to_empty(device="cpu")
             _move_other_tensors(chunk)
             return _counted(bare(chunk), layers_of(chunk), seq_length, micro_batch_size, hidden_size)
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError, AssertionError):
-        # A kernel that has no form without data (a fused one, Transformer Engine's): not counted, and the bill says so.
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError, AssertionError) as error:
+        # A kernel that has no form without data (a fused one, Transformer Engine's) raises any of these: not counted,
+        # and the bill says so. The reason is printed, so that no other error passes for one.
+        why = f"{type(error).__name__}: {one_line(str(error), 300)}"
+        print(f"megatron-ext: what layers save could not be counted: {why}", file=sys.stderr, flush=True)
         return None
 
 
