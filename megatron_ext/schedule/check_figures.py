@@ -19,9 +19,9 @@ def check_figures(schedule: Schedule, checker: Checker) -> None:
         checker.size(group.bytes, f"groups[{index}].bytes")
     for name in schedule.limits.__struct_fields__:
         checker.size(getattr(schedule.limits, name), f"limits.{name}")
-    if schedule.state_slots is not None:
+    for field in ("state_slots", "step_slots"):
         for name in ("slots", "slot_bytes"):
-            checker.size(getattr(schedule.state_slots, name), f"state_slots.{name}")
+            checker.size(getattr(getattr(schedule, field), name, None), f"{field}.{name}")
     checker.size(schedule.rollback_bytes, "rollback_bytes")
     options = schedule.metadata.options
     checker.positive(options.proven_gap, "metadata.options.proven_gap", zero=True)

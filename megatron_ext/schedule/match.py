@@ -8,6 +8,7 @@ from megatron_ext.schedule.host_shards import check_host_shards
 from megatron_ext.schedule.layer_use import check_layers
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.state_placement import check_states
+from megatron_ext.schedule.step_slots import check_steps_through_slots
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Workload, fingerprint, group_bytes
@@ -34,6 +35,7 @@ def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
     check_host_shards(schedule, workload, file=file)
     _check_shared_embedding(schedule, workload, file)
     check_states(schedule, workload, file=file)
+    check_steps_through_slots(schedule, workload, file=file)
     check_layers(schedule, workload, file=file)
     _match_limits(schedule, workload, file)
 

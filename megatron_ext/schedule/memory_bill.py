@@ -12,8 +12,8 @@
   group needs.
 * The optimizer's copies of 16-bit parameters, its states and the parameters of a delayed update, for the elements of
   the rank's shards without padding. Of the data-parallel ranks the one that holds most is billed.
-* Slots of states on the drive, with room for gradients. Megatron's host optimizer copies all other gradients of the
-  rank to memory that it keeps.
+* Slots of states on the drive, with room for gradients. All other gradients pass to the host's optimizer through
+  ``step_slots``; where the schedule has none, Megatron copies them to memory that it keeps.
 * Activations: what autograd saves in each layer, from the layer's forward to its backward, for every micro-batch in
   flight, and what the backward in progress recomputes.
 
@@ -33,6 +33,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.schedule.group_uses import uses_of_groups
+from megatron_ext.schedule.step_slots import step_slots_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels
 from megatron_ext.workload.nodes import ranks_of_copy
@@ -69,7 +70,7 @@ def memory_bill(schedule: Schedule, workload: Workload) -> list[Bill]:
 
 def _bill(schedule: Schedule, workload: Workload, pp_rank: int) -> Bill:
     device, host, nvme_bytes = _resting(schedule, workload, pp_rank)
-    device["buffers"] = buffer_bytes(schedule, workload, pp_rank)
+    device["buffers"] += buffer_bytes(schedule, workload, pp_rank)
     resting = sum(device.values())
     moments = list(_moments(schedule, workload, pp_rank))
     peak = max(moments, key=lambda moment: moment.total)
@@ -88,15 +89,19 @@ def host_bytes(schedule: Schedule, workload: Workload) -> list[dict[str, int]]:
 def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict[str, int], dict[str, int], int]:
     """By kind on the device and in host memory, and on the drive: what does not come and go with steps."""
     own = [group for group in schedule.groups if group.pp_rank == pp_rank]
-    device, host = resting_bytes(own, workload)
+    device, host = resting_bytes(own, workload, schedule.step_slots is not None)
     copies, nvme_bytes = _copies(schedule, pp_rank, states_on_drive_bytes(own, workload))
-    copies["staging_slots"] += state_slots_bytes(schedule, workload, own)
+    on_host, device["buffers"] = step_slots_bytes(schedule, own)
+    copies["staging_slots"] += state_slots_bytes(schedule, workload, own) + on_host
     copies["previous_states"] = schedule.rollback_bytes or 0
     return device, host | copies, nvme_bytes
 
 
-def resting_bytes(groups: Iterable[Group], workload: Workload) -> tuple[dict[str, int], dict[str, int]]:
-    """What a rank holds of its ``groups`` throughout the iteration: by kind on the device, and in host memory."""
+def resting_bytes(
+    groups: Iterable[Group], workload: Workload, step_slots: bool = False
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What a rank holds of its ``groups`` throughout the iteration: by kind on the device, and in host memory. With
+    ``step_slots`` the host's optimizer keeps no copy of the gradients; the slots themselves are not counted."""
     settings, dp = workload.optimizer, workload.parallel.dp
     device, host = {"shards": 0, "gradients": 0, "gradient_shards": 0}, {"shards": 0, "gradients": 0}
     main, states = [0] * dp, [0] * dp
@@ -115,7 +120,7 @@ def resting_bytes(groups: Iterable[Group], workload: Workload) -> tuple[dict[str
         for rank, numel in enumerate(_shard_numels(numels, dp)):
             following[rank] += numel * ITEM_BYTES[dtype]
             if group.states_rest is None:
-                gradients[rank] += numel * settings.main_item_bytes(dtype)
+                gradients[rank] += 0 if step_slots else numel * settings.main_item_bytes(dtype)
                 main[rank] += numel * settings.main_item_bytes(dtype)
                 states[rank] += numel * settings.state_item_bytes
     most = max(range(dp), key=lambda rank: main[rank] + states[rank] + gradients[rank])

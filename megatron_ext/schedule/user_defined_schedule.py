@@ -127,6 +127,19 @@ class StateSlots(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     slot_bytes: int
 
 
+class StepSlots(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Pinned host memory of each rank through which gradients arrive at the host's optimizer, for groups whose states
+    are in host memory: ``slots`` of ``slot_bytes``, fp32.
+
+    ``cast`` is where the new parameters become 16-bit: on the ``host``, into slots of half the size that leave for the
+    device; or on the ``device``, into which they are copied as they are, into as many slots of ``slot_bytes`` there.
+    """
+
+    slots: int
+    slot_bytes: int
+    cast: Literal["host", "device"]
+
+
 class PublishGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Write the updated shards of ``group`` to the host copy (``cpu``) and/or NVMe (``nvme``)."""
 
@@ -205,6 +218,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ``rollback_bytes`` is host memory of each rank for optimizer states as they were before a step beside the backward:
     the host's optimizer steps a group as soon as its gradient is reduced, and again where the gradient norm says so.
     Where it is left out the host's optimizer waits for the norm.
+
+    ``step_slots``: where it is left out, Megatron's host optimizer keeps a copy of all gradients in host memory.
     """
 
     schema_version: int
@@ -218,6 +233,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ranks: tuple[Rank, ...]
     publish: tuple[PublishGroup, ...] = ()
     state_slots: StateSlots | None = None
+    step_slots: StepSlots | None = None
     rollback_bytes: int | None = None
     predicted: Predicted | None = None
 

@@ -17,6 +17,7 @@ from megatron_ext.formats.versions import check_version
 from megatron_ext.schedule.check_figures import check_figures
 from megatron_ext.schedule.footprint import over_limit, pinned_host_bytes
 from megatron_ext.schedule.state_placement import check_state_slots
+from megatron_ext.schedule.step_slots import check_step_slots
 from megatron_ext.schedule.user_defined_schedule import Schedule, decode
 from megatron_ext.workload.nodes import algorithm_of_nodes, check_spread
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
@@ -58,6 +59,7 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
     _check_groups(schedule, file)
     destinations = _check_publish(schedule, file)
     check_state_slots(schedule, file=file)
+    check_step_slots(schedule, file=file)
     check_figures(schedule, Checker(file, InvalidSchedule))
     parallel = schedule.parallel
     if len(schedule.ranks) != parallel.pp:
