@@ -15,9 +15,9 @@ DEVICE_KINDS = (
 """Kinds of bytes on the device.
 
 ``whole_parameters``: groups that are whole or on their way. ``shards``: shards with storage of their own.
-``gradients``:
-Megatron's gradient buffers, and whole gradients that come and go. ``gradient_shards``: where their reduced parts are
-added up. ``main_parameters``: fp32 copies of 16-bit parameters. ``optimizer_states``: moments.
+``gradients``: Megatron's gradient buffers, and whole gradients that come and go. ``gradient_shards``: where their
+reduced parts are added up, and fp32 copies of 16-bit ones of groups that Megatron's host optimizer steps on the device.
+``main_parameters``: fp32 copies of 16-bit parameters. ``optimizer_states``: moments.
 ``activations``: what autograd has saved for backwards. ``buffers``: of gathers, reduces and staging.
 """
 

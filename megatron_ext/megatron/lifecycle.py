@@ -138,7 +138,7 @@ class Run:
                 rule = "" if delay is None else f" {delayed_steps.OPTION} {delay}"
                 self.check = EqualityCheck(check, self.sha256 + rule)
                 self.stock_gather |= self.check.is_reference
-            rest = any(group.gradients or group.states_rest for group in self.schedule.groups)
+            rest = any(group.gradients or group.states_rest == "nvme" for group in self.schedule.groups)
             late_memory.leave_gradients_out(lambda: rest and not self.stock_gather and self.state is State.BUILDING)
         if trace is not None and self.recorder is not None:
             stock_trace.record_steps(self.recorder)
@@ -459,6 +459,9 @@ def _step_seconds(args) -> float:
 
 def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
     """Refuse copies that this run has no place for."""
+    for index, group in enumerate(schedule.groups):
+        if group.states_rest == "device":
+            raise InputError("no run has it yet", file=file, field=f"groups[{index}].states_rest", value="device")
     on_drive = any(group.states_rest == "nvme" for group in schedule.groups)
     if nvme_path is None and (on_drive or any("nvme" in entry.to for entry in schedule.publish)):
         raise InputError(

@@ -104,7 +104,7 @@ def prepare(
 def _offloaded(schedule: Schedule, optimizers: list, buckets: list) -> dict:
     """The host optimizer's copies of shards to publish from, by group index."""
     copies = offloaded_shards(optimizers, buckets) if schedule.publish else {}
-    # Where states rest on the drive there is no such copy in memory: the group is published from its shard.
+    # Where states rest elsewhere there is no such copy in host memory: the group is published from its shard.
     return {index: copy for index, copy in copies.items() if schedule.groups[index].states_rest is None}
 
 

@@ -13,7 +13,8 @@
 * The optimizer's copies of 16-bit parameters, its states and the parameters of a delayed update, for the elements of
   the rank's shards without padding. Of the data-parallel ranks the one that holds most is billed.
 * Slots of states on the drive, with room for gradients. All other gradients pass to the host's optimizer through
-  ``step_slots``; where the schedule has none, Megatron copies them to memory that it keeps.
+  ``step_slots``; where the schedule has none, Megatron copies them to memory that it keeps. Of groups that it steps on
+  the device it keeps fp32 copies of gradients there where gradients have 16 bits.
 * Activations: what autograd saves in each layer, from the layer's forward to its backward, for every micro-batch in
   flight, and what the backward in progress recomputes.
 
@@ -104,8 +105,9 @@ def resting_bytes(
     ``step_slots`` the host's optimizer keeps no copy of the gradients; the slots themselves are not counted."""
     settings, dp = workload.optimizer, workload.parallel.dp
     device, host = {"shards": 0, "gradients": 0, "gradient_shards": 0}, {"shards": 0, "gradients": 0}
-    main, states = [0] * dp, [0] * dp
-    gradients, following = [0] * dp, [0] * dp  # of the host optimizer; of a delayed update
+    # Of the optimizer, by data-parallel rank: gradients that it copies, main parameters, states.
+    on_device, on_host = (tuple([0] * dp for _ in range(3)) for _ in range(2))
+    following = [0] * dp  # of a delayed update
     for group in groups:
         dtype, numels = _members(workload, group)
         if workload.zero_stage == 3:
@@ -117,19 +119,24 @@ def resting_bytes(
             device["gradient_shards"] += whole // dp
         else:
             host["gradients"] += whole // dp
+        here = settings.on_host and group.states_rest is None
+        gradients, main, states = on_host if here else on_device
+        # Megatron's host optimizer copies gradients into buffers of the main parameters' dtype. Of what it steps on the
+        # device it copies those of another dtype.
+        copied = settings.on_host and settings.gradient_dtype != settings.main_parameter_dtype
+        copied = not step_slots if here else copied
         for rank, numel in enumerate(_shard_numels(numels, dp)):
             following[rank] += numel * ITEM_BYTES[dtype]
-            if group.states_rest is None:
-                gradients[rank] += 0 if step_slots else numel * settings.main_item_bytes(dtype)
+            if group.states_rest != "nvme":
                 main[rank] += numel * settings.main_item_bytes(dtype)
                 states[rank] += numel * settings.state_item_bytes
-    most = max(range(dp), key=lambda rank: main[rank] + states[rank] + gradients[rank])
-    held = host if settings.on_host else device
-    held |= {"main_parameters": main[most], "optimizer_states": states[most]}
-    if settings.on_host:  # Megatron's host optimizer copies gradients into buffers of the main parameters' dtype
-        host["gradients"] += gradients[most]
+                gradients[rank] += numel * settings.main_item_bytes(dtype) if copied else 0
+    for held, optimizer, kind in ((device, on_device, "gradient_shards"), (host, on_host, "gradients")):
+        gradients, main, states = max(zip(*optimizer), key=sum)
+        held |= {"main_parameters": main, "optimizer_states": states}
+        held[kind] += gradients
     if settings.delayed:
-        host["next_parameters"] = following[most]
+        host["next_parameters"] = max(following)
     return device, host
 
 

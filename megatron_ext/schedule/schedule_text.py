@@ -112,6 +112,9 @@ def summary(schedule: Schedule) -> str:
     resting = sum(group.shard_rests == "host" for group in schedule.groups)
     if resting:
         lines.append(f"{resting} groups' shards rest in host memory")
+    for rest, where in (("nvme", "on the drive"), ("device", "on the device, where they are stepped")):
+        number = sum(group.states_rest == rest for group in schedule.groups)
+        lines += [f"{number} groups' optimizer states rest {where}"] if number else []
     for kept in ("sharded", "host"):
         every = [str(group.reduce_every) for group in schedule.groups if group.gradients == kept]
         if every:

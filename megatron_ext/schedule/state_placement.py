@@ -26,7 +26,8 @@ LARGE_SLOT_BYTES = 16 << 20
 
 
 def check_state_slots(schedule: Schedule, *, file=None) -> None:
-    """Refuse states on the drive without slots to pass through, slots without such states, and ``rollback_bytes`` of 0.
+    """Refuse states on the drive without slots to pass through, slots without such states, ``rollback_bytes`` of 0, and
+    states on the device of a group that rests in host memory.
 
     Raises:
         InputError: naming the field.
@@ -35,6 +36,15 @@ def check_state_slots(schedule: Schedule, *, file=None) -> None:
         raise InputError(
             "expected at least 1, or no such field", file=file, field="rollback_bytes", value=schedule.rollback_bytes
         )
+    for index, group in enumerate(schedule.groups):
+        for field in ("gradients", "shard_rests"):
+            if group.states_rest == "device" and getattr(group, field) == "host":
+                raise InputError(
+                    f"is stepped on the device, so its {field} cannot be 'host'",
+                    file=file,
+                    field=f"groups[{index}].states_rest",
+                    value="device",
+                )
     on_drive = [index for index, group in enumerate(schedule.groups) if group.states_rest == "nvme"]
     slots = schedule.state_slots
     if slots is None:
@@ -54,18 +64,24 @@ def check_state_slots(schedule: Schedule, *, file=None) -> None:
 
 
 def check_states(schedule: Schedule, workload: Workload, *, file=None) -> None:
-    """Refuse states on the drive that the run's optimizer cannot step from there, and steps that it cannot take beside
-    the backward.
+    """Refuse states that the run's optimizer cannot step where they rest, and steps that it cannot take beside the
+    backward.
 
     Raises:
         InputError: the optimizer steps on the device, gradients are in 16 bits where one that is clipped must be told
             from one that is not, or a slot is too small for one parameter.
     """
-    for field in ("state_slots", "rollback_bytes"):
-        if getattr(schedule, field) is not None and not workload.optimizer.on_host:
+    on_device = [index for index, group in enumerate(schedule.groups) if group.states_rest == "device"]
+    asked = [(f"groups[{index}].states_rest", "states on the device") for index in on_device[:1]]
+    for field, what in (("rollback_bytes", "steps beside the backward"), ("state_slots", "states on the drive")):
+        asked += [(field, what)] if getattr(schedule, field) is not None else []
+    for field, what in asked:
+        if not workload.optimizer.on_host:
             raise InputError(
                 "the optimizer steps on the device; train with --optimizer-cpu-offload", file=file, field=field
             )
+        if workload.optimizer.delayed:
+            raise InputError(f"{what} cannot be combined with --delayed-parameter-update", file=file, field=field)
     if schedule.rollback_bytes is not None and workload.optimizer.gradient_dtype != "float32":
         raise InputError(
             "a step beside the backward needs gradients whose product with any other factor than 1 differs, which "
@@ -74,9 +90,6 @@ def check_states(schedule: Schedule, workload: Workload, *, file=None) -> None:
             field="rollback_bytes",
         )
     slots = schedule.state_slots
-    for field, what in (("rollback_bytes", "steps beside the backward"), ("state_slots", "states on the drive")):
-        if workload.optimizer.delayed and getattr(schedule, field) is not None:
-            raise InputError(f"{what} cannot be combined with --delayed-parameter-update", file=file, field=field)
     if slots is None:
         return
     for index, group in enumerate(schedule.groups):
@@ -103,6 +116,7 @@ def with_states_on_drive(schedule: Schedule, workload: Workload, order: list[int
 
     Args:
         order: groups whose states go there first; by default the largest, so that they are few and their pieces long.
+            Those whose states rest on the device stay.
 
     Raises:
         InputError: they do not fit with all of them there, or the optimizer does not step on the host.
@@ -120,6 +134,9 @@ def with_states_on_drive(schedule: Schedule, workload: Workload, order: list[int
             schedule, workload, " (with --delayed-parameter-update no optimizer state rests on the drive)"
         )
     order = order or sorted(range(len(schedule.groups)), key=lambda index: (-schedule.groups[index].bytes, index))
+    order = [index for index in order if schedule.groups[index].states_rest != "device"]
+    if not order:
+        raise short_of_host(schedule, workload)
     fits, most = None, len(order)
     least = 1
     while least <= most:

@@ -94,7 +94,8 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     registered memory, where these ranks share a node.
 
     ``states_rest`` is where the optimizer's own fp32 parameters and moments lie between its steps: where the
-    optimizer steps (left out), or on the drive, from where they pass through ``state_slots``.
+    optimizer steps (left out), on the drive (``nvme``), from where they pass through ``state_slots``, or on the device
+    (``device``), where the group is then stepped although the optimizer steps all others on the host.
 
     ``shard_rests`` is where the shard lies between the group's uses: on the device (left out), or in
     host memory. Such a group comes by ``cpu`` or ``nvme`` alone, and nothing of it stays on the device after
@@ -117,7 +118,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     gradients: Literal["sharded", "host"] | None = None
     reduce_every: int = 1
     alone: bool = False
-    states_rest: Literal["nvme"] | None = None
+    states_rest: Literal["nvme", "device"] | None = None
 
 
 class StateSlots(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

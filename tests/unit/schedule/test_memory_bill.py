@@ -84,6 +84,26 @@ def test_states_on_the_host_leave_the_device():
     assert there.host_bytes["main_parameters"] + there.host_bytes["optimizer_states"] == moved
 
 
+@pytest.mark.parametrize("gradient_dtype", ("float32", "bfloat16"))
+def test_states_on_the_device_are_billed_there_and_the_others_in_host_memory(gradient_dtype):
+    """16 bytes a parameter in host memory: main parameter, two moments, the gradient's copy. On the device the last
+    is a reference where gradients are fp32."""
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", layers=2, hidden=128)
+    work = replace(work, optimizer=OptimizerSettings(on_host=True, gradient_dtype=gradient_dtype))
+    schedule = stock_schedule(work, layer_buckets)
+    first, *rest = schedule.groups
+    placed = replace(schedule, groups=(replace(first, states_rest="device"), *rest))
+    before, after = (memory_bill(s, work)[0].memory for s in (schedule, placed))
+    chosen = [p for p in work.chunks[0].parameters if p.name in first.parameters]
+    shard = max(shard_numels([p.numel for p in chosen], 2))
+    kinds = ("main_parameters", "optimizer_states", "gradients")
+    assert [before.host_bytes[kind] - after.host_bytes[kind] for kind in kinds] == [4 * shard, 8 * shard, 4 * shard]
+    assert sum(after.host_bytes.values()) > 0 and "main_parameters" not in before.device_bytes
+    held = {"main_parameters": 4 * shard, "optimizer_states": 8 * shard}
+    held |= {"gradient_shards": 4 * shard} if gradient_dtype == "bfloat16" else {}
+    assert after.device_bytes == before.device_bytes | held
+
+
 @pytest.mark.parametrize("zero_stage", (1, 3))
 def test_a_plan_keeps_device_bytes(zero_stage):
     free = with_saved(make_workload(zero_stage=zero_stage, layers=2))

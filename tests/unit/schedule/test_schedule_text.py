@@ -61,5 +61,14 @@ def test_long_schedules_are_cut_around_the_failure():
     assert "rows before" in text and text.count(ARROW) == 2
 
 
+def test_summary_says_where_optimizer_states_rest():
+    schedule = planned()
+    rests = (None, "device", "nvme", "nvme")
+    groups = tuple(msgspec.structs.replace(g, states_rest=r) for g, r in zip(schedule.groups, rests, strict=True))
+    text = summary(msgspec.structs.replace(schedule, groups=groups))
+    assert "1 groups' optimizer states rest on the device" in text and "2 groups' optimizer states rest on the" in text
+    assert "states rest" not in summary(schedule)
+
+
 def test_summary_counts_routes():
     assert "4 by gpu" in summary(planned()) and "interleaved" in summary(planned())

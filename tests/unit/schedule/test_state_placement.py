@@ -13,6 +13,7 @@ from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.state_placement import (
     FEW_SLOTS,
     SLOTS,
+    check_state_slots,
     host_bytes_of_nodes,
     host_bytes_taken,
     largest_region,
@@ -125,6 +126,43 @@ def test_slots_and_states_belong_together():
     for slots, size, field in ((1, 4096, "slots"), (3, 4097, "slot_bytes"), (3, 0, "slot_bytes")):
         with pytest.raises(InputError, match=f"state_slots.{field} = "):
             validate(replace(schedule, state_slots=StateSlots(slots=slots, slot_bytes=size)))
+
+
+def on_device(schedule, *chosen, **more):
+    """The schedule with the states of the groups ``chosen`` on the device."""
+    groups = list(schedule.groups)
+    for index in chosen:
+        groups[index] = replace(groups[index], states_rest="device", **more)
+    return replace(schedule, groups=tuple(groups))
+
+
+def test_states_on_the_device_are_refused_where_a_group_or_a_run_cannot_step_there():
+    schedule, work = planned(None)
+    match(validate(on_device(schedule, 1)), work)
+    for field in ("gradients", "shard_rests"):
+        placed = replace(on_device(schedule, 1, **{field: "host"}), zero_stage=3)
+        with pytest.raises(InputError, match=rf"groups\[1\].states_rest = 'device': .*its {field} cannot be 'host'"):
+            check_state_slots(placed)
+    for settings, message in (
+        (OptimizerSettings(), "train with --optimizer-cpu-offload"),
+        (OptimizerSettings(on_host=True, delayed=True), "cannot be combined with --delayed-parameter-update"),
+    ):
+        with pytest.raises(InputError, match=rf"groups\[1\].states_rest: .*{message}"):
+            match(on_device(schedule, 1), replace(work, optimizer=settings))
+
+
+def test_states_on_the_device_do_not_go_to_the_drive():
+    """The limit is that of the others on the drive, so it is not kept where none of them may go."""
+    schedule, work = planned(0.5)
+    free = replace(schedule, state_slots=None, groups=tuple(replace(g, states_rest=None) for g in schedule.groups))
+    few = on_device(free, 0, 1)
+    placed = with_states_on_drive(few, work)
+    assert [g.states_rest for g in placed.groups[:2]] == ["device", "device"]
+    numbers = [sum(g.states_rest == "nvme" for g in one.groups) for one in (with_states_on_drive(free, work), placed)]
+    assert 0 < numbers[1] < numbers[0]
+    hosted = plan(replace(work, limits=Limits()), table(work), policy="all-cpu")
+    with pytest.raises(InputError, match=r"host memory \(host copies \d+\), \d+ bytes short"):
+        with_states_on_drive(on_device(hosted, *range(len(hosted.groups))), replace(work, limits=Limits(host_bytes=1)))
 
 
 def test_a_run_whose_optimizer_or_parameters_do_not_fit_is_refused():
