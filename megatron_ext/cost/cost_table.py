@@ -24,6 +24,9 @@ MOST_FALL = 1000
 
 MOST_SLOWDOWN = 1e6
 
+CAST_ON_DEVICE = "cast_on_device"
+"""Algorithm of ``host_step``: new parameters reach the device in float32 and become 16-bit ones there."""
+
 MOST_POINTS = 10_000
 """Of one curve; a power-of-2 grid has about 30."""
 
@@ -163,7 +166,9 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     only to predict a whole iteration; a prediction without them says that it leaves them out. ``host_add`` is adding
     one float32 gradient shard to another in host memory, by bytes of the shard. ``host_step`` is the host's optimizer
     step of one group, by bytes of the whole group: gradients to the host, AdamW, parameters back; measured where the
-    optimizer steps there, and then ``optimizer`` is the step of all groups with the gradient norm and clipping.
+    optimizer steps there, and then ``optimizer`` is the step of all groups with the gradient norm and clipping. Its
+    parameters become 16-bit ones on the host, those of its algorithm :data:`CAST_ON_DEVICE` on the device.
+    ``device_step`` is the same step of a group whose optimizer states are on the device.
     ``all_reduce`` is no route: it is imported to compare algorithms by size.
     """
 
@@ -180,6 +185,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     optimizer: Curve | None = None
     host_add: Curve | None = None
     host_step: Curve | None = None
+    device_step: Curve | None = None
     all_reduce: Curve | None = None
     topology: Topology = Topology()
     set_up: SetUp = SetUp()
@@ -240,6 +246,7 @@ def check(table: CostTable, *, file=None) -> CostTable:
         optimizer=curve(table.optimizer, "optimizer"),
         host_add=curve(table.host_add, "host_add"),
         host_step=curve(table.host_step, "host_step"),
+        device_step=curve(table.device_step, "device_step"),
         all_reduce=curve(table.all_reduce, "all_reduce"),
         host_cpu=check_host_cpu(table.host_cpu, checker),
     )

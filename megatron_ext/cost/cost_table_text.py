@@ -22,6 +22,7 @@ OTHERS = (
     "optimizer",
     "host_add",
     "host_step",
+    "device_step",
     "all_reduce",
 )
 

@@ -120,6 +120,7 @@ class PerturbedTables:
             optimizer=self._curve(table.optimizer, "optimizer", number),
             host_add=self._curve(table.host_add, "host_add", number),
             host_step=self._curve(table.host_step, "host_step", number),
+            device_step=self._curve(table.device_step, "device_step", number),
             compute=self._compute(number),
             contention=self._contention(number),
             group_overhead=replace(table.group_overhead, call_us=self._call_us(number)),

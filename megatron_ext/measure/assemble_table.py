@@ -91,7 +91,8 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
         p2p=curve("p2p", f"half a {backend} message there and back, {at_once}") or (),
         reduce=curve("reduce", f"{backend} reduce-scatter of float32 in place, {at_once}"),
         optimizer=curve("optimizer", f"AdamW with clipping on the shard{on_host}, {at_once}"),
-        host_step=curve("host_step", f"gradients to the host, AdamW there, parameters back, {at_once}"),
+        host_step=_host_step(curve, f"gradients to the host, AdamW there, parameters back, {at_once}"),
+        device_step=curve("device_step", f"AdamW on the device, parameters cast, {at_once}"),
         host_add=curve("host_add", f"one float32 gradient shard added to another in host memory, {at_once}"),
         host_cpu=_host_cpu(options, curves, compute),
     )
@@ -144,6 +145,13 @@ def _points(rows: list[dict]) -> tuple[cost_table.Point, ...]:
 def _with_algorithms(gpu: cost_table.Curve | None, curve) -> cost_table.Curve | None:
     others = {name: other.points for name in get_args(Algorithm) if (other := curve(name, ""))}
     return msgspec.structs.replace(gpu, algorithms=others) if gpu is not None else None
+
+
+def _host_step(curve, source: str) -> cost_table.Curve | None:
+    step, cast = curve("host_step", source), curve("host_step_cast_on_device", source)
+    if step is None or cast is None:
+        return step
+    return msgspec.structs.replace(step, algorithms={cost_table.CAST_ON_DEVICE: cast.points})
 
 
 def _internode(curves: dict, options: Options, at_once: str) -> cost_table.Curve | None:

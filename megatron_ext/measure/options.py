@@ -16,7 +16,10 @@ KIB, MIB = 1 << 10, 1 << 20
 COPIES = ("gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "publish", "internode", "reduce")
 """Operations that move parameters or gradients and return before they are complete."""
 
-LINKS = (*COPIES, "p2p", "optimizer", "host_add", "host_step", "nvme", "contention", "compute")
+STEPS = ("host_step", "host_step_cast_on_device", "device_step")
+"""Steps of one group, measured where the optimizer steps on the host."""
+
+LINKS = (*COPIES, "p2p", "optimizer", "host_add", *STEPS, "nvme", "contention", "compute")
 """What can be measured; ``--links`` picks among them."""
 
 MOST_THREADS, MOST_SECONDS = 4096, 86_400

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from megatron_ext.measure import contention, nvme_route, size_grid
 from megatron_ext.measure.completion import sets_of_ranks, until_last
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.host_step import HostOptimizer, HostStep
+from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep, HostStepCastOnDevice
 from megatron_ext.measure.hostcpu import shared_processors
 from megatron_ext.measure.hostcpu.softirq_time import SoftirqTime
 from megatron_ext.measure.operations import OPERATIONS, Operation, SymmetricGather
-from megatron_ext.measure.options import COPIES, MIB, Options
+from megatron_ext.measure.options import COPIES, MIB, STEPS, Options
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 
 PASSES, MAX_PASSES, QUARTERS = 5, 20, 4
@@ -59,7 +59,7 @@ ISSUED = {*COPIES, "nvme", "publish_nvme"}
 TRANSPORTS = {*ISSUED, "p2p", "host_step"}
 """Operations beside compute whose processor time is missing to it, on machines without a device."""
 
-CURVES = (*COPIES, "p2p", "optimizer", "host_add", "host_step", "nvme", "publish_nvme")
+CURVES = (*COPIES, "p2p", "optimizer", "host_add", *STEPS, "nvme", "publish_nvme")
 
 Report = Callable[[int, int, str], None]
 """``report(done, total, what)``; called on rank 0 only."""
@@ -72,7 +72,7 @@ def sizes_of(name: str, options: Options) -> list[int]:
         sizes = size_grid.factor_2(low, max(options.max_rank_bytes or high, low), factor=4)
     elif name == "host_add":
         sizes = size_grid.factor_2(low, max(high // options.data_parallel_size, low), factor=4)
-    elif name == "host_step":
+    elif name in STEPS:
         sizes = size_grid.factor_2(low, high, factor=4)
     elif options.sizes:
         sizes = list(options.sizes)
@@ -113,7 +113,7 @@ class Measurement:
         runners = shared_processors.runners_of(fabric) if "compute" in options.links else {}
         kinds = dict(OPERATIONS)
         if options.optimizer_on_host:
-            kinds |= {HostOptimizer.name: HostOptimizer, HostStep.name: HostStep}
+            kinds |= {kind.name: kind for kind in (HostOptimizer, HostStep, HostStepCastOnDevice, DeviceStep)}
         names = [name for name in CURVES if name in kinds and name in options.links and not _missing(name, fabric)]
         symmetric, self.refused = SymmetricGather.tried(fabric) if SymmetricGather.name in names else (None, "")
         self.operations: dict[str, Operation] = {}

@@ -1,11 +1,11 @@
 """Durations that the engine needs of a cost table, each looked up once and kept; all in microseconds."""
 
 import contextlib
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from msgspec.structs import replace
 
-from megatron_ext.cost.cost_table import KINDS, CostTable
+from megatron_ext.cost.cost_table import CAST_ON_DEVICE, KINDS, CostTable
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.gradient_sizes import by_parameter_bytes
@@ -41,8 +41,10 @@ class Timing:
         table = by_parameter_bytes(table, workload)
         self.workload, self.table, self.extrapolate = workload, table, extrapolate
         flat, others = _by_algorithm(table)
+        flat, cast_on_device = _by_cast(flat)
         self.costs = Costs(flat, extrapolate=extrapolate)
         self._beyond = Costs(flat, extrapolate=True)
+        self._cast_on_device = Costs(cast_on_device, extrapolate=True)
         parallel = workload.parallel
         allowed = [algorithm_of_nodes(parallel, rank) for rank in range(parallel.pp)]
         self._algorithms = [name if name in others else None for name in allowed]
@@ -268,9 +270,24 @@ class Timing:
         """Whether the table says what the host's step of one group takes, and what copying its states before."""
         return all(map(_has, (self.table.host_step, self.table.host_add, self.table.optimizer)))
 
-    def host_step_us(self, size_bytes: int) -> float:
-        """The host's step of a group of ``size_bytes``, alone; in proportion to the bytes beyond what was measured."""
-        return self._beyond.estimate("host_step", size_bytes).us
+    @property
+    def offers_device_step(self) -> bool:
+        """Whether the table says what a group's step takes on the host and on the device, and the step of all."""
+        return all(map(_has, (self.table.host_step, self.table.device_step, self.table.optimizer)))
+
+    def host_step_us(self, size_bytes: int, cast: Literal["host", "device"] = "host") -> float:
+        """The host's step of a group of ``size_bytes``, alone; in proportion to the bytes beyond what was measured.
+
+        Args:
+            cast: where new parameters become 16-bit ones; where that was not measured on the device, as on the host.
+        """
+        costs = self._cast_on_device if cast == "device" else self._beyond
+        return costs.estimate("host_step", size_bytes).us
+
+    def device_step_us(self, size_bytes: int) -> float:
+        """The device's step of a group of ``size_bytes`` whose optimizer states are there, alone; in proportion to the
+        bytes beyond what was measured."""
+        return self._beyond.estimate("device_step", size_bytes).us
 
     def saved_states_us(self, size_bytes: int) -> float:
         """Copying the states of a group of ``size_bytes`` of 16-bit parameters, its float32 parameters and moments, in
@@ -352,6 +369,17 @@ def _by_algorithm(table: CostTable) -> tuple[CostTable, dict[str, CostTable]]:
     }
     rest = {name: points for name, points in gpu.algorithms.items() if name not in others}
     return (with_gathers(replace(gpu, algorithms=rest)) if others else table), others
+
+
+def _by_cast(table: CostTable) -> tuple[CostTable, CostTable]:
+    """The table with the host's step where parameters become 16-bit ones on the host, and on the device; where that was
+    not measured, as on the host."""
+    step = table.host_step
+    if step is None:
+        return table, table
+    ways = (step.points, step.algorithms.get(CAST_ON_DEVICE, step.points))
+    host, device = (replace(table, host_step=replace(step, points=points, algorithms={})) for points in ways)
+    return host, device
 
 
 def _has(curve) -> bool:

@@ -148,9 +148,8 @@ def test_every_part_of_a_table_that_holds_times_moves():
     """A part that is added to the table and forgotten here would be taken as known exactly."""
     some = make_table(WORK, cpu=None).routes.gpu
     table = with_host_cpu(make_table(WORK, contention=(("gpu", "cpu", 1.2),)), 2.0, {"routes.gpu": 5.0})
-    times = dict(
-        reduce=some, optimizer=some, host_add=some, host_step=some, group_overhead=cost.GroupOverhead(call_us=1.0)
-    )
+    curves = ("reduce", "optimizer", "host_add", "host_step", "device_step")
+    times = dict.fromkeys(curves, some) | {"group_overhead": cost.GroupOverhead(call_us=1.0)}
     table = replace(table, routes=cost.Routes(**dict.fromkeys(cost.Routes.__struct_fields__, some)), **times)
     table = replace(table, publish=cost.Publish(cpu=some, nvme=some, internode=some))
     drawn = PerturbedTables(table, cost.KINDS).draw(1)[0]

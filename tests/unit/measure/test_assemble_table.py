@@ -23,6 +23,18 @@ def test_a_table_with_options_of_several_values_can_be_read_back(tmp_path):
     assert options["module_args"] == "--num-layers 8" and options["sizes"] == "512 1024"
 
 
+def test_both_ways_of_the_host_s_step_and_the_device_s_are_in_the_table():
+    def curve(us):
+        point = {"p95_us": 2 * us, "samples": 5, "medians_us": [us], "passes": 1}
+        return [{"size_bytes": size, "p50_us": us, **point} for size in (512, 1024)]
+
+    names = ("host_step", "host_step_cast_on_device", "device_step")
+    curves = {name: curve(us) for name, us in zip(names, (30.0, 20.0, 5.0))}
+    table = assemble_table.assemble(Options(optimizer_on_host=True), {"curves": curves})
+    assert table.host_step.points[0].p50_us == 30.0 and table.device_step.points[0].p50_us == 5.0
+    assert table.host_step.algorithms[cost_table.CAST_ON_DEVICE][0].p50_us == 20.0
+
+
 @pytest.mark.parametrize(
     ("first", "second", "said"), [(100.0, 109.0, False), (100.0, 112.0, True), (112.0, 100.0, True)]
 )

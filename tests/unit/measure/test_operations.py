@@ -8,22 +8,24 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.measure import contention
-from megatron_ext.measure.host_step import HostOptimizer, HostStep
+from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep, HostStepCastOnDevice
 from megatron_ext.measure.operations import Optimizer, Reduce
 from megatron_ext.measure.options import Options
 from megatron_ext.runtime.device import HostDevice
 
 
 class Calls(TorchDispatchMode):
-    """Names of what is called, with the elements of the first tensor."""
+    """Names of what is called, with the elements of the first tensor; of copies the dtypes, to and from."""
 
     def __init__(self):
         super().__init__()
-        self.made = []
+        self.made, self.dtypes = [], []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         self.made.append((function.overloadpacket.__name__, 0 if first is None else first.numel()))
+        if function.overloadpacket.__name__ == "copy_":
+            self.dtypes.append((args[0].dtype, args[1].dtype))
         return function(*args, **(kwargs or {}))
 
 
@@ -63,23 +65,36 @@ def test_the_optimizer_steps_as_many_elements_as_the_parameters_have(parameter_b
     assert ("zero_", 8192 // parameter_bytes) in calls.made
 
 
-def test_the_host_steps_this_rank_s_shard_of_16_bit_parameters():
-    """Of two ranks, in tensors as large as a weight; the whole optimizer clips on the device and zeroes gradients."""
+FULL, HALF = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "there", "back", "whole"),
+    [
+        (HostStep, 4, [(HALF, FULL), (HALF, HALF)], []),
+        (HostStepCastOnDevice, 4, [(FULL, FULL), (HALF, FULL)], []),
+        (DeviceStep, 0, [(HALF, FULL)], []),
+        (HostOptimizer, 4, [(HALF, FULL)], [("zero_", 2048)]),
+    ],
+)
+def test_the_step_of_this_rank_s_shard_of_16_bit_parameters(kind, there, back, whole):
+    """Of two ranks, in tensors as large as a weight: gradients there, one fused step, parameters back through what they
+    are cast in. The whole optimizer clips on the device and zeroes gradients."""
     fabric = SimpleNamespace(
         options=SimpleNamespace(data_parallel_size=2, hidden_size=16),
         device=HostDevice(),
         torch_device=torch.device("cpu"),
     )
-    for kind, whole in ((HostStep, []), (HostOptimizer, [("zero_", 2048)])):
-        operation = kind(fabric)
-        with Calls() as calls:
-            operation.issue(4096, 0).wait()
-        stepped = [call for call in calls.made if call[0] == "_fused_adamw_"]
-        assert stepped == [("_fused_adamw_", 0)]  # of all tensors, a list
-        copies = [numel for name, numel in calls.made if name == "copy_"]
-        assert copies[-8:] == [256] * 8  # 1,024 elements there, and as many back
-        assert [call for call in calls.made if call == ("zero_", 2048)] == whole
-        assert operation.gradients[0].dtype == torch.float32
+    operation = kind(fabric)
+    operation.issue(4096, 0).wait()
+    with Calls() as calls:
+        operation.issue(4096, 1).wait()
+    names = [name for name, _ in calls.made if name in ("copy_", "_fused_adamw_")]
+    assert names == ["copy_"] * there + ["_fused_adamw_"] + ["copy_"] * 4 * len(back)
+    assert all(call == ("copy_", 256) for call in calls.made if call[0] == "copy_")  # 1,024 elements
+    assert calls.dtypes[there:] == back * 4
+    assert [call for call in calls.made if call == ("zero_", 2048)] == whole
+    assert operation.gradients[0].dtype == torch.float32
 
 
 def test_the_host_s_step_is_measured_where_the_optimizer_steps_there():

@@ -1,4 +1,5 @@
-"""Route cpu_shard: two links one after the other, validated, planned where shards rest in host memory."""
+"""Route cpu_shard: two links one after the other, validated, planned where shards rest in host memory. The steps of a
+group, by where they are made."""
 
 import pytest
 from msgspec.structs import replace
@@ -114,3 +115,19 @@ def test_many_links_give_what_is_published_of_bandwidth_centric_partitioning():
     assert 0.9 < size / us / 48e3 < 1
     one_link = Timing(work, alone).gather_us("cpu", size)
     assert 3.6 < one_link / us < 4
+
+
+def test_one_table_tells_the_steps_of_a_group_apart():
+    """The fastest way is not meant where the other one is asked for."""
+    work, size = make_workload(), 1 << 20
+    step = line(10.0, 100.0)
+    both = replace(step, algorithms={cost.CAST_ON_DEVICE: line(5.0, 200.0).points})
+    table = make_table(work, host_step=both, device_step=line(1.0, 1e4), optimizer=line(20.0, 90.0))
+    timing = Timing(work, table)
+    assert timing.host_step_us(size) == pytest.approx(10.0 + size / 100.0)
+    assert timing.host_step_us(size, "device") == pytest.approx(5.0 + size / 200.0)
+    assert timing.device_step_us(size) == pytest.approx(1.0 + size / 1e4)
+    assert timing.offers_device_step
+    fewer = Timing(work, replace(table, host_step=step, device_step=None))
+    assert not fewer.offers_device_step
+    assert fewer.host_step_us(size, "device") == fewer.host_step_us(size)
