@@ -2,7 +2,8 @@
 
 [Note: Why it is a bound]
 The bound is the largest of the following times, plus the optimizer step where that cannot begin before the backward has
-ended. Each of them drops constraints only.
+ended and no part of it can be made on another device. Each of them drops constraints only. An optimizer state on the
+device leaves less room for whole parameters and gradients, so what 2 and 3 say of limits holds with it, too.
 
 1. Pipeline: the longest path through all steps and messages, with every group whole in time and nothing disturbed
    (:mod:`megatron_ext.bounds.critical_path`).
@@ -70,7 +71,7 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
                 workload, timing, rank, rates[rank], needs[rank], least, head, rest, last[rank], tail_us[rank]
             )
             bound = max(bound, of_rank)
-    if workload.optimizer.on_host and timing.offers_host_step:
+    if workload.optimizer.on_host and (timing.offers_host_step or timing.offers_device_step):
         return bound
     return bound + max(timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(rank))) for rank in range(pp))
 

@@ -58,10 +58,11 @@ def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> Early
     if schedule.rollback_bytes is None or not timing.offers_host_step:
         return None
     backwards = workload.parallel.num_microbatches
+    cast = schedule.step_slots.cast if schedule.step_slots is not None else "host"
     units = {}
     for index, group in enumerate(schedule.groups):
         if can_step_early(group, workload):
-            step_us = timing.host_step_us(group.bytes)
+            step_us = timing.host_step_us(group.bytes, cast)
             visits = -(-backwards // group.reduce_every) if group.gradients is not None else 1
             units[index] = EarlyUnit(
                 group.bytes,

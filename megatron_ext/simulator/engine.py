@@ -58,6 +58,7 @@ class Engine:
         early: groups that the host's optimizer steps beside the backward, or None.
         delayed: by pipeline rank, its step beside the next iteration; empty where none is delayed.
         states_us: by pipeline rank, how long optimizer states on the drive are read and written beside the step.
+        optimizer_us: by pipeline rank, the optimizer's step, and the part of it that none beside the backward spares.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class Engine:
         states_us: Sequence[float] = (),
         early: EarlySteps | None = None,
         delayed: Sequence[DelayedStep] = (),
+        optimizer_us: Sequence[tuple[float, float]],
     ):
         self.workload, self.timing, self.publish = workload, timing, publish
         self.states_us, self.early, self.delayed = states_us, early, delayed
+        self.optimizer_us = optimizer_us
         self.host_cpu: HostCpuModel | None = host_cpu
         parallel = workload.parallel
         self.pp, self.stages, self.microbatches = parallel.pp, parallel.pp * parallel.vp, parallel.num_microbatches
@@ -265,14 +268,14 @@ class Engine:
     def step_optimizer(self, rank: RankState, begin: float) -> None:
         """The norm is known, and no step beside the backward runs any more: all that is left is stepped."""
         begin = max(begin, rank.norm_at)
-        size = sum(chunk.bytes for chunk in self.workload.chunks_of_rank(rank.pp_rank))
-        left = all_us = self.timing.optimizer_us(size)
+        all_us, least_us = self.optimizer_us[rank.pp_rank]
+        left = all_us
         if self.delayed:
             left = self.delayed[rank.pp_rank].rest_us
             rank.early_us = all_us - left - (begin - rank.norm_at)
         else:
             left -= rank.early_us
-        us = max(left, *self.states_us[rank.pp_rank : rank.pp_rank + 1], 0.0)
+        us = max(left, *self.states_us[rank.pp_rank : rank.pp_rank + 1], least_us)
         rank.finished_at = begin + us
         if us:
             self.record(rank, "optimizer", "optimizer", begin, us)

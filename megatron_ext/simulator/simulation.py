@@ -15,6 +15,7 @@ from megatron_ext.simulator.early_units import delayed_steps, early_steps
 from megatron_ext.simulator.engine import Engine
 from megatron_ext.simulator.host_processors import HostProcessors
 from megatron_ext.simulator.lower import lower
+from megatron_ext.simulator.step_places import optimizer_us
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
@@ -120,6 +121,7 @@ def run(
     host_cpu = HostProcessors(times, processor_us) if times is not None else None
     early, delayed = early_steps(schedule, workload, timing), delayed_steps(workload, timing)
     how = {"states_us": _states_us(schedule, workload, timing), "early": early, "delayed": delayed}
+    how["optimizer_us"] = optimizer_us(schedule, workload, timing)
     engine = Engine(programs, workload, timing, publish, trace=trace, host_cpu=host_cpu, **how)
     iteration_time = engine.run()
     spans = [rank.last_end - rank.first_start for rank in engine.ranks]

@@ -246,13 +246,14 @@ class Timing:
             copy_us = self._beyond.estimate("routes.cpu", shard).us
         else:
             copy_us = 0.0
-            self._leave_out("gradients to host memory")
+            self.leave_out("gradients to host memory")
         if _has(self.table.host_add):
             return copy_us, self._beyond.estimate("host_add", shard).us
-        self._leave_out("host_add")
+        self.leave_out("host_add")
         return copy_us, 0.0
 
-    def _leave_out(self, name: str) -> None:
+    def leave_out(self, name: str) -> None:
+        """Name what the table does not know, once."""
         if name not in self.left_out:
             self.left_out += (name,)
 

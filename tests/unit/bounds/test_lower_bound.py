@@ -10,6 +10,7 @@ from variations import some
 
 from megatron_ext.bounds.least_loads import layer_bytes
 from megatron_ext.bounds.lower_bound import lower_bound
+from megatron_ext.bounds.memory_headroom import with_most_headroom
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import plan
 from megatron_ext.planner.assemble import Placed, assemble
@@ -18,6 +19,8 @@ from megatron_ext.planner.stock import groups_of
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.workload import Limits
 
 WORKLOADS = {
     "interleaved": dict(),
@@ -277,3 +280,33 @@ def test_nothing_is_faster_where_host_copies_are_published_between_nodes(seed):
         bound = lower_bound(work, Timing(work, full))
         for policy in ("all-gpu", "all-cpu", "hybrid", "random:1", "random:2"):
             assert plan(work, full, policy=policy).predicted.iteration_time_us >= bound * (1 - 1e-9), policy
+
+
+@pytest.mark.parametrize("known", [("host_step", "host_add"), ("host_step",)])
+@pytest.mark.parametrize("device_us", [1.0, 400.0])
+def test_nothing_is_faster_with_any_states_on_the_device(known, device_us):
+    """Every choice of groups, stepped beside the backward where the table knows what that takes or at its end."""
+    work = make_workload(pp=1, vp=1, microbatches=2, order="no_pipeline", layers=3, zero_stage=3, p2p_bytes=0)
+    work = replace(work, optimizer=OptimizerSettings(on_host=True), limits=Limits(device_bytes=10**9))
+    groups, _ = groups_of(work, layer_buckets)
+    size = groups[0].bytes
+    curves = {"host_step": line(30.0, size / 300.0), "host_add": line(0.1, 1e9)}
+    table = replace(
+        make_table(work, gpu=(1.0, 1e9), cpu=None, forward=30.0, backward=60.0),
+        reduce=line(0.1, 1e9),
+        device_step=line(1.0, size / device_us),
+        optimizer=line(40.0, size / 320.0),
+        **{name: curves[name] for name in known},
+    )
+    bound = lower_bound(with_most_headroom(work), Timing(work, table))
+    placed = [[Placed(n, "gpu", -1, 0) for n in range(3)]]
+    schedule = validate(assemble(work, groups, placed, [[]], planner="test"))
+    times = {}
+    for chosen, room in product(product((None, "device"), repeat=3), (None, 10**9)):
+        kept = tuple(replace(group, states_rest=rest) for group, rest in zip(groups, chosen))
+        result = evaluate(work, table, replace(schedule, groups=kept, rollback_bytes=room))
+        times[chosen, room] = result.iteration_time_us
+        assert result.iteration_time_us >= bound * (1 - 1e-9) and result.lower_bound_us == pytest.approx(bound)
+    on_host, on_device = times[(None,) * 3, None], times[("device",) * 3, None]
+    assert (on_device < on_host) == (device_us < 300.0)
+    assert on_device >= bound + device_us
