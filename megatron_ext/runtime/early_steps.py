@@ -53,7 +53,7 @@ class StepUnit:
         self.group, self.optimizer, self.inverse_scale = group, optimizer, inverse_scale
         self.gradients, self.shards = gradients, shards
         self.saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor, and what it was
-        self.places: list[int] = []  # of each gradient, the element that validation compares
+        self.compared: list[tuple[int, torch.Tensor]] = []  # of each gradient an element's place, and what it was
         self.ended = None  # the copies of the new parameters to the device
 
     def bytes(self) -> int:
@@ -75,15 +75,20 @@ class StepUnit:
             own = _gradient(parameter)
             own.copy_(gradient.view(own.shape), non_blocking=True)
 
-    def step(self, memory: torch.Tensor) -> None:
-        """Unscale the gradients, copy the states into ``memory`` (1D uint8), and step."""
-        factor = self.inverse_scale()
-        self.places, start = [], 0
+    def unscale(self) -> None:
+        """Unscale the gradients, and keep of each the element that validation compares."""
+        factor, self.compared = self.inverse_scale(), []
         for parameter in self.gradients:
-            own = _gradient(parameter)
+            own = _gradient(parameter).view(-1)
             if factor is not None:
                 own.mul_(factor)
-            self.places.append(_largest(own.view(-1)))
+            place = _largest(own)
+            self.compared.append((place, own[place].clone()))
+
+    def step(self, memory: torch.Tensor) -> None:
+        """Unscale the gradients, copy the states into ``memory`` (1D uint8), and step."""
+        self.unscale()
+        start = 0
         for tensor in self._tensors():
             copy = memory[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
             self.saved.append((tensor, copy.copy_(tensor)))
@@ -92,9 +97,9 @@ class StepUnit:
 
     def stands(self) -> bool:
         """Whether the gradients are what the step was made with, see the note above."""
-        pairs = list(zip(self.gradients.items(), self.places, strict=True))
-        now = torch.stack([gradient.view(-1)[place] for (_, gradient), place in pairs]).cpu()
-        then = torch.stack([_gradient(parameter).view(-1)[place] for (parameter, _), place in pairs])
+        pairs = list(zip(self.gradients.values(), self.compared, strict=True))
+        now = torch.stack([gradient.view(-1)[place] for gradient, (place, _) in pairs]).cpu()
+        then = torch.stack([value for _, (_, value) in pairs])
         normal = then.isfinite() & ((then == 0) | (then.abs() >= torch.finfo(then.dtype).tiny))
         return bool((normal & (now == then)).all())
 
