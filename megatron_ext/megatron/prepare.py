@@ -77,8 +77,8 @@ def prepare(
     )
     routes.update(copies.routes)
     how = dict(published=copies.publisher and copies.publisher.wait, faults=faults, recorder=links)
-    early, delayed, beside = _beside_training(schedule, optimizers, bucket_groups, groups, delay, **how)
     states = _states(schedule, optimizers, buckets, nvme_path, links)
+    early, delayed, beside = _beside_training(schedule, optimizers, bucket_groups, groups, states, delay, **how)
     boundaries = _boundaries(schedule, ddps, pp_rank)
     reducer = _reducer(schedule, bucket_groups, optimizers, process_group, faults, order, early)
     resting = partial(resting_storages, groups, ddps, optimizers, copies, states, buffered, reducer, beside)
@@ -109,7 +109,13 @@ def _offloaded(schedule: Schedule, optimizers: list, buckets: list) -> dict:
 
 
 def _beside_training(
-    schedule: Schedule, optimizers: list, bucket_groups: dict, groups: dict[int, Group], delay, **how
+    schedule: Schedule,
+    optimizers: list,
+    bucket_groups: dict,
+    groups: dict[int, Group],
+    states: list[DriveStates],
+    delay,
+    **how,
 ) -> tuple[EarlySteps | None, DelayedUpdate | None, dict[str, list]]:
     """Steps of this rank beside the backward and beside the next iteration, None where there are none, and what they
     keep in host memory, by kind."""
@@ -121,7 +127,7 @@ def _beside_training(
         return None, delayed, {"next_parameters": [staging for staging, _ in delayed.staged]}
     if schedule.rollback_bytes is None:
         return None, None, {}
-    early = step_beside_backward(schedule, optimizers, bucket_groups, groups, **how)
+    early = step_beside_backward(schedule, optimizers, bucket_groups, groups, states, **how)
     return early, None, {"previous_states": [early.memory]}
 
 

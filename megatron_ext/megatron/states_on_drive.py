@@ -2,8 +2,10 @@
 
 [Note: What is changed of the host optimizer]
 The parameters whose states rest on the drive get optimizers of their own, one a unit, see host_optimizers.py. Their
-gradients come to the host by slots, or are used where they rest there. All else is its own: values of param_groups,
-copies of the new parameters back to the device.
+gradients come to the host by slots, or are used where they rest there. Where they may be stepped beside the backward
+(``rollback_bytes``) a unit lies in one group, and gradients always come by slots: a step that is made before the norm
+is known unscales a copy. All else is the host optimizer's own: values of param_groups, copies of the new parameters
+back to the device.
 Checkpoints take states from a method of Megatron's DistributedOptimizer. For these parameters it maps the drive's file
 into memory, so that saving needs no memory for all states. What is loaded is loaded before: see late_memory.py.
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
@@ -51,16 +53,20 @@ def put_states_on_drive(
     }
     made = []
     for optimizer in optimizers:
-        own = [(group.index, shard) for group, shard in pieces_of_groups([optimizer], buckets) if group.index in wanted]
-        on_host = [shard for index, shard in own if index in in_place]
+        own: dict[int, list] = {}
+        for group, shard in pieces_of_groups([optimizer], buckets):
+            if group.index in wanted:
+                own.setdefault(group.index, []).append(shard)
+        on_host = [shard for index in own.keys() & in_place for shard in own[index]]
         if own:
             how = (schedule, nvme_path, device, recorder)
-            made.append(_one(optimizer, [shard for _, shard in own], on_host, *how))
+            made.append(_one(optimizer, list(own.values()), on_host, *how))
     return made
 
 
-def _one(optimizer, shards: list, on_host: list, schedule: Schedule, nvme_path, device, recorder) -> DriveStates:
-    hybrid = optimizer.optimizer
+def _one(optimizer, groups: list[list], on_host: list, schedule: Schedule, nvme_path, device, recorder) -> DriveStates:
+    hybrid, early = optimizer.optimizer, schedule.rollback_bytes is not None
+    shards = [shard for own in groups for shard in own]
     copies = getattr(hybrid, "gpu_params_map_cpu_copy", None)
     if copies is None or any(shard not in copies for shard in shards):
         raise InputError(
@@ -80,7 +86,10 @@ def _one(optimizer, shards: list, on_host: list, schedule: Schedule, nvme_path, 
             field="state_slots.slot_bytes",
             value=slots.slot_bytes,
         )
-    units = own_optimizers(hybrid, list(_units(hybrid, set(on_drive), moments, slots.slot_bytes)))
+    together = groups[::-1] if early else [shards]  # a backward reduces the last group first
+    chosen = [{copies[shard] for shard in own} for own in together]
+    divided = [unit for own in chosen for unit in _units(hybrid, own, moments, slots.slot_bytes)]
+    units = own_optimizers(hybrid, divided)
     settings = schedule.metadata.options.nvme or DriveReads()
     states = DriveStates(
         *(units, nvme_path),
@@ -91,7 +100,8 @@ def _one(optimizer, shards: list, on_host: list, schedule: Schedule, nvme_path, 
         recorder=recorder,
         initial=take_over(hybrid, set(on_drive)),
         gradients={copies[shard]: partial(_gradient, shard) for shard in shards},
-        in_place=frozenset(copies[shard] for shard in on_host),
+        in_place=frozenset(copies[shard] for shard in on_host if not early),
+        early=early,
     )
     vars(hybrid)["_set_sub_optimizer_grads"] = partial(
         _copy_other_gradients, hybrid, hybrid._set_sub_optimizer_grads, set(units), states
@@ -113,7 +123,7 @@ def _copy_other_gradients(hybrid, copy_gradients, units: set, states: DriveState
         copy_gradients()
     finally:
         hybrid.cpu_optimizers = everything
-    states.gradients_ready()
+    states.gradients_ready(one for one in everything if one in units)
 
 
 def _units(hybrid, chosen: set, moments: int, slot_bytes: int) -> Iterator[list[dict]]:
@@ -142,7 +152,7 @@ def _save_from_drive(optimizer, states: DriveStates) -> None:
         group, order = optimizer.model_param_group_index_map[parameter]
         shard = optimizer.optimizer.param_groups[group]["params"][order]
         copy = optimizer.optimizer.gpu_params_map_cpu_copy.get(shard)
-        if copy is None or not states.holds(copy):
+        if copy is None or states.unit_of(copy) is None:
             return get(parameter)
         in_memory = {name: value for name, value in get(parameter).items() if value.dim() == 0}  # the step count
         return in_memory | states.read_tensors(copy)

@@ -6,8 +6,10 @@ When Megatron calls the host optimizer's ``step``, it goes through the optimizer
 ever; the others have done all that it would do. A step that Megatron skips is undone by ``EarlySteps.undo``.
 Gradients that Megatron changes after their reduce, other than by one factor for all, cannot be validated: the
 embedding that two pipeline ranks share, and norms that tensor-parallel ranks add up. Their groups wait.
+Groups whose states rest on a drive have optimizers of their own already, see states_on_drive.py.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,19 +17,27 @@ import torch
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.host_optimizers import own_optimizers, refuse_late_load
 from megatron_ext.megatron.shards import places_of_groups
+from megatron_ext.runtime.drive_states import DriveStates
+from megatron_ext.runtime.drive_unit import DriveUnit
 from megatron_ext.runtime.early_steps import EarlySteps, StepUnit
 from megatron_ext.runtime.group import Group
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
 def step_beside_backward(
-    schedule: Schedule, optimizers: list, bucket_groups: dict, groups: dict[int, Group], **how
+    schedule: Schedule,
+    optimizers: list,
+    bucket_groups: dict,
+    groups: dict[int, Group],
+    on_drive: list[DriveStates],
+    **how,
 ) -> EarlySteps:
     """Make the units of this rank, by a schedule that has ``rollback_bytes``.
 
     Args:
         optimizers: Megatron's DistributedOptimizer objects of this rank, with states or before their first step.
         bucket_groups, groups: of this rank, by index in the schedule.
+        on_drive: optimizer states of this rank that rest on the drive.
         how: the other arguments of :class:`EarlySteps`.
 
     Raises:
@@ -37,12 +47,12 @@ def step_beside_backward(
     chosen = {
         index: groups[index]
         for index, bucket_group in bucket_groups.items()
-        if schedule.groups[index].states_rest is None and not any(map(_added_up_later, bucket_group.params))
+        if schedule.groups[index].states_rest != "device" and not any(map(_added_up_later, bucket_group.params))
     }
     stepped: dict[int, list[StepUnit]] = {}
     hybrids = []
     for number, optimizer in enumerate(optimizers):
-        stepped[number] = _units_of(optimizer, bucket_groups, chosen)
+        stepped[number] = _units_of(optimizer, bucket_groups, chosen, on_drive)
         if stepped[number]:
             hybrids.append((optimizer.optimizer, stepped[number]))
     watched = [_Settings(hybrid) for hybrid, _ in hybrids]
@@ -67,11 +77,12 @@ def _added_up_later(parameter) -> bool:
     return any(getattr(parameter, name, False) for name in names)
 
 
-def _units_of(optimizer, bucket_groups: dict, chosen: dict[int, Group]) -> list[StepUnit]:
+def _units_of(optimizer, bucket_groups: dict, chosen: dict[int, Group], on_drive: list[DriveStates]) -> list[StepUnit]:
     hybrid = optimizer.optimizer
     copies = getattr(hybrid, "gpu_params_map_cpu_copy", None)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in chosen.items()]
-    places: dict[int, list] = {}
+    resting: dict[tuple[int, DriveStates, int], list] = {}  # by group, and the unit on the drive
+    places: dict[int, list] = {}  # by group, in memory
     for group, start, end, shard in places_of_groups([optimizer], buckets):
         if copies is None or shard not in copies:
             raise InputError(
@@ -79,18 +90,22 @@ def _units_of(optimizer, bucket_groups: dict, chosen: dict[int, Group]) -> list[
                 "--optimizer-offload-fraction 1.0",
                 field="rollback_bytes",
             )
-        places.setdefault(group.index, []).append((copies[shard], start, end, shard))
-    units = own_optimizers(hybrid, [_parameter_groups(hybrid, [p for p, *_ in own]) for own in places.values()])
-    return [
-        StepUnit(
-            index,
-            one,
-            {p: _reduced_part(bucket_groups[index], chosen[index])[start:end] for p, start, end, _ in places[index]},
-            {p: shard for p, _, _, shard in places[index]},
-            partial(_inverse_scale, optimizer),
-        )
-        for index, one in zip(places, units, strict=True)
-    ]
+        part = copies[shard], _reduced_part(bucket_groups[group.index], group)[start:end], shard
+        found = [(states, unit) for states in on_drive if (unit := states.unit_of(part[0])) is not None]
+        if found:
+            resting.setdefault((group.index, *found[0]), []).append(part)
+        else:
+            places.setdefault(group.index, []).append(part)
+    optimizers = own_optimizers(hybrid, [_parameter_groups(hybrid, [p for p, *_ in own]) for own in places.values()])
+    how = partial(_by_parameter, optimizer)
+    units = [DriveUnit(*which, *how(own)) for which, own in resting.items()]
+    return [*units, *(StepUnit(index, one, *how(places[index])) for index, one in zip(places, optimizers, strict=True))]
+
+
+def _by_parameter(optimizer, parts: list) -> tuple[dict, dict, Callable[[], float | None]]:
+    """What a :class:`StepUnit` takes: gradients and shards by the host's parameter, and the factor."""
+    gradients = {parameter: gradient for parameter, gradient, _ in parts}
+    return gradients, {parameter: shard for parameter, _, shard in parts}, partial(_inverse_scale, optimizer)
 
 
 def _parameter_groups(hybrid, parameters: list) -> list[dict]:

@@ -5,7 +5,8 @@ The gradient norm, and with it the factor by which gradients are clipped, is kno
 so is whether a gradient has overflowed. A unit (the parameters of one group) does not wait for that. As soon as its
 gradient is reduced, a thread copies it to the host, keeps a copy of the unit's states, and steps it, as if nothing were
 clipped and nothing had overflowed. The copies lie in memory of a fixed size; a unit that finds no room there, or whose
-turn comes after the last backward, is stepped as without all this, when the norm is known.
+turn comes after the last backward, is stepped as without all this, when the norm is known. Of a unit whose states rest
+on a drive the drive keeps what was before, see drive_unit.py.
 
 When the optimizer steps, each unit is validated: one element of each gradient that was stepped on is compared with the
 gradient as it is then. Clipping multiplies all elements by one factor. In fp32 a product with a factor other than 1
@@ -103,12 +104,17 @@ class StepUnit:
         normal = then.isfinite() & ((then == 0) | (then.abs() >= torch.finfo(then.dtype).tiny))
         return bool((normal & (now == then)).all())
 
+    def keep(self) -> None:
+        """The step counts."""
+        self.saved.clear()
+
     @torch.no_grad()
     def take_back(self, device) -> None:
         """Give the states the values from before the step."""
         device.synchronize(self.ended)  # it may still read the host's parameters
         for tensor, copy in self.saved:
             tensor.copy_(copy)
+        self.saved.clear()
 
     @torch.no_grad()
     def restore_device(self) -> None:
@@ -196,9 +202,11 @@ class EarlySteps:
         stepped = [unit for unit in self._stepped if unit in units]
         standing = [unit for unit in stepped if self._keeps or (not changed and unit.stands())]
         for unit in stepped:
-            if unit not in standing:
+            if unit in standing:
+                unit.keep()
+            else:
                 unit.take_back(self._device)
-            self._forget(unit)
+            self._stepped.remove(unit)
         self.taken_back += len(stepped) - len(standing)
         return standing
 
@@ -206,16 +214,14 @@ class EarlySteps:
         """The optimizer does not step: every unit and its parameters on the device are as they were before."""
         self.end()
         self.wait()
-        for unit in list(self._stepped):
-            if not self._keeps:
+        for unit in self._stepped:
+            if self._keeps:
+                unit.keep()
+            else:
                 unit.take_back(self._device)
                 unit.restore_device()
-            self._forget(unit)
-            self.taken_back += 1
-
-    def _forget(self, unit: StepUnit) -> None:
-        unit.saved.clear()
-        self._stepped.remove(unit)
+        self.taken_back += len(self._stepped)
+        self._stepped.clear()
 
     def wait(self) -> None:
         """For the steps that have begun, and on the device for the parameters that they have copied there."""

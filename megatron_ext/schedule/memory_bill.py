@@ -91,7 +91,8 @@ def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict
     """By kind on the device and in host memory, and on the drive: what does not come and go with steps."""
     own = [group for group in schedule.groups if group.pp_rank == pp_rank]
     device, host = resting_bytes(own, workload, schedule.step_slots is not None)
-    copies, nvme_bytes = _copies(schedule, pp_rank, states_on_drive_bytes(own, workload))
+    places = 1 if schedule.rollback_bytes is None else 2  # of each unit that may be stepped early
+    copies, nvme_bytes = _copies(schedule, pp_rank, places * states_on_drive_bytes(own, workload))
     on_host, device["buffers"] = step_slots_bytes(schedule, own)
     copies["staging_slots"] += state_slots_bytes(schedule, workload, own) + on_host
     copies["previous_states"] = schedule.rollback_bytes or 0
@@ -240,12 +241,13 @@ def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
 
 
 def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> int:
-    """Of the slots through which states on the drive, and gradients that are not fp32 in host memory, pass on a rank
-    with ``groups``."""
+    """Of the slots through which states on the drive pass on a rank with ``groups``, and gradients that are not fp32 in
+    host memory, or that a step beside the backward unscales before they are known to count."""
     slots, on_drive = schedule.state_slots, [group for group in groups if group.states_rest == "nvme"]
     if slots is None or not on_drive:
         return 0
     in_place = workload.optimizer.gradient_dtype == "float32" and all(group.gradients == "host" for group in on_drive)
+    in_place &= schedule.rollback_bytes is None
     room = 0 if in_place else gradient_slot_bytes(slots.slot_bytes, len(workload.optimizer.moment_dtypes))
     return slots.slots * (slots.slot_bytes + room)
 

@@ -26,16 +26,12 @@ LARGE_SLOT_BYTES = 16 << 20
 
 
 def check_state_slots(schedule: Schedule, *, file=None) -> None:
-    """Refuse states on the drive without slots to pass through, slots without such states, ``rollback_bytes`` of 0, and
-    states on the device of a group that rests in host memory.
+    """Refuse states on the drive without slots to pass through, slots and ``rollback_bytes`` of 0 without such states,
+    and states on the device of a group that rests in host memory.
 
     Raises:
         InputError: naming the field.
     """
-    if schedule.rollback_bytes is not None and schedule.rollback_bytes < 1:
-        raise InputError(
-            "expected at least 1, or no such field", file=file, field="rollback_bytes", value=schedule.rollback_bytes
-        )
     for index, group in enumerate(schedule.groups):
         for field in ("gradients", "shard_rests"):
             if group.states_rest == "device" and getattr(group, field) == "host":
@@ -46,7 +42,9 @@ def check_state_slots(schedule: Schedule, *, file=None) -> None:
                     value="device",
                 )
     on_drive = [index for index, group in enumerate(schedule.groups) if group.states_rest == "nvme"]
-    slots = schedule.state_slots
+    slots, rollback = schedule.state_slots, schedule.rollback_bytes
+    if rollback is not None and rollback < (1 if slots is None else 0):
+        raise InputError("expected at least 1, or no such field", file=file, field="rollback_bytes", value=rollback)
     if slots is None:
         if on_drive:
             raise InputError(

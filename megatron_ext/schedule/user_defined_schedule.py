@@ -218,7 +218,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     ``rollback_bytes`` is host memory of each rank for optimizer states as they were before a step beside the backward:
     the host's optimizer steps a group as soon as its gradient is reduced, and again where the gradient norm says so.
-    Where it is left out the host's optimizer waits for the norm.
+    Where it is left out the host's optimizer waits for the norm. States on the drive take none of it, and the drive
+    holds them twice.
 
     ``step_slots``: where it is left out, Megatron's host optimizer keeps a copy of all gradients in host memory.
     """

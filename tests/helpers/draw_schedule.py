@@ -112,12 +112,13 @@ def states_on_drive(schedule: Schedule, workload: Workload, chosen: list[int], s
     return replace(schedule, groups=groups, state_slots=StateSlots(slots=slots, slot_bytes=size))
 
 
-def on_drive(workload, zero_stage: int, path, seed: int, every: int):
+def on_drive(workload, zero_stage: int, path, seed: int, every: int, rollback_bytes: int | None = None):
     """A drawn schedule whose states rest on the drive, those of every ``every``-th group excepted; and its workload."""
     workload = replace(workload, zero_stage=zero_stage, optimizer=OptimizerSettings(on_host=True))
     schedule = prepared(random.Random(seed), workload, path, routes=("gpu", "cpu"))
     chosen = [index for index in range(len(schedule.groups)) if index % every != every - 1]
     schedule = states_on_drive(schedule, workload, chosen, slots=2 + seed % 2)
+    schedule = replace(schedule, rollback_bytes=rollback_bytes)
     match.match(validate.validate(schedule), workload)
     schedule_file.save(path, schedule)
     return schedule, workload

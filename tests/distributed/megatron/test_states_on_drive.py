@@ -43,14 +43,15 @@ def test_training_is_that_with_states_in_memory(workloads, services, tmp_path, z
             assert 0 <= counted - billed <= 4096, (kind, bill, held)
 
 
-def test_a_checkpoint_of_states_on_the_drive_is_that_of_states_in_memory(workloads, services, tmp_path):
-    """Saved by one run, loaded by another whose states rest in memory, and the other way."""
+@pytest.mark.parametrize("rollback_bytes", some([0, None], 1))
+def test_a_checkpoint_of_states_on_the_drive_is_that_of_states_in_memory(workloads, services, tmp_path, rollback_bytes):
+    """Saved by one run, loaded by another whose states rest in memory, and the other way; those on the drive are
+    stepped beside the backward, or at its end."""
     (tmp_path / "drive").mkdir()
-    on_drive(workloads["interleaved", MODEL], 3, tmp_path / "s.json", 5, every=3)
+    on_drive(workloads["interleaved", MODEL], 3, tmp_path / "s.json", 5, every=3, rollback_bytes=rollback_bytes)
     schedule = schedule_file.decode(tmp_path / "s.json")
-    in_memory = replace(
-        schedule, state_slots=None, groups=tuple(replace(group, states_rest=None) for group in schedule.groups)
-    )
+    groups = tuple(replace(group, states_rest=None) for group in schedule.groups)
+    in_memory = replace(schedule, state_slots=None, rollback_bytes=None, groups=groups)
     schedule_file.save(tmp_path / "memory.json", in_memory)
 
     def train(name: str, iterations: int, *options) -> dict:
@@ -67,6 +68,8 @@ def test_a_checkpoint_of_states_on_the_drive_is_that_of_states_in_memory(workloa
         begun = train(first, 2, "--save", folder)
         ended = train(second, 5, "--load", folder)
         assert json.dumps(whole["loss"]) == json.dumps(begun["loss"] + ended["loss"])
+        early = [sum(run["early_steps"] and run["early_steps"][0] or (0,)) for run in (begun, ended)]
+        assert (max(early) > 0) == (rollback_bytes is not None)
         assert whole["parameter_sha256"] == ended["parameter_sha256"]
 
 
@@ -89,9 +92,11 @@ def test_checkpoints_take_memory_for_one_group(megatron_tree, tmp_path, rest):
         assert found["loading"] > 0.9 * found["states"]
 
 
+@pytest.mark.parametrize("rollback_bytes", some([0, None], 1))
 @pytest.mark.parametrize("fault", some(["full drive", "read error", "short read", "write error", "short write"], 1))
-def test_a_drive_that_fails_ends_every_rank_with_one_line(workloads, tmp_path, fault):
-    on_drive(workloads["two_replicas", MODEL], 3, tmp_path / "s.json", 3, every=1000)
+def test_a_drive_that_fails_ends_every_rank_with_one_line(workloads, tmp_path, fault, rollback_bytes):
+    """Beside the backward, and at its end."""
+    on_drive(workloads["two_replicas", MODEL], 3, tmp_path / "s.json", 3, every=1000, rollback_bytes=rollback_bytes)
     failed = failing_run(tmp_path, "1", fault, 2, "--train-iters", "1000")
     assert failed.returncode == 1
     error = rf"states \d+: the file of process \d+ in {tmp_path}/drive {FAULTS[fault][-1]}"

@@ -73,34 +73,36 @@ def test_steps_of_an_iteration_that_overflows_are_taken_back(workloads, services
 
 
 @pytest.mark.parametrize(
-    "zero_stage, seed, clip, meddle, fault",
+    "zero_stage, seed, clip, meddle, fault, every",
     some(
         [
-            (3, 4, "1e-4", "overflow", ""),
-            (1, 5, "1e-4", "overflow", ""),
-            (2, 6, "1e-4", "overflow", ""),
-            (3, 7, "1e9", "overflow", ""),
-            (3, 8, "1e-4", None, ""),  # the scale that overflows at first falls by itself
-            (1, 9, "1e9", None, ""),
-            (3, 4, "1e-4", "overflow", ",no_rollback=1"),
+            (3, 4, "1e-4", "overflow", "", 1),
+            (1, 5, "1e-4", "overflow", "", 1),
+            (2, 6, "1e-4", "overflow", "", 2),
+            (3, 7, "1e9", "overflow", "", 1),
+            (1, 10, "1e9", "overflow", "", 2),
+            (3, 8, "1e-4", None, "", 1),  # the scale that overflows at first falls by itself
+            (1, 9, "1e9", None, "", 2),
+            (3, 4, "1e-4", "overflow", ",no_rollback=1", 1),
+            (1, 4, "1e9", "overflow", ",no_rollback=1", 1),
         ],
         1,
     ),
 )
-def test_overflow_and_clipping_beside_states_on_the_drive(
-    workloads, services, tmp_path, zero_stage, seed, clip, meddle, fault
+def test_overflow_and_clipping_with_states_on_the_drive(
+    workloads, services, tmp_path, zero_stage, seed, clip, meddle, fault, every
 ):
-    """Every third iteration overflows, every other is clipped; half of the groups have their states on the drive and
-    wait, the others are taken back."""
+    """Every third iteration overflows, every other is clipped; every group, or every other, has its states on the drive
+    and none in memory when its step is taken back."""
     kinds = (None, "sharded") if zero_stage > 1 else (None,)
-    schedule, workload = write(workloads["interleaved", "fp16"], zero_stage, tmp_path / "s.json", seed, kinds)
-    schedule = states_on_drive(schedule, workload, list(range(seed % 2, len(schedule.groups), 2)), slots=2 + seed % 2)
-    match.match(validate.validate(schedule), workload)
-    schedule_file.save(tmp_path / "s.json", schedule)
+    rollback_bytes = 0 if every == 1 else ENOUGH
+    path = tmp_path / "s.json"
+    schedule, workload = write(workloads["interleaved", "fp16"], zero_stage, path, seed, kinds, ENOUGH)
+    rest_on_drive(schedule, workload, path, every, rollback_bytes, slots=2 + seed % 2)
     (tmp_path / "drive").mkdir()
     answer = services("interleaved").run(
         options=[*FP16, "--clip-grad", clip, "--user-defined-schedule-nvme-path", str(tmp_path / "drive")],
-        schedule=tmp_path / "s.json",
+        schedule=path,
         iterations=7,
         meddle=meddle,
         environment={"MEGATRON_EXT_FAULTS": DELAYS + fault},
@@ -113,12 +115,51 @@ def test_overflow_and_clipping_beside_states_on_the_drive(
         assert taken > 0 and (taken_back == taken or clip == "1e9") and (taken_back > 0 or meddle is None)
 
 
-@pytest.mark.parametrize("options, meddle", [([*BF16, "--clip-grad", "1e-4"], None), (FP16, "overflow")])
-def test_a_step_that_is_not_taken_back_is_seen(workloads, services, tmp_path, options, meddle):
-    write(workloads["interleaved", "fp16" if meddle else "bf16-offload"], 1, tmp_path / "s.json")
+@pytest.mark.parametrize(
+    "zero_stage, kinds, clip", some([(1, (None,), "1e9"), (3, (None, "sharded", "host"), "1e-4")], 2)
+)
+def test_states_on_the_drive_are_stepped_beside_the_backward(workloads, services, tmp_path, zero_stage, kinds, clip):
+    """Without memory for any copy. With every iteration clipped, and with none."""
+    path = tmp_path / "s.json"
+    schedule, workload = write(workloads["interleaved", "bf16-offload"], zero_stage, path, 1, kinds)
+    schedule = rest_on_drive(schedule, workload, path, 1, 0, slots=3)
+    more = ["--user-defined-schedule-nvme-path", str(tmp_path), "--metrics-path", str(tmp_path / "unused.json")]
     answer = services("interleaved").run(
-        options=options,
-        schedule=tmp_path / "s.json",
+        options=[*BF16, "--clip-grad", clip, *more],
+        schedule=path,
+        iterations=4,
+        environment={"MEGATRON_EXT_FAULTS": DELAYS, "MEGATRON_EXT_DEBUG": "1"},
+    )
+    assert differences(answer) == []
+    taken, taken_back = counts(answer)
+    assert taken > 0 and taken_back == (taken if clip == "1e-4" else 0)
+    held = [iterations[-1]["host_bytes"] for iterations in answer["scheduled"]["census"]]
+    for stage, bill in enumerate(memory_bill(schedule, workload)):
+        counted = max(h["staging_slots"] for h in held[2 * stage :][:2])
+        assert 0 <= counted - bill.memory.host_bytes["staging_slots"] <= 4096
+        assert not any(h.get("previous_states") for h in held)
+
+
+def rest_on_drive(schedule, workload, path, every: int, rollback_bytes: int, slots: int):
+    """The schedule with the states of every ``every``-th group on the drive."""
+    schedule = states_on_drive(schedule, workload, list(range(0, len(schedule.groups), every)), slots=slots)
+    schedule = replace(schedule, rollback_bytes=rollback_bytes)
+    match.match(validate.validate(schedule), workload)
+    schedule_file.save(path, schedule)
+    return schedule
+
+
+@pytest.mark.parametrize(
+    "options, meddle, every", [([*BF16, "--clip-grad", "1e-4"], None, 0), (FP16, "overflow", 0), (FP16, "overflow", 1)]
+)
+def test_a_step_that_is_not_taken_back_is_seen(workloads, services, tmp_path, options, meddle, every):
+    path = tmp_path / "s.json"
+    schedule, workload = write(workloads["interleaved", "fp16" if meddle else "bf16-offload"], 1, path)
+    if every:
+        rest_on_drive(schedule, workload, path, every, 0, slots=3)
+    answer = services("interleaved").run(
+        options=[*options, "--user-defined-schedule-nvme-path", str(tmp_path)],
+        schedule=path,
         iterations=4 if meddle else 2,
         meddle=meddle,
         environment={"MEGATRON_EXT_FAULTS": "no_rollback=1"},
@@ -127,19 +168,13 @@ def test_a_step_that_is_not_taken_back_is_seen(workloads, services, tmp_path, op
 
 
 def test_what_finds_no_room_waits(workloads, services, tmp_path):
-    """With room for one group's states, with others on the drive, and beside parameters that somebody changes."""
-    schedule, workload = write(workloads["interleaved", "bf16-offload"], 1, tmp_path / "s.json", 3)
-    case = dict(
-        options=[*BF16, "--clip-grad", "1e9", "--user-defined-schedule-nvme-path", str(tmp_path)],
-        schedule=tmp_path / "s.json",
-        iterations=3,
-    )
+    """With room for one group's states, and beside parameters that somebody changes."""
+    schedule, _ = write(workloads["interleaved", "bf16-offload"], 1, tmp_path / "s.json", 3)
+    case = dict(options=[*BF16, "--clip-grad", "1e9"], schedule=tmp_path / "s.json", iterations=3)
     everything = services("interleaved").run(**case, meddle="told")
     assert differences(everything) == []
     sizes = sorted(group.bytes for group in schedule.groups)
     small = replace(schedule, rollback_bytes=sizes[0] // 2 * 12 // 2 + 4096)
-    small = states_on_drive(small, workload, [0], slots=2)
-    match.match(validate.validate(small), workload)
     schedule_file.save(tmp_path / "s.json", small)
     little = services("interleaved").run(**case)
     assert differences(little) == []

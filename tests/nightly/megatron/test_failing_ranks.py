@@ -19,11 +19,12 @@ ENDS = [
 """Rank, fault and number, see failing_rank.py."""
 
 
-@pytest.fixture(scope="module")
-def whole(megatron_tree, tmp_path_factory):
+@pytest.fixture(scope="module", params=[0, None], ids=["beside the backward", "at its end"])
+def whole(request, megatron_tree, tmp_path_factory):
     """A run of five iterations that nothing disturbs: its folder and metrics."""
     folder = tmp_path_factory.mktemp("whole")
-    on_drive(describe(folder / "w.json", model_options(OPTIONS)), 3, folder / "s.json", 3, every=1000)
+    workload = describe(folder / "w.json", model_options(OPTIONS))
+    on_drive(workload, 3, folder / "s.json", 3, every=1000, rollback_bytes=request.param)
     done = failing_run(folder, "0", "none", 0, "--train-iters", "5")
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, json.loads((folder / "metrics.json").read_text())

@@ -192,6 +192,19 @@ def test_a_step_beside_the_backward_that_could_not_be_validated_is_refused(setti
         validate(replace(schedule, rollback_bytes=0))
 
 
+def test_states_on_the_drive_that_are_stepped_beside_the_backward_are_there_twice_and_take_no_copy():
+    schedule, work = planned(0.7)
+    groups = tuple(replace(group, gradients="host") for group in schedule.groups)
+    waits = replace(schedule, groups=groups, zero_stage=2, rollback_bytes=None)
+    work = replace(work, zero_stage=2)
+    beside = validate(replace(waits, rollback_bytes=0))
+    one, two = (memory_bill(each, work)[0].memory for each in (waits, beside))
+    assert two.nvme_bytes == 2 * one.nvme_bytes > 0
+    # Without, gradients in host memory are used there.
+    assert two.host_bytes["staging_slots"] == pytest.approx(one.host_bytes["staging_slots"] * 4 / 3, rel=1e-3)
+    assert two.host_bytes | {"staging_slots": 0} == one.host_bytes | {"staging_slots": 0}
+
+
 def test_a_drive_has_several_reads_and_writes_waiting_where_the_states_are_many():
     numbers = []
     for layers in (12, 64):

@@ -1,0 +1,93 @@
+"""Pinned host memory, slot by slot, through which pieces of a drive's file pass on their way to the device and back."""
+
+import mmap
+from collections import deque
+from time import perf_counter_ns
+
+import torch
+
+from megatron_ext.runtime.drive import DriveFile
+from megatron_ext.runtime.worker import LATER, Transfer, Worker
+
+
+class DriveSlots:
+    """Slots that are read into, used, and written out or left.
+
+    Args:
+        file: to read and write.
+        count: of slots.
+        piece_bytes: room for a piece of the file in each slot, a multiple of the drive's block.
+        gradient_bytes: room beside it that the file has no part of; 0 for none.
+        device: pins the memory, and may still read a slot that is left.
+        recorder: where reads and writes are recorded, or None.
+
+    Attributes:
+        pieces, gradients: 1D uint8 tensors by slot, the latter empty where there is no such room.
+        free: slots in the order in which they were left.
+        bytes: in all.
+    """
+
+    def __init__(self, file: DriveFile, count: int, piece_bytes: int, gradient_bytes: int, device, recorder=None):
+        self.bytes = count * (piece_bytes + gradient_bytes)
+        self._map = mmap.mmap(-1, self.bytes)
+        self._memory, self._piece_bytes = memoryview(self._map), piece_bytes
+        self._everything = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.pieces = list(self._everything[: count * piece_bytes].split(piece_bytes))
+        self.gradients = list(self._everything[count * piece_bytes :].split(gradient_bytes)) if gradient_bytes else []
+        self.free = deque(range(count))
+        self._file, self._device, self._recorder = file, device, recorder
+        self._writes: list[Transfer | None] = [None] * count  # the last one out of each slot
+        self._used: list = [None] * count  # the end of the device's reads of each slot
+        device.pin(self._everything)
+        self._worker = Worker("states-read")
+
+    def read(self, slot: int, place: int, size_bytes: int, what: str, after: Transfer | None) -> Transfer:
+        """Begin to read what lies at ``place``, behind ``after``, once nobody reads the slot any more."""
+        before, used = (self._writes[slot], after), self._used[slot]
+
+        def read(transfer: Transfer):
+            for write in before:
+                if write is not None:
+                    write.wait()
+            self._device.synchronize(used)
+            recorded = self._recorded("states read")
+            self._file.start(self._piece(slot, size_bytes), place, what, transfer, recorded)
+            return LATER
+
+        return self._worker.submit(read)
+
+    def write(self, slot: int, place: int, size_bytes: int, what: str) -> Transfer:
+        """Begin to write the slot to ``place``."""
+        self._writes[slot] = transfer = Transfer()
+        recorded = self._recorded("states write")
+        self._file.start(self._piece(slot, size_bytes), place, what, transfer, recorded, write=True)
+        return transfer
+
+    def take(self) -> int:
+        """The slot that was left first, to be read into."""
+        return self.free.popleft()
+
+    def leave(self, slot: int) -> None:
+        """Nobody uses the slot any more but what the current stream has been given."""
+        self._used[slot] = self._device.on_stream(lambda: None, self._device.current_stream(), None)
+        self.free.append(slot)
+
+    def wait_for_write(self, slot: int) -> None:
+        """For the last write out of the slot."""
+        transfer = self._writes[slot]
+        if transfer is not None:
+            transfer.wait()
+
+    def _piece(self, slot: int, size_bytes: int) -> memoryview:
+        return self._memory[slot * self._piece_bytes : slot * self._piece_bytes + size_bytes]
+
+    def _recorded(self, name: str):
+        recorder, begin = self._recorder, perf_counter_ns()
+        return None if recorder is None else lambda: recorder.add("nvme", name, begin, perf_counter_ns())
+
+    def close(self) -> None:
+        """Give up the memory, when all reads and writes have ended."""
+        self._worker.close()
+        self._file.end_transfers()
+        self._device.unpin(self._everything)
+        del self.pieces, self.gradients, self._everything, self._memory, self._map

@@ -1,0 +1,92 @@
+"""Parameters of a host optimizer that rest on a drive with their moments: how they lie there, and in a slot."""
+
+from math import nan
+
+import torch
+
+from megatron_ext.workload import state_layout
+
+
+class Region:
+    """Where one parameter and its moments lie in a unit's piece.
+
+    Attributes:
+        parameter: the host optimizer's, fp32, any shape.
+        offset: byte at which the region begins within the unit's piece, a multiple of the drive's block.
+    """
+
+    __slots__ = ("parameter", "names", "offset", "shape", "tensor_bytes")
+
+    def __init__(self, parameter: torch.Tensor, moments: int, offset: int):
+        self.parameter, self.offset, self.shape = parameter, offset, parameter.shape
+        self.names: tuple[str, ...] = ()
+        self.tensor_bytes = state_layout.tensor_bytes(parameter.numel())
+
+    def view(self, slot: torch.Tensor, index: int, start: int | None = None) -> torch.Tensor:
+        """Tensor ``index`` (0: the parameter) in ``slot``, 1D uint8, where the region begins at byte ``start`` (left
+        out: at its offset)."""
+        start = (self.offset if start is None else start) + index * self.tensor_bytes
+        flat = slot[start : start + self.parameter.numel() * self.parameter.element_size()]
+        return flat.view(self.parameter.dtype).view(self.shape)
+
+
+class Unit:
+    """Parameters that are read, stepped and written together.
+
+    Attributes:
+        place, other: bytes of the file at which its piece lies and at which the next step writes it. They are the same
+            where a step always counts.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, moments: int, start: int):
+        self.optimizer, self.place, self.other, self.regions = optimizer, start, start, []
+        offset = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                assert parameter.dtype is torch.float32
+                self.regions.append(Region(parameter, moments, offset))
+                offset += state_layout.region_bytes(parameter.numel(), moments)
+        self.bytes = offset
+
+    def adopt(self, slot: torch.Tensor, initial: dict[torch.Tensor, torch.Tensor] | None = None) -> None:
+        """Copy the tensors, which are in memory of their own, into ``slot``, and point them there. ``initial``:
+        parameters that have no values yet, and the tensors that do."""
+        for region in self.regions:
+            state = self.optimizer.state.get(region.parameter, {})
+            region.names = tuple(name for name, value in state.items() if _is_moment(value, region.parameter))
+            for index, tensor in enumerate(self._tensors(region)):
+                place = region.view(slot, index)
+                place.copy_((initial or {}).get(tensor, tensor).detach())
+                tensor.data = place
+
+    def gradient_bytes(self, chosen) -> int:
+        """Of the gradients of those parameters that ``chosen`` says."""
+        return sum(region.tensor_bytes for region in self.regions if chosen(region.parameter))
+
+    def point_at(self, slot: torch.Tensor) -> None:
+        """Make the tensors views of ``slot``."""
+        for region in self.regions:
+            for index, tensor in enumerate(self._tensors(region)):
+                tensor.data = region.view(slot, index)
+
+    def counts(self) -> list[torch.Tensor]:
+        """The states that stay in memory: how often each parameter was stepped."""
+        states = [(region, self.optimizer.state[region.parameter].items()) for region in self.regions]
+        chosen = [v for region, own in states for n, v in own if n not in region.names and v is not region.parameter]
+        assert all(isinstance(value, torch.Tensor) for value in chosen)
+        return chosen
+
+    def let_go(self) -> None:
+        """Make each tensor a view of a single NaN: it keeps its shape and takes no memory."""
+        for region in self.regions:
+            for tensor in self._tensors(region):
+                tensor.data = torch.full((), nan, dtype=tensor.dtype).expand(region.shape)
+
+    def _tensors(self, region: Region) -> list[torch.Tensor]:
+        state = self.optimizer.state.get(region.parameter, {})
+        return [region.parameter, *(state[name] for name in region.names)]
+
+
+def _is_moment(value, parameter: torch.Tensor) -> bool:
+    # Megatron's host optimizer lists the parameter itself among its states.
+    return isinstance(value, torch.Tensor) and value is not parameter and value.shape == parameter.shape
