@@ -6,17 +6,41 @@ changes no value.
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
+from collections.abc import Callable, Iterator
+from math import inf
+
 import torch
 
 from megatron_ext.runtime.group import ScheduleError
 
 
-def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimizer]:
+def divide(
+    hybrid, chosen: set[torch.Tensor], size: Callable[[torch.Tensor], int] = torch.Tensor.numel, most: float = inf
+) -> Iterator[list[dict]]:
+    """Parameter groups of each unit: as many of the host parameters ``chosen`` in order as have at most ``most`` bytes
+    by ``size``."""
+    unit: dict[int, dict] = {}
+    used = 0
+    for number, group in enumerate(hybrid.cpu_param_groups):
+        for parameter in group["params"]:
+            if parameter not in chosen:
+                continue
+            if unit and used + size(parameter) > most:
+                yield list(unit.values())
+                unit, used = {}, 0
+            unit.setdefault(number, {**group, "params": []})["params"].append(parameter)
+            used += size(parameter)
+    if unit:
+        yield list(unit.values())
+
+
+def own_optimizers(hybrid, units: list[list[dict]], copy_back: bool = True) -> list[torch.optim.Optimizer]:
     """Give ``hybrid`` one optimizer a unit, behind those that it has.
 
     Args:
         hybrid: Megatron's HybridDeviceOptimizer.
         units: parameter groups of each: ``params`` are host tensors that it steps, each in one unit.
+        copy_back: let Megatron copy their new parameters to the device behind each step.
 
     Returns:
         The new optimizers, with the states that their parameters had.
@@ -36,8 +60,9 @@ def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimize
         for parameter in chosen & one.state.keys():
             del one.state[parameter]
     kept = [one for one in hybrid.cpu_optimizers if one.param_groups]
-    hybrid.cpu_optimizers = new
-    hybrid._register_param_copy_back_gpu_hook()
+    if copy_back:
+        hybrid.cpu_optimizers = new
+        hybrid._register_param_copy_back_gpu_hook()
     hybrid.cpu_optimizers = kept + new
     return new
 

@@ -18,6 +18,7 @@ from megatron_ext.megatron.resting_storages import resting_storages
 from megatron_ext.megatron.shards import hold_gradients, hold_shards, offloaded_shards, refuse_state_of_freed
 from megatron_ext.megatron.states_on_drive import put_states_on_drive
 from megatron_ext.megatron.step_beside_backward import step_beside_backward
+from megatron_ext.megatron.steps_through_slots import step_through_slots
 from megatron_ext.runtime import debug, symmetric
 from megatron_ext.runtime.buffered_gather import BufferedRoute
 from megatron_ext.runtime.census import Census
@@ -35,6 +36,7 @@ from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.program import compile_program
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.routes import GpuRoute, Route
+from megatron_ext.runtime.slot_steps import StepSlots
 from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
@@ -77,11 +79,11 @@ def prepare(
     )
     routes.update(copies.routes)
     how = dict(published=copies.publisher and copies.publisher.wait, faults=faults, recorder=links)
-    states = _states(schedule, optimizers, buckets, nvme_path, links)
-    early, delayed, beside = _beside_training(schedule, optimizers, bucket_groups, groups, states, delay, **how)
+    slots = _slots(schedule, optimizers, buckets, nvme_path, links)
+    early, delayed, beside = _beside_training(schedule, optimizers, bucket_groups, groups, slots, delay, **how)
     boundaries = _boundaries(schedule, ddps, pp_rank)
     reducer = _reducer(schedule, bucket_groups, optimizers, process_group, faults, order, early)
-    resting = partial(resting_storages, groups, ddps, optimizers, copies, states, buffered, reducer, beside)
+    resting = partial(resting_storages, groups, ddps, optimizers, copies, slots, buffered, reducer, beside)
     steps = (groups, routes, clock, boundaries, recorder, faults.skip_group, checks is not None, reducer)
     program = compile_program(schedule, schedule.ranks[pp_rank], *steps)
     executor = Executor(
@@ -96,7 +98,7 @@ def prepare(
         early=early,
         delayed=delayed,
     )
-    parts = (*states, *buffered, reducer, early, delayed)
+    parts = (*slots, *buffered, reducer, early, delayed)
     executor.on_close(boundaries.close, *copies.closing, *(part.close for part in parts if part))
     return executor
 
@@ -113,7 +115,7 @@ def _beside_training(
     optimizers: list,
     bucket_groups: dict,
     groups: dict[int, Group],
-    states: list[DriveStates],
+    slots: list[DriveStates | StepSlots],
     delay,
     **how,
 ) -> tuple[EarlySteps | None, DelayedUpdate | None, dict[str, list]]:
@@ -127,16 +129,21 @@ def _beside_training(
         return None, delayed, {"next_parameters": [staging for staging, _ in delayed.staged]}
     if schedule.rollback_bytes is None:
         return None, None, {}
-    early = step_beside_backward(schedule, optimizers, bucket_groups, groups, states, **how)
+    early = step_beside_backward(schedule, optimizers, bucket_groups, groups, slots, **how)
     return early, None, {"previous_states": [early.memory]}
 
 
-def _states(schedule: Schedule, optimizers: list, buckets: list, nvme_path, recorder) -> list[DriveStates]:
-    """Optimizer states of this rank that rest on the drive."""
-    if schedule.state_slots is None or not buckets:
+def _slots(schedule: Schedule, optimizers: list, buckets: list, nvme_path, recorder) -> list[DriveStates | StepSlots]:
+    """What the host's optimizers of this rank step through: slots of states on the drive, and of gradients."""
+    if not buckets:
         return []
-    device = device_of(buckets[0][1].whole)
-    return put_states_on_drive(schedule, optimizers, buckets, nvme_path, device, recorder)
+    device, made = device_of(buckets[0][1].whole), []
+    if schedule.state_slots is not None:
+        made += put_states_on_drive(schedule, optimizers, buckets, nvme_path, device, recorder)
+    in_memory = [(bucket, group) for bucket, group in buckets if schedule.groups[group.index].states_rest is None]
+    if schedule.step_slots is not None and in_memory:
+        made.append(step_through_slots(schedule, optimizers, in_memory, device))
+    return made
 
 
 def _checks(schedule: Schedule, pp_rank: int, process_group, order: debug.IssueOrder | None) -> debug.Checks | None:

@@ -9,6 +9,7 @@ from megatron_ext.runtime.census import storage_bytes
 from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import FreedGroup, Group
+from megatron_ext.runtime.slot_steps import StepSlots
 
 
 def resting_storages(
@@ -16,7 +17,7 @@ def resting_storages(
     ddps: list,
     optimizers: list,
     copies: Copies,
-    states: list[DriveStates],
+    slots: list[DriveStates | StepSlots],
     routes: list,
     reducer: Reducer | None,
     beside: dict[str, list[torch.Tensor]],
@@ -26,7 +27,7 @@ def resting_storages(
     Args:
         optimizers: Megatron's DistributedOptimizer objects.
         copies: the node's host copies.
-        states: optimizer states on the drive, which pass through slots in host memory.
+        slots: in host memory, and some on the device, through which gradients and optimizer states pass.
         routes: whose gathers go through buffers.
         reducer: of the gradients that come and go, or None.
         beside: what steps beside the training thread keep in host memory, by kind.
@@ -37,9 +38,10 @@ def resting_storages(
         "gradients": storage_bytes(buffer.grad_data for ddp in ddps for buffer in ddp.buffers),
     }
     device["buffers"] = sum(route.buffer_bytes for route in routes)
+    device["buffers"] += sum(one.device_bytes for one in slots if isinstance(one, StepSlots))
     host = {
         "host_copies": copies.own_bytes,
-        "staging_slots": sum(one.slots_bytes for one in states),
+        "staging_slots": sum(one.slots_bytes for one in slots),
         "shards": storage_bytes(group.shard for group in freed if group.on_host),
     }
     for kind, tensors in beside.items():

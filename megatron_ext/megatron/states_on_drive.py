@@ -11,13 +11,12 @@ into memory, so that saving needs no memory for all states. What is loaded is lo
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.host_optimizers import own_optimizers, refuse_late_load
+from megatron_ext.megatron.host_optimizers import divide, own_optimizers, refuse_late_load
 from megatron_ext.megatron.late_memory import take_over
 from megatron_ext.megatron.shards import pieces_of_groups
 from megatron_ext.runtime.drive_states import DriveStates
@@ -88,7 +87,8 @@ def _one(optimizer, groups: list[list], on_host: list, schedule: Schedule, nvme_
         )
     together = groups[::-1] if early else [shards]  # a backward reduces the last group first
     chosen = [{copies[shard] for shard in own} for own in together]
-    divided = [unit for own in chosen for unit in _units(hybrid, own, moments, slots.slot_bytes)]
+    size = lambda parameter: region_bytes(parameter.numel(), moments)
+    divided = [unit for own in chosen for unit in divide(hybrid, own, size, slots.slot_bytes)]
     units = own_optimizers(hybrid, divided)
     settings = schedule.metadata.options.nvme or DriveReads()
     states = DriveStates(
@@ -124,24 +124,6 @@ def _copy_other_gradients(hybrid, copy_gradients, units: set, states: DriveState
     finally:
         hybrid.cpu_optimizers = everything
     states.gradients_ready(one for one in everything if one in units)
-
-
-def _units(hybrid, chosen: set, moments: int, slot_bytes: int) -> Iterator[list[dict]]:
-    """Parameter groups of each unit: as many parameters in order as fit a slot."""
-    unit: dict[int, dict] = {}
-    used = 0
-    for number, group in enumerate(hybrid.cpu_param_groups):
-        for parameter in group["params"]:
-            if parameter not in chosen:
-                continue
-            size = region_bytes(parameter.numel(), moments)
-            if used + size > slot_bytes:
-                yield list(unit.values())
-                unit, used = {}, 0
-            unit.setdefault(number, {**group, "params": []})["params"].append(parameter)
-            used += size
-    if unit:
-        yield list(unit.values())
 
 
 def _save_from_drive(optimizer, states: DriveStates) -> None:

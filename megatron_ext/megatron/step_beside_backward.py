@@ -6,7 +6,8 @@ When Megatron calls the host optimizer's ``step``, it goes through the optimizer
 ever; the others have done all that it would do. A step that Megatron skips is undone by ``EarlySteps.undo``.
 Gradients that Megatron changes after their reduce, other than by one factor for all, cannot be validated: the
 embedding that two pipeline ranks share, and norms that tensor-parallel ranks add up. Their groups wait.
-Groups whose states rest on a drive have optimizers of their own already, see states_on_drive.py.
+Groups that are stepped through slots have optimizers of their own already, see states_on_drive.py and
+steps_through_slots.py.
 """
 
 from collections.abc import Callable
@@ -15,12 +16,13 @@ from functools import partial
 import torch
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.host_optimizers import own_optimizers, refuse_late_load
+from megatron_ext.megatron.host_optimizers import divide, own_optimizers, refuse_late_load
 from megatron_ext.megatron.shards import places_of_groups
 from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.runtime.drive_unit import DriveUnit
 from megatron_ext.runtime.early_steps import EarlySteps, StepUnit
 from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.slot_steps import SlotUnit, StepSlots
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
@@ -29,7 +31,7 @@ def step_beside_backward(
     optimizers: list,
     bucket_groups: dict,
     groups: dict[int, Group],
-    on_drive: list[DriveStates],
+    slots: list[DriveStates | StepSlots],
     **how,
 ) -> EarlySteps:
     """Make the units of this rank, by a schedule that has ``rollback_bytes``.
@@ -37,7 +39,7 @@ def step_beside_backward(
     Args:
         optimizers: Megatron's DistributedOptimizer objects of this rank, with states or before their first step.
         bucket_groups, groups: of this rank, by index in the schedule.
-        on_drive: optimizer states of this rank that rest on the drive.
+        slots: of this rank, through which the host's optimizers step already.
         how: the other arguments of :class:`EarlySteps`.
 
     Raises:
@@ -52,7 +54,7 @@ def step_beside_backward(
     stepped: dict[int, list[StepUnit]] = {}
     hybrids = []
     for number, optimizer in enumerate(optimizers):
-        stepped[number] = _units_of(optimizer, bucket_groups, chosen, on_drive)
+        stepped[number] = _units_of(optimizer, bucket_groups, chosen, slots)
         if stepped[number]:
             hybrids.append((optimizer.optimizer, stepped[number]))
     watched = [_Settings(hybrid) for hybrid, _ in hybrids]
@@ -77,12 +79,12 @@ def _added_up_later(parameter) -> bool:
     return any(getattr(parameter, name, False) for name in names)
 
 
-def _units_of(optimizer, bucket_groups: dict, chosen: dict[int, Group], on_drive: list[DriveStates]) -> list[StepUnit]:
+def _units_of(optimizer, bucket_groups: dict, chosen: dict[int, Group], slots: list) -> list[StepUnit]:
     hybrid = optimizer.optimizer
     copies = getattr(hybrid, "gpu_params_map_cpu_copy", None)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in chosen.items()]
-    resting: dict[tuple[int, DriveStates, int], list] = {}  # by group, and the unit on the drive
-    places: dict[int, list] = {}  # by group, in memory
+    passing: dict[tuple[int, DriveStates | StepSlots, int], list] = {}  # by group, and the unit in slots
+    places: dict[int, list] = {}  # by group, what does not pass through slots
     for group, start, end, shard in places_of_groups([optimizer], buckets):
         if copies is None or shard not in copies:
             raise InputError(
@@ -91,27 +93,27 @@ def _units_of(optimizer, bucket_groups: dict, chosen: dict[int, Group], on_drive
                 field="rollback_bytes",
             )
         part = copies[shard], _reduced_part(bucket_groups[group.index], group)[start:end], shard
-        found = [(states, unit) for states in on_drive if (unit := states.unit_of(part[0])) is not None]
+        found = [(one, unit) for one in slots if (unit := one.unit_of(part[0])) is not None]
         if found:
-            resting.setdefault((group.index, *found[0]), []).append(part)
+            passing.setdefault((group.index, *found[0]), []).append(part)
         else:
             places.setdefault(group.index, []).append(part)
-    optimizers = own_optimizers(hybrid, [_parameter_groups(hybrid, [p for p, *_ in own]) for own in places.values()])
-    how = partial(_by_parameter, optimizer)
-    units = [DriveUnit(*which, *how(own)) for which, own in resting.items()]
+    own = [unit for parts in places.values() for unit in divide(hybrid, {parameter for parameter, *_ in parts})]
+    optimizers, how = own_optimizers(hybrid, own), partial(_by_parameter, optimizer)
+    units = [_in_slots(*which, *how(own)) for which, own in passing.items()]
     return [*units, *(StepUnit(index, one, *how(places[index])) for index, one in zip(places, optimizers, strict=True))]
+
+
+def _in_slots(group: int, slots: DriveStates | StepSlots, index: int, *of_step) -> StepUnit:
+    if isinstance(slots, StepSlots):
+        return SlotUnit(group, slots, index, *of_step)
+    return DriveUnit(group, slots, index, *of_step)
 
 
 def _by_parameter(optimizer, parts: list) -> tuple[dict, dict, Callable[[], float | None]]:
     """What a :class:`StepUnit` takes: gradients and shards by the host's parameter, and the factor."""
     gradients = {parameter: gradient for parameter, gradient, _ in parts}
     return gradients, {parameter: shard for parameter, _, shard in parts}, partial(_inverse_scale, optimizer)
-
-
-def _parameter_groups(hybrid, parameters: list) -> list[dict]:
-    chosen = set(parameters)
-    divided = [{**group, "params": [p for p in group["params"] if p in chosen]} for group in hybrid.cpu_param_groups]
-    return [group for group in divided if group["params"]]
 
 
 def _reduced_part(bucket_group, group: Group) -> torch.Tensor:

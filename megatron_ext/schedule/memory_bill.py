@@ -93,7 +93,7 @@ def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict
     device, host = resting_bytes(own, workload, schedule.step_slots is not None)
     places = 1 if schedule.rollback_bytes is None else 2  # of each unit that may be stepped early
     copies, nvme_bytes = _copies(schedule, pp_rank, places * states_on_drive_bytes(own, workload))
-    on_host, device["buffers"] = step_slots_bytes(schedule, own)
+    on_host, device["buffers"] = step_slots_bytes(schedule, workload, own)
     copies["staging_slots"] += state_slots_bytes(schedule, workload, own) + on_host
     copies["previous_states"] = schedule.rollback_bytes or 0
     return device, host | copies, nvme_bytes

@@ -66,10 +66,13 @@ def largest_gradient(group: Group, workload: Workload) -> int:
     return max(tensor_bytes(min(p.numel, shard)) for p in members)
 
 
-def step_slots_bytes(schedule: Schedule, groups: list[Group]) -> tuple[int, int]:
-    """Of the slots of a rank with ``groups``: in host memory, and on the device."""
+def step_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> tuple[int, int]:
+    """Of the slots of a rank with ``groups``: in host memory, and on the device, where there is one for parameters and
+    another for gradients that are not fp32."""
     slots = schedule.step_slots
     if slots is None or not any(group.states_rest is None for group in groups):
         return 0, 0
     gradients = slots.slots * slots.slot_bytes
-    return (gradients + gradients // 2, 0) if slots.cast == "host" else (gradients, gradients)
+    if slots.cast == "host":
+        return gradients + gradients // 2, 0
+    return gradients, slots.slot_bytes * (1 + (workload.optimizer.gradient_dtype != "float32"))

@@ -133,7 +133,7 @@ class StepSlots(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     are in host memory: ``slots`` of ``slot_bytes``, fp32.
 
     ``cast`` is where the new parameters become 16-bit: on the ``host``, into slots of half the size that leave for the
-    device; or on the ``device``, into which they are copied as they are, into as many slots of ``slot_bytes`` there.
+    device; or on the ``device``, where they arrive as they are in one slot of ``slot_bytes``.
     """
 
     slots: int

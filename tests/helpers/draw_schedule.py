@@ -15,10 +15,12 @@ from megatron_ext.schedule import footprint, match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.host_shards import by_cpu_shard, can_rest_on_host, with_host_shards
 from megatron_ext.schedule.state_placement import largest_region
-from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots
+from megatron_ext.schedule.step_slots import largest_gradient
+from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots, StepSlots
 from megatron_ext.workload.nodes import has_hierarchy
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
+from megatron_ext.workload.state_layout import LINE_BYTES
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
@@ -110,6 +112,13 @@ def states_on_drive(schedule: Schedule, workload: Workload, chosen: list[int], s
         return replace(schedule, groups=groups, state_slots=None)
     size = max(largest_region(schedule, workload, index) for index in chosen)
     return replace(schedule, groups=groups, state_slots=StateSlots(slots=slots, slot_bytes=size))
+
+
+def with_step_slots(schedule: Schedule, workload: Workload, slots: int, cast: str, gradients: float = 1) -> Schedule:
+    """The schedule with slots for so many of the largest gradients each, through which the host's optimizer steps."""
+    need = max(largest_gradient(group, workload) for group in schedule.groups if group.states_rest is None)
+    size = int(need * gradients) // LINE_BYTES * LINE_BYTES
+    return replace(schedule, step_slots=StepSlots(slots=slots, slot_bytes=size, cast=cast))
 
 
 def on_drive(workload, zero_stage: int, path, seed: int, every: int, rollback_bytes: int | None = None):

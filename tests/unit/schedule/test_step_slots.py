@@ -34,9 +34,17 @@ def test_a_file_holds_them(tmp_path):
     assert decode(tmp_path / "s.json") == schedule
 
 
-@pytest.mark.parametrize(("cast", "more", "on_device"), [("host", SLOT_BYTES // 2, 0), ("device", 0, SLOT_BYTES)])
-def test_slots_take_the_place_of_all_gradients(cast, more, on_device):
+@pytest.mark.parametrize(
+    ("cast", "gradient_dtype", "more", "on_device"),
+    [
+        ("host", "float32", SLOT_BYTES // 2, 0),
+        ("device", "float32", 0, SLOT_BYTES),
+        ("device", "bfloat16", 0, 2 * SLOT_BYTES),
+    ],
+)
+def test_slots_take_the_place_of_all_gradients(cast, gradient_dtype, more, on_device):
     schedule, work = planned(cast=cast)
+    work = replace(work, optimizer=OptimizerSettings(on_host=True, gradient_dtype=gradient_dtype))
     match(validate(schedule), work)
     without = held(replace(schedule, step_slots=None), work)
     bill = held(schedule, work)
@@ -45,8 +53,8 @@ def test_slots_take_the_place_of_all_gradients(cast, more, on_device):
     assert "gradients" not in bill.host_bytes
     assert bill.host_bytes["main_parameters"] == without.host_bytes["main_parameters"]
     assert bill.host_bytes["staging_slots"] == SLOTS * (SLOT_BYTES + more)
-    assert bill.device_bytes.get("buffers", 0) == SLOTS * on_device
-    assert bill.device_total_bytes - without.device_total_bytes == SLOTS * on_device
+    assert bill.device_bytes.get("buffers", 0) == on_device
+    assert bill.device_total_bytes - without.device_total_bytes == on_device
 
 
 def test_gradients_that_rest_in_host_memory_stay():

@@ -1,0 +1,92 @@
+"""Lets gradients reach Megatron's host optimizer (``--optimizer-cpu-offload``), and parameters leave it, by slots.
+
+[Note: What slots change of the host optimizer]
+The parameters whose states are in host memory get optimizers of their own, one a unit, see host_optimizers.py. For them
+:class:`StepSlots` copies gradients and new parameters, in place of the host optimizer's copying of all gradients into
+memory that it keeps, and of its hook that copies parameters, through memory that is not page-locked and therefore one
+after another. All else is its own.
+Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.host_optimizers import divide, own_optimizers, refuse_late_load
+from megatron_ext.megatron.shards import places_of_groups
+from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.slot_steps import PassingUnit, StepSlots
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload.state_layout import tensor_bytes
+
+
+def step_through_slots(schedule: Schedule, optimizers: list, buckets: list[tuple[object, Group]], device) -> StepSlots:
+    """Give the host's optimizer slots, by a schedule that has ``step_slots``.
+
+    Args:
+        optimizers: Megatron's DistributedOptimizer objects of this rank, with states or before their first step.
+        buckets: (bucket, group) of every group of this rank whose states are in host memory.
+
+    Raises:
+        InputError: the optimizer does not step on the host.
+    """
+    slots = schedule.step_slots
+    assert slots is not None
+    units = {optimizer: list(_units(schedule, optimizer, buckets)) for optimizer in optimizers}
+    wide = all(getattr(bucket, "grad_data").dtype is torch.float32 for bucket, _ in buckets)  # noqa: B009
+    how = (slots.slots, slots.slot_bytes, slots.cast, wide, buckets[0][1].whole.device, device)
+    passing = StepSlots([unit for own in units.values() for unit in own], *how)
+    for optimizer, own in units.items():
+        if own:
+            hybrid = optimizer.optimizer
+            by_optimizer = {unit.optimizer: unit for unit in own}
+            copy_others = partial(_expect, hybrid, hybrid._set_sub_optimizer_grads, by_optimizer, passing)
+            vars(hybrid)["_set_sub_optimizer_grads"] = copy_others
+            refuse_late_load(hybrid)
+    return passing
+
+
+def _units(schedule: Schedule, optimizer, buckets: list[tuple[object, Group]]) -> Iterator[PassingUnit]:
+    """The units of one optimizer, each with parameters of one group."""
+    slots, hybrid = schedule.step_slots, optimizer.optimizer
+    assert slots is not None
+    copies = getattr(hybrid, "gpu_params_map_cpu_copy", None)
+    shards: dict[int, dict[torch.Tensor, torch.Tensor]] = {}
+    for group, _, _, shard in places_of_groups([optimizer], buckets):
+        if copies is None or shard not in copies:
+            raise InputError(
+                "slots of the host's step need an optimizer that steps on the host: --optimizer-cpu-offload with "
+                "--optimizer-offload-fraction 1.0",
+                field="step_slots",
+            )
+        shards.setdefault(group.index, {})[copies[shard]] = shard
+    size = lambda parameter: tensor_bytes(parameter.numel())
+    divided = [
+        (index, one) for index, own in shards.items() for one in divide(hybrid, set(own), size, slots.slot_bytes)
+    ]
+    optimizers = own_optimizers(hybrid, [one for _, one in divided], copy_back=False) if divided else []
+    for (index, _), one in zip(divided, optimizers, strict=True):
+        own = {p: shards[index][p] for group in one.param_groups for p in group["params"]}
+        for parameter in own:
+            hybrid.cpu_copy_map_grad.pop(parameter, None)
+            parameter.grad = None
+        group, gradients = schedule.groups[index], {p: partial(_gradient, shard) for p, shard in own.items()}
+        on_host = [frozenset(own if where == "host" else ()) for where in (group.gradients, group.shard_rests)]
+        yield PassingUnit(one, gradients, own, *on_host)
+
+
+def _gradient(shard: torch.Tensor) -> torch.Tensor | None:
+    return getattr(shard, "decoupled_grad", shard.grad)
+
+
+def _expect(hybrid, copy_gradients, units: dict[torch.optim.Optimizer, PassingUnit], slots: StepSlots) -> None:
+    """In place of the host optimizer's copying of all gradients, into memory that it keeps."""
+    everything = hybrid.cpu_optimizers
+    hybrid.cpu_optimizers = [one for one in everything if one not in units]
+    try:
+        copy_gradients()
+    finally:
+        hybrid.cpu_optimizers = everything
+    slots.expect([units[one] for one in everything if one in units])
