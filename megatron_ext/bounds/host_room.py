@@ -24,7 +24,8 @@ def optimizer_on_host(workload: Workload, *, on_drive: bool) -> list[int]:
             parameters = [p for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters]
             moments = len(workload.optimizer.moment_dtypes)
             largest = max((region_bytes(-(-p.numel // dp), moments) for p in parameters), default=0)
-            of_ranks[pp_rank] = LEAST_SLOTS * (largest + gradient_slot_bytes(largest, moments))
+            room = 0 if workload.optimizer.delayed else gradient_slot_bytes(largest, moments)
+            of_ranks[pp_rank] = LEAST_SLOTS * (largest + room)
             groups = [replace(group, states_rest="nvme") for group in groups]
         of_ranks[pp_rank] += sum(resting_bytes(groups, workload)[1].values())
     return on_nodes(workload, of_ranks)
@@ -32,8 +33,6 @@ def optimizer_on_host(workload: Workload, *, on_drive: bool) -> list[int]:
 
 def least_of_optimizer(workload: Workload) -> list[int]:
     """Host memory of each node that the optimizer takes at least."""
-    if workload.optimizer.delayed:
-        return optimizer_on_host(workload, on_drive=False)
     return [*map(min, *(optimizer_on_host(workload, on_drive=on_drive) for on_drive in (False, True)))]
 
 

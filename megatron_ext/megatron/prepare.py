@@ -79,7 +79,7 @@ def prepare(
     )
     routes.update(copies.routes)
     how = dict(published=copies.publisher and copies.publisher.wait, faults=faults, recorder=links)
-    slots = _slots(schedule, optimizers, buckets, nvme_path, links)
+    slots = _slots(schedule, optimizers, buckets, nvme_path, links, delay is not None)
     early, delayed, beside = _beside_training(schedule, optimizers, bucket_groups, groups, slots, delay, **how)
     boundaries = _boundaries(schedule, ddps, pp_rank)
     reducer = _reducer(schedule, bucket_groups, optimizers, process_group, faults, order, early)
@@ -133,13 +133,15 @@ def _beside_training(
     return early, None, {"previous_states": [early.memory]}
 
 
-def _slots(schedule: Schedule, optimizers: list, buckets: list, nvme_path, recorder) -> list[DriveStates | StepSlots]:
+def _slots(
+    schedule: Schedule, optimizers: list, buckets: list, nvme_path, recorder, delayed: bool
+) -> list[DriveStates | StepSlots]:
     """What the host's optimizers of this rank step through: slots of states on the drive, and of gradients."""
     if not buckets:
         return []
     device, made = device_of(buckets[0][1].whole), []
     if schedule.state_slots is not None:
-        made += put_states_on_drive(schedule, optimizers, buckets, nvme_path, device, recorder)
+        made += put_states_on_drive(schedule, optimizers, buckets, nvme_path, device, recorder, delayed)
     in_memory = [(bucket, group) for bucket, group in buckets if schedule.groups[group.index].states_rest is None]
     if schedule.step_slots is not None and in_memory:
         made.append(step_through_slots(schedule, optimizers, in_memory, device))

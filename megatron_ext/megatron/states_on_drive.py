@@ -27,7 +27,13 @@ from megatron_ext.workload.state_layout import region_bytes
 
 
 def put_states_on_drive(
-    schedule: Schedule, optimizers: list, buckets: list[tuple[object, Group]], nvme_path, device, recorder=None
+    schedule: Schedule,
+    optimizers: list,
+    buckets: list[tuple[object, Group]],
+    nvme_path,
+    device,
+    recorder=None,
+    delayed: bool = False,
 ) -> list[DriveStates]:
     """Move the states of groups that rest on the drive there. After this every optimizer step streams them.
 
@@ -35,6 +41,8 @@ def put_states_on_drive(
         optimizers: Megatron's DistributedOptimizer objects of this rank, with states or before their first step.
         buckets: (bucket, group) of every group of this rank.
         nvme_path: directory on the drive.
+        delayed: the steps are made while the next iteration computes gradients, so Megatron copies all of them to
+            memory that it keeps.
 
     Returns:
         One object an optimizer, to be closed with the run.
@@ -47,7 +55,7 @@ def put_states_on_drive(
         return []
     in_place = {
         group.index
-        for bucket, group in buckets
+        for bucket, group in (() if delayed else buckets)
         if schedule.groups[group.index].gradients == "host" and getattr(bucket, "grad_data").dtype is torch.float32  # noqa: B009
     }
     made = []
@@ -59,11 +67,13 @@ def put_states_on_drive(
         on_host = [shard for index in own.keys() & in_place for shard in own[index]]
         if own:
             how = (schedule, nvme_path, device, recorder)
-            made.append(_one(optimizer, list(own.values()), on_host, *how))
+            made.append(_one(optimizer, list(own.values()), on_host, delayed, *how))
     return made
 
 
-def _one(optimizer, groups: list[list], on_host: list, schedule: Schedule, nvme_path, device, recorder) -> DriveStates:
+def _one(
+    optimizer, groups: list[list], on_host: list, delayed: bool, schedule: Schedule, nvme_path, device, recorder
+) -> DriveStates:
     hybrid, early = optimizer.optimizer, schedule.rollback_bytes is not None
     shards = [shard for own in groups for shard in own]
     copies = getattr(hybrid, "gpu_params_map_cpu_copy", None)
@@ -99,13 +109,14 @@ def _one(optimizer, groups: list[list], on_host: list, schedule: Schedule, nvme_
         device=device,
         recorder=recorder,
         initial=take_over(hybrid, set(on_drive)),
-        gradients={copies[shard]: partial(_gradient, shard) for shard in shards},
+        gradients=None if delayed else {copies[shard]: partial(_gradient, shard) for shard in shards},
         in_place=frozenset(copies[shard] for shard in on_host if not early),
         early=early,
     )
-    vars(hybrid)["_set_sub_optimizer_grads"] = partial(
-        _copy_other_gradients, hybrid, hybrid._set_sub_optimizer_grads, set(units), states
-    )
+    if not delayed:
+        vars(hybrid)["_set_sub_optimizer_grads"] = partial(
+            _copy_other_gradients, hybrid, hybrid._set_sub_optimizer_grads, set(units), states
+        )
     _save_from_drive(optimizer, states)
     refuse_late_load(hybrid)
     return states

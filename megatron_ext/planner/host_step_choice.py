@@ -3,6 +3,7 @@ would bring is said and not chosen: it changes training."""
 
 import contextlib
 from itertools import product
+from operator import sub
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +14,7 @@ from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.search_state import POLISHED_STEPS, number_of_steps
 from megatron_ext.schedule.group_uses import uses_of_groups
-from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.schedule.memory_bill import host_bytes
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
 from megatron_ext.schedule.state_placement import host_bytes_of_nodes, with_states_on_drive
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -112,8 +113,8 @@ def step_note(schedule: Schedule) -> str | None:
 
 
 class Delay(NamedTuple):
-    """An iteration with every update at once and with every update delayed, simulated; and what the host holds of the
-    rank that holds most of the next parameters."""
+    """An iteration with every update at once and with every update delayed, simulated; and by how much a delay raises
+    what the host holds of a rank, the largest over ranks."""
 
     at_once_us: float
     delayed_us: float
@@ -125,17 +126,18 @@ class Delay(NamedTuple):
         change = f"{abs(gain):.1%} {'less' if gain > 0 else 'more'}"
         return (
             f"With --delayed-parameter-update an iteration is simulated to take {self.delayed_us / 1e3:.1f} ms instead "
-            f"of {self.at_once_us / 1e3:.1f} ({change}), with {self.host_bytes} bytes more of host memory a rank: "
+            f"of {self.at_once_us / 1e3:.1f} ({change}), with {abs(self.host_bytes)} bytes "
+            f"{'more' if self.host_bytes >= 0 else 'less'} of host memory a rank: "
             f"{'it pays in time' if gain > 0 else 'it does not pay'}. It changes training, and loss was higher where "
             "it was tried, so it is never chosen here."
         )
 
 
 def delay(schedule: Schedule, workload: Workload, table: CostTable, *, extrapolate: bool = False) -> Delay | None:
-    """What delayed updates would bring by the same schedule; None where the table does not know the host's step, or
-    some optimizer states rest on the drive."""
+    """What delayed updates would bring by the same schedule, with states on the device in host memory instead; None
+    where the table does not know the host's step."""
     settings = workload.optimizer
-    if not settings.on_host or schedule.state_slots is not None:
+    if not settings.on_host:
         return None
     workload = with_activations(workload, table)
     works = [
@@ -144,10 +146,16 @@ def delay(schedule: Schedule, workload: Workload, table: CostTable, *, extrapola
     timing = Timing(workload, table, extrapolate=extrapolate)
     if not timing.offers_host_step:
         return None
-    plain = msgspec.structs.replace(schedule, rollback_bytes=None)
-    held = max(bill.memory.host_bytes.get("next_parameters", 0) for bill in memory_bill(plain, works[1]))
+    groups = tuple(
+        msgspec.structs.replace(group, states_rest=None) if group.states_rest == "device" else group
+        for group in schedule.groups
+    )
+    plain = msgspec.structs.replace(schedule, groups=groups, rollback_bytes=None, step_slots=None)
+    held = [
+        [sum(kinds.values()) for kinds in host_bytes(*given)] for given in ((schedule, works[0]), (plain, works[1]))
+    ]
     at_once, delayed = (run(work, timing, by).iteration_time_us for work, by in zip(works, (schedule, plain)))
-    return Delay(at_once, delayed, held)
+    return Delay(at_once, delayed, max(map(sub, held[1], held[0])))
 
 
 def offload_note(schedule: Schedule, workload: Workload, table: CostTable) -> str | None:

@@ -66,7 +66,7 @@ class HostDevice:
         return None
 
     def synchronize(self, event) -> None:
-        """Block this thread until ``event``."""
+        """Block this thread until ``event``: a mark, or the end of what was issued on a stream; None: at once."""
 
     def settle(self) -> None:
         """Block this thread until what the current stream has been given is done."""
@@ -143,7 +143,7 @@ class CudaDevice:
     def synchronize(self, event) -> None:
         if event is not None:
             with torch.cuda.device(self.device):  # a thread begins on device 0, and would make a context there
-                event.event.synchronize()
+                (event.event if isinstance(event, StreamWait) else event).synchronize()
 
     def current_stream(self):
         return torch.cuda.current_stream(self.device)

@@ -132,6 +132,8 @@ def resting_bytes(
                 main[rank] += numel * settings.main_item_bytes(dtype)
                 states[rank] += numel * settings.state_item_bytes
                 gradients[rank] += numel * settings.main_item_bytes(dtype) if copied else 0
+            elif settings.delayed:  # Megatron copies all gradients
+                on_host[0][rank] += numel * settings.main_item_bytes(dtype)
     for held, optimizer, kind in ((device, on_device, "gradient_shards"), (host, on_host, "gradients")):
         gradients, main, states = max(zip(*optimizer), key=sum)
         held |= {"main_parameters": main, "optimizer_states": states}
@@ -246,9 +248,10 @@ def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group
     slots, on_drive = schedule.state_slots, [group for group in groups if group.states_rest == "nvme"]
     if slots is None or not on_drive:
         return 0
-    in_place = workload.optimizer.gradient_dtype == "float32" and all(group.gradients == "host" for group in on_drive)
-    in_place &= schedule.rollback_bytes is None
-    room = 0 if in_place else gradient_slot_bytes(slots.slot_bytes, len(workload.optimizer.moment_dtypes))
+    settings = workload.optimizer
+    in_place = settings.gradient_dtype == "float32" and all(group.gradients == "host" for group in on_drive)
+    elsewhere = settings.delayed or (in_place and schedule.rollback_bytes is None)
+    room = 0 if elsewhere else gradient_slot_bytes(slots.slot_bytes, len(settings.moment_dtypes))
     return slots.slots * (slots.slot_bytes + room)
 
 

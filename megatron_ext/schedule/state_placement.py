@@ -78,7 +78,7 @@ def check_states(schedule: Schedule, workload: Workload, *, file=None) -> None:
             raise InputError(
                 "the optimizer steps on the device; train with --optimizer-cpu-offload", file=file, field=field
             )
-        if workload.optimizer.delayed:
+        if workload.optimizer.delayed and field != "state_slots":
             raise InputError(f"{what} cannot be combined with --delayed-parameter-update", file=file, field=field)
     if schedule.rollback_bytes is not None and workload.optimizer.gradient_dtype != "float32":
         raise InputError(
@@ -126,10 +126,6 @@ def with_states_on_drive(schedule: Schedule, workload: Workload, order: list[int
     if not workload.optimizer.on_host:
         raise short_of_host(
             schedule, workload, " (without --optimizer-cpu-offload no optimizer state rests on the drive)"
-        )
-    if workload.optimizer.delayed:
-        raise short_of_host(
-            schedule, workload, " (with --delayed-parameter-update no optimizer state rests on the drive)"
         )
     order = order or sorted(range(len(schedule.groups)), key=lambda index: (-schedule.groups[index].bytes, index))
     order = [index for index in order if schedule.groups[index].states_rest != "device"]

@@ -1,5 +1,6 @@
 """What the host's optimizer steps beside the backward, by group, or beside the next iteration: for the engine."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
@@ -35,11 +36,12 @@ class DelayedStep(NamedTuple):
     rest_us: float
 
 
-def delayed_steps(workload: Workload, timing: Timing) -> list[DelayedStep]:
+def delayed_steps(workload: Workload, timing: Timing, states_us: Sequence[float] = ()) -> list[DelayedStep]:
     """By pipeline rank; empty where updates are not delayed, or the table does not know the host's step.
 
     The gradients' copy to the host is a part of the host's step that stays between two iterations. There the new
-    parameters are copied to the shards as well.
+    parameters are copied to the shards as well. Where states rest on the drive, ``states_us`` is how long they pass to
+    it and back on each rank, beside the step; that this slows gathers by route ``nvme`` is left out.
     """
     if not workload.optimizer.delayed or not timing.offers_host_step:
         return []
@@ -49,7 +51,7 @@ def delayed_steps(workload: Workload, timing: Timing) -> list[DelayedStep]:
         step_us, (copy_us, _) = timing.host_step_us(size), timing.to_host_us(2 * size)
         apply_us = timing.to_host_us(size)[0]
         rest_us = max(timing.optimizer_us(size) - step_us, 0.0) + copy_us + apply_us
-        found.append(DelayedStep(size, max(step_us - copy_us, 0.0), rest_us))
+        found.append(DelayedStep(size, max(step_us - copy_us, *states_us[rank : rank + 1], 0.0), rest_us))
     return found
 
 

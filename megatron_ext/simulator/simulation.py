@@ -119,8 +119,9 @@ def run(
             parts = timing.publish_parts(group.pp_rank, entry.to, group.bytes)
             processor_us[entry.group] = times.of_publish(parts)
     host_cpu = HostProcessors(times, processor_us) if times is not None else None
-    early, delayed = early_steps(schedule, workload, timing), delayed_steps(workload, timing)
-    how = {"states_us": _states_us(schedule, workload, timing), "early": early, "delayed": delayed}
+    states_us = _states_us(schedule, workload, timing)
+    early, delayed = early_steps(schedule, workload, timing), delayed_steps(workload, timing, states_us)
+    how = {"states_us": [] if delayed else states_us, "early": early, "delayed": delayed}
     how["optimizer_us"] = optimizer_us(schedule, workload, timing)
     engine = Engine(programs, workload, timing, publish, trace=trace, host_cpu=host_cpu, **how)
     iteration_time = engine.run()

@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 from cases import MODELS, STRICT
-from draw_schedule import GRADIENTS, draw_schedule, prepared, with_gradients
+from draw_schedule import GRADIENTS, draw_schedule, prepared, states_on_drive, with_gradients
 from msgspec.structs import replace
 from strict_streams import ONE_QUEUE
 
@@ -179,7 +179,7 @@ def _beside_the_backward(overflow: bool):
 
 def _delayed(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
     """The host's optimizer steps beside the next iteration. At zero stage 3 shards rest on the host, and are read by
-    what the start of the next iteration issues, when the last update is applied."""
+    what the start of the next iteration issues, when the last update is applied. States rest on the drive, at times."""
     workload = _sized(workloads, STRICT, "bf16-offload", zero_stage, 2)
     workload = replace(workload, optimizer=OptimizerSettings(on_host=True, delayed=True))
     for number in itertools.count(seed):
@@ -189,11 +189,13 @@ def _delayed(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
         if zero_stage == 1 or any(item.route == "cpu_shard" for item in schedule.ranks[0].start.unshard):
             break
     schedule = with_gradients(draw, schedule, workload, GRADIENTS)
+    chosen = range(draw.choice((0, len(schedule.groups))))
+    schedule = states_on_drive(schedule, workload, [*chosen], slots=2)
     validate.validate(schedule)
     schedule_file.save(path, schedule)
     stream_flags = zero_stage == 3 or draw.random() < 0.7
     how = dict(options=["--gpus-per-node", "2", "--delayed-parameter-update", "1"], stream_flags=stream_flags)
-    drawn = [f"delayed, zero stage {zero_stage}"]
+    drawn = [f"delayed, zero stage {zero_stage}", f"delayed, states on the drive: {len(chosen) > 0}"]
     return _case(draw, seed, path, "bf16-offload", steps_on_host=True, **how, drawn=drawn, iterations=4)
 
 

@@ -602,18 +602,19 @@ class StrictDevice:
         return run
 
     def _drive_start(self, original):
-        def run(file, memory, offset, label, transfer, before_end=None):
-            into = (*self._memory_of(memory), True)
-            read = (("drive", file.label), offset, offset + len(memory), False)
+        def run(file, memory, offset, label, transfer, before_end=None, *, write=False):
+            here = (*self._memory_of(memory), not write)
+            there = (("drive", file.label), offset, offset + len(memory), write)
+            what = f"{'written to' if write else 'read from'} the drive"
             token = self.engine.token()
-            self.engine.log(("access", "read from the drive", [into, read]), ("out", token))
+            self.engine.log(("access", what, [here, there]), ("out", token))
 
             def ended():
-                self.engine.log(("in", token), ("access", "read from the drive", [into, read]))
+                self.engine.log(("in", token), ("access", what, [here, there]))
                 if before_end is not None:
                     before_end()
 
-            return original(file, memory, offset, label, transfer, ended)
+            return original(file, memory, offset, label, transfer, ended, write=write)
 
         return run
 

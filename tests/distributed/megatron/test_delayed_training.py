@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from cases import MODELS
-from draw_schedule import draw_schedule, with_gradients
+from draw_schedule import draw_schedule, states_on_drive, with_gradients
 from msgspec.structs import replace
 from parity_service import differences
 from places import HELPERS
@@ -25,31 +25,40 @@ BF16 = [*MODELS["bf16-offload"], "--delayed-parameter-update"]
 FP16 = [*MODELS["fp16"], "--optimizer-cpu-offload", "--delayed-parameter-update"]
 
 
-def write(workload, zero_stage: int, path, seed: int = 1, kinds=(None,)):
+def write(workload, zero_stage: int, path, seed: int = 1, kinds=(None,), every: int | None = None):
+    """``every``: all states rest on the drive but those of every so many groups; None: none does."""
     workload = replace(workload, zero_stage=zero_stage, optimizer=OptimizerSettings(on_host=True))
     draw = random.Random(seed)
     schedule = with_gradients(draw, draw_schedule(draw, workload), workload, kinds)
+    chosen = [index for index in range(len(schedule.groups)) if every is not None and index % every != every - 1]
+    schedule = states_on_drive(schedule, workload, chosen, slots=2)
+    workload = replace(workload, optimizer=OptimizerSettings(on_host=True, delayed=True))
     match.match(validate.validate(schedule), workload)
     schedule_file.save(path, schedule)
-    return schedule, replace(workload, optimizer=OptimizerSettings(on_host=True, delayed=True))
+    return schedule, workload
+
+
+def drive(tmp_path) -> list[str]:
+    (tmp_path / "drive").mkdir(exist_ok=True)
+    return ["--user-defined-schedule-nvme-path", str(tmp_path / "drive")]
 
 
 @pytest.mark.parametrize(
-    "layout, zero_stage, kinds, options",
+    "layout, zero_stage, kinds, every, options",
     some(
         [
-            ("interleaved", 3, (None, "sharded", "host"), ["0", "--clip-grad", "1e-2", "--eval-interval", "3"]),
-            ("interleaved", 1, (None,), ["1", "--clip-grad", "1e9"]),
-            ("no_pipeline", 3, (None,), ["2"]),
+            ("interleaved", 3, (None, "sharded", "host"), 3, ["0", "--clip-grad", "1e-2", "--eval-interval", "3"]),
+            ("interleaved", 1, (None,), None, ["1", "--clip-grad", "1e9"]),
+            ("no_pipeline", 3, (None,), 2, ["2"]),
         ],
         2,
     ),
 )
-def test_training_is_that_of_the_rule(workloads, services, tmp_path, layout, zero_stage, kinds, options):
-    """With an evaluation in between, with every iteration clipped, and with four replicas."""
-    schedule, workload = write(workloads[layout, "bf16-offload"], zero_stage, tmp_path / "s.json", 1, kinds)
+def test_training_is_that_of_the_rule(workloads, services, tmp_path, layout, zero_stage, kinds, every, options):
+    """With an evaluation in between, with every iteration clipped, with four replicas, with states on the drive."""
+    schedule, workload = write(workloads[layout, "bf16-offload"], zero_stage, tmp_path / "s.json", 1, kinds, every)
     answer = services(layout).run(
-        options=[*BF16, *options, "--metrics-path", str(tmp_path / "unused.json")],
+        options=[*BF16, *options, *drive(tmp_path), "--metrics-path", str(tmp_path / "unused.json")],
         schedule=tmp_path / "s.json",
         iterations=5,
         environment={"MEGATRON_EXT_FAULTS": DELAYS, "MEGATRON_EXT_DEBUG": "1"},
@@ -58,8 +67,9 @@ def test_training_is_that_of_the_rule(workloads, services, tmp_path, layout, zer
     dp = workload.parallel.dp
     held = [iterations[-1]["host_bytes"] for iterations in answer["scheduled"]["census"]]
     for stage, bill in enumerate(memory_bill(schedule, workload)):
-        counted = max(ranks["next_parameters"] for ranks in held[dp * stage :][:dp])
-        assert bill.memory.host_bytes["next_parameters"] == counted
+        for kind in ("next_parameters", "gradients", "staging_slots"):
+            billed = bill.memory.host_bytes.get(kind, 0)
+            assert billed == max(ranks.get(kind, 0) for ranks in held[dp * stage :][:dp]), (kind, bill, held)
 
 
 def test_training_is_that_of_a_loop_of_plain_pytorch(megatron_tree, tmp_path):
@@ -73,9 +83,9 @@ def test_training_is_that_of_a_loop_of_plain_pytorch(megatron_tree, tmp_path):
 
 def test_an_iteration_that_overflows_hands_nothing_over(workloads, services, tmp_path):
     """The update of the iteration before is applied all the same."""
-    write(workloads["interleaved", "fp16"], 3, tmp_path / "s.json", 2, (None, "sharded"))
+    write(workloads["interleaved", "fp16"], 3, tmp_path / "s.json", 2, (None, "sharded"), every=2)
     answer = services("interleaved").run(
-        options=[*FP16, "0"],
+        options=[*FP16, "0", *drive(tmp_path)],
         schedule=tmp_path / "s.json",
         iterations=7,
         meddle="overflow",
@@ -97,10 +107,10 @@ def test_an_update_at_once_and_one_that_is_lost_are_seen(workloads, services, tm
 
 def test_changed_parameters_and_a_loaded_checkpoint(workloads, services, tmp_path):
     """Both find every update applied."""
-    write(workloads["interleaved", "bf16-offload"], 3, tmp_path / "s.json", 3)
+    write(workloads["interleaved", "bf16-offload"], 3, tmp_path / "s.json", 3, every=3)
 
     def train(iterations: int, folder: str, *more: str, **how) -> dict:
-        options = [*BF16, "1", "--save", str(tmp_path / folder), "--save-interval", "2", *more]
+        options = [*BF16, "1", "--save", str(tmp_path / folder), "--save-interval", "2", *drive(tmp_path), *more]
         return services("interleaved").run(options=options, schedule=tmp_path / "s.json", iterations=iterations, **how)
 
     assert differences(train(3, "changed", meddle="told")) == []

@@ -9,6 +9,7 @@ import ctypes
 import orderings
 import pytest
 from cases import STRICT
+from draw_schedule import states_on_drive
 from msgspec.structs import replace
 from parity_service import Died, differences
 from strict_cases import findings, strict_case, waits
@@ -82,19 +83,21 @@ def test_without_copy_engines_their_schedule_is_refused_at_once(service, workloa
         service.run(**case)
 
 
-def delayed_case(workloads, folder) -> dict:
-    """Two evaluations, and updates that are delayed from the first iteration on."""
+def delayed_case(workloads, folder, on_drive: tuple[int, ...] = ()) -> dict:
+    """Two evaluations, and updates that are delayed from the first iteration on; with states of groups ``on_drive``."""
     case = strict_case(29, workloads, folder, 3)
-    schedule_file.save(case["schedule"], replace(validate.load(case["schedule"]), rollback_bytes=None))
+    schedule = replace(validate.load(case["schedule"]), rollback_bytes=None)
+    schedule = states_on_drive(schedule, workloads[STRICT, "bf16-offload"], list(on_drive), slots=2)
+    schedule_file.save(case["schedule"], schedule)
     case["options"] += ["--delayed-parameter-update", "0", "--eval-interval", "2", "--eval-iters", "1"]
     return case | {"iterations": 5, "strict": case["strict"] | {"stream_flags": True}}
 
 
 def test_delayed_updates_are_ordered(service, workloads, tmp_path):
-    answer = service.run(**delayed_case(workloads, tmp_path))
+    answer = service.run(**delayed_case(workloads, tmp_path, on_drive=(0, 2, 4)))
     assert findings(answer) == [] == differences(answer)
     (site,) = [site for site in orderings.sites() if site.startswith("delayed_update.py:") and site.endswith(" mark")]
-    case = delayed_case(workloads, tmp_path)
+    case = delayed_case(workloads, tmp_path)  # what is published from shards on the device waits for them, too
     case["strict"] |= {"off": site, "stuck_seconds": 4}
     assert findings(service.run(**case)), "gradients are stepped on before they have arrived"
 

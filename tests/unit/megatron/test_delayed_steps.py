@@ -13,9 +13,7 @@ from megatron_ext.megatron.delayed_steps import optimizers_on_host
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.planner import plan
 from megatron_ext.schedule.match import match
-from megatron_ext.schedule.user_defined_schedule import StateSlots
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-from megatron_ext.workload.workload import Limits
 
 
 def test_a_delay_needs_a_schedule_without_other_steps_of_the_host():
@@ -23,10 +21,6 @@ def test_a_delay_needs_a_schedule_without_other_steps_of_the_host():
     schedule = plan(work, make_table(work), policy="all-gpu")
     with pytest.raises(InputError, match="rollback_bytes: steps beside the backward cannot be combined with --delayed"):
         match(replace(schedule, rollback_bytes=1), work)
-    with pytest.raises(InputError, match="state_slots: states on the drive cannot be combined with --delayed-"):
-        match(replace(schedule, state_slots=StateSlots(slots=2, slot_bytes=4096)), work)
-    with pytest.raises(InputError, match="no optimizer state rests on the drive.*bytes short"):
-        plan(replace(work, limits=Limits(host_bytes=1)), make_table(work))
     with pytest.raises(InputError, match="--delayed-parameter-update = 3: needs --user-defined-schedule"):
         hooks.configure(None, delay=3)
     with pytest.raises(InputError, match="--delayed-parameter-update = -1: expected 0 or more iterations"):

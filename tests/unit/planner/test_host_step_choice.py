@@ -105,6 +105,24 @@ def test_what_a_delay_would_bring_is_said_and_not_chosen():
     assert delay(schedule, work, replace(table, host_step=None)) is None
 
 
+def test_delayed_updates_are_planned_and_compared_with_states_on_the_drive():
+    """Megatron keeps all gradients, where a step at once has slots of the drive for them."""
+    work, table = case()
+    drive = make_table(work, gpu=(0.01, 1e7), nvme=(1.0, 1e3))
+    table = replace(table, routes=drive.routes, publish=drive.publish)
+    delayed = replace(work, optimizer=replace(work.optimizer, delayed=True))
+    limit = int(0.8 * host_bytes_of_nodes(plan(delayed, table), delayed)[0])
+    limits = replace(work.limits, host_bytes=limit)
+    planned = plan(replace(delayed, limits=limits), table)
+    assert on_drive(planned) and host_bytes_of_nodes(planned, delayed)[0] <= limit
+    at_once = replace(planned, groups=tuple(replace(g, states_rest="nvme") for g in planned.groups))
+    found = delay(at_once, work, table)
+    chunks = work.chunks_of_rank(0)
+    gradients = 4 * sum(p.numel for chunk in chunks for p in chunk.parameters) // work.parallel.dp
+    assert found.delayed_us == evaluate(delayed, table, at_once).iteration_time_us < found.at_once_us
+    assert gradients < found.host_bytes < 1.6 * gradients  # and the next parameters, of half the size
+
+
 def test_where_only_the_optimizer_leaves_no_room_for_whole_gradients_the_plan_says_so():
     work = make_workload(pp=1, vp=1, dp=4, order="no_pipeline", layers=8, zero_stage=3)
     table, whole = make_table(work), stock_schedule(work)

@@ -119,6 +119,15 @@ def test_a_delayed_step_is_made_beside_the_next_iteration(step_us):
     assert "next_parameters" not in waits.memory[0].memory.host_bytes
 
 
+def test_a_delayed_step_takes_as_long_as_its_states_pass_to_the_drive_and_back():
+    work, table, schedule = case(300.0)
+    timing = Timing(replace(work, optimizer=replace(ON_HOST, delayed=True)), table, extrapolate=True)
+    (in_memory,) = delayed_steps(timing.workload, timing)
+    (hidden,) = delayed_steps(timing.workload, timing, [0.5 * in_memory.us])
+    (drive,) = delayed_steps(timing.workload, timing, [2.0 * in_memory.us])
+    assert (hidden.us, drive.us) == (in_memory.us, 2.0 * in_memory.us) and drive.rest_us == in_memory.rest_us
+
+
 def test_a_delayed_step_waits_for_publishing_and_disturbs_compute():
     pairs = [("compute", "host_step", 1.5)]
     work, table, schedule = case(150.0, contention=pairs)
