@@ -333,6 +333,8 @@ def _load_optimizer(optimizer, states: list, file: Path) -> None:
             shards = _read(_part(file, f"states_{index}_{number:04d}"), digest, mmap=True)
             for parameter, saved in zip(parameters, shards, strict=True):
                 for name, tensor in _tensors(one, parameter, stepped).items():
+                    if name == "step":  # loaded with the rest; not every optimizer keeps it here
+                        continue
                     if tensor.shape != saved[name].shape:
                         raise ValueError(f"{name} of {list(saved[name].shape)}, here {list(tensor.shape)}")
                     tensor.copy_(saved[name])

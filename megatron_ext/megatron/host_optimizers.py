@@ -1,4 +1,5 @@
-"""Parts of Megatron's host optimizer (``--optimizer-cpu-offload``) with optimizers of their own.
+"""Parts of Megatron's host optimizer (``--optimizer-cpu-offload``): which parameters are treated apart, and optimizers
+of their own.
 
 HybridDeviceOptimizer steps all parameters by one optimizer of torch, or by one each. Chosen parameters are taken out of
 these and get new ones, which it steps behind the others. An optimizer updates each parameter by itself, so the division
@@ -6,12 +7,41 @@ changes no value.
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 
 import torch
 
 from megatron_ext.runtime.group import ScheduleError
+
+chosen_storages: dict[int, tuple[torch.UntypedStorage, str]] = {}
+"""By address, storages whose parameters are treated apart, and how. They are held while a model is built, and no
+longer: another storage could have the address of one that is gone."""
+
+
+def choose(how: str, tensors: Iterable[torch.Tensor]) -> None:
+    """What lies in the storages of ``tensors`` is treated as ``how`` says."""
+    chosen_storages.update((storage._cdata, (storage, how)) for storage in map(torch.Tensor.untyped_storage, tensors))
+
+
+def is_chosen(how: str, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` lies in a storage that was chosen for ``how``."""
+    return chosen_storages.get(tensor.untyped_storage()._cdata, (None, None))[1] == how
+
+
+def forget_chosen() -> None:
+    """The model is built, or another one will be."""
+    chosen_storages.clear()
+
+
+def sort_some(sort_parameters, hybrid, wanted: Callable[[torch.Tensor], bool], offload_fraction: float) -> tuple:
+    """What Megatron's ``_get_sub_optimizer_param_groups`` returns for the parameters that are wanted."""
+    everything = hybrid.param_groups
+    hybrid.param_groups = [{**group, "params": [p for p in group["params"] if wanted(p)]} for group in everything]
+    try:
+        return sort_parameters(hybrid, offload_fraction)
+    finally:
+        hybrid.param_groups = everything
 
 
 def divide(
@@ -59,11 +89,11 @@ def own_optimizers(hybrid, units: list[list[dict]], copy_back: bool = True) -> l
         one.param_groups = [group for group in rest if group["params"]]
         for parameter in chosen & one.state.keys():
             del one.state[parameter]
-    kept = [one for one in hybrid.cpu_optimizers if one.param_groups]
+    kept, on_device = [one for one in hybrid.cpu_optimizers if one.param_groups], hybrid.gpu_optimizer
     if copy_back:
-        hybrid.cpu_optimizers = new
+        hybrid.cpu_optimizers, hybrid.gpu_optimizer = new, None
         hybrid._register_param_copy_back_gpu_hook()
-    hybrid.cpu_optimizers = kept + new
+    hybrid.cpu_optimizers, hybrid.gpu_optimizer = kept + new, on_device
     return new
 
 

@@ -24,18 +24,16 @@ from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch.overrides import TorchFunctionMode
 
+from megatron_ext.megatron.host_optimizers import choose, is_chosen, sort_some
 from megatron_ext.runtime.drive_tensors import DriveTensors
 
-storages_left_out: dict[int, torch.UntypedStorage] = {}
-"""Of the parameters whose copies are left out, by address. They are held while a model is built, and no longer: another
-storage could have the address of one that is gone."""
+LEFT_OUT = "left out"
 
 
 def leave_copies_out(parameters: Iterable[torch.Tensor], directory) -> None:
     """Host optimizers that are built from now on have no copies of what lies in the storages of ``parameters``; those
     that something needs before are made in files in ``directory``, on the drive."""
-    storages = (tensor.untyped_storage() for tensor in parameters)
-    storages_left_out.update((storage._cdata, storage) for storage in storages)
+    choose(LEFT_OUT, parameters)
     if not hasattr(HybridDeviceOptimizer, "left_out"):
         sort_parameters = HybridDeviceOptimizer._get_sub_optimizer_param_groups
         HybridDeviceOptimizer._get_sub_optimizer_param_groups = lambda *given: _sorted(sort_parameters, *given)
@@ -107,13 +105,12 @@ def _states_of_one(optimizer_class, group: dict) -> dict[str, torch.Tensor]:
 
 def _sorted(sort_parameters, hybrid, offload_fraction: float):
     """What Megatron's function returns, with stand-ins for some copies."""
-    late = lambda parameter: parameter.numel() > 1 and parameter.untyped_storage()._cdata in storages_left_out
+    late = lambda parameter: parameter.numel() > 1 and is_chosen(LEFT_OUT, parameter)
     everything = hybrid.param_groups
     if offload_fraction != 1.0 or not any(late(p) for group in everything for p in group["params"]):
         return sort_parameters(hybrid, offload_fraction)
-    hybrid.param_groups = [{**group, "params": [p for p in group["params"] if not late(p)]} for group in everything]
-    host, device, copies, originals, in_fp32 = sort_parameters(hybrid, offload_fraction)
-    hybrid.param_groups = everything
+    rest = lambda parameter: not late(parameter)
+    host, device, copies, originals, in_fp32 = sort_some(sort_parameters, hybrid, rest, offload_fraction)
     if "left_out" not in vars(hybrid):
         _install(hybrid, LeftOut(hybrid.left_out.directory))
     for group in everything:

@@ -28,9 +28,11 @@ from megatron_ext.megatron import (
     buckets,
     checkpoint_states,
     delayed_steps,
+    host_optimizers,
     late_memory,
     refusals,
     run_summary,
+    states_on_device,
     stock_trace,
 )
 from megatron_ext.megatron.agreement import agree, gather_objects
@@ -108,7 +110,7 @@ class Run:
     def __init__(self, schedule, trace, parallel=None, check=None, delay=None, nvme_path=None):
         self.path, self.trace_path, self.delay, self.nvme_path = schedule, trace, delay, nvme_path
         self.state = State.UNSCHEDULED if schedule is None else State.BUILDING
-        late_memory.storages_left_out.clear()
+        host_optimizers.forget_chosen()
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         self.recorder: Recorder | None = None
         if trace is not None or schedule is not None:
@@ -148,6 +150,7 @@ class Run:
     def _move_to(self, state: State) -> None:
         assert state in NEXT_STATES[self.state], f"a run that is {self.state.value} cannot become {state.value}"
         self.state = state
+        host_optimizers.forget_chosen()
 
     # While the model is built.
 
@@ -186,6 +189,10 @@ class Run:
         except InputError as error:
             self._error = self._error or str(error)
             return
+        on_device = [index for index in groups if groups[index].states_rest == "device"]
+        if on_device:
+            stored = (self._bucket_groups[index].buckets[0].param_data for index in on_device)
+            states_on_device.keep_states_on_device(stored)
         if not self.stock_gather:
             replace_pre_hooks(ddp, self.unshard_all)
             on_drive = [index for index in groups if groups[index].states_rest == "nvme"]
@@ -302,7 +309,6 @@ class Run:
         for bucket_group in self._bucket_groups.values():
             bucket_group.executor = self.executor
         self._move_to(State.READY)
-        late_memory.storages_left_out.clear()
         self.watch.executor = self.executor
         # The initial parameters are whole everywhere; publishing them lets the first
         # iteration run like every other.
@@ -459,9 +465,6 @@ def _step_seconds(args) -> float:
 
 def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
     """Refuse copies that this run has no place for."""
-    for index, group in enumerate(schedule.groups):
-        if group.states_rest == "device":
-            raise InputError("no run has it yet", file=file, field=f"groups[{index}].states_rest", value="device")
     on_drive = any(group.states_rest == "nvme" for group in schedule.groups)
     if nvme_path is None and (on_drive or any("nvme" in entry.to for entry in schedule.publish)):
         raise InputError(

@@ -16,6 +16,7 @@ from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
 from megatron_ext.megatron.shards import hold_gradients, hold_shards, offloaded_shards, refuse_state_of_freed
+from megatron_ext.megatron.states_on_device import leave_step_out
 from megatron_ext.megatron.states_on_drive import put_states_on_drive
 from megatron_ext.megatron.step_beside_backward import step_beside_backward
 from megatron_ext.megatron.steps_through_slots import step_through_slots
@@ -79,6 +80,7 @@ def prepare(
     )
     routes.update(copies.routes)
     how = dict(published=copies.publisher and copies.publisher.wait, faults=faults, recorder=links)
+    leave_step_out(optimizers, buckets, faults.skip_step)
     slots = _slots(schedule, optimizers, buckets, nvme_path, links, delay is not None)
     early, delayed, beside = _beside_training(schedule, optimizers, bucket_groups, groups, slots, delay, **how)
     boundaries = _boundaries(schedule, ddps, pp_rank)

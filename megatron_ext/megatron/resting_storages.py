@@ -55,21 +55,16 @@ def resting_storages(
         device["gradient_shards"] = sum(shard.numel() * shard.element_size() for shard in kept)
         device["gradients"] -= device["gradient_shards"]
     own = {group.shard.untyped_storage()._cdata for group in groups.values()}
+    own |= {buffer.grad_data.untyped_storage()._cdata for ddp in ddps for buffer in ddp.buffers}
     own |= {group.whole.untyped_storage()._cdata for group in groups.values()}
     for optimizer in optimizers:
         if getattr(optimizer, "is_stub_optimizer", False):
             continue
-        host_copies = getattr(optimizer.optimizer, "gpu_params_map_cpu_copy", None)
-        held = device if host_copies is None else host
-        for kind, tensors in (
-            ("main_parameters", _main_parameters(optimizer)),
-            ("optimizer_states", _states(optimizer)),
-        ):
+        for where, kind, tensors in _of_optimizer(optimizer):
+            held = device if where == "device" else host
             new = [t for t in tensors if t.untyped_storage()._cdata not in own]
             _add(held, kind, new)
             own |= {t.untyped_storage()._cdata for t in new}  # the host optimizer lists its parameters as states, too
-        if host_copies is not None:
-            _add(host, "gradients", list(getattr(optimizer.optimizer, "cpu_copy_map_grad", {}).values()))
     return device, host
 
 
@@ -77,18 +72,26 @@ def _add(held: dict[str, int], kind: str, tensors: list[torch.Tensor]) -> None:
     held[kind] = held.get(kind, 0) + storage_bytes(tensors)
 
 
-def _main_parameters(optimizer) -> Iterator[torch.Tensor]:
-    copies = getattr(optimizer.optimizer, "gpu_params_map_cpu_copy", None)
-    if copies is not None:
-        yield from copies.values()
+def _of_optimizer(optimizer) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
+    """``(where, kind, tensors)`` of what an optimizer keeps."""
+    inner = optimizer.optimizer
+    copies = getattr(inner, "gpu_params_map_cpu_copy", None)
+    if copies is None:
+        main = [shard for group in optimizer.shard_fp32_from_float16_groups for shard in group if shard is not None]
+        yield "device", "main_parameters", main
+        yield "device", "optimizer_states", list(_states([inner]))
         return
-    for group in optimizer.shard_fp32_from_float16_groups:
-        yield from (shard for shard in group if shard is not None)
+    yield "host", "main_parameters", list(copies.values())
+    yield "host", "optimizer_states", list(_states(inner.cpu_optimizers))
+    yield "host", "gradients", list(inner.cpu_copy_map_grad.values())
+    here = [own for parameter, own in inner.param_to_fp32_param.items() if parameter not in copies]
+    yield "device", "main_parameters", here
+    yield "device", "gradient_shards", [own.grad for own in here if own.grad is not None]
+    yield "device", "optimizer_states", list(_states([inner.gpu_optimizer] if inner.gpu_optimizer else []))
 
 
-def _states(optimizer) -> Iterator[torch.Tensor]:
-    inner = getattr(optimizer.optimizer, "sub_optimizers", None) or [optimizer.optimizer]
-    for one in inner:
+def _states(optimizers: list) -> Iterator[torch.Tensor]:
+    for one in optimizers:
         for state in list(one.state.values()):  # a delayed step may be making them
             # A step count is a number that some releases keep as a tensor.
             yield from (value for value in list(state.values()) if isinstance(value, torch.Tensor) and value.dim())

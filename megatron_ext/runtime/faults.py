@@ -32,6 +32,7 @@ class Faults(NamedTuple):
         skip_group: this group is never gathered.
         short_read: reads of this group are cut off on the drive in the middle of training.
         skip_reduce: this group's gradient is never reduced.
+        skip_step: this group, whose states rest on the device, is never stepped.
         late_add: the first part of this group's gradient is added to its shard behind all others.
     """
 
@@ -51,6 +52,7 @@ class Faults(NamedTuple):
     skip_group: int = -1
     short_read: int = -1
     skip_reduce: int = -1
+    skip_step: int = -1
     late_add: int = -1
 
     def delayer(self, milliseconds: float, salt: int):

@@ -96,11 +96,25 @@ def with_gradients(draw, schedule: Schedule, workload: Workload, kinds=GRADIENTS
 
 
 def with_states(draw, schedule: Schedule, workload: Workload) -> Schedule:
-    """The schedule with the optimizer states of drawn groups on the drive, where the optimizer steps on the host."""
+    """The schedule with the optimizer states of drawn groups on the drive, and of others on the device, where the
+    optimizer steps on the host."""
     if not workload.optimizer.on_host or draw.random() < 0.3:
         return schedule
     chosen = [index for index in range(len(schedule.groups)) if draw.random() < 0.6]
-    return states_on_drive(schedule, workload, chosen, slots=draw.randint(2, 3))
+    schedule = states_on_drive(schedule, workload, chosen, slots=draw.randint(2, 3))
+    return states_on_device(
+        schedule, [index for index in range(len(schedule.groups)) if index not in chosen and draw.random() < 0.5]
+    )
+
+
+def states_on_device(schedule: Schedule, chosen: list[int]) -> Schedule:
+    """The schedule with the optimizer states of those of the groups ``chosen`` on the device that can be stepped
+    there."""
+    groups = list(schedule.groups)
+    for index in chosen:
+        if groups[index].gradients != "host" and groups[index].shard_rests is None:
+            groups[index] = replace(groups[index], states_rest="device")
+    return replace(schedule, groups=tuple(groups))
 
 
 def states_on_drive(schedule: Schedule, workload: Workload, chosen: list[int], slots: int) -> Schedule:

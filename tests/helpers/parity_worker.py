@@ -29,6 +29,7 @@ cpu_compat.install()
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import pretrain_gpt_hybrid
+from fused_adam import fused
 
 from megatron_ext.megatron import lifecycle
 from megatron_ext.runtime import debug, faults
@@ -125,7 +126,8 @@ def train(
     """Train a new model; returns this rank's metrics. ``meddle``: ``told``, ``told twice`` (and once more at the end)
     or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``replay``: the
     optimizer's hook is not called, as in the replay of a CUDA graph; ``overflow``: see :func:`overflowing`;
-    ``gradients``: those of the first iteration are returned as the optimizer steps on them."""
+    ``fused``: the device's optimizer is that of ``fused_adam.py``; ``gradients``: those of the first iteration are
+    returned as the optimizer steps on them."""
     for name in (lifecycle.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -136,7 +138,8 @@ def train(
     args.user_defined_schedule = schedule
     drive = args.user_defined_schedule_nvme_path
     example.hooks.configure(schedule, delay=args.delayed_parameter_update, nvme_path=drive)
-    with overflowing(example) if meddle == "overflow" else contextlib.nullcontext():
+    meddled = overflowing(example) if meddle == "overflow" else fused() if meddle == "fused" else None
+    with meddled or contextlib.nullcontext():
         return _train_model(example, args, meddle)
 
 

@@ -10,7 +10,7 @@ from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron import late_memory
+from megatron_ext.megatron import host_optimizers, late_memory
 from megatron_ext.megatron.lifecycle import Run
 
 
@@ -20,7 +20,7 @@ def hybrid(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     late, other = (torch.randn(5, 3).bfloat16() for _ in range(2))
-    monkeypatch.setattr(late_memory, "storages_left_out", {})
+    monkeypatch.setattr(host_optimizers, "chosen_storages", {})
     monkeypatch.delattr(HybridDeviceOptimizer, "left_out", raising=False)
     late_memory.leave_copies_out([late], tmp_path)
     return build([late, other]), late

@@ -1,0 +1,100 @@
+"""Lets Megatron's host optimizer (``--optimizer-cpu-offload``) keep the states of chosen groups on the device and step
+them there.
+
+[Note: What is changed of the host optimizer]
+HybridDeviceOptimizer has an optimizer for what ``--optimizer-offload-fraction`` leaves on the device: the last
+parameters, by their number of elements. Here it is for those of chosen groups: its own function sorts them with
+fraction 0, and all others with fraction 1.
+What Megatron leaves undone for this optimizer:
+* Loaded states go to where the optimizer's class belongs. Without Transformer Engine and Apex both classes are torch's
+  AdamW, and states of the device would go to the host.
+* Fused optimizers count steps in their parameter groups, which get the values of Megatron's before each step. After a
+  load the checkpoint's count is among these and would be put back each time. Here Megatron's follow the count, so that
+  checkpoints have it, too, where all states are on the device.
+* Gradients in 16 bits are cast on the stream of the copies to the host, for which the step did not wait.
+Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
+"""
+
+# Functions of Megatron are replaced here on purpose.
+# pyright: reportAttributeAccessIssue=false
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+from megatron_ext.megatron.host_optimizers import choose, is_chosen, sort_some
+from megatron_ext.megatron.shards import pieces_of_groups
+from megatron_ext.runtime.group import Group
+
+ON_DEVICE = "on the device"
+
+
+def keep_states_on_device(stored: Iterable[torch.Tensor]) -> None:
+    """Host optimizers that are built from now on step on the device what lies in the storages of ``stored``."""
+    choose(ON_DEVICE, stored)
+    if not hasattr(HybridDeviceOptimizer, "on_device"):
+        sort_parameters = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+        HybridDeviceOptimizer._get_sub_optimizer_param_groups = lambda *given: _sorted(sort_parameters, *given)
+        HybridDeviceOptimizer.on_device = frozenset()
+
+
+def _sorted(sort_parameters, hybrid, offload_fraction: float):
+    """What Megatron's function returns, with chosen parameters on the device."""
+    if "on_device" not in vars(hybrid):  # when a checkpoint is loaded, parameters are sorted again
+        parameters = (parameter for group in hybrid.param_groups for parameter in group["params"])
+        hybrid.on_device = frozenset(parameter for parameter in parameters if is_chosen(ON_DEVICE, parameter))
+    if offload_fraction != 1.0 or not hybrid.on_device:
+        return sort_parameters(hybrid, offload_fraction)
+    vars(hybrid).update(
+        gpu_optimizer_cls=partial(_make_optimizer, hybrid), _move_new_state_to_right_device=partial(move_states, hybrid)
+    )
+    host = sort_some(sort_parameters, hybrid, lambda parameter: parameter not in hybrid.on_device, 1.0)
+    device = sort_some(sort_parameters, hybrid, lambda parameter: parameter in hybrid.on_device, 0.0)
+    assert not device[0] and not device[2], "a parameter that is not on the device"
+    return host[0] + device[0], host[1] + device[1], *(a | b for a, b in zip(host[2:], device[2:], strict=True))
+
+
+def _make_optimizer(hybrid, groups: list[dict]) -> torch.optim.Optimizer:
+    made = hybrid.defaults["gpu_optimizer_cls"](groups)
+    made.register_step_pre_hook(partial(wait_for_casts, hybrid))
+    made.register_step_post_hook(partial(_follow_count, hybrid))
+    return made
+
+
+def wait_for_casts(hybrid, *_) -> None:
+    """Before a step on the device: see the note above."""
+    parameter = next(iter(hybrid.on_device))
+    gradient = getattr(parameter, "decoupled_grad", parameter.grad)
+    if gradient is not None and gradient.dtype is not torch.float32:
+        torch.cuda.current_stream().wait_stream(hybrid._d2h_stream)
+
+
+def _follow_count(hybrid, optimizer, *_) -> None:
+    counts = [group["step"] for group in optimizer.param_groups if "step" in group]
+    for group in hybrid.param_groups if counts else ():
+        group["step"] = max(counts)
+
+
+def move_states(hybrid) -> None:
+    """In place of the host optimizer's function of this name."""
+    HybridDeviceOptimizer._move_new_state_to_right_device(hybrid)
+    on_host = not hybrid.defaults.get("fused")  # where torch's AdamW wants its step counts
+    for parameter, state in hybrid.gpu_optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and (value.dim() or not on_host):
+                state[name] = value.to(parameter.device)
+
+
+def leave_step_out(optimizers: list, buckets: list[tuple[object, Group]], index: int) -> None:
+    """Negative control: the group ``index`` of this rank is no longer stepped on the device."""
+    for optimizer in optimizers:
+        for group, shard in pieces_of_groups([optimizer], buckets):
+            if group.index == index:
+                own = optimizer.optimizer.param_to_fp32_param[shard]
+                optimizer.optimizer.gpu_optimizer.register_step_pre_hook(partial(_drop_gradient, own))
+
+
+def _drop_gradient(parameter: torch.Tensor, *_) -> None:
+    parameter.grad = None
