@@ -30,13 +30,18 @@ PARTS = (0.0, 0.5, 1.0)
 def with_states_placed(schedule: Schedule, workload: Workload, timing: Timing) -> Schedule:
     """The schedule with states on the drive as ``limits.host_bytes`` asks for, and with steps beside the backward.
 
-    Of several choices of groups the one that is simulated to be fastest: the largest; or those whose step hides least
-    beside the backward, because it waits or its gradient is reduced last. Either as few as must be, or more, so that
-    the others have room for the copies that such steps need.
+    Of several choices of groups the one that is simulated to be fastest: the largest; or those whose states the drive
+    reads and writes beside most of the backward, because their gradient is reduced first. Either as few as must be, or
+    more, so that the others have room for the copies that such steps need.
 
     Raises:
         InputError: the limit cannot be kept.
     """
+    groups = (
+        msgspec.structs.replace(group, states_rest=None) if group.states_rest == "nvme" else group
+        for group in schedule.groups
+    )
+    schedule = msgspec.structs.replace(schedule, groups=tuple(groups), state_slots=None)  # a search has placed some
     placed = with_states_on_drive(schedule, workload)
     us, best = _stepped(placed, workload, timing)
     limits, large = workload.limits, number_of_steps(workload) > POLISHED_STEPS
@@ -45,14 +50,14 @@ def with_states_placed(schedule: Schedule, workload: Workload, timing: Timing) -
     )
     if limits.host_bytes is None or not has_drive or large or not _can_step_early(workload, timing):
         return best
-    hides = [
+    reduced = [
         (can_step_early(group, workload), group.model_chunk_id, layers)
         for group, layers in zip(schedule.groups, uses_of_groups(schedule.groups, workload))
     ]
-    late = sorted(range(len(hides)), key=hides.__getitem__)
+    first = sorted(range(len(reduced)), key=reduced.__getitem__, reverse=True)
     copies = max(pinned_bytes_of_nodes(workload.parallel, [0] * workload.parallel.pp, _copies(schedule, workload)))
     seen = [placed]
-    for order, part in product((None, late), PARTS):
+    for order, part in product((None, first), PARTS):
         left = msgspec.structs.replace(limits, host_bytes=limits.host_bytes - int(part * copies))
         with contextlib.suppress(InputError):  # so much room cannot be left
             tried = with_states_on_drive(schedule, msgspec.structs.replace(workload, limits=left), order)
@@ -73,8 +78,8 @@ def _stepped(schedule: Schedule, workload: Workload, timing: Timing) -> tuple[fl
     """Its simulated iteration time and the schedule; with ``rollback_bytes``, as many as the steps beside the backward
     take, where these make the iteration shorter and ``limits.host_bytes`` has room."""
     waits = run(workload, timing, schedule).iteration_time_us, schedule
-    room = _room(schedule, workload) if _can_step_early(workload, timing) else 0
-    if room < 1:
+    room = _room(schedule, workload) if _can_step_early(workload, timing) else -1
+    if room < (1 if schedule.state_slots is None else 0):
         return waits
     tried = run(workload, timing, msgspec.structs.replace(schedule, rollback_bytes=room))
     if tried.iteration_time_us >= waits[0]:
@@ -96,6 +101,7 @@ def _room(schedule: Schedule, workload: Workload) -> int:
     room, limit = max(_copies(schedule, workload)), workload.limits.host_bytes
     if limit is None:
         return room
+    schedule = msgspec.structs.replace(schedule, rollback_bytes=0)  # slots of states on the drive become larger
     ranks_of_nodes = pinned_bytes_of_nodes(workload.parallel, [0] * workload.parallel.pp, [1] * workload.parallel.pp)
     held = host_bytes_of_nodes(schedule, workload)
     return min(room, *((limit - taken) // ranks for taken, ranks in zip(held, ranks_of_nodes) if ranks))

@@ -7,11 +7,12 @@ from megatron_ext.workload.workload import Workload
 
 
 def can_step_early(group: Group, workload: Workload) -> bool:
-    """Whether no other rank's gradients are added to the group's behind its reduce, and its states are in memory.
+    """Whether no other rank's gradients are added to the group's behind its reduce, and its states are not on the
+    device.
 
     With tensor parallelism vectors are taken for parameters that its ranks hold alike.
     """
-    if group.states_rest is not None:
+    if group.states_rest == "device":
         return False
     chosen = set(group.parameters)
     members = [p for p in workload.chunk(group.pp_rank, group.model_chunk_id).parameters if p.name in chosen]
@@ -20,7 +21,10 @@ def can_step_early(group: Group, workload: Workload) -> bool:
 
 
 def saved_bytes(group: Group, workload: Workload) -> int:
-    """At most what the copies of one rank take: float32 parameters, moments and the step of each parameter."""
+    """At most what the copies of one rank take: float32 parameters, moments and the step of each parameter. Of states
+    on the drive the drive keeps what was before."""
+    if group.states_rest == "nvme":
+        return 0
     chosen = set(group.parameters)
     members = [p for p in workload.chunk(group.pp_rank, group.model_chunk_id).parameters if p.name in chosen]
     tensors = 1 + len(workload.optimizer.moment_dtypes)

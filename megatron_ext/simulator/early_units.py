@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron_ext.schedule.memory_bill import states_on_drive_bytes
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing
@@ -10,13 +11,15 @@ from megatron_ext.workload.workload import Workload
 
 
 class EarlyUnit(NamedTuple):
-    """The step of one group. ``us``: with the copy of its states, of ``saved_bytes``; ``spared_us``: what the
-    optimizer need not do at the end."""
+    """The step of one group. ``us``: with the copy of its states, of ``saved_bytes``, or beside the reads and writes
+    of its states on the drive; ``spared_us``, ``spared_drive_us``: what the optimizer and the drive need not do at the
+    end."""
 
     bytes: int
     us: float
     saved_bytes: int
     spared_us: float
+    spared_drive_us: float
     visits: int
 
 
@@ -65,12 +68,13 @@ def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> Early
     for index, group in enumerate(schedule.groups):
         if can_step_early(group, workload):
             step_us = timing.host_step_us(group.bytes, cast)
+            if group.states_rest == "nvme" and schedule.state_slots is not None:
+                # Beside the step of one slot the drive writes the last and reads the next.
+                drive_us = timing.states_us(states_on_drive_bytes([group], workload), schedule.state_slots.slot_bytes)
+                us = max(step_us, drive_us)
+            else:
+                drive_us, us = 0.0, step_us + timing.saved_states_us(group.bytes)
             visits = -(-backwards // group.reduce_every) if group.gradients is not None else 1
-            units[index] = EarlyUnit(
-                group.bytes,
-                step_us + timing.saved_states_us(group.bytes),
-                saved_bytes(group, workload),
-                step_us,
-                visits,
-            )
+            saved = saved_bytes(group, workload)
+            units[index] = EarlyUnit(group.bytes, us, saved, step_us, drive_us, visits)
     return EarlySteps(units, schedule.rollback_bytes)

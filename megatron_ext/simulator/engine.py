@@ -269,13 +269,13 @@ class Engine:
         """The norm is known, and no step beside the backward runs any more: all that is left is stepped."""
         begin = max(begin, rank.norm_at)
         all_us, least_us = self.optimizer_us[rank.pp_rank]
-        left = all_us
+        drive_us = self.states_us[rank.pp_rank] if self.states_us else 0.0
         if self.delayed:
-            left = self.delayed[rank.pp_rank].rest_us
-            rank.early_us = all_us - left - (begin - rank.norm_at)
+            us = max(self.delayed[rank.pp_rank].rest_us, least_us)
+            rank.early_us = all_us - us - (begin - rank.norm_at)
         else:
-            left -= rank.early_us
-        us = max(left, *self.states_us[rank.pp_rank : rank.pp_rank + 1], least_us)
+            us = max(all_us - rank.early_us, drive_us - rank.early_drive_us, least_us)
+            rank.early_us = max(all_us, drive_us) - us
         rank.finished_at = begin + us
         if us:
             self.record(rank, "optimizer", "optimizer", begin, us)

@@ -140,6 +140,7 @@ def _has_room(engine: EngineView, rank: RankState, group: int) -> bool:
         return False
     rank.early_bytes += unit.saved_bytes
     rank.early_us += unit.spared_us
+    rank.early_drive_us += unit.spared_drive_us
     return True
 
 

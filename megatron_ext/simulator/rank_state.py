@@ -38,7 +38,9 @@ class RankState:
         whole_gradient, settling: whether a gradient that comes and goes is on its way to its shard, and whether the
             thread waits for it.
         early_bytes: copies of states that steps beside the backward have taken so far.
-        early_us: what the host's optimizer has left undone at the end because of them, or of a delay.
+        early_us: what the host's optimizer need not do at the end because of them; when it has ended, by how much it is
+            shorter because of them or of a delay.
+        early_drive_us: what the drive need not do then.
         stepped: the step of a delayed update has ended.
         norm_at: when the gradient norm was known while such a step still ran; -1 before.
         adding_until: when the host has added up every gradient that was copied to it so far.
@@ -49,7 +51,7 @@ class RankState:
         *("active", "queues", "busy", "communicator", "messages", "reducing"),
         *("blocked_on", "blocked_since", "exposed", "first_start", "last_end", "compute_us"),
         *("published", "staged", "slot_busy", "whole_gradient", "settling", "adding_until"),
-        *("early_bytes", "early_us", "norm_at", "visits", "stepped"),
+        *("early_bytes", "early_us", "early_drive_us", "norm_at", "visits", "stepped"),
     )
 
     def __init__(self, program: RankProgram):
@@ -70,7 +72,7 @@ class RankState:
         self.slot_busy: set[int] = set()
         self.whole_gradient = self.settling = False
         self.adding_until = 0.0
-        self.early_bytes, self.early_us, self.norm_at = 0, 0.0, -1.0
+        self.early_bytes, self.early_us, self.early_drive_us, self.norm_at = 0, 0.0, 0.0, -1.0
         self.visits: dict[int, int] = {}
         self.stepped = False
 

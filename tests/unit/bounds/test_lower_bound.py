@@ -16,6 +16,7 @@ from megatron_ext.planner import plan
 from megatron_ext.planner.assemble import Placed, assemble
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.stock import groups_of
+from megatron_ext.schedule.user_defined_schedule import StateSlots
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
@@ -284,7 +285,7 @@ def test_nothing_is_faster_where_host_copies_are_published_between_nodes(seed):
 
 @pytest.mark.parametrize("known", [("host_step", "host_add"), ("host_step",)])
 @pytest.mark.parametrize("device_us", [1.0, 400.0])
-def test_nothing_is_faster_with_any_states_on_the_device(known, device_us):
+def test_nothing_is_faster_with_any_states_on_the_device_or_the_drive(known, device_us):
     """Every choice of groups, stepped beside the backward where the table knows what that takes or at its end."""
     work = make_workload(pp=1, vp=1, microbatches=2, order="no_pipeline", layers=3, zero_stage=3, p2p_bytes=0)
     work = replace(work, optimizer=OptimizerSettings(on_host=True), limits=Limits(device_bytes=10**9))
@@ -292,7 +293,7 @@ def test_nothing_is_faster_with_any_states_on_the_device(known, device_us):
     size = groups[0].bytes
     curves = {"host_step": line(30.0, size / 300.0), "host_add": line(0.1, 1e9)}
     table = replace(
-        make_table(work, gpu=(1.0, 1e9), cpu=None, forward=30.0, backward=60.0),
+        make_table(work, gpu=(1.0, 1e9), cpu=None, nvme=(1.0, size / 50.0), forward=30.0, backward=60.0),
         reduce=line(0.1, 1e9),
         device_step=line(1.0, size / device_us),
         optimizer=line(40.0, size / 320.0),
@@ -302,11 +303,15 @@ def test_nothing_is_faster_with_any_states_on_the_device(known, device_us):
     placed = [[Placed(n, "gpu", -1, 0) for n in range(3)]]
     schedule = validate(assemble(work, groups, placed, [[]], planner="test"))
     times = {}
-    for chosen, room in product(product((None, "device"), repeat=3), (None, 10**9)):
+    slots = StateSlots(slots=3, slot_bytes=1 << 20)
+    for chosen, room in product(product((None, "device", "nvme"), repeat=3), (None, 10**9)):
         kept = tuple(replace(group, states_rest=rest) for group, rest in zip(groups, chosen))
-        result = evaluate(work, table, replace(schedule, groups=kept, rollback_bytes=room))
+        tried = replace(schedule, groups=kept, rollback_bytes=room, state_slots=slots if "nvme" in chosen else None)
+        result = evaluate(work, table, validate(tried), extrapolate=True)
         times[chosen, room] = result.iteration_time_us
         assert result.iteration_time_us >= bound * (1 - 1e-9) and result.lower_bound_us == pytest.approx(bound)
     on_host, on_device = times[(None,) * 3, None], times[("device",) * 3, None]
     assert (on_device < on_host) == (device_us < 300.0)
     assert on_device >= bound + device_us
+    late, beside = (times[("nvme",) * 3, room] for room in (None, 10**9))
+    assert beside < late if "host_add" in known else beside == late

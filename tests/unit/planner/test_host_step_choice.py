@@ -7,7 +7,8 @@ from planning_cases import line, make_table, make_workload
 from megatron_ext.planner import delay, host_step_choice, offload_note, plan, step_note
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.schedule.state_placement import host_bytes_of_nodes, with_states_on_drive
+from megatron_ext.schedule.state_placement import host_bytes_of_nodes, largest_region
+from megatron_ext.schedule.user_defined_schedule import StateSlots
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.workload import Limits
 
@@ -78,15 +79,41 @@ def test_states_go_to_the_drive_so_that_others_have_room_to_be_stepped_beside_th
     assert len(on_drive(by_slow)) <= len(on_drive(least))  # a drive that takes longer than the step
 
 
-def test_of_states_on_the_drive_those_whose_step_hides_least_may_go_first():
-    """Two chunks a rank; where the others are stepped beside the backward, those of chunk 0 are reduced last."""
+def test_states_on_the_drive_are_those_that_are_reduced_first(monkeypatch):
+    """Two chunks a rank, of which the last is reduced first: the drive has the backward of the other for its states."""
+    monkeypatch.setattr(host_step_choice, "PARTS", (0.0,))  # as few as must be
     work, table = case()
-    schedule = plan(work, table)
-    limit = int(0.5 * host_bytes_of_nodes(schedule, work)[0])
+    rank_bytes = sum(chunk.bytes for chunk in work.chunks_of_rank(0))
+    drive = make_table(work, nvme=(1.0, rank_bytes / 500.0), publish=(1.0, rank_bytes / 500.0))
+    table = replace(table, routes=replace(table.routes, nvme=drive.routes.nvme), publish=drive.publish)
+    limit = int(0.8 * host_bytes_of_nodes(plan(work, table, policy="all-gpu"), work)[0])
     work = replace(work, limits=replace(work.limits, host_bytes=limit))
-    late = [index for index, group in enumerate(schedule.groups) if group.model_chunk_id == 0]
-    tried = with_states_on_drive(replace(schedule, rollback_bytes=None), work, [*late, *range(len(schedule.groups))])
-    assert on_drive(tried) and on_drive(tried) <= {*late}
+    schedule = plan(work, table)
+    assert on_drive(schedule) and {schedule.groups[index].model_chunk_id for index in on_drive(schedule)} == {1}
+    assert schedule.rollback_bytes is not None and host_bytes_of_nodes(schedule, work)[0] <= limit
+    waits = evaluate(work, table, replace(schedule, rollback_bytes=None))
+    assert schedule.predicted.iteration_time_us < waits.iteration_time_us
+    chunks = [group.model_chunk_id for group in schedule.groups]
+    last = [index for index, chunk in enumerate(chunks) if chunk == 0][: len(on_drive(schedule))]
+    groups = tuple(replace(g, states_rest="nvme" if i in last else None) for i, g in enumerate(schedule.groups))
+    other = evaluate(work, table, replace(schedule, groups=groups))
+    assert schedule.predicted.iteration_time_us < other.iteration_time_us
+
+
+def test_where_all_states_rest_on_the_drive_no_copy_is_needed():
+    work, table = case()
+    drive = make_table(work, nvme=(1.0, 1e4))
+    table = replace(table, routes=replace(table.routes, nvme=drive.routes.nvme), publish=drive.publish)
+    free = plan(work, table, policy="all-gpu")
+    slots = StateSlots(slots=2, slot_bytes=max(largest_region(free, work, index) for index in range(len(free.groups))))
+    groups = tuple(replace(group, states_rest="nvme") for group in free.groups)
+    least = replace(free, groups=groups, state_slots=slots, rollback_bytes=0)
+    work = replace(work, limits=replace(work.limits, host_bytes=host_bytes_of_nodes(least, work)[0]))
+    schedule = plan(work, table)
+    assert on_drive(schedule) == {*range(len(schedule.groups))}
+    assert schedule.rollback_bytes == 0 and "0 bytes of host memory" in step_note(schedule)
+    waits = evaluate(work, table, replace(schedule, rollback_bytes=None))
+    assert schedule.predicted.iteration_time_us < waits.iteration_time_us
 
 
 def test_what_a_delay_would_bring_is_said_and_not_chosen():

@@ -7,8 +7,9 @@ from planning_cases import line, make_table, make_workload
 
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.schedule.memory_bill import states_on_drive_bytes
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
-from megatron_ext.schedule.user_defined_schedule import PublishGroup
+from megatron_ext.schedule.user_defined_schedule import PublishGroup, StateSlots
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.early_units import delayed_steps
 from megatron_ext.simulator.timing import Timing
@@ -89,11 +90,51 @@ def test_a_table_without_the_host_s_step_has_everything_wait():
     assert waits.iteration_time_us == pytest.approx(COMPUTE_US + 600.0 + NORM_US, rel=1e-3)
 
 
-def test_groups_whose_gradient_changes_later_or_whose_states_are_elsewhere_wait():
+def on_drive(read_us: float, write_us: float, groups=range(LAYERS), **how):
+    """Layers whose host's step takes 150 us and whose states the drive reads and writes in so long; those of ``groups``
+    stand there, and there is no memory for the states of others."""
+    work, table, schedule = case(150.0, **how)
+    (piece,) = {states_on_drive_bytes([replace(group, states_rest="nvme")], work) for group in schedule.groups}
+    table = replace(
+        table,
+        routes=replace(table.routes, nvme=line(0.0, piece / read_us)),
+        publish=replace(table.publish, nvme=line(0.0, piece / write_us)),
+    )
+    rest = tuple(replace(g, states_rest="nvme" if i in groups else None) for i, g in enumerate(schedule.groups))
+    slots = StateSlots(slots=3, slot_bytes=piece)
+    return work, table, validate(replace(schedule, groups=rest, state_slots=slots, rollback_bytes=0))
+
+
+@pytest.mark.parametrize("read_us, write_us", [(60.0, 40.0), (120.0, 60.0), (300.0, 200.0)])
+def test_states_on_the_drive_are_read_stepped_and_written_beside_the_backward(read_us, write_us):
+    """A layer takes the longer of the step, 150 us, and the drive. At 500 us two begin in three layers' backwards."""
+    work, table, schedule = on_drive(read_us, write_us)
+    waits, result = (evaluate(work, table, replace(schedule, rollback_bytes=r), extrapolate=True) for r in (None, 0))
+    drive_us = read_us + write_us
+    at_end = max(LAYERS * 150.0 + NORM_US, LAYERS * drive_us)
+    assert waits.iteration_time_us == pytest.approx(COMPUTE_US + at_end, rel=1e-3)
+    longest = max(150.0, drive_us)
+    left = COMPUTE_US + longest + NORM_US if longest <= LAYER_US else COMPUTE_US - 600.0 + 4 * longest
+    assert result.iteration_time_us == pytest.approx(left, rel=1e-3)
+    hidden = at_end - (NORM_US if longest <= LAYER_US else 2 * longest)
+    assert result.hidden_step_us == pytest.approx((hidden,), rel=2e-3) and result.early_bytes == (0,)
+    assert result.lower_bound_us <= result.iteration_time_us
+
+
+def test_what_the_drive_need_not_do_at_the_end_is_spared_for_its_own_groups_alone():
+    """Two groups in memory without room for copies wait; the drive has done its part of the two others."""
+    work, table, schedule = on_drive(300.0, 200.0, groups=[2, 3])
+    result = evaluate(work, table, schedule, extrapolate=True)
+    assert result.iteration_time_us == pytest.approx(COMPUTE_US - 600.0 + 2 * 500.0 + 2 * 150.0 + NORM_US, rel=1e-3)
+
+
+def test_groups_whose_gradient_changes_later_or_whose_states_are_on_the_device_wait():
     work, _, schedule = case(150.0)
     group = schedule.groups[0]
     assert can_step_early(group, work)
-    assert not can_step_early(replace(group, states_rest="nvme"), work)
+    assert not can_step_early(replace(group, states_rest="device"), work)
+    assert can_step_early(replace(group, states_rest="nvme"), work)
+    assert saved_bytes(replace(group, states_rest="nvme"), work) == 0 < saved_bytes(group, work)
     (chunk,) = work.chunks
     tied = replace(chunk, parameters=(replace(chunk.parameters[0], shared_embedding=True), *chunk.parameters[1:]))
     assert not can_step_early(group, replace(work, chunks=(tied,)))
