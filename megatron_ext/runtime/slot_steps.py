@@ -183,8 +183,8 @@ class StepSlots:
             self._device.synchronize(self._left[slot])
             for parameter, shard in unit.leaving():
                 unit.view(self._half[slot], parameter, shard.dtype).copy_(parameter)
-        copy = partial(self._leave, unit, slot)
-        ended = self._left[slot] = self._device.on_stream(copy, self._leaving, self._device.mark())
+        # What reads these shards on the device lies before their gradients, which the host has waited for.
+        ended = self._left[slot] = self._device.on_stream(partial(self._leave, unit, slot), self._leaving, None)
         if ended is not None:
             ended.wait()
         for parameter in unit.shards:

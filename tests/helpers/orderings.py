@@ -43,6 +43,7 @@ NOT_OF_STREAMS = {
 NOT_ON_A_DEVICE = {
     ("cpu_shard.py", "gather"),  # on the CPU's thread; on CUDA see ShardGather._issue_on_streams
     ("early_steps.py", "copy"),  # on the CPU's thread; on CUDA see EarlySteps.reduced
+    ("slot_steps.py", "arrive"),  # of gradients in 16 bits, which the example does not train with
     ("host_pool.py", "fail"),  # of a rank that fails: ends the run, orders nothing
     ("shared_flags.py", "store"),  # the flag's own memory order, on machines other than x86-64
 }

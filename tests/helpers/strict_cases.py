@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 from cases import MODELS, STRICT
-from draw_schedule import GRADIENTS, draw_schedule, prepared, states_on_drive, with_gradients
+from draw_schedule import GRADIENTS, draw_schedule, prepared, states_on_drive, with_gradients, with_step_slots
 from msgspec.structs import replace
 from strict_streams import ONE_QUEUE
 
@@ -162,14 +162,18 @@ def _beside_the_backward(overflow: bool):
             if zero_stage == 1 or any(group.gradients == "sharded" for group in schedule.groups):
                 break
         schedule = replace(schedule, rollback_bytes=1 << 20)
-        validate.validate(schedule)
-        schedule_file.save(path, schedule)
         clip = draw.choice(("1e9", "1e-4"))  # no step is taken back, every step is
         options = ["--gpus-per-node", "2", "--optimizer-cpu-offload", "--clip-grad", clip]
         drawn = [f"beside the backward, zero stage {zero_stage}, clip {clip}", f"overflow: {overflow}"]
         drawn += sorted({f"beside the backward, gradients {group.gradients}" for group in schedule.groups})
         how = dict(meddle="overflow", iterations=5) if overflow else {}
         stream_flags = draw.random() < 0.7
+        cast = random.Random(seed).choice((None, "host", "device"))
+        if cast is not None:
+            schedule = with_step_slots(schedule, workload, slots=random.Random(seed).choice((2, 3)), cast=cast)
+            drawn.append(f"beside the backward, parameters cast on the {cast}")
+        validate.validate(schedule)
+        schedule_file.save(path, schedule)
         return _case(
             draw, seed, path, name, options=options, drawn=drawn, stream_flags=stream_flags, steps_on_host=True, **how
         )

@@ -9,7 +9,7 @@ import ctypes
 import orderings
 import pytest
 from cases import STRICT
-from draw_schedule import states_on_drive
+from draw_schedule import states_on_drive, with_step_slots
 from msgspec.structs import replace
 from parity_service import Died, differences
 from strict_cases import findings, strict_case, waits
@@ -83,10 +83,52 @@ def test_without_copy_engines_their_schedule_is_refused_at_once(service, workloa
         service.run(**case)
 
 
+def slots_case(workloads, folder, cast: str, early: bool) -> dict:
+    """Steps of the host's optimizer that are taken back, with gradients and parameters through two slots."""
+    case = strict_case(39, workloads, folder, 3)
+    schedule = validate.load(case["schedule"])
+    schedule = with_step_slots(schedule, workloads[STRICT, "fp16"], slots=2, cast=cast)
+    schedule = replace(schedule, rollback_bytes=schedule.rollback_bytes if early else None)
+    schedule_file.save(case["schedule"], validate.validate(schedule))
+    return case
+
+
+@pytest.mark.parametrize(
+    ("cast", "early"), some([("host", True), ("device", False), ("device", True), ("host", False)], 2)
+)
+def test_what_passes_through_slots_is_ordered(service, workloads, tmp_path, cast, early):
+    answer = service.run(**slots_case(workloads, tmp_path, cast, early))
+    assert findings(answer) == [] == differences(answer)
+
+
+@pytest.mark.parametrize(
+    ("cast", "early", "call", "number"),
+    some(
+        [
+            ("host", False, "synchronize", 0),  # a step before its gradients have arrived
+            ("host", True, "synchronize", 1),  # parameters cast into a slot from which others still leave
+            ("host", False, "mark", 0),  # gradients copied before they are clipped
+            ("device", True, "wait", 0),  # parameters read before they are there
+        ],
+        2,
+    ),
+)
+def test_an_ordering_of_slots_that_is_taken_away_is_seen(service, workloads, tmp_path, cast, early, call, number):
+    sites = [site for site in orderings.sites() if site.startswith("slot_steps.py:") and site.endswith(f" {call}")]
+    case = slots_case(workloads, tmp_path, cast, early)
+    case["strict"] |= {"off": sites[number], "stuck_seconds": 4}
+    try:
+        answer = service.run(**case)
+    except Died:
+        return
+    assert sites[number] in answer["strict"]["reached"], "this case does not come by"
+    assert findings(answer) or differences(answer), sites[number]
+
+
 def delayed_case(workloads, folder, on_drive: tuple[int, ...] = ()) -> dict:
     """Two evaluations, and updates that are delayed from the first iteration on; with states of groups ``on_drive``."""
     case = strict_case(29, workloads, folder, 3)
-    schedule = replace(validate.load(case["schedule"]), rollback_bytes=None)
+    schedule = replace(validate.load(case["schedule"]), rollback_bytes=None, step_slots=None)
     schedule = states_on_drive(schedule, workloads[STRICT, "bf16-offload"], list(on_drive), slots=2)
     schedule_file.save(case["schedule"], schedule)
     case["options"] += ["--delayed-parameter-update", "0", "--eval-interval", "2", "--eval-iters", "1"]
