@@ -69,7 +69,7 @@ class DriveSlots:
 
     def leave(self, slot: int) -> None:
         """Nobody uses the slot any more but what the current stream has been given."""
-        self._used[slot] = self._device.on_stream(lambda: None, self._device.current_stream(), None)
+        self._used[slot] = self._device.mark()
         self.free.append(slot)
 
     def wait_for_write(self, slot: int) -> None:

@@ -49,15 +49,16 @@ class Unit:
         self.bytes = offset
 
     def adopt(self, slot: torch.Tensor, initial: dict[torch.Tensor, torch.Tensor] | None = None) -> None:
-        """Copy the tensors, which are in memory of their own, into ``slot``, and point them there. ``initial``:
+        """Copy the tensors that are in memory of their own into ``slot``, and point them there. ``initial``:
         parameters that have no values yet, and the tensors that do."""
         for region in self.regions:
             state = self.optimizer.state.get(region.parameter, {})
             region.names = tuple(name for name, value in state.items() if _is_moment(value, region.parameter))
             for index, tensor in enumerate(self._tensors(region)):
                 place = region.view(slot, index)
-                place.copy_((initial or {}).get(tensor, tensor).detach())
-                tensor.data = place
+                if tensor.data_ptr() != place.data_ptr():  # the device may be reading a parameter that is there
+                    place.copy_((initial or {}).get(tensor, tensor).detach())
+                    tensor.data = place
 
     def gradient_bytes(self, chosen) -> int:
         """Of the gradients of those parameters that ``chosen`` says."""

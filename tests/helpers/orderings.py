@@ -35,7 +35,7 @@ NAMES = {
 }
 
 NOT_OF_STREAMS = {
-    *("watch.py", "recorder.py", "drive.py", "drive_slots.py", "drive_states.py", "block_reads.py", "stream_flags.py"),
+    *("watch.py", "recorder.py", "drive.py", "drive_states.py", "block_reads.py", "stream_flags.py"),
     *("debug.py", "census.py"),
 }
 """Files whose calls of these names are threads' own, optimizer states', or the stand-in's driver."""

@@ -18,6 +18,7 @@ from variations import some
 
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
 
 @pytest.fixture
@@ -63,6 +64,41 @@ def test_steps_that_are_taken_back_are_ordered(service, workloads, tmp_path):
     answer = service.run(**strict_case(39, workloads, tmp_path))
     assert findings(answer) == [] == differences(answer)
     assert min(taken_back for _, taken_back in answer["scheduled"]["early_steps"]) > 0
+
+
+def drive_case(workloads, folder, zero_stage: int, rollback_bytes: int | None) -> dict:
+    """Every third iteration overflows; all states rest on the drive."""
+    case = strict_case(39, workloads, folder, zero_stage)
+    schedule = validate.load(case["schedule"])
+    stage = schedule.zero_stage
+    workload = replace(workloads[STRICT, "fp16"], zero_stage=stage, optimizer=OptimizerSettings(on_host=True))
+    schedule = states_on_drive(schedule, workload, list(range(len(schedule.groups))), slots=3)
+    schedule_file.save(case["schedule"], validate.validate(replace(schedule, rollback_bytes=rollback_bytes)))
+    return case
+
+
+@pytest.mark.parametrize("zero_stage, rollback_bytes", some([(3, 0), (1, 0), (3, None)], 1))
+def test_steps_from_the_drive_are_ordered(service, workloads, tmp_path, zero_stage, rollback_bytes):
+    answer = service.run(**drive_case(workloads, tmp_path, zero_stage, rollback_bytes))
+    assert findings(answer) == [] == differences(answer)
+    if rollback_bytes is not None:
+        assert min(taken_back for _, taken_back in answer["scheduled"]["early_steps"]) > 0
+
+
+DRIVE_SITES = sorted(
+    (site for site in orderings.sites() if site.startswith("drive_slots.py:")), key=lambda site: site.split()[-1]
+)
+
+
+@pytest.mark.parametrize("site", some(DRIVE_SITES, 1))
+def test_an_ordering_of_slots_of_the_drive_that_is_taken_away_is_seen(service, workloads, tmp_path, site):
+    """A slot is read into while it is still copied from, or still written."""
+    case = drive_case(workloads, tmp_path, 3, 0)
+    case["strict"] |= {"off": site, "stuck_seconds": 4}
+    with contextlib.suppress(Died):
+        answer = service.run(**case)
+        assert site in answer["strict"]["reached"]
+        assert findings(answer) or differences(answer)
 
 
 SYMMETRIC = 49
