@@ -92,6 +92,7 @@ def plan(
         delay = planner.delay(planned, work, table, extrapolate=extrapolate)
     schedule.save(out, planned)
     notes = {"search_note": planner.search_note(planned), "step_note": planner.step_note(planned)}
+    notes["device_note"] = planner.device_note(planned, work, table, extrapolate=extrapolate)
     notes["offload_note"] = planner.offload_note(planned, work, table)
     notes["delay_note"] = delay.text() if delay is not None else None
     lines = [judged.text, planner.set_up_line(planned, work, table), *notes.values()]

@@ -1,8 +1,19 @@
 """Costs in, schedule out."""
 
-from megatron_ext.planner.host_step_choice import delay, offload_note, step_note
+from megatron_ext.planner.host_step_choice import delay, device_note, offload_note, step_note
 from megatron_ext.planner.policies import POLICIES, plan, search_note
 from megatron_ext.planner.set_up_time import set_up_line
 from megatron_ext.planner.verdict import Verdict, verdict
 
-__all__ = ["POLICIES", "Verdict", "delay", "offload_note", "plan", "search_note", "set_up_line", "step_note", "verdict"]
+__all__ = [
+    "POLICIES",
+    "Verdict",
+    "delay",
+    "device_note",
+    "offload_note",
+    "plan",
+    "search_note",
+    "set_up_line",
+    "step_note",
+    "verdict",
+]

@@ -6,15 +6,17 @@ from itertools import product
 from operator import sub
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from megatron_ext.bounds.memory_headroom import with_headroom
 from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.device_states import SHARES, may_rest_on_device, with_states_on_device
 from megatron_ext.planner.search_state import POLISHED_STEPS, number_of_steps
+from megatron_ext.planner.step_slots_choice import with_step_slots
 from megatron_ext.schedule.group_uses import uses_of_groups
-from megatron_ext.schedule.memory_bill import host_bytes
+from megatron_ext.schedule.memory_bill import host_bytes, memory_bill
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
 from megatron_ext.schedule.state_placement import host_bytes_of_nodes, with_states_on_drive
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -28,43 +30,73 @@ PARTS = (0.0, 0.5, 1.0)
 
 
 def with_states_placed(schedule: Schedule, workload: Workload, timing: Timing) -> Schedule:
-    """The schedule with states on the drive as ``limits.host_bytes`` asks for, and with steps beside the backward.
-
-    Of several choices of groups the one that is simulated to be fastest: the largest; or those whose states the drive
-    reads and writes beside most of the backward, because their gradient is reduced first. Either as few as must be, or
-    more, so that the others have room for the copies that such steps need.
+    """The schedule with states on the device where ``limits.device_bytes`` leaves room and that is simulated to be
+    faster, on the drive as ``limits.host_bytes`` asks for, with steps beside the backward, and with ``step_slots``.
 
     Raises:
-        InputError: the limit cannot be kept.
+        InputError: the limits cannot be kept.
     """
-    groups = (
-        msgspec.structs.replace(group, states_rest=None) if group.states_rest == "nvme" else group
-        for group in schedule.groups
-    )
-    schedule = msgspec.structs.replace(schedule, groups=tuple(groups), state_slots=None)  # a search has placed some
-    placed = with_states_on_drive(schedule, workload)
-    us, best = _stepped(placed, workload, timing)
-    limits, large = workload.limits, number_of_steps(workload) > POLISHED_STEPS
-    has_drive = all(map(timing.offers_curve, ("routes.nvme", "publish.nvme"))) and (
-        placed.state_slots is not None or limits.nvme_slots > 0
-    )
-    if limits.host_bytes is None or not has_drive or large or not _can_step_early(workload, timing):
-        return best
-    reduced = [
+    schedule = replace(_in_host_memory(schedule, "nvme"), state_slots=None)  # a search has placed some
+    schedule = with_step_slots(schedule, workload, timing)
+    tried, late = [schedule], _late(schedule, workload)
+    if may_rest_on_device(workload, timing):
+        shares = SHARES if is_small(workload) else SHARES[-1:]
+        tried += with_states_on_device(schedule, workload, late, shares)
+    found: list[tuple[float, Schedule]] = []
+    reasons: list[InputError] = []
+    for each in tried:
+        try:
+            found.append(_within_host_memory(each, workload, timing, late[::-1]))
+        except InputError as error:
+            reasons.append(error)
+    if not found:
+        raise reasons[0]
+    best = min(found, key=lambda item: item[0])[1]
+    return best if any(group.states_rest is None for group in best.groups) else replace(best, step_slots=None)
+
+
+def is_small(workload: Workload) -> bool:
+    """Whether several whole plans can be simulated."""
+    return number_of_steps(workload) <= POLISHED_STEPS
+
+
+def _late(schedule: Schedule, workload: Workload) -> list[int]:
+    """Groups in the order in which their steps hide less beside the backward: those that wait, and those whose gradient
+    is reduced last."""
+    hides = [
         (can_step_early(group, workload), group.model_chunk_id, layers)
         for group, layers in zip(schedule.groups, uses_of_groups(schedule.groups, workload))
     ]
-    first = sorted(range(len(reduced)), key=reduced.__getitem__, reverse=True)
+    return sorted(range(len(hides)), key=hides.__getitem__)
+
+
+def _within_host_memory(
+    schedule: Schedule, workload: Workload, timing: Timing, first: list[int]
+) -> tuple[float, Schedule]:
+    """Its iteration time and the schedule, with states on the drive as ``limits.host_bytes`` asks for.
+
+    Of several choices of groups the one that is simulated to be fastest: the largest; or those whose states the drive
+    reads and writes beside most of the backward, because their gradient is reduced ``first``. Either as few as must be,
+    or more, so that the others have room for the copies that such steps need.
+    """
+    placed = with_states_on_drive(schedule, workload)
+    us, best = _stepped(placed, workload, timing)
+    limits = workload.limits
+    has_drive = all(map(timing.offers_curve, ("routes.nvme", "publish.nvme"))) and (
+        placed.state_slots is not None or limits.nvme_slots > 0
+    )
+    if limits.host_bytes is None or not has_drive or not is_small(workload) or not _can_step_early(workload, timing):
+        return us, best
     copies = max(pinned_bytes_of_nodes(workload.parallel, [0] * workload.parallel.pp, _copies(schedule, workload)))
     seen = [placed]
     for order, part in product((None, first), PARTS):
-        left = msgspec.structs.replace(limits, host_bytes=limits.host_bytes - int(part * copies))
+        left = replace(limits, host_bytes=limits.host_bytes - int(part * copies))
         with contextlib.suppress(InputError):  # so much room cannot be left
-            tried = with_states_on_drive(schedule, msgspec.structs.replace(workload, limits=left), order)
+            tried = with_states_on_drive(schedule, replace(workload, limits=left), order)
             if tried not in seen:
                 seen.append(tried)
                 us, best = min((us, best), _stepped(tried, workload, timing), key=lambda found: found[0])
-    return best
+    return us, best
 
 
 def _can_step_early(workload: Workload, timing: Timing) -> bool:
@@ -81,10 +113,10 @@ def _stepped(schedule: Schedule, workload: Workload, timing: Timing) -> tuple[fl
     room = _room(schedule, workload) if _can_step_early(workload, timing) else -1
     if room < (1 if schedule.state_slots is None else 0):
         return waits
-    tried = run(workload, timing, msgspec.structs.replace(schedule, rollback_bytes=room))
+    tried = run(workload, timing, replace(schedule, rollback_bytes=room))
     if tried.iteration_time_us >= waits[0]:
         return waits
-    return tried.iteration_time_us, msgspec.structs.replace(schedule, rollback_bytes=max(tried.early_bytes))
+    return tried.iteration_time_us, replace(schedule, rollback_bytes=max(tried.early_bytes))
 
 
 def _copies(schedule: Schedule, workload: Workload) -> list[int]:
@@ -101,7 +133,7 @@ def _room(schedule: Schedule, workload: Workload) -> int:
     room, limit = max(_copies(schedule, workload)), workload.limits.host_bytes
     if limit is None:
         return room
-    schedule = msgspec.structs.replace(schedule, rollback_bytes=0)  # slots of states on the drive become larger
+    schedule = replace(schedule, rollback_bytes=0)  # slots of states on the drive become larger
     ranks_of_nodes = pinned_bytes_of_nodes(workload.parallel, [0] * workload.parallel.pp, [1] * workload.parallel.pp)
     held = host_bytes_of_nodes(schedule, workload)
     return min(room, *((limit - taken) // ranks for taken, ranks in zip(held, ranks_of_nodes) if ranks))
@@ -115,6 +147,37 @@ def step_note(schedule: Schedule) -> str | None:
     return (
         f"The host's optimizer steps beside the backward, for {ms:.1f} ms on the busiest rank, with "
         f"{schedule.rollback_bytes} bytes of host memory a rank for the states as they were before."
+    )
+
+
+def _in_host_memory(schedule: Schedule, *places: str) -> Schedule:
+    """The schedule with states in host memory that rest at ``places``."""
+    groups = (replace(group, states_rest=None) if group.states_rest in places else group for group in schedule.groups)
+    return replace(schedule, groups=tuple(groups))
+
+
+def device_note(schedule: Schedule, workload: Workload, table: CostTable, *, extrapolate: bool = False) -> str | None:
+    """How many bytes of states rest on the device while the host steps the others, and what that brings, for the
+    reader; None where there are none."""
+    groups = schedule.groups
+    if schedule.predicted is None or not any(group.states_rest == "device" for group in groups):
+        return None
+    workload = with_activations(workload, table)
+    timing = Timing(workload, table, extrapolate=extrapolate)
+    held = max(
+        sum(bill.memory.device_bytes.get(kind, 0) for kind in ("main_parameters", "optimizer_states"))
+        for bill in memory_bill(schedule, workload)
+    )
+    said = f"Optimizer states of {held} bytes rest on the device of the rank that has most"
+    without = replace(_in_host_memory(schedule, "device", "nvme"), state_slots=None, rollback_bytes=None)
+    try:
+        us, _ = _within_host_memory(without, workload, timing, _late(without, workload)[::-1])
+    except InputError:
+        return f"{said}; without them there the host's memory would be short."
+    ours = schedule.predicted.iteration_time_us
+    return (
+        f"{said}: an iteration is simulated to take {ours / 1e3:.1f} ms, and {us / 1e3:.1f} ms with all states in host "
+        f"memory{' or on the drive' if workload.limits.host_bytes is not None else ''} ({us / ours - 1:.1%} more)."
     )
 
 
@@ -146,17 +209,11 @@ def delay(schedule: Schedule, workload: Workload, table: CostTable, *, extrapola
     if not settings.on_host:
         return None
     workload = with_activations(workload, table)
-    works = [
-        msgspec.structs.replace(workload, optimizer=msgspec.structs.replace(settings, delayed=d)) for d in (False, True)
-    ]
+    works = [replace(workload, optimizer=replace(settings, delayed=d)) for d in (False, True)]
     timing = Timing(workload, table, extrapolate=extrapolate)
     if not timing.offers_host_step:
         return None
-    groups = tuple(
-        msgspec.structs.replace(group, states_rest=None) if group.states_rest == "device" else group
-        for group in schedule.groups
-    )
-    plain = msgspec.structs.replace(schedule, groups=groups, rollback_bytes=None, step_slots=None)
+    plain = replace(_in_host_memory(schedule, "device"), rollback_bytes=None, step_slots=None)
     held = [
         [sum(kinds.values()) for kinds in host_bytes(*given)] for given in ((schedule, works[0]), (plain, works[1]))
     ]
@@ -170,9 +227,9 @@ def offload_note(schedule: Schedule, workload: Workload, table: CostTable) -> st
     if workload.optimizer.on_host or not any(group.gradients for group in schedule.groups):
         return None
     workload = with_activations(workload, table)
-    settings = msgspec.structs.replace(workload.optimizer, on_host=True)
+    settings = replace(workload.optimizer, on_host=True)
     try:
-        with_headroom(msgspec.structs.replace(workload, zero_stage=3, optimizer=settings), "host")
+        with_headroom(replace(workload, zero_stage=3, optimizer=settings), "host")
     except InputError:
         return None
     return (

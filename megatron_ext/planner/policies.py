@@ -1,5 +1,7 @@
 """Costs in, schedule out: one function for every policy."""
 
+import contextlib
+
 import msgspec
 
 from megatron_ext.bounds.feasibility import check_fits
@@ -10,7 +12,8 @@ from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import BASELINES, best_of_gathers
-from megatron_ext.planner.host_step_choice import with_states_placed
+from megatron_ext.planner.device_states import bytes_to_reserve, may_rest_on_device
+from megatron_ext.planner.host_step_choice import is_small, with_states_placed
 from megatron_ext.planner.local_search import improve
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.search import search
@@ -89,7 +92,7 @@ def plan(
         _refuse_what_does_not_fit(schedule, policy)
     if workload.limits.device_bytes is not None and not by_memory:
         schedule = _within_device_bytes(with_host_shards(schedule, workload), workload)
-    schedule = _with_states_placed(schedule, workload, timing, policy)
+    schedule = _with_states_placed(schedule, workload, timing, policy, routes, bound_us)
     _check_own_work(schedule, workload)
     result = run(workload, timing, schedule, bound_us=bound_us)
     result = result._replace(memory=tuple(memory_bill(schedule, workload)))
@@ -97,11 +100,34 @@ def plan(
     return with_prediction(msgspec.structs.replace(schedule, metadata=metadata), result, baselines)
 
 
-def _with_states_placed(schedule: Schedule, workload: Workload, timing: Timing, policy: str) -> Schedule:
+def _with_states_placed(
+    schedule: Schedule, workload: Workload, timing: Timing, policy: str, routes: tuple[Route, ...], bound_us: float
+) -> Schedule:
     """Where optimizer states rest, and when the host steps them; ``hybrid`` alone chooses by simulation."""
     if policy == "hybrid":
-        return with_states_placed(schedule, workload, timing)
+        placed = with_states_placed(schedule, workload, timing)
+        return _with_room_for_states(placed, workload, timing, routes, bound_us)
     return with_states_on_drive(schedule, workload)
+
+
+def _with_room_for_states(
+    schedule: Schedule, workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float
+) -> Schedule:
+    """At zero stage 3 whole parameters usually take all the room that the limit leaves: the faster of the schedule and,
+    in small cases, of plans that leave room for optimizer states on the device."""
+    if workload.zero_stage < 3 or not may_rest_on_device(workload, timing) or not is_small(workload):
+        return schedule
+    us, limits = run(workload, timing, schedule).iteration_time_us, workload.limits
+    for size in bytes_to_reserve(schedule, workload, timing):
+        less = msgspec.structs.replace(limits, device_bytes=(limits.device_bytes or 0) - size)
+        with contextlib.suppress(InputError):  # so much room cannot be left
+            narrow = msgspec.structs.replace(workload, limits=less)
+            tried, _ = _within_memory(narrow, timing, routes, bound_us, "hybrid")
+            whole = msgspec.structs.replace(tried.limits, device_bytes=limits.device_bytes)
+            tried = with_states_placed(msgspec.structs.replace(tried, limits=whole), workload, timing)
+            tried_us = run(workload, timing, tried).iteration_time_us
+            us, schedule = min((us, schedule), (tried_us, tried), key=lambda found: found[0])
+    return schedule
 
 
 def _metadata(schedule: Schedule, table: CostTable, policy: str, digest: str | None) -> Metadata:

@@ -1,0 +1,124 @@
+"""The planner decides which groups keep their optimizer states on the device while the host steps the others."""
+
+import pytest
+from msgspec.structs import replace
+from planning_cases import line, make_table, make_workload
+
+from megatron_ext.planner import device_note, device_states, plan
+from megatron_ext.planner.device_states import with_states_on_device
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.schedule.state_placement import host_bytes_of_nodes
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.workload import Limits
+
+MAIN_AND_STATES = 6
+"""Bytes of float32 parameters and two moments, for each of a 16-bit parameter."""
+
+
+def case(device_rate: float = 1e6, zero_stage: int = 1, **limits):
+    """The host's step of everything takes as long as three quarters of the compute; the device's step is short."""
+    shape = dict(pp=1, vp=1, microbatches=2, order="no_pipeline") if zero_stage == 3 else {}
+    work = make_workload(layers=4, zero_stage=zero_stage, **shape)
+    work = replace(work, optimizer=OptimizerSettings(on_host=True), limits=Limits(**limits))
+    rank_bytes = sum(chunk.bytes for chunk in work.chunks_of_rank(0))
+    table = make_table(work, gpu=(0.01, 1e7))
+    rate = rank_bytes / (1800.0 if zero_stage == 1 else 450.0)
+    curves = {"host_step": line(0.1, rate), "optimizer": line(5.0, rate), "host_add": line(0.01, 1e5)}
+    return work, replace(table, reduce=line(0.1, 1e6), device_step=line(0.1, device_rate), **curves)
+
+
+def held(schedule, work):
+    return [bill.memory.device_total_bytes for bill in memory_bill(schedule, work)]
+
+
+def on_device(schedule):
+    return {index for index, group in enumerate(schedule.groups) if group.states_rest == "device"}
+
+
+def least(**how):
+    """What the ranks hold with all states in host memory, and the bytes of all states of a rank."""
+    work, table = case(**how)
+    rank_bytes = sum(chunk.bytes for chunk in work.chunks_of_rank(0))
+    return max(held(plan(work, table), work)), rank_bytes // work.parallel.dp * MAIN_AND_STATES
+
+
+@pytest.mark.parametrize(("part", "zero_stage"), [(0.3, 1), (0.6, 1), (1.1, 1), (0.6, 3)])
+def test_as_many_states_as_have_room_rest_on_the_device_where_the_host_is_slow(part, zero_stage):
+    taken, states = least(zero_stage=zero_stage)
+    limit = taken + int(part * states)
+    work, table = case(device_bytes=limit, zero_stage=zero_stage)
+    schedule = plan(work, table)
+    without = plan(work, replace(table, device_step=None))
+    assert max(held(schedule, work)) <= limit
+    assert on_device(schedule) and not on_device(without)
+    assert schedule.predicted.iteration_time_us < 0.97 * without.predicted.iteration_time_us
+    assert schedule.predicted.lower_bound_us <= schedule.predicted.iteration_time_us
+    assert host_bytes_of_nodes(schedule, work)[0] < host_bytes_of_nodes(without, work)[0]
+    note = device_note(schedule, work, table)
+    states_there = max(
+        sum(bill.memory.device_bytes[kind] for kind in ("main_parameters", "optimizer_states"))
+        for bill in memory_bill(schedule, work)
+    )
+    assert f"states of {states_there} bytes" in note and "% more)" in note
+    assert device_note(without, work, table) is None
+
+
+@pytest.mark.parametrize("how", [{}, {"device_rate": 10.0}, {"room": 0.0}])
+def test_no_states_rest_there_without_a_limit_where_the_device_is_slow_or_without_room(how):
+    taken, states = least()
+    room = {"device_bytes": taken + int(how.pop("room", 2.0) * states)} if how else {}
+    work, table = case(**how, **room)
+    schedule = plan(work, table)
+    assert not on_device(schedule) and device_note(schedule, work, table) is None
+
+
+def test_groups_whose_steps_hide_least_go_first_and_their_gradients_and_shards_with_them():
+    work, table = case(zero_stage=3, device_bytes=10**9)
+    schedule = plan(work, replace(table, device_step=None))
+    groups = tuple(replace(group, gradients="host", shard_rests="host") for group in schedule.groups)
+    order = sorted(range(len(groups)), key=lambda index: -index)
+    schedule = replace(schedule, groups=groups, limits=work.limits)
+    one = held(schedule, work)[0] + groups[order[0]].bytes // 2 * (MAIN_AND_STATES + 1 + 2) + 100
+    work = replace(work, limits=Limits(device_bytes=one))
+    (moved,) = [*with_states_on_device(schedule, work, order, (1.0,))]
+    assert on_device(moved) == {order[0]} and max(held(moved, work)) <= one
+    assert (moved.groups[order[0]].gradients, moved.groups[order[0]].shard_rests) == ("sharded", None)
+    by_shard = replace(schedule, ranks=tuple(_by_cpu_shard(rank) for rank in schedule.ranks))
+    assert not [*with_states_on_device(by_shard, work, order, (1.0,))]  # these shards have to rest in host memory
+
+
+def _by_cpu_shard(rank):
+    def change(entry):
+        return replace(entry, unshard=tuple(replace(action, route="cpu_shard") for action in entry.unshard))
+
+    return replace(rank, start=change(rank.start), steps=tuple(map(change, rank.steps)))
+
+
+def test_fewer_states_go_to_the_drive_where_some_rest_on_the_device():
+    taken, states = least()
+    work, table = case()
+    drive = make_table(work, gpu=(0.01, 1e7), nvme=(1.0, 1e3))
+    table = replace(table, routes=drive.routes, publish=drive.publish)
+    short = int(0.7 * host_bytes_of_nodes(plan(work, table), work)[0])
+    number = {}
+    for room in (0.0, 0.5):
+        limits = Limits(device_bytes=taken + int(room * states), host_bytes=short)
+        schedule = plan(replace(work, limits=limits), table)
+        assert host_bytes_of_nodes(schedule, work)[0] <= short
+        number[room] = sum(group.states_rest == "nvme" for group in schedule.groups)
+    assert number[0.0] > number[0.5]
+
+
+def test_at_zero_stage_3_room_is_left_for_states_where_that_is_faster(monkeypatch):
+    """Whole parameters take all the room there is, although they come in no time and the host's step is long."""
+    work, table = case(zero_stage=3)
+    taken, states = least(zero_stage=3)
+    work = replace(work, limits=Limits(device_bytes=taken))
+    schedule = plan(work, table)
+    monkeypatch.setattr(device_states, "RESERVED", ())
+    greedy = plan(work, table)
+    assert max(held(schedule, work)) <= taken and len(on_device(schedule)) > len(on_device(greedy))
+    assert schedule.predicted.iteration_time_us < 0.97 * greedy.predicted.iteration_time_us
+    again = evaluate(work, table, schedule)
+    assert again.iteration_time_us == schedule.predicted.iteration_time_us
