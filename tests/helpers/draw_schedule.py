@@ -100,7 +100,7 @@ def with_states(draw, schedule: Schedule, workload: Workload) -> Schedule:
     optimizer steps on the host."""
     if not workload.optimizer.on_host or draw.random() < 0.3:
         return schedule
-    chosen = [index for index in range(len(schedule.groups)) if draw.random() < 0.6]
+    chosen = [index for index in range(len(schedule.groups)) if draw.random() < 0.4]
     schedule = states_on_drive(schedule, workload, chosen, slots=draw.randint(2, 3))
     return states_on_device(
         schedule, [index for index in range(len(schedule.groups)) if index not in chosen and draw.random() < 0.5]

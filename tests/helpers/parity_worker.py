@@ -15,6 +15,7 @@ import socket
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import orderings
 import torch
@@ -29,7 +30,9 @@ cpu_compat.install()
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import pretrain_gpt_hybrid
-from fused_adam import fused
+from engine_stand_in import FusedAdam
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import distrib_optimizer
 
 from megatron_ext.megatron import lifecycle
 from megatron_ext.runtime import debug, faults
@@ -115,6 +118,18 @@ def overflowing(example):
         example.run_schedule, example.build_model_and_optimizer = run_schedule, build
 
 
+@contextlib.contextmanager
+def fused():
+    """The optimizer of a host optimizer's parameters on the device is the stand-in of Transformer Engine's: it rounds
+    otherwise than torch's on the host, and has its count of steps elsewhere; yields nothing."""
+    with (
+        mock.patch.object(megatron_optimizer, "Adam", FusedAdam),
+        mock.patch.object(distrib_optimizer, "HAVE_APEX_OR_TE", True),
+        mock.patch.object(distrib_optimizer, "USING_TE_OPTIMIZER", True),
+    ):
+        yield
+
+
 def train(
     example,
     options: list[str],
@@ -126,8 +141,8 @@ def train(
     """Train a new model; returns this rank's metrics. ``meddle``: ``told``, ``told twice`` (and once more at the end)
     or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``replay``: the
     optimizer's hook is not called, as in the replay of a CUDA graph; ``overflow``: see :func:`overflowing`;
-    ``fused``: the device's optimizer is that of ``fused_adam.py``; ``gradients``: those of the first iteration are
-    returned as the optimizer steps on them."""
+    ``fused``: see :func:`fused`; ``gradients``: those of the first iteration are returned as the optimizer steps on
+    them."""
     for name in (lifecycle.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
         os.environ.pop(name, None)
     os.environ.update(environment)

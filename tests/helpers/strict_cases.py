@@ -9,7 +9,15 @@ import random
 from pathlib import Path
 
 from cases import MODELS, STRICT
-from draw_schedule import GRADIENTS, draw_schedule, prepared, states_on_drive, with_gradients, with_step_slots
+from draw_schedule import (
+    GRADIENTS,
+    draw_schedule,
+    prepared,
+    states_on_device,
+    states_on_drive,
+    with_gradients,
+    with_step_slots,
+)
 from msgspec.structs import replace
 from strict_streams import ONE_QUEUE
 
@@ -203,6 +211,21 @@ def _delayed(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
     return _case(draw, seed, path, "bf16-offload", steps_on_host=True, **how, drawn=drawn, iterations=4)
 
 
+def _stepped_on_the_device(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
+    """Every second group is; at zero stage 3 the others are stepped beside the backward."""
+    workload = _sized(workloads, STRICT, "bf16-offload", zero_stage, 2)
+    workload = replace(workload, optimizer=OptimizerSettings(on_host=True))
+    schedule = with_gradients(draw, draw_schedule(draw, workload, ("cpu", "gpu")), workload, (None, "sharded"))
+    schedule = states_on_device(schedule, list(range(0, len(schedule.groups), 2)))
+    schedule = replace(schedule, rollback_bytes=1 << 20 if zero_stage == 3 else None)
+    validate.validate(schedule)
+    schedule_file.save(path, schedule)
+    how = dict(
+        options=["--gpus-per-node", "2", "--clip-grad", "1e-4"], drawn=[f"on the device, zero stage {zero_stage}"]
+    )
+    return _case(draw, seed, path, "bf16-offload", steps_on_host=True, **how)
+
+
 def _two_legs(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
     workload = _sized(workloads, FOUR, "fp32", zero_stage, 2)
     for number in itertools.count(seed):
@@ -237,6 +260,7 @@ AIMS = {
     "through the drive, to another node": _through_the_drive(1),
     "two legs": _two_legs,
     "updates that are delayed": _delayed,
+    "updates that are made on the device": _stepped_on_the_device,
 }
 """``AIMS[name](draw, workloads, path, seed, zero_stage)``: a case that needs what others rarely need."""
 

@@ -101,6 +101,13 @@ def test_an_ordering_of_slots_of_the_drive_that_is_taken_away_is_seen(service, w
         assert findings(answer) or differences(answer)
 
 
+def test_steps_on_the_device_beside_those_of_the_host_are_ordered(service, workloads, tmp_path):
+    case = strict_case(109, workloads, tmp_path)
+    assert {group.states_rest for group in validate.load(case["schedule"]).groups} == {None, "device"}
+    answer = service.run(**case)
+    assert findings(answer) == [] == differences(answer)
+
+
 SYMMETRIC = 49
 
 

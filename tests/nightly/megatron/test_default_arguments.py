@@ -14,7 +14,7 @@ from pathlib import Path
 
 import engine_stand_in
 import pytest
-from draw_schedule import GRADIENTS, prepared, states_on_drive
+from draw_schedule import GRADIENTS, prepared, states_on_device, states_on_drive
 from places import HELPERS, ROOT
 from released import MIRROR
 
@@ -179,14 +179,22 @@ def test_distributed_checkpoints_go_on_as_they_would_have(tree, tmp_path, how):
         assert result.returncode == 0 and "iteration        6/       6" in said, said[-4000:]
 
 
-@pytest.mark.parametrize("options", [PIPELINE, ""], ids=["pipeline", "no pipeline"])
-def test_distributed_checkpoints_of_states_on_the_drive(tree, tmp_path, options):
-    """Saved by the schedule, in the middle and behind its end, loaded by it and by Megatron's own gather with states in
-    memory: equal."""
+@pytest.mark.parametrize(
+    ("options", "seed"),
+    [(PIPELINE, 15), ("--grad-reduce-in-bf16", 39)],
+    ids=["pipeline", "no pipeline, gradients in 16 bits"],
+)
+def test_distributed_checkpoints_of_states_on_the_drive_and_on_the_device(tree, tmp_path, options, seed):
+    """Saved by the schedule, in the middle and behind its end, loaded by it and by Megatron's own gather with states of
+    the drive in memory: equal."""
     options = [*options.split(), "--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
-    trainer = Trainer(tree("0.17.1"), tmp_path, options, 3, 15, engine=True)
+    trainer = Trainer(tree("0.17.1"), tmp_path, options, 3, seed, engine=True)
     every = list(range(len(trainer.schedule.groups)))
-    schedule = states_on_drive(trainer.schedule, trainer.workload, [i for i in every if i % 4 != 3], slots=3)
+    able = states_on_device(trainer.schedule, every)
+    stepped = [i for i in every if able.groups[i].states_rest == "device"][::2]
+    on_drive = [i for i in every if i % 4 != 3 and i not in stepped]
+    schedule = states_on_device(states_on_drive(trainer.schedule, trainer.workload, on_drive, slots=3), stepped)
+    assert {group.states_rest for group in schedule.groups} >= {"nvme", "device"}
     schedule_file.save(tmp_path / "schedule.json", validate.validate(schedule))
     (tmp_path / "drive").mkdir()
     drive = ["--user-defined-schedule-nvme-path", str(tmp_path / "drive")]
