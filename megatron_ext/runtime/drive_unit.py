@@ -32,6 +32,8 @@ class DriveUnit(StepUnit):
         super().__init__(group, states.units[index].optimizer, gradients, shards, inverse_scale)
         self.states, self.index = states, index
 
+    ahead = False  # its slots are those of states, which one thread takes and leaves
+
     def bytes(self) -> int:
         return 0
 

@@ -3,10 +3,10 @@
 [Note: Speculation, then validation]
 The gradient norm, and with it the factor by which gradients are clipped, is known only when every gradient is reduced;
 so is whether a gradient has overflowed. A unit (the parameters of one group) does not wait for that. As soon as its
-gradient is reduced, a thread copies it to the host, keeps a copy of the unit's states, and steps it, as if nothing were
-clipped and nothing had overflowed. The copies lie in memory of a fixed size; a unit that finds no room there, or whose
-turn comes after the last backward, is stepped as without all this, when the norm is known. Of a unit whose states rest
-on a drive the drive keeps what was before, see drive_unit.py.
+gradient is reduced, a thread copies it to the host. Another one keeps a copy of the unit's states, and steps it, as if
+nothing were clipped and nothing had overflowed. The copies lie in memory of a fixed size; a unit that finds no room
+there, or whose turn comes after the last backward, is stepped as without all this, when the norm is known. Of a unit
+whose states rest on a drive the drive keeps what was before, see drive_unit.py.
 
 When the optimizer steps, each unit is validated: one element of each gradient that was stepped on is compared with the
 gradient as it is then. Clipping multiplies all elements by one factor. In fp32 a product with a factor other than 1
@@ -57,6 +57,9 @@ class StepUnit:
         self.compared: list[tuple[int, torch.Tensor]] = []  # of each gradient an element's place, and what it was
         self.ended = None  # the copies of the new parameters to the device
 
+    ahead = True
+    """Whether its gradients may be copied while another unit is stepped."""
+
     def bytes(self) -> int:
         """Of the copy of the states."""
         return sum(_aligned(tensor) for tensor in self._tensors())
@@ -69,6 +72,9 @@ class StepUnit:
             assert all(isinstance(value, torch.Tensor) for value in states)
             found += [parameter, *states]
         return found
+
+    def wait_for_room(self) -> None:
+        """Until there is memory for the gradients in host memory."""
 
     def take_gradients(self) -> None:
         """Copy the gradients to the host; queued on the current stream."""
@@ -130,7 +136,7 @@ class EarlySteps:
         units: each group's own; a group may have several, of several optimizers.
         rollback_bytes: memory for copies of states.
         begin: called before the first step of an iteration could begin, on the training thread.
-        published: called on this class's thread before it changes parameters: returns when what was published of the
+        published: called on the thread that steps, before it changes parameters: returns when what was published of the
             last step no longer reads them; None where nothing is.
         device: see :mod:`megatron_ext.runtime.device`.
         rank: injected delays differ by it.
@@ -158,7 +164,8 @@ class EarlySteps:
         self._begin, self._published, self._device, self._recorder = begin, published, device, recorder
         self._delay = faults.delayer(faults.step_delay_ms, salt=113 + rank)
         self._keeps = bool(faults.no_rollback)
-        self._worker, self._stream, self._reduces = Worker("early-steps"), device.copy_stream(), device.copy_stream()
+        self._copier, self._worker = Worker("early-copies"), Worker("early-steps")
+        self._copies, self._stream, self._reduces = (device.copy_stream() for _ in range(3))
         self.copying = threading.Lock()  # held while gradients are copied, which nobody may change meanwhile
         self._open, self._used = False, 0
         self._stepped: list[StepUnit] = []
@@ -177,7 +184,7 @@ class EarlySteps:
         """The last reduce of ``group`` in this iteration is issued, or has ended (``handle``: None); any thread.
 
         Megatron waits for the same handle. Before torch 2.8 two threads must not do so at once (what the handle keeps
-        alive has no lock), so on CUDA a stream waits here, and this class's thread waits for the stream.
+        alive has no lock), so on CUDA a stream waits here, and the thread that copies waits for the stream.
         """
         if self._open:
             after = self._device.mark()
@@ -185,7 +192,7 @@ class EarlySteps:
                 reduce, handle = handle, None
                 after = self._device.on_stream(lambda: reduce.wait(), self._reduces, after).event
             for unit in self._units.get(group, ()):
-                self._worker.submit(partial(self._step, unit, handle, after))
+                self._copier.submit(partial(self._take, unit, handle, after))
 
     def end(self) -> None:
         """The backward has ended, and gradients may change when this returns. What has not begun is left."""
@@ -225,14 +232,15 @@ class EarlySteps:
 
     def wait(self) -> None:
         """For the steps that have begun, and on the device for the parameters that they have copied there."""
-        self._worker.submit(lambda transfer: None).wait()
+        for worker in (self._copier, self._worker):
+            worker.submit(lambda transfer: None).wait()
         for unit in self._stepped:
             if unit.ended is not None:
                 unit.ended.wait()
 
-    # On the thread.
+    # On the thread that copies.
 
-    def _step(self, unit: StepUnit, handle, after, transfer: Transfer) -> None:
+    def _take(self, unit: StepUnit, handle, after, transfer: Transfer) -> None:
         size = unit.bytes()
         if self._used + size > self.memory.numel():
             return
@@ -242,17 +250,25 @@ class EarlySteps:
                 handle.wait()
             unit.take_gradients()
 
+        if not unit.ahead:
+            self._worker.submit(lambda transfer: None).wait()
+        unit.wait_for_room()
+        with torch.no_grad(), self.copying:
+            if not self._open:
+                return
+            if self._delay is not None:
+                self._delay()
+            self._device.synchronize(self._device.on_stream(copy, self._copies, after))
+        memory, self._used = self.memory[self._used : self._used + size], self._used + size
+        self._worker.submit(partial(self._step, unit, memory))
+
+    # On the thread that steps.
+
+    def _step(self, unit: StepUnit, memory: torch.Tensor, transfer: Transfer) -> None:
+        begin = perf_counter_ns()
         with torch.no_grad():
-            with self.copying:
-                if not self._open:
-                    return
-                if self._delay is not None:
-                    self._delay()
-                begin = perf_counter_ns()
-                self._device.synchronize(self._device.on_stream(copy, self._stream, after))
             if self._published is not None:
                 self._device.on_stream(self._published, self._stream, None)
-            memory, self._used = self.memory[self._used : self._used + size], self._used + size
             self._stepped.append(unit)
             unit.ended = self._device.on_stream(partial(unit.step, memory), self._stream, None)
         self.taken += 1
@@ -262,8 +278,9 @@ class EarlySteps:
             self._recorder.add("host_step", str(unit.group), begin, perf_counter_ns())
 
     def close(self) -> None:
-        """Take back what no step of the optimizer has followed, and end the thread."""
+        """Take back what no step of the optimizer has followed, and end the threads."""
         self.undo()
+        self._copier.close()
         self._worker.close()
 
 

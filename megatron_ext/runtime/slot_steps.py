@@ -22,6 +22,7 @@ from functools import partial
 import torch
 
 from megatron_ext.runtime.early_steps import StepUnit
+from megatron_ext.runtime.worker import Transfer
 from megatron_ext.workload.state_layout import tensor_bytes
 
 HALF_PER_SLOT = 2
@@ -95,7 +96,8 @@ class StepSlots:
         self.device_bytes = staged * slot_bytes
         self._arriving, self._leaving = device.copy_stream(), device.copy_stream()
         self._left: list = [None] * slots  # the last copy out of each slot of 16-bit parameters
-        self._free = deque(range(slots))
+        self._next = 0  # the slot that is taken next, in turn, as units are stepped in the order of their arrival
+        self._emptied: list[Transfer | None] = [None] * slots  # when the last unit in each slot has been stepped
         self._expected: deque[PassingUnit] = deque()
         self._computed = None  # the gradients of the units that are expected are ready behind it
         self._hooks = []
@@ -118,15 +120,25 @@ class StepSlots:
 
     # Gradients.
 
+    def _has_room(self) -> bool:
+        emptied = self._emptied[self._next]
+        return emptied is None or emptied.ended
+
+    def wait_for_room(self) -> None:
+        """Until a slot is empty; its unit is stepped by another thread."""
+        emptied = self._emptied[self._next]
+        if emptied is not None:
+            emptied.wait()
+
     def expect(self, units: list[PassingUnit]) -> None:
         """``units`` will be stepped in this order; their gradients are ready once the current stream has done its
         work."""
-        assert not self._expected and len(self._free) == self.number
+        assert not self._expected
         self._expected, self._computed = deque(units), self._device.mark()
         self._fill()
 
     def _fill(self) -> None:
-        while self._expected and self._free:
+        while self._expected and self._has_room():
             unit = self._expected.popleft()
             gradients = {parameter: gradient() for parameter, gradient in unit.gradients.items()}
             copy = partial(self.arrive, unit, gradients, in_place=True)
@@ -139,7 +151,9 @@ class StepSlots:
         Args:
             in_place: those that are fp32 in host memory are stepped on where they are, and not copied.
         """
-        slot = unit.slot = self._free.popleft()
+        assert self._has_room()
+        slot, self._next = self._next, (self._next + 1) % self.number
+        unit.slot, self._emptied[slot] = slot, Transfer()
         left = self._left[slot] if self._half else None
         for parameter, gradient in gradients.items():
             if gradient is None:
@@ -189,8 +203,9 @@ class StepSlots:
             ended.wait()
         for parameter in unit.shards:
             parameter.grad = None
-        unit.slot = None
-        self._free.append(slot)
+        unit.slot, emptied = None, self._emptied[slot]
+        assert emptied is not None
+        emptied.finish()
         self._fill()
 
     @torch.no_grad()
@@ -231,6 +246,9 @@ class SlotUnit(StepUnit):
     ):
         super().__init__(group, slots.units[index].optimizer, gradients, shards, inverse_scale)
         self._slots, self._unit = slots, slots.units[index]
+
+    def wait_for_room(self) -> None:
+        self._slots.wait_for_room()
 
     def take_gradients(self) -> None:
         self._slots.arrive(self._unit, self.gradients)

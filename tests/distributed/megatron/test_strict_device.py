@@ -151,7 +151,8 @@ def test_what_passes_through_slots_is_ordered(service, workloads, tmp_path, cast
             ("host", False, "synchronize", 0),  # a step before its gradients have arrived
             ("host", True, "synchronize", 1),  # parameters cast into a slot from which others still leave
             ("host", False, "mark", 0),  # gradients copied before they are clipped
-            ("device", True, "wait", 0),  # parameters read before they are there
+            ("device", True, "wait", 0),  # gradients copied into a slot whose unit has not been stepped
+            ("device", True, "wait", 1),  # parameters read before they are there
         ],
         2,
     ),

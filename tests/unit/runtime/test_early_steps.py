@@ -91,7 +91,7 @@ class Streams(HostDevice):
         return SimpleNamespace(event=None, wait=lambda: None)
 
 
-@pytest.mark.parametrize(("device", "threads"), [(Streams(), {"MainThread"}), (HostDevice(), {"early-steps"})])
+@pytest.mark.parametrize(("device", "threads"), [(Streams(), {"MainThread"}), (HostDevice(), {"early-copies"})])
 def test_on_a_device_one_thread_waits_for_a_reduce(training, device, threads):
     """Before torch 2.8 its handle may not be waited for by two threads at once, and Megatron waits for it, too."""
     ours, waited = training(device=device), []

@@ -1,10 +1,14 @@
 """Gradients and parameters that pass through slots: the steps of the same optimizers, to the last bit."""
 
+import threading
+
 import pytest
 import torch
 
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.slot_steps import PassingUnit, StepSlots
+from megatron_ext.runtime.early_steps import EarlySteps
+from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.slot_steps import PassingUnit, SlotUnit, StepSlots
 
 SHAPES = [(3, 5), (7,), (64, 33), (1,), (4096,), (129, 2)]
 UNITS = [[0, 1], [2], [3, 4], [5]]
@@ -85,3 +89,42 @@ def test_a_gradient_that_is_not_there_changes_nothing():
     ours.units[1].gradients = dict.fromkeys(ours.units[1].gradients, lambda: None)
     ours.step(0)
     assert torch.equal(ours.parameters[2], before[2]) and not torch.equal(ours.parameters[0], before[0])
+
+
+def test_gradients_arrive_while_another_unit_is_stepped():
+    """As many as there are slots, whose units the end of the iteration waits for."""
+    ours, theirs, stepping, go_on = Training({"slots": 3}), Training(), threading.Event(), threading.Event()
+    ours.step(0)
+    theirs.step(0)
+    assert ours.slots is not None
+    units = []
+    for number, unit in enumerate(UNITS):
+        parameters = [ours.parameters[i] for i in unit]
+        gradients, shards = ({ours.parameters[i]: of[i] for i in unit} for of in (ours.gradients, ours.shards))
+        units.append(SlotUnit(number, ours.slots, number, gradients, shards, lambda: None))
+        assert [ours.slots.unit_of(parameter) for parameter in parameters] == [number] * len(unit)
+
+    def published() -> None:
+        stepping.set()
+        assert go_on.wait(10)
+
+    early = EarlySteps(units, 1 << 20, lambda: None, published, HostDevice(), Faults(), rank=0)
+    early.ready = True
+    early.begin()
+    for number in range(len(units)):
+        early.reduced(number)
+    assert stepping.wait(10)
+    while ours.units[2].slot is None:
+        stepping.wait(0.01)
+    early.end()
+    assert [unit.slot is not None for unit in ours.units] == [True, True, True, False]
+    go_on.set()
+    assert early.settle(units, changed=False) == units[:3]
+    early.close()
+    for optimizer, unit in list(zip(theirs.optimizers, UNITS))[:3]:
+        for i in unit:
+            theirs.parameters[i].grad = theirs.gradients[i].view(SHAPES[i])
+        optimizer.step()
+        for i in unit:
+            theirs.shards[i].copy_(theirs.parameters[i])
+    assert all(map(torch.equal, ours.everything(), theirs.everything()))
