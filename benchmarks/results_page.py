@@ -203,6 +203,22 @@ def runtime_claims(result: dict) -> str:
     )
 
 
+def step_beside_backward(r: dict) -> str:
+    def share(kind: str, ours: str, theirs: str) -> str:
+        one, other = r[kind][ours], r[kind][theirs]
+        return f"{sum(one.values()) / sum(other.values()) if isinstance(one, dict) else one / other:.2f}"
+
+    predicted = r["predicted_us"]["beside"] / r["predicted_us"]["waits"]
+    slots, losses = ("waits, slots", "waits"), "equal" if r["losses_equal"] else "DIFFER"
+    return (
+        f"{r['hidden']:.0%} ({r['spread'][0]:.0%} to {r['spread'][1]:.0%}) at PP 2 x VP 2 with 8 micro-batches; losses "
+        f"{losses}; iteration time {share('iteration_us', 'beside', 'waits')} of that of the step that waits "
+        f"(predicted {predicted:.2f}). With gradients and parameters through slots: host memory "
+        f"{share('host_bytes', *slots)}, iteration time {share('iteration_us', *slots)} of those without; beside the "
+        f"backward iteration time {share('iteration_us', 'beside, slots', 'beside')}"
+    )
+
+
 def states_on_drive(result: dict) -> str:
     """The parts that were run."""
     texts = []
@@ -336,12 +352,7 @@ ROWS = {
     "step_beside_backward": Row(
         "What of the host's step and of publishing is hidden beside the backward, without a delay?",
         "benchmarks/step_beside_backward.py",
-        lambda r: (
-            f"{r['hidden']:.0%} ({r['spread'][0]:.0%} to {r['spread'][1]:.0%}) at PP 2 x VP 2 with 8 micro-batches; "
-            f"losses {'equal' if r['losses_equal'] else 'DIFFER'}; iteration time "
-            f"{r['iteration_us']['beside'] / r['iteration_us']['waits']:.2f} of that of the step that waits (predicted "
-            f"{r['predicted_us']['beside'] / r['predicted_us']['waits']:.2f})"
-        ),
+        step_beside_backward,
     ),
     "states_on_drive": Row(
         "What do optimizer states on a drive cost, and what can be trained by them?",
