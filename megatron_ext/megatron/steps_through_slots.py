@@ -18,11 +18,13 @@ from megatron_ext.megatron.host_optimizers import divide, own_optimizers, refuse
 from megatron_ext.megatron.shards import places_of_groups
 from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.slot_steps import PassingUnit, StepSlots
-from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.workload.state_layout import tensor_bytes
 
 
-def step_through_slots(schedule: Schedule, optimizers: list, buckets: list[tuple[object, Group]], device) -> StepSlots:
+def step_through_slots(
+    schedule: schedule_file.Schedule, optimizers: list, buckets: list[tuple[object, Group]], device
+) -> StepSlots:
     """Give the host's optimizer slots, by a schedule that has ``step_slots``.
 
     Args:
@@ -48,12 +50,14 @@ def step_through_slots(schedule: Schedule, optimizers: list, buckets: list[tuple
     return passing
 
 
-def _units(schedule: Schedule, optimizer, buckets: list[tuple[object, Group]]) -> Iterator[PassingUnit]:
-    """The units of one optimizer, each with parameters of one group."""
+def _units(schedule: schedule_file.Schedule, optimizer, buckets: list[tuple[object, Group]]) -> Iterator[PassingUnit]:
+    """The units of one optimizer. Where they may be stepped beside the backward, each lies in one group."""
     slots, hybrid = schedule.step_slots, optimizer.optimizer
     assert slots is not None
     copies = getattr(hybrid, "gpu_params_map_cpu_copy", None)
-    shards: dict[int, dict[torch.Tensor, torch.Tensor]] = {}
+    shards: dict[torch.Tensor, torch.Tensor] = {}
+    groups: dict[torch.Tensor, schedule_file.Group] = {}
+    together: dict[int, set[torch.Tensor]] = {}
     for group, _, _, shard in places_of_groups([optimizer], buckets):
         if copies is None or shard not in copies:
             raise InputError(
@@ -61,20 +65,23 @@ def _units(schedule: Schedule, optimizer, buckets: list[tuple[object, Group]]) -
                 "--optimizer-offload-fraction 1.0",
                 field="step_slots",
             )
-        shards.setdefault(group.index, {})[copies[shard]] = shard
+        parameter = copies[shard]
+        shards[parameter], groups[parameter] = shard, schedule.groups[group.index]
+        together.setdefault(0 if schedule.rollback_bytes is None else group.index, set()).add(parameter)
     size = lambda parameter: tensor_bytes(parameter.numel())
-    divided = [
-        (index, one) for index, own in shards.items() for one in divide(hybrid, set(own), size, slots.slot_bytes)
-    ]
-    optimizers = own_optimizers(hybrid, [one for _, one in divided], copy_back=False) if divided else []
-    for (index, _), one in zip(divided, optimizers, strict=True):
-        own = {p: shards[index][p] for group in one.param_groups for p in group["params"]}
+    divided = [one for chosen in together.values() for one in divide(hybrid, chosen, size, slots.slot_bytes)]
+    for one in own_optimizers(hybrid, divided, copy_back=False) if divided else []:
+        own = [parameter for group in one.param_groups for parameter in group["params"]]
         for parameter in own:
             hybrid.cpu_copy_map_grad.pop(parameter, None)
             parameter.grad = None
-        group, gradients = schedule.groups[index], {p: partial(_gradient, shard) for p, shard in own.items()}
-        on_host = [frozenset(own if where == "host" else ()) for where in (group.gradients, group.shard_rests)]
-        yield PassingUnit(one, gradients, own, *on_host)
+        yield PassingUnit(
+            one,
+            {parameter: partial(_gradient, shards[parameter]) for parameter in own},
+            {parameter: shards[parameter] for parameter in own},
+            gradients_on_host=frozenset(parameter for parameter in own if groups[parameter].gradients == "host"),
+            shards_on_host=frozenset(parameter for parameter in own if groups[parameter].shard_rests == "host"),
+        )
 
 
 def _gradient(shard: torch.Tensor) -> torch.Tensor | None:
