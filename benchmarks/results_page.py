@@ -204,19 +204,33 @@ def runtime_claims(result: dict) -> str:
 
 
 def step_beside_backward(r: dict) -> str:
-    def share(kind: str, ours: str, theirs: str) -> str:
-        one, other = r[kind][ours], r[kind][theirs]
+    def share(kind: str, ours: str, theirs: str, of: dict = r) -> str:
+        one, other = of[kind][ours], of[kind][theirs]
         return f"{sum(one.values()) / sum(other.values()) if isinstance(one, dict) else one / other:.2f}"
 
-    predicted = r["predicted_us"]["beside"] / r["predicted_us"]["waits"]
-    slots, losses = ("waits, slots", "waits"), "equal" if r["losses_equal"] else "DIFFER"
-    return (
-        f"{r['hidden']:.0%} ({r['spread'][0]:.0%} to {r['spread'][1]:.0%}) at PP 2 x VP 2 with 8 micro-batches; losses "
-        f"{losses}; iteration time {share('iteration_us', 'beside', 'waits')} of that of the step that waits "
-        f"(predicted {predicted:.2f}). With gradients and parameters through slots: host memory "
-        f"{share('host_bytes', *slots)}, iteration time {share('iteration_us', *slots)} of those without; beside the "
-        f"backward iteration time {share('iteration_us', 'beside, slots', 'beside')}"
-    )
+    def compared(of: dict) -> str:
+        return (
+            f"losses {'equal' if of['losses_equal'] else 'DIFFER'}; iteration time "
+            f"{share('iteration_us', 'beside', 'waits', of)} of that of the step that waits (predicted "
+            f"{share('predicted_us', 'beside', 'waits', of)})"
+        )
+
+    low, high = r["spread"]
+    text = f"{r['hidden']:.0%} ({low:.0%} to {high:.0%}) at PP 2 x VP 2 with 8 micro-batches; {compared(r)}"
+    if "waits, slots" in r["iteration_us"]:
+        slots = ("waits, slots", "waits")
+        text += (
+            f". With gradients and parameters through slots: host memory {share('host_bytes', *slots)}, iteration time "
+            f"{share('iteration_us', *slots)} of those without; beside the backward iteration time "
+            f"{share('iteration_us', 'beside, slots', 'beside')}"
+        )
+    if "nvme" in r:
+        drive = r["nvme"]["drive_hidden"]
+        text += (
+            f". With all states on the drive: of its time {drive['beside']:.0%} hidden, without {drive['waits']:.0%}; "
+            f"{compared(r['nvme'])}"
+        )
+    return text
 
 
 def states_on_drive(result: dict) -> str:
