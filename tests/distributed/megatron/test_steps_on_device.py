@@ -11,6 +11,7 @@ from cases import MODELS
 from draw_schedule import draw_schedule, states_on_device, states_on_drive, with_gradients, with_step_slots
 from msgspec.structs import replace
 from parity_service import differences
+from variations import some
 
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
@@ -116,6 +117,26 @@ def test_a_fused_optimizer_on_the_device_goes_on_from_a_checkpoint(workloads, se
     assert differences(ended) == []
     assert json.dumps(whole["scheduled"]["loss"]) == json.dumps(begun["loss"] + ended["scheduled"]["loss"])
     assert whole["scheduled"]["parameter_sha256"] == ended["scheduled"]["parameter_sha256"]
+
+
+@pytest.mark.parametrize(("first", "second"), some([("host.json", "s.json"), ("s.json", "host.json")], 1))
+def test_a_fused_optimizer_goes_on_from_states_of_the_host_and_they_from_its_own(
+    workloads, services, tmp_path, first, second
+):
+    """Near a run of one placement: a count of steps that began anew would correct moments that are not new."""
+    schedule, _ = write(workloads["interleaved", MODEL], 1, tmp_path, 5)
+    schedule_file.save(tmp_path / "s.json", states_on_device(schedule, list(range(len(schedule.groups)))))
+
+    def train(name: str, iterations: int, *more) -> dict:
+        case = dict(options=options(tmp_path, *more), schedule=tmp_path / name, meddle="fused", iterations=iterations)
+        return services("interleaved").run(**case)
+
+    whole = train("host.json", 5)["scheduled"]["loss"]
+    folder = str(tmp_path / "checkpoint")
+    begun = train(first, 2, "--save", folder)
+    ended = train(second, 5, "--load", folder)
+    assert differences(ended) == []
+    assert begun["scheduled"]["loss"] + ended["scheduled"]["loss"] == pytest.approx(whole, rel=1e-4)
 
 
 def test_iterations_that_overflow_are_skipped(workloads, services, tmp_path):
