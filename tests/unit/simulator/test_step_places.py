@@ -68,6 +68,16 @@ def test_the_place_of_the_cast_says_what_the_host_s_step_takes():
         assert times["host"] == evaluate(*case(1, early=early)).iteration_time_us
         assert times["host"] - times["device"] == pytest.approx(shorter, rel=1e-3)
 
+    early = evaluate(*case(1, early=True, cast="device"))
+    assert early.hidden_step_us == pytest.approx((3 * CAST_US,), rel=1e-3)
+
+
+def test_the_device_s_step_is_not_hidden_by_steps_beside_the_backward():
+    """Of groups as small as these the host's steps of single ones may take longer than one step of all."""
+    work, table, schedule = case(1, early=True)
+    result = evaluate(work, replace(table, optimizer=line(NORM_US, 1e9)), schedule)
+    assert result.iteration_time_us == pytest.approx(COMPUTE_US + DEVICE_US, rel=1e-3)
+
 
 def test_a_table_that_does_not_know_the_device_s_step_has_the_host_step_all():
     work, table, schedule = case(LAYERS)
