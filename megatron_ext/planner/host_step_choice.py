@@ -14,7 +14,7 @@ from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.device_states import SHARES, may_rest_on_device, with_states_on_device
 from megatron_ext.planner.search_state import POLISHED_STEPS, number_of_steps
-from megatron_ext.planner.step_slots_choice import with_step_slots
+from megatron_ext.planner.step_slots_choice import with_step_slots, without_useless_slots
 from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.memory_bill import host_bytes, memory_bill
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
@@ -51,8 +51,7 @@ def with_states_placed(schedule: Schedule, workload: Workload, timing: Timing) -
             reasons.append(error)
     if not found:
         raise reasons[0]
-    best = min(found, key=lambda item: item[0])[1]
-    return best if any(group.states_rest is None for group in best.groups) else replace(best, step_slots=None)
+    return without_useless_slots(min(found, key=lambda item: item[0])[1], workload)
 
 
 def is_small(workload: Workload) -> bool:

@@ -60,7 +60,7 @@ def on_drive(schedule):
     return {index for index, group in enumerate(schedule.groups) if group.states_rest == "nvme"}
 
 
-@pytest.mark.parametrize("part, slots", [(0.6, 0), (0.8, 2)])
+@pytest.mark.parametrize("part, slots", [(0.5, 0), (0.8, 2)])
 def test_states_go_to_the_drive_so_that_others_have_room_to_be_stepped_beside_the_backward(monkeypatch, part, slots):
     """At 0.8 all states fit, but few copies beside them; that there is a drive then the staging slots say."""
     work, table = case()

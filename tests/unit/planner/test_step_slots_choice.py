@@ -55,12 +55,16 @@ def test_without_a_step_on_the_host_there_are_no_slots():
     assert plan(replace(tiny, optimizer=work.optimizer), costs).step_slots is None
 
 
-def test_with_all_states_on_the_drive_there_are_no_slots():
+@pytest.mark.parametrize(("part", "slots"), [(0.7, 4), (0.4, 2), (0.2, None)])
+def test_where_host_memory_is_short_there_are_few_slots_or_none(part, slots):
+    """Slots that take more than they save are none: of few states in host memory, or of none."""
     work, table = case()
     drive = make_table(work, gpu=(0.01, 1e7), nvme=(1.0, 1e3))
     table = replace(table, routes=drive.routes, publish=drive.publish)
-    schedule = plan(work, table)
-    limit = int(0.35 * host_bytes_of_nodes(schedule, work)[0])
+    limit = int(part * host_bytes_of_nodes(plan(work, table), work)[0])
     found = plan(replace(work, limits=Limits(host_bytes=limit)), table)
-    resting = {group.states_rest for group in found.groups}
-    assert "nvme" in resting and (found.step_slots is None) == (None not in resting)
+    assert host_bytes_of_nodes(found, work)[0] <= limit
+    assert any(group.states_rest == "nvme" for group in found.groups) == (slots != 4)
+    assert (found.step_slots and found.step_slots.slots) == slots
+    if slots:
+        assert host_bytes_of_nodes(found, work) < host_bytes_of_nodes(replace(found, step_slots=None), work)
