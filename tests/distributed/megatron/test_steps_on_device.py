@@ -96,7 +96,7 @@ def test_a_checkpoint_is_that_of_states_in_host_memory(workloads, services, tmp_
     assert whole["parameter_sha256"] == ended["parameter_sha256"]
 
 
-@pytest.mark.parametrize("every", [2, 1])
+@pytest.mark.parametrize("every", some([2, 1], 1))
 def test_a_fused_optimizer_on_the_device_goes_on_from_a_checkpoint(workloads, services, tmp_path, every):
     """It rounds otherwise than the host's, and counts its steps elsewhere. So a run with another placement is another
     run, which shows that the reference has the placement, too. ``every``: so manieth groups are on the device."""
