@@ -218,11 +218,11 @@ def step_beside_backward(r: dict) -> str:
     low, high = r["spread"]
     text = f"{r['hidden']:.0%} ({low:.0%} to {high:.0%}) at PP 2 x VP 2 with 8 micro-batches; {compared(r)}"
     if "waits, slots" in r["iteration_us"]:
-        slots = ("waits, slots", "waits")
+        memory, time = (share(kind, "waits, slots", "waits") for kind in ("host_bytes", "optimizer_us"))
+        device = share("optimizer_us", "waits, slots, cast on the device", "waits")
         text += (
-            f". With gradients and parameters through slots: host memory {share('host_bytes', *slots)}, iteration time "
-            f"{share('iteration_us', *slots)} of those without; beside the backward iteration time "
-            f"{share('iteration_us', 'beside, slots', 'beside')}"
+            f". With gradients and parameters through slots: host memory {memory}, time in the optimizer at the end "
+            f"{time} of those without ({device} cast on the device), where copies are the processor's own"
         )
     if "nvme" in r:
         drive = r["nvme"]["drive_hidden"]

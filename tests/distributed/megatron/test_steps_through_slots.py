@@ -68,7 +68,7 @@ def check_census(answer, schedule, workload) -> None:
             ("host", 3, ("host",), {"hosted": True, "early": False, "slots": 3}, "1e9"),
             ("host", 2, ("sharded",), {"gradients": 100.0}, "1e9"),
         ],
-        3,
+        2,
     ),
 )
 def test_training_is_that_without_slots(workloads, services, tmp_path, cast, zero_stage, kinds, how, clip):
