@@ -126,6 +126,22 @@ def test_without_copy_engines_their_schedule_is_refused_at_once(service, workloa
         service.run(**case)
 
 
+def is_seen(service, site: str, make_case) -> bool:
+    """Whether a case without the ordering ``site`` is seen to fail. On a loaded machine the backward may end before a
+    group is stepped beside it, so there are several tries."""
+    for _ in range(3):
+        case = make_case()
+        case["strict"] |= {"stream_flags": True, "off": site, "stuck_seconds": 4}
+        try:
+            answer = service.run(**case)
+        except Died:
+            return True
+        assert site in answer["strict"]["reached"], "this case does not come by"
+        if findings(answer) or differences(answer):
+            return True
+    return False
+
+
 def slots_case(workloads, folder, cast: str, early: bool) -> dict:
     """Steps of the host's optimizer that are taken back, with gradients and parameters through two slots."""
     case = strict_case(39, workloads, folder, 3)
@@ -159,14 +175,7 @@ def test_what_passes_through_slots_is_ordered(service, workloads, tmp_path, cast
 )
 def test_an_ordering_of_slots_that_is_taken_away_is_seen(service, workloads, tmp_path, cast, early, call, number):
     sites = [site for site in orderings.sites() if site.startswith("slot_steps.py:") and site.endswith(f" {call}")]
-    case = slots_case(workloads, tmp_path, cast, early)
-    case["strict"] |= {"off": sites[number], "stuck_seconds": 4}
-    try:
-        answer = service.run(**case)
-    except Died:
-        return
-    assert sites[number] in answer["strict"]["reached"], "this case does not come by"
-    assert findings(answer) or differences(answer), sites[number]
+    assert is_seen(service, sites[number], lambda: slots_case(workloads, tmp_path, cast, early)), sites[number]
 
 
 def delayed_case(workloads, folder, on_drive: tuple[int, ...] = ()) -> dict:
@@ -208,11 +217,4 @@ def test_an_ordering_that_is_taken_away_is_seen(service, workloads, tmp_path, fi
     sites = [site for site in orderings.sites() if site.startswith(f"{file}:") and site.endswith(f" {call}")]
     assert sites
     for site in {"device.py": sites[-2:], "early_steps.py": sites[:1]}.get(file, sites[-1:]):
-        case = strict_case(seed, workloads, tmp_path, 3)
-        case["strict"] |= {"stream_flags": True, "off": site, "stuck_seconds": 4}
-        try:
-            answer = service.run(**case)
-        except Died:
-            continue
-        assert site in answer["strict"]["reached"], "this case does not come by"
-        assert findings(answer) or differences(answer), site
+        assert is_seen(service, site, lambda: strict_case(seed, workloads, tmp_path, 3)), site
