@@ -273,8 +273,10 @@ class Run:
                 on_host = any(group.gradients == "host" for group in self.schedule.groups)
                 refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
             match.match(self.schedule, workload, file=self.path)
-            taken = host_bytes_taken(self.schedule, workload)[dist.get_rank() // self.schedule.parallel.node_size]
-            host_memory.require(taken, "host copies, staging slots, shards and optimizer states")
+            loaded = any(getattr(getattr(one, "optimizer", None), "state", None) for one in self._optimizers)
+            taken = host_bytes_taken(self.schedule, workload, loaded)
+            node = dist.get_rank() // self.schedule.parallel.node_size
+            host_memory.require(taken[node], "host copies, staging slots, shards and optimizer states")
             memory_bill.check_run(self.schedule, workload, file=self.path)
             check_recompute(self.schedule, workload, self._ddps[0].config, file=self.path)
         except InputError as error:

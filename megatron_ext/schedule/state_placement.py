@@ -191,10 +191,12 @@ def host_bytes_of_nodes(schedule: Schedule, workload: Workload) -> list[int]:
     return on_nodes(workload, [sum(kinds.values()) for kinds in host_bytes(schedule, workload)])
 
 
-def host_bytes_taken(schedule: Schedule, workload: Workload) -> list[int]:
+def host_bytes_taken(schedule: Schedule, workload: Workload, loaded: bool = False) -> list[int]:
     """Host memory of each node that a run takes between its setup and the end of its first iteration: host copies,
-    staging slots, shards that rest there, and optimizer states. Gradients and main parameters are there before."""
-    taken = ("host_copies", "staging_slots", "shards", "optimizer_states", "previous_states", "next_parameters")
+    staging slots, shards that rest there, and optimizer states. Gradients and main parameters are there before, and so
+    are states that were ``loaded`` from a checkpoint."""
+    taken = {"host_copies", "staging_slots", "shards", "optimizer_states", "previous_states", "next_parameters"}
+    taken -= {"optimizer_states"} if loaded else set()
     of_ranks = [sum(kinds.get(kind, 0) for kind in taken) for kinds in host_bytes(schedule, workload)]
     return on_nodes(workload, of_ranks)
 

@@ -71,6 +71,7 @@ def test_host_memory_short_of_copies_shards_and_states_is_refused_with_the_bytes
     (taken,) = host_bytes_taken(schedule, work)
     assert held["shards"] and held["gradients"]
     assert taken == 2 * (sum(held.values()) - held["gradients"] - held["main_parameters"])
+    assert host_bytes_taken(schedule, work, loaded=True) == [taken - 2 * held["optimizer_states"]]
     (tmp_path / "meminfo").write_text(f"MemAvailable: {taken // 1024 - 1} kB\n")
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
     short = taken - (taken // 1024 - 1) * 1024
