@@ -79,6 +79,9 @@ class LeftOut:
                 parameter.grad = None if parameter in self.on_drive else torch.zeros_like(parameter)
         hybrid.step()
         hybrid.zero_grad()
+        for copy in hybrid.cpu_copy_map_grad:  # until training begins other things need this memory
+            copy.grad = None
+        hybrid.cpu_copy_map_grad.clear()
         chosen = set(self.on_drive.values())
         for optimizer in hybrid.cpu_optimizers:
             for group in optimizer.param_groups:

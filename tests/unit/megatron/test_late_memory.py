@@ -89,6 +89,14 @@ def test_states_that_a_checkpoint_is_to_fill_are_made_on_the_drive(hybrid):
     assert in_file(optimizer.state[late]["exp_avg"])
 
 
+def test_gradients_by_which_states_were_made_take_no_memory_afterwards(hybrid):
+    optimizer = build([hybrid[1]])
+    (copy,) = optimizer.gpu_params_map_cpu_copy.values()
+    copy.grad = optimizer.cpu_copy_map_grad[copy] = torch.zeros(5, 3)  # as a step makes it on a GPU
+    optimizer.dummy_step()
+    assert copy.grad is None and not optimizer.cpu_copy_map_grad
+
+
 def test_another_model_in_the_same_process_has_all_its_copies(hybrid):
     """Its parameters may have the addresses of those that were left out before."""
     late = hybrid[1]
