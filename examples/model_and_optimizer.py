@@ -9,6 +9,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.megatron import gpt_model
+from megatron_ext.megatron.optimizer_of_args import offload_options
 from megatron_ext.runtime.device import has_cuda
 
 
@@ -35,7 +36,7 @@ def build_model_and_optimizer(args):
     ]
     for chunk in model:
         chunk.broadcast_params()
-    offload = optimizer_offload_options() if args.optimizer_cpu_offload else {}
+    offload = offload_options() if args.optimizer_cpu_offload else {}
     optimizer = get_megatron_optimizer(adam_config(args, config.params_dtype, **offload), model)
     config.no_sync_func = [chunk.no_sync for chunk in model]
     config.finalize_model_grads_func = finalize_model_grads
@@ -81,14 +82,3 @@ def initialize_by_name(chunks: list[GPTModel], seed: int) -> None:
             values = torch.randn(parameter.shape, generator=generator) * chunk.config.init_method_std
             with torch.no_grad():
                 parameter.copy_(values)
-
-
-def optimizer_offload_options() -> dict:
-    """What OptimizerConfig needs so that Adam's state and its step are on the host."""
-    from megatron.core import utils
-    from packaging.version import Version
-
-    # OptimizerConfig compares the version of Transformer Engine also where there is none.
-    if utils.get_te_version() is None:
-        utils._te_version = Version("0")
-    return dict(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, use_precision_aware_optimizer=True)

@@ -10,6 +10,7 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent / "helpers"), str(Path(__file__).parents[1] / "examples")]
 
 from places import MEGATRON, ROOT
+from variations import ALL
 
 pytest_plugins = ["checkout_fixtures"]
 
@@ -19,6 +20,14 @@ TOGETHER = ("tests/end_to_end/adopting/",)
 if MEGATRON.is_dir():
     sys.path.insert(0, str(MEGATRON))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(MEGATRON), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselect what is marked ``nightly``, but where all variations of a file are run."""
+    chosen = [item for item in items if ALL or item.get_closest_marker("nightly") is None]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,12 +4,14 @@ The reference is trained twice: where it differs from itself, a difference says 
 """
 
 import importlib
+import itertools
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
@@ -17,7 +19,10 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.schedule import user_defined_schedule
 from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
-from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.rollback import can_step_early, saved_bytes
+from megatron_ext.schedule.state_placement import largest_region
+from megatron_ext.schedule.step_slots import largest_gradient
+from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots, StepSlots
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
 
@@ -27,18 +32,23 @@ MOST_SEEDS = 50
 
 
 class Case(NamedTuple):
-    """One training: a route, and the zero stage."""
+    """One training: a route, and the zero stage; with the optimizer on the host, where its parameters are cast."""
 
     route: Route
     zero_stage: int
+    cast: Literal["host", "device"] | None = None
 
     @property
     def check(self) -> str:
         """Its name in the report."""
-        return f"training: {self.route}, zero stage {self.zero_stage}"
+        offload = f", optimizer on the host, casts on the {self.cast}" if self.cast is not None else ""
+        return f"training: {self.route}, zero stage {self.zero_stage}{offload}"
 
 
-CASES = (Case("gpu", 1), Case("cpu", 1), Case("gpu", 3), Case("cpu", 3), Case("cpu_shard", 3), Case("nvme", 3))
+CASES = (
+    *(Case("gpu", 1), Case("cpu", 1), Case("gpu", 3), Case("cpu", 3), Case("cpu_shard", 3), Case("nvme", 3)),
+    *(Case("cpu", 3, "host"), Case("gpu", 1, "device")),
+)
 
 
 def check(place: Place, options: DoctorOptions) -> list[Finding]:
@@ -79,6 +89,24 @@ def schedule_of(workload: Workload, route: Route) -> Schedule:
     return next(schedule for schedule in drawn if route in routes_of(schedule))
 
 
+def with_states_spread(
+    schedule: Schedule, workload: Workload, cast: Literal["host", "device"], drive: bool
+) -> Schedule:
+    """The schedule with optimizer states on the device, in host memory and, with a ``drive``, there; stepped beside the
+    backward, with gradients and parameters through slots."""
+    places = itertools.cycle((None, "device", "nvme") if drive else (None, "device"))
+    groups = tuple(replace(group, states_rest=place) for group, place in zip(schedule.groups, places))
+    schedule = replace(schedule, groups=groups)
+    gradients = [largest_gradient(group, workload) for group in groups if group.states_rest is None]
+    regions = [largest_region(schedule, workload, i) for i, group in enumerate(groups) if group.states_rest == "nvme"]
+    return replace(
+        schedule,
+        step_slots=StepSlots(slots=2, slot_bytes=max(gradients), cast=cast),
+        state_slots=StateSlots(slots=2, slot_bytes=max(regions)) if regions else None,
+        rollback_bytes=sum(saved_bytes(group, workload) for group in groups if can_step_early(group, workload)),
+    )
+
+
 def routes_of(schedule: Schedule) -> set[str]:
     """Routes by which groups go."""
     entries = [entry for rank in schedule.ranks for entry in (rank.start, *rank.steps)]
@@ -98,14 +126,21 @@ def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
     if case.route == "cpu_shard" and place.world_size == 1:
         return not_tried(case.check, "one rank gathers from nobody")
     engine = place.on_cuda and find_spec("transformer_engine") is not None
+    if case.cast is not None and place.on_cuda and not engine:
+        return not_tried(case.check, "Megatron's host optimizer needs Transformer Engine")
+    drive = options.nvme is not None and (case.route == "nvme" or case.cast is not None)
     args = training.arguments(
         place.world_size,
         place.ranks_per_node,
         zero_stage=case.zero_stage,
         engine=engine,
-        nvme=options.nvme if case.route == "nvme" else None,
+        nvme=options.nvme if drive else None,
+        on_host=case.cast is not None,
     )
-    schedule = schedule_of(training.workload_of(args, SLOTS if case.route == "nvme" else 0), case.route)
+    workload = training.workload_of(args, SLOTS if case.route == "nvme" else 0)
+    schedule = schedule_of(workload, case.route)
+    if case.cast is not None:
+        schedule = with_states_spread(schedule, workload, case.cast, drive)
     with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
         path = str(Path(folder) / "schedule.json")
         user_defined_schedule.save(path, schedule)

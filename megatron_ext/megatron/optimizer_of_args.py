@@ -46,6 +46,17 @@ def optimizer_settings(args) -> OptimizerSettings:
     )
 
 
+def offload_options() -> dict:
+    """What Megatron's OptimizerConfig needs so that Adam's states and its step are on the host."""
+    from megatron.core import utils
+    from packaging.version import Version
+
+    # OptimizerConfig compares the version of Transformer Engine also where there is none.
+    if utils.get_te_version() is None:
+        setattr(utils, "_te_version", Version("0"))  # noqa: B010
+    return dict(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, use_precision_aware_optimizer=True)
+
+
 def _dtype(value) -> str:
     """torch's name of a dtype that is given as one, or by the short name that Megatron's options take."""
     name = str(value or "fp32").removeprefix("torch.")

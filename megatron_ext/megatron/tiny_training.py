@@ -22,7 +22,7 @@ from megatron_ext.megatron import gpt_arguments, gpt_model, hooks
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.equality_check import parameter_digest
 from megatron_ext.megatron.lifecycle import STOCK_GATHER
-from megatron_ext.megatron.optimizer_of_args import optimizer_settings
+from megatron_ext.megatron.optimizer_of_args import offload_options, optimizer_settings
 from megatron_ext.runtime.device import has_cuda
 from megatron_ext.workload.workload import Limits, Workload, make_workload
 
@@ -42,8 +42,10 @@ class Trained(NamedTuple):
     parameter_sha256: str
 
 
-def arguments(world_size: int, ranks_per_node: int, *, zero_stage: int = 3, engine: bool = False, nvme=None):
-    """Megatron's arguments of the tiny GPT. Raises InputError."""
+def arguments(
+    world_size: int, ranks_per_node: int, *, zero_stage: int = 3, engine: bool = False, nvme=None, on_host: bool = False
+):
+    """Megatron's arguments of the tiny GPT; ``on_host``: its optimizer steps there. Raises InputError."""
     parser = gpt_arguments.OneLineParser(allow_abbrev=False)
     gpt_arguments.add_gpt_arguments(parser)
     gpt_arguments.add_plan_arguments(parser)
@@ -54,6 +56,7 @@ def arguments(world_size: int, ranks_per_node: int, *, zero_stage: int = 3, engi
     args = parser.parse_args(options)
     gpt_arguments.check(args, world_size=world_size)
     args.overlap_param_gather = args.use_distributed_optimizer = True
+    args.optimizer_cpu_offload = on_host
     return args
 
 
@@ -129,6 +132,7 @@ def _build(args):
         params_dtype=config.params_dtype,
         use_distributed_optimizer=True,
         overlap_param_gather=True,
+        **(offload_options() if args.optimizer_cpu_offload else {}),
     )
     optimizer = get_megatron_optimizer(settings, [ddp])
     config.no_sync_func = ddp.no_sync

@@ -73,7 +73,8 @@ def test_a_checkpoint_of_states_on_the_drive_is_that_of_states_in_memory(workloa
         assert whole["parameter_sha256"] == ended["parameter_sha256"]
 
 
-@pytest.mark.parametrize("rest", some(["nvme", "memory"], 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize("rest", ["nvme", "memory"])
 def test_checkpoints_take_memory_for_one_group(megatron_tree, tmp_path, rest):
     """Those of states in memory are the control: what is loaded is there."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -1,11 +1,13 @@
 """What the doctor trains by, and what it says of it."""
 
 import pytest
+from msgspec.structs import replace
 from planning_cases import make_workload
 
-from megatron_ext.doctor.training_check import CASES, SLOTS, Case, judged, routes_of, schedule_of
+from megatron_ext.doctor.training_check import CASES, SLOTS, Case, judged, routes_of, schedule_of, with_states_spread
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import validate
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.check)
@@ -14,7 +16,12 @@ def test_every_case_goes_by_its_route(case):
     work = make_workload(
         pp=1, vp=1, dp=2, layers=5, order="no_pipeline", zero_stage=case.zero_stage, gpus_per_node=2, nvme_slots=slots
     )
+    if case.cast is not None:
+        work = replace(work, optimizer=OptimizerSettings(on_host=True))
     schedule = schedule_of(work, case.route)
+    if case.cast is not None:
+        schedule = with_states_spread(schedule, work, case.cast, drive=True)
+        assert {group.states_rest for group in schedule.groups} == {None, "device", "nvme"}
     match(validate(schedule), work)
     assert routes_of(schedule) in ({case.route}, {case.route, "gpu"} if case.route == "nvme" else {case.route})
 
