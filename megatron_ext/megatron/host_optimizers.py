@@ -7,11 +7,13 @@ changes no value.
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from math import inf
 
 import torch
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.group import ScheduleError
 
 chosen_storages: dict[int, tuple[torch.UntypedStorage, str]] = {}
@@ -95,6 +97,32 @@ def own_optimizers(hybrid, units: list[list[dict]], copy_back: bool = True) -> l
         hybrid._register_param_copy_back_gpu_hook()
     hybrid.cpu_optimizers, hybrid.gpu_optimizer = kept + new, on_device
     return new
+
+
+def copies_of(hybrid, shards: list[torch.Tensor], what: str, field: str) -> dict[torch.Tensor, torch.Tensor]:
+    """The host's parameters by shard. Raises InputError: ``what`` needs them, and some shard has none."""
+    copies = getattr(hybrid, "gpu_params_map_cpu_copy", {})
+    if any(shard not in copies for shard in shards):
+        why = "an optimizer that steps on the host: --optimizer-cpu-offload with --optimizer-offload-fraction 1.0"
+        raise InputError(f"{what} {why}", field=field)
+    return {shard: copies[shard] for shard in shards}
+
+
+def gradient_of(shard: torch.Tensor) -> torch.Tensor | None:
+    """What Megatron steps on."""
+    return getattr(shard, "decoupled_grad", shard.grad)
+
+
+@contextmanager
+def without(hybrid, optimizers: Collection[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
+    """Take ``optimizers`` out of those that ``hybrid`` steps, for as long as the context lasts. Gives them in the
+    order in which it steps them."""
+    everything = hybrid.cpu_optimizers
+    hybrid.cpu_optimizers = [one for one in everything if one not in optimizers]
+    try:
+        yield [one for one in everything if one in optimizers]
+    finally:
+        hybrid.cpu_optimizers = everything
 
 
 def refuse_late_load(hybrid) -> None:

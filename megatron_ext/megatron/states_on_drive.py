@@ -16,7 +16,14 @@ from functools import partial
 import torch
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.host_optimizers import divide, own_optimizers, refuse_late_load
+from megatron_ext.megatron.host_optimizers import (
+    copies_of,
+    divide,
+    gradient_of,
+    own_optimizers,
+    refuse_late_load,
+    without,
+)
 from megatron_ext.megatron.late_memory import take_over
 from megatron_ext.megatron.shards import pieces_of_groups
 from megatron_ext.runtime.drive_states import DriveStates
@@ -76,17 +83,10 @@ def _one(
 ) -> DriveStates:
     hybrid, early = optimizer.optimizer, schedule.rollback_bytes is not None
     shards = [shard for own in groups for shard in own]
-    copies = getattr(hybrid, "gpu_params_map_cpu_copy", None)
-    if copies is None or any(shard not in copies for shard in shards):
-        raise InputError(
-            "states on the drive need an optimizer that steps on the host: --optimizer-cpu-offload with "
-            "--optimizer-offload-fraction 1.0",
-            field="groups[].states_rest",
-            value="nvme",
-        )
+    copies = copies_of(hybrid, shards, "states on the drive need", "groups[].states_rest")
     slots = schedule.state_slots
     assert slots is not None  # validated
-    on_drive = [copies[shard] for shard in shards]
+    on_drive = list(copies.values())
     moments = 2 if issubclass(hybrid.cpu_optimizer_cls, torch.optim.AdamW | torch.optim.Adam) else 1
     largest = max(region_bytes(parameter.numel(), moments) for parameter in on_drive)
     if largest > slots.slot_bytes:
@@ -109,7 +109,7 @@ def _one(
         device=device,
         recorder=recorder,
         initial=take_over(hybrid, set(on_drive)),
-        gradients=None if delayed else {copies[shard]: partial(_gradient, shard) for shard in shards},
+        gradients=None if delayed else {copies[shard]: partial(gradient_of, shard) for shard in shards},
         in_place=frozenset(copies[shard] for shard in on_host if not early),
         early=early,
     )
@@ -122,19 +122,11 @@ def _one(
     return states
 
 
-def _gradient(shard: torch.Tensor) -> torch.Tensor | None:
-    return getattr(shard, "decoupled_grad", shard.grad)
-
-
 def _copy_other_gradients(hybrid, copy_gradients, units: set, states: DriveStates) -> None:
     """In place of the host optimizer's copying of all gradients, into memory that it keeps."""
-    everything = hybrid.cpu_optimizers
-    hybrid.cpu_optimizers = [one for one in everything if one not in units]
-    try:
+    with without(hybrid, units) as own:
         copy_gradients()
-    finally:
-        hybrid.cpu_optimizers = everything
-    states.gradients_ready(one for one in everything if one in units)
+    states.gradients_ready(own)
 
 
 def _save_from_drive(optimizer, states: DriveStates) -> None:

@@ -15,8 +15,7 @@ from functools import partial
 
 import torch
 
-from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.host_optimizers import divide, own_optimizers, refuse_late_load
+from megatron_ext.megatron.host_optimizers import copies_of, divide, own_optimizers, refuse_late_load, without
 from megatron_ext.megatron.shards import places_of_groups
 from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.runtime.drive_unit import DriveUnit
@@ -81,17 +80,12 @@ def _added_up_later(parameter) -> bool:
 
 def _units_of(optimizer, bucket_groups: dict, chosen: dict[int, Group], slots: list) -> list[StepUnit]:
     hybrid = optimizer.optimizer
-    copies = getattr(hybrid, "gpu_params_map_cpu_copy", None)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in chosen.items()]
+    own_places = list(places_of_groups([optimizer], buckets))
+    copies = copies_of(hybrid, [s for *_, s in own_places], "a step beside the backward needs", "rollback_bytes")
     passing: dict[tuple[int, DriveStates | StepSlots, int], list] = {}  # by group, and the unit in slots
     places: dict[int, list] = {}  # by group, what does not pass through slots
-    for group, start, end, shard in places_of_groups([optimizer], buckets):
-        if copies is None or shard not in copies:
-            raise InputError(
-                "a step beside the backward needs an optimizer that steps on the host: --optimizer-cpu-offload with "
-                "--optimizer-offload-fraction 1.0",
-                field="rollback_bytes",
-            )
+    for group, start, end, shard in own_places:
         part = copies[shard], _reduced_part(bucket_groups[group.index], group)[start:end], shard
         found = [(one, unit) for one in slots if (unit := one.unit_of(part[0])) is not None]
         if found:
@@ -148,11 +142,7 @@ class _Settings:
 def _step(hybrid, step, units: list[StepUnit], settings: _Settings, early: EarlySteps, closure=None) -> None:
     """In place of the host optimizer's ``step``: what has not been stepped early, or does not stand."""
     done = {unit.optimizer for unit in early.settle(units, changed=settings.taken != settings.now())}
-    everything = hybrid.cpu_optimizers
-    hybrid.cpu_optimizers = [one for one in everything if one not in done]
-    try:
+    with without(hybrid, done):
         step(closure)
-    finally:
-        hybrid.cpu_optimizers = everything
     hybrid._sync_sub_optimizers_state_to_hdo()
     early.ready = True

@@ -13,8 +13,14 @@ from functools import partial
 
 import torch
 
-from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.host_optimizers import divide, own_optimizers, refuse_late_load
+from megatron_ext.megatron.host_optimizers import (
+    copies_of,
+    divide,
+    gradient_of,
+    own_optimizers,
+    refuse_late_load,
+    without,
+)
 from megatron_ext.megatron.shards import places_of_groups
 from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.slot_steps import PassingUnit, StepSlots
@@ -54,17 +60,12 @@ def _units(schedule: schedule_file.Schedule, optimizer, buckets: list[tuple[obje
     """The units of one optimizer. Where they may be stepped beside the backward, each lies in one group."""
     slots, hybrid = schedule.step_slots, optimizer.optimizer
     assert slots is not None
-    copies = getattr(hybrid, "gpu_params_map_cpu_copy", None)
+    own_places = list(places_of_groups([optimizer], buckets))
+    copies = copies_of(hybrid, [shard for *_, shard in own_places], "slots of the host's step need", "step_slots")
     shards: dict[torch.Tensor, torch.Tensor] = {}
     groups: dict[torch.Tensor, schedule_file.Group] = {}
     together: dict[int, set[torch.Tensor]] = {}
-    for group, _, _, shard in places_of_groups([optimizer], buckets):
-        if copies is None or shard not in copies:
-            raise InputError(
-                "slots of the host's step need an optimizer that steps on the host: --optimizer-cpu-offload with "
-                "--optimizer-offload-fraction 1.0",
-                field="step_slots",
-            )
+    for group, _, _, shard in own_places:
         parameter = copies[shard]
         shards[parameter], groups[parameter] = shard, schedule.groups[group.index]
         together.setdefault(0 if schedule.rollback_bytes is None else group.index, set()).add(parameter)
@@ -77,23 +78,15 @@ def _units(schedule: schedule_file.Schedule, optimizer, buckets: list[tuple[obje
             parameter.grad = None
         yield PassingUnit(
             one,
-            {parameter: partial(_gradient, shards[parameter]) for parameter in own},
+            {parameter: partial(gradient_of, shards[parameter]) for parameter in own},
             {parameter: shards[parameter] for parameter in own},
             gradients_on_host=frozenset(parameter for parameter in own if groups[parameter].gradients == "host"),
             shards_on_host=frozenset(parameter for parameter in own if groups[parameter].shard_rests == "host"),
         )
 
 
-def _gradient(shard: torch.Tensor) -> torch.Tensor | None:
-    return getattr(shard, "decoupled_grad", shard.grad)
-
-
 def _expect(hybrid, copy_gradients, units: dict[torch.optim.Optimizer, PassingUnit], slots: StepSlots) -> None:
     """In place of the host optimizer's copying of all gradients, into memory that it keeps."""
-    everything = hybrid.cpu_optimizers
-    hybrid.cpu_optimizers = [one for one in everything if one not in units]
-    try:
+    with without(hybrid, units) as own:
         copy_gradients()
-    finally:
-        hybrid.cpu_optimizers = everything
-    slots.expect([units[one] for one in everything if one in units])
+    slots.expect([units[one] for one in own])
