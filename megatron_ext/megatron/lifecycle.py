@@ -392,6 +392,8 @@ class Run:
         """
         self.unshard_all()
         digest = self._parameter_digest() if self.check is not None else ""
+        early = self.executor.early if self.executor is not None else None
+        steps = (early.taken, early.taken_back) if early is not None else (0, 0)
         if self.executor is not None:
             self.executor.close()
             self.executor = None
@@ -411,7 +413,7 @@ class Run:
                 except InputError as error:  # what was trained, and its metrics, are worth more
                     run_summary.say(f"there is no trace of this run: {error}")
         if trained:
-            self._report(digest)
+            self._report(digest, steps)
 
     def _parameter_digest(self) -> str:
         """Of this rank's parameters; collective. Those of a reference are made whole by Megatron first."""
@@ -420,18 +422,20 @@ class Run:
                 ddp.start_param_sync(force_sync=True)
         return parameter_digest(self._ddps)
 
-    def _report(self, digest: str) -> None:
-        """Say on the first rank what was measured and whether the check holds; collective."""
+    def _report(self, digest: str, steps: tuple[int, int]) -> None:
+        """Say on the first rank what was measured and whether the check holds; collective. ``steps``: beside the
+        backward, and those of them that were taken back."""
         assert self.schedule is not None
-        everybody = gather_objects((self.sample.of_rank(), digest))
+        everybody = gather_objects((self.sample.of_rank(), digest, steps))
         error = None
         if dist.get_rank() == 0:
-            measured = run_summary.combine([times for times, _ in everybody])
+            measured = run_summary.combine([times for times, *_ in everybody])
             reference = self.check.reference if self.check is not None else None
             compared = reference.measured if reference is not None else None
             lines = run_summary.end_lines(self.schedule, measured, compared, reference=self.stock_gather)
+            lines += run_summary.early_lines(*(sum(steps[which] for *_, steps in everybody) for which in (0, 1)))
             try:
-                lines += self.check.finish([digest for _, digest in everybody], measured) if self.check else []
+                lines += self.check.finish([digest for _, digest, _ in everybody], measured) if self.check else []
             except InputError as differs:
                 error = str(differs)
             run_summary.say(*lines)

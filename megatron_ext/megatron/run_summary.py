@@ -148,6 +148,17 @@ def end_lines(
     return lines
 
 
+def early_lines(taken: int, taken_back: int) -> list[str]:
+    """How many steps beside the backward, of all ranks, did not stand; nothing where all did."""
+    if not taken_back:
+        return []
+    return [
+        f"steps beside the backward: {taken_back} of {taken} were taken back and made again at the end, because "
+        "gradients were clipped or a step was skipped; the prediction is for an iteration in which all stand. A "
+        "schedule without rollback_bytes makes no such steps"
+    ]
+
+
 def _figures(measured: Measured) -> str:
     return (
         f"iteration {measured.iteration_us / 1e3:.3f} ms, exposed {measured.exposed_us / 1e3:.3f} ms, "

@@ -145,7 +145,8 @@ def step_note(schedule: Schedule) -> str | None:
     ms = schedule.predicted.busy_us.get("host_step", 0.0) / 1e3
     return (
         f"The host's optimizer steps beside the backward, for {ms:.1f} ms on the busiest rank, with "
-        f"{schedule.rollback_bytes} bytes of host memory a rank for the states as they were before."
+        f"{schedule.rollback_bytes} bytes of host memory a rank for the states as they were before. "
+        "Where gradients are clipped (--clip-grad) these steps are made again at the end: the iteration takes longer."
     )
 
 

@@ -103,10 +103,13 @@ def plan(
 def _with_states_placed(
     schedule: Schedule, workload: Workload, timing: Timing, policy: str, routes: tuple[Route, ...], bound_us: float
 ) -> Schedule:
-    """Where optimizer states rest, and when the host steps them; ``hybrid`` alone chooses by simulation."""
+    """Where optimizer states rest, and when the host steps them; ``hybrid``, and what it is compared with, choose by
+    simulation."""
     if policy == "hybrid":
         placed = with_states_placed(schedule, workload, timing)
         return _with_room_for_states(placed, workload, timing, routes, bound_us)
+    if policy == "gathers-only" and workload.optimizer.on_host:
+        return with_states_placed(schedule, workload, timing)
     return with_states_on_drive(schedule, workload)
 
 

@@ -1,17 +1,21 @@
 """The verdict on a plan, as text and as figures."""
 
+import contextlib
 from typing import NamedTuple
 
 import msgspec
 
+from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import best_of_gathers
 from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
+from megatron_ext.planner.host_step_choice import with_states_placed
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule, synchronous_schedule
 from megatron_ext.planner.within_memory import plan_within_memory
 from megatron_ext.schedule.footprint import pinned_host_bytes
+from megatron_ext.schedule.match import check_device_bytes
 from megatron_ext.schedule.schedule_text import bytes_by_route
 from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
 from megatron_ext.simulator.simulation import run
@@ -62,12 +66,13 @@ class Comparison(NamedTuple):
 
     Attributes:
         naive: by the rule without any planning; at zero stage 1 stock Megatron by the option named ``option``.
+        naive_us: its iteration time; None where it does not keep ``limits.device_bytes``.
         gathers: name, schedule and time of the best plan by all-gathers alone.
         by_option_us: iteration times of stock Megatron by option.
     """
 
     naive: Schedule
-    naive_us: float
+    naive_us: float | None
     gathers: tuple[str, Schedule, float]
     zero_stage: int
     option: str
@@ -77,7 +82,7 @@ class Comparison(NamedTuple):
     def other(self) -> tuple[str, Schedule, float]:
         """Name, schedule and iteration time of what a user would run without the plan."""
         if self.zero_stage < 3:
-            return self.option, self.naive, self.naive_us
+            return self.option, self.naive, self.by_option_us[self.option]
         name, schedule, us = self.gathers
         return f"the best plan by all-gathers alone ({name})", schedule, us
 
@@ -106,12 +111,31 @@ def compare_with(
     if workload.limits.device_bytes is not None and workload.zero_stage == 3:
         try:
             gathers = plan_within_memory(workload, timing, ("gpu",), 0.0, only_gathers=True)
-        except InputError:  # nothing by all-gathers alone keeps the limit
+            best = _stepped_alike("gathers-only", gathers, workload, timing)
+        except InputError:  # nothing by all-gathers alone keeps the limits
             return None
-        best = "gathers-only", gathers, run(workload, timing, gathers).iteration_time_us
-        return Comparison(naive, naive_us, best, *known)
-    best = best_of_gathers(workload, timing, known_us)
-    return Comparison(naive, naive_us, best or ("all-gpu", naive, naive_us), *known)
+        return Comparison(naive, naive_us if _keeps_limits(naive, workload) else None, best, *known)
+    best = best_of_gathers(workload, timing, known_us) or ("all-gpu", naive, naive_us)
+    if workload.optimizer.on_host:
+        with contextlib.suppress(InputError):
+            best = _stepped_alike(*best[:2], workload, timing)
+    return Comparison(naive, naive_us, best, *known)
+
+
+def _stepped_alike(name: str, schedule: Schedule, workload: Workload, timing: Timing) -> tuple[str, Schedule, float]:
+    """Name, schedule and iteration time where states rest and the host steps as ``hybrid`` would choose for this
+    schedule: what a plan gains over it, it gains by how parameters come. Raises InputError."""
+    if workload.optimizer.on_host:
+        schedule = with_states_placed(schedule, with_activations(workload, timing.table), timing)
+    return name, schedule, run(workload, timing, schedule).iteration_time_us
+
+
+def _keeps_limits(schedule: Schedule, workload: Workload) -> bool:
+    try:
+        check_device_bytes(schedule, workload, workload.limits.device_bytes or 0)
+    except InputError:
+        return False
+    return True
 
 
 def verdict(
@@ -190,8 +214,8 @@ def _of_gain(ours: float, against: Comparison, gain: Gain, answer: str) -> dict:
         ("stock_us" if against.zero_stage < 3 else "layers_anew_us"): against.naive_us,
         "gathers_only": gathers_name,
         "gathers_only_us": gathers_us,
-        "gain_of_timing": (against.naive_us - gathers_us) / against.naive_us,
-        "gain_of_routes": (gathers_us - ours) / (against.naive_us if against.zero_stage < 3 else gathers_us),
+        "gain_of_timing": (against.naive_us - gathers_us) / against.naive_us if against.naive_us else None,
+        "gain_of_routes": (gathers_us - ours) / ((against.naive_us if against.zero_stage < 3 else None) or gathers_us),
         "missing": list(gain.missing),
     }
 
@@ -210,7 +234,7 @@ def _gain_lines(figures: dict) -> list[str]:
             f"of that {figures['gain_of_timing']:.2%} by better timing (best plan by all-gathers alone: {split}), "
             f"{figures['gain_of_routes']:.2%} by other routes"
         )
-    else:
+    elif figures["gain_of_timing"] is not None:
         lines.append(
             f"better timing alone: {figures['gain_of_timing']:.2%} ({split}, beside {LAYERS_ANEW}: "
             f"{figures['layers_anew_us'] / 1e3:.3f} ms; stock Megatron has no zero stage 3)"

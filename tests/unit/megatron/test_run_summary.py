@@ -51,3 +51,9 @@ def test_at_zero_stage_3_the_start_says_what_evaluation_needs():
     for group in schedule.groups:
         whole[group.pp_rank] += group.bytes
     assert line.endswith(f"bring all of them, up to {max(whole) / 2**20:.1f} MiB")
+
+
+def test_the_end_says_how_many_steps_were_made_twice():
+    assert run_summary.early_lines(12, 0) == []
+    (line,) = run_summary.early_lines(12, 8)
+    assert "8 of 12 were taken back" in line and "without rollback_bytes" in line

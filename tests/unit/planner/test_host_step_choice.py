@@ -4,8 +4,9 @@ import pytest
 from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
-from megatron_ext.planner import delay, host_step_choice, offload_note, plan, step_note
+from megatron_ext.planner import delay, host_step_choice, offload_note, plan, step_note, verdict
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.gain_interval import gain_interval
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.state_placement import host_bytes_of_nodes, largest_region
 from megatron_ext.schedule.user_defined_schedule import StateSlots
@@ -166,3 +167,29 @@ def test_where_only_the_optimizer_leaves_no_room_for_whole_gradients_the_plan_sa
     assert said(comes, work, gradients) is None  # not with the optimizer on the host either
     assert said(whole, work, memory.device_total_bytes // 2) is None
     assert said(comes, on_host, memory.device_total_bytes // 2) is None
+
+
+def test_what_a_plan_is_compared_with_steps_as_the_plan_does():
+    """With all-gathers alone the plan by all routes is the one that it is compared with, so it gains nothing."""
+    work = replace(
+        make_workload(layers=4, zero_stage=3, pp=1, vp=1, order="no_pipeline"),
+        optimizer=OptimizerSettings(on_host=True),
+    )
+    rate = sum(chunk.bytes for chunk in work.chunks_of_rank(0)) / 800.0
+    curves = {"host_step": line(0.1, rate), "optimizer": line(5.0, rate), "host_add": line(0.01, 1e5)}
+    table = replace(make_table(work, gpu=(0.01, 1e7)), reduce=line(0.1, 1e6), **curves)
+    for limit in (None, 1 << 30):
+        limited = replace(work, limits=Limits(device_bytes=limit))
+        schedule = plan(limited, table)
+        assert schedule.rollback_bytes and plan(limited, table, policy="gathers-only").rollback_bytes
+        figures = verdict(limited, table, schedule).figures
+        assert figures["gain_on_table"] == pytest.approx(0.0, abs=1e-3) and figures["answer"] == "does not help"
+
+
+def test_a_plan_that_gains_by_steps_beside_the_backward_alone_gains():
+    """Stock Megatron's own gathers, but steps beside the backward: another plan than stock's."""
+    work, table = case()
+    planned = plan(work, table)
+    stock = replace(stock_schedule(work), rollback_bytes=planned.rollback_bytes)
+    stock = replace(stock, predicted=planned.predicted)
+    assert gain_interval(work, table, stock, replace(stock, rollback_bytes=None)).low > 0
