@@ -4,7 +4,7 @@
 
 Two nodes of one rank each, zero stage 3. All three links are slow, so that an iteration is as long as its gathers: the
 network's rate is bounded by the kernel (benchmarks/emulated_nodes.py); copies to the device and reads of the drive are
-real and take the time of slow links (benchmarks/emulated_host_link.py). Costs are measured over the same links. The
+real and take the time of slow links (megatron_ext/runtime/slow_links.py). Costs are measured over the same links. The
 example is chosen for overlap. Its schedule is a drawn one: of 400, that in which the simulation has all links busy at
 once for longest, which is not the fastest; the network is so slow that its bytes alone take more than half of the
 simulated iteration. Of every iteration it is said how long each link was busy, and how long all three were at the same
@@ -53,13 +53,12 @@ class Links:
         self.environment = {
             "PYTHONPATH": f"{ROOT}:{ROOT / '.megatron'}",
             "PYTHONWARNINGS": "ignore",
-            "EMULATED_DRIVE_BPS": str(args.drive_mb * 1e6),
-            "EMULATED_HOST_LINK_BPS": str(args.host_link_mb * 1e6),
+            "MEGATRON_EXT_FAULTS": f"host_link_mb={args.host_link_mb},drive_mb={args.drive_mb}",
         } | nodes.environment(1)
 
     def run(self, name: str, command: list[str]) -> None:
         log = self.folder / f"{name}.log"
-        wrapped = ["benchmarks/enter_node.py", "benchmarks/emulated_host_link.py", *command]
+        wrapped = ["benchmarks/enter_node.py", *([sys.executable] if command[0] == "-m" else []), *command]
         with open(log, "w") as out:
             code = launch([sys.executable, *wrapped], 2, stdout=out, environment=self.environment)
         if code:

@@ -5,6 +5,7 @@
 #   POLICY (hybrid, all-gpu, all-cpu, random:SEED)  NAME (directory under runs/)
 #   MEGATRON_PATH (a Megatron-LM checkout to patch and use)  EXTRA (further options of the example)
 #   PLAN_OPTIONS (what a plan may use: --zero-stage and limits, as `describe` takes them)  NVME (a directory on the drive)
+#   SLOW_LINKS ("NETWORK HOST_LINK DRIVE", rates in MB/s: a rehearsal without GPUs, see scripts/slow_links.sh)
 #   WITHIN (a command that starts the training by the schedule: what limits it)
 #   ALLOW_DIFFERENCES=1 (use a cost table that lies there although it was measured elsewhere)
 # An interrupted run goes on where it was; a complete one is done again.
@@ -33,6 +34,7 @@ done
 [ "$VP" -eq 1 ] || [ $((MICRO_BATCHES % PP)) -eq 0 ] || refuse "MICRO_BATCHES = '$MICRO_BATCHES': interleaving needs a multiple of PP = $PP"
 [ -z "${NVME:-}" ] || [ -d "$NVME" ] || refuse "NVME = '$NVME': no such directory"
 [ -z "${MEGATRON_PATH:-}" ] || [ -d "$MEGATRON_PATH" ] || refuse "MEGATRON_PATH = '$MEGATRON_PATH': no such directory"
+[[ ${SLOW_LINKS:-} =~ ^([1-9][0-9]{0,5}( [1-9][0-9]{0,5}){2})?$ ]] || refuse "SLOW_LINKS = '$SLOW_LINKS': expected three whole numbers"
 [ $((PP * DP)) -le 64 ] || refuse "PP x DP = $((PP * DP)): more than 64 processes on one machine"
 
 # Nothing outlives this script. Every command is asked to end when the script is, and by the kernel when it was killed.
@@ -82,6 +84,14 @@ if [ "$devices" -gt 0 ] && [ "$devices" -lt "$world" ]; then
     export CUDA_VISIBLE_DEVICES=""
 fi
 
+links=()
+if [ -n "${SLOW_LINKS:-}" ]; then
+    [ "$devices" -lt "$world" ] || refuse "SLOW_LINKS = '$SLOW_LINKS': links are slowed only where ranks have no GPU"
+    links=(scripts/slow_links.sh $SLOW_LINKS)
+    "${links[@]}" true || refuse "SLOW_LINKS = '$SLOW_LINKS': this machine cannot slow its links, see above"
+    say "EMULATED links: network, host link and drive carry $SLOW_LINKS MB/s"
+fi
+
 printf '%s\n' "${model[@]}" "$ITERS" "$POLICY" "${MEGATRON_PATH:-}" ${PLAN_OPTIONS:+"$PLAN_OPTIONS"} > "$run/.settings.new"
 if [ -e "$run/report.md" ] || ! cmp -s "$run/.settings.new" "$run/.settings"; then
     rm -f "$run"/*.json "$run"/*.md "$run"/*.png "$run"/*.log
@@ -103,7 +113,7 @@ fi
 
 # Costs of an earlier run are used again only where they hold: on this machine, for these sizes.
 if [ -e "$run/cost_table.json" ]; then
-    if ! run megatron-ext cost check "$run/cost_table.json" --workload "$run/workload.json" --this-machine ${ALLOW_DIFFERENCES:+--allow-differences} >&2; then
+    if ! run ${links[@]+"${links[@]}"} megatron-ext cost check "$run/cost_table.json" --workload "$run/workload.json" --this-machine ${ALLOW_DIFFERENCES:+--allow-differences} >&2; then
         say "the cost table does not hold here: measuring again (ALLOW_DIFFERENCES=1 would use it)"
         rm -f "$run"/{cost_table,schedule,gathers_only.schedule}.json "$run"/*.metrics.json "$run"/*.trace.json
     fi
@@ -112,7 +122,7 @@ if [ ! -e "$run/cost_table.json" ]; then
     say "measuring what gathers, copies and compute cost on $world ranks"
     read -r largest whole likely < <(python -m megatron_ext.workload.measured_sizes "$run/workload.json")
     on_host=$(grep -o '"on_host": *true' "$run/workload.json" || true)
-    run megatron-ext measure --out "$run/cost_table.json" --dp "$DP" --pp "$PP" --hidden-size "$HIDDEN" --seq-length "$SEQ" \
+    run ${links[@]+"${links[@]}"} megatron-ext measure --out "$run/cost_table.json" --dp "$DP" --pp "$PP" --hidden-size "$HIDDEN" --seq-length "$SEQ" \
         --micro-batch-size "$MICRO_BATCH_SIZE" --min-bytes 512 --max-bytes "$largest" --max-rank-bytes "$whole" ${likely:+--also-sizes "$likely"} \
         --seconds "${MEASURE_SECONDS:-60}" --threads "$OMP_NUM_THREADS" ${on_host:+--optimizer-on-host} ${NVME:+--nvme-path "$NVME"} \
         --modules examples/example_layers.py:layer_runners -- "${model[@]}" --data-path $corpus --num-workers 0
@@ -141,7 +151,7 @@ train() { # train KIND OPTIONS...: one training run, in place of the subshell in
     local kind=$1 limited=()
     shift
     [ "$kind" != scheduled ] || limited=(${within[@]+"${within[@]}"})
-    exec "${with_script[@]}" ${limited[@]+"${limited[@]}"} python -m megatron_ext.cpubench.launcher --fork --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
+    exec "${with_script[@]}" ${links[@]+"${links[@]}"} ${limited[@]+"${limited[@]}"} python -m megatron_ext.cpubench.launcher --fork --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
         --data-path $corpus --data-cache-path "$run/cache/$kind" --train-iters "$ITERS" \
         ${NVME:+--user-defined-schedule-nvme-path "$NVME"} --metrics-path "$run/$kind.metrics.json" "$@"
 }

@@ -4,7 +4,9 @@
 # The plan keeps gradients and a part of the parameters in host memory and optimizer states on the drive. The same model
 # is trained without the limit as well: where the losses are not equal to the last bit, the script fails.
 # Settings (environment): LIMIT_MIB (of both ranks together)  LIMIT_BY (cgroup, address-space)  NVME (a directory on the
-#   drive)  CGROUPS (where cgroups are mounted)  ADDRESS_SPACE_MIB (of a rank without a model)  DEVICE_BYTES HOST_BYTES PINNED_BYTES (limits of the plan)  LAYERS HIDDEN HEADS SEQ ITERS MEASURE_SECONDS NAME
+#   drive)  SLOW_LINKS (see scripts/slow_links.sh; empty: links as they are. Without GPUs network, host link and drive are
+#   otherwise emulated where that is possible: copies of a processor are too short to see them at work)
+#   CGROUPS (where cgroups are mounted)  ADDRESS_SPACE_MIB (of a rank without a model)  DEVICE_BYTES HOST_BYTES PINNED_BYTES (limits of the plan)  LAYERS HIDDEN HEADS SEQ ITERS MEASURE_SECONDS NAME
 set -euo pipefail
 if [ "${1:-}" = --in ]; then # --in CGROUP COMMAND...: run the command there
     echo $$ > "$2/cgroup.procs"
@@ -35,13 +37,14 @@ make_group() { # prints a new cgroup below our own with the limit, of version 2 
 if [ "${1:-}" = --make-group ]; then make_group; exit; fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-export PP=1 DP=2 NAME=${NAME:-larger-than-memory} LAYERS=${LAYERS:-16} HIDDEN=${HIDDEN:-512} HEADS=${HEADS:-8} SEQ=${SEQ:-64}
-export MICRO_BATCH_SIZE=1 MICRO_BATCHES=2 ITERS=${ITERS:-4} TURN_ITERS=${TURN_ITERS:-2} MEASURE_SECONDS=${MEASURE_SECONDS:-20}
+export PP=1 DP=2 NAME=${NAME:-larger-than-memory} LAYERS=${LAYERS:-16} HIDDEN=${HIDDEN:-512} HEADS=${HEADS:-8} SEQ=${SEQ:-16}
+export MICRO_BATCH_SIZE=1 MICRO_BATCHES=${MICRO_BATCHES:-1} ITERS=${ITERS:-4} TURN_ITERS=${TURN_ITERS:-2} MEASURE_SECONDS=${MEASURE_SECONDS:-20}
 export EXTRA="--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --optimizer-cpu-offload"
+EXTRA+=" --clip-grad 1000" # the first gradients are so large that with 1 no step beside the backward would stand
 parameters=$((12 * LAYERS * HIDDEN * HIDDEN))
-export PLAN_OPTIONS="--zero-stage 3 --limit-device-bytes ${DEVICE_BYTES:-$((parameters * 5 / 4))}"
-PLAN_OPTIONS+=" --limit-host-bytes ${HOST_BYTES:-$((parameters * 12))}"
-PLAN_OPTIONS+=" --limit-pinned-host-bytes ${PINNED_BYTES:-$((parameters * 21 / 10))}"
+export PLAN_OPTIONS="--zero-stage 3 --limit-device-bytes ${DEVICE_BYTES:-$((parameters * 7 / 4))}"
+PLAN_OPTIONS+=" --limit-host-bytes ${HOST_BYTES:-$((parameters * 10))}"
+PLAN_OPTIONS+=" --limit-pinned-host-bytes ${PINNED_BYTES:-$((parameters * 6 / 5))}"
 # Freed memory goes back to the system, or what is needed before the first iteration would count for the whole run.
 export MALLOC_MMAP_MAX_=1000000 MALLOC_MMAP_THRESHOLD_=262144 MALLOC_TRIM_THRESHOLD_=1048576
 
@@ -69,6 +72,12 @@ else
 fi
 export WITHIN
 say "limit: $limit"
+flock runs/.setup.lock scripts/setup.sh # emulated links reach no package registry
+if [ -z "${SLOW_LINKS+set}" ] && ! [ -e /dev/nvidiactl ]; then
+    SLOW_LINKS="250 250 500"
+    scripts/slow_links.sh $SLOW_LINKS true || { say "links cannot be slowed here, see above: they are too fast to be seen at work at once"; SLOW_LINKS=""; }
+fi
+export SLOW_LINKS=${SLOW_LINKS:-}
 setpriv --pdeathsig TERM scripts/pretrain_gpt_hybrid.sh &
 wait $!
 

@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ext.formats.facts import EMULATED
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
 from megatron_ext.planner.stock import OVERLAPPED
 from megatron_ext.report.build_report import Pair, Report
@@ -208,6 +209,10 @@ def cautions(report: Report) -> list[str]:
     """Warnings about what the measured times do not show."""
     stock, ours = report.iteration_time_us
     found = []
+    measured_on = report.run.schedule.metadata.options.measured_on
+    device = str((measured_on.hardware or {}).get("device")) if measured_on is not None else ""
+    if EMULATED in device:
+        found.append(f"{device}: neither measured nor simulated figures are of this machine's own links")
     differ, predicted = (
         abs(stock.median_us - ours.median_us),
         abs(report.predicted_iteration_time_us.stock - report.predicted_iteration_time_us.scheduled),

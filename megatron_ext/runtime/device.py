@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.runtime import slow_links
 from megatron_ext.runtime.page_locked import page_locked
 from megatron_ext.runtime.recorder import event_here
 from megatron_ext.runtime.stream_flags import StreamFlags, open_stream_flags
@@ -59,8 +60,9 @@ class HostDevice:
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream, after, marks: list | None = None):
         """Copy and return what the reader must wait for (None: it is done); ``marks``: begin and end are appended, by
         the clock."""
-        start = perf_counter_ns() if marks is not None else 0
-        destination.copy_(source)
+        with slow_links.host_link(source.nbytes):
+            start = perf_counter_ns() if marks is not None else 0
+            destination.copy_(source)
         if marks is not None:
             marks += [start, perf_counter_ns()]
         return None

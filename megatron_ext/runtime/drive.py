@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import slow_links
 from megatron_ext.runtime.block_reads import Request, open_reads
 from megatron_ext.runtime.worker import Transfer, tell_watch
 from megatron_ext.workload.drive_reads import SECTOR_BYTES, DriveReads
@@ -163,6 +164,7 @@ class DriveFile:
         ``transfer`` is finished on another thread when all has moved, with a DriveError that names ``what`` and the
         file when it cannot be; ``before_end()`` is called there just before.
         """
+        before_end = slow_links.drive(len(memory), before_end)
         _Move(self, memory, offset, what, transfer, before_end, write=write).begin()
 
     def read(self, memory: memoryview, offset: int, what: str) -> None:

@@ -22,6 +22,7 @@ class Faults(NamedTuple):
     Attributes:
         publish_delay_ms, copy_delay_ms, read_delay_ms, reduce_delay_ms, step_delay_ms: upper bounds of uniform draws,
             in milliseconds.
+        network_mb, host_link_mb, drive_mb: rates of slower links, in MB/s; 0 leaves a link as it is. See slow_links.py.
         seed: of the draws.
         no_wait: negative control; copies do not wait for the other ranks' shards, and gradients are added before they
             are reduced.
@@ -41,6 +42,9 @@ class Faults(NamedTuple):
     read_delay_ms: float = 0.0
     reduce_delay_ms: float = 0.0
     step_delay_ms: float = 0.0
+    network_mb: float = 0.0
+    host_link_mb: float = 0.0
+    drive_mb: float = 0.0
     seed: int = 0
     # Switches: 1 is on.
     no_wait: int = 0

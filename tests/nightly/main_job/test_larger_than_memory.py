@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -44,6 +45,8 @@ def test_the_plan_trains_where_stock_megatron_is_ended(tmp_path, limit_by):
         for title in ("host in all", "device in all", "states through the drive"):
             assert title in done.stdout
         assert (run / "timeline.png").exists()
+        if "EMULATED links" in done.stderr:
+            assert re.search(r"measured: gpu \d+%, cpu \d+%, nvme \d+%, all at once [1-9]", done.stdout), done.stdout
         assert os.listdir(tmp_path) == [] and groups_left() == []
     finally:
         shutil.rmtree(run, ignore_errors=True)

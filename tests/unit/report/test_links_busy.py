@@ -1,13 +1,16 @@
 """When links carry bytes, and all of them at once."""
 
 import pytest
+from msgspec.structs import replace
 from planning_cases import make_workload
 from run_files import make_run
 
 from megatron_ext import report
+from megatron_ext.formats.facts import EMULATED
 from megatron_ext.formats.trace import END_NOT_KNOWN, Event
 from megatron_ext.report import report_text
 from megatron_ext.report.links_busy import AT_ONCE, busy, in_all, shares, union
+from megatron_ext.schedule.user_defined_schedule import MeasuredOn
 
 PARALLEL = make_workload(pp=2, vp=1, dp=2, order="1f1b").parallel
 
@@ -50,3 +53,14 @@ def test_a_report_says_both(tmp_path):
     line = "carry bytes, measured: gpu 50%, cpu 25%, all at once 20% of the iteration"
     assert line in report_text.as_text(built, width=200) and f"- links {line}" in report_text.as_markdown(built)
     assert report_text.as_json(built)["links_busy"]["measured"] == found
+
+
+def test_a_report_says_that_links_are_emulated(tmp_path):
+    make_run(tmp_path)
+    built = report.build(report.load(tmp_path))
+    assert not any("EMULATED" in note for note in report_text.cautions(built))
+    metadata = built.run.schedule.metadata
+    options = replace(metadata.options, measured_on=MeasuredOn(hardware={"device": f"cpu, {EMULATED}: drive 5 MB/s"}))
+    schedule = replace(built.run.schedule, metadata=replace(metadata, options=options))
+    built = built._replace(run=built.run._replace(schedule=schedule))
+    assert report_text.cautions(built)[0].startswith("cpu, EMULATED links: drive 5 MB/s: neither measured")

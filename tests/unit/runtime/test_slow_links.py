@@ -1,0 +1,71 @@
+"""Links as slow as asked for, and figures that say so."""
+
+import time
+
+import pytest
+import torch
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import drive, machine, slow_links
+from megatron_ext.runtime.device import HostDevice
+from megatron_ext.workload.drive_reads import DriveReads
+
+BYTES = 1 << 20
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    def set_rates(text: str) -> None:
+        monkeypatch.setenv("MEGATRON_EXT_FAULTS", text)
+        slow_links.rates.cache_clear()
+
+    yield set_rates
+    monkeypatch.undo()
+    slow_links.rates.cache_clear()
+
+
+def seconds(function) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def test_a_copy_takes_the_time_of_the_link_and_moves_the_same_bytes(rates):
+    source, destination, marks = torch.ones(BYTES, dtype=torch.uint8), torch.zeros(BYTES, dtype=torch.uint8), []
+
+    def copy() -> None:
+        HostDevice().copy(destination, source, None, None, marks)
+
+    copy()
+    assert marks[1] - marks[0] < 0.05e9  # a link as it is
+    rates("host_link_mb=10")
+    assert seconds(copy) >= BYTES / 10e6
+    assert torch.equal(destination, source) and marks[3] - marks[2] >= BYTES / 10e6 * 1e9 - 1e6
+
+
+def test_the_drive_moves_one_after_the_other(rates, tmp_path):
+    rates("drive_mb=10")
+    memory = memoryview(torch.zeros(BYTES + drive.BLOCK, dtype=torch.uint8).numpy()).cast("B")
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % drive.BLOCK
+    memory = memory[start : start + BYTES]
+    file = drive.open_own(tmp_path, BYTES, DriveReads(block_bytes=BYTES, queue_depth=1))
+    transfers = [drive.Transfer(), drive.Transfer()]
+
+    def move() -> None:
+        file.start(memory, 0, "bytes", transfers[0], write=True)
+        file.start(memory, 0, "bytes", transfers[1])
+        for transfer in transfers:
+            transfer.wait()
+
+    assert seconds(move) >= 2 * BYTES / 10e6
+    file.close()
+
+
+def test_tables_say_that_links_are_emulated(rates):
+    assert machine.environment()["hardware"]["device"] == "cpu"
+    rates("network_mb=250,host_link_mb=120.5")
+    device = machine.environment()["hardware"]["device"]
+    assert device == "cpu, EMULATED links: network 250 MB/s, host link 120.5 MB/s"
+    rates("drive_mb=fast")
+    with pytest.raises(InputError, match="drive_mb"):
+        slow_links.rates()
