@@ -72,7 +72,8 @@ else
 fi
 export WITHIN
 say "limit: $limit"
-flock runs/.setup.lock scripts/setup.sh # emulated links reach no package registry
+setpriv --pdeathsig TERM flock runs/.setup.lock scripts/setup.sh & # here, because emulated links reach no package registry
+wait $!
 if [ -z "${SLOW_LINKS+set}" ] && ! [ -e /dev/nvidiactl ]; then
     SLOW_LINKS="250 250 500"
     scripts/slow_links.sh $SLOW_LINKS true || { say "links cannot be slowed here, see above: they are too fast to be seen at work at once"; SLOW_LINKS=""; }
