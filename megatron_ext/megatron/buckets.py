@@ -255,7 +255,7 @@ class _BufferWithHostShards(upstream._ParamAndGradBuffer):
     def scale_gradients(self, scaling_factor) -> None:
         super().scale_gradients(scaling_factor)
         for shard in self.host_shards:
-            shard.mul_(scaling_factor)
+            shard.mul_(float(scaling_factor))  # Megatron's factor may lie on the device
 
 
 WITHOUT_SCHEDULE = (

@@ -68,6 +68,8 @@ class Copies:
         rank, size = dist.get_rank(local), dist.get_world_size(local)
         exchange = partial(gather_objects, process_group=local)
         device = device_of(targets[0].group.whole)
+        if nodes.crosses_nodes or any(t.nvme or t.offloaded is not None or t.group.on_host for t in targets):
+            device.leave_flags_to_threads("threads write to the drive, to other nodes, or from the host's optimizer")
         hosted = {target.group.index for target in targets if target.host}
         pool = self.pool = HostPool(
             [target.group for target in targets], hosted, rank, size, exchange, _Progress(dist.get_rank())

@@ -228,7 +228,7 @@ class Run:
             if self.stock_gather:
                 self._agree(self._try_to_delay_reference(optimizer, begun))
                 if any(group.gradients for group in self.schedule.groups):
-                    self._reference = ReferenceGradients(self.schedule, self._bucket_groups)
+                    self._reference = ReferenceGradients(self.schedule, self._bucket_groups, self._optimizers)
                 self._move_to(State.REFERENCE)
             else:
                 self.watch = Watch(dist.get_rank(), _step_seconds(args))

@@ -15,7 +15,13 @@ from megatron_ext.megatron.delayed_steps import delay_steps
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
-from megatron_ext.megatron.shards import hold_gradients, hold_shards, offloaded_shards, refuse_state_of_freed
+from megatron_ext.megatron.shards import (
+    HeldGradient,
+    hold_gradients,
+    hold_shards,
+    offloaded_shards,
+    refuse_state_of_freed,
+)
 from megatron_ext.megatron.states_on_device import leave_step_out
 from megatron_ext.megatron.states_on_drive import put_states_on_drive
 from megatron_ext.megatron.step_beside_backward import step_beside_backward
@@ -273,8 +279,12 @@ def _reducer(
     }
     if not gradients:
         return None
-    hold_gradients(optimizers, bucket_groups.values())
     on_host = [index for index in gradients if schedule.groups[index].gradients == "host"]
+    held = [
+        HeldGradient(bucket_groups[index].params, one.shard, one.shard_start, index in on_host, one.whole.device)
+        for index, one in gradients.items()
+    ]
+    hold_gradients(optimizers, held)
     device = device_of(next(iter(gradients.values())).whole)
     reducer = Reducer(gradients, on_host, device, faults, dist.get_rank(process_group), order)
     reducer.complete = early.reduced if early is not None else None

@@ -2,12 +2,16 @@
 schedule says, in plain PyTorch and one after another.
 
 It adds in the same order as the run by the schedule, so the two are equal to the last bit. Nothing is freed, nothing
-overlaps, and the shard is copied back to where Megatron expects the reduced gradient.
+overlaps, and the shard is copied back to where Megatron expects the reduced gradient. What rests in host memory by the
+schedule, for an optimizer that steps on the host, is copied there, so that its norm is added up in the same order.
 """
+
+from functools import partial
 
 import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
+from megatron_ext.megatron.shards import HeldGradient, hold_gradients, steps_on_the_host
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
@@ -16,12 +20,17 @@ class ReferenceGradients:
 
     Args:
         bucket_groups: Megatron's own bucket groups, one bucket each, by group index.
+        optimizers: Megatron's DistributedOptimizer objects of this rank.
     """
 
-    def __init__(self, schedule: Schedule, bucket_groups: dict):
+    def __init__(self, schedule: Schedule, bucket_groups: dict, optimizers: list):
         self._schedule, self._chunk = schedule, -1
         self._visits: dict[int, int] = {}
         self._kept = {}
+        self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # a reduced part, and its copy in host memory
+        held = []
+        real = (optimizer for optimizer in optimizers if not getattr(optimizer, "is_stub_optimizer", False))
+        steps_on_host = any(steps_on_the_host(optimizer) for optimizer in real)
         for index, bucket_group in bucket_groups.items():
             if schedule.groups[index].gradients is None:
                 continue
@@ -29,10 +38,17 @@ class ReferenceGradients:
             numel = bucket.grad_data.numel() // bucket_group.intra_distributed_optimizer_instance_size
             part = bucket.grad_data[rank * numel : (rank + 1) * numel]
             self._kept[index] = bucket_group, part, torch.zeros_like(part)
+            if steps_on_host and schedule.groups[index].gradients == "host":
+                copy = torch.empty_like(part, device="cpu")
+                self._on_host.append((part, copy))
+                held.append(HeldGradient(bucket_group.params, copy, part.storage_offset(), True, part.device))
             # The reduces below are the only ones.
             for name in ("register_grad_ready", "start_grad_sync"):
                 vars(bucket_group)[name] = lambda *args, **kwargs: None
             vars(bucket_group)["finish_grad_sync"] = _no_reduce(bucket_group)
+        hold_gradients(optimizers, held)
+        for optimizer in optimizers if held else ():
+            optimizer._copy_model_grads_to_main_grads = partial(self._take, optimizer._copy_model_grads_to_main_grads)
 
     def begin(self) -> None:
         """An iteration begins."""
@@ -62,6 +78,12 @@ class ReferenceGradients:
         """What Megatron does with gradients comes next."""
         for _, part, shard in self._kept.values():
             part.copy_(shard)
+
+    def _take(self, take, *args, **kwargs):
+        """In place of ``take``, by which an optimizer takes its gradients."""
+        for part, copy in self._on_host:
+            copy.copy_(part)
+        return take(*args, **kwargs)
 
 
 def _no_reduce(bucket_group):

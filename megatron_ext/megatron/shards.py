@@ -9,11 +9,12 @@ optimizer know them by identity.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
-from megatron_ext.runtime.gradients import Gradient
+from megatron_ext.megatron.host_gradients import rest_on_host
 from megatron_ext.runtime.group import FreedGroup, Group, ScheduleError, State
 
 
@@ -58,34 +59,55 @@ def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]]) -> None:
         setattr(bucket, "param_data", shard)  # noqa: B010 - upstream's attribute
 
 
-def hold_gradients(optimizers, bucket_groups) -> None:
-    """Let the optimizers take the gradients that come and go from their shards.
+class HeldGradient(NamedTuple):
+    """Where the optimizer finds a gradient that comes and goes.
 
-    An optimizer that steps on the host reads shards in host memory there. Any other gets them on the device as it
-    takes them: there they stay until its step has ended.
+    Attributes:
+        parameters: of its group.
+        shard: this rank's part of the gradient.
+        start: element of the storage of ``main_grad`` at which the shard begins.
+        on_host: the shard lies in host memory; an optimizer of the device gets it on ``device``.
+    """
+
+    parameters: Iterable[torch.nn.Parameter]
+    shard: torch.Tensor
+    start: int
+    on_host: bool
+    device: torch.device
+
+
+def hold_gradients(optimizers, held: list[HeldGradient]) -> None:
+    """Let the optimizers take gradients that come and go from their shards.
+
+    An optimizer that steps on the host reads shards in host memory there, where the processor norms and clips them, see
+    host_gradients.py. Any other gets them on the device as it takes them: there they stay until its step has ended.
 
     Args:
         optimizers: Megatron's DistributedOptimizer objects of this rank.
-        bucket_groups: of this rank's groups; those whose gradients stay whole are left alone.
+        held: all gradients that come and go.
     """
     for optimizer in optimizers:
         if getattr(optimizer, "is_stub_optimizer", False):
             continue
-        on_host = hasattr(optimizer.optimizer, "gpu_params_map_cpu_copy")
-        standing = {}
-        for bucket_group in bucket_groups:
-            gradient: Gradient | None = bucket_group.gradient
-            if gradient is None:
-                continue
-            device = None if on_host else gradient.whole.device
-            for parameter in bucket_group.params:
-                if parameter in optimizer.model_param_gbuf_map:
-                    start = gradient.shard_start - parameter.main_grad.storage_offset()
-                    standing[parameter] = ShardOf(gradient.shard, start, parameter.numel(), device)
+        steps_on_host, standing = steps_on_the_host(optimizer), {}
+        for gradient in held:
+            own = [parameter for parameter in gradient.parameters if parameter in optimizer.model_param_gbuf_map]
+            if own and steps_on_host and gradient.on_host:
+                rest_on_host(gradient.shard)
+            for parameter in own:
+                start, device = gradient.start - parameter.main_grad.storage_offset(), gradient.device
+                standing[parameter] = ShardOf(
+                    gradient.shard, start, parameter.numel(), None if steps_on_host else device
+                )
         if standing:
             optimizer._copy_model_grads_to_main_grads = _with_shards(
                 optimizer._copy_model_grads_to_main_grads, standing
             )
+
+
+def steps_on_the_host(optimizer) -> bool:
+    """Whether Megatron's DistributedOptimizer ``optimizer`` has its host optimizer (``--optimizer-cpu-offload``)."""
+    return hasattr(optimizer.optimizer, "gpu_params_map_cpu_copy")
 
 
 def _with_shards(copy_gradients: Callable, standing: dict) -> Callable:

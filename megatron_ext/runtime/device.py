@@ -39,6 +39,9 @@ class HostDevice:
     flags = None
     why_threads = ""
 
+    def leave_flags_to_threads(self, why: str) -> None:
+        """They are."""
+
     def copy_stream(self):
         return None
 
@@ -91,6 +94,11 @@ class CudaDevice:
     @cached_property
     def _stream_flags(self) -> tuple[StreamFlags | None, str]:
         return open_stream_flags(self.device)
+
+    def leave_flags_to_threads(self, why: str) -> None:
+        """No stream waits for a flag: the thread that has to store it may need the driver, whose lock another thread
+        holds until the stream has got on. ``why``: which flags threads store."""
+        self.__dict__["_stream_flags"] = None, why
 
     @property
     def flags(self) -> StreamFlags | None:

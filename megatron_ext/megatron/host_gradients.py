@@ -1,0 +1,77 @@
+"""Gradients that rest in host memory are normed and clipped there, by the processor.
+
+[Note: Kernels on page-locked memory]
+Transformer Engine's and Apex's multi-tensor operations are kernels of the device on whatever memory they are given, and
+page-locked memory they reach over PCIe. They run when the stream gets to them. The host's optimizer then reads the same
+gradients with the processor, which no stream orders: it may step on gradients that are not clipped yet. So the
+operations by which Megatron takes the norm and clips are divided: tensors on the device go to the kernel, those in host
+memory to the processor, at once. A run in which Megatron gathers (the reference) has the same division, so both add up
+the norm in the same order.
+Source: megatron/core/optimizer/clip_grads.py, the same names in core_v0.12 to core_v0.19.
+"""
+
+# A function of Megatron is replaced here on purpose.
+# pyright: reportAttributeAccessIssue=false
+
+import weakref
+
+import torch
+from megatron.core.optimizer import clip_grads
+
+ROW = 1 << 14
+"""Elements whose squares are added up in one go, by one thread: the result does not depend on the number of threads."""
+
+_resting: "weakref.WeakValueDictionary[int, torch.UntypedStorage]" = weakref.WeakValueDictionary()
+
+
+def rest_on_host(gradient: torch.Tensor) -> None:
+    """``gradient``, in host memory, is normed and clipped by the processor from now on, until its storage is gone."""
+    storage = gradient.untyped_storage()
+    assert storage.device.type == "cpu"
+    _resting[storage.data_ptr()] = storage
+    if not hasattr(clip_grads.multi_tensor_applier, "kernel"):
+        clip_grads.multi_tensor_applier = _Divided(clip_grads.multi_tensor_applier)
+
+
+def rests_on_host(gradient: torch.Tensor) -> bool:
+    """Whether :func:`rest_on_host` was called of its storage."""
+    return gradient.untyped_storage().data_ptr() in _resting
+
+
+class _Divided:
+    """In place of Megatron's ``multi_tensor_applier``.
+
+    Attributes:
+        kernel: the function whose place it takes.
+    """
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __call__(self, operation, overflow: torch.Tensor, lists: list, *arguments):
+        on_host = [rests_on_host(tensor) for tensor in lists[0]]
+        if not any(on_host):
+            return self.kernel(operation, overflow, lists, *arguments)
+        host, device = ([[t for t, h in zip(own, on_host) if h is side] for own in lists] for side in (True, False))
+        result = self.kernel(operation, overflow, device, *arguments) if device[0] else None
+        if operation is clip_grads.l2_norm_impl:
+            return _norm(host[0], None if result is None else result[0], overflow.device), None
+        for source, scaled in zip(*host, strict=True):
+            torch.mul(source, float(arguments[0]), out=scaled)
+        return result
+
+
+@torch.no_grad()
+def _norm(gradients: list[torch.Tensor], others: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The 2-norm of ``gradients``, and of what has the norm ``others``: fp32 of shape ``(1,)``, on ``device``."""
+    squares = torch.stack([_sum_of_squares(gradient.view(-1)) for gradient in gradients]).sum()
+    norm = squares.sqrt().float().view(1).to(device)
+    return norm if others is None else (norm**2 + others**2).sqrt()
+
+
+def _sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
+    """Of a 1D tensor, as float64; each row of :data:`ROW` elements is added up in fp32."""
+    end = gradient.numel() // ROW * ROW
+    rows = [gradient[:end].view(-1, ROW), gradient[end:].view(1, -1)]
+    norms = torch.cat([torch.linalg.vector_norm(row, dim=1, dtype=torch.float32) for row in rows])
+    return norms.double().square().sum()
