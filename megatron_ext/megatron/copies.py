@@ -1,6 +1,7 @@
 """Host and NVMe copies of a run: pools, publisher, and the routes that read them."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch.distributed as dist
@@ -12,10 +13,12 @@ from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock
 from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import make_process_groups
 from megatron_ext.runtime.nvme_pool import NvmePool
-from megatron_ext.runtime.publisher import Publisher, Target
-from megatron_ext.runtime.routes import CpuRoute, NvmeRoute
+from megatron_ext.runtime.publisher import Publisher, Target, by_thread
+from megatron_ext.runtime.routes.drive import Drive
+from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.drive_reads import DriveReads
@@ -47,12 +50,25 @@ class Copies:
 
     Nothing where the schedule publishes nothing. As soon as any rank publishes, every rank makes the process groups:
     these are made by all together.
+
+    Raises:
+        InputError: streams of this device cannot store flags.
     """
 
     def __init__(
-        self, schedule: Schedule, groups, offloaded, process_group, clock: Clock, faults: Faults, recorder, nvme_path
+        self,
+        schedule: Schedule,
+        groups,
+        offloaded,
+        process_group,
+        issuer: Issuer,
+        clock: Clock,
+        faults: Faults,
+        recorder,
+        nvme_path,
     ):
-        self.routes, self.publisher, self.pool, self.drop_staged, self.closing = {}, None, None, None, []
+        self.routes, self.publisher, self.pool, self.closing = {}, None, None, []
+        self.drop_staged: Callable[[], None] = _nothing_staged
         self.own_bytes = 0  # this rank's part of the node's host copies
         if not schedule.publish:
             return
@@ -68,15 +84,18 @@ class Copies:
         rank, size = dist.get_rank(local), dist.get_world_size(local)
         exchange = partial(gather_objects, process_group=local)
         device = device_of(targets[0].group.whole)
-        if nodes.crosses_nodes or any(t.nvme or t.offloaded is not None or t.group.on_host for t in targets):
-            device.leave_flags_to_threads("threads write to the drive, to other nodes, or from the host's optimizer")
         hosted = {target.group.index for target in targets if target.host}
         pool = self.pool = HostPool(
-            [target.group for target in targets], hosted, rank, size, exchange, _Progress(dist.get_rank())
+            [target.group for target in targets],
+            hosted,
+            by_thread(targets, nodes),
+            rank,
+            size,
+            exchange,
+            device,
+            _Progress(dist.get_rank()),
         )
         self.closing.append(pool.close)
-        if device.why_threads and dist.get_rank() == 0:
-            say(f"threads wait for flags, not streams: {device.why_threads}")
         self.own_bytes = sum(copy.numel() * copy.element_size() for copy in pool.copies.values()) // size
         nvme, staged = None, [target.group for target in targets if target.nvme]
         # The drive first: it is shared out by messages among the ranks, which all must reach. Pinning may fail on one
@@ -90,15 +109,18 @@ class Copies:
             )
         if device.kind == "cuda" and dist.get_rank() == 0 and pool.bytes > SAID_BYTES:
             say(f"page-locking {pool.bytes / 1e9:.0f} GB on every rank; `plan` says how long it takes")
-        pool.pin(device)
+        pool.pin()
         if hosted:
-            self.routes["cpu"] = CpuRoute(pool, device, clock, faults, recorder)
+            self.routes["cpu"] = HostCopy(pool, device, issuer, clock, faults, recorder)
             self.closing.append(self.routes["cpu"].close)
         if nvme is not None:
-            route = self.routes["nvme"] = NvmeRoute(nvme, pool, device, clock, faults, slots, recorder)
+            route = self.routes["nvme"] = Drive(nvme, pool, device, issuer, clock, faults, slots, recorder)
             self.drop_staged = route.drop
             self.closing += [nvme.close, route.close]
         self.publisher = Publisher(
-            targets, pool, nvme, nodes, dist.get_rank(process_group), device, clock, faults, recorder
+            targets, pool, nvme, nodes, dist.get_rank(process_group), device, issuer, clock, faults, recorder
         )
-        self.closing.append(self.publisher.close)
+
+
+def _nothing_staged() -> None:
+    """There are no staging slots."""

@@ -66,13 +66,12 @@ def divide(
         yield list(unit.values())
 
 
-def own_optimizers(hybrid, units: list[list[dict]], copy_back: bool = True) -> list[torch.optim.Optimizer]:
-    """Give ``hybrid`` one optimizer a unit, behind those that it has.
+def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimizer]:
+    """Give ``hybrid`` one optimizer a unit, behind those that it has. Nobody copies their new parameters to the device.
 
     Args:
         hybrid: Megatron's HybridDeviceOptimizer.
         units: parameter groups of each: ``params`` are host tensors that it steps, each in one unit.
-        copy_back: let Megatron copy their new parameters to the device behind each step.
 
     Returns:
         The new optimizers, with the states that their parameters had.
@@ -91,12 +90,34 @@ def own_optimizers(hybrid, units: list[list[dict]], copy_back: bool = True) -> l
         one.param_groups = [group for group in rest if group["params"]]
         for parameter in chosen & one.state.keys():
             del one.state[parameter]
-    kept, on_device = [one for one in hybrid.cpu_optimizers if one.param_groups], hybrid.gpu_optimizer
-    if copy_back:
-        hybrid.cpu_optimizers, hybrid.gpu_optimizer = new, None
-        hybrid._register_param_copy_back_gpu_hook()
-    hybrid.cpu_optimizers, hybrid.gpu_optimizer = kept + new, on_device
+    hybrid.cpu_optimizers = [one for one in hybrid.cpu_optimizers if one.param_groups] + new
     return new
+
+
+DELAY_OPTION = "--delayed-parameter-update"
+
+
+def delay_line(delay: int) -> str:
+    """What the option does, for the reader of a log."""
+    return (
+        f"{DELAY_OPTION} {delay}: from iteration {delay + 1} on the host's optimizer steps beside the next iteration, "
+        "which computes without that update; training is not the same as without the option"
+    )
+
+
+def optimizers_on_host(optimizers: list, delay: int) -> list:
+    """Megatron's host optimizers of this rank. Raises InputError where some parameter is stepped elsewhere."""
+    own = [one.optimizer for one in optimizers if not getattr(one, "is_stub_optimizer", False)]
+    for one in own:
+        copies = getattr(one, "gpu_params_map_cpu_copy", {})
+        if any(parameter not in copies for group in one.param_groups for parameter in group["params"]):
+            raise InputError(
+                "needs an optimizer that steps on the host: --optimizer-cpu-offload with --optimizer-offload-fraction "
+                "1.0",
+                field=DELAY_OPTION,
+                value=delay,
+            )
+    return own
 
 
 def copies_of(hybrid, shards: list[torch.Tensor], what: str, field: str) -> dict[torch.Tensor, torch.Tensor]:

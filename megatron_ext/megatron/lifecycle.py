@@ -27,7 +27,6 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.megatron import (
     buckets,
     checkpoint_states,
-    delayed_steps,
     host_optimizers,
     late_memory,
     refusals,
@@ -51,6 +50,7 @@ from megatron_ext.runtime import faults, host_memory
 from megatron_ext.runtime.device import has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import ScheduleError
+from megatron_ext.runtime.host_step.early import EarlySteps
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.watch import DEFAULT_STEP_SECONDS, Watch
 from megatron_ext.schedule import match, memory_bill, validate
@@ -137,7 +137,7 @@ class Run:
             if parallel is not None:
                 match.match_parallel(self.schedule, parallel, file=schedule)
             if check is not None:
-                rule = "" if delay is None else f" {delayed_steps.OPTION} {delay}"
+                rule = "" if delay is None else f" {host_optimizers.DELAY_OPTION} {delay}"
                 self.check = EqualityCheck(check, self.sha256 + rule)
                 self.stock_gather |= self.check.is_reference
             rest = any(group.gradients or group.states_rest == "nvme" for group in self.schedule.groups)
@@ -392,7 +392,7 @@ class Run:
         """
         self.unshard_all()
         digest = self._parameter_digest() if self.check is not None else ""
-        early = self.executor.early if self.executor is not None else None
+        early = self.executor.part(EarlySteps) if self.executor is not None else None
         steps = (early.taken, early.taken_back) if early is not None else (0, 0)
         if self.executor is not None:
             self.executor.close()
@@ -450,7 +450,7 @@ class Run:
         if warning is not None:
             lines.append(warning)
         if self.delay is not None:
-            lines.append(delayed_steps.line(self.delay))
+            lines.append(host_optimizers.delay_line(self.delay))
         if self.check is not None:
             lines += self.check.start_lines()
         if has_cuda():

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from megatron_ext.megatron.delayed_steps import optimizers_on_host
+from megatron_ext.megatron.host_optimizers import optimizers_on_host
 
 
 class ReferenceDelay:

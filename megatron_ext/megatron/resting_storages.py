@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 
 from megatron_ext.megatron.copies import Copies
+from megatron_ext.megatron.host_step import HostStep
 from megatron_ext.runtime.census import storage_bytes
-from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import FreedGroup, Group
-from megatron_ext.runtime.slot_steps import StepSlots
+from megatron_ext.runtime.host_step.room import OwnRooms, SharedRooms
 
 
 def resting_storages(
@@ -17,20 +17,18 @@ def resting_storages(
     ddps: list,
     optimizers: list,
     copies: Copies,
-    slots: list[DriveStates | StepSlots],
+    host_step: HostStep | None,
     routes: list,
     reducer: Reducer | None,
-    beside: dict[str, list[torch.Tensor]],
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by kind on the device, and by kind in host memory.
 
     Args:
         optimizers: Megatron's DistributedOptimizer objects.
         copies: the node's host copies.
-        slots: in host memory, and some on the device, through which gradients and optimizer states pass.
+        host_step: of the optimizer, or None where Megatron makes it alone.
         routes: whose gathers go through buffers.
         reducer: of the gradients that come and go, or None.
-        beside: what steps beside the training thread keep in host memory, by kind.
     """
     freed = [group for group in groups.values() if isinstance(group, FreedGroup)]
     device = {
@@ -38,14 +36,13 @@ def resting_storages(
         "gradients": storage_bytes(buffer.grad_data for ddp in ddps for buffer in ddp.buffers),
     }
     device["buffers"] = sum(route.buffer_bytes for route in routes)
-    device["buffers"] += sum(one.device_bytes for one in slots if isinstance(one, StepSlots))
     host = {
         "host_copies": copies.own_bytes,
-        "staging_slots": sum(one.slots_bytes for one in slots),
+        "staging_slots": 0,
         "shards": storage_bytes(group.shard for group in freed if group.on_host),
     }
-    for kind, tensors in beside.items():
-        _add(host, kind, tensors)
+    if host_step is not None:
+        _add_host_step(device, host, host_step)
     if reducer is not None:
         shards = {index: gradient.shard for index, gradient in reducer.gradients.items()}
         _add(host, "gradients", [shards[index] for index in reducer.on_host])
@@ -66,6 +63,19 @@ def resting_storages(
             _add(held, kind, new)
             own |= {t.untyped_storage()._cdata for t in new}  # the host optimizer lists its parameters as states, too
     return device, host
+
+
+def _add_host_step(device: dict[str, int], host: dict[str, int], step: HostStep) -> None:
+    device["buffers"] += step.link.device_bytes
+    host["staging_slots"] += sum(states.slots_bytes for states in step.states)
+    if isinstance(step.rooms, SharedRooms):
+        host["staging_slots"] += step.rooms.bytes
+    elif isinstance(step.rooms, OwnRooms):
+        _add(host, "gradients", step.rooms.memory)
+    if step.early is not None:
+        _add(host, "previous_states", [step.early.memory])
+    if step.delayed is not None:
+        _add(host, "next_parameters", [staging for staging, _ in step.delayed.staged])
 
 
 def _add(held: dict[str, int], kind: str, tensors: list[torch.Tensor]) -> None:

@@ -95,7 +95,8 @@ def hold_gradients(optimizers, held: list[HeldGradient]) -> None:
             if own and steps_on_host and gradient.on_host:
                 rest_on_host(gradient.shard)
             for parameter in own:
-                start, device = gradient.start - parameter.main_grad.storage_offset(), gradient.device
+                whole: torch.Tensor = getattr(parameter, "main_grad")  # noqa: B009 - Megatron's attribute
+                start, device = gradient.start - int(whole.storage_offset()), gradient.device
                 standing[parameter] = ShardOf(
                     gradient.shard, start, parameter.numel(), None if steps_on_host else device
                 )

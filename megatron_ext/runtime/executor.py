@@ -1,16 +1,19 @@
 """Runs a compiled program beside the training loop: what the hooks call."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from megatron_ext.runtime.census import Census
-from megatron_ext.runtime.delayed_update import DelayedUpdate
-from megatron_ext.runtime.early_steps import EarlySteps
-from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, State
+from megatron_ext.runtime.host_step.delayed import DelayedUpdate
+from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.program import Program
 
 SHARDED, UNSHARDING = State.SHARDED, State.UNSHARDING  # a look-up in the enum costs as much as a call
+
+Kind = TypeVar("Kind", bound=Part)
 
 
 class Executor:
@@ -23,15 +26,13 @@ class Executor:
         residency: counts the bytes of whole parameters on the device.
         gather: ``gather(group) -> handle``, an all-gather for whatever is not whole when
             something outside a training step needs it.
-        publisher: writes host copies, or None where no group has one.
+        issuer: issues what threads were waited for.
+        parts: in the order in which they are told.
         pool: the host pool, or None.
         recorder: where publishing is recorded, or None.
         checks: of the debug mode, or None.
-        drop_staged: empties the staging slots, or None.
+        drop_staged: empties the staging slots.
         census: counts what this rank holds, or None.
-        reducer: of the gradients that come and go, or None where all stay whole.
-        early: steps the host's optimizer beside the backward, or None.
-        delayed: steps it beside the next iteration, or None.
     """
 
     def __init__(
@@ -41,29 +42,33 @@ class Executor:
         clock: Clock,
         residency: Residency,
         gather: Callable,
+        issuer: Issuer,
+        parts: Sequence[Part] = (),
         *,
-        publisher=None,
         pool=None,
         recorder=None,
         checks=None,
-        drop_staged=None,
+        drop_staged: Callable[[], None] = lambda: None,
         census: Census | None = None,
-        reducer: Reducer | None = None,
-        early: EarlySteps | None = None,
-        delayed: DelayedUpdate | None = None,
     ):
         self.program, self.groups, self.clock, self.residency = program, groups, clock, residency
-        self.gather, self.publisher, self.pool, self.recorder, self.checks = gather, publisher, pool, recorder, checks
+        self.gather, self.issuer, self.parts = gather, issuer, tuple(parts)
+        self.pool, self.recorder, self.checks, self.census = pool, recorder, checks, census
         self._forwards, self._backwards, self._end = _by_hook(program)
         self._num_microbatches = len(self._forwards) // (len({chunk for chunk, _ in self._forwards}) or 1)
         self._count_forward = self._count_backward = 0
-        self.iterations, self._drop_staged, self.census, self.reducer = 0, drop_staged, census, reducer
+        self.iterations, self._drop_staged = 0, drop_staged
         self.peak_bytes = 0  # of whole parameters in the iteration that ended last
         self._started = False
-        self.early, self.delayed = early, delayed
+        self._delayed = self.part(DelayedUpdate)
+        self._left = issuer.left  # empty in most steps
         self._undisturbed = True
         self.busy = False  # between the begin of an iteration and the update of parameters
         self._close: list[Callable[[], None]] = []
+
+    def part(self, kind: type[Kind]) -> Kind | None:
+        """The part of a class, or None."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     # Called by hooks, in the order of a training iteration.
 
@@ -84,10 +89,8 @@ class Executor:
             self.start()
         if self.census is not None:
             self.census.begin()
-        if self.early is not None:
-            self.early.begin()
-        if self.delayed is not None:
-            self.delayed.begin()
+        for part in self.parts:
+            part.begin()
 
     def expect(self, num_microbatches: int) -> None:
         """Raise ScheduleError if an iteration of so many micro-batches is not what the program is for."""
@@ -103,6 +106,8 @@ class Executor:
         if chunk != model_chunk_id or count != virtual_microbatch_id:
             self._out_of_order("forward", virtual_microbatch_id, model_chunk_id)
         self._count_forward = count + 1
+        if self._left:
+            self.issuer.poll()
         for action in actions:
             action()
 
@@ -112,6 +117,8 @@ class Executor:
         chunk, actions, _ = self._backwards[count]
         if chunk != model_chunk_id or count != virtual_microbatch_id:
             self._out_of_order("backward", virtual_microbatch_id, model_chunk_id)
+        if self._left:
+            self.issuer.poll()
         for action in actions:
             action()
 
@@ -122,6 +129,8 @@ class Executor:
         self._count_backward = count + 1
         for action in actions:
             action()
+        if self._left:
+            self.issuer.poll()
 
     def end_iteration(self) -> None:
         """End the iteration: drop its whole copies, and wait until its writes of shards have ended.
@@ -136,10 +145,8 @@ class Executor:
                 f"the iteration ended after {self._count_forward} forwards and {self._count_backward} backwards; the "
                 f"schedule has {len(self._forwards)} and {len(self._backwards)}"
             )
-        if self.reducer is not None:
-            self.reducer.finish()
-        if self.early is not None:
-            self.early.end()
+        for part in self.parts:
+            part.end()
         self.peak_bytes = self.residency.peak
         if self.census is not None:
             self.census.end(self.peak_bytes)
@@ -153,23 +160,22 @@ class Executor:
         self.iterations += 1
         if self.checks is not None:
             self.checks.end_iteration(self.iterations, self.peak_bytes)
-        if self.publisher is not None:
-            # The optimizer changes the shards next, so writes of them must have ended.
-            start = time.perf_counter_ns()
-            self.publisher.wait()
-            self.publisher.end_reads(self.iterations)
-            if self.recorder is not None:
-                self.recorder.add("issue", "end of publishing", start, time.perf_counter_ns())
+        self._release()
+
+    def _release(self) -> None:
+        start = time.perf_counter_ns()
+        for part in self.parts:
+            part.release(self.iterations)
+        if self.recorder is not None:
+            self.recorder.add("issue", "end of publishing", start, time.perf_counter_ns())
 
     def params_updated(self, by_optimizer: bool = True) -> None:
         """Publish the shards, which have new values, and issue what the next iteration's start issues."""
         start = time.perf_counter_ns()
         self._drop_all()
         self.clock.version += 1
-        if self.publisher is not None:
-            self.publisher.publish(self.iterations, from_shards=not by_optimizer)
-        if self.delayed is not None:
-            self.delayed.hand_over()
+        for part in self.parts:
+            part.updated(self.iterations, by_optimizer)
         if self.recorder is not None:
             self.recorder.add("issue", "publish", start, time.perf_counter_ns())
         self.start()
@@ -178,35 +184,29 @@ class Executor:
     def step_skipped(self) -> None:
         """The optimizer has skipped its step."""
         self.busy = False
-        if self.early is not None:
-            self.early.undo()
+        for part in self.parts:
+            part.skipped()
         self.apply_pending()
 
     def apply_pending(self) -> None:
         """Apply the delayed update between two iterations, if there is one. Collective."""
-        if self.delayed is not None and self.delayed.pending:
+        if self._delayed is not None and self._delayed.pending:
             self._end_reads()
-            self.delayed.apply()
+            self._delayed.apply()
             self.params_updated()
 
     def _end_reads(self) -> None:
-        """No group is whole any more, and nobody reads what is published."""
+        """No group is whole any more, and nobody reads what is published. Counts like an iteration: nobody overwrites
+        copies that a slower rank still makes whole."""
         self._drop_all()
-        if self.publisher is not None:
-            # Counts like an iteration: nobody overwrites copies that a slower rank still makes whole.
-            self.iterations += 1
-            self.publisher.end_reads(self.iterations, settle=True)
+        self.iterations += 1
+        self._release()
 
     def params_changed(self) -> None:
         """Whole parameters have new values that the optimizer did not write: take the shards
         from them, and go on as after an optimizer step. Collective."""
-        if self.early is not None:
-            self.early.ready = False
-        if self.delayed is not None and self.delayed.pending:
-            raise ScheduleError(
-                "parameters were changed while a delayed update is pending: call "
-                "megatron_ext.megatron.hooks.unshard_all() on all ranks before they are changed"
-            )
+        for part in self.parts:
+            part.changed()
         for group in self.groups.values():
             group.adopt()
         self._end_reads()
@@ -221,11 +221,11 @@ class Executor:
         Collective over the data-parallel group where anything has to be gathered: all its
         ranks must call it.
         """
-        if self.early is not None:
-            self.early.undo()
+        for part in self.parts:
+            part.skipped()
         self.apply_pending()
-        if self.publisher is not None:
-            self.publisher.wait()
+        for part in self.parts:
+            part.settled()
         self._undisturbed, self.busy = False, True
         for index in sorted(self.groups):
             group = self.groups[index]
@@ -240,9 +240,8 @@ class Executor:
 
     def check_peers(self) -> None:
         """Raise PeerLost where a stream waits for a rank that cannot publish any more."""
-        publisher = self.publisher
-        if publisher is not None and publisher.device.flags is not None:
-            publisher.pool.check_peers(self.clock.version)
+        if self.pool is not None:
+            self.pool.check_peers(self.clock.version)
 
     def progress(self) -> tuple[int, int, int, int] | None:
         """A value that changes with every step that begins or ends; None outside of training iterations, for example
@@ -263,6 +262,8 @@ class Executor:
 
     def close(self) -> None:
         """End threads and unmap host memory."""
+        for part in reversed(self.parts):
+            part.close()
         while self._close:
             self._close.pop()()
 
@@ -271,8 +272,7 @@ class Executor:
         for group in self.groups.values():
             if group.state is not SHARDED:
                 group.drop()
-        if self._drop_staged is not None:
-            self._drop_staged()
+        self._drop_staged()
         self._started = False
         self.residency.restart()
 

@@ -11,18 +11,28 @@ Where the schedule says ``alone``, the one before is freed before the next is al
 The training thread issues all reduces in the program's order, which is that of all data-parallel ranks.
 
 The storage is resized to 0 and back while every tensor object stays, so ``main_grad`` is the same view all the time;
-see [Note: Freed storage] in group.py. On CUDA the compute stream waits for the reduce, or for the copy to the host,
-before the block is given back.
+see [Note: Freed storage] in group.py. The compute stream waits for the reduce, or for the copy to the host, before the
+block is given back.
+
+[Note: Gradients that are added in host memory]
+Behind the reduce a stream copies the own part to one of :data:`GRADIENT_SLOTS` slots in page-locked memory and stores a
+flag. A thread polls for it and adds the slot to the shard, both in host memory. The copy is issued when the slot is
+empty again.
 """
 
 from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import partial
 
 import torch
 
 from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.group import Residency, ScheduleError
+from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.worker import Transfer, Waitable, Worker
+from megatron_ext.workload.state_layout import GRADIENT_SLOTS
 
 
 class GradientState(Enum):
@@ -66,7 +76,65 @@ class Gradient:
         return f"the gradient of group {self.index}"
 
 
-class Reducer:
+class _ToHost:
+    """The slots through which gradients reach their shards in host memory."""
+
+    def __init__(self, largest_bytes: int, device, issuer: Issuer, delay: Callable | None):
+        self._slots = [device.host_tensor(largest_bytes, torch.uint8) for _ in range(GRADIENT_SLOTS)]
+        self.bytes = GRADIENT_SLOTS * largest_bytes
+        self._worker, self._stream = Worker("gradients"), device.stream("gradients", upward=True)
+        self._arrived, self._copied = private_flags(GRADIENT_SLOTS, device), device.event()
+        self._device, self._issuer, self._delay = device, issuer, delay
+        self._adds: list[Transfer | None] = [None] * GRADIENT_SLOTS  # the last one out of each slot
+        self._number = 0
+        self.issued = True
+
+    def bring(self, gradient: Gradient, reduced: Waitable, add: Callable[[torch.Tensor], None]) -> None:
+        """Copy the part behind ``reduced``; the thread calls ``add`` with the slot when it is there."""
+        self._number += 1
+        slot = self._number % GRADIENT_SLOTS
+        part, before = gradient.part, self._adds[slot]
+        staged = self._slots[slot][: part.numel() * part.element_size()].view(part.dtype)
+        self._adds[slot] = self._worker.submit(partial(self._add, slot, self._number, staged, add))
+        self.issued = False
+        ready = lambda: before is None or before.ended
+        self._issuer.when(ready, partial(self._issue, slot, self._number, part, staged, reduced))
+
+    def _issue(self, slot: int, number: int, part: torch.Tensor, staged: torch.Tensor, reduced: Waitable) -> None:
+        stream = self._stream
+        stream.run(reduced.wait)
+        stream.copy(staged, part)
+        stream.record(self._copied)
+        stream.store(self._arrived[slot], number)
+        self.issued = True
+
+    def _add(self, slot: int, number: int, staged: torch.Tensor, add: Callable, transfer: Transfer) -> None:
+        """On the thread."""
+        poll(partial(self._arrived[slot].reached, number))
+        if self._delay is not None:
+            self._delay()
+        with torch.no_grad():
+            add(staged)
+
+    def wait_for_copy(self) -> None:
+        """What the compute stream is given from now on comes behind the last copy."""
+        self._issuer.wait(lambda: self.issued)
+        self._device.compute.wait(self._copied)
+
+    def finish(self) -> None:
+        """Every part is added when this returns."""
+        self._issuer.join(self.behind())
+
+    def behind(self) -> Transfer:
+        """Ends when everything is added that was brought so far."""
+        return self._worker.submit(lambda transfer: None)
+
+    def close(self) -> None:
+        self._worker.close()
+        self._stream.close()
+
+
+class Reducer(Part):
     """Allocates, reduces, adds up and frees the gradients of one rank.
 
     Args:
@@ -75,36 +143,43 @@ class Reducer:
         device: see :mod:`megatron_ext.runtime.device`.
         rank: of the data-parallel group; injected delays differ by it.
         order: counts collectives in debug mode, or None.
+
+    Attributes:
+        complete: told of a group whose last reduce of the iteration is on its way, with the transfer behind which the
+            shard in host memory holds all of its gradient, or with None: behind what the compute stream has been given.
     """
 
     def __init__(
-        self, gradients: dict[int, Gradient], on_host: Iterable[int], device, faults: Faults, rank, order=None
+        self,
+        gradients: dict[int, Gradient],
+        on_host: Iterable[int],
+        device,
+        issuer: Issuer,
+        faults: Faults,
+        rank: int,
+        order=None,
     ):
         self.gradients, self.on_host, self.device, self.order = gradients, frozenset(on_host), device, order
         self.residency = Residency()
         self.sample: Callable[[], None] | None = None
-        self.complete: Callable[[int], None] | None = None  # told when a group's shard holds all of its gradient
+        self.complete: Callable[[int, Transfer | None], None] | None = None
         self._early, self._skipped, self._late = bool(faults.no_wait), faults.skip_reduce, faults.late_add
         self._held: torch.Tensor | None = None
         self._delay = faults.delayer(faults.reduce_delay_ms, salt=71 + rank)
         self._in_flight: tuple[Gradient, Waitable, bool] | None = None
-        self.worker = Worker("gradients") if self.on_host else None
-        self.stream = device.copy_stream() if self.on_host else None
-        sizes = [gradients[index].shard.numel() for index in self.on_host]
-        self._staging = None
-        if sizes and device.kind == "cuda":
-            dtype = next(iter(gradients.values())).whole.dtype
-            self._staging = device.host_tensor(max(sizes), dtype)
+        parts = [gradients[index].part for index in self.on_host]
+        largest = max((part.numel() * part.element_size() for part in parts), default=0)
+        self._to_host = _ToHost(largest, device, issuer, self._delay) if parts else None
 
     @property
     def staging_bytes(self) -> int:
-        """Of the buffer in host memory through which gradients reach their shards."""
-        return 0 if self._staging is None else self._staging.numel() * self._staging.element_size()
+        """Of the slots in host memory through which gradients reach their shards."""
+        return 0 if self._to_host is None else self._to_host.bytes
 
     def allocate(self, gradient: Gradient, alone: bool = False) -> None:
         """Give ``gradient`` its bytes, all zero: its backward begins. ``alone``: once the one on its way is freed."""
         if alone or gradient.state is _REDUCING:  # of the visit before, the last that was issued
-            self.settle()
+            self.finish_reduce()
         if gradient.state is not _FREED:
             raise ScheduleError(f"{gradient} is allocated while it is {gradient.state.value}")
         gradient.resize(gradient.bytes)
@@ -116,7 +191,7 @@ class Reducer:
 
     def reduce(self, gradient: Gradient, last: bool = False) -> None:
         """Issue the reduce-scatter of ``gradient``, its ``last`` in the iteration or not; waits for the one before."""
-        self.settle()
+        self.finish_reduce()
         if gradient.state is not _ADDING or gradient.issue is None:
             raise ScheduleError(f"{gradient} is reduced while it is {gradient.state.value}")
         if self._delay is not None:
@@ -129,28 +204,31 @@ class Reducer:
             return
         gradient.state = _REDUCING
         reduced = gradient.issue()
+        self._in_flight = gradient, reduced, last
         if gradient.index in self.on_host:
-            assert self.worker is not None
-            transfer = self.worker.submit(lambda transfer: self._bring(transfer, gradient, reduced, last))
-            self._in_flight = gradient, transfer, False
-        else:
-            self._in_flight = gradient, reduced, last
+            assert self._to_host is not None
+            self._to_host.bring(gradient, reduced, partial(self._add, gradient))
+            if last and self.complete is not None:
+                self.complete(gradient.index, self._to_host.behind())
 
-    def settle(self) -> None:
+    def finish_reduce(self) -> None:
         """Wait for the reduce that is on its way, add its part to the shard, and free the whole gradient."""
         if self._in_flight is None:
             return
-        (gradient, handle, last), self._in_flight = self._in_flight, None
-        if isinstance(handle, Transfer):  # which adds
-            handle.wait()
-        else:
-            self._wait_and_add(gradient, handle)
+        (gradient, reduced, last), self._in_flight = self._in_flight, None
+        if gradient.index in self.on_host:
+            assert self._to_host is not None
+            self._to_host.wait_for_copy()
+            self._free(gradient)
+            return
+        if self._early:
+            self._add(gradient, gradient.part)
+        reduced.wait()
+        if not self._early:
+            self._add(gradient, gradient.part)
         self._free(gradient)
-        self._tell(gradient, last)
-
-    def _tell(self, gradient: Gradient, last: bool) -> None:
         if last and self.complete is not None:
-            self.complete(gradient.index)
+            self.complete(gradient.index, None)
 
     def _free(self, gradient: Gradient) -> None:
         gradient.resize(0)
@@ -163,50 +241,22 @@ class Reducer:
         else:
             gradient.shard.add_(part)
 
-    def finish(self) -> None:
-        """End an iteration: every reduced part is in its shard when this returns.
+    def end(self) -> None:
+        """Every reduced part is in its shard when this returns.
 
         Raises:
             ScheduleError: a gradient was not reduced.
         """
-        self.settle()
+        self.finish_reduce()
         for gradient in self.gradients.values():
             if gradient.state is not _FREED:
                 raise ScheduleError(f"{gradient} is {gradient.state.value} at the end of the iteration")
-        if self.worker is not None:
-            self.worker.submit(lambda transfer: None).wait()
+        if self._to_host is not None:
+            self._to_host.finish()
         if self._held is not None:
             self.gradients[self._late].shard.add_(self._held)
             self._held = None
 
-    def _bring(self, transfer: Transfer, gradient: Gradient, handle, last: bool) -> None:
-        """On the thread: wait for the reduce, and add the part to the shard in host memory."""
-        if self._delay is not None:
-            self._delay()
-        with torch.no_grad():
-            if self._staging is None:
-                self._wait_and_add(gradient, handle)
-            else:
-                self._add_to_host(transfer, gradient, handle, self._staging[: gradient.shard.numel()])
-        self._tell(gradient, last)
-
-    def _wait_and_add(self, gradient: Gradient, handle) -> None:
-        if self._early:
-            self._add(gradient, gradient.part)
-        handle.wait()
-        if not self._early:
-            self._add(gradient, gradient.part)
-
-    def _add_to_host(self, transfer: Transfer, gradient: Gradient, handle, staging: torch.Tensor) -> None:
-        def copy() -> None:
-            handle.wait()  # on this thread's stream
-            staging.copy_(gradient.part, non_blocking=True)
-
-        transfer.after = self.device.on_stream(copy, self.stream, None)
-        transfer.finish()  # the training thread goes on: its stream waits for the copy
-        self.device.synchronize(transfer.after)
-        self._add(gradient, staging)
-
     def close(self) -> None:
-        if self.worker is not None:
-            self.worker.close()
+        if self._to_host is not None:
+            self._to_host.close()

@@ -1,49 +1,33 @@
 """The node's host copy: one block of memory that the data-parallel ranks of a node share.
 
 [Note: Versions in shared memory]
-A rank publishes its shard (and, where there are several nodes, those it has received from its
-counterparts on the others) by copying it and then storing the parameters' version into a flag
-of its own (one cache line each). A reader polls the flags of all shards before it copies.
-Before a rank overwrites what iteration n read, it waits until every rank of the node has stored
-n into its ``reads_done`` flag, so nobody reads a mixture. (Iterations are counted, not versions:
-after a skipped optimizer step one version is read by two iterations.) What orders a flag behind the data that it
-announces is in shared_flags.py.
-
-[Note: Reads that are queued]
-On CUDA ``reads_done`` is stored by the compute stream, behind its waits for the copies, and waited for by the
-publisher's stream, see stream_flags.py. Where threads wait for flags a rank stores it when it has issued its copies,
-which may still be queued. That is enough: another rank writes behind its optimizer step on its device, which comes
-behind its reduce-scatters, and these need this rank's backward, which is queued behind the copies. Where parameters
-change without an optimizer step (``params_changed``) no reduce-scatter lies between, so a rank then waits for its
-device before it stores the flag.
+A rank publishes its shard (and, where there are several nodes, those it has received from its counterparts on the
+others) by copying it and then storing the parameters' version into a flag of its own. A reader waits for the flags of
+all shards before it copies. Where a stream copies the shard, a stream stores the flag; where a thread does (from the
+host's optimizer, from another node, to the drive), the thread. A group's copy on the drive has flags of its own.
+Before a rank overwrites what iteration n read, it waits until every rank of the node has stored n into its
+``reads_done`` flag, so nobody reads a mixture. (Iterations are counted, not versions: after a skipped optimizer step
+one version is read by two iterations.) ``reads_done`` is stored by the compute stream, behind its waits for the copies.
 """
 
 import contextlib
 import mmap
 import os
 import threading
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import block_pages, shared_block
+from megatron_ext.runtime.flags import DeviceFlag, Flag, HostFlag, flags_bytes, open_flags
 from megatron_ext.runtime.group import Group
-from megatron_ext.runtime.shared_flags import flags_bytes, open_flags
-from megatron_ext.runtime.worker import Exiting, exiting
-
-LOOK_SECONDS = 0.1
-"""Seconds between two checks, while a rank waits for others, that these are still alive."""
-
-SPINS = 200
-"""Polls that only yield the processor; a reader that waits longer sleeps between polls."""
-
 
 FAILED = -1
 """Value of the flags of a rank that cannot publish any more."""
+
+COPY, DRIVE = 0, 1
+"""Rows of flags of each published group: of its host copy, and of its copy on the drive."""
 
 
 class PeerLost(RuntimeError):
@@ -56,32 +40,38 @@ class HostPool:
     Args:
         groups: published groups, the same list on every rank of the pool.
         copied: indices of those that have a host copy; the others have only flags.
+        by_thread: indices of those whose host copy threads write.
         rank: this rank's index in the pool (among the data-parallel ranks on the node).
         size: number of ranks in the pool.
         exchange: collective ``exchange(object) -> list`` over exactly the pool's ranks.
+        device: page-locks the block, see :meth:`pin`.
         progress: called with the bytes of this rank's pages that are allocated, and the bytes of all of them.
 
     Attributes:
         memory: the whole block as uint8, flags included; page-locked as one region.
+        copies: host copies by group index, 1D.
+        reads_done: flags by rank: iterations that have ended there.
 
     Raises:
         InputError: another rank's block cannot be opened, there is no memory for it, or this machine cannot order
-            stores (see shared_flags.py).
+            stores (see flags.py).
     """
 
     def __init__(
         self,
         groups: list[Group],
         copied: set[int],
+        by_thread: set[int],
         rank: int,
         size: int,
         exchange,
+        device,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ):
-        self.rank, self.size = rank, size
-        self._row_of = {group.index: n for n, group in enumerate(groups)}
-        self.reads_row = len(groups)  # behind the published groups' rows
-        offset = -(-flags_bytes(len(groups) + 1, size) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.rank, self.size, self._device, self._by_thread = rank, size, device, by_thread
+        self._number = {group.index: n for n, group in enumerate(groups)}
+        self._rows = 2 * len(groups) + 1
+        offset = -(-flags_bytes(self._rows, size) // mmap.PAGESIZE) * mmap.PAGESIZE
         offsets = {}
         hosted = [group for group in groups if group.index in copied]
         for group in hosted:
@@ -94,136 +84,101 @@ class HostPool:
         _make_pages(self._map, rank, size, exchange, progress)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self.pids = exchange(os.getpid())
-        self.flags = open_flags(self._map, len(groups) + 1, size)
-        self._device: Any = None
-        self._closing = threading.Lock()
-        self._words: list[list[int]] = []  # the device's addresses of the flags, by row and rank
         self._failure: BaseException | None = None
+        self._closing, self._pinned = threading.Lock(), False
         self.copies: dict[int, torch.Tensor] = {}
         for group in hosted:
-            data = torch.frombuffer(
+            self.copies[group.index] = torch.frombuffer(
                 self._map, dtype=group.whole.dtype, count=group.whole.numel(), offset=offsets[group.index]
             )
-            self.copies[group.index] = data
+        self._make_flags(0)
 
-    def pin(self, device) -> None:
+    def _make_flags(self, offset: int) -> None:
+        """``offset``: of the device's addresses."""
+        memory, ranks = open_flags(self._map, self._rows, self.size), range(self.size)
+        self.flags: dict[tuple[int, int], Sequence[Flag]] = {}
+        for index, number in self._number.items():
+            kind = HostFlag if index in self._by_thread else DeviceFlag
+            self.flags[index, COPY] = [kind(memory, 2 * number, rank, offset) for rank in ranks]
+            self.flags[index, DRIVE] = [HostFlag(memory, 2 * number + 1, rank, offset) for rank in ranks]
+        self.reads_done = [DeviceFlag(memory, self._rows - 1, rank, offset) for rank in ranks]
+
+    def pin(self) -> None:
         """Page-lock the whole block as one region, until :meth:`close`. Raises RuntimeError: the driver refuses."""
-        device.pin(self.memory)
-        self._device = device
-        if device.flags is not None:
-            offset = device.flags.offset(self.memory)
-            rows, ranks = range(self.reads_row + 1), range(self.size)
-            self._words = [[self.flags.address(row, rank) + offset for rank in ranks] for row in rows]
+        self._device.pin(self.memory)
+        self._pinned = True
+        self._make_flags(self._device.address_offset(self.memory))
 
     def slice_of(self, group: Group, dp_rank: int) -> torch.Tensor:
         """Part of the host copy that holds the shard of data-parallel rank ``dp_rank``."""
         numel = group.shard.numel()
         return self.copies[group.index].narrow(0, dp_rank * numel, numel)
 
-    # ``stream``: what stores the flag or waits for it, in its order; None: the calling thread, now.
+    def by_thread(self, group: Group) -> bool:
+        """Whether threads write the host copy of ``group``."""
+        return group.index in self._by_thread
 
-    def set_published(self, group: Group, version: int, stream=None) -> None:
-        """Tell the other ranks that this rank's shard of ``group`` is there at ``version``."""
-        self._store(self._row_of[group.index], version, stream)
+    def publishes(self, group: Group) -> bool:
+        """Whether ``group`` is one of those that have flags."""
+        return group.index in self._number
+
+    def published(self, group: Group, where: int = COPY) -> list[int]:
+        """Version at which each rank's shard of ``group`` is there, or :data:`FAILED`."""
+        return [flag.load() for flag in self.flags[group.index, where]]
+
+    def is_published(self, group: Group, version: int, where: int = COPY) -> bool:
+        """Whether every shard of ``group`` is there at ``version``. Raises as :meth:`check`, where this rank failed."""
+        if self._failure is not None:
+            raise self._failure
+        return all(flag.reached(version) for flag in self.flags[group.index, where])
 
     def fail(self, error: BaseException) -> None:
         """Mark this rank as unable to publish: waiting for it raises ``error`` here, PeerLost on other ranks."""
         self._failure = error
-        for row in range(self.reads_row):
-            self.flags.store(row, self.rank, FAILED)
+        for flags in self.flags.values():
+            flags[self.rank].store(FAILED)
 
-    def publishes(self, group: Group) -> bool:
-        """Whether ``group`` is one of those that have flags."""
-        return group.index in self._row_of
+    def check_published(self, group: Group, version: int, where: int = COPY) -> None:
+        """Raise PeerLost where a rank that has not published ``version`` of ``group`` never will."""
+        self._check(self.flags[group.index, where], version, f"to publish group {group.index}")
 
-    def published(self, group: Group) -> np.ndarray:
-        """Version at which each rank's shard of ``group`` is there, or :data:`FAILED`; shape ``(size,)``."""
-        return self.flags.load(self._row_of[group.index])
-
-    def wait_published(self, group: Group, version: int, stream=None) -> None:
-        """Wait until every shard of ``group`` is there at ``version``.
-
-        Raises:
-            PeerLost: a rank ended before it published, or failed to; for a stream see :meth:`check_peers`.
-        """
-        self._wait(self._row_of[group.index], version, stream)
-
-    def wait_own(self, group: Group, version: int, stream) -> None:
-        """Let ``stream`` wait until this rank's shard of ``group`` is there at ``version``."""
-        self._device.flags.wait(stream, self._words[self._row_of[group.index]][self.rank], version)
-
-    def set_reads_done(self, iterations: int, stream=None) -> None:
-        """Tell the other ranks that this rank has ended ``iterations`` and reads them no more."""
-        self._store(self.reads_row, iterations, stream)
-
-    def wait_reads_done(self, iterations: int, stream=None) -> None:
-        """Wait until every rank has ended ``iterations`` iterations. Raises as :meth:`wait_published`."""
-        self._wait(self.reads_row, iterations, stream)
+    def check_reads_done(self, iterations: int) -> None:
+        """Raise PeerLost where a rank that has not ended ``iterations`` never will."""
+        self._check(self.reads_done, iterations, "to finish reading")
 
     def check_peers(self, version: int) -> None:
-        """Raise PeerLost where a rank that has not published ``version`` of every group never will. Called by the
-        watch, because a stream waits for a flag without end."""
+        """:meth:`check_published` of every group. Called by the watch, because a stream waits for a flag without
+        end."""
         with self._closing:
-            for row in range(self.reads_row if hasattr(self, "flags") else 0):
-                self._check_peers(row, version)
+            for index, where in self.flags:
+                if where == COPY and index not in self._by_thread and index in self.copies:
+                    self._check(self.flags[index, where], version, f"to publish group {index}")
 
-    def _store(self, row: int, value: int, stream) -> None:
-        if stream is None:
-            self.flags.store(row, self.rank, value)
-        else:
-            self._device.flags.store(stream, self._words[row][self.rank], value)
-
-    def _wait(self, row: int, value: int, stream) -> None:
-        if stream is None:
-            self.poll(row, value)
-        else:
-            wait = self._device.flags.wait
-            for word in self._words[row]:
-                wait(stream, word, value)
-
-    def poll(self, row: int, value: int) -> None:
-        def ready() -> bool:
-            return bool((self.flags.load(row) >= value).all())
-
-        for _ in range(SPINS):
-            if ready():
-                return
-            os.sched_yield()
-        checked = time.monotonic()
-        while not ready():
-            time.sleep(20e-6)
-            if self._failure is not None:
-                raise self._failure
-            if exiting():
-                raise Exiting(f"the process ended while it waited for others {self._what(row)}")
-            if time.monotonic() - checked > LOOK_SECONDS:
-                checked = time.monotonic()
-                self._check_peers(row, value)
-
-    def _check_peers(self, row: int, value: int) -> None:
-        for rank in np.flatnonzero(self.flags.load(row) < value):
-            if any(self.flags.load(group)[rank] == FAILED for group in range(self.reads_row)):
+    def _check(self, flags: Sequence[Flag], value: int, what: str) -> None:
+        if self._failure is not None:
+            raise self._failure
+        for rank, flag in enumerate(flags):
+            if flag.load() >= value:
+                continue
+            if any(own[rank].load() == FAILED for own in self.flags.values()):
                 raise PeerLost(
                     f"data-parallel rank {rank} of this node (process {self.pids[rank]}) could not publish; "
                     "its own error says why"
                 )
-            if not _alive(self.pids[rank]) and self.flags.load(row)[rank] < value:
+            if not _alive(self.pids[rank]) and flag.load() < value:
                 raise PeerLost(
                     f"data-parallel rank {rank} of this node (process {self.pids[rank]}) ended while others "
-                    f"waited for it {self._what(row)}"
+                    f"waited for it {what}"
                 )
-
-    def _what(self, row: int) -> str:
-        index = next((index for index, own in self._row_of.items() if own == row), None)
-        return "to finish reading" if index is None else f"to publish group {index}"
 
     def close(self) -> None:
         """Unmap the block. It disappears with its last rank."""
-        if self._device is not None:
+        if self._pinned:
             self._device.unpin(self.memory)
         self.copies.clear()
         with self._closing:
-            del self.flags, self.memory
+            self.flags, self.reads_done = {}, []
+            del self.memory
         with contextlib.suppress(BufferError):  # a view still lives; the mapping ends with the process
             self._map.close()
 

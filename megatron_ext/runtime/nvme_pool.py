@@ -8,9 +8,8 @@ import torch
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import drive
+from megatron_ext.runtime.flags import private_flags
 from megatron_ext.runtime.group import Group
-from megatron_ext.runtime.node_exchange import IN_FLIGHT
-from megatron_ext.runtime.shared_flags import flags_bytes, open_flags
 from megatron_ext.runtime.worker import Transfer
 from megatron_ext.workload.drive_reads import DriveReads
 
@@ -26,6 +25,9 @@ class NvmePool:
         slots, slot_bytes: staging slots of this rank and the size of each.
         settings: how to read.
         device: pins the slots.
+
+    Attributes:
+        copied_out: flags by slot: copies out of it that have ended.
 
     Raises:
         InputError: on every rank of the pool, where the drive cannot hold the copies.
@@ -50,16 +52,12 @@ class NvmePool:
         self.bytes = size
         self.file = _open_shared(directory, size, rank, exchange, settings)
         self.slot_bytes = drive.aligned(slot_bytes)
-        self._first_buffer, rows = slots, slots + IN_FLIGHT  # flags lie behind the slots, see set_staged and set_passed
-        self._flags_start = slots * self.slot_bytes
-        self._map = mmap.mmap(-1, self._flags_start + flags_bytes(rows, 1))
+        self._map = mmap.mmap(-1, max(slots * self.slot_bytes, mmap.PAGESIZE))
         self._memory = memoryview(self._map)
         self._slots = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._flags = open_flags(self._memory[self._flags_start :], rows, 1)
         self._device = device
         device.pin(self._slots)
-        offset = 0 if device.flags is None else device.flags.offset(self._slots)
-        self._words = [self._flags.address(row, 0) + offset for row in range(rows)]
+        self.copied_out = private_flags(slots, device)
 
     def write(self, group: Group, dp_rank: int, shard: torch.Tensor) -> None:
         """Write one data-parallel rank's shard (host memory). Raises DriveError."""
@@ -83,24 +81,6 @@ class NvmePool:
         start = slot * self.slot_bytes
         return self._slots[start : start + group.bytes].view(group.whole.dtype)
 
-    # Flags of this rank alone, by which its streams wait for its threads.
-
-    def set_staged(self, slot: int, number: int) -> None:
-        """Store the flag of ``slot``: ``number`` reads into it have ended."""
-        self._flags.store(slot, 0, number)
-
-    def wait_staged(self, slot: int, number: int, stream) -> None:
-        """Let ``stream`` wait until ``number`` reads into ``slot`` have ended."""
-        self._device.flags.wait(stream, self._words[slot], number)
-
-    def set_passed(self, buffer: int, number: int) -> None:
-        """Store the flag of the publisher's ``buffer``: its contents were written ``number`` times."""
-        self._flags.store(self._first_buffer + buffer, 0, number)
-
-    def wait_passed(self, buffer: int, number: int, stream) -> None:
-        """Let ``stream`` wait until ``buffer`` has been written ``number`` times."""
-        self._device.flags.wait(stream, self._words[self._first_buffer + buffer], number)
-
     def cut_short(self, group: Group) -> None:
         """Fault for tests: the file ends in the middle of ``group`` from now on."""
         self.file.truncate(self._offset_of[group.index] + group.bytes // 2)
@@ -110,7 +90,7 @@ class NvmePool:
         self.file.close()
         self._device.unpin(self._slots)
         self._memory.release()
-        del self._slots, self._flags  # they view the mapping
+        del self._slots  # it views the mapping
         with contextlib.suppress(BufferError):  # a view still lives; the mapping ends with the process
             self._map.close()
 

@@ -6,23 +6,20 @@ states in host memory would take up to twice what the memory bill counts (torch 
 ``pinned_max_round_threshold_mb``). The mapping is shared, although nobody else has it: pages that a device copies to
 must stay the same when the process forks, as data loaders do.
 Source: ATen, ``CachingHostAllocator.h``.
+
+[Note: Who unlocks]
+The last tensor of a block may die on any thread, and unlocking waits for the device with the driver's lock held. So a
+block that nobody uses is only listed; the issuing thread unlocks it when it locks the next one, or at the end.
 """
 
 import mmap
-import sys
-from collections.abc import Callable
+import weakref
+from collections import deque
 
 import torch
 
-
-class Memory(mmap.mmap):
-    """Unlocked when the last tensor in it is gone."""
-
-    unlock: Callable[[], None] | None = None
-
-    def __del__(self) -> None:
-        if self.unlock is not None and not sys.is_finalizing():  # at the end of the process the driver does it
-            self.unlock()
+_unused: deque[tuple[int, mmap.mmap]] = deque()
+"""Address and memory of blocks without a tensor that are still locked."""
 
 
 def page_locked(numel: int, dtype: torch.dtype, device) -> torch.Tensor:
@@ -31,11 +28,19 @@ def page_locked(numel: int, dtype: torch.dtype, device) -> torch.Tensor:
     Raises:
         RuntimeError: the driver refuses.
     """
+    unlock_unused(device)
     if numel == 0:
         return torch.zeros(0, dtype=dtype)
-    memory = Memory(-1, numel * dtype.itemsize)
+    memory = mmap.mmap(-1, numel * dtype.itemsize)
     tensor = torch.frombuffer(memory, dtype=dtype)
     device.pin(tensor)
-    address = tensor.data_ptr()
-    memory.unlock = lambda: device.unlock(address)
+    weakref.finalize(tensor.untyped_storage(), _unused.append, (tensor.data_ptr(), memory)).atexit = False
     return tensor
+
+
+def unlock_unused(device) -> None:
+    """Unlock the blocks that nobody uses any more."""
+    while _unused:
+        address, _ = _unused[0]
+        device.unlock(address)
+        _unused.popleft()

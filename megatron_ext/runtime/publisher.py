@@ -1,28 +1,30 @@
 """Write fresh shards to the node's copies after the optimizer step, beside the next forwards.
 
-Where a data-parallel group spans nodes, a second thread waits for what the other nodes send, while the first already
-sends the next group (see the note in node_exchange.py).
-
-[Note: What the device publishes by itself]
-Where the device's streams store flags (see stream_flags.py), a shard that goes from the device to the host copy of its
-own node is queued ahead: the copy, then its flag. A drive, another node, or a shard that rests in host memory need the
-host's processor: there the copy is queued ahead, too, and a thread that waits for its end does the rest.
+[Note: Streams and threads]
+A shard that goes from the device to the host copy of its own node is queued whole: the copy, then its flag. A drive,
+another node, or a shard that the host's optimizer holds need the host's processor. There a thread goes on behind the
+copy, for whose flag it polls, and stores the flag that others wait for. Where a data-parallel group spans nodes, a
+second thread waits for what the other nodes send, while the first already sends the next group (see the note in
+node_exchange.py).
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter_ns
 from typing import NamedTuple
 
 import torch
 
 from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.flags import DeviceFlag, poll, private_flags
 from megatron_ext.runtime.group import Clock, Group
-from megatron_ext.runtime.host_pool import HostPool
-from megatron_ext.runtime.lanes import Handle
+from megatron_ext.runtime.host_pool import COPY, DRIVE, HostPool
+from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool
-from megatron_ext.runtime.worker import Transfer, Worker
+from megatron_ext.runtime.part import Part
+from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
 class Target(NamedTuple):
@@ -37,28 +39,39 @@ class Target(NamedTuple):
     nvme: bool
     offloaded: Callable | None = None
 
+    @property
+    def on_host(self) -> bool:
+        """Whether its shard is read in host memory."""
+        return self.offloaded is not None or self.group.on_host
+
+
+def by_thread(targets: list[Target], nodes: NodeExchange) -> set[int]:
+    """Indices of the groups whose host copy threads write."""
+    return {target.group.index for target in targets if target.on_host or nodes.crosses_nodes}
+
 
 class _Shard(NamedTuple):
-    """A shard to write, and its place in host memory.
+    """A shard on its way through host memory.
 
     Attributes:
+        own: its place there.
         pieces: of the host's optimizer, which the shard is made of; None: it is copied.
-        passing: number of its use of the passing buffers; None where it lies in the host copy or already on the host.
-        copied: end of its copy, queued on the stream; None: the thread copies it.
+        copied: value of the target's flag when a stream has copied it; None: the thread does it.
         stale: the fault that leaves the copy as it is.
+        bounce: its place is a bounce buffer.
     """
 
+    number: int
     target: Target
     own: torch.Tensor
     pieces: list | None
-    passing: int | None
-    copied: Handle | None = None
-    stale: bool = False
+    copied: int | None
+    stale: bool
+    bounce: bool = False
 
 
-class Publisher:
-    """Writes shards in the schedule's order, on a thread or a stream of its own: the direction from the
-    device is not the direction of the cpu route.
+class Publisher(Part):
+    """Writes shards in the schedule's order.
 
     Args:
         targets: published groups of this rank, in the order in which they are written.
@@ -76,140 +89,140 @@ class Publisher:
         nodes: NodeExchange,
         dp_rank: int,
         device,
+        issuer: Issuer,
         clock: Clock,
         faults: Faults,
         recorder=None,
     ):
         self.targets, self.pool, self.nvme, self.nodes, self.dp_rank = targets, pool, nvme, nodes, dp_rank
-        self.device, self.clock, self.faults, self.recorder = device, clock, faults, recorder
+        self.device, self.issuer, self.clock, self.faults, self.recorder = device, issuer, clock, faults, recorder
         self.worker, self.arrivals = Worker("publisher"), Worker("publisher-arrivals") if nodes.crosses_nodes else None
-        self.stream = device.copy_stream()
+        self.stream = device.stream("publish", upward=True)
+        self.copied = device.event()
+        """Behind the last copy of a shard on the device that is queued."""
+        self._taken, self._flags = device.event(), private_flags(len(targets), device)
         self._delay = faults.delayer(faults.publish_delay_ms, salt=31 + dp_rank)
-        self._last: Transfer | None = None
-        self._copied: Handle | None = None  # end of the last copy that is queued
-        self._version = 0  # that was published last
+        self._jobs: list[Transfer] = []
+        self._published = 0
         unhosted = [target.group.shard for target in targets if not target.host]
         size = max((shard.numel() * shard.element_size() for shard in unhosted), default=0)
-        # Copies on the drive alone pass through these one after another: as many as may be on their way.
-        self._passing = [device.host_tensor(size, torch.uint8) for _ in range(IN_FLIGHT if size else 0)]
-        self._passed = 0
+        # Copies on the drive alone bounce here, one after another.
+        self._bounce = [device.host_tensor(size, torch.uint8) for _ in range(IN_FLIGHT if size else 0)]
+        self._bounced: deque[Transfer] = deque([], maxlen=IN_FLIGHT)
+        self._sent: deque[Transfer] = deque()  # exchanges in flight; of the thread
+        self._bounces = self._last_ns = 0
 
     def publish(self, iterations: int, from_shards: bool = False) -> None:
-        """Issue the write of every group's shard at the clock's version; returns at once.
+        """Issue the write of every group's shard at the clock's version; returns when those of the version before have
+        ended.
 
-        ``from_shards``: the shards have values that the host's optimizer does not know.
-
-        ``iterations``: training iterations that have ended on this rank. What they read is
-        overwritten only when every rank of the node has ended as many.
+        Args:
+            iterations: training iterations that have ended on this rank. What they read is overwritten only when every
+                rank of the node has ended as many.
+            from_shards: the shards have values that the host's optimizer does not know.
         """
-        version, after = self.clock.version, self.device.mark()
-        by_thread: Iterable[_Shard]
-        if self.device.flags is None:
-            by_thread = (self._place(target, version, from_shards) for target in self.targets)  # placed by the thread
-        else:
-            by_thread = self._queue_all(iterations, version, after, from_shards)
-            if not by_thread:
-                return
+        self.join()
+        self._published += 1
+        version, stream = self.clock.version, self.stream
+        stream.wait(self.device.compute.record(self._taken))
+        for flag in self.pool.reads_done:
+            stream.wait_flag(flag, iterations, partial(self.pool.check_reads_done, iterations))
+        for number, target in enumerate(self.targets):
+            shard, before = self._place(number, target, version, from_shards), None
+            if target.nvme or self.pool.by_thread(target.group):
+                job = self.worker.submit(partial(self._write, shard, version, iterations))
+                self._jobs.append(job)
+                if shard.bounce:
+                    before = self._bounced[0] if len(self._bounced) == IN_FLIGHT else None
+                    self._bounced.append(job)
+            if shard.copied is not None:
+                self.issuer.when(partial(_ended, before), partial(self._copy, shard, version))
 
-        def write(transfer: Transfer) -> None:
-            try:
-                self.pool.wait_reads_done(iterations)
-                self._write_all(by_thread, version, after)
-            except BaseException as error:  # readers wait for flags, not for this thread
-                self.pool.fail(error)
-                raise
-
-        self._last = self.worker.submit(write)
-
-    def _place(self, target: Target, version: int, from_shards: bool) -> _Shard:
+    def _place(self, number: int, target: Target, version: int, from_shards: bool) -> _Shard:
         """Where the own shard of ``target`` goes in host memory."""
-        group, passing = target.group, None
+        group = target.group
         pieces = target.offloaded() if target.offloaded is not None and not from_shards else None
+        stale = group.index == self.faults.stale_group and version > 2
+        copied = self._published if pieces is None and not group.on_host else None
         if target.host:
             own = self.pool.slice_of(group, self.dp_rank)
-        elif pieces is None and (self.device.kind == "cpu" or group.on_host):
+        elif copied is None and pieces is None:
             own = group.shard
         else:
-            passing, self._passed = self._passed, self._passed + 1
             size = group.shard.numel() * group.shard.element_size()
-            own = self._passing[passing % IN_FLIGHT][:size].view(group.shard.dtype)
-        stale = group.index == self.faults.stale_group and version > 2
-        return _Shard(target, own, pieces, passing, stale=stale)
+            own = self._bounce[self._bounces % IN_FLIGHT][:size].view(group.shard.dtype)
+            self._bounces += 1
+            return _Shard(number, target, own, pieces, copied, stale, bounce=True)
+        return _Shard(number, target, own, pieces, copied, stale)
 
-    def _queue_all(self, iterations: int, version: int, after, from_shards: bool) -> list[_Shard]:
-        """Queue the copies of shards on the stream, and the flags of those that need no more; returns the others."""
-        self.pool.wait_reads_done(iterations, self.stream)
-        by_thread = []
-        for target in self.targets:
-            shard, marks = self._place(target, version, from_shards), [] if self.recorder is not None else None
-            if self._delay is not None:
-                self._delay(lambda seconds: self.device.sleep(self.stream, seconds))
-            if shard.pieces is None and not target.group.on_host and not shard.stale:
-                if shard.passing is not None:
-                    assert self.nvme is not None  # what has no host copy goes to the drive
-                    buffer, uses = shard.passing % IN_FLIGHT, shard.passing // IN_FLIGHT
-                    self.nvme.wait_passed(buffer, uses, self.stream)
-                if target.host:  # the thread may still write or send what lies there
-                    self.pool.wait_own(target.group, self._version, self.stream)
-                copied = self._copied = self.device.copy(shard.own, target.group.shard, self.stream, after, marks)
-                shard = shard._replace(copied=copied)
-            if target.nvme or self.arrivals is not None or (shard.copied is None and not shard.stale):
-                by_thread.append(shard)
-                continue
-            self.pool.set_published(target.group, version, self.stream)
-            if self.recorder is not None and marks:
-                self.recorder.add("publish", f"publish {target.group.index}", *marks)
-        self._version = version
-        return by_thread
+    def _copy(self, shard: _Shard, version: int) -> None:
+        """Queue the copy of a shard on the device, and its flags."""
+        stream, target = self.stream, shard.target
+        recorder, name = self.recorder, f"publish {target.group.index}"
+        marks = [] if recorder is not None else None
+        if not shard.stale:
+            stream.delay(self._delay)
+            stream.copy(shard.own, target.group.shard, marks)
+        if target.nvme or self.pool.by_thread(target.group):
+            stream.store(self._flags[shard.number], self._published)
+        elif recorder is not None and not shard.stale:
+            stream.run(lambda: recorder.add("publish", name, *marks or ()))
+        if target.host and not self.pool.by_thread(target.group):
+            flag = self.pool.flags[target.group.index, COPY][self.pool.rank]
+            assert isinstance(flag, DeviceFlag)
+            stream.store(flag, version)
+        stream.record(self.copied)
 
-    def _write_all(self, shards: Iterable[_Shard], version: int, after) -> None:
-        """On the thread: bring every shard to host memory, exchange it, write it, and store its flag."""
-        begun: deque[Transfer] = deque()
-        last_ns = 0
+    # On the thread.
 
-        def end(shard: _Shard, arriving: Arriving | None, start: int) -> None:
-            nonlocal last_ns
-            if arriving is not None:
-                with torch.no_grad():
-                    self._end(shard.target, arriving)
-            self.pool.set_published(shard.target.group, version)
-            if shard.passing is not None and self.nvme is not None:
-                self.nvme.set_passed(shard.passing % IN_FLIGHT, shard.passing // IN_FLIGHT + 1)
-            if self.recorder is not None:  # groups follow each other, also where two are on their way
-                start, last_ns = max(start, last_ns), perf_counter_ns()
-                self.recorder.add("publish", f"publish {shard.target.group.index}", start, last_ns)
-
-        for shard in shards:
-            if len(begun) == IN_FLIGHT:
-                begun.popleft().wait()
+    def _write(self, shard: _Shard, version: int, iterations: int, transfer: Transfer):
+        """Bring a shard to host memory, send it, write it, and store its flags."""
+        try:
             start, arriving = perf_counter_ns(), None
-            if self._delay is not None and self.device.flags is None:
-                self._delay()
             if not shard.stale:
+                if len(self._sent) == IN_FLIGHT:
+                    self._sent.popleft().wait()
+                self._bring(shard, iterations)
                 with torch.no_grad():
-                    self._bring(shard, after)
                     arriving = self.nodes.begin(self._places(shard), self.dp_rank)
+            end = partial(self._end, shard, arriving, version, start)
             if self.arrivals is None:
-                end(shard, arriving, start)
+                end(transfer)
             else:
-                begun.append(self.arrivals.submit(lambda transfer, known=(shard, arriving, start): end(*known)))
-        for transfer in begun:
-            transfer.wait()
+                self._sent.append(self.arrivals.submit(partial(self._end_of_job, end, transfer)))
+                return LATER
+        except BaseException as error:  # readers wait for flags, not for this thread
+            self.pool.fail(error)
+            raise
 
-    def _bring(self, shard: _Shard, after) -> None:
+    def _end_of_job(self, end: Callable[[Transfer], None], job: Transfer, transfer: Transfer) -> None:
+        try:
+            end(transfer)
+            job.finish()
+        except BaseException as error:
+            self.pool.fail(error)
+            job.finish(error)
+            raise
+
+    def _bring(self, shard: _Shard, iterations: int) -> None:
         """The shard lies in its place in host memory when this returns."""
         group, own = shard.target.group, shard.own
         if shard.copied is not None:
-            shard.copied.finished(self.device)
-        elif shard.pieces is not None:
-            if shard.passing is not None:
-                own.zero_()  # what pieces leave out is padding
-            for start, copy in shard.pieces:  # fp32 on the host; rounded here as on the device
-                own[start : start + copy.numel()].copy_(copy)
-        elif group.on_host and own is not group.shard:
-            own.copy_(group.shard)  # by no stream: in a single hardware queue it could lie behind a wait for its flag
-        elif own is not group.shard:
-            self.device.synchronize(self.device.copy(own, group.shard, self.stream, after))
+            poll(partial(self._flags[shard.number].reached, shard.copied))
+            return
+        if shard.target.host:
+            for flag in self.pool.reads_done:
+                poll(partial(flag.reached, iterations), partial(self.pool.check_reads_done, iterations))
+        if self._delay is not None:
+            self._delay()
+        with torch.no_grad():
+            if shard.pieces is not None:
+                if shard.bounce:
+                    own.zero_()  # what pieces leave out is padding
+                for start, copy in shard.pieces:  # fp32 on the host; rounded here as on the device
+                    own[start : start + copy.numel()].copy_(copy)
+            elif own is not group.shard:
+                own.copy_(group.shard)
 
     def _places(self, shard: _Shard) -> list[torch.Tensor]:
         """Where the shard is, and where those of the counterparts are to come: straight into the host copy."""
@@ -218,41 +231,62 @@ class Publisher:
             return [self.pool.slice_of(shard.target.group, dp_rank) for dp_rank in ranks]
         return self.nodes.places(shard.own, self.dp_rank)
 
-    def _end(self, target: Target, arriving: Arriving) -> None:
+    def _end(self, shard: _Shard, arriving: Arriving | None, version: int, start: int, transfer: Transfer) -> None:
         """Wait for what the counterparts on other nodes have sent; write it on the drive where the group has a copy."""
-        group = target.group
-        for dp_rank, shard in arriving.wait():
+        target, own = shard.target, self.pool.rank
+        for dp_rank, part in arriving.wait() if arriving is not None else ():
             if target.nvme and self.nvme is not None:
-                self.nvme.write(group, dp_rank, shard)
+                self.nvme.write(target.group, dp_rank, part)
+        if target.host and self.pool.by_thread(target.group):
+            self.pool.flags[target.group.index, COPY][own].store(version)
         if target.nvme and self.nvme is not None:
-            self.nvme.flush(group)
+            if arriving is not None:
+                self.nvme.flush(target.group)
+            self.pool.flags[target.group.index, DRIVE][own].store(version)
+        if self.recorder is not None:  # groups follow each other, also where two are on their way
+            start, self._last_ns = max(start, self._last_ns), perf_counter_ns()
+            self.recorder.add("publish", f"publish {target.group.index}", start, self._last_ns)
+
+    def updated(self, iterations: int, by_optimizer: bool) -> None:
+        self.publish(iterations, from_shards=not by_optimizer)
+
+    # When shards may change.
+
+    def release(self, iterations: int) -> None:
+        self.wait()
+        self.end_reads(iterations)
+
+    def settled(self) -> None:
+        self.wait()
 
     def wait(self) -> None:
-        """Wait until the shards may change. Blocks the calling thread until all issued writes have ended; where copies
-        of shards are queued on a stream, the current stream waits for them instead. Any thread may call it."""
-        if self._copied is not None:
-            self._copied.wait()
-        last = self._last
-        if last is not None and (self.device.flags is None or self._reads_host_shards()):
-            last.wait()
+        """Wait until the shards may change: on the host for the threads, on the compute stream for copies."""
+        self.join()
+        self.device.compute.wait(self.copied)
 
-    def _reads_host_shards(self) -> bool:
-        return any(target.offloaded is not None or target.group.on_host for target in self.targets)
+    def join(self) -> None:
+        """Wait for the threads. Raises what they raised."""
+        for job in self._jobs:
+            self.issuer.join(job)
+        self._jobs = []
 
-    def end_reads(self, iterations: int, settle: bool = False) -> None:
-        """Tell the other ranks that ``iterations`` have ended here: they may overwrite what these read.
+    def wait_on_thread(self) -> None:
+        """What the host's optimizer holds may change, when this returns; for a thread."""
+        for job in self._jobs:
+            job.wait()
 
-        ``settle``: wait for the device, where no reduce lies between, see [Note: Reads that are queued].
-        """
-        if self.device.flags is not None:
-            self.pool.set_reads_done(iterations, self.device.current_stream())
-            return
-        if settle:
-            self.device.settle()
-        self.pool.set_reads_done(iterations)
+    def end_reads(self, iterations: int) -> None:
+        """Tell the other ranks that ``iterations`` have ended here, behind what the compute stream has been given: they
+        may overwrite what these read."""
+        self.device.compute.store(self.pool.reads_done[self.pool.rank], iterations)
 
     def close(self) -> None:
         """End the threads once writes in flight have ended: their files and memory are released next."""
         self.worker.close()
         if self.arrivals is not None:
             self.arrivals.close()
+        self.stream.close()
+
+
+def _ended(job: Transfer | None) -> bool:
+    return job is None or job.ended

@@ -38,13 +38,13 @@ def described() -> str:
 
 
 @contextmanager
-def host_link(size_bytes: int) -> Iterator[None]:
-    """Around a copy of ``size_bytes``, for which this thread may have to wait."""
+def host_link(size_bytes: int, upward: bool = False) -> Iterator[None]:
+    """Around a copy of ``size_bytes``, for which this thread may have to wait. ``upward``: away from the device."""
     rate = rates().get("host_link_mb")
     if rate is None:
         yield
         return
-    with _DIRECTIONS[threading.current_thread().name.startswith("publish")]:
+    with _DIRECTIONS[upward]:
         start = time.perf_counter()
         yield
         time.sleep(max(size_bytes / rate / 1e6 - (time.perf_counter() - start), 0.0))

@@ -1,18 +1,7 @@
-"""Flags that a CUDA stream stores and waits for, beside the copies that they announce.
+"""What the driver offers for flags that streams store and wait for, see flags.py.
 
-[Note: Order by streams]
-A rank's publishing is queued ahead on a stream: copy of the shard, then store of its flag. Another rank queues a wait
-for all flags and then its copy to the device. No thread stands between a flag and a copy, and the training thread never
-waits for either. The store comes behind everything queued before it and is seen system-wide behind those writes.
-CUDA does not know this order. It cannot deadlock, even where all streams share one hardware queue
-(``CUDA_DEVICE_MAX_CONNECTIONS=1``): every rank queues the stores of a version before its waits for that version, and
-the stores of ``reads_done`` before its waits for them, and nothing that a store comes behind waits for a later one.
-Threads that store flags wait for nothing that they have given to a stream themselves. For the same reason a call that
-makes the host wait for the whole device (the first launch of a kernel that is loaded lazily, a free of the allocator)
-ends: what it waits for needs nothing that this host has yet to issue. Tests train on a stand-in with one queue.
-Source: CUDA driver API, Stream Memory Operations (cuStreamWaitValue64, cuStreamWriteValue64).
-
-Not yet run on a GPU.
+Source: CUDA driver API, Stream Memory Operations (cuStreamWaitValue64, cuStreamWriteValue64). Run on an H200 with
+cuda-bindings 13.3.
 """
 
 from typing import Any
@@ -59,7 +48,7 @@ class StreamFlags:
 
 
 def open_stream_flags(device: torch.device) -> tuple[StreamFlags | None, str]:
-    """``(flags, "")``, or ``(None, why the device offers none)``; then threads wait for flags."""
+    """``(flags, "")``, or ``(None, why the device offers none)``."""
     try:
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports] # optional
     except ImportError:

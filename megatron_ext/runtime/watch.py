@@ -141,7 +141,7 @@ def state_of(executor: Executor) -> list[str]:
     for group in executor.groups.values():
         line = f"{group}: {group.state.value}, version {group.version} of {executor.clock.version}"
         if executor.pool is not None and executor.pool.publishes(group):
-            line += f"; published at versions {executor.pool.published(group).tolist()}, by rank of the node"
+            line += f"; published at versions {executor.pool.published(group)}, by rank of the node"
         lines.append(line)
     return lines
 

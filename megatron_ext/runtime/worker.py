@@ -1,8 +1,6 @@
-"""A thread that runs transfers of one link in issue order.
+"""A thread that does, in order, what needs the processor and no device: drive, network, host memory.
 
-On CPU the copy itself happens here (torch releases the interpreter while it copies), so that
-copies overlap compute as they do on a device's copy engine. On CUDA the thread only waits
-until a copy may be issued, then issues it on its stream.
+It never calls the device's driver, nor holds what the driver knows: see [Note: One issuer] in streams.py.
 """
 
 import atexit
@@ -76,21 +74,18 @@ def _end_threads() -> None:
 
 
 class Waitable(Protocol):
-    """An event of a stream: the current stream waits for it."""
+    """A handle: on a device the current stream waits, not the host."""
 
     def wait(self) -> object: ...
 
 
 class Transfer:
-    """Handle of one transfer; ``wait`` returns when it is done and raises what it raised.
+    """Handle of what a thread does; ``wait`` returns when it is done and raises what it raised.
 
-    On CUDA a transfer is done when its copy is on the stream; ``wait`` then makes the current stream wait for the
-    copy's end. Until the copy is issued ``wait`` blocks the host, because the worker first waits for the flags of the
-    other ranks: after an optimizer step the training thread waits until the group is published, and cannot queue later
-    kernels in that time. So transfers are on streams where the device allows it, see stream_flags.py.
+    The issuing thread waits by :meth:`Issuer.join` instead: the thread may wait for what it has still to issue.
     """
 
-    __slots__ = ("_done", "ended", "error", "after")
+    __slots__ = ("_done", "ended", "error")
 
     def __init__(self) -> None:
         # A lock that is held until the transfer is done: an Event costs the training thread ten times
@@ -99,23 +94,12 @@ class Transfer:
         self._done.acquire()
         self.ended = False
         self.error: BaseException | None = None
-        self.after: Waitable | None = None  # CUDA: event that the compute stream must wait for
 
     def wait(self) -> None:
         with self._done:
             pass
         if self.error is not None:
             raise self.error
-        if self.after is not None:
-            self.after.wait()
-
-    def finished(self, device) -> None:
-        """Block the calling thread until the bytes have moved, on the device as well."""
-        with self._done:
-            pass
-        if self.error is not None:
-            raise self.error
-        device.synchronize(self.after)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the transfer as done, or as failed with ``error``; only the first call counts."""
@@ -129,13 +113,22 @@ LATER = object()
 """Returned by a function that only began its transfer: it calls ``transfer.finish`` itself."""
 
 
+class _WorkerThread(threading.Thread):
+    """Of a :class:`Worker`."""
+
+
+def on_worker() -> bool:
+    """Whether the calling thread is one of a :class:`Worker`, and not the issuing one."""
+    return isinstance(threading.current_thread(), _WorkerThread)
+
+
 class Worker:
     """FIFO of ``(function, transfer)``; after a failure every later transfer fails too, and a run that is watched
     ends."""
 
     def __init__(self, name: str):
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=guarded(self._run), name=f"megatron_ext-{name}", daemon=True)
+        self._thread = _WorkerThread(target=guarded(self._run), name=f"megatron_ext-{name}", daemon=True)
         self._thread.start()
         _alive.add(self)
 

@@ -34,12 +34,12 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.schedule.group_uses import uses_of_groups
-from megatron_ext.schedule.step_slots import step_slots_bytes
+from megatron_ext.schedule.step_slots import largest_gradient, step_slots_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels
 from megatron_ext.workload.nodes import ranks_of_copy
 from megatron_ext.workload.route import piece_buffer_bytes
-from megatron_ext.workload.state_layout import gradient_slot_bytes, region_bytes
+from megatron_ext.workload.state_layout import GRADIENT_SLOTS, gradient_slot_bytes, region_bytes
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Limits, Workload
 
@@ -94,7 +94,8 @@ def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict
     places = 1 if schedule.rollback_bytes is None else 2  # of each unit that may be stepped early
     copies, nvme_bytes = _copies(schedule, pp_rank, places * states_on_drive_bytes(own, workload))
     on_host, device["buffers"] = step_slots_bytes(schedule, workload, own)
-    copies["staging_slots"] += state_slots_bytes(schedule, workload, own) + on_host
+    device["buffers"] += narrow_gradient_bytes(own, workload)
+    copies["staging_slots"] += state_slots_bytes(schedule, workload, own) + on_host + host_add_bytes(own, workload)
     copies["previous_states"] = schedule.rollback_bytes or 0
     return device, host | copies, nvme_bytes
 
@@ -243,16 +244,27 @@ def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
 
 
 def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> int:
-    """Of the slots through which states on the drive pass on a rank with ``groups``, and gradients that are not fp32 in
-    host memory, or that a step beside the backward unscales before they are known to count."""
+    """Of the slots through which states on the drive pass on a rank with ``groups``, and of the rooms beside them,
+    through which gradients arrive and parameters leave."""
     slots, on_drive = schedule.state_slots, [group for group in groups if group.states_rest == "nvme"]
     if slots is None or not on_drive:
         return 0
     settings = workload.optimizer
-    in_place = settings.gradient_dtype == "float32" and all(group.gradients == "host" for group in on_drive)
-    elsewhere = settings.delayed or (in_place and schedule.rollback_bytes is None)
-    room = 0 if elsewhere else gradient_slot_bytes(slots.slot_bytes, len(settings.moment_dtypes))
+    room = 0 if settings.delayed else gradient_slot_bytes(slots.slot_bytes, len(settings.moment_dtypes))
     return slots.slots * (slots.slot_bytes + room)
+
+
+def host_add_bytes(groups: Iterable[Group], workload: Workload) -> int:
+    """Of the slots through which gradients reach their sums in host memory, on a rank with ``groups``."""
+    shards = [gradient_bytes(g, workload) // workload.parallel.dp for g in groups if g.gradients == "host"]
+    return GRADIENT_SLOTS * max(shards, default=0)
+
+
+def narrow_gradient_bytes(groups: Iterable[Group], workload: Workload) -> int:
+    """Of the buffer on the device in which 16-bit gradients become fp32 where the states rest on the drive."""
+    if workload.optimizer.delayed or workload.optimizer.gradient_dtype == "float32":
+        return 0
+    return max((largest_gradient(group, workload) for group in groups if group.states_rest == "nvme"), default=0)
 
 
 def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:

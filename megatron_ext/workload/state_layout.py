@@ -1,4 +1,4 @@
-"""Bytes that the states of parameters take on a drive, and in the slots through which they pass."""
+"""Bytes that the states of parameters take on a drive, and slots through which they and gradients pass."""
 
 from megatron_ext.workload.drive_reads import SECTOR_BYTES
 
@@ -7,6 +7,9 @@ LINE_BYTES = 64
 
 ITEM_BYTES = 4
 """States are fp32."""
+
+GRADIENT_SLOTS = 2
+"""Of a rank whose gradients are added up in host memory: one is filled while the other is added."""
 
 
 def tensor_bytes(numel: int) -> int:

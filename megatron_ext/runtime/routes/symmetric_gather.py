@@ -9,7 +9,7 @@ is registered once, and copied from there. The memory bill has the buffer. The c
 too: ``measure`` gathers by this class.
 Source: NCCL, ncclCommWindowRegister and NCCL_CTA_POLICY_ZERO; PyTorch, torch.distributed._symmetric_memory.
 
-Not yet run on a GPU.
+Not yet run between GPUs.
 """
 
 from importlib import import_module
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from megatron_ext.runtime.buffered_gather import BufferedGather
+from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 
 LEAST_NCCL, LEAST_CUDA = (2, 28), (12, 5)
 
@@ -73,8 +73,8 @@ class SymmetricGather(BufferedGather):
         RuntimeError: NCCL or torch refuses.
     """
 
-    def __init__(self, process_group, device, largest: dict[torch.dtype, int]):
-        super().__init__(device)
+    def __init__(self, process_group, device, largest: dict[torch.dtype, int], recorder=None):
+        super().__init__("symmetric", device, recorder)
         self.process_group = process_group
         memory = _memory()
         if memory.get_backend(device.device) != "NCCL":
@@ -84,7 +84,9 @@ class SymmetricGather(BufferedGather):
             self._buffers[dtype] = memory.empty(numel, dtype=dtype, device=device.device)
             memory.rendezvous(self._buffers[dtype], group=process_group.group_name)
 
-    @torch.no_grad()
+    def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:
+        self._recorded(self.link, name, self.stream, lambda: self._gather(whole, shard))
+
     def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         buffer, numel = self._buffers[whole.dtype], whole.numel()
         received, sent = buffer[:numel], buffer[numel:][: shard.numel()]

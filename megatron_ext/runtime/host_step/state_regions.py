@@ -22,16 +22,15 @@ class Region:
         self.names: tuple[str, ...] = ()
         self.tensor_bytes = state_layout.tensor_bytes(parameter.numel())
 
-    def view(self, slot: torch.Tensor, index: int, start: int | None = None) -> torch.Tensor:
-        """Tensor ``index`` (0: the parameter) in ``slot``, 1D uint8, where the region begins at byte ``start`` (left
-        out: at its offset)."""
-        start = (self.offset if start is None else start) + index * self.tensor_bytes
+    def view(self, slot: torch.Tensor, index: int) -> torch.Tensor:
+        """Tensor ``index`` (0: the parameter) in ``slot``, 1D uint8."""
+        start = self.offset + index * self.tensor_bytes
         flat = slot[start : start + self.parameter.numel() * self.parameter.element_size()]
         return flat.view(self.parameter.dtype).view(self.shape)
 
 
-class Unit:
-    """Parameters that are read, stepped and written together.
+class Regions:
+    """Of the parameters of a unit, which are read, stepped and written together.
 
     Attributes:
         place, other: bytes of the file at which its piece lies and at which the next step writes it. They are the same
@@ -56,13 +55,9 @@ class Unit:
             region.names = tuple(name for name, value in state.items() if _is_moment(value, region.parameter))
             for index, tensor in enumerate(self._tensors(region)):
                 place = region.view(slot, index)
-                if tensor.data_ptr() != place.data_ptr():  # the device may be reading a parameter that is there
+                if tensor.data_ptr() != place.data_ptr():
                     place.copy_((initial or {}).get(tensor, tensor).detach())
                     tensor.data = place
-
-    def gradient_bytes(self, chosen) -> int:
-        """Of the gradients of those parameters that ``chosen`` says."""
-        return sum(region.tensor_bytes for region in self.regions if chosen(region.parameter))
 
     def point_at(self, slot: torch.Tensor) -> None:
         """Make the tensors views of ``slot``."""

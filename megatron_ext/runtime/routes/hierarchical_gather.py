@@ -12,8 +12,8 @@ Source: BlueConnect (Cho et al., MLSys 2019).
 import torch
 import torch.distributed as dist
 
-from megatron_ext.runtime.buffered_gather import BufferedGather
 from megatron_ext.runtime.node_groups import NodeGroups
+from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 
 
 class HierarchicalGather(BufferedGather):
@@ -23,17 +23,19 @@ class HierarchicalGather(BufferedGather):
         groups: process groups of the device's backend, used by nobody else.
     """
 
-    def __init__(self, groups: NodeGroups, device):
-        super().__init__(device)
+    def __init__(self, groups: NodeGroups, device, recorder=None):
+        super().__init__("hierarchical", device, recorder)
         self.groups = groups
+
+    def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:
+        self._recorded(self.link, name, self.stream, lambda: self._gather(whole, shard))
 
     def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         nodes, numel = self.groups.nodes, shard.numel()
         number, per_node = len(nodes), len(nodes[0])
-        with torch.no_grad():
-            buffer = self._buffer(whole.dtype, number * numel + whole.numel(), whole.device)
-            mine, all_of_node = buffer[: number * numel], buffer[number * numel :][: whole.numel()]
-            dist.all_gather_into_tensor(mine, shard, group=self.groups.across)
-            dist.all_gather_into_tensor(all_of_node, mine, group=self.groups.local)
-            # Data-parallel ranks of a node are neighbours, see nodes_of_replicas.
-            whole.view(number, per_node, numel).copy_(all_of_node.view(per_node, number, numel).transpose(0, 1))
+        buffer = self._buffer(whole.dtype, number * numel + whole.numel(), whole.device)
+        mine, all_of_node = buffer[: number * numel], buffer[number * numel :][: whole.numel()]
+        dist.all_gather_into_tensor(mine, shard, group=self.groups.across)
+        dist.all_gather_into_tensor(all_of_node, mine, group=self.groups.local)
+        # Data-parallel ranks of a node are neighbours, see nodes_of_replicas.
+        whole.view(number, per_node, numel).copy_(all_of_node.view(per_node, number, numel).transpose(0, 1))

@@ -3,7 +3,7 @@
 [Note: Delayed parameter update]
 w[t+1] = w[t] - f(gradient at w[t-1]): the step on the gradient of one iteration is made while the next iteration
 computes, and its parameters are used from the iteration after that on. The training thread reduces, checks and clips
-gradients as ever and copies them to the host. A thread makes the step and leaves the new parameters in staging
+gradients as ever and queues their copies to the host. A thread makes the step and leaves the new parameters in staging
 tensors. At the end of the next iteration the training thread waits for that step and copies the staging tensors to the
 shards, before it hands over the next gradients. An iteration whose step is skipped hands nothing over; the update that
 is pending is applied all the same.
@@ -21,10 +21,15 @@ from time import perf_counter_ns
 import torch
 
 from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.flags import poll, private_flags
+from megatron_ext.runtime.group import ScheduleError
+from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.part import Part
+from megatron_ext.runtime.publisher import Publisher
 from megatron_ext.runtime.worker import Transfer, Worker
 
 
-class DelayedUpdate:
+class DelayedUpdate(Part):
     """Makes the steps of one rank beside the next iteration, see the note above.
 
     Args:
@@ -32,8 +37,7 @@ class DelayedUpdate:
             shard's shape and dtype; the shard gets its values when the update is applied.
         begun: training iterations that have ended before this run.
         after: updates of so many first iterations are not delayed.
-        published: called before a step changes parameters on the host: returns when what is published of the update
-            before no longer reads them; None where nothing is published.
+        publisher: what it publishes of the update before is read before a step changes it; None: nothing is published.
         device: see :mod:`megatron_ext.runtime.device`.
         rank: injected delays differ by it.
         recorder: where steps are recorded, or None.
@@ -44,24 +48,26 @@ class DelayedUpdate:
         staged: list[tuple[torch.Tensor, torch.Tensor]],
         begun: int,
         after: int,
-        published: Callable[[], None] | None,
+        publisher: Publisher | None,
         device,
+        issuer: Issuer,
         faults: Faults,
         rank: int,
         recorder=None,
     ):
         self.staged, self.applied = staged, 0
         self._iteration, self._after = begun, after
-        self._published, self._device, self._recorder = published, device, recorder
+        self._publisher, self._device, self._issuer, self._recorder = publisher, device, issuer, recorder
         self._delay = faults.delayer(faults.step_delay_ms, salt=131 + rank)
         self._undelayed, self._lost = bool(faults.undelayed), faults.lose_update
-        self._worker, self._stream = Worker("delayed-update"), device.copy_stream()
+        self._worker, self._copied = Worker("delayed-update"), device.event()
+        (self._arrived,) = private_flags(1, device)
         self._steps: list[Callable[[], None]] = []
         self._job: Transfer | None = None
         self._handed_over = 0
+        self._on_host = device.kind == "cuda" and any(shard.device.type == "cpu" for _, shard in staged)
 
     def begin(self) -> None:
-        """A training iteration begins."""
         self._iteration += 1
 
     @property
@@ -75,19 +81,20 @@ class DelayedUpdate:
         return self._job is not None
 
     def take(self, step: Callable[[], None]) -> None:
-        """Make ``step`` with the next :meth:`hand_over`. Its gradients are queued for host memory on the current
-        stream."""
+        """Make ``step``, which needs host memory alone, when the shards are published. The copies of its gradients to
+        host memory are queued on the compute stream."""
         self._steps.append(step)
 
-    def hand_over(self) -> None:
+    def updated(self, iterations: int, by_optimizer: bool) -> None:
         """Let the thread make the steps that were taken, if any."""
         if self._steps:
             assert self._job is None
             steps, self._steps = self._steps, []
             self._handed_over += 1
+            self._device.compute.store(self._arrived, self._handed_over)  # staging tensors are no longer read, either
             if self._handed_over == self._lost:
                 steps = []
-            self._job = self._worker.submit(partial(self._step, steps, self._device.mark()))
+            self._job = self._worker.submit(partial(self._step, steps, self._handed_over))
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -95,33 +102,45 @@ class DelayedUpdate:
         if self._job is None:
             return
         begin = perf_counter_ns()
-        self._job.wait()
+        self._issuer.join(self._job)
         self._job = None
         waited = perf_counter_ns()
-        if any(shard.device.type == "cpu" for _, shard in self.staged):
-            self._device.settle()  # what is queued may still read shards in host memory
-        for staging, shard in self.staged:
-            shard.copy_(staging, non_blocking=True)
+        self.write_shards()
         self.applied += 1
         if self._recorder is not None:
             self._recorder.add("issue", "wait for the delayed update", begin, waited)
             self._recorder.add("issue", "apply the delayed update", waited, perf_counter_ns())
 
-    def _step(self, steps: list[Callable[[], None]], after, transfer: Transfer) -> None:
+    @torch.no_grad()
+    def write_shards(self) -> None:
+        """Give the shards the values of the staging tensors."""
+        if self._on_host:  # what is queued may still read shards in host memory
+            self._device.synchronize(self._device.compute.record(self._copied))
+        for staging, shard in self.staged:
+            shard.copy_(staging, non_blocking=True)
+
+    def _step(self, steps: list[Callable[[], None]], number: int, transfer: Transfer) -> None:
+        """On the thread."""
+        poll(partial(self._arrived.reached, number))
+        if self._publisher is not None:
+            self._publisher.wait_on_thread()
+        if self._delay is not None:
+            self._delay()
+        begin = perf_counter_ns()
         with torch.no_grad():
-            # Gradients have arrived, and staging tensors are no longer read.
-            self._device.synchronize(self._device.on_stream(lambda: None, self._stream, after))
-            if self._published is not None:
-                self._device.synchronize(self._device.on_stream(self._published, self._stream, None))
-            if self._delay is not None:
-                self._delay()
-            begin = perf_counter_ns()
             for step in steps:
-                self._device.synchronize(self._device.on_stream(step, self._stream, None))
+                step()
         if self._recorder is not None:
             self._recorder.add("host_step", "delayed", begin, perf_counter_ns())
         if self._delay is not None:
             self._delay()
+
+    def changed(self) -> None:
+        if self.pending:
+            raise ScheduleError(
+                "parameters were changed while a delayed update is pending: call "
+                "megatron_ext.megatron.hooks.unshard_all() on all ranks before they are changed"
+            )
 
     def close(self) -> None:
         """End the thread, after the step in progress."""

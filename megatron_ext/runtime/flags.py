@@ -1,4 +1,13 @@
-"""Flags in memory that several processes map: a store releases, a load acquires.
+"""Flags: 8-byte words in page-locked memory by which streams, threads and processes say how far they are.
+
+[Note: Who waits for which flag]
+A call of CUDA may hold the driver's lock until a stream is done. A stream that waits for a flag which a thread has to
+store may then never get on: the thread may need the driver, or the interpreter, whose locks others hold meanwhile. So
+there are two kinds of flags. A :class:`DeviceFlag` is stored by a stream; streams wait for it, and threads may poll it.
+A :class:`HostFlag` is stored by a thread, of this process or another; the issuing thread polls it and issues what comes
+next (issuer.py), other threads poll it, and no stream ever waits for it.
+Every rank queues the stores of a version before its waits for that version, so that streams which wait for each other's
+flags get on, also where all streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
 
 [Note: Order of stores]
 A rank copies data and then stores a flag; another loads the flag and then reads the data. The reader must not see
@@ -8,15 +17,21 @@ the flag without the data. Aligned 8-byte stores and loads are whole on both mac
   are the exception; the C library's ``memcpy``, which uses them for large blocks, ends with a fence.
 * aarch64 (GH200, GB200) and others keep neither. There every flag is stored with release order and loaded with acquire
   order, by ``__atomic_store_8`` and ``__atomic_load_8`` of libatomic, a part of GCC's runtime.
+* A stream's store comes behind everything queued before it, and is seen system-wide behind those writes.
+  Source: CUDA driver API, cuStreamWriteValue64.
 """
 
 import ctypes
+import os
 import platform
-from typing import Protocol
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime.worker import Exiting, exiting
 
 LINE = 64
 """Bytes of one flag: a cache line, so that ranks do not disturb each other's flags."""
@@ -24,9 +39,45 @@ LINE = 64
 RELAXED, ACQUIRE, RELEASE = 0, 2, 3
 """Memory orders, as GCC numbers them (``__ATOMIC_RELAXED``, ``__ATOMIC_ACQUIRE``, ``__ATOMIC_RELEASE``)."""
 
+SPINS = 200
+"""Polls that only yield the processor; who waits longer sleeps between polls."""
 
-class SharedFlags(Protocol):
-    """``rows`` x ``ranks`` flags of int64."""
+SLEEP_SECONDS = 20e-6
+
+LOOK_SECONDS = 0.1
+"""Seconds between two checks, while somebody waits, that what stores the flag is still alive."""
+
+
+def poll(ready: Callable[[], bool], check: Callable[[], None] = lambda: None, turn: Callable[[], None] | None = None):
+    """Block the calling thread, not the interpreter, until ``ready()``.
+
+    Args:
+        check: called now and then; raises where nobody will store the flag any more.
+        turn: called between two looks.
+
+    Raises:
+        Exiting: the process is about to end.
+    """
+    for _ in range(SPINS):
+        if ready():
+            return
+        if turn is not None:
+            turn()
+        os.sched_yield()
+    checked = time.monotonic()
+    while not ready():
+        time.sleep(SLEEP_SECONDS)
+        if turn is not None:
+            turn()
+        if exiting():
+            raise Exiting("the process ended while a thread waited for a flag")
+        if time.monotonic() - checked > LOOK_SECONDS:
+            checked = time.monotonic()
+            check()
+
+
+class FlagMemory(Protocol):
+    """``rows`` x ``ranks`` words of int64."""
 
     def store(self, row: int, rank: int, value: int) -> None:
         """Store ``value``; who loads it also sees everything that this thread wrote before."""
@@ -98,7 +149,7 @@ def keeps_store_order() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
-def open_flags(buffer, rows: int, ranks: int) -> SharedFlags:
+def open_flags(buffer, rows: int, ranks: int) -> FlagMemory:
     """Flags at the beginning of ``buffer``, by what this machine needs. Raises InputError as :class:`AtomicFlags`."""
     return (OrderedFlags if keeps_store_order() else AtomicFlags)(buffer, rows, ranks)
 
@@ -113,3 +164,41 @@ def _libatomic() -> ctypes.PyDLL:
             field="platform",
             value=platform.machine(),
         ) from None
+
+
+class Flag:
+    """One word; it only grows, or becomes negative where whoever stores it has failed."""
+
+    __slots__ = ("_memory", "row", "rank", "device_address")
+
+    def __init__(self, memory: FlagMemory, row: int, rank: int, offset: int = 0):
+        self._memory, self.row, self.rank = memory, row, rank
+        self.device_address = memory.address(row, rank) + offset
+
+    def load(self) -> int:
+        return int(self._memory.load(self.row)[self.rank])
+
+    def reached(self, value: int) -> bool:
+        return self._memory.load(self.row)[self.rank] >= value
+
+    def store(self, value: int) -> None:
+        """By the processor, behind everything that this thread has written."""
+        self._memory.store(self.row, self.rank, value)
+
+
+class DeviceFlag(Flag):
+    """Stored by a stream, see [Note: Who waits for which flag]."""
+
+
+class HostFlag(Flag):
+    """Stored by a thread, see [Note: Who waits for which flag]."""
+
+
+def private_flags(count: int, device: Any) -> list[DeviceFlag]:
+    """Flags of this process alone, in memory that ``device`` has page-locked."""
+    import torch
+
+    words = device.host_tensor(flags_bytes(count, 1), torch.uint8)
+    memory = open_flags(words.numpy(), count, 1)
+    offset = device.address_offset(words)
+    return [DeviceFlag(memory, row, 0, offset) for row in range(count)]

@@ -1,4 +1,4 @@
-"""Pinned host memory, slot by slot, through which pieces of a drive's file pass on their way to the device and back."""
+"""Host memory, slot by slot, through which pieces of a drive's file pass to the host's optimizer and back."""
 
 import mmap
 from collections import deque
@@ -17,39 +17,33 @@ class DriveSlots:
         file: to read and write.
         count: of slots.
         piece_bytes: room for a piece of the file in each slot, a multiple of the drive's block.
-        gradient_bytes: room beside it that the file has no part of; 0 for none.
-        device: pins the memory, and may still read a slot that is left.
         recorder: where reads and writes are recorded, or None.
 
     Attributes:
-        pieces, gradients: 1D uint8 tensors by slot, the latter empty where there is no such room.
+        pieces: 1D uint8 tensors by slot.
         free: slots in the order in which they were left.
         bytes: in all.
     """
 
-    def __init__(self, file: DriveFile, count: int, piece_bytes: int, gradient_bytes: int, device, recorder=None):
-        self.bytes = count * (piece_bytes + gradient_bytes)
+    def __init__(self, file: DriveFile, count: int, piece_bytes: int, recorder=None):
+        self.bytes = count * piece_bytes
         self._map = mmap.mmap(-1, self.bytes)
         self._memory, self._piece_bytes = memoryview(self._map), piece_bytes
         self._everything = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.pieces = list(self._everything[: count * piece_bytes].split(piece_bytes))
-        self.gradients = list(self._everything[count * piece_bytes :].split(gradient_bytes)) if gradient_bytes else []
+        self.pieces = list(self._everything.split(piece_bytes))
         self.free = deque(range(count))
-        self._file, self._device, self._recorder = file, device, recorder
+        self._file, self._recorder = file, recorder
         self._writes: list[Transfer | None] = [None] * count  # the last one out of each slot
-        self._used: list = [None] * count  # the end of the device's reads of each slot
-        device.pin(self._everything)
         self._worker = Worker("states-read")
 
     def read(self, slot: int, place: int, size_bytes: int, what: str, after: Transfer | None) -> Transfer:
-        """Begin to read what lies at ``place``, behind ``after``, once nobody reads the slot any more."""
-        before, used = (self._writes[slot], after), self._used[slot]
+        """Begin to read what lies at ``place``, behind ``after`` and the last write out of the slot."""
+        before = self._writes[slot], after
 
         def read(transfer: Transfer):
             for write in before:
                 if write is not None:
                     write.wait()
-            self._device.synchronize(used)
             recorded = self._recorded("states read")
             self._file.start(self._piece(slot, size_bytes), place, what, transfer, recorded)
             return LATER
@@ -68,8 +62,7 @@ class DriveSlots:
         return self.free.popleft()
 
     def leave(self, slot: int) -> None:
-        """Nobody uses the slot any more but what the current stream has been given."""
-        self._used[slot] = self._device.mark()
+        """Nobody uses the slot any more but its last write."""
         self.free.append(slot)
 
     def wait_for_write(self, slot: int) -> None:
@@ -89,5 +82,4 @@ class DriveSlots:
         """Give up the memory, when all reads and writes have ended."""
         self._worker.close()
         self._file.end_transfers()
-        self._device.unpin(self._everything)
-        del self.pieces, self.gradients, self._everything, self._memory, self._map
+        del self.pieces, self._everything, self._memory, self._map

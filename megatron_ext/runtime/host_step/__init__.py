@@ -1,0 +1,7 @@
+"""The host's optimizer step (``--optimizer-cpu-offload``): its units, the memory through which they pass, and when they
+are stepped.
+
+A unit (unit.py) is what one optimizer on the host steps together. Its gradients arrive, and its new parameters leave,
+through a room (room.py). It is stepped after the gradient norm (after_norm.py), beside the backward (early.py) or
+beside the next iteration (delayed.py). Its states are in memory or on a drive (drive_states.py).
+"""

@@ -1,0 +1,45 @@
+"""Steps of the host's optimizer when the gradient norm is known: gradients of the next units arrive, and parameters of
+the last ones leave, while one is stepped."""
+
+from collections import deque
+
+from megatron_ext.runtime.host_step.room import Link
+from megatron_ext.runtime.host_step.unit import HostUnit
+
+
+class AfterNorm:
+    """Of one rank; on the training thread, which steps and issues.
+
+    Args:
+        link: of the rooms of all units.
+    """
+
+    def __init__(self, link: Link):
+        self._link, self._device, self._computed = link, link.device, link.device.event()
+        self._expected: deque[HostUnit] = deque()
+        self._left = 0  # units that are not stepped yet
+
+    def expect(self, units: list[HostUnit]) -> None:
+        """``units`` are stepped next, in this order, on what their gradients are when the compute stream has done its
+        work."""
+        assert not self._expected
+        self._expected.extend(units)
+        self._left = len(units)
+        self._device.compute.record(self._computed)
+        if any(piece.shard_on_host for unit in units for piece in unit.pieces):
+            self._device.synchronize(self._computed)  # copies to the device may still read these shards
+        for unit in units:
+            unit.stepped = self._stepped
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._expected and self._expected[0].has_room():
+            self._expected.popleft().arrive([self._computed])
+
+    def _stepped(self, unit: HostUnit) -> None:
+        unit.stepped = lambda unit: None
+        unit.leave([self._computed])
+        self._fill()
+        self._left -= 1
+        if not self._left:
+            self._link.wait_for_leaves()

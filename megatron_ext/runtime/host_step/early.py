@@ -1,0 +1,241 @@
+"""Steps of the host's optimizer beside the backward: speculation, then validation.
+
+[Note: Speculation, then validation]
+The gradient norm, and with it the factor by which gradients are clipped, is known only when every gradient is reduced;
+so is whether a gradient has overflowed. A unit (the parameters of one group) does not wait for that. As soon as its
+gradient is reduced it is copied to the host. A thread keeps a copy of the unit's states, and steps it, as if nothing
+were clipped and nothing had overflowed. The copies lie in memory of a fixed size; a unit that finds no room there, or
+whose turn comes after the last backward, is stepped as without all this, when the norm is known. Of a unit whose states
+rest on a drive the drive keeps what was before, see drive_states.py.
+
+When the optimizer steps, each unit is validated: one element of each gradient that was stepped on is compared with the
+gradient as it is then. Clipping multiplies all elements by one factor. In fp32 a product with a factor other than 1
+differs from every normal number but 0, so one normal element that is the same to the last bit says that all are. A unit
+whose gradient has changed gets its states back from their copy and is stepped again. If the optimizer skips its step,
+all units get their states back, and the shards their parameters. Training is therefore that of the step which waits, to
+the last bit.
+Source: SuperOffload (arXiv 2509.21271), speculation-then-validation.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter_ns
+
+import torch
+
+from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.host_step.room import Link
+from megatron_ext.runtime.host_step.unit import HostUnit
+from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.part import Part
+from megatron_ext.runtime.publisher import Publisher
+from megatron_ext.runtime.worker import Transfer, Worker
+
+
+class EarlyUnit:
+    """A unit that is stepped beside the backward.
+
+    Args:
+        gradients: by piece of the unit, where its reduced gradient lies, fp32.
+        inverse_scale: gives the factor by which the optimizer will unscale gradients, or None where it does not.
+    """
+
+    def __init__(self, unit: HostUnit, gradients: list[torch.Tensor], inverse_scale: Callable[[], float | None]):
+        assert all(gradient.dtype is torch.float32 for gradient in gradients)  # see the note above
+        self.unit, self.gradients, self.inverse_scale = unit, gradients, inverse_scale
+        self.compared: list[tuple[int, torch.Tensor]] = []  # of each gradient an element's place, and what it was
+        self.on_host = any(piece.gradient_on_host for piece in unit.pieces)
+
+    def unscale(self) -> None:
+        """Unscale what is stepped on, and keep of each gradient the element that validation compares."""
+        factor, self.compared = self.inverse_scale(), []
+        for piece in self.unit.pieces:
+            assert piece.parameter.grad is not None
+            own = piece.parameter.grad.view(-1)
+            if factor is not None:
+                own.mul_(factor)
+            place = _largest(own)
+            self.compared.append((place, own[place].clone()))
+
+    def gradients_unchanged(self) -> bool:
+        """Whether the gradients are what the step was made with, see the note above."""
+        pairs = list(zip(self.gradients, self.compared, strict=True))
+        now = torch.stack([gradient.view(-1)[place] for gradient, (place, _) in pairs]).cpu()
+        then = torch.stack([value for _, (_, value) in pairs])
+        normal = then.isfinite() & ((then == 0) | (then.abs() >= torch.finfo(then.dtype).tiny))
+        return bool((normal & (now == then)).all())
+
+
+class EarlySteps(Part):
+    """Steps units as soon as their gradients are reduced, see the note above.
+
+    Args:
+        units: each group's own; a group may have several, of several optimizers.
+        rollback_bytes: memory for copies of states.
+        settings: called before the first step of an iteration could begin.
+        publisher: what it publishes of the last step is read before a step changes it; None: nothing is published.
+        rank: injected delays differ by it.
+        recorder: where steps are recorded, or None.
+    """
+
+    def __init__(
+        self,
+        units: list[EarlyUnit],
+        rollback_bytes: int,
+        settings: Callable[[], None],
+        publisher: Publisher | None,
+        link: Link,
+        device,
+        issuer: Issuer,
+        faults: Faults,
+        rank: int,
+        recorder=None,
+    ):
+        self._units: dict[int, list[EarlyUnit]] = {}
+        for unit in units:
+            self._units.setdefault(unit.unit.group, []).append(unit)
+        self.memory = torch.empty(rollback_bytes, dtype=torch.uint8).zero_()
+        self.ready = False
+        """Whether the shards are those that the host's optimizer has made in its last step."""
+        self.taken = self.taken_back = 0  # steps made early, and those of them that did not stand
+        self._settings, self._publisher, self._recorder = settings, publisher, recorder
+        self._link, self._device, self._issuer = link, device, issuer
+        self._delay = faults.delayer(faults.step_delay_ms, salt=113 + rank)
+        self._keeps = bool(faults.no_rollback)
+        self._worker = Worker("early-steps")
+        self._reduced = {unit: device.event() for unit in units}
+        self._copying = threading.Lock()  # held while gradients in host memory are copied
+        self._open, self._used = False, 0
+        self._jobs: list[tuple[EarlyUnit, Transfer]] = []
+        self._stepped: list[EarlyUnit] = []
+
+    # Every iteration, in this order, on the training thread.
+
+    def begin(self) -> None:
+        self.skipped()  # an iteration that no step of the optimizer has followed
+        self._used = 0
+        if self.ready:
+            self._settings()
+            self._open = True
+
+    def reduced(self, group: int, behind: Transfer | None = None, handle=None) -> None:
+        """The last reduce of ``group`` in this iteration is on its way.
+
+        Args:
+            behind: its gradient is complete in host memory when this has ended; None: it lies on the device.
+            handle: of the reduce; None: it has ended on the compute stream.
+        """
+        for unit in self._units.get(group, ()) if self._open else ():
+            event = self._reduced[unit]
+            if handle is None:
+                self._device.compute.record(event)
+            else:
+                self._link.arriving.run(handle.wait)
+                self._link.arriving.record(event)
+            self._issuer.when(unit.unit.has_room, partial(self._take, unit, behind, event))
+
+    def _take(self, unit: EarlyUnit, behind: Transfer | None, event) -> None:
+        size = unit.unit.rollback_bytes() if self._open else 0
+        if not self._open or self._used + size > self.memory.numel():
+            return
+        memory, self._used = self.memory[self._used : self._used + size], self._used + size
+        unit.unit.arrive([event], unit.gradients)
+        job = self._worker.submit(partial(self._step, unit, memory, behind))
+        self._jobs.append((unit, job))
+        self._issuer.when(lambda: job.ended, partial(self._leave, unit, job, event))
+
+    def _leave(self, unit: EarlyUnit, job: Transfer, event) -> None:
+        """The step has been made, or was left out."""
+        job.wait()
+        if unit in self._stepped:
+            unit.unit.leave([event] if self._publisher is None else [event, self._publisher.copied])
+        else:
+            unit.unit.give_up()
+
+    def end(self) -> None:
+        """The backward has ended, and gradients may change when this returns. What has not begun is left."""
+        with self._copying:
+            self._open = False
+        self._link.wait_for_arrivals()
+
+    def finish(self, units: list[HostUnit], changed: bool) -> list[HostUnit]:
+        """The optimizer steps: those of ``units`` whose early step stands. The others have their states back.
+
+        Args:
+            changed: the optimizer's settings are not those that the early steps were made with.
+        """
+        self.wait()
+        stepped = [unit for unit in self._stepped if unit.unit in units]
+        self._device.synchronize(self._link.left)  # it may still read the host's parameters
+        standing = [unit for unit in stepped if self._keeps or (not changed and unit.gradients_unchanged())]
+        for unit in stepped:
+            if unit in standing:
+                unit.unit.keep()
+            else:
+                unit.unit.take_back()
+            self._stepped.remove(unit)
+        self.taken_back += len(stepped) - len(standing)
+        return [unit.unit for unit in standing]
+
+    def skipped(self) -> None:
+        """The optimizer does not step: every unit and its shards are as they were before."""
+        self.end()
+        self.wait()
+        if self._stepped:
+            self._device.synchronize(self._link.left)  # it may still read the host's parameters
+        for unit in self._stepped:
+            if self._keeps:
+                unit.unit.keep()
+            else:
+                unit.unit.take_back()
+                unit.unit.write_shards()
+        self.taken_back += len(self._stepped)
+        self._stepped.clear()
+
+    def changed(self) -> None:
+        self.ready = False
+
+    def wait(self) -> None:
+        """For the steps that have begun, and on the device for the parameters that they have written there."""
+        for _, job in self._jobs:
+            self._issuer.join(job)
+        self._jobs.clear()
+        self._issuer.poll()  # let the last ones leave
+        self._link.wait_for_leaves()
+
+    # On the thread.
+
+    @torch.no_grad()
+    def _step(self, unit: EarlyUnit, memory: torch.Tensor, behind: Transfer | None, transfer: Transfer) -> None:
+        if behind is not None:
+            behind.wait()
+        if self._delay is not None:
+            self._delay()
+        begin, host = perf_counter_ns(), unit.unit
+        host.wait_for_gradients()
+        with self._copying:
+            if unit.on_host and not self._open:
+                return
+            host.begin()
+        unit.unscale()
+        if self._publisher is not None:
+            self._publisher.wait_on_thread()
+        self._stepped.append(unit)
+        host.step_early(memory)
+        self.taken += 1
+        if self._delay is not None:
+            self._delay()
+        if self._recorder is not None:
+            self._recorder.add("host_step", str(host.group), begin, perf_counter_ns())
+
+    def close(self) -> None:
+        """Take back what no step of the optimizer has followed, and end the thread."""
+        self.skipped()
+        self._worker.close()
+
+
+def _largest(gradient: torch.Tensor) -> int:
+    """Index of an element of a 1D tensor that is 0 only if all are, and NaN if one is."""
+    index = int(gradient.argmax())
+    return index if gradient[index] > 0 else int(gradient.argmin())

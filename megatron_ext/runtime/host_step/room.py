@@ -1,0 +1,227 @@
+"""Page-locked memory through which the gradients of a unit arrive at the host's optimizer and its parameters leave.
+
+[Note: A step through a room]
+1. The issuing thread queues copies of the unit's gradients into the room (``arrive``), and behind them a flag.
+2. Whoever steps polls for the flag, takes the gradients (``begin``), steps, and rounds the new parameters to 16 bits in
+   the room (``end``). That needs host memory and the processor alone, so any thread may do it.
+3. The issuing thread queues copies of the parameters to the device (``leave``), and behind them another flag.
+The two directions have a stream each. The 16-bit parameters lie where the gradients were, or in memory of their own.
+
+Parameters become 16-bit on the host, or on the device: then the optimizer's fp32 parameters, which are page-locked, are
+copied to a staging buffer on the device and rounded there. That costs the host less and the link more. Gradients in 16
+bits become fp32 in the same place. Shards and gradients that rest in host memory are written and read where they are.
+
+The arithmetic is the optimizer's own on the same values, so training is the same to the last bit.
+Source: ZeRO-Offload (arXiv 2101.06840), section 4.1, and SuperOffload (arXiv 2509.21271) on where casts are cheapest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_ext.runtime.flags import poll, private_flags
+
+if TYPE_CHECKING:
+    from megatron_ext.runtime.host_step.unit import HostUnit
+
+HALF_PER_WIDE = 2
+"""fp32 bytes for each byte of 16 bits."""
+
+
+class Link:
+    """The streams of all rooms of a rank, and the device's staging buffers.
+
+    Args:
+        device: see :mod:`megatron_ext.runtime.device`.
+        place: the device of shards and gradients.
+        inward_bytes, outward_bytes: of the staging buffers there: of parameters that become 16-bit on the device, and
+            of gradients that become fp32 there; 0: none do.
+    """
+
+    def __init__(self, device, place: torch.device, inward_bytes: int = 0, outward_bytes: int = 0):
+        self.device, self.cast_on_device = device, inward_bytes > 0
+        self.arriving = device.stream("gradients-arrive", upward=True)
+        self.leaving = device.stream("parameters-leave")
+        self.arrived, self.left = device.event(), device.event()
+        # One a direction: each direction's copies have an order on their stream.
+        self._inward, self._outward = (
+            torch.empty(size // 4, dtype=torch.float32, device=place) for size in (inward_bytes, outward_bytes)
+        )
+        self.device_bytes = inward_bytes + outward_bytes
+
+    def staging(self, inward: bool, shape: torch.Size) -> torch.Tensor:
+        """fp32: for a parameter on its way to the device (``inward``), or for a gradient."""
+        return (self._inward if inward else self._outward)[: shape.numel()].view(shape)
+
+    def wait_for_arrivals(self) -> None:
+        """Gradients may change behind what the compute stream waits for now."""
+        self.device.compute.wait(self.arrived)
+
+    def wait_for_leaves(self) -> None:
+        """The compute stream finds the parameters on the device."""
+        self.device.compute.wait(self.left)
+
+    def close(self) -> None:
+        self.arriving.close()
+        self.leaving.close()
+
+
+class Room:
+    """Memory for one unit at a time, see the note above.
+
+    Args:
+        wide: 1D uint8, for the unit's gradients in fp32.
+        half: 1D uint8 of half the size, for 16-bit gradients and parameters; None: parameters take the place of the
+            gradients, and 16-bit gradients become fp32 on the device.
+    """
+
+    def __init__(self, link: Link, wide: torch.Tensor, half: torch.Tensor | None = None):
+        self._link, self._wide, self._half = link, wide, half
+        self._arrived, self._left = private_flags(2, link.device)
+        self._arrivals = self._leaves = 0
+        self._last_left = link.device.event()
+        self._narrow: list[tuple[torch.Tensor, torch.Tensor]] = []  # a gradient's place, and where it is in 16 bits
+
+    def _place(self, memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """``start``: byte at which the gradient begins in fp32."""
+        start = start * dtype.itemsize // torch.float32.itemsize
+        return memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    # On the issuing thread.
+
+    def arrive(self, unit: HostUnit, gradients: Sequence[torch.Tensor | None], behind: Sequence[Any]) -> None:
+        """Queue the copies of those of ``gradients`` that lie on the device; they are ready behind the events
+        ``behind``."""
+        link, stream = self._link, self._link.arriving
+        for event in (*behind, self._last_left):  # parameters may leave from the same place
+            stream.wait(event)
+        for piece, start, gradient in zip(unit.pieces, unit.starts, gradients, strict=True):
+            if gradient is None or piece.gradient_on_host:
+                continue
+            shape = piece.parameter.shape
+            own = self._place(self._wide, start, shape, torch.float32)
+            if gradient.dtype is torch.float32:
+                stream.copy(own, gradient.view(shape))
+            elif self._half is not None and not link.cast_on_device:
+                half = self._place(self._half, start, shape, gradient.dtype)
+                stream.copy(half, gradient.view(shape))
+                self._narrow.append((own, half))
+            else:
+                staged = link.staging(False, shape)
+                stream.run(partial(staged.copy_, gradient.view(shape)))
+                stream.copy(own, staged)
+        stream.record(link.arrived)
+        self._arrivals += 1
+        stream.store(self._arrived, self._arrivals)
+
+    def leave(self, unit: HostUnit, behind: Sequence[Any]) -> None:
+        """Queue the copies of the parameters to the device, behind the events ``behind``: what reads the shards there
+        lies before these."""
+        link, stream = self._link, self._link.leaving
+        for event in behind:
+            stream.wait(event)
+        for piece, start in zip(unit.pieces, unit.starts, strict=True):
+            if piece.shard_on_host:
+                continue
+            shape = piece.parameter.shape
+            if link.cast_on_device:
+                staged = link.staging(True, shape)
+                stream.copy(staged, piece.parameter)
+                stream.run(partial(piece.shard.copy_, staged))
+            else:
+                stream.copy(piece.shard, self._place(self._leaving, start, shape, piece.shard.dtype))
+        stream.record(self._last_left)
+        stream.record(link.left)
+        self._leaves += 1
+        stream.store(self._left, self._leaves)
+
+    @property
+    def _leaving(self) -> torch.Tensor:
+        return self._wide if self._half is None else self._half
+
+    # On the thread that steps.
+
+    def wait(self) -> None:
+        """Until everything that was given to :meth:`arrive` is in the room."""
+        poll(partial(self._arrived.reached, self._arrivals))
+
+    @torch.no_grad()
+    def begin(self, unit: HostUnit, gradients: Sequence[torch.Tensor | None], in_place: bool) -> None:
+        """Give the parameters their gradients, behind :meth:`wait`. ``in_place``: those that are fp32 in host memory
+        are stepped on where they are; otherwise they are copied."""
+        for own, half in self._narrow:
+            own.copy_(half)
+        self._narrow.clear()
+        for piece, start, gradient in zip(unit.pieces, unit.starts, gradients, strict=True):
+            parameter = piece.parameter
+            if gradient is None:
+                parameter.grad = None
+            elif piece.gradient_on_host and in_place and gradient.dtype is torch.float32:
+                parameter.grad = gradient.view(parameter.shape)
+            else:
+                own = parameter.grad = self._place(self._wide, start, parameter.shape, torch.float32)
+                if piece.gradient_on_host:
+                    own.copy_(gradient.view(parameter.shape))
+
+    @torch.no_grad()
+    def end(self, unit: HostUnit) -> None:
+        """Round what leaves for the device."""
+        poll(partial(self._left.reached, self._leaves))
+        for piece, start in zip(unit.pieces, unit.starts, strict=True):
+            if not piece.shard_on_host and not self._link.cast_on_device:
+                self._place(self._leaving, start, piece.parameter.shape, piece.shard.dtype).copy_(piece.parameter)
+            piece.parameter.grad = None
+
+
+class OwnRooms:
+    """A room for each unit, in memory that it has for its gradients anyway."""
+
+    def __init__(self, link: Link):
+        self._link, self._rooms = link, {}
+        self.memory: list[torch.Tensor] = []
+
+    def has_room(self, unit: HostUnit) -> bool:
+        return True
+
+    def take(self, unit: HostUnit) -> Room:
+        if unit not in self._rooms:
+            self.memory.append(self._link.device.host_tensor(unit.bytes, torch.uint8))
+            self._rooms[unit] = Room(self._link, self.memory[-1])
+        return self._rooms[unit]
+
+    def free(self, unit: HostUnit) -> None:
+        """It stays the unit's."""
+
+
+class SharedRooms:
+    """Rooms of a fixed number, taken in turn.
+
+    Args:
+        count, room_bytes: how many, at least 2, and bytes of each, which hold the gradients of any unit.
+    """
+
+    def __init__(self, link: Link, count: int, room_bytes: int):
+        size = room_bytes // HALF_PER_WIDE
+        pieces = [link.device.host_tensor(count * room_bytes, torch.uint8).split(room_bytes)]
+        if not link.cast_on_device:
+            pieces.append(link.device.host_tensor(count * size, torch.uint8).split(size))
+        self.bytes = sum(len(piece) for own in pieces for piece in own)
+        self._rooms = [Room(link, *memory) for memory in zip(*pieces)]
+        self._users: list[HostUnit | None] = [None] * count
+        self._next = 0
+
+    def has_room(self, unit: HostUnit) -> bool:
+        return self._users[self._next] is None
+
+    def take(self, unit: HostUnit) -> Room:
+        number, self._next = self._next, (self._next + 1) % len(self._rooms)
+        assert self._users[number] is None
+        self._users[number] = unit
+        return self._rooms[number]
+
+    def free(self, unit: HostUnit) -> None:
+        self._users[self._users.index(unit)] = None

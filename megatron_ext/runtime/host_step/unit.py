@@ -1,0 +1,184 @@
+"""A unit of the host's optimizer: parameters that one optimizer steps together."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megatron_ext.runtime.host_step.room import HALF_PER_WIDE, Room
+
+ALIGNMENT = 64
+"""Bytes at which each copy of a state begins."""
+
+
+class Piece(NamedTuple):
+    """One parameter of a unit.
+
+    Attributes:
+        parameter: the host optimizer's, fp32, in host memory.
+        gradient: returns what the optimizer steps on, of any float dtype and shape, or None.
+        shard: 16-bit tensor that a step writes.
+        gradient_on_host, shard_on_host: whether these rest in host memory.
+    """
+
+    parameter: torch.Tensor
+    gradient: Callable[[], torch.Tensor | None]
+    shard: torch.Tensor
+    gradient_on_host: bool = False
+    shard_on_host: bool = False
+
+
+class Rooms(Protocol):
+    """Where units get a room from; on the issuing thread."""
+
+    def has_room(self, unit: "HostUnit") -> bool: ...
+
+    def take(self, unit: "HostUnit") -> Room: ...
+
+    def free(self, unit: "HostUnit") -> None: ...
+
+
+class HostUnit:
+    """Parameters of one optimizer, whose states are in memory.
+
+    Args:
+        group: index in the schedule of the group in which they lie, or of one of several.
+        rooms: None where the parameters have their gradients when they are stepped, and all shards are on the host.
+        alignment: bytes at which each gradient begins in a room.
+
+    Attributes:
+        stepped: called behind each step of the optimizer, on the thread that has made it.
+    """
+
+    def __init__(
+        self, group: int, optimizer: torch.optim.Optimizer, pieces: list[Piece], rooms: Rooms | None, alignment: int = 4
+    ):
+        self.group, self.optimizer, self.pieces, self._rooms = group, optimizer, pieces, rooms
+        self.starts, self.bytes = [], 0
+        for parameter, _, shard, *_ in pieces:
+            assert parameter.dtype is torch.float32 and shard.dtype.itemsize * HALF_PER_WIDE == parameter.element_size()
+            self.starts.append(self.bytes)
+            self.bytes += -(-parameter.numel() * parameter.element_size() // alignment) * alignment
+        self.room: Room | None = None
+        self._gradients: Sequence[torch.Tensor | None] = ()
+        self._in_place = self._begun = False
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor, and what it was before an early step
+        self.stepped: Callable[[HostUnit], None] = lambda unit: None
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+        ]
+
+    # On the issuing thread.
+
+    def has_room(self) -> bool:
+        assert self._rooms is not None
+        return self._rooms.has_room(self)
+
+    def arrive(self, behind: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Let the gradients arrive, which are ready behind the events ``behind``.
+
+        Args:
+            gradients: copied in any case, and stepped on in place of those of the pieces. None: those of the pieces,
+                in place where they are fp32 in host memory.
+        """
+        assert self._rooms is not None
+        self.room, self._in_place = self._rooms.take(self), gradients is None
+        self._gradients = [piece.gradient() for piece in self.pieces] if gradients is None else gradients
+        self.room.arrive(self, self._gradients, behind)
+
+    def leave(self, behind: Sequence[Any]) -> None:
+        """Let the parameters leave, and give the room up."""
+        assert self.room is not None
+        self.room.leave(self, behind)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Give the room up: the unit was stepped, or will not be."""
+        assert self._rooms is not None
+        self.room, self._gradients, self._begun = None, (), False
+        self._rooms.free(self)
+
+    def write_shards(self) -> None:
+        """Give the shards, on the device or on the host, the values of the parameters."""
+        with torch.no_grad():
+            for piece in self.pieces:
+                piece.shard.copy_(piece.parameter)
+
+    # On the thread that steps.
+
+    def wait_for_gradients(self) -> None:
+        """Until the gradients from the device are in the room."""
+        assert self.room is not None, "a unit is stepped whose gradients nobody has brought"
+        self.room.wait()
+
+    def begin(self) -> None:
+        """Give the parameters their gradients; the step follows."""
+        self.wait_for_gradients()
+        assert self.room is not None
+        self.room.begin(self, self._gradients, self._in_place)
+        self._begun = True
+
+    def _before_step(self) -> None:
+        if self._rooms is not None and not self._begun:
+            self.begin()
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        for piece in self.pieces:
+            if piece.shard_on_host:
+                piece.shard.copy_(piece.parameter)
+        if self._rooms is not None:
+            assert self.room is not None
+            self.room.end(self)
+        self._begun = False
+        self._let_go()
+        self.stepped(self)
+
+    def _let_go(self) -> None:
+        """The states are not needed until the next step."""
+
+    # Steps that may not count, see early.py.
+
+    def rollback_bytes(self) -> int:
+        """Of the copy of the states."""
+        return sum(_aligned(tensor) for tensor in self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        found = []
+        for piece in self.pieces:
+            # Megatron's host optimizer lists the parameter itself among its states.
+            states = [v for v in self.optimizer.state[piece.parameter].values() if v is not piece.parameter]
+            assert all(isinstance(value, torch.Tensor) for value in states)
+            found += [piece.parameter, *states]
+        return found
+
+    def step_early(self, memory: torch.Tensor) -> None:
+        """Copy the states into ``memory`` (1D uint8), and step; on the thread."""
+        start = 0
+        for tensor in self._tensors():
+            copy = memory[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+            self._saved.append((tensor, copy.copy_(tensor)))
+            start += _aligned(tensor)
+        self.optimizer.step()
+
+    def keep(self) -> None:
+        """The early step counts."""
+        self._saved = []
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Give the states the values from before the early step."""
+        for tensor, copy in self._saved:
+            tensor.copy_(copy)
+        self._saved = []
+
+    def close(self) -> None:
+        """Leave the optimizer to itself."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _aligned(tensor: torch.Tensor) -> int:
+    size = tensor.numel() * tensor.element_size()
+    return size + -size % ALIGNMENT

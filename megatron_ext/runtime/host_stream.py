@@ -1,0 +1,116 @@
+"""Streams of a machine without a GPU: a thread does, in order, what it is given.
+
+torch releases the interpreter while it copies, so that copies overlap compute as they do on a device's copy engine.
+Everything else in runtime/ is the same as on a GPU: who issues, which flags who stores, what waits for what.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter_ns
+
+import torch
+
+from megatron_ext.runtime import slow_links
+from megatron_ext.runtime.flags import DeviceFlag, poll
+from megatron_ext.runtime.worker import Transfer, Worker
+
+
+class HostEvent:
+    """A point in the work of a stream; recorded again, it is another point. None: it lies behind us."""
+
+    __slots__ = ("mark",)
+
+    def __init__(self) -> None:
+        self.mark: Transfer | None = None
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the point. Raises what the work before it raised."""
+        if self.mark is not None:
+            self.mark.wait()
+
+
+class HostStream:
+    """See the note above. ``upward``: its copies leave the device, see slow_links.py."""
+
+    def __init__(self, name: str, upward: bool = False):
+        self._worker, self._upward = Worker(name), upward
+
+    def run(self, function: Callable[[], object]) -> None:
+        self._worker.submit(partial(_run, function))
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, marks: list | None = None) -> None:
+        assert destination.dtype is source.dtype
+        self.run(partial(_copy, destination, source, marks, self._upward))
+
+    def wait(self, event: HostEvent | None) -> None:
+        if event is not None and event.mark is not None:
+            self.run(event.mark.wait)
+
+    def record(self, event: HostEvent) -> HostEvent:
+        event.mark = self._worker.submit(_nothing)
+        return event
+
+    def store(self, flag: DeviceFlag, value: int) -> None:
+        assert isinstance(flag, DeviceFlag)
+        self.run(partial(flag.store, value))
+
+    def wait_flag(self, flag: DeviceFlag, value: int, check: Callable[[], None]) -> None:
+        assert isinstance(flag, DeviceFlag)
+        self.run(partial(poll, partial(flag.reached, value), check))
+
+    def delay(self, pause: Callable | None) -> None:
+        if pause is not None:
+            self.run(pause)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class HostCompute:
+    """The calling thread itself: what it has been given is done."""
+
+    def run(self, function: Callable[[], object]) -> None:
+        with torch.no_grad():
+            function()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, marks: list | None = None) -> None:
+        with torch.no_grad():
+            _copy(destination, source, marks, upward=False)
+
+    def wait(self, event: HostEvent | None) -> None:
+        if event is not None:
+            event.synchronize()
+
+    def record(self, event: HostEvent) -> HostEvent:
+        event.mark = None
+        return event
+
+    def store(self, flag: DeviceFlag, value: int) -> None:
+        flag.store(value)
+
+    def wait_flag(self, flag: DeviceFlag, value: int, check: Callable[[], None]) -> None:
+        poll(partial(flag.reached, value), check)
+
+    def delay(self, pause: Callable | None) -> None:
+        if pause is not None:
+            pause()
+
+    def close(self) -> None:
+        """There is no thread."""
+
+
+def _run(function: Callable[[], object], transfer: Transfer) -> None:
+    with torch.no_grad():
+        function()
+
+
+def _nothing(transfer: Transfer) -> None:
+    """Behind everything that was given before."""
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor, marks: list | None, upward: bool) -> None:
+    with slow_links.host_link(source.nbytes, upward):
+        start = perf_counter_ns() if marks is not None else 0
+        destination.copy_(source)
+    if marks is not None:
+        marks += [start, perf_counter_ns()]

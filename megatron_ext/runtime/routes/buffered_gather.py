@@ -1,0 +1,67 @@
+"""Gathers that go through a buffer or in pieces: on a stream, and with a process group, of their own."""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.streams import Arrival, Stream
+
+
+class BufferedGather(ABC):
+    """Gathers whole groups from shards; one instance a rank.
+
+    Args:
+        device: see :mod:`megatron_ext.runtime.device`.
+        recorder: where gathers are recorded, or None.
+    """
+
+    link = "gpu"
+    """On which gathers are recorded."""
+
+    def __init__(self, name: str, device, recorder=None):
+        self.device, self.stream, self.recorder = device, device.stream(name), recorder
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._arrivals: dict[int, Arrival] = {}
+
+    def issue(self, group: Group) -> Arrival:
+        """Gather the group; as a route does."""
+        arrival = self._arrivals.get(group.index)
+        if arrival is None:
+            arrival = self._arrivals[group.index] = Arrival(self.device)
+        return self.gather(group.whole, group.shard, group.shard_start, arrival, f"unshard {group.index}")
+
+    def gather(
+        self, whole: torch.Tensor, shard: torch.Tensor, start: int, arrival: Arrival | None = None, name: str = ""
+    ) -> Arrival:
+        """Fill ``whole`` (1D) from all ranks' shards; returns at once. The own shard belongs at element ``start``."""
+        arrival = (arrival or Arrival(self.device)).begin()
+        self.stream.wait(arrival.taken)
+        self._queue(whole, shard, start, arrival.taken, name)
+        return arrival.end(self.stream)
+
+    @abstractmethod
+    def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:
+        """Queue everything on :attr:`stream`, which has waited for ``taken``: ``whole`` may be written to."""
+
+    def _recorded(self, link: str, name: str, stream: Stream, function) -> None:
+        """Queue ``function`` on ``stream``, and record it where it is not a device that does it."""
+        if self.recorder is None or self.device.kind == "cuda":
+            stream.run(function)
+        else:
+            stream.run(self.recorder.timed_on_thread(link, name, function))
+
+    def _buffer(self, dtype: torch.dtype, numel: int, device: torch.device) -> torch.Tensor:
+        """Kept from gather to gather, which run one after another."""
+        buffer = self._buffers.get(dtype)
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=device)
+        return buffer
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that groups are gathered in."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
+    def close(self) -> None:
+        self.stream.close()

@@ -1,0 +1,89 @@
+"""Route ``nvme``: from the node's copy on the drive through a staging slot onto the device."""
+
+from functools import partial
+from time import perf_counter_ns
+
+from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.flags import poll
+from megatron_ext.runtime.group import Clock, Group
+from megatron_ext.runtime.host_pool import DRIVE, HostPool
+from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.nvme_pool import NvmePool
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.routes.host_copy import Copies
+from megatron_ext.runtime.streams import Arrival
+from megatron_ext.runtime.worker import LATER, Transfer, Worker
+
+
+class Drive:
+    """``stage_in`` begins the read into a slot, ``issue`` the copy out of it.
+
+    A slot is filled anew only when the copy out of it has ended, which its stream says by a flag. The copy is issued
+    when the slot is full, which the issuing thread polls. Reads go to the drive without waiting for those before them;
+    in the trace each begins where the one before ended.
+    """
+
+    def __init__(
+        self,
+        pool: NvmePool,
+        flags: HostPool,
+        device,
+        issuer: Issuer,
+        clock: Clock,
+        faults: Faults,
+        slots: int,
+        recorder=None,
+    ):
+        self.pool, self.flags, self.issuer, self.clock, self.recorder = pool, flags, issuer, clock, recorder
+        self.reader, self.copies = Worker("nvme-read"), Copies("nvme-copy", device, issuer, recorder)
+        self._faults, self._delay = faults, faults.delayer(faults.read_delay_ms, salt=43 + flags.rank)
+        self._copied_out = [0] * slots  # copies out of each slot so far, those that are not issued yet included
+        self._staged: dict[int, tuple[int, Transfer]] = {}
+        self._read_end = 0
+
+    def stage_in(self, group: Group, slot: int) -> None:
+        """Begin to read ``group`` into ``slot`` at the clock's version; returns at once."""
+        read = partial(self._read, group, slot, self.clock.version, self._copied_out[slot])
+        self._staged[group.index] = slot, self.reader.submit(read)
+
+    def _read(self, group: Group, slot: int, version: int, copied_out: int, transfer: Transfer):
+        """On the thread that reads."""
+        poll(partial(self.pool.copied_out[slot].reached, copied_out))
+        if not self._faults.no_wait:
+            published = partial(self.flags.is_published, group, version, DRIVE)
+            poll(published, partial(self.flags.check_published, group, version, DRIVE))
+        if self._delay is not None:
+            self._delay()
+        if group.index == self._faults.short_read and version > 2:
+            self.pool.cut_short(group)
+        recorder, start = self.recorder, perf_counter_ns()
+        ended = None if recorder is None else partial(self._record, recorder, group, start)
+        self.pool.start(group, slot, transfer, ended)
+        return LATER
+
+    def _record(self, recorder: Recorder, group: Group, start: int) -> None:
+        end = perf_counter_ns()
+        recorder.add("nvme", f"stage_in {group.index}", max(start, min(self._read_end, end)), end)
+        self._read_end = end
+
+    def issue(self, group: Group) -> Arrival:
+        slot, staged = self._staged.pop(group.index)
+        self._copied_out[slot] += 1
+        arrival = self.copies.arrival(group.index)
+        copy = partial(self._copy, group, slot, self._copied_out[slot], staged, arrival)
+        self.issuer.when(lambda: staged.ended, copy)
+        return arrival
+
+    def _copy(self, group: Group, slot: int, number: int, staged: Transfer, arrival: Arrival) -> None:
+        staged.wait()  # it has ended; raises what it raised
+        self.copies.copy(group.index, group.whole, self.pool.staged(group, slot), arrival)
+        self.copies.stream.store(self.pool.copied_out[slot], number)
+
+    def drop(self) -> None:
+        """Empty the slots; waits for reads that nobody has taken."""
+        while self._staged:
+            self.issuer.join(self._staged.popitem()[1][1])
+
+    def close(self) -> None:
+        self.reader.close()
+        self.copies.close()

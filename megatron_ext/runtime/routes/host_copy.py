@@ -1,0 +1,79 @@
+"""Route ``cpu``: copy of the whole group from the node's host copy, which is page-locked."""
+
+from functools import partial
+
+import torch
+
+from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.flags import DeviceFlag
+from megatron_ext.runtime.group import Clock, Group
+from megatron_ext.runtime.host_pool import COPY, HostPool
+from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.streams import Arrival, Stream
+
+
+class Copies:
+    """Copies to the device, on a stream of their own; what every route from host memory shares.
+
+    Args:
+        device: see :mod:`megatron_ext.runtime.device`.
+        issuer: None where every copy is issued at once.
+    """
+
+    def __init__(self, name: str, device, issuer: Issuer | None = None, recorder: Recorder | None = None):
+        self.stream: Stream = device.stream(name)
+        self._device, self._issuer, self._recorder = device, issuer, recorder
+        self._arrivals: dict[int, Arrival] = {}
+
+    def arrival(self, index: int) -> Arrival:
+        """Of the group ``index``: its memory belongs to the copy from now on."""
+        found = self._arrivals.get(index)
+        if found is None:
+            found = self._arrivals[index] = Arrival(self._device, self._issuer)
+        return found.begin()
+
+    def copy(self, index: int, destination: torch.Tensor, source: torch.Tensor, arrival: Arrival) -> None:
+        """Issue the copy of group ``index`` behind what the stream has been given."""
+        stream, recorder = self.stream, self._recorder
+        marks = [] if recorder is not None else None
+        stream.wait(arrival.taken)
+        stream.copy(destination, source, marks)
+        arrival.end(stream)
+        if recorder is not None:
+            stream.run(lambda: recorder.add("cpu", f"unshard {index}", *marks or ()))
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+class HostCopy:
+    """The whole group at the clock's version; see :mod:`megatron_ext.runtime.host_pool` for who publishes it."""
+
+    def __init__(self, pool: HostPool, device, issuer: Issuer, clock: Clock, faults: Faults, recorder=None):
+        self.pool, self.issuer, self.clock = pool, issuer, clock
+        self.copies = Copies("cpu-route", device, issuer, recorder)
+        self._waits = not faults.no_wait
+        self._delay = faults.delayer(faults.copy_delay_ms, salt=17 + pool.rank)
+        self._waited: dict[int, int] = {}  # version that the stream has waited for, by group
+
+    def issue(self, group: Group) -> Arrival:
+        version, arrival, pool = self.clock.version, self.copies.arrival(group.index), self.pool
+        if self._waits and pool.by_thread(group):
+            self.issuer.when(partial(pool.is_published, group, version), partial(self._copy, group, arrival))
+            return arrival
+        if self._waits and self._waited.get(group.index) != version:
+            self._waited[group.index] = version
+            check = partial(pool.check_published, group, version)
+            for flag in pool.flags[group.index, COPY]:
+                assert isinstance(flag, DeviceFlag)
+                self.copies.stream.wait_flag(flag, version, check)
+        self._copy(group, arrival)
+        return arrival
+
+    def _copy(self, group: Group, arrival: Arrival) -> None:
+        self.copies.stream.delay(self._delay)
+        self.copies.copy(group.index, group.whole, self.pool.copies[group.index], arrival)
+
+    def close(self) -> None:
+        self.copies.close()

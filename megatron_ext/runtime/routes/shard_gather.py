@@ -1,0 +1,93 @@
+"""Route ``cpu_shard``: the own shard from host memory, then an all-gather.
+
+Each rank copies 1/DP of the group over its own PCIe link, and the all-gather does the rest. The shard is the one that
+rests in host memory, so nothing is published for this route.
+Source: bandwidth-centric partitioning of ZeRO-Infinity (Rajbhandari et al., SC 2021).
+
+Large groups come in pieces (:func:`megatron_ext.workload.route.shard_pieces`): one is gathered while the next is
+copied, and the next group is copied beside this one's last all-gather. The route has a process group of its own.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.node_groups import high_priority
+from megatron_ext.runtime.routes.buffered_gather import BufferedGather
+from megatron_ext.runtime.streams import Arrival
+from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.route import shard_pieces
+
+
+def make_data_group(parallel: Parallel, backend: str, **how):
+    """A process group of this rank's data-parallel ranks for one route alone; called by all ranks of the run. ``how``:
+    further arguments of ``dist.new_group``."""
+    own = None
+    for pp_rank in range(parallel.pp):
+        for tp_rank in range(parallel.tensor_model_parallel_size):
+            ranks = [parallel.global_rank(pp_rank, dp_rank, tp_rank) for dp_rank in range(parallel.dp)]
+            group = dist.new_group(ranks, backend=backend, **(high_priority(backend) | how))
+            if dist.get_rank() in ranks:
+                own = group
+    assert own is not None
+    return own
+
+
+class ShardGather(BufferedGather):
+    """Copies shards into whole groups on one stream and gathers them on another.
+
+    Args:
+        process_group: used by nobody else.
+        faults: delays before the first copy of a group; ``stale_group`` comes from its first shard.
+    """
+
+    def __init__(self, process_group, device, faults: Faults = Faults(), recorder=None):  # noqa: B008 - a named tuple
+        super().__init__("cpu-shard-gathers", device, recorder)
+        self.process_group, self._copies, self._copied = (
+            process_group,
+            device.stream("cpu-shard-copies"),
+            device.event(),
+        )
+        self._delay = faults.delayer(faults.copy_delay_ms, salt=59 + dist.get_rank(process_group))
+        self._stale, self._first = faults.stale_group, None
+
+    def issue(self, group: Group) -> Arrival:
+        if group.index != self._stale:
+            return super().issue(group)
+        self._first = group.shard.clone() if self._first is None else self._first
+        return self.gather(group.whole, self._first, group.shard_start)
+
+    def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:
+        pieces = shard_pieces(whole.numel() * whole.element_size())
+        ends = [shard.numel() * number // pieces for number in range(pieces + 1)]
+        self._copies.wait(taken)
+        self._copies.delay(self._delay)
+        for begin, end in zip(ends, ends[1:]):
+            copy = partial(_copy, whole[start + begin : start + end], shard[begin:end])
+            self._recorded("cpu", name, self._copies, copy)
+            self.stream.wait(self._copies.record(self._copied))
+            gather = partial(self._gather, whole, start, shard.numel(), begin, end)
+            self._recorded("gpu", name, self.stream, gather)
+
+    def _gather(self, whole: torch.Tensor, start: int, numel: int, begin: int, end: int) -> None:
+        """All-gather elements ``begin`` to ``end`` of every rank's shard, which has ``numel``."""
+        own = whole[start + begin : start + end]
+        if end - begin == numel:
+            dist.all_gather_into_tensor(whole, own, group=self.process_group)
+            return
+        ranks = whole.numel() // numel
+        most = -(-numel // shard_pieces(whole.numel() * whole.element_size())) * ranks
+        piece = self._buffer(whole.dtype, most, whole.device)[: (end - begin) * ranks]
+        dist.all_gather_into_tensor(piece, own, group=self.process_group)
+        whole.view(ranks, numel)[:, begin:end].copy_(piece.view(ranks, end - begin))
+
+    def close(self) -> None:
+        self._copies.close()
+        super().close()
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    destination.copy_(source, non_blocking=True)
