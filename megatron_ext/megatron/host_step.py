@@ -163,7 +163,7 @@ class HostStep:
             return OwnRooms(self.link)
         if all(self._schedule.groups[index].states_rest is not None for index in self._chosen):
             return None
-        return SharedRooms(self.link, slots.slots, slots.slot_bytes)
+        return SharedRooms(self.link, slots.slots, slots.slot_bytes, slots.cast == "device")
 
     # Units.
 

@@ -7,8 +7,8 @@ and never collectives, whose order is that of the program.
 A rank that waits here on the host waits for threads of its node: a drive, a peer on another node. Such a thread may
 wait for a copy that another rank's issuing thread has still to issue, while that thread is inside of a call that
 blocks, for example ``.item()``. Data-parallel ranks run the same program. If the other is at an earlier place in it,
-what it waits for was issued by all before that place, so it gets on; if it is at this place or behind, it has waited for
-the same group here, and so has issued its own part of it. Between pipeline ranks the same holds of each replica.
+what it waits for was issued by all before that place, so it gets on; if it is at this place or behind, it has waited
+for the same group here, and so has issued its own part of it. Between pipeline ranks the same holds of each replica.
 """
 
 from collections import deque
@@ -33,8 +33,10 @@ class Issuer:
             self.left.append((ready, issue))
 
     def poll(self) -> None:
-        """Issue what can be."""
+        """Issue what can be. What is issued may wait, and so issue more."""
         for _ in range(len(self.left)):
+            if not self.left:
+                return
             item = self.left.popleft()
             if item[0]():
                 item[1]()

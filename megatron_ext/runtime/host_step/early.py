@@ -127,19 +127,19 @@ class EarlySteps(Part):
             handle: of the reduce; None: it has ended on the compute stream.
         """
         for unit in self._units.get(group, ()) if self._open else ():
-            event = self._reduced[unit]
             if handle is None:
-                self._device.compute.record(event)
-            else:
-                self._link.arriving.run(handle.wait)
-                self._link.arriving.record(event)
-            self._issuer.when(unit.unit.has_room, partial(self._take, unit, behind, event))
+                self._device.compute.record(self._reduced[unit])
+            self._issuer.when(unit.unit.has_room, partial(self._take, unit, behind, handle))
 
-    def _take(self, unit: EarlyUnit, behind: Transfer | None, event) -> None:
+    def _take(self, unit: EarlyUnit, behind: Transfer | None, handle) -> None:
         size = unit.unit.rollback_bytes() if self._open else 0
         if not self._open or self._used + size > self.memory.numel():
             return
         memory, self._used = self.memory[self._used : self._used + size], self._used + size
+        event = self._reduced[unit]
+        if handle is not None:  # gloo's handles write each time they are waited for: not behind the last arrival
+            self._link.arriving.run(handle.wait)
+            self._link.arriving.record(event)
         unit.unit.arrive([event], unit.gradients)
         job = self._worker.submit(partial(self._step, unit, memory, behind))
         self._jobs.append((unit, job))

@@ -43,7 +43,7 @@ class Link:
     """
 
     def __init__(self, device, place: torch.device, inward_bytes: int = 0, outward_bytes: int = 0):
-        self.device, self.cast_on_device = device, inward_bytes > 0
+        self.device = device
         self.arriving = device.stream("gradients-arrive", upward=True)
         self.leaving = device.stream("parameters-leave")
         self.arrived, self.left = device.event(), device.event()
@@ -77,10 +77,11 @@ class Room:
         wide: 1D uint8, for the unit's gradients in fp32.
         half: 1D uint8 of half the size, for 16-bit gradients and parameters; None: parameters take the place of the
             gradients, and 16-bit gradients become fp32 on the device.
+        cast_on_device: parameters become 16-bit there; they stay where they are until they have left.
     """
 
-    def __init__(self, link: Link, wide: torch.Tensor, half: torch.Tensor | None = None):
-        self._link, self._wide, self._half = link, wide, half
+    def __init__(self, link: Link, wide: torch.Tensor, half: torch.Tensor | None = None, cast_on_device: bool = False):
+        self._link, self._wide, self._half, self._cast_on_device = link, wide, half, cast_on_device
         self._arrived, self._left = private_flags(2, link.device)
         self._arrivals = self._leaves = 0
         self._last_left = link.device.event()
@@ -106,7 +107,7 @@ class Room:
             own = self._place(self._wide, start, shape, torch.float32)
             if gradient.dtype is torch.float32:
                 stream.copy(own, gradient.view(shape))
-            elif self._half is not None and not link.cast_on_device:
+            elif self._half is not None:
                 half = self._place(self._half, start, shape, gradient.dtype)
                 stream.copy(half, gradient.view(shape))
                 self._narrow.append((own, half))
@@ -128,7 +129,7 @@ class Room:
             if piece.shard_on_host:
                 continue
             shape = piece.parameter.shape
-            if link.cast_on_device:
+            if self._cast_on_device:
                 staged = link.staging(True, shape)
                 stream.copy(staged, piece.parameter)
                 stream.run(partial(piece.shard.copy_, staged))
@@ -172,7 +173,7 @@ class Room:
         """Round what leaves for the device."""
         poll(partial(self._left.reached, self._leaves))
         for piece, start in zip(unit.pieces, unit.starts, strict=True):
-            if not piece.shard_on_host and not self._link.cast_on_device:
+            if not piece.shard_on_host and not self._cast_on_device:
                 self._place(self._leaving, start, piece.parameter.shape, piece.shard.dtype).copy_(piece.parameter)
             piece.parameter.grad = None
 
@@ -204,13 +205,13 @@ class SharedRooms:
         count, room_bytes: how many, at least 2, and bytes of each, which hold the gradients of any unit.
     """
 
-    def __init__(self, link: Link, count: int, room_bytes: int):
-        size = room_bytes // HALF_PER_WIDE
-        pieces = [link.device.host_tensor(count * room_bytes, torch.uint8).split(room_bytes)]
-        if not link.cast_on_device:
-            pieces.append(link.device.host_tensor(count * size, torch.uint8).split(size))
-        self.bytes = sum(len(piece) for own in pieces for piece in own)
-        self._rooms = [Room(link, *memory) for memory in zip(*pieces)]
+    def __init__(self, link: Link, count: int, room_bytes: int, cast_on_device: bool):
+        wide = link.device.host_tensor(count * room_bytes, torch.uint8).split(room_bytes)
+        size, halves, self.bytes = room_bytes // HALF_PER_WIDE, [None] * count, count * room_bytes
+        if not cast_on_device:
+            halves = link.device.host_tensor(count * size, torch.uint8).split(size)
+            self.bytes += count * size
+        self._rooms = [Room(link, *memory, cast_on_device) for memory in zip(wide, halves)]
         self._users: list[HostUnit | None] = [None] * count
         self._next = 0
 

@@ -10,10 +10,13 @@ from drive_faults import FAULTS
 
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
-from megatron_ext.runtime.drive_states import DriveStates
-from megatron_ext.runtime.drive_unit import DriveUnit
-from megatron_ext.runtime.early_steps import EarlySteps
 from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.host_step.after_norm import AfterNorm
+from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
+from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
+from megatron_ext.runtime.host_step.room import Link
+from megatron_ext.runtime.host_step.unit import Piece
+from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.workload.drive_reads import DriveReads
 
 SHAPES = [(3, 5), (7,), (64, 33), (1,), (2048,), (129, 2)]
@@ -37,9 +40,7 @@ class Training:
 
     def _optimizer(self, unit: list[int]) -> torch.optim.Optimizer:
         params = [self.parameters[i] for i in unit]
-        optimizer = torch.optim.AdamW([{"params": params, "weight_decay": 0.1}], lr=1e-2, fused=True)
-        optimizer.register_step_post_hook(lambda *_: [self.shards[i].copy_(self.parameters[i]) for i in unit])
-        return optimizer
+        return torch.optim.AdamW([{"params": params, "weight_decay": 0.1}], lr=1e-2, fused=True)
 
     def step(self, optimizers) -> None:
         for optimizer in optimizers:
@@ -53,6 +54,8 @@ class InMemory(Training):
             for parameter, gradient in zip(self.parameters, self.gradients):
                 parameter.grad = gradient * factor
             self.step(self.optimizers)
+            for shard, parameter in zip(self.shards, self.parameters):
+                shard.copy_(parameter)
 
     def states(self) -> list[dict[str, torch.Tensor]]:
         kept = [own for optimizer in self.optimizers for own in optimizer.state.items()]
@@ -62,28 +65,22 @@ class InMemory(Training):
 class OnDrive(Training):
     def __init__(self, directory, slots: int, faults=None):
         super().__init__()
-        self.drive = DriveStates(
-            *(self.optimizers, directory),
-            moments=2,
-            slots=slots,
-            settings=DriveReads(block_bytes=4096, queue_depth=2),
-            device=HostDevice(),
-            gradients={p: lambda p=p: self.now[p] for p in self.parameters},
-            early=True,
-        )
-        self.now = dict(zip(self.parameters, self.gradients))
-        self.units = [
-            DriveUnit(
-                group,
-                *(self.drive, index),
-                {self.parameters[i]: self.gradients[i] for i in unit},
-                {self.parameters[i]: self.shards[i] for i in unit},
-                lambda: None,
-            )
-            for index, (group, unit) in enumerate(zip(GROUPS, UNITS))
+        issuer, device = Issuer(), HostDevice()
+        self.link = Link(device, device.device)
+        self.after_norm = AfterNorm(self.link)
+        settings = DriveReads(block_bytes=4096, queue_depth=2)
+        how = dict(settings=settings, link=self.link, issuer=issuer, early=True)
+        self.drive = DriveStates(directory, moments=2, slots=slots, **how)
+        self.units = self.drive.units
+        for group, unit, optimizer in zip(GROUPS, UNITS, self.optimizers):
+            pieces = [Piece(self.parameters[i], lambda i=i: self.gradients[i], self.shards[i]) for i in unit]
+            self.units.append(DriveUnit(group, optimizer, pieces, self.drive))
+        self.drive.open()
+        early = [
+            EarlyUnit(one, [self.gradients[i] for i in unit], lambda: None) for one, unit in zip(self.units, UNITS)
         ]
-        how = dict(published=None, device=HostDevice(), faults=faults or Faults(), rank=0)
-        self.early = EarlySteps(self.units, 0, lambda: None, **how)
+        how = dict(device=device, issuer=issuer, faults=faults or Faults(), rank=0)
+        self.early = EarlySteps(early, 0, lambda: None, None, self.link, **how)
         self.iteration(1.0, [])  # makes the moments
         self.early.ready = True
 
@@ -97,14 +94,15 @@ class OnDrive(Training):
         for group in late:
             self.early.reduced(group)
         if factor is None:
-            self.early.undo()
+            self.early.skipped()
             return
         for gradient in self.gradients:
             gradient.mul_(factor)
-        done = [unit.optimizer for unit in self.early.settle(self.units, changed=False)]
-        left = [optimizer for optimizer in self.optimizers if optimizer not in done]
-        self.drive.gradients_ready(left)
-        self.step(left)
+        done = self.early.finish(list(self.units), changed=False)
+        left = [unit for unit in self.units if unit not in done]
+        self.drive.expect(left)
+        self.after_norm.expect(left)
+        self.step([unit.optimizer for unit in left])
 
     def states(self) -> list[dict[str, torch.Tensor]]:
         return [self.drive.read_tensors(parameter) for parameter in self.parameters]
@@ -112,6 +110,7 @@ class OnDrive(Training):
     def close(self) -> None:
         self.early.close()
         self.drive.close()
+        self.link.close()
 
 
 def assert_equal(ours: Training, theirs: Training) -> None:
