@@ -1,5 +1,5 @@
 """All-gathers by copy engines, through buffers that NCCL knows on every rank: do they work here, and how fast are they
-beside plain ones? See :mod:`megatron_ext.runtime.symmetric`. Not yet run on a GPU.
+beside plain ones? See :mod:`megatron_ext.runtime.routes.symmetric_gather`.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import Place
 from megatron_ext.formats.errors import one_line
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.runtime import symmetric
 from megatron_ext.runtime.device import device_of
+from megatron_ext.runtime.routes import symmetric_gather as symmetric
 
 NAME = "symmetric buffers"
 ELEMENTS = 1 << 24
@@ -32,7 +32,7 @@ def check(place: Place, fabric: Fabric) -> list[Finding]:
         gather = symmetric_gather(place, whole)
     except (RuntimeError, AttributeError) as error:
         return [not_tried(NAME, one_line(f"refused, all-gathers take NCCL's kernels: {error}", 300))]
-    us = {"symmetric_us": _time(lambda: gather.issue(whole, shard).wait())}
+    us = {"symmetric_us": _time(lambda: gather.gather(whole, shard, 0).wait())}
     wrong = [rank for rank in range(place.world_size) if (whole[rank * ELEMENTS :][:ELEMENTS] != rank).any()]
     if wrong:
         return [failed(NAME, f"wrong bytes of ranks {', '.join(map(str, wrong))}", "please send this report")]

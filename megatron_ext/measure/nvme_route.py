@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 from megatron_ext.measure.drive_file import open_filled
 from megatron_ext.measure.fabric import Fabric, arena_bytes
-from megatron_ext.measure.operations import Operation
+from megatron_ext.measure.operations import Handle, Operation
 from megatron_ext.measure.options import KIB, MIB
 from megatron_ext.measure.sampling import sample
 from megatron_ext.runtime.drive import BLOCK, MEMORY_FILESYSTEMS, aligned, filesystem
+from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import Transfer, Worker
 
 BLOCK_BYTES = (256 * KIB, MIB, 4 * MIB)
@@ -45,28 +47,35 @@ class NvmeRead(Operation):
         self.slot = memoryview(self._slot)
         self.staged = torch.frombuffer(self._slot, dtype=torch.float32)
         fabric.device.pin(self.staged)
-        self.worker = Worker("measure-nvme")
-        self.stream = fabric.device.copy_stream()
+        self.worker, self.issuer = Worker("measure-nvme"), Issuer()
+        self.stream = fabric.device.stream("measure-nvme-copies")
         self.memory = fabric.busy_arena() if busy else fabric.arena
 
     def offset(self, size_bytes: int, round_index: int) -> int:
         """Another place in the file every round: drives have caches too."""
         return round_index % (self.size_bytes // aligned(size_bytes)) * aligned(size_bytes)
 
-    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+    def issue(self, size_bytes: int, round_index: int) -> Handle:
         offset = self.offset(size_bytes, round_index)
         target = self.fabric.window(self.memory, size_bytes, round_index)
-        after = self.fabric.device.mark()
+        slot = self.slot[: aligned(size_bytes)]
+        staged = self.worker.submit(lambda transfer: self.drive.read(slot, offset, self.name))
+        if not self.to_device:
+            return staged
+        arrival = Arrival(self.fabric.device, self.issuer).begin()
 
-        def read(transfer: Transfer) -> None:
-            self.drive.read(self.slot[: aligned(size_bytes)], offset, self.name)
-            if self.to_device:
-                transfer.after = self.fabric.device.copy(target, self.staged[: size_bytes // 4], self.stream, after)
+        def copy() -> None:
+            staged.wait()
+            self.stream.wait(arrival.taken)
+            self.stream.copy(target, self.staged[: size_bytes // 4])
+            arrival.end(self.stream)
 
-        return self.worker.submit(read)
+        self.issuer.when(lambda: staged.ended, copy)
+        return arrival
 
     def close(self) -> None:
         self.worker.close()
+        self.stream.close()
         self.drive.close()
         self.fabric.device.unpin(self.staged)
 

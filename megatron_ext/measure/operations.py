@@ -17,11 +17,12 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron_ext.formats.errors import one_line
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.runtime import cpu_shard, hierarchical, symmetric
-from megatron_ext.runtime.cpu_shard import make_data_group
-from megatron_ext.runtime.lanes import open_lane
+from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, make_process_groups
 from megatron_ext.runtime.node_groups import make_node_groups
+from megatron_ext.runtime.routes import hierarchical_gather, shard_gather, symmetric_gather
+from megatron_ext.runtime.routes.shard_gather import make_data_group
+from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import Transfer, Worker
 
 
@@ -95,7 +96,7 @@ class Gather(Operation):
 
 
 class HierarchicalGather(Operation):
-    """The same in two legs, between nodes and inside them; see :mod:`megatron_ext.runtime.hierarchical`."""
+    """The same in two legs, between nodes and inside them; see hierarchical_gather.py."""
 
     name = "hierarchical"
 
@@ -103,30 +104,30 @@ class HierarchicalGather(Operation):
         super().__init__(fabric, busy)
         groups = make_node_groups(fabric.options.parallel, "nccl" if fabric.torch_device.type == "cuda" else "gloo")
         assert groups is not None  # the link is offered where nodes and replicas make two legs
-        self.threads = self.gather = hierarchical.HierarchicalGather(groups, fabric.device)
+        self.threads = self.gather = hierarchical_gather.HierarchicalGather(groups, fabric.device)
 
-    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+    def issue(self, size_bytes: int, round_index: int) -> Arrival:
         whole = self.fabric.window(self.fabric.arena, size_bytes, round_index)
-        return self.gather.issue(whole, self.fabric.shard(whole))
+        return self.gather.gather(whole, self.fabric.shard(whole), 0)
 
 
 class SymmetricGather(Operation):
-    """The same by copy engines, through registered memory; see :mod:`megatron_ext.runtime.symmetric`."""
+    """The same by copy engines, through registered memory; see :mod:`megatron_ext.runtime.routes.symmetric_gather`."""
 
     name = "symmetric"
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        how = symmetric.without_thread_blocks(fabric.torch_device)
+        how = symmetric_gather.without_thread_blocks(fabric.torch_device)
         group = make_data_group(fabric.options.parallel, dist.get_backend(fabric.data), **how)
         largest = {torch.float32: fabric.options.largest // 4}
-        self.threads = self.gather = symmetric.SymmetricGather(group, fabric.device, largest)
+        self.threads = self.gather = symmetric_gather.SymmetricGather(group, fabric.device, largest)
 
     @classmethod
     def tried(cls, fabric: Fabric) -> tuple[SymmetricGather | None, str]:
         """The operation, or None and in one line why not; the same on all ranks. Collective."""
         options, own, why = fabric.options, None, ""
-        missing = symmetric.missing(fabric.torch_device.type, options.data_parallel_size, options.nodes)
+        missing = symmetric_gather.missing(fabric.torch_device.type, options.data_parallel_size, options.nodes)
         if missing is not None:
             return None, missing
         try:
@@ -137,26 +138,33 @@ class SymmetricGather(Operation):
         dist.all_gather_object(everyone, why)
         return (None, max(everyone)) if any(everyone) else (own, "")
 
-    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+    def issue(self, size_bytes: int, round_index: int) -> Arrival:
         whole = self.fabric.window(self.fabric.arena, size_bytes, round_index)
-        return self.gather.issue(whole, self.fabric.shard(whole))
+        return self.gather.gather(whole, self.fabric.shard(whole), 0)
 
 
 class HostCopy(Operation):
-    """The whole group from the node's host copy to the device, by a lane as the run's routes have one."""
+    """The whole group from the node's host copy to the device, on a stream as the run's routes have one."""
 
     name = "cpu"
+    upward = False
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self.threads = self.lane = open_lane(f"measure-{self.name}", fabric.device)
+        self.threads = self.stream = fabric.device.stream(f"measure-{self.name}", self.upward)
         self.memory = fabric.busy_arena() if busy else fabric.arena
         _ = fabric.host
 
     def issue(self, size_bytes: int, round_index: int) -> Handle:
         source = self.fabric.window(self.fabric.host, size_bytes, round_index)
-        target = self.fabric.window(self.memory, size_bytes, round_index)
-        return self.lane.submit(lambda lane, after: lane.copy(target, source, after))
+        return self.copy(self.fabric.window(self.memory, size_bytes, round_index), source)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
+        """Issue one copy."""
+        arrival = Arrival(self.fabric.device).begin()
+        self.stream.wait(arrival.taken)
+        self.stream.copy(target, source)
+        return arrival.end(self.stream)
 
 
 class ShardGather(Operation):
@@ -167,26 +175,27 @@ class ShardGather(Operation):
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         backend = "nccl" if fabric.torch_device.type == "cuda" else "gloo"
-        self.threads = self.gather = cpu_shard.ShardGather(
+        self.threads = self.gather = shard_gather.ShardGather(
             make_data_group(fabric.options.parallel, backend), fabric.device
         )
         _ = fabric.host
 
-    def issue(self, size_bytes: int, round_index: int) -> Transfer:
+    def issue(self, size_bytes: int, round_index: int) -> Arrival:
         source = self.fabric.shard(self.fabric.window(self.fabric.host, size_bytes, round_index))
         whole = self.fabric.window(self.fabric.arena, size_bytes, round_index)
-        return self.gather.issue(whole, self.fabric.dp_rank * source.numel(), source)
+        return self.gather.gather(whole, source, self.fabric.dp_rank * source.numel())
 
 
 class Publish(HostCopy):
     """Every rank writes its shard into the node's host copy; ``size_bytes`` is the whole group."""
 
     name = "publish"
+    upward = True
 
     def issue(self, size_bytes: int, round_index: int) -> Handle:
         source = self.fabric.shard(self.fabric.window(self.memory, size_bytes, round_index))
         target = self.fabric.shard(self.fabric.window(self.fabric.host, size_bytes, round_index))
-        return self.lane.submit(lambda lane, after: lane.copy(target, source, after))
+        return self.copy(target, source)
 
 
 class Reduce(Gather):
@@ -242,19 +251,27 @@ class PublishAcross(Internode):
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         self.memory = fabric.busy_arena() if busy else fabric.arena
-        self.stream = fabric.device.copy_stream()
+        self.stream = fabric.device.stream("measure-publish-copies", upward=True)
+        (self.copied,), self.copies = private_flags(1, fabric.device), 0
 
     def issue(self, size_bytes: int, round_index: int) -> Transfer:
-        fabric = self.fabric
+        fabric, device = self.fabric, self.fabric.device
         host, own = (fabric.window(memory, size_bytes, round_index) for memory in (fabric.host, self.memory))
-        after = fabric.device.mark()
+        self.stream.wait(device.compute.record(device.event()))
+        for _ in range(self.messages):
+            self.stream.copy(fabric.shard(host), fabric.shard(own))
+        self.copies += 1
+        self.stream.store(self.copied, self.copies)
 
-        def publish(transfer: Transfer) -> None:
-            for _ in range(self.messages):
-                fabric.device.synchronize(fabric.device.copy(fabric.shard(host), fabric.shard(own), self.stream, after))
+        def publish(transfer: Transfer, number: int = self.copies) -> None:
+            poll(lambda: self.copied.reached(number))
             self._bring(host)
 
         return self.worker.submit(publish)
+
+    def close(self) -> None:
+        super().close()
+        self.stream.close()
 
 
 class P2P(Operation):

@@ -1,14 +1,14 @@
 """What differs between CUDA devices and the host processor: streams, events, page-locking."""
 
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from megatron_ext.runtime.host_stream import HostCompute, HostEvent, HostStream
 from megatron_ext.runtime.page_locked import page_locked, unlock_unused
 from megatron_ext.runtime.stream_flags import StreamFlags, open_stream_flags
-from megatron_ext.runtime.streams import ComputeStream, CudaStream
+from megatron_ext.runtime.streams import ComputeStream, CudaStream, Stream
 
 
 def has_cuda() -> bool:
@@ -18,6 +18,59 @@ def has_cuda() -> bool:
     :mod:`megatron_ext.megatron.cpu_compat`; what it asks in the end cannot.
     """
     return hasattr(torch._C, "_cuda_getDeviceCount") and torch._C._cuda_getDeviceCount() > 0
+
+
+class Device(Protocol):
+    """What both kinds offer; every method belongs to the issuing thread, see streams.py."""
+
+    kind: str
+    device: torch.device
+
+    @property
+    def compute(self) -> Stream: ...
+
+    @property
+    def why_no_flags(self) -> str:
+        """Why streams of this device cannot store flags and wait for them; empty: they can."""
+        ...
+
+    def stream(self, name: str, upward: bool = False) -> Stream:
+        """A new one; ``upward``: its copies leave the device."""
+        ...
+
+    def event(self) -> Any: ...
+
+    def host_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros in host memory, page-locked where copies need it."""
+        ...
+
+    def address_offset(self, memory: torch.Tensor) -> int:
+        """What to add to a host address in page-locked ``memory`` to get the device's address of the same byte."""
+        ...
+
+    def synchronize(self, event: Any) -> None:
+        """Block this thread until ``event``."""
+        ...
+
+    def settle(self) -> None:
+        """Block this thread until the compute stream has done what it has been given."""
+        ...
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Page-lock memory that torch did not allocate, so that copies are asynchronous.
+
+        Raises:
+            RuntimeError: the driver refuses (too much locked memory, for example).
+        """
+        ...
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        """Undo :meth:`pin`."""
+        ...
+
+    def close(self) -> None:
+        """Unlock the memory that nobody uses any more."""
+        ...
 
 
 class HostDevice:
@@ -34,29 +87,29 @@ class HostDevice:
         return HostEvent()
 
     def host_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in host memory, page-locked where copies need it."""
         return torch.zeros(numel, dtype=dtype)
 
     def address_offset(self, memory: torch.Tensor) -> int:
-        """What to add to a host address in page-locked ``memory`` to get the device's address of the same byte."""
         return 0
 
     def synchronize(self, event: HostEvent) -> None:
-        """Block this thread until ``event``."""
         event.synchronize()
 
+    def settle(self) -> None:
+        """It has."""
+
     def pin(self, tensor: torch.Tensor) -> None:
-        """Page-lock memory for asynchronous copies: nothing to do on the host."""
+        """Nothing to do on the host."""
 
     def unpin(self, tensor: torch.Tensor) -> None:
-        """Undo :meth:`pin`."""
+        """Nothing to undo."""
 
     def close(self) -> None:
         """There is nothing to unlock."""
 
 
 class CudaDevice:
-    """Every method belongs to the issuing thread, see streams.py."""
+    """See :class:`Device`."""
 
     kind = "cuda"
 
@@ -69,7 +122,6 @@ class CudaDevice:
 
     @property
     def why_no_flags(self) -> str:
-        """Why streams of this device cannot store flags and wait for them; empty: they can."""
         return self._flags[1]
 
     @cached_property
@@ -92,12 +144,10 @@ class CudaDevice:
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
-    def pin(self, tensor: torch.Tensor) -> None:
-        """Page-lock shared memory that torch did not allocate, so that copies are asynchronous.
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
 
-        Raises:
-            RuntimeError: the driver refuses (too much locked memory, for example).
-        """
+    def pin(self, tensor: torch.Tensor) -> None:
         runtime: Any = torch.cuda.cudart()  # a module of bindings
         size = tensor.numel() * tensor.element_size()
         code = int(runtime.cudaHostRegister(tensor.data_ptr(), size, 0))
@@ -114,10 +164,9 @@ class CudaDevice:
         runtime.cudaHostUnregister(address)
 
     def close(self) -> None:
-        """Unlock the memory that nobody uses any more."""
         unlock_unused(self)
 
 
-def device_of(tensor: torch.Tensor):
+def device_of(tensor: torch.Tensor) -> Device:
     """The device object for a tensor's device."""
     return CudaDevice(tensor.device) if tensor.device.type == "cuda" else HostDevice()
