@@ -1,15 +1,36 @@
-"""Which accesses to memory nothing orders: vector clocks over what the ranks of a run have asked for.
+"""What nothing orders, and what would wait in a circle: vector clocks over what the ranks of a run have asked for.
 
 Every thread and every stream of every rank is a timeline. A log holds what threads did, in their order; what a thread
 gives to a stream is queued there. An access is ``(key, begin, end, writes)``: bytes of one block. Two accesses of
 different timelines to the same bytes, at least one of which writes, must be ordered by tokens (events, queues,
 handles), flags, or collectives. When each was really done does not matter.
 Source: Flanagan and Freund, "FastTrack", PLDI 2009 (epochs).
+
+[Note: Circles]
+A synchronous call holds the driver's lock until a stream is done. What the stream needs to be done is in its clock,
+what the calling thread knows to have happened is in its own. A call of the driver by another thread of the rank that
+lies between the two has to be made while the lock is held: with unlucky timing nobody goes on. If the call keeps the
+interpreter's lock too, the same holds for every flag that a thread of the rank stores. So a circle is seen although the
+run has got through.
 """
 
 from collections import defaultdict, deque
+from typing import NamedTuple
 
 OUT, IN, STORE, WAIT, COLLECTIVE, ACCESS, ISSUE = "out", "in", "store", "wait", "collective", "access", "issue"
+CALL, SYNC = "call", "sync"
+
+
+class Circle(NamedTuple):
+    """A synchronous call, and what another thread of the rank has to do before it ends; stacks are numbers."""
+
+    rank: int
+    holder: str
+    call: str
+    stack: int
+    other: str
+    needs: str
+    other_stack: int | None
 
 
 class HappensBefore:
@@ -17,18 +38,22 @@ class HappensBefore:
 
     Attributes:
         races: ``(label, label)`` of pairs that nothing orders.
+        circles: see the note above; one for each pair of calls.
         stuck: what never happened, by timeline.
     """
 
     def __init__(self, logs: list[list[tuple]]):
         self.races: set[tuple[str, str]] = set()
         self.accesses = 0
+        self._circles: dict[tuple, Circle] = {}
         self._clock: dict = defaultdict(dict)
         self._tokens: dict = {}
         self._flags: dict = defaultdict(list)
         self._joined: dict = defaultdict(dict)
         self._memory: dict = defaultdict(dict)
         self._queues: dict = defaultdict(deque)
+        self._calls: dict = defaultdict(list)  # of the driver, by thread: (epoch, label, stack)
+        self._stores: dict = defaultdict(list)  # of flags, by thread
         for log in logs:
             for timeline, *entry in log:
                 self._queues[timeline].append(tuple(entry))
@@ -41,6 +66,10 @@ class HappensBefore:
                     queue.popleft()
                     moved = True
         self.stuck = {str(timeline): str(queue[0]) for timeline, queue in self._queues.items() if queue}
+
+    @property
+    def circles(self) -> list[Circle]:
+        return list(self._circles.values())
 
     def _join(self, timeline, other: dict) -> None:
         clock = self._clock[timeline]
@@ -69,6 +98,7 @@ class HappensBefore:
             self._tokens[token] = self._leave(timeline)
             self._queues[stream].extend([(IN, token), *entries])
         elif kind == STORE:
+            self._stores[timeline].append((self._epoch(timeline), f"the store of flag {rest[0]}", None))
             self._flags[rest[0]].append((rest[1], self._leave(timeline)))
         elif kind == WAIT:
             stores = [(0, {}), *self._flags[rest[0]]]  # flags are 0 at first
@@ -85,13 +115,43 @@ class HappensBefore:
                 return False
             for clock in joined.values():
                 self._join(timeline, clock)
+        elif kind == CALL:
+            self._calls[timeline].append((self._epoch(timeline), *rest))
+        elif kind == SYNC:
+            return self._synchronize(timeline, *rest)
         else:
             self._access(timeline, *rest)
         return True
 
+    def _epoch(self, timeline) -> int:
+        """Who knows of what is done now has at least this in its clock."""
+        return self._clock[timeline].get(timeline, 0) + 1
+
+    def _synchronize(self, timeline, tokens, label: str, stack: int, keeps_interpreter: bool, joins: bool) -> bool:
+        if not all(token in self._tokens for token in tokens):
+            return False
+        needed: dict = {}
+        for token in tokens:
+            for key, value in self._tokens[token].items():
+                needed[key] = max(needed.get(key, 0), value)
+        known = self._clock[timeline]
+        done = [*self._calls.items(), *(self._stores.items() if keeps_interpreter else ())]
+        for other, calls in done:
+            if other == timeline or other[0] != timeline[0] or "thread" not in other[1]:
+                continue
+            low, high = known.get(other, 0), needed.get(other, 0)
+            for epoch, needs, other_stack in reversed(calls):
+                if epoch <= low:
+                    break
+                if epoch <= high:
+                    circle = Circle(timeline[0], timeline[1], label, stack, other[1], needs, other_stack)
+                    self._circles.setdefault((timeline, label, other, needs), circle)
+        if joins:
+            self._join(timeline, needed)
+        return True
+
     def _access(self, timeline, label: str, accesses) -> None:
-        clock = self._clock[timeline]
-        epoch = clock.get(timeline, 0) + 1
+        clock, epoch = self._clock[timeline], self._epoch(timeline)
         for key, begin, end, writes in accesses:
             self.accesses += 1
             known = self._memory[key]
@@ -100,3 +160,10 @@ class HappensBefore:
                 if conflict and clock.get(other, 0) < when:
                     self.races.add((said, label))
             known[timeline, begin, end, writes] = (epoch, label)
+
+
+def said(circle: Circle, stacks: list[str]) -> str:
+    """A circle in words, with both stacks."""
+    text = f"circle: {circle.holder} holds the driver's lock in {circle.call} until a stream is done,"
+    text += f"\n{stacks[circle.stack]}\n for which {circle.other} needs the lock, or the interpreter's: {circle.needs}"
+    return text if circle.other_stack is None else f"{text}\n{stacks[circle.other_stack]}"

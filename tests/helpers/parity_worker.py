@@ -203,7 +203,7 @@ def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 def train_strictly(strict: dict, *case) -> tuple[dict, dict]:
     """The same on the strict stand-in of a device; returns the metrics, and what the stand-in has found."""
-    from happens_before import HappensBefore
+    from happens_before import HappensBefore, said
     from strict_device import StrictDevice
 
     orderings.switch.off = strict.pop("off", None)
@@ -211,16 +211,18 @@ def train_strictly(strict: dict, *case) -> tuple[dict, dict]:
     with StrictDevice(dist.get_rank(), **strict) as device:
         metrics = train(*case)
     everybody = [None] * dist.get_world_size()
-    engine = device.engine
-    gathers = device.symmetric.gathers
-    dist.all_gather_object(everybody, (engine.entries, engine.errors, engine.host_waits, gathers))
-    order = HappensBefore([entries for entries, *_ in everybody])
+    dist.all_gather_object(everybody, device.findings())
+    order = HappensBefore([found["entries"] for found in everybody])
+    together = lambda kind: [one for found in everybody for one in found[kind]]
     return metrics, {
         "races": sorted(order.races),
+        "circles": [said(circle, everybody[circle.rank]["stacks"]) for circle in order.circles],
+        "stopped": together("stopped"),
         "stuck": order.stuck,
-        "errors": [error for _, errors, _, _ in everybody for error in errors],
-        "host_waits": [wait for _, _, waits, _ in everybody for wait in waits],
-        "symmetric_gathers": [places for *_, places in everybody],
+        "errors": together("errors"),
+        "misplaced": together("misplaced"),
+        "host_waits": together("host_waits"),
+        "symmetric_gathers": [found["gathers"] for found in everybody],
         "accesses": order.accesses,
         "reached": sorted(orderings.switch.reached),
     }
