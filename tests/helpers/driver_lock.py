@@ -3,16 +3,23 @@
 import contextlib
 import sys
 import threading
-import traceback
 
 FRAMES = 8
 """Of each stack, the innermost so many are said."""
 
+LEFT_OUT = ("/tests/helpers/", "/site-packages/torch/", "/threading.py", "/cpu_compat.py")
+"""Files whose frames say nothing of the code under test."""
 
-def stack_of(thread: int) -> str:
-    """The Python stack of a thread, innermost call last."""
-    frame = sys._current_frames().get(thread)
-    return "" if frame is None else "".join(traceback.format_stack(frame)[-FRAMES:])
+
+def stack_text(frame) -> str:
+    """The Python stack up to ``frame``, innermost call last."""
+    lines = []
+    while frame is not None and len(lines) < FRAMES:
+        file = frame.f_code.co_filename
+        if not any(part in file for part in LEFT_OUT):
+            lines.append(f"    {file}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return "\n".join(reversed(lines))
 
 
 class DriverLock:
@@ -70,9 +77,10 @@ class DriverLock:
             if self._holder != threading.get_ident() or not self._waiting or self.circles:
                 return
             names = {thread.ident: thread.name for thread in threading.enumerate()}
+            frames = sys._current_frames()
             text = [f"circle of waits: {names.get(self._holder)} holds the driver's lock in {self._what}"]
-            text += [*(f"  while {head}" for head in heads), *stack_of(self._holder).splitlines()]
+            text += [stack_text(frames[self._holder]), *(f"  while {head}," for head in heads)]
             for thread, what in self._waiting.items():
-                text += [f"{names.get(thread)} waits for the lock to call {what}", *stack_of(thread).splitlines()]
+                text += [f"  and {names.get(thread)} waits for the lock to call {what}", stack_text(frames.get(thread))]
             self.circles.append("\n".join(text))
             self._changed.notify_all()

@@ -165,5 +165,5 @@ class HappensBefore:
 def said(circle: Circle, stacks: list[str]) -> str:
     """A circle in words, with both stacks."""
     text = f"circle: {circle.holder} holds the driver's lock in {circle.call} until a stream is done,"
-    text += f"\n{stacks[circle.stack]}\n for which {circle.other} needs the lock, or the interpreter's: {circle.needs}"
+    text += f"\n{stacks[circle.stack]}\n  before which {circle.other} needs this lock, or the interpreter's: {circle.needs}"
     return text if circle.other_stack is None else f"{text}\n{stacks[circle.other_stack]}"

@@ -1,8 +1,8 @@
-"""What the stand-in says of the two faults that a first GPU showed (reference: W1 and W2), as one table.
+"""Whether the stand-in reports, of the package in another checkout, the faults that a first GPU showed (W1, W2).
 
-    PYTHONPATH=PACKAGE_DIR python tests/helpers/old_code.py [--expect faults|none]
+    python tests/helpers/old_code.py CHECKOUT [--expect none]
 
-``PACKAGE_DIR`` holds the ``megatron_ext`` that is judged; helpers, cases and the example are those beside this file.
+Helpers and cases are those beside this file; the package, the example and the Megatron tree are CHECKOUT's.
 
 W1  gradients in host memory, the optimizer on the host, clipping active: a kernel of the device scales what the
     processor then copies.
@@ -13,18 +13,22 @@ W2  route ``nvme``, streams that wait for flags: the training thread waits insid
 import argparse
 import os
 import random
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 HELPERS = Path(__file__).parent
-sys.path[:0] = [str(HELPERS), str(HELPERS.parents[1] / "examples")]
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HELPERS)]))
+if __name__ == "__main__":
+    CHECKOUT = str(Path(sys.argv[1]).resolve()) if sys.argv[1:] else ""
+    os.environ |= {"MEGATRON_EXT_TEST_ROOT": CHECKOUT, "PYTHONPATH": CHECKOUT, "OMP_NUM_THREADS": "1"}
+    sys.path[:0] = [CHECKOUT, f"{CHECKOUT}/.megatron", str(HELPERS)]
 
 from cases import MODELS, STRICT
 from draw_schedule import draw_schedule, prepared, with_gradients
 from msgspec.structs import replace
 from parity_service import Died, ParityService, differences
+from training import environment
 
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
@@ -88,7 +92,7 @@ def judged(service: ParityService, folder: Path, fault: str) -> tuple[list[str],
         except Died as died:
             said.append(f"the ranks died: {str(died)[-800:]}")
             continue
-        said += [one for one in is_fault(answer) if one not in said]
+        said = [*dict.fromkeys(said + is_fault(answer))]
         for kind in counts:
             counts[kind] += len(differences(answer) if kind == "differences" else answer["strict"][kind])
     return said, counts
@@ -96,37 +100,23 @@ def judged(service: ParityService, folder: Path, fault: str) -> tuple[list[str],
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout")
     parser.add_argument("--expect", choices=("faults", "none"), default="faults")
-    parser.add_argument("--workloads", type=Path, help="directory of described cases; made where it is not given")
     args = parser.parse_args()
-    import megatron_ext
-
-    print(f"judged: {Path(megatron_ext.__file__).parent}")
+    print(f"judged: {Path(schedule_file.__file__).parents[1]}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if args.workloads is None:
-            describe(folder)
-        else:
-            for path in args.workloads.glob(f"{STRICT}.*.json"):
-                (folder / path.name).write_bytes(path.read_bytes())
+        describe = [sys.executable, str(HELPERS / "describe_cases.py"), temporary]
+        subprocess.run(describe, env=environment(), check=True)
         service, right = ParityService(STRICT, strict=True), True
         for fault in FAULTS:
             said, counts = judged(service, folder, fault)
             right = right and bool(said) == (args.expect == "faults")
             print(f"\n{fault}: {'REPORTED' if said else 'not reported'}; {counts}")
-            for text in said[:3]:
+            for text in said[:4]:
                 print(text)
         service.close()
     return 0 if right else 1
-
-
-def describe(folder: Path) -> None:
-    """The workloads of all cases."""
-    import subprocess
-
-    from training import environment
-
-    subprocess.run([sys.executable, str(HELPERS / "describe_cases.py"), str(folder)], env=environment(), check=True)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ import os
 import socket
 import sys
 import traceback
-from pathlib import Path
 from unittest import mock
 
 import orderings
 import torch
 import torch.distributed as dist
+from places import ROOT
 
 if orderings.VARIABLE in os.environ:
     orderings.install()
@@ -28,7 +28,7 @@ from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(ROOT / "examples"))
 import pretrain_gpt_hybrid
 from engine_stand_in import FusedAdam
 from megatron.core import optimizer as megatron_optimizer

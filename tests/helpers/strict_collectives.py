@@ -73,7 +73,7 @@ class Collectives:
             access = ("access", label, accesses)
             engine.log_on(inside, ("in", before), access, self._next(process_group), access, ("out", after))
             if stream is engine.default:
-                engine.drain()
+                engine.drain(accesses)
                 return _Work(engine, original(process_group, *args, **kwargs), after)
             work = _Work(engine, None, after)
 

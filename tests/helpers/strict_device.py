@@ -143,14 +143,15 @@ class StrictDevice:
         writes = any(is_written for _, _, is_written in found)
         if writes and (stream is not engine.default or (on_host and not blocking)):
             size = sum(tensor.nbytes for tensor, _, is_written in found if is_written)
-            stream.add(lambda: self.run_later(func, args, kwargs, label), size=size, what=label)
+            run = lambda: self.run_later(func, args, kwargs, label)
+            stream.add(run, size=size, what=label, accesses=accesses)
             if waits:
                 engine.synchronize([stream], name)
             return args[0]
         if waits:
             engine.synchronize([stream], name)
         elif stream is engine.default:
-            engine.drain()
+            engine.drain(accesses)
         else:
             engine.until(lambda: not stream.items)  # its result is wanted now: it is done behind the others at once
         result = func(*args, **kwargs)

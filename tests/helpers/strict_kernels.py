@@ -48,7 +48,7 @@ class Kernels:
             if any(part in name for part in READS_ALL) or (stream is engine.default and not on_host):
                 engine.until(lambda: not stream.items)  # its result is wanted, or all of it is compute
                 return run()
-            stream.add(lambda: run() and None, size=size, what=label)
+            stream.add(lambda: run() and None, size=size, what=label, accesses=accesses)
             return None
 
         return apply

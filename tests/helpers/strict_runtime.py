@@ -3,7 +3,8 @@
 The package changes; what does not exist is left out, see :data:`TABLE`.
 """
 
-import importlib
+import importlib.util
+import sys
 import threading
 import time
 from unittest import mock
@@ -53,10 +54,9 @@ class Runtime:
 
     def patches(self):
         for module, path, name in TABLE:
-            try:
+            owner = sys.modules.get(module)
+            if owner is None and ".runtime." in module and importlib.util.find_spec(module) is not None:
                 owner = importlib.import_module(module)
-            except ImportError:
-                continue
             *classes, attribute = path.split(".")
             for part in classes:
                 owner = getattr(owner, part, None)

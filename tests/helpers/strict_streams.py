@@ -19,7 +19,7 @@ import time
 import traceback
 from types import SimpleNamespace
 
-from driver_lock import FRAMES, DriverLock
+from driver_lock import DriverLock, stack_text
 
 ONE_QUEUE = "one queue"
 """The order of a device with a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``), and stricter: nothing begins
@@ -28,8 +28,9 @@ before all that any thread has given to any stream before has ended."""
 OFFSET = 1 << 44
 """The device's address of page-locked memory is not the host's."""
 
-HELD_SECONDS = 0.004
-"""In late order work stays so long, unless somebody waits: other ranks have to get on."""
+HELD_SECONDS, KERNEL_HELD_SECONDS = 0.004, 0.02
+"""In late order work stays so long, unless somebody waits: other ranks have to get on. A kernel on the default stream
+stays longer, unless somebody waits for this stream."""
 
 
 PLACES, NOT = ("/megatron_ext/", "/megatron/", "/examples/"), ("/megatron_ext/cpubench/", "/cpu_compat.py")
@@ -61,10 +62,11 @@ class Mark:
 
 class Item:
     """A piece of work: ``ready()`` says whether it can begin, ``begin()`` does it or returns a function that says
-    whether it has ended; it takes at least ``seconds``."""
+    whether it has ended; it takes at least ``seconds``. ``accesses``: all that it does, or None where what comes behind
+    it must not overtake it."""
 
-    def __init__(self, begin, ready, seconds: float, what: str):
-        self.begin, self.ready, self.seconds, self.what = begin, ready, seconds, what
+    def __init__(self, begin, ready, seconds: float, what: str, accesses):
+        self.begin, self.ready, self.seconds, self.what, self.accesses = begin, ready, seconds, what, accesses
         self.born, self.due, self.early, self.ended = time.monotonic(), None, False, None
 
 
@@ -75,10 +77,12 @@ class Stream:
         self.engine, self.name, self.items = engine, name, []
         engine.streams.append(self)
 
-    def add(self, begin, ready=lambda: True, size: int = 0, seconds: float = 0, what: str = "") -> None:
+    def add(
+        self, begin, ready=lambda: True, size: int = 0, seconds: float = 0, what: str = "", accesses=None
+    ) -> None:
         with self.engine.inside():
             seconds += size / self.engine.bytes_per_second
-            self.items.append(Item(begin, ready, seconds, what))
+            self.items.append(Item(begin, ready, seconds, what, accesses))
             self.engine.queue.append(self)
             self.engine.changed.notify_all()
 
@@ -178,6 +182,13 @@ def engine_stream(engine: "Engine", handle: StreamHandle | None) -> Stream:
     return engine.current_work() if handle is None else handle.work
 
 
+def _meet(some: list[tuple] | None, others: list[tuple]) -> bool:
+    """Whether two lists of accesses have bytes in common."""
+    return some is None or any(
+        key == other and begin < last and first < end for key, begin, end, _ in some for other, first, last, _ in others
+    )
+
+
 class Engine:
     """Runs what streams were given, on a thread. The thread that makes it is the issuer.
 
@@ -211,6 +222,7 @@ class Engine:
         self.misplaced, self.stacks, self.lock = [], [], DriverLock()
         self._stack_numbers: dict[str, int] = {}
         self._tokens, self.here, self._waiting, self.closed = itertools.count(), threading.local(), 0, False
+        self._draining = 0
         self._names: dict[str, int] = {}
         self.main, self.name_of_flag = threading.get_ident(), lambda address: (rank, address)
         self.default = Stream(self, "default stream")
@@ -248,13 +260,7 @@ class Engine:
 
     def _stack(self) -> int:
         """Number of the calling thread's stack in :attr:`stacks`."""
-        frame, lines = sys._getframe(2), []
-        while frame is not None and len(lines) < FRAMES:
-            code = frame.f_code
-            if "/tests/helpers/" not in code.co_filename:
-                lines.append(f"  {code.co_filename}:{frame.f_lineno} {code.co_qualname}")
-            frame = frame.f_back
-        text = "\n".join(reversed(lines))
+        text = stack_text(sys._getframe(2))
         if text not in self._stack_numbers:
             self._stack_numbers[text] = len(self.stacks)
             self.stacks.append(text)
@@ -286,10 +292,17 @@ class Engine:
             frame = frame_here()
             if frame is not None and "/megatron_ext/" in frame.f_code.co_filename:
                 self.host_waits.append(label)
-        with self.lock.held(label) if self.one_issuer else contextlib.nullcontext():
-            self.until(done)
+        self._hold(label, done)
         if joins or self.one_issuer:
             self.log(("sync", tokens, label, self._stack(), keeps_interpreter, joins))
+
+    def _hold(self, label: str, done) -> None:
+        with self.lock.held(label) if self.one_issuer else contextlib.nullcontext():
+            self._draining += 1
+            try:
+                self.until(done)
+            finally:
+                self._draining -= 1
 
     def synchronize(self, streams: list[Stream] | None, what: str, keeps_interpreter: bool = False) -> None:
         """Block until ``streams`` have done what they were given; None: all."""
@@ -358,16 +371,20 @@ class Engine:
     def _heads(self) -> list[str]:
         return [f"{stream.name} {stream.items[0].what}" for stream in self.streams if stream.items]
 
-    def drain(self) -> None:
-        """Block until it is the turn of compute on the default stream."""
-        if self.default.items or (self.order == ONE_QUEUE and self.queue):
-            self.until(lambda: not self.default.items and not (self.order == ONE_QUEUE and self.queue))
+    def drain(self, accesses: list[tuple] | None = None) -> None:
+        """Block until compute on the default stream can be done. It overtakes kernels that are queued there and touch
+        none of its bytes: nobody could tell, and the thread goes on while they wait."""
+        if self.order == ONE_QUEUE and self.queue:
+            self.until(lambda: not self.queue)
+        elif self.default.items and (accesses is None or any(_meet(i.accesses, accesses) for i in self.default.items)):
+            # The thread would go on to its next synchronous call, and wait there.
+            self._hold(f"the next synchronous call behind {where()}", lambda: not self.default.items)
 
     def _run(self) -> None:
         while not self.closed:
             with self.changed:
                 heads = self.queue[:1] if self.order == ONE_QUEUE else self.streams
-                heads = [stream for stream in heads if stream.items and self._may_move(stream.items[0])]
+                heads = [stream for stream in heads if stream.items and self._may_move(stream, stream.items[0])]
                 if not heads:
                     self.changed.wait(0.0003)
                     continue
@@ -387,11 +404,14 @@ class Engine:
             if self.order == "drawn" and self._draw.random() < 0.2:
                 time.sleep(self._draw.random() * 0.001)
 
-    def _may_move(self, item: Item) -> bool:
+    def _may_move(self, stream: Stream, item: Item) -> bool:
         """Whether it has begun, or has ended; what it does with memory is done as it begins where that is early."""
         now = time.monotonic()
         if item.due is None:
-            held = self.order == "late" and not self._waiting and now - item.born < HELD_SECONDS
+            kernel = item.accesses is not None and stream is self.default
+            awaited = self._draining if kernel else self._waiting
+            seconds = KERNEL_HELD_SECONDS if kernel else HELD_SECONDS
+            held = self.order == "late" and not awaited and now - item.born < seconds
             if held or not item.ready():
                 return False
             item.due = now + item.seconds
