@@ -151,8 +151,8 @@ class StrictDevice:
         if waits:
             engine.synchronize([stream], name)
         elif stream is engine.default:
-            engine.drain(accesses)
-        else:
+            engine.drain(accesses) if found else None  # new memory is behind nothing
+        elif found:
             engine.until(lambda: not stream.items)  # its result is wanted now: it is done behind the others at once
         result = func(*args, **kwargs)
         own = {tensor.untyped_storage().data_ptr() for tensor, _, _ in found}

@@ -138,16 +138,18 @@ class Runtime:
             values, here = np.array(original(flags, row)), self.engine.here
             seen = here.__dict__.setdefault("flags", {})
             key = flags.address(row, 0)
-            before, since, polls = seen.get(key, (None, 0.0, 0))
+            before, since, last, polls = seen.get(key, (None, 0.0, 0.0, 0))
             now = time.monotonic()
             if before is None or (values != before).any():
                 for rank, value in enumerate(values.tolist()):
                     if value > (0 if before is None else before[rank]):
                         self.engine.log(("wait", self.memory.name_of(flags.address(row, rank)), value))
                 since, polls = now, 0
+            elif now - last > 0.5:  # another wait
+                since, polls = now, 0
             elif polls > POLLS and now - since > self.engine.stuck_seconds:
                 raise RuntimeError(f"a flag never comes, at {where()}")
-            seen[key] = values, since, polls + 1
+            seen[key] = values, since, now, polls + 1
             return values
 
         return run
