@@ -19,7 +19,7 @@ from draw_schedule import (
     with_step_slots,
 )
 from msgspec.structs import replace
-from strict_streams import ONE_QUEUE
+from strict_engine import ONE_QUEUE
 
 from megatron_ext.runtime.node_exchange import IN_FLIGHT
 from megatron_ext.schedule import user_defined_schedule as schedule_file

@@ -5,25 +5,17 @@ import threading
 from functools import partial
 from unittest import mock
 
-import torch
 import torch.distributed as dist
+from strict_engine import where
+from strict_memory import tensors_in
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
-from strict_streams import where
 
 NAMES = (
     "_allgather_base _reduce_scatter_base allreduce broadcast allgather allgather_into_tensor_coalesced "
     "all_gather_single all_gather_single_coalesced reduce_scatter_single reduce_scatter_single_coalesced "
     "reduce_scatter_tensor_coalesced allreduce_coalesced barrier reduce gather scatter"
 ).split()
-
-
-def _tensors(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
 
 
 class Collectives:
@@ -88,7 +80,7 @@ class Collectives:
 
     def _accesses(self, name: str, label: str, args) -> list[tuple]:
         """What is given first is written, what is given second is read; a part that is gathered in place only read."""
-        written, read = ([(t, self.memory.place(t, label)) for t in _tensors(one)] for one in (*args, (), ())[:2])
+        written, read = ([(t, self.memory.place(t, label)) for t in tensors_in(one)] for one in (*args, (), ())[:2])
         if any(place is not None and self.memory.region(t.data_ptr()) is not None for t, place in (*written, *read)):
             self.engine.error(f"{label} is given host memory")
         own = {place for _, place in read if place is not None}

@@ -1,6 +1,6 @@
 """A strict stand-in for a CUDA device, in place of torch.cuda while a rank trains on the CPU.
 
-Streams are queues, and only the issuer may call the driver (strict_streams.py, driver_lock.py). Memory spaces are kept
+Streams are queues, and only the issuer may call the driver (strict_engine.py, driver_lock.py). Memory spaces are kept
 apart (strict_memory.py): tensors that the host's memory holds (shared pools, staging slots, page-locked memory) may
 meet the device's only in copies, asynchronous ones only where they are page-locked, and in kernels
 (strict_kernels.py). An operation of torch on host memory alone is done at once, by the processor. A freed whole group
@@ -21,10 +21,11 @@ from unittest import mock
 
 import torch
 from strict_collectives import Collectives
+from strict_engine import Engine, where
 from strict_kernels import Kernels
-from strict_memory import Memory
+from strict_memory import Memory, tensors_in
 from strict_runtime import Runtime
-from strict_streams import Engine, Event, StreamHandle, where
+from strict_streams import Event, StreamHandle, driver, on
 from symmetric_stand_in import SymmetricStandIn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -33,14 +34,6 @@ SYNCHRONOUS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_uni
 
 SLEEP_CYCLES = 1.5e9
 """Of ``torch.cuda._sleep``, a second."""
-
-
-def tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_in(one)
 
 
 class _Mode(TorchDispatchMode):
@@ -60,7 +53,9 @@ class StrictDevice:
         others: of :class:`Engine`.
     """
 
-    def __init__(self, rank: int, seed: int, order: str, stream_flags: bool = True, stuck_seconds: float = 20, **others):
+    def __init__(
+        self, rank: int, seed: int, order: str, stream_flags: bool = True, stuck_seconds: float = 20, **others
+    ):
         self.rank, self.engine = rank, Engine(rank, seed, order, stuck_seconds, **others)
         self.memory = Memory(rank, self.engine.error)
         self.engine.name_of_flag = self.memory.name_of
@@ -173,24 +168,24 @@ class StrictDevice:
     # What stands in place of torch.
 
     def _patches(self):
-        engine, cuda = self.engine, torch.cuda
+        engine, cuda, default = self.engine, torch.cuda, StreamHandle(self.engine, self.engine.default)
         for name, value in {
             "Stream": lambda device=None, priority=0, **_: StreamHandle(engine),
             "Event": lambda *_, **how: Event(engine, **how),
-            "current_stream": lambda device=None: engine.current(),
-            "default_stream": lambda device=None: engine.default_handle,
-            "stream": engine.on,
+            "current_stream": lambda device=None: getattr(engine.here, "stream", None) or default,
+            "default_stream": lambda device=None: default,
+            "stream": lambda stream: on(engine, stream),
             "device": lambda device: contextlib.nullcontext(),
             "synchronize": lambda device=None: engine.synchronize(None, "torch.cuda.synchronize"),
             "_sleep": self._sleep,
             "cudart": lambda: self.runtime,
         }.items():
             yield mock.patch.object(cuda, name, value)
-        driver, bindings = engine.driver(self._stream_flags), ModuleType("cuda.bindings")
-        bindings.driver, package = driver, ModuleType("cuda")
+        stand_in, bindings = driver(engine, self._stream_flags), ModuleType("cuda.bindings")
+        bindings.driver, package = stand_in, ModuleType("cuda")
         package.bindings = bindings
         yield mock.patch.dict(
-            sys.modules, {"cuda": package, "cuda.bindings": bindings, "cuda.bindings.driver": driver}
+            sys.modules, {"cuda": package, "cuda.bindings": bindings, "cuda.bindings.driver": stand_in}
         )
         for owner, name, wrap in (
             (torch, "frombuffer", self._frombuffer),

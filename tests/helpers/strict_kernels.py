@@ -9,7 +9,7 @@ import sys
 from unittest import mock
 
 import torch
-from strict_streams import where
+from strict_engine import where
 from torch.utils._python_dispatch import _disable_current_modes
 
 APPLIER = "multi_tensor_applier"

@@ -14,6 +14,15 @@ import torch
 POISON = 0x7F
 
 
+def tensors_in(value):
+    """Tensors in an argument, or a result, of torch."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_in(one)
+
+
 class Region:
     """Host memory: its first byte is byte ``start`` of what ``key`` names."""
 

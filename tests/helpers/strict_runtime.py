@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from strict_streams import where
+from strict_engine import where
 from torch.utils._python_dispatch import _disable_current_modes
 
 HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
