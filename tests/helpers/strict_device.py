@@ -213,7 +213,8 @@ class StrictDevice:
     def __exit__(self, *_):
         self.engine.close()
         self._stack.close()
-        torch.cuda.cudart = lambda: self.runtime  # for page-locked memory that outlives the stand-in
+        if not torch.backends.cuda.is_built():  # page-locked memory may outlive the stand-in
+            torch.cuda.cudart = lambda: self.runtime
 
     def _sleep(self, cycles: int) -> None:
         self.engine.call("torch.cuda._sleep")
