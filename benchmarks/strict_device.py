@@ -3,7 +3,8 @@
     python benchmarks/strict_device.py [--cases 200] [--tries 10] [--out benchmarks/results/strict_device.json]
 
 The stand-in (``tests/helpers/strict_device.py``) runs streams late, early or in drawn order, keeps the host's and the
-device's memory apart, reuses freed blocks at once, and reports accesses that nothing orders. Two replicas train each
+device's memory apart, reuses freed blocks at once, lets one thread alone call the driver, and reports accesses that
+nothing orders and waits that could go in a circle. Two replicas train each
 case at zero stages 1 to 3, by every route, with skipped steps, evaluation, checkpoints and parameters that something
 else than the optimizer changes; each must equal Megatron's own gathers to the last bit. Then each call of an event,
 wait, record or flag in ``megatron_ext/runtime`` that any case came by is left out in up to ``--tries`` of those cases,

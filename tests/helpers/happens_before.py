@@ -1,15 +1,36 @@
-"""Which accesses to memory nothing orders: vector clocks over what the ranks of a run have asked for.
+"""What nothing orders, and what would wait in a circle: vector clocks over what the ranks of a run have asked for.
 
 Every thread and every stream of every rank is a timeline. A log holds what threads did, in their order; what a thread
 gives to a stream is queued there. An access is ``(key, begin, end, writes)``: bytes of one block. Two accesses of
 different timelines to the same bytes, at least one of which writes, must be ordered by tokens (events, queues,
 handles), flags, or collectives. When each was really done does not matter.
 Source: Flanagan and Freund, "FastTrack", PLDI 2009 (epochs).
+
+[Note: Circles]
+A synchronous call holds the driver's lock until a stream is done. The flags that the stream needs are in its clock,
+what the calling thread knows to have happened is in its own. A flag that a thread stores between the two, and any call
+of the driver by a thread of this rank before that store, may have to come while the lock is held: with unlucky timing
+nobody goes on. If the call keeps the interpreter's lock too, the store alone is enough. So a circle is seen although
+the run has got through.
 """
 
 from collections import defaultdict, deque
+from typing import NamedTuple
 
 OUT, IN, STORE, WAIT, COLLECTIVE, ACCESS, ISSUE = "out", "in", "store", "wait", "collective", "access", "issue"
+CALL, SYNC = "call", "sync"
+
+
+class Circle(NamedTuple):
+    """A synchronous call, and what another thread of the rank has to do before it ends; stacks are numbers."""
+
+    rank: int
+    holder: str
+    call: str
+    stack: int
+    other: str
+    needs: str
+    other_stack: int | None
 
 
 class HappensBefore:
@@ -17,21 +38,32 @@ class HappensBefore:
 
     Attributes:
         races: ``(label, label)`` of pairs that nothing orders.
+        circles: see the note above; one for each thread that waits and call that it waits for.
         stuck: what never happened, by timeline.
     """
 
     def __init__(self, logs: list[list[tuple]]):
         self.races: set[tuple[str, str]] = set()
         self.accesses = 0
+        self._circles: dict[tuple, Circle] = {}
         self._clock: dict = defaultdict(dict)
         self._tokens: dict = {}
         self._flags: dict = defaultdict(list)
         self._joined: dict = defaultdict(dict)
         self._memory: dict = defaultdict(dict)
         self._queues: dict = defaultdict(deque)
-        for log in logs:
-            for timeline, *entry in log:
-                self._queues[timeline].append(tuple(entry))
+        self._calls: dict = defaultdict(list)  # of the driver, by thread: (epoch, label, stack)
+        self._stores: dict = defaultdict(list)  # of flags that streams wait for, by thread
+        self._awaited: set = set()  # flags that streams wait for
+        for number, log in enumerate(logs):
+            for index, (timeline, kind, *rest) in enumerate(log):
+                if kind == ISSUE:  # in the order in which threads gave it to the stream
+                    stream, *entries = rest
+                    token = ("issued", number, index)
+                    self._queues[stream].extend([(IN, token), *entries])
+                    self._awaited.update(entry[1] for entry in entries if entry[0] == WAIT)
+                    kind, rest = OUT, [token]
+                self._queues[timeline].append((kind, *rest))
         moved = True
         while moved:
             moved = False
@@ -41,6 +73,11 @@ class HappensBefore:
                     queue.popleft()
                     moved = True
         self.stuck = {str(timeline): str(queue[0]) for timeline, queue in self._queues.items() if queue}
+
+    @property
+    def circles(self) -> list[Circle]:
+        sure = {pair[:3] for pair in self._circles if pair[3]}
+        return [circle for pair, circle in self._circles.items() if pair[3] or pair[:3] not in sure]
 
     def _join(self, timeline, other: dict) -> None:
         clock = self._clock[timeline]
@@ -63,13 +100,11 @@ class HappensBefore:
             if rest[0] not in self._tokens:
                 return False
             self._join(timeline, self._tokens[rest[0]])
-        elif kind == ISSUE:
-            stream, *entries = rest
-            token = ("issued", id(entry), len(self._tokens))
-            self._tokens[token] = self._leave(timeline)
-            self._queues[stream].extend([(IN, token), *entries])
         elif kind == STORE:
-            self._flags[rest[0]].append((rest[1], self._leave(timeline)))
+            epoch, clock = self._epoch(timeline), self._leave(timeline)
+            if "thread" in timeline[1] and rest[0] in self._awaited:
+                self._stores[timeline].append((epoch, f"the store of flag {rest[0]}", clock))
+            self._flags[rest[0]].append((rest[1], clock))
         elif kind == WAIT:
             stores = [(0, {}), *self._flags[rest[0]]]  # flags are 0 at first
             clock = next((clock for value, clock in stores if value >= rest[1]), None)
@@ -85,13 +120,54 @@ class HappensBefore:
                 return False
             for clock in joined.values():
                 self._join(timeline, clock)
+        elif kind == CALL:
+            self._calls[timeline].append((self._epoch(timeline), *rest))
+        elif kind == SYNC:
+            return self._synchronize(timeline, *rest)
         else:
             self._access(timeline, *rest)
         return True
 
+    def _epoch(self, timeline) -> int:
+        """Who knows of what is done now has at least this in its clock."""
+        return self._clock[timeline].get(timeline, 0) + 1
+
+    def _synchronize(self, timeline, tokens, label: str, stack: int, keeps_interpreter: bool, joins: bool) -> bool:
+        if not all(token in self._tokens for token in tokens):
+            return False
+        needed: dict = {}
+        for token in tokens:
+            for key, value in self._tokens[token].items():
+                needed[key] = max(needed.get(key, 0), value)
+        known = self._clock[timeline]
+        for thread, stores in self._stores.items():
+            for epoch, store, clock in reversed(stores):
+                if epoch <= known.get(thread, 0):
+                    break
+                if epoch <= needed.get(thread, 0):
+                    found = [*self._calls_between(timeline, known, clock)]
+                    if keeps_interpreter and thread[0] == timeline[0]:
+                        found.append((thread, store, None))
+                    for other, needs, other_stack in found:
+                        circle = Circle(timeline[0], timeline[1], label, stack, other[1], needs, other_stack)
+                        # A call that is sure to wait, and one that may, are told apart.
+                        self._circles.setdefault((timeline, other, needs, joins), circle)
+        if joins:
+            self._join(timeline, needed)
+        return True
+
+    def _calls_between(self, timeline, known: dict, clock: dict):
+        """Of the driver, by other threads of the rank: not known to ``timeline``, and before ``clock``."""
+        for other, calls in self._calls.items():
+            if other != timeline and other[0] == timeline[0]:
+                for epoch, needs, stack in reversed(calls):
+                    if epoch <= known.get(other, 0):
+                        break
+                    if epoch <= clock.get(other, 0):
+                        yield other, needs, stack
+
     def _access(self, timeline, label: str, accesses) -> None:
-        clock = self._clock[timeline]
-        epoch = clock.get(timeline, 0) + 1
+        clock, epoch = self._clock[timeline], self._epoch(timeline)
         for key, begin, end, writes in accesses:
             self.accesses += 1
             known = self._memory[key]
@@ -100,3 +176,12 @@ class HappensBefore:
                 if conflict and clock.get(other, 0) < when:
                     self.races.add((said, label))
             known[timeline, begin, end, writes] = (epoch, label)
+
+
+def said(circle: Circle, stacks: list[str]) -> str:
+    """A circle in words, with both stacks."""
+    text = f"circle: {circle.holder} holds the driver's lock in {circle.call} until a stream is done,"
+    text += (
+        f"\n{stacks[circle.stack]}\n  before which {circle.other} needs this lock, or the interpreter's: {circle.needs}"
+    )
+    return text if circle.other_stack is None else f"{text}\n{stacks[circle.other_stack]}"

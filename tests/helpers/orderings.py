@@ -82,7 +82,7 @@ def _changed(path: Path) -> tuple[ast.Module, list[str]]:
 
 def sites() -> list[str]:
     """``file:line name`` of every call."""
-    files = [path for path in sorted(RUNTIME.glob("*.py")) if path.name not in NOT_OF_STREAMS]
+    files = [path for path in sorted(RUNTIME.rglob("*.py")) if path.name not in NOT_OF_STREAMS]
     return [site for path in files for site in _changed(path)[1]]
 
 
@@ -93,9 +93,10 @@ def _stays(site: str) -> bool:
 
 class _Finder:
     def find_spec(self, name, path=None, target=None):
-        package, _, module = name.rpartition(".")
-        file = RUNTIME / f"{module}.py"
-        if package != "megatron_ext.runtime" or not file.is_file() or file.name in NOT_OF_STREAMS:
+        if not name.startswith("megatron_ext.runtime."):
+            return None
+        file = RUNTIME.joinpath(*name.split(".")[2:]).with_suffix(".py")
+        if not file.is_file() or file.name in NOT_OF_STREAMS:
             return None
         return importlib.util.spec_from_file_location(name, file, loader=_Loader(name, str(file)))
 

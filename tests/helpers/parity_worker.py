@@ -14,12 +14,12 @@ import os
 import socket
 import sys
 import traceback
-from pathlib import Path
 from unittest import mock
 
 import orderings
 import torch
 import torch.distributed as dist
+from places import ROOT
 
 if orderings.VARIABLE in os.environ:
     orderings.install()
@@ -28,7 +28,7 @@ from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(ROOT / "examples"))
 import pretrain_gpt_hybrid
 from engine_stand_in import FusedAdam
 from megatron.core import optimizer as megatron_optimizer
@@ -205,7 +205,7 @@ def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 def train_strictly(strict: dict, *case) -> tuple[dict, dict]:
     """The same on the strict stand-in of a device; returns the metrics, and what the stand-in has found."""
-    from happens_before import HappensBefore
+    from happens_before import HappensBefore, said
     from strict_device import StrictDevice
 
     orderings.switch.off = strict.pop("off", None)
@@ -213,16 +213,18 @@ def train_strictly(strict: dict, *case) -> tuple[dict, dict]:
     with StrictDevice(dist.get_rank(), **strict) as device:
         metrics = train(*case)
     everybody = [None] * dist.get_world_size()
-    engine = device.engine
-    gathers = device.symmetric.gathers
-    dist.all_gather_object(everybody, (engine.entries, engine.errors, engine.host_waits, gathers))
-    order = HappensBefore([entries for entries, *_ in everybody])
+    dist.all_gather_object(everybody, device.findings())
+    order = HappensBefore([found["entries"] for found in everybody])
+    together = lambda kind: [one for found in everybody for one in found[kind]]
     return metrics, {
         "races": sorted(order.races),
+        "circles": [said(circle, everybody[circle.rank]["stacks"]) for circle in order.circles],
+        "stopped": together("stopped"),
         "stuck": order.stuck,
-        "errors": [error for _, errors, _, _ in everybody for error in errors],
-        "host_waits": [wait for _, _, waits, _ in everybody for wait in waits],
-        "symmetric_gathers": [places for *_, places in everybody],
+        "errors": together("errors"),
+        "misplaced": together("misplaced"),
+        "host_waits": together("host_waits"),
+        "symmetric_gathers": [found["gathers"] for found in everybody],
         "accesses": order.accesses,
         "reached": sorted(orderings.switch.reached),
     }

@@ -19,7 +19,7 @@ from draw_schedule import (
     with_step_slots,
 )
 from msgspec.structs import replace
-from strict_streams import ONE_QUEUE
+from strict_engine import ONE_QUEUE
 
 from megatron_ext.runtime.node_exchange import IN_FLIGHT
 from megatron_ext.schedule import user_defined_schedule as schedule_file
@@ -291,7 +291,8 @@ def findings(answer: dict) -> list[str]:
     first, *others = strict["symmetric_gathers"]
     if any(None in places for places in first) or any(other != first for other in others):
         found.append("a symmetric gather is not in registered memory, at one place on all ranks")
-    return found + strict["errors"] + [f"never: {timeline} {entry}" for timeline, entry in strict["stuck"].items()]
+    found += strict["errors"] + strict["misplaced"] + strict["circles"] + strict["stopped"]
+    return found + [f"never: {timeline} {entry}" for timeline, entry in strict["stuck"].items()]
 
 
 def waits(case: dict, answer: dict) -> list[str]:

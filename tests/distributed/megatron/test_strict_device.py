@@ -13,7 +13,8 @@ from draw_schedule import states_on_drive, with_step_slots
 from msgspec.structs import replace
 from parity_service import Died, differences
 from strict_cases import findings, strict_case, waits
-from strict_streams import OFFSET, ONE_QUEUE, Engine, Stream
+from strict_engine import ONE_QUEUE, Engine
+from strict_streams import OFFSET, StreamHandle, driver
 from variations import some
 
 from megatron_ext.schedule import user_defined_schedule as schedule_file
@@ -51,11 +52,11 @@ def test_in_one_queue_a_wait_ahead_of_its_store_blocks_it(order, moves):
     engine = Engine(0, 0, order, stuck_seconds=0.3)
     word = ctypes.c_int64(0)
     place = ctypes.addressof(word) + OFFSET
-    waiting, storing = Stream(engine), Stream(engine)
-    engine.driver().cuStreamWaitValue64(waiting.cuda_stream, place, 1, 0)
-    engine.driver().cuStreamWriteValue64(storing.cuda_stream, place, 1, 0)
+    waiting, storing = StreamHandle(engine), StreamHandle(engine)
+    driver(engine, True).cuStreamWaitValue64(waiting.cuda_stream, place, 1, 0)
+    driver(engine, True).cuStreamWriteValue64(storing.cuda_stream, place, 1, 0)
     with contextlib.nullcontext() if moves else pytest.raises(RuntimeError, match="does not get on"):
-        engine.synchronize()
+        engine.synchronize(None, "torch.cuda.synchronize")
     engine.close()
     assert word.value == moves
 

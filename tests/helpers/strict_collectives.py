@@ -1,0 +1,129 @@
+"""Collectives of the strict stand-in: each communicator is a timeline of its own, on which the ranks meet."""
+
+import _thread
+import threading
+from functools import partial
+from unittest import mock
+
+import torch.distributed as dist
+from strict_engine import where
+from strict_memory import tensors_in
+from torch._C._distributed_c10d import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
+
+NAMES = (
+    "_allgather_base _reduce_scatter_base allreduce broadcast allgather allgather_into_tensor_coalesced "
+    "all_gather_single all_gather_single_coalesced reduce_scatter_single reduce_scatter_single_coalesced "
+    "reduce_scatter_tensor_coalesced allreduce_coalesced barrier reduce gather scatter"
+).split()
+
+
+class Collectives:
+    """Patches of process groups; ``strict`` is the stand-in."""
+
+    def __init__(self, strict):
+        self.engine, self.memory, self.rank = strict.engine, strict.memory, strict.rank
+        self._sequence: dict[int, int] = {}
+
+    def patches(self):
+        for name in filter(partial(hasattr, ProcessGroup), NAMES):  # releases of torch differ
+            yield mock.patch.object(ProcessGroup, name, self._collective(name, getattr(ProcessGroup, name)))
+        for name in ("all_gather_object", "broadcast_object_list"):
+            yield mock.patch.object(dist, name, self._objects(getattr(dist, name)))
+
+    def _next(self, process_group) -> tuple:
+        """The entry in which all ranks of a collective meet."""
+        number = self._sequence.get(id(process_group), 0)
+        self._sequence[id(process_group)] = number + 1
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        return ("collective", (ranks, process_group.group_name, number), self.rank, len(ranks))
+
+    def _objects(self, original):
+        def run(*args, **kwargs):
+            together = self._next(kwargs.get("group") or dist.distributed_c10d._get_default_group())
+            self.engine.here.quiet = True
+            try:
+                with _disable_current_modes():
+                    result = original(*args, **kwargs)
+            finally:
+                self.engine.here.quiet = False
+            self.engine.log(together)
+            return result
+
+        return run
+
+    def _collective(self, name: str, original):
+        def issue(process_group, *args, **kwargs):
+            if getattr(self.engine.here, "quiet", False) or self.engine.closed:
+                return original(process_group, *args, **kwargs)
+            engine, stream = self.engine, self.engine.current_work()
+            label, inside = f"{name} at {where()}", f"communicator {id(process_group)}"
+            engine.call(label)
+            accesses = self._accesses(name, label, args)
+            before, after = engine.token(), engine.token()
+            engine.log_on(stream, ("out", before))
+            access = ("access", label, accesses)
+            engine.log_on(inside, ("in", before), access, self._next(process_group), access, ("out", after))
+            if stream is engine.default:
+                engine.drain(accesses)
+                return _Work(engine, original(process_group, *args, **kwargs), after)
+            work = _Work(engine, None, after)
+
+            def begin():
+                work.inner = original(process_group, *args, **kwargs)
+                return work.wait_aside()
+
+            stream.add(begin, what=label)
+            return work
+
+        return issue
+
+    def _accesses(self, name: str, label: str, args) -> list[tuple]:
+        """What is given first is written, what is given second is read; a part that is gathered in place only read."""
+        written, read = ([(t, self.memory.place(t, label)) for t in tensors_in(one)] for one in (*args, (), ())[:2])
+        if any(place is not None and self.memory.region(t.data_ptr()) is not None for t, place in (*written, *read)):
+            self.engine.error(f"{label} is given host memory")
+        own = {place for _, place in read if place is not None}
+        accesses = [(*place, False) for place in own]
+        for key, begin, end in (place for _, place in written if place is not None):
+            for place, first, last in own:
+                if place == key and begin <= first and last <= end and "gather" in name:
+                    accesses.append((key, begin, first, True))
+                    begin = last
+            accesses.append((key, begin, end, True))
+        return accesses
+
+
+class _Work:
+    """Handle of a collective: the current stream waits for the communicator's."""
+
+    def __init__(self, engine, inner, token):
+        self.engine, self.inner, self._token = engine, inner, token
+        self._once, self._waited = threading.Lock(), False
+
+    def wait(self, *args):
+        engine, stream = self.engine, self.engine.current_work()
+        engine.call("the wait for a collective")
+        engine.log_on(stream, ("in", self._token))
+        if stream is engine.default:
+            engine.until(lambda: self.inner is not None)
+            engine.drain()
+            return self._wait(*args)
+        stream.add(self.wait_aside, lambda: self.inner is not None, what="waits for a collective")
+        return True
+
+    def wait_aside(self):
+        """Some of gloo's handles know that they have ended only when they are waited for."""
+        ended = threading.Event()
+        _thread.start_new_thread(lambda: (self._wait(), ended.set()), ())
+        return ended.is_set
+
+    def _wait(self, *args):
+        # Gloo copies some results each time they are waited for, also over what has been made of them since.
+        with self._once, _disable_current_modes():
+            if not self._waited:
+                self.inner.wait(*args)
+            self._waited = True
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)

@@ -1,0 +1,195 @@
+"""The strict stand-in of a CUDA device sees what a GPU showed; see tests/helpers/strict_device.py."""
+
+import ctypes
+import mmap
+import sys
+import threading
+import time
+from types import ModuleType
+
+import pytest
+import torch
+from happens_before import HappensBefore, said
+from strict_device import StrictDevice
+from strict_streams import OFFSET
+
+
+def scale(chunk, noop, lists, factor):
+    for source, destination in zip(*lists):
+        destination.copy_(source * factor)
+
+
+@pytest.fixture
+def multi_tensor_applier(monkeypatch):
+    """As a module of Megatron's imports it; look it up in the module that is returned."""
+    module = ModuleType("uses_kernels")
+    module.multi_tensor_applier = lambda op, noop, lists, *args: op(0, noop, lists, *args)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def open_device(**how) -> StrictDevice:
+    return StrictDevice(0, 0, how.pop("order", "late"), circle_seconds=0.3, stuck_seconds=5, **how)
+
+
+def host_tensor(numel: int, locked: bool = True) -> torch.Tensor:
+    tensor = torch.frombuffer(mmap.mmap(-1, numel * 4), dtype=torch.float32)
+    if locked:
+        torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    return tensor
+
+
+def in_thread(function) -> threading.Thread:
+    thread = threading.Thread(target=function, name="other")
+    thread.start()
+    return thread
+
+
+def judged(device: StrictDevice) -> HappensBefore:
+    return HappensBefore([device.engine.entries])
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_kernel_on_page_locked_memory_races_the_processor(multi_tensor_applier, ordered):
+    with open_device() as device:
+        gradient, copy = host_tensor(1000).fill_(1), host_tensor(1000)
+        multi_tensor_applier.multi_tensor_applier(scale, None, [[gradient], [gradient]], 0.5)
+        if ordered:
+            torch.cuda.current_stream().synchronize()
+        copy.copy_(gradient)
+    assert copy[0] == (0.5 if ordered else 1), "the kernel does not run late"
+    (race,) = judged(device).races or [None]
+    assert (race is None) == ordered
+    assert ordered or sorted(label.split()[0] for label in race) == ["copy_", "kernel"]
+
+
+def test_a_kernel_is_refused_pageable_memory(multi_tensor_applier):
+    with open_device() as device:
+        gradient = host_tensor(10, locked=False)
+        multi_tensor_applier.multi_tensor_applier(scale, None, [[gradient], [gradient]], 0.5)
+        torch.cuda.synchronize()
+    assert "not page-locked" in device.engine.errors[0]
+
+
+def recorded_event():
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+CALLS = {
+    "Event.record": recorded_event,
+    "torch.cuda.Stream()": torch.cuda.Stream,
+    "cudaHostRegister": lambda: host_tensor(10),
+    "torch.cuda.synchronize": lambda: torch.cuda.synchronize(),
+    "add": lambda: DEVICE_TENSOR + DEVICE_TENSOR,
+    "_local_scalar_dense": lambda: DEVICE_TENSOR[0].item(),
+}
+DEVICE_TENSOR = torch.ones(4)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_only_the_issuer_calls_the_driver(name):
+    call = (lambda: torch.cuda.Stream()) if "Stream" in name else CALLS[name]
+    with open_device() as device:
+        call()
+        assert device.engine.misplaced == []
+        in_thread(call).join()
+    assert any(text.startswith(name) and "thread other" in text for text in device.engine.misplaced)
+
+
+def test_a_thread_may_compute_in_host_memory():
+    with open_device() as device:
+        memory = host_tensor(10)
+        in_thread(lambda: memory.add_(torch.ones(10)).mul_(2)).join()
+    assert device.engine.misplaced == device.engine.errors == [] and memory.sum() == 20
+
+
+def test_an_event_that_dies_on_another_thread_is_seen():
+    with open_device() as device:
+        held = [recorded_event()]
+        in_thread(held.clear).join()
+    assert "freeing an event" in device.engine.misplaced[0]
+
+
+class Flag:
+    """8 bytes, stored by threads and waited for by streams."""
+
+    def __init__(self, device: StrictDevice):
+        self._device, self.memory = device, mmap.mmap(-1, 8)
+        self._word = ctypes.c_int64.from_buffer(self.memory)
+        self.address = ctypes.addressof(self._word)
+
+    def store(self) -> None:
+        self._device.engine.log(("store", self._device.memory.name_of(self.address), 1))
+        self._word.value = 1
+
+    def queue_wait(self) -> None:
+        from cuda.bindings import driver
+
+        stream = torch.cuda.current_stream()
+        driver.cuStreamWaitValue64(stream.cuda_stream, self.address + OFFSET, 1, 0)
+
+
+@pytest.mark.parametrize("unlucky", [True, False])
+def test_a_wait_in_the_driver_for_a_thread_that_frees_an_event_is_a_circle(unlucky):
+    """W2: seen as it stops a run, and where this run had luck."""
+    with open_device() as device:
+        flag, held = Flag(device), [recorded_event()]
+
+        def free_and_store() -> None:
+            while unlucky and device.engine.lock._holder is None:
+                time.sleep(0.001)
+            held.clear()
+            flag.store()
+
+        other = in_thread(free_and_store)
+        if not unlucky:
+            time.sleep(0.05)
+        flag.queue_wait()
+        DEVICE_TENSOR.cpu()
+        other.join()
+    stopped = device.engine.lock.circles
+    assert len(stopped) == unlucky
+    for text in stopped:
+        assert "copy_" in text and "freeing an event" in text and text.count("test_strict_stand_in.py") >= 2
+    texts = [said(circle, device.engine.stacks) for circle in judged(device).circles]
+    assert any("freeing an event" in text and "thread other" in text for text in texts)
+
+
+def test_a_thread_that_only_stores_a_flag_is_no_circle():
+    with open_device() as device:
+        flag = Flag(device)
+        other = in_thread(lambda: (time.sleep(0.02), flag.store()))
+        flag.queue_wait()
+        assert DEVICE_TENSOR[0].item() == 1
+        other.join()
+    assert judged(device).circles == device.engine.lock.circles == []
+
+
+def test_an_allocation_keeps_the_interpreter_from_the_thread_that_stores_a_flag():
+    with open_device() as device:
+        flag, storage = Flag(device), torch.ones(1000).untyped_storage()
+        storage.resize_(0)
+        storage.resize_(4000)  # the block that was freed
+        assert judged(device).circles == []
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            flag.queue_wait()
+        other = in_thread(lambda: (time.sleep(0.05), flag.store()))
+        torch.ones(2000).untyped_storage().resize_(16000)
+        other.join()
+    (circle,) = judged(device).circles
+    assert "resize_" in circle.call and "store of flag" in circle.needs
+
+
+@pytest.mark.parametrize(("numel", "done"), [(10, True), (1_000_000, False)])
+def test_a_large_copy_loses_where_a_small_one_wins(numel, done):
+    with open_device(order="early", bytes_per_second=1e7) as device:
+        source, event = host_tensor(numel), torch.cuda.Event()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.zeros(numel).copy_(source, non_blocking=True)
+            event.record()
+        time.sleep(0.05)
+        assert event.query() == done
+        device.engine.errors.clear()
