@@ -23,8 +23,11 @@ def has_cuda() -> bool:
 class Device(Protocol):
     """What both kinds offer; every method belongs to the issuing thread, see streams.py."""
 
-    kind: str
-    device: torch.device
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def compute(self) -> Stream: ...
