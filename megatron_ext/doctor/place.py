@@ -7,6 +7,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from megatron_ext.runtime import own_device
+
 
 class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a run of the doctor is asked for.
@@ -34,6 +36,7 @@ class Place(NamedTuple):
     Attributes:
         exchange: collective ``exchange(object) -> list`` over the ranks of this node.
         everyone: process group of all ranks for objects.
+        ranks_per_device: ranks that share the fullest device.
     """
 
     rank: int
@@ -43,6 +46,7 @@ class Place(NamedTuple):
     device: torch.device
     exchange: Callable[[object], list]
     everyone: dist.ProcessGroup
+    ranks_per_device: int = 1
 
     @property
     def on_cuda(self) -> bool:
@@ -76,8 +80,7 @@ def find_place(use_cuda: bool, ranks_per_node: int) -> Place:
         dist.all_gather_object(values, value, group=own)
         return values
 
-    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
+    device = own_device.take(local_rank) if use_cuda else torch.device("cpu")
+    sharing = own_device.tell_nccl(device, world_size // ranks_per_node) if use_cuda else 1
     assert isinstance(everyone, dist.ProcessGroup)
-    return Place(rank, world_size, local_rank, ranks_per_node, device, exchange, everyone)
+    return Place(rank, world_size, local_rank, ranks_per_node, device, exchange, everyone, sharing)
