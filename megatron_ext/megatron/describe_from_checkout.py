@@ -328,7 +328,7 @@ def main() -> int:
 
     if script_arguments.read(options).transformer_impl in (None, "transformer_engine"):
         engine_modules.install()
-    cpu_compat.install()
+    cpu_compat.install(even_with_a_device=True)
     with contextlib.suppress(Exception):  # what is wrong with it, the script will say
         importlib.import_module("megatron.training.training")
     parent = os.getpid()
