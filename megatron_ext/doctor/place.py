@@ -1,5 +1,6 @@
 """Where a rank of the doctor is, and what all its checks are given."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from megatron_ext.doctor.finding import Finding
 from megatron_ext.runtime import own_device
 
 
@@ -19,7 +21,13 @@ class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         need_bytes: pinned host bytes that a plan needs on its fullest node; None where no plan is given.
         need_of: what needs them.
         nvme: directory on a drive, or None.
-        check_seconds: after so long a check counts as hanging, and the run ends.
+        seconds: for all checks; what has not begun then is not tried.
+        check_seconds: after so long a check counts as hanging, and its processes end.
+        stacks: a folder for the stacks of ranks that hang, where whoever started them goes on with other processes;
+            empty where a launcher did.
+        deadline: by this machine's monotonic clock, when ``seconds`` are over.
+        earlier: what processes before these have found.
+        titles: checks that are left; empty is all.
     """
 
     out: str
@@ -27,7 +35,12 @@ class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     need_bytes: int | None = None
     need_of: str = ""
     nvme: str | None = None
-    check_seconds: float = 120.0
+    seconds: float = 120.0
+    check_seconds: float = 30.0
+    stacks: str = ""
+    deadline: float = math.inf
+    earlier: tuple[Finding, ...] = ()
+    titles: tuple[str, ...] = ()
 
 
 class Place(NamedTuple):
