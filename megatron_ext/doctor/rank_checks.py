@@ -57,6 +57,7 @@ from megatron_ext.doctor.place import DoctorOptions, Place, find_place
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.formats.versions import SCHEMA_VERSION
+from megatron_ext.measure.cluster_launch import meet
 from megatron_ext.measure.fabric import Fabric, shared_bytes
 from megatron_ext.measure.hostcpu.board import StoreBoard
 from megatron_ext.measure.options import Options
@@ -91,15 +92,14 @@ def run(options: DoctorOptions, ranks_per_node: int, say: Callable[[str], None])
     use_cuda = options.device != "cpu" and has_cuda()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     gloo.run_collectives_in_order()
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
+    store = meet("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
     place = find_place(use_cuda, ranks_per_node)
-    return _Checks(place, options, say).run()
+    return _Checks(place, options, say, store).run()
 
 
 class _Checks:
-    def __init__(self, place: Place, options: DoctorOptions, say: Callable[[str], None]):
-        self.place, self.options, self.say = place, options, say
+    def __init__(self, place: Place, options: DoctorOptions, say: Callable[[str], None], store):
+        self.place, self.options, self.say, self.store = place, options, say, store
         self.findings: list[Finding] = list(options.earlier)
         self.machine = machine.environment(options.device)
         if place.ranks_per_device > 1:
@@ -187,8 +187,7 @@ class _Checks:
                 ranks_per_node=place.ranks_per_node,
             )
             block = shared_block.share(shared_bytes(wanted), place.local_rank, place.exchange, field="ranks of a node")
-            store = dist.distributed_c10d._get_default_store()
-            board = StoreBoard(store, place.rank, place.everyone) if place.nodes > 1 else None
+            board = StoreBoard(self.store, place.rank, place.everyone) if place.nodes > 1 else None
             self._fabric = Fabric(wanted, place.rank, block, board)
         return self._fabric
 

@@ -72,13 +72,7 @@ def install(*, even_with_a_device: bool = False) -> bool:
     _replace_cuda_functions()
     _replace_tensor_methods()
     _OnCpu().__enter__()  # for as long as the process lives
-    run_backward = torch.autograd.graph._engine_run_backward
-
-    def run_backward_on_cpu(*args, **kwargs):
-        with _OnCpu():  # torch takes the mode off while it calls backward; what backward calls makes tensors, too
-            return run_backward(*args, **kwargs)
-
-    setattr(torch.autograd, "_engine_run_backward", run_backward_on_cpu)  # noqa: B010 - not in its types
+    _stay_on_cpu_in_backward()
     _replace_in_megatron()
     # "CPU RNG state changed within GPU RNG context", once a parameter: here they are one.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
@@ -120,6 +114,19 @@ class _OnCpu(TorchFunctionMode):
         if function is torch.Tensor.to and len(args) > 1:
             args = (args[0], _to_cpu(args[1]), *args[2:])
         return function(*args, **kwargs)
+
+
+def _stay_on_cpu_in_backward() -> None:
+    """torch takes the mode off while it calls backward; what backward calls makes tensors, too."""
+    run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run_backward is None:  # a torch that calls it otherwise
+        return
+
+    def run_backward_on_cpu(*args, **kwargs):
+        with _OnCpu():
+            return run_backward(*args, **kwargs)
+
+    setattr(torch.autograd, "_engine_run_backward", run_backward_on_cpu)  # noqa: B010 - not in its types
 
 
 class _Stream:
@@ -332,9 +339,8 @@ def _import_kernels_without_triton() -> None:
     """
     if _exists("triton"):
         return
-    from torch.utils import _triton
-
-    _triton.has_triton_package()  # torch remembers the answer: no triton
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("torch.utils._triton").has_triton_package()  # torch remembers the answer: no triton
     triton = unittest.mock.MagicMock()
     triton.__version__ = "0"  # too old for every module that asks before it uses triton
     triton.jit = lambda kernel=None, **options: kernel or (lambda kernel: kernel)
