@@ -96,8 +96,9 @@ class CudaStream:
         self._flags.wait(self.stream, flag.device_address, value)
 
     def delay(self, pause: Callable | None) -> None:
-        if pause is not None:
-            pause(lambda seconds: self.run(lambda: torch.cuda._sleep(int(seconds * 1.5e9))))  # cycles
+        sleep = getattr(torch.cuda, "_sleep", None)
+        if pause is not None and sleep is not None:
+            pause(lambda seconds: self.run(lambda: sleep(int(seconds * 1.5e9))))  # cycles
 
     def close(self) -> None:
         """Nothing: what is queued ends before memory is unlocked."""

@@ -15,7 +15,7 @@ from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
-class Drive:
+class DriveCopy:
     """``stage_in`` begins the read into a slot, ``issue`` the copy out of it.
 
     A slot is filled anew only when the copy out of it has ended, which its stream says by a flag. The copy is issued
