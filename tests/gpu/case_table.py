@@ -9,7 +9,7 @@ longer. What is timed runs alone. In sum, with two lanes: set-up 30 s, trainings
 cases begin, so that no kind of job takes the time of all others; what it left is tried again at the end.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from covering import Row, covering_rows
@@ -84,7 +84,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """A program that is one case by itself: its exit code says whether it passed. ``run.py`` knows its words."""
+    """A case that is no training. ``job_runs.py`` knows its command."""
 
     name: str
     seconds: float
@@ -95,7 +95,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Cases that share processes, one after another.
 
     Attributes:
-        layout: of trainings; None where the only case is a program.
+        layout: of ranks that train the cases, or time them; None where the only case is a program by itself, whose exit
+            code says whether it passed.
+        script: what the ranks run.
         alone: nothing else runs on the device meanwhile.
         until: part of the budget after which its cases are left for the end.
         spare: run where time is left; its absence fails nothing.
@@ -104,6 +106,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     cases: tuple[Training | Program, ...]
     layout: str | None = None
+    script: str = "train_ranks.py"
     alone: bool = False
     until: float = 1.0
     spare: bool = False
@@ -136,9 +139,45 @@ def _row(layout: str, route: str, *, zero: str = "3", gradients="host", shards="
     return dict(layout=layout, route=route, zero_stage=zero, gradients=gradients, shards=shards, states=states, **rest)
 
 
+KILLED = _training("small", 0, _row("2 ranks", "cpu_shard", states="drive", mode="early", clip="idle", cast="host"))
+"""What ``kill_and_resume.py`` trains."""
+
+
 def _small(layout: str, rows: list[Row]) -> Job:
     cases = [_training("small", SECONDS[layout], row) for row in rows if row["layout"] == layout]
     return Job(name=f"small, {layout}", cases=tuple(cases), layout=layout, until=0.6)
+
+
+TIMED = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --micro-batch-size 4"
+DRY_TIMED = "--num-layers 8 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1"
+MICRO_BATCHES = 4
+ON_HOST = "--optimizer-cpu-offload"
+PLANS = "plans of what is timed"
+
+
+class Timed(NamedTuple):
+    """A training that is timed: its options beside ``TIMED``, and the device bytes for which it is planned; None where
+    Megatron gathers."""
+
+    name: str
+    options: str = ""
+    limit_device_bytes: int | None = None
+
+
+TIMINGS = (
+    Timed("timing: stock, all on the device"),
+    Timed("timing: stock, optimizer on the host", ON_HOST),
+    Timed("timing: optimizer, gradients, shards on the host", ON_HOST, 12_000_000_000),
+    Timed("timing: gradients, shards on the host, optimizer on the device", "", 30_360_000_000),
+)
+"""1.6B parameters, 4 micro-batches of 8,192 tokens."""
+
+LINKS = "timing: host memory and copies"
+
+
+def _timings() -> tuple[Program, ...]:
+    rows = [Program(name=row.name, seconds=30 if row.options else 15, limit=90) for row in TIMINGS]
+    return (Program(name=LINKS, seconds=10, limit=60), *rows)
 
 
 def jobs() -> list[Job]:
@@ -168,6 +207,7 @@ def jobs() -> list[Job]:
     ]
     program = lambda name, seconds, limit: (Program(name=name, seconds=seconds, limit=limit),)
     return [
+        Job(name="plans", cases=program(PLANS, 30, 120), until=0.6),  # of processors alone, beside the first trainings
         Job(name="large, 1 rank", cases=tuple(large), layout=one, until=0.5),
         _small(one, rows),
         Job(name="medium, 1 rank", cases=tuple(medium), layout=one, until=0.6),
@@ -177,7 +217,7 @@ def jobs() -> list[Job]:
         _small("4 ranks", rows),
         Job(name="kill and resume", cases=program("kill and resume", 60, 150), until=0.65),
         Job(name="doctor", cases=program("doctor", 90, 180), alone=True, until=0.8),
-        Job(name="timings", cases=program("timings", 110, 200), alone=True),
+        Job(name="timings", cases=_timings(), layout=one, script="timings.py", alone=True),
         Job(name="measure", cases=program("measure --seconds 20", 50, 100), alone=True),
         Job(name="CPU suite", cases=program("CPU suite, devices hidden", 240, 900), alone=True, spare=True),
     ]

@@ -83,7 +83,9 @@ class JobProcess:
         for member in members:
             if member.is_python:
                 command, native = _command(member.pid), _native_stacks(member.pid)
-                text = "\n".join(line for line in (native + _abort(member.pid)).splitlines() if not line.startswith(NO_STACK))
+                text = "\n".join(
+                    line for line in (native + _abort(member.pid)).splitlines() if not line.startswith(NO_STACK)
+                )
                 texts.append(f"process {member.pid}: {command}\n{text[:PROCESS_CHARACTERS]}")
         return "\n".join(texts)
 

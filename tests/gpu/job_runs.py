@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from case_table import LAYOUTS, Job, Program, Training
+from case_table import LAYOUTS, ON_HOST, PLANS, TIMINGS, Job, Program, Training
 from gpu_report import Result, Status
 from job_process import JobProcess
 from msgspec.structs import replace
@@ -62,7 +62,8 @@ class Place(NamedTuple):
 def untried(case: Training | Program, place: Place) -> Result | None:
     """The result of a case that cannot be tried here."""
     why = ""
-    on_host = case.on_host if isinstance(case, Training) else case.name == "kill and resume"
+    timed_on_host = [row.name for row in TIMINGS if ON_HOST in row.options]
+    on_host = case.on_host if isinstance(case, Training) else case.name in ("kill and resume", *timed_on_host)
     if on_host and not place.dry_run and not place.engine:
         why = "Megatron's host optimizer needs Transformer Engine"
     tests = ("pytest", "hypothesis", "xdist", "pytest_timeout")
@@ -171,23 +172,16 @@ def _command(job: Job, place: Place, folder: Path, begin_by: float) -> tuple[lis
     if job.layout is None:
         return _program(job.cases[0].name, place, folder), 1
     ranks = LAYOUTS[job.layout][0]
-    asked = dict(layout=job.layout, cases=job.cases, dry_run=place.dry_run, drive=str(place.drive))
-    json_files.save(
-        folder / "job.json", {**asked, "engine": place.engine, "begin_by": begin_by, "hang": place.hang}, indent=1
-    )
-    return [*ranks_command(ranks, place.dry_run), str(folder)], ranks
-
-
-def ranks_command(ranks: int, dry_run: bool) -> list[str]:
-    """The start of a command that trains; the job's folder follows."""
-    launcher = [sys.executable, "-m", "megatron_ext.cpubench.launcher", *(["--fork"] if dry_run else [])]
-    return [*launcher, "--nproc-per-node", str(ranks), str(HERE / "train_ranks.py")]
+    asked = dict(cases=job.cases, dry_run=place.dry_run, drive=str(place.drive))
+    asked |= dict(plans=str(place.work), engine=place.engine, begin_by=begin_by, hang=place.hang)
+    json_files.save(folder / "job.json", asked, indent=1)
+    launcher = [sys.executable, "-m", "megatron_ext.cpubench.launcher", *(["--fork"] if place.dry_run else [])]
+    return [*launcher, "--nproc-per-node", str(ranks), str(HERE / job.script), str(folder)], ranks
 
 
 def _program(name: str, place: Place, folder: Path) -> list[str]:
     device = "cpu" if place.dry_run else "cuda"
     python, ours = [sys.executable], [sys.executable, "-m", "megatron_ext"]
-    dry = ["--dry-run"] if place.dry_run else []
     if name == "doctor":
         out = ["--out", str(folder / "doctor.report.json"), "--nvme", str(place.drive), "--check-seconds", "60"]
         return [*ours, "doctor", *out, "--device", device]
@@ -201,8 +195,10 @@ def _program(name: str, place: Place, folder: Path) -> list[str]:
         workers = ["-n", str(place.processors + 1), "--dist", "loadfile"]
         hidden = ["env", "CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=1"]
         return [*hidden, *python, "-m", "pytest", *workers, "-p", "no:cacheprovider", *tests]
-    program = {"kill and resume": "kill_and_resume.py", "timings": "timings.py"}[name]
-    return [*python, str(HERE / program), str(folder), str(place.drive), *dry, *(["--engine"] if place.engine else [])]
+    how = [*(["--dry-run"] if place.dry_run else []), *(["--engine"] if place.engine else [])]
+    if name == PLANS:
+        return ["env", "CUDA_VISIBLE_DEVICES=", *python, str(HERE / "timed_plans.py"), str(place.work), *how]
+    return [*python, str(HERE / "kill_and_resume.py"), str(folder), str(place.drive), *how]
 
 
 def with_cases(job: Job, cases) -> Job:

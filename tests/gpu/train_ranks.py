@@ -5,44 +5,31 @@
 it has left behind on a device is not known.
 """
 
-import json
+import ctypes
 import math
-import os
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import msgspec
+from rank_setup import ITERATIONS, leave, options_of, start
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "helpers"), str(ROOT / "examples")]
-
-from megatron_ext.megatron import cpu_compat
-
-cpu_compat.install()  # does nothing where there is a CUDA device
-
-import torch
+import trained_model  # isort: skip - Megatron is imported by it
 import torch.distributed as dist
-import trained_model
-from case_table import DRY_SIZES, LAYOUTS, SIZES, Training
-from megatron.core import parallel_state
+from case_table import Training
 from placed_schedule import placed_schedule
-from shared_device import share_device
+from progress import Progress
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime.device import has_cuda
 from megatron_ext.schedule import user_defined_schedule
+from megatron_ext.schedule.user_defined_schedule import Schedule
 
-ITERATIONS = 4
 
-
-class TrainJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks of one job are asked for.
 
     Attributes:
-        layout: as in ``case_table.LAYOUTS``.
         dry_run: sizes for a machine without a GPU.
         drive: directory on the drive.
         engine: layers are Transformer Engine's.
@@ -50,7 +37,6 @@ class TrainJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         hang: name of a case that hangs on purpose.
     """
 
-    layout: str
     cases: tuple[Training, ...]
     dry_run: bool
     drive: str
@@ -58,34 +44,9 @@ class TrainJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     begin_by: float
     hang: str = ""
 
-
-def options_of(case: Training, job: TrainJob) -> list[str]:
-    """The example's options for a case."""
-    ranks, layout = LAYOUTS[case.layout]
-    sizes = (DRY_SIZES if job.dry_run else SIZES)[case.size]
-    text = f"{layout} {sizes} --untie-embeddings-and-output-weights --train-iters {ITERATIONS} --lr 1e-2 "
-    text += "--fp16 --initial-loss-scale 1024 " if "overflow" in case.mode else "--bf16 "
-    text += f"--clip-grad {'1e-2' if case.clip == 'active' else '1e9'} "
-    text += "--optimizer-cpu-offload " if case.on_host else ""
-    text += "--delayed-parameter-update 1 " if case.mode == "delayed" else ""
-    text += "--transformer-impl transformer_engine " if job.engine else ""
-    text += f"--gpus-per-node {ranks}"
-    return [*text.split(), "--user-defined-schedule-nvme-path", job.drive]
-
-
-def start(job: TrainJob):
-    """Process groups of this rank; returns one of gloo, for objects. Collective."""
-    args = trained_model.parse(options_of(job.cases[0], job))
-    if has_cuda():
-        share_device()
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if has_cuda() else "gloo", timeout=timedelta(minutes=5))
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
-    )
-    return dist.new_group(backend="gloo")
+    def options(self, case: Training) -> list[str]:
+        """The example's options for a case."""
+        return options_of(case, dry_run=self.dry_run, engine=self.engine, drive=self.drive)
 
 
 class Cases:
@@ -102,33 +63,37 @@ class Cases:
 
     def run(self, case: Training) -> dict:
         """Status, one line and figures. Collective."""
-        args = trained_model.parse(options_of(case, self.job))
-        path = str(self.folder / f"schedule.{dist.get_rank()}.json")
-        difference, figures = "", {}
+        args = trained_model.parse(self.job.options(case))
+        figures, difference = {}, ""
         try:
-            schedule = placed_schedule(case, self._workload(case, args))
-            user_defined_schedule.save(path, schedule)
+            workload = self._workload(case, args)
+            schedule = placed_schedule(case, workload)
             figures = {
-                "parameters": sum(p.numel for c in self._workload(case, args).chunks for p in c.parameters),
+                "parameters": sum(p.numel for chunk in workload.chunks for p in chunk.parameters),
                 "largest_group_bytes": max(group.bytes for group in schedule.groups),
                 "groups": len(schedule.groups),
             }
-            train = lambda stock: trained_model.train(args, path, stock=stock, overflow="overflow" in case.mode)
-            key = _reference_key(case, args, schedule)
-            if key not in self._references:
-                self._references[key] = train(True)
-            reference, runs = self._references[key], [train(False) for _ in range(2)]
-            figures["train_seconds"] = round(runs[-1].seconds, 2)
-            differences = [differs(reference, run) or says_nothing(case, run) for run in runs]
-            difference = "; ".join(f"run {n}: {text}" for n, text in enumerate(differences, 1) if text)
-            if any(self._of_all(difference)) and any(self._of_all(differs(reference, train(True)))):
-                difference = "the reference differs from itself, so nothing can be compared"
+            difference, figures["train_seconds"] = self._compared(case, args, schedule)
         except InputError as error:
             difference = f"refused: {error}"
         said = [f"rank {rank}: {text}" for rank, text in enumerate(self._of_all(difference)) if text]
-        if said:
-            return {"status": "FAIL", "said": said[0], "figures": figures}
-        return {"status": "pass", "said": f"{ITERATIONS} iterations, twice, equal to the last bit", "figures": figures}
+        passed = f"{ITERATIONS} iterations, twice, equal to the last bit"
+        return {"status": "FAIL" if said else "pass", "said": said[0] if said else passed, "figures": figures}
+
+    def _compared(self, case: Training, args, schedule: Schedule) -> tuple[str, float]:
+        """What differs, and how long one training took. Collective. Raises InputError."""
+        path = str(self.folder / f"schedule.{dist.get_rank()}.json")
+        user_defined_schedule.save(path, schedule)
+        train = lambda stock: trained_model.train(args, path, stock=stock, overflow="overflow" in case.mode)
+        key = _reference_key(case, args, schedule)
+        if key not in self._references:
+            self._references[key] = train(True)
+        reference, runs = self._references[key], [train(False) for _ in range(2)]
+        differences = [differs(reference, run) or says_nothing(case, run) for run in runs]
+        difference = "; ".join(f"run {number}: {text}" for number, text in enumerate(differences, 1) if text)
+        if any(self._of_all(difference)) and any(self._of_all(differs(reference, train(True)))):
+            difference = "the reference differs from itself, so nothing can be compared"
+        return difference, round(runs[-1].seconds, 2)
 
     def _workload(self, case: Training, args) -> trained_model.Workload:
         key = (case.size, case.zero_stage, case.on_host, case.mode)
@@ -146,19 +111,19 @@ class Cases:
         return self._of_all(time.time() + case.seconds <= self.job.begin_by)[0]
 
 
-def _reference_key(case: Training, args, schedule) -> str:
-    """All that Megatron's own gather at a schedule's bucket layout depends on."""
+def _reference_key(case: Training, args, schedule: Schedule) -> str:
+    """All that Megatron's own gather at a schedule's bucket layout depends on: not on routes, nor on when or beside
+    what the host's optimizer steps."""
     groups = [(g.parameters, g.gradients, g.reduce_every, g.states_rest == "device") for g in schedule.groups]
-    how = (case.size, args.fp16, args.clip_grad, case.mode.replace("early, ", ""), case.mode == "delayed", case.on_host)
-    return repr((how, groups)) if case.mode != "early" else repr(((*how[:3], "plain", *how[4:]), groups))
+    return repr((case.size, args.fp16, args.clip_grad, case.mode == "delayed", case.on_host, groups))
 
 
 def differs(reference: trained_model.Trained, run: trained_model.Trained) -> str:
-    """The first difference in one line; empty where there is none. Not-a-numbers count as equal to themselves."""
+    """The first difference in one line; empty where there is none."""
     for name in ("losses", "norms"):
-        pairs = zip(getattr(reference, name), getattr(run, name))
+        pairs = zip(getattr(reference, name), getattr(run, name), strict=True)
         for iteration, (theirs, ours) in enumerate(pairs, 1):
-            if repr(theirs) != repr(ours):
+            if repr(theirs) != repr(ours):  # by which not-a-numbers are equal
                 return f"NOT EQUAL: {name} of iteration {iteration}: reference {theirs!r}, this run {ours!r}"
     wrong = [name for name, value in reference.digests.items() if run.digests.get(name) != value]
     return f"NOT EQUAL: {len(wrong)} of {len(reference.digests)} parameters, {wrong[0]} first" if wrong else ""
@@ -174,38 +139,20 @@ def says_nothing(case: Training, run: trained_model.Trained) -> str:
     return f"{skipped} steps were skipped: expected none" if skipped else ""
 
 
-def main() -> None:
+def main() -> int:
     folder = Path(sys.argv[1])
     job = json_files.load(folder / "job.json", TrainJob)
-    cases = Cases(folder, job, start(job))
-    with open(folder / "progress.jsonl" if dist.get_rank() == 0 else os.devnull, "a", buffering=1) as progress:
-        for case in job.cases:
-            if not cases.may_begin(case):
-                break
-            progress.write(json.dumps({"begun": case.name, "at": time.time()}) + "\n")
-            if case.name == job.hang:
-                hang()
-            print(f"== {case.name}", flush=True)
-            result = cases.run(case)
-            progress.write(json.dumps({"ended": case.name, **result}) + "\n")
-
-
-def hang() -> None:
-    """Never return, and keep the interpreter's lock meanwhile, as a call of a driver may."""
-    import ctypes
-
-    ctypes.PyDLL(None).sleep(100_000)
+    cases = Cases(folder, job, start(trained_model.parse(job.options(job.cases[0]))))
+    progress = Progress(folder, writes=dist.get_rank() == 0)
+    for case in job.cases:
+        if not cases.may_begin(case):
+            break
+        progress.begins(case.name)
+        if case.name == job.hang:
+            ctypes.PyDLL(None).sleep(100_000)  # with the interpreter's lock held, as in a call of a driver
+        progress.ends(case.name, **cases.run(case))
+    return 0
 
 
 if __name__ == "__main__":
-    code = 1
-    try:
-        main()
-        code = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # taking process groups down in order takes seconds and nothing of them is needed again
+    leave(main)

@@ -5,6 +5,7 @@ device until the end. An order that is missing has the chance to show.
 """
 
 import gc
+import itertools
 import os
 import sys
 import time
@@ -83,7 +84,7 @@ def train(args, schedule: str | None, *, stock: bool, overflow: bool = False, at
     Args:
         args: checked; ``train_iters`` says how long, ``load`` and ``save`` are obeyed as in the example.
         overflow: every third iteration has a loss scale at which gradients overflow.
-        at_micro_batch: called with the iteration, from 0, before the forward of each micro-batch.
+        at_micro_batch: ``at_micro_batch(iteration, micro_batch)``, from 0, before each forward of a chunk.
 
     Raises:
         InputError: the schedule is not for this model, or something that it needs is not here.
@@ -123,8 +124,7 @@ def _iterations(args, model, optimizer, overflow: bool, at_micro_batch):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        told = (lambda number=iteration: at_micro_batch(number)) if at_micro_batch else None
-        losses.append([row["lm loss"] for row in run_schedule(args, model, iteration, told)])
+        losses.append([row["lm loss"] for row in run_schedule(args, model, iteration, at_micro_batch)])
         updated, norm, _ = optimizer.step()
         norms.append(float(norm) if updated and norm is not None else None)
         if args.save and (iteration + 1) % args.save_interval == 0:
@@ -133,12 +133,13 @@ def _iterations(args, model, optimizer, overflow: bool, at_micro_batch):
     return losses, norms
 
 
-def run_schedule(args, model, iteration: int, told=None) -> list[dict]:
+def run_schedule(args, model, iteration: int, at_micro_batch=None) -> list[dict]:
     """All micro-batches of one iteration in Megatron's order, on tokens that are drawn for it."""
+    numbers = itertools.count()
 
     def forward_step(batches, chunk):
-        if told is not None:
-            told()
+        if at_micro_batch is not None:
+            at_micro_batch(iteration, next(numbers))
         tokens = next(batches)
         length = tokens.shape[1] - 1
         positions = torch.arange(length, device=tokens.device).expand(tokens.shape[0], length)
