@@ -186,10 +186,22 @@ def _program(name: str, place: Place, folder: Path) -> list[str]:
         out = ["--out", str(folder / "doctor.report.json"), "--nvme", str(place.drive), "--check-seconds", "60"]
         return [*ours, "doctor", *out, "--device", device]
     if name.startswith("measure"):
-        links = ["--links", "cpu,publish,optimizer,compute,contention,nvme", "--nvme-path", str(place.drive)]
-        sizes = ["--dp", "1", "--seconds", "3" if place.dry_run else "20"]
-        sizes += [] if place.dry_run else "--hidden-size 4096 --seq-length 2048 --threads 14".split()
-        return [*ours, "measure", "--out", str(folder / "cost_table.report.json"), "--device", device, *links, *sizes]
+        if place.dry_run:  # without the drive: one that others use too stalls, and few seconds give few samples
+            how = "--links cpu,publish,optimizer,compute,contention --seconds 6".split()
+        else:
+            how = "--links cpu,publish,optimizer,compute,contention,nvme --seconds 20 --threads 14".split()
+            how += ["--hidden-size", "4096", "--seq-length", "2048", "--nvme-path", str(place.drive)]
+        return [
+            *ours,
+            "measure",
+            "--out",
+            str(folder / "cost_table.report.json"),
+            "--device",
+            device,
+            "--dp",
+            "1",
+            *how,
+        ]
     if name.startswith("CPU suite"):
         tests = ["tests/unit/formats"] if place.dry_run else ["tests/unit", "tests/distributed", "tests/end_to_end"]
         workers = ["-n", str(place.processors + 1), "--dist", "loadfile"]
