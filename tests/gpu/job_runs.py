@@ -35,6 +35,7 @@ class Place(NamedTuple):
         drive: a directory on the drive; so is this.
         engine: layers and the host's optimizer are Transformer Engine's.
         processors: of this machine.
+        lanes: jobs that may run at once.
         hang: name of a training that hangs on purpose.
     """
 
@@ -43,13 +44,16 @@ class Place(NamedTuple):
     dry_run: bool
     engine: bool
     processors: int
+    lanes: int
     hang: str
 
-    def environment(self, ranks: int) -> dict[str, str]:
-        """Of the processes of a job with so many ranks."""
+    def environment(self, ranks: int, *, alone: bool) -> dict[str, str]:
+        """Of the processes of a job with so many ranks. The threads of all jobs that run at once fit the processors:
+        OpenMP's spin while they wait."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         path = [str(ROOT), str(ROOT / ".megatron"), os.environ.get("PYTHONPATH", "")]
-        threads = 1 if self.dry_run else max(1, (self.processors - LEFT_PROCESSORS) // ranks)
+        shares = ranks * (1 if alone else self.lanes)
+        threads = 1 if self.dry_run else max(1, (self.processors - LEFT_PROCESSORS) // shares)
         own = {
             "CUDA_VISIBLE_DEVICES": "" if self.dry_run else visible,
             "OMP_NUM_THREADS": str(threads),
@@ -90,7 +94,7 @@ class JobRun:
         self._current: Training | Program | None = None if job.layout else job.cases[0]
         self._since = time.time()
         command, ranks = _command(job, place, folder, begin_by)
-        self._process = JobProcess(command, place.environment(ranks), ROOT, folder / "log")
+        self._process = JobProcess(command, place.environment(ranks, alone=job.alone), ROOT, folder / "log")
 
     def poll(self) -> list[Result]:
         """Results that are new."""
@@ -145,7 +149,7 @@ class JobRun:
         return "; ".join(failed) or (lines[-1] if lines else "")
 
     def _brought_down(self, status: Status, said: str) -> list[Result]:
-        """The case that runs has no end of its own; before the first, that is so of all."""
+        """The case that runs gets no other result; where none does, none that is left can begin."""
         output = self._process.said()
         how = dict(stacks=self._process.stacks() if status == "HUNG" else "", output=output)
         self._process.kill()
@@ -154,7 +158,7 @@ class JobRun:
             self.interrupted = True
             return [self._result(status, said, **how)]
         cases, self.left = self.left, []
-        return [Result(case=case.name, status=status, said=f"before its first case: {said}", **how) for case in cases]
+        return [Result(case=case.name, status=status, said=f"before it began: {said}", **how) for case in cases]
 
     def _result(self, status: Status, said: str = "", **more) -> Result:
         case, self._current = self._current, None

@@ -21,11 +21,10 @@ class Lanes:
     Args:
         out: where the report is written.
         spent: seconds of the budget that are gone already.
-        number: jobs that may run at once.
     """
 
-    def __init__(self, place: Place, report: GpuReport, out: Path, spent: float, number: int):
-        self.place, self.report, self.out, self.number = place, report, out, number
+    def __init__(self, place: Place, report: GpuReport, out: Path, spent: float):
+        self.place, self.report, self.out = place, report, out
         self._start = time.time() - spent
         self._end = self._start + report.budget_seconds
         self._running: list[JobRun] = []
@@ -65,7 +64,7 @@ class Lanes:
                 self._waiting.popleft()
                 continue
             alone = job.alone or any(running.job.alone for running in self._running)
-            if len(self._running) >= (1 if alone else self.number):
+            if len(self._running) >= (1 if alone else self.place.lanes):
                 return
             self._waiting.popleft()
             self._running.append(JobRun(with_cases(job, cases), self.place, next(self._folders), deadline))

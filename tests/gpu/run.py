@@ -30,8 +30,8 @@ from megatron_ext.runtime.device import has_cuda
 
 DRY_BUDGET_SECONDS = 1500.0
 HANG_SECONDS = 10.0
-PROCESSORS_OF_LANE = 6
-"""Processors for which there is one lane more; three lanes at most."""
+MOST_LANES, PROCESSORS_OF_LANE = 3, 6
+"""Lanes, and the processors for which there is one more."""
 
 
 def parse() -> argparse.Namespace:
@@ -90,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="drive.", dir=args.drive or args.out.parent) as drive,
     ):
         engine = not args.dry_run and find_spec("transformer_engine") is not None
-        place = Place(Path(work), Path(drive), args.dry_run, engine, processors, args.hang)
-        lanes = Lanes(place, report, args.out, args.spent, number=min(3, 1 + processors // PROCESSORS_OF_LANE))
+        number = min(MOST_LANES, 1 + processors // PROCESSORS_OF_LANE)
+        place = Place(Path(work), Path(drive), args.dry_run, engine, processors, number, args.hang)
+        lanes = Lanes(place, report, args.out, args.spent)
         try:
             report = lanes.run(todo)
         finally:
