@@ -48,7 +48,7 @@ class JobProcess:
             self._process = subprocess.Popen(
                 command,
                 cwd=cwd,
-                env={**environment, "PYTHONFAULTHANDLER": "1"},
+                env={**environment, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

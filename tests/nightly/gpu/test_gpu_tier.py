@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,9 +20,9 @@ HUNG = jobs()[1].cases[1].name
 TRAINED_BEFORE = jobs()[1].cases[0].name
 
 
-def tier(*words: object) -> subprocess.CompletedProcess:
+def tier(*words: object, **environment: str) -> subprocess.CompletedProcess:
     command = ["bash", "scripts/test_gpu.sh", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
 
 
 def results(out: Path) -> dict[str, dict]:
@@ -61,6 +62,13 @@ def test_what_found_no_time_is_listed_and_resumed(megatron_tree, out):
     again = tier(*only, "--resume")
     assert again.returncode == 0, again.stdout
     assert {result["status"] for result in results(out).values()} == {"pass"}
+
+
+def test_training_that_differs_is_seen(megatron_tree, out):
+    result = tier("--dry-run", "--out", out, "--only", TRAINED_BEFORE, MEGATRON_EXT_FAULTS="stale_group=0")
+    assert result.returncode == 1, result.stdout
+    (found,) = results(out).values()
+    assert found["status"] == "FAIL" and "run 1: NOT EQUAL: losses of iteration 2" in found["said"]
 
 
 @pytest.mark.parametrize(
