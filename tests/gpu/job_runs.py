@@ -187,8 +187,8 @@ def _program(name: str, place: Place, folder: Path) -> list[str]:
     device = "cpu" if place.dry_run else "cuda"
     python, ours = [sys.executable], [sys.executable, "-m", "megatron_ext"]
     if name == "doctor":
-        out = ["--out", str(folder / "doctor.report.json"), "--nvme", str(place.drive), "--check-seconds", "60"]
-        return [*ours, "doctor", *out, "--device", device]
+        out = ["--out", str(folder / "doctor.report.json"), "--nvme", str(place.drive), "--device", device]
+        return [*ours, "doctor", *out, *(["--check-seconds", "600"] if place.dry_run else [])]
     if name.startswith("measure"):
         if place.dry_run:  # without the drive: one that others use too stalls, and few seconds give few samples
             how = "--links cpu,publish,optimizer,compute,contention --seconds 6".split()
