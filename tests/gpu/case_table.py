@@ -4,9 +4,10 @@
 Seconds are for one H200 with 16 cores, by what gpu_first_runs measured: a process takes 20 to 40 s to start, a small
 case 1 s a training, 1B parameters with the optimizer on the host about 11. Trainings may share the device, in as many
 lanes as there are processors for: that hides the starting of one behind the training of another, and makes copies
-longer. What is timed runs alone. In sum, with two lanes: set-up 30 s, trainings 400 / 2, doctor 90, measure 50, timings
-110, which leaves 120 s; jobs start in the order of this table. ``until`` is the part of the budget in which a job's
-cases begin, so that no kind of job takes the time of all others; what it left is tried again at the end.
+longer. What is timed runs alone. In sum, with three lanes: set-up 30 s, trainings and resuming 500 / 3 and the starts
+that nothing hides, together 230, doctor 90, timings 100, measure 50, which leaves 100 s; jobs start in the order of
+this table. ``until`` is the part of the budget in which a job's cases begin, so that no kind of job takes the time of
+all others; what it left is tried again at the end. Host memory: 30 GB for 1B parameters on one rank, as much on two.
 """
 
 from typing import Literal, NamedTuple
@@ -60,6 +61,9 @@ with two of three groups on the drive. ``early``: steps beside the backward; wit
 ``cast``: step slots, and where parameters become 16-bit."""
 
 
+ZeroStage = Literal[1, 2, 3]
+
+
 class Training(msgspec.Struct, frozen=True, kw_only=True):
     """Trained by a schedule twice and by its reference once, and compared to the last bit; fields as in FACTORS."""
 
@@ -76,6 +80,12 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     cast: str
     seconds: float
     limit: float
+
+    @property
+    def stage(self) -> ZeroStage:
+        """The zero stage, as a workload has it."""
+        stages: dict[str, ZeroStage] = {"1": 1, "2": 2, "3": 3}
+        return stages[self.zero_stage]
 
     @property
     def on_host(self) -> bool:
@@ -215,7 +225,7 @@ def jobs() -> list[Job]:
         _small(two, rows),
         _small("PP2 VP2 DP2", rows),
         _small("4 ranks", rows),
-        Job(name="kill and resume", cases=program("kill and resume", 60, 150), until=0.65),
+        Job(name="kill and resume", cases=program("kill and resume", 60, 200), until=0.65),
         Job(name="doctor", cases=program("doctor", 90, 180), alone=True, until=0.8),
         Job(name="timings", cases=_timings(), layout=one, script="timings.py", alone=True),
         Job(name="measure", cases=program("measure --seconds 20", 50, 100), alone=True),

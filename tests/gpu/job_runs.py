@@ -151,14 +151,15 @@ class JobRun:
     def _brought_down(self, status: Status, said: str) -> list[Result]:
         """The case that runs gets no other result; where none does, none that is left can begin."""
         output = self._process.said()
-        how = dict(stacks=self._process.stacks() if status == "HUNG" else "", output=output)
+        stacks = self._process.stacks() if status == "HUNG" else ""
         self._process.kill()
         self.over = True
         if self._current is not None:
             self.interrupted = True
-            return [self._result(status, said, **how)]
+            return [self._result(status, said, stacks=stacks, output=output)]
         cases, self.left = self.left, []
-        return [Result(case=case.name, status=status, said=f"before it began: {said}", **how) for case in cases]
+        said = f"before it began: {said}"
+        return [Result(case=case.name, status=status, said=said, stacks=stacks, output=output) for case in cases]
 
     def _result(self, status: Status, said: str = "", **more) -> Result:
         case, self._current = self._current, None

@@ -53,7 +53,7 @@ def train(folder: Path, drive: Path, words: list[str]) -> int:
     start(args)
     args.train_iters = LAST
     path = str(folder / f"schedule.{os.environ['RANK']}.json")
-    user_defined_schedule.save(path, placed_schedule(case, trained_model.workload_of(args, int(case.zero_stage))))
+    user_defined_schedule.save(path, placed_schedule(case, trained_model.workload_of(args, case.stage)))
     if "--killed" in words:
         trained_model.train(args, path, stock=False, at_micro_batch=die)
     args.save = None

@@ -66,7 +66,8 @@ class Cases:
     def run(self, case: Training) -> dict:
         """Status, one line and figures. Collective."""
         args = trained_model.parse(self.job.options(case))
-        figures, difference = {}, ""
+        figures: dict[str, float] = {}
+        difference = ""
         try:
             workload = self._workload(case, args)
             schedule = placed_schedule(case, workload)
@@ -107,7 +108,7 @@ class Cases:
     def _workload(self, case: Training, args) -> trained_model.Workload:
         key = (case.size, case.zero_stage, case.on_host, case.mode)
         if key not in self._workloads:
-            self._workloads[key] = trained_model.workload_of(args, int(case.zero_stage))
+            self._workloads[key] = trained_model.workload_of(args, case.stage)
         return self._workloads[key]
 
     def _of_all(self, value) -> list:

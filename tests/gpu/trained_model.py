@@ -9,12 +9,14 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import checkpoint
 import pretrain_gpt_hybrid as example
 import torch
 import torch.distributed as dist
+from case_table import ZeroStage
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from model_and_optimizer import build_model_and_optimizer
 
@@ -56,7 +58,7 @@ def parse(options: list[str]):
     return args
 
 
-def workload_of(args, zero_stage: int) -> Workload:
+def workload_of(args, zero_stage: ZeroStage) -> Workload:
     """The workload of the model: every rank builds its chunks, and frees them. Collective."""
     example.set_seeds(args)
     config = gpt_model.transformer_config(args, perform_initialization=False)
@@ -146,7 +148,7 @@ def run_schedule(args, model, iteration: int, at_micro_batch=None) -> list[dict]
         mask = example.causal_mask(length, tokens.device)
         return chunk(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), _loss
 
-    iterators = [_batches(args, iteration) for _ in model]
+    iterators: list[Iterator] = [_batches(args, iteration) for _ in model]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(model) > 1 else iterators[0],
@@ -158,7 +160,7 @@ def run_schedule(args, model, iteration: int, at_micro_batch=None) -> list[dict]
     )
 
 
-def _batches(args, iteration: int):
+def _batches(args, iteration: int) -> Iterator[torch.Tensor]:
     replica = dist.get_rank() % args.data_parallel_size
     generator = torch.Generator().manual_seed(1000 * iteration + replica)
     for _ in range(args.num_microbatches):
