@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from megatron_ext.formats import json_files
 from megatron_ext.formats.facts import Facts
 
-Status = Literal["pass", "FAIL", "HUNG", "DIED", "could not try", "NOT RUN", "running"]
+Status = Literal["pass", "FAIL", "HUNG", "DIED", "could not try", "NOT RUN"]
 
 FINAL: tuple[Status, ...] = ("pass", "FAIL", "HUNG", "DIED", "could not try")
 """What a case is not run again for."""
@@ -49,7 +49,7 @@ class GpuReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     Attributes:
         sources_sha256: of the code under test; results of other code are not taken over.
-        spent_seconds: of the budget, with those of runs that were resumed.
+        spent_seconds: of the budget, by the last run.
     """
 
     schema_version: int = 1
@@ -94,11 +94,13 @@ def new_report(root: Path, machine: dict[str, Facts], cases, *, dry_run: bool, b
 
 
 def resumed(report: GpuReport, path: Path) -> GpuReport:
-    """The report with the results of an earlier one of the same code and kind, if it is there. Raises InputError."""
+    """The report with the results of an earlier one of the same code, kind and machine, if it is there. Raises
+    InputError."""
     if not path.exists():
         return report
     earlier = json_files.load(path, GpuReport)
-    if (earlier.sources_sha256, earlier.dry_run) != (report.sources_sha256, report.dry_run):
+    same = lambda one: (one.sources_sha256, one.dry_run, one.machine["hardware"])
+    if same(earlier) != same(report):
         return report
     for result in earlier.results:
         if result.status in FINAL:

@@ -1,4 +1,5 @@
-"""A program in a session of its own: all its processes are ended together, and say before where their threads are.
+"""A program in a session of its own: all its processes are ended together, and say before where their threads are. It
+ends with this process, however that ends.
 
 Stacks are those that faulthandler writes when a process is aborted (PYTHONFAULTHANDLER): it needs neither the
 interpreter's lock nor a main thread that runs. Where py-spy is installed native frames are asked for first.
@@ -10,8 +11,11 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+from megatron_ext.cpubench.launcher import end_with_parent
 
 PROCESS_CHARACTERS = 8_000
 """Of the stacks of one process that are kept."""
@@ -53,6 +57,7 @@ class JobProcess:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=partial(end_with_parent, os.getpid()),
             )
 
     def poll(self) -> int | None:
@@ -100,7 +105,7 @@ class JobProcess:
         self._process.kill()
         self._process.wait()
 
-    def said(self, characters: int = 3000) -> str:
+    def said(self, characters: int = 5000) -> str:
         """The end of what it printed."""
         return self.log.read_bytes()[-characters:].decode(errors="replace")
 

@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
     def environment(self, ranks: int, *, alone: bool) -> dict[str, str]:
         """Of the processes of a job with so many ranks. The threads of all jobs that run at once fit the processors:
-        OpenMP's spin while they wait."""
+        OpenMP's spin while they wait. What is timed, ``alone``, need not be the same twice."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         path = [str(ROOT), str(ROOT / ".megatron"), os.environ.get("PYTHONPATH", "")]
         shares = ranks * (1 if alone else self.lanes)
@@ -60,7 +60,7 @@ class Place(NamedTuple):
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PYTHONWARNINGS": "ignore",
         }
-        return {**os.environ, **SCHEDULED, **REPEATABLE, **own}
+        return {**os.environ, **SCHEDULED, **({} if alone else REPEATABLE), **own}
 
 
 def untried(case: Training | Program, place: Place) -> Result | None:

@@ -4,7 +4,6 @@
 its first forward to that of the next one, so that nothing is waited for which training does not wait for.
 """
 
-import gc
 import statistics
 import sys
 import time
@@ -21,7 +20,6 @@ from progress import Progress
 from timed_plans import model_options
 
 from megatron_ext.formats import json_files
-from megatron_ext.runtime.device import has_cuda
 from megatron_ext.schedule import validate
 
 ITERATIONS = 6
@@ -76,25 +74,13 @@ def timed(job: TimeJob, name: str) -> dict:
     if row.limit_device_bytes is not None:
         path = str(Path(job.plans) / f"{number}.schedule.json")
         predicted = validate.load(path).predicted
-    free_caches()
+    trained_model.free_caches()
     run = trained_model.train(args, path, stock=False, at_micro_batch=clock)
     figures = clock.figures() | {"losses": [losses[0] for losses in run.losses], "seconds_in_all": run.seconds}
     if predicted is not None:
         figures |= {"predicted_iteration_ms": predicted.iteration_time_us / 1e3}
         figures |= {"predicted_device_bytes": predicted.memory[0].device_total_bytes if predicted.memory else None}
     return figures
-
-
-def free_caches() -> None:
-    """Give back what an earlier row has freed."""
-    gc.collect()
-    if has_cuda():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        free_host = getattr(torch._C, "_host_emptyCache", None)
-        if free_host is not None:  # of page-locked memory; not in every release
-            free_host()
 
 
 def main() -> int:

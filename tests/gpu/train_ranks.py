@@ -79,6 +79,7 @@ class Cases:
             difference, figures["train_seconds"] = self._compared(case, args, schedule)
         except InputError as error:
             difference = f"refused: {error}"
+        trained_model.free_caches()
         said = [f"rank {rank}: {text}" for rank, text in enumerate(self._of_all(difference)) if text]
         passed = f"{ITERATIONS} iterations, twice, equal to the last bit"
         return {"status": "FAIL" if said else "pass", "said": said[0] if said else passed, "figures": figures}

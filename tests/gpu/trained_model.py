@@ -173,6 +173,18 @@ def _loss(output):
     return loss, {"lm loss": loss.detach().clone()}
 
 
+def free_caches() -> None:
+    """Give back what trainings have freed: others share the device, and the host's memory."""
+    gc.collect()
+    if has_cuda():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        free_host = getattr(torch._C, "_host_emptyCache", None)
+        if free_host is not None:  # of page-locked memory; not in every release
+            free_host()
+
+
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> int:
     """A sum of all values' bits by odd factors that depend on their places, modulo 2**64, made where the tensor is: one
