@@ -20,7 +20,7 @@ from megatron_ext.cpubench.launcher import end_with_parent
 PROCESS_CHARACTERS = 8_000
 """Of the stacks of one process that are kept."""
 
-NO_STACK = ("Fatal Python error", "Extension modules")
+NOISE = ("Extension modules:",)
 """Lines of faulthandler's that are left out."""
 
 ABORT_SECONDS = 3.0
@@ -88,9 +88,7 @@ class JobProcess:
         for member in members:
             if member.is_python:
                 command, native = _command(member.pid), _native_stacks(member.pid)
-                text = "\n".join(
-                    line for line in (native + _abort(member.pid)).splitlines() if not line.startswith(NO_STACK)
-                )
+                text = _without_noise(native + _abort(member.pid))
                 texts.append(f"process {member.pid}: {command}\n{text[:PROCESS_CHARACTERS]}")
         return "\n".join(texts)
 
@@ -107,7 +105,11 @@ class JobProcess:
 
     def said(self, characters: int = 5000) -> str:
         """The end of what it printed."""
-        return self.log.read_bytes()[-characters:].decode(errors="replace")
+        return _without_noise(self.log.read_text(errors="replace"))[-characters:]
+
+
+def _without_noise(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if line and not line.startswith(NOISE))
 
 
 def _depth(member: Member, members: list[Member]) -> int:

@@ -23,6 +23,12 @@ ROOT = HERE.parents[1]
 START_SECONDS = 150.0
 """Until the first case begins."""
 
+LAST_LINES = 3
+"""Of what a job printed that has died: the error, and which rank the launcher names."""
+
+OUTPUT_CHARACTERS = 12_000
+"""That are kept of it: the stacks of a rank that a signal has ended are among them."""
+
 LEFT_PROCESSORS = 2
 """Of the machine, for what is not the optimizer's threads."""
 
@@ -140,7 +146,8 @@ class JobRun:
             return [self._result("FAIL", self._why(figures), figures=figures, output=self._process.said())]
         if code == 0:
             return []
-        return self._brought_down("DIED", f"ended with exit code {code}")
+        lines = [line for line in self._process.said().splitlines() if not line.startswith(" ")]
+        return self._brought_down("DIED", f"ended with exit code {code}: {' / '.join(lines[-LAST_LINES:])}")
 
     def _why(self, figures: dict) -> str:
         findings = figures.get("doctor", {}).get("findings", [])
@@ -150,7 +157,7 @@ class JobRun:
 
     def _brought_down(self, status: Status, said: str) -> list[Result]:
         """The case that runs gets no other result; where none does, none that is left can begin."""
-        output = self._process.said()
+        output = self._process.said(OUTPUT_CHARACTERS)
         stacks = self._process.stacks() if status == "HUNG" else ""
         self._process.kill()
         self.over = True
