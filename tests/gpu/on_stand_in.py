@@ -1,5 +1,6 @@
 """Training on the strict stand-in of a device, where there is no GPU: what is not ordered there is said."""
 
+import importlib
 from collections.abc import Callable
 from typing import TypeVar
 from unittest import mock
@@ -15,6 +16,15 @@ def takes(case: Training) -> bool:
     """Whether the stand-in can judge a case: of two ranks, and not with two files on the drive, which it takes for one
     where a process has both (by their labels)."""
     return LAYOUTS[case.layout][0] == RANKS and (case.route, case.states) != ("nvme", "drive")
+
+
+def unavailable() -> str:
+    """Why there is no stand-in here; empty where there is one."""
+    try:
+        importlib.import_module("strict_device")
+    except ImportError as error:
+        return f"the stand-in cannot be imported: {error}"
+    return ""
 
 
 def on_stand_in(train: Callable[[], T], seed: int) -> tuple[T, str]:
