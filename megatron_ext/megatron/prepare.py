@@ -14,6 +14,7 @@ from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.host_step import HostStep
 from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
+from megatron_ext.megatron.run_summary import say
 from megatron_ext.megatron.shards import (
     HeldGradient,
     hold_gradients,
@@ -29,8 +30,10 @@ from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
+from megatron_ext.runtime.host_shards import HostShards
 from megatron_ext.runtime.host_step.early import EarlySteps
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.memory_pool import MemoryPool, rehearse
 from megatron_ext.runtime.program import compile_program
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.footprint import device_peaks
@@ -62,15 +65,11 @@ def prepare(
     """
     keep_host_blocks()
     process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    pp_rank, clock, residency, issuer = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        Clock(),
-        Residency(),
-        Issuer(),
-    )
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    clock, residency, issuer = Clock(), Residency(), Issuer()
     groups = make_groups(schedule, bucket_groups, process_group, residency)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
-    _hold_shards_only(schedule, ddps, groups, optimizers, buckets)
+    host_shards = _hold_shards_only(schedule, ddps, groups, optimizers, buckets)
     links = recorder if recorder and recorder.iterations is None else None
     routes = collective_routes(schedule, groups, process_group, faults, links)
     checks = _checks(schedule, pp_rank, process_group, routes.order)
@@ -84,14 +83,19 @@ def prepare(
     early = host_step.early if host_step is not None else None
     boundaries = _boundaries(schedule, ddps, pp_rank)
     reducer = _reducer(schedule, bucket_groups, optimizers, process_group, issuer, faults, routes.order, early)
-    resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, routes.buffered, reducer)
+    buffers = [] if host_shards is None else [host_shards.buffer]
+    resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, routes.buffered, reducer, buffers)
     program = compile_program(
         *(schedule, schedule.ranks[pp_rank], groups, routes.by_name | copies.routes, clock, boundaries, recorder),
         faults.skip_group,
         checks is not None,
         reducer,
     )
-    parts = (reducer, copies.publisher, *(host_step.parts if host_step is not None else ()))
+    parts = (reducer, host_shards, copies.publisher, *(host_step.parts if host_step is not None else ()))
+    pool = MemoryPool(device_of(next(iter(groups.values())).whole)) if groups else None
+    for held in (*groups.values(), *(reducer.gradients.values() if reducer is not None else ())):
+        assert pool is not None
+        pool.serve(held)
     executor = Executor(
         *(program, groups, clock, residency, routes.gather.issue, issuer),
         [part for part in parts if part is not None],
@@ -99,8 +103,14 @@ def prepare(
         checks=checks,
         pool=copies.pool,
         drop_staged=copies.drop_staged,
+        memory=pool,
         census=Census(residency, _parameters(ddps), resting, reducer),
     )
+    if pool is not None:
+        rehearsal = partial(rehearse, schedule, schedule.ranks[pp_rank], groups, clock, boundaries, reducer)
+        why = executor.fill_memory(rehearsal)
+        if why is not None and dist.get_rank() == 0:
+            say(f"{why}; torch's allocator may wait for the device in the first iterations")
     closing = [host_step] if host_step is not None else []
     executor.on_close(boundaries.close, *copies.closing, *(one.close for one in (*routes.buffered, *closing)))
     return executor
@@ -141,14 +151,16 @@ def keep_host_blocks() -> None:
 
 def _hold_shards_only(
     schedule: Schedule, ddps: list, groups: dict[int, Group], optimizers: list, buckets: list
-) -> None:
-    """At zero stage 3 the optimizers work on shards, and the state of a freed chunk is refused."""
+) -> HostShards | None:
+    """At zero stage 3 the optimizers work on shards, and the state of a freed chunk is refused. Returns what
+    :func:`hold_shards` does."""
     if schedule.zero_stage != 3:
-        return
-    hold_shards(optimizers, buckets)
+        return None
+    host_shards = hold_shards(optimizers, buckets)
     for chunk_id, ddp in enumerate(ddps):
         freed = [group for index, group in groups.items() if schedule.groups[index].model_chunk_id == chunk_id]
         refuse_state_of_freed(bare(ddp), freed)
+    return host_shards
 
 
 def _reducer(
