@@ -21,9 +21,10 @@ from megatron_ext.megatron.shards import (
     hold_shards,
     offloaded_shards,
     refuse_state_of_freed,
+    steps_on_the_host,
 )
 from megatron_ext.megatron.states_on_device import leave_step_out
-from megatron_ext.runtime import debug
+from megatron_ext.runtime import debug, host_threads
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
@@ -64,6 +65,10 @@ def prepare(
         InputError: copies cannot be made; not on every rank of the run.
     """
     keep_host_blocks()
+    if has_cuda() and (schedule_needs_host(schedule) or any(map(steps_on_the_host, optimizers))):
+        changed = host_threads.use(min(schedule.parallel.node_size, schedule.parallel.world_size))
+        if changed is not None and dist.get_rank() == 0:
+            say(changed)
     process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     clock, residency, issuer = Clock(), Residency(), Issuer()
@@ -114,6 +119,11 @@ def prepare(
     closing = [host_step] if host_step is not None else []
     executor.on_close(boundaries.close, *copies.closing, *(one.close for one in (*routes.buffered, *closing)))
     return executor
+
+
+def schedule_needs_host(schedule: Schedule) -> bool:
+    """Whether the schedule lets the host's processors do anything beside copies."""
+    return _steps_on_host(schedule) or any(group.gradients == "host" for group in schedule.groups)
 
 
 def _steps_on_host(schedule: Schedule) -> bool:

@@ -156,7 +156,7 @@ def hold_gradients(optimizers, held: list[HeldGradient]) -> None:
 
 def steps_on_the_host(optimizer) -> bool:
     """Whether Megatron's DistributedOptimizer ``optimizer`` has its host optimizer (``--optimizer-cpu-offload``)."""
-    return hasattr(optimizer.optimizer, "gpu_params_map_cpu_copy")
+    return hasattr(getattr(optimizer, "optimizer", None), "gpu_params_map_cpu_copy")
 
 
 def _with_shards(copy_gradients: Callable, standing: dict) -> Callable:
