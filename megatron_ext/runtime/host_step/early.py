@@ -148,7 +148,7 @@ class EarlySteps(Part):
 
     def _leave(self, unit: EarlyUnit, job: Transfer, event) -> None:
         """The step has been made, or was left out."""
-        job.wait()
+        job.check()
         if unit in self._stepped:
             unit.unit.leave([event] if self._publisher is None else [event, self._publisher.copied])
         else:
