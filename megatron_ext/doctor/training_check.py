@@ -3,15 +3,19 @@
 The reference is trained twice: where it differs from itself, a difference says nothing of the schedule.
 """
 
+import contextlib
 import functools
 import importlib
 import itertools
+import os
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
@@ -35,23 +39,32 @@ MOST_SEEDS = 50
 
 
 class Case(NamedTuple):
-    """One training: a route, and the zero stage; with the optimizer on the host, where its parameters are cast."""
+    """One training: a route, and the zero stage; with the optimizer on the host, where its parameters are cast.
+
+    ``all_on_host``: so are gradients and shards, and gradients are clipped; on a device the model is so large that a
+    copy or a kernel that nothing orders comes too late.
+    """
 
     route: Route
     zero_stage: int
     cast: Literal["host", "device"] | None = None
+    all_on_host: bool = False
 
     @property
     def check(self) -> str:
         """Its name in the report."""
         offload = f", optimizer on the host, casts on the {self.cast}" if self.cast is not None else ""
+        offload += ", gradients, shards and optimizer on the host, clipped" if self.all_on_host else ""
         return f"training: {self.route}, zero stage {self.zero_stage}{offload}"
 
 
 CASES = (
     *(Case("gpu", 1), Case("cpu", 1), Case("gpu", 3), Case("cpu", 3), Case("cpu_shard", 3), Case("nvme", 3)),
-    *(Case("cpu", 3, "host"), Case("gpu", 1, "device")),
+    *(Case("cpu", 3, all_on_host=True), Case("cpu", 3, "host"), Case("gpu", 1, "device")),
 )
+
+CLIP_GRAD = 1e-2
+"""Of the case with everything on the host; norms are larger."""
 
 
 def check(place: Place, options: DoctorOptions, case: Case) -> list[Finding]:
@@ -119,6 +132,23 @@ def with_states_spread(
     )
 
 
+def with_all_on_host(schedule: Schedule, workload: Workload) -> Schedule:
+    """The schedule with gradients and shards in host memory."""
+    schedule = with_host_shards(schedule, workload)
+    return replace(schedule, groups=tuple(replace(group, gradients="host") for group in schedule.groups))
+
+
+@contextlib.contextmanager
+def all_threads(place: Place) -> Iterator[None]:
+    """The host's optimizer has this rank's share of the processors; one thread would take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.ranks_per_node))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def routes_of(schedule: Schedule) -> set[str]:
     """Routes by which groups go."""
     entries = [entry for rank in schedule.ranks for entry in (rank.start, *rank.steps)]
@@ -138,7 +168,8 @@ def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
     if case.route == "cpu_shard" and place.world_size == 1:
         return not_tried(case.check, "one rank gathers from nobody")
     engine = place.on_cuda and find_spec("transformer_engine") is not None
-    if case.cast is not None and place.on_cuda and not engine:
+    on_host, large = case.cast is not None or case.all_on_host, case.all_on_host and place.on_cuda
+    if on_host and place.on_cuda and not engine:
         return not_tried(case.check, "Megatron's host optimizer needs Transformer Engine")
     drive = options.nvme is not None and (case.route == "nvme" or case.cast is not None)
     args = training.arguments(
@@ -147,13 +178,18 @@ def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
         zero_stage=case.zero_stage,
         engine=engine,
         nvme=options.nvme if drive else None,
-        on_host=case.cast is not None,
+        on_host=on_host,
+        large=large,
+        clip_grad=CLIP_GRAD if case.all_on_host else 1.0,
     )
     workload = training.workload_of(args, SLOTS if case.route == "nvme" else 0)
     schedule = schedule_of(workload, case.route)
     if case.cast is not None:
         schedule = with_states_spread(schedule, workload, case.cast, drive)
-    with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
+    if case.all_on_host:
+        schedule = with_all_on_host(schedule, workload)
+    threads = all_threads(place) if large else contextlib.nullcontext()
+    with threads, tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
         path = str(Path(folder) / "schedule.json")
         user_defined_schedule.save(path, schedule)
         first, second = (training.train(args, path, stock=True) for _ in range(2))
