@@ -3,19 +3,15 @@
 The reference is trained twice: where it differs from itself, a difference says nothing of the schedule.
 """
 
-import contextlib
 import functools
 import importlib
 import itertools
-import os
 import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, NamedTuple
 
-import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
@@ -23,6 +19,7 @@ from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.random_plan import random_schedule
+from megatron_ext.runtime import host_threads
 from megatron_ext.schedule import user_defined_schedule
 from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
@@ -54,7 +51,7 @@ class Case(NamedTuple):
     def check(self) -> str:
         """Its name in the report."""
         offload = f", optimizer on the host, casts on the {self.cast}" if self.cast is not None else ""
-        offload += ", gradients, shards and optimizer on the host, clipped" if self.all_on_host else ""
+        offload += ", all on the host, clipped" if self.all_on_host else ""
         return f"training: {self.route}, zero stage {self.zero_stage}{offload}"
 
 
@@ -138,17 +135,6 @@ def with_all_on_host(schedule: Schedule, workload: Workload) -> Schedule:
     return replace(schedule, groups=tuple(replace(group, gradients="host") for group in schedule.groups))
 
 
-@contextlib.contextmanager
-def all_threads(place: Place) -> Iterator[None]:
-    """The host's optimizer has this rank's share of the processors; one thread would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.ranks_per_node))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def routes_of(schedule: Schedule) -> set[str]:
     """Routes by which groups go."""
     entries = [entry for rank in schedule.ranks for entry in (rank.start, *rank.steps)]
@@ -188,8 +174,9 @@ def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
         schedule = with_states_spread(schedule, workload, case.cast, drive)
     if case.all_on_host:
         schedule = with_all_on_host(schedule, workload)
-    threads = all_threads(place) if large else contextlib.nullcontext()
-    with threads, tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
+    if large:  # the reference's step, too: one thread would take most of the time
+        host_threads.use(place.ranks_per_node)
+    with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
         path = str(Path(folder) / "schedule.json")
         user_defined_schedule.save(path, schedule)
         first, second = (training.train(args, path, stock=True) for _ in range(2))

@@ -191,6 +191,9 @@ TIMINGS = (
 )
 """1.6B parameters, 4 micro-batches of 8,192 tokens."""
 
+PLANNED = tuple(row.name for row in TIMINGS if row.limit_device_bytes is not None)
+"""What cannot be timed without the plans, which last as long as one run of the tier."""
+
 LINKS = "timing: host memory and copies"
 
 
@@ -237,7 +240,7 @@ def jobs() -> list[Job]:
         Job(name="kill and resume", cases=program("kill and resume", 60, 200), until=0.65),
         Job(name="doctor", cases=program("doctor", 90, 180), alone=True, until=0.8),
         Job(name="timings", cases=_timings(), layout=one, script="timings.py", alone=True),
-        Job(name="measure", cases=program("measure --seconds 20", 50, 100), alone=True),
+        Job(name="measure", cases=program("measure --seconds 20", 50, 150), alone=True),
         *(
             Job(name=f"{name}{TWO_RANKS}", cases=program(f"{name}{TWO_RANKS}", 60, 180), alone=True, spare=True)
             for name in ("doctor", "measure --seconds 20")

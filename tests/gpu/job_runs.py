@@ -34,6 +34,8 @@ OUTPUT_CHARACTERS = 12_000
 QUIET_NETWORK = {"NCCL_DEBUG": "WARN"}
 """NCCL says why it fails; the user's own setting goes before."""
 
+NO_SPIN = {"OMP_WAIT_POLICY": "passive"}
+
 LEFT_PROCESSORS = 2
 """Of the machine, for what is not the optimizer's threads."""
 
@@ -61,8 +63,8 @@ class Place(NamedTuple):
     hang: str
 
     def environment(self, ranks: int, *, alone: bool) -> dict[str, str]:
-        """Of the processes of a job with so many ranks. The threads of all jobs that run at once fit the processors:
-        OpenMP's spin while they wait. What is timed, ``alone``, need not be the same twice."""
+        """Of the processes of a job with so many ranks. What is timed, ``alone``, need not be the same twice. Threads
+        of jobs that run at once do not spin while they wait: the host's step takes all processors in each."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         path = [str(ROOT), str(ROOT / ".megatron"), os.environ.get("PYTHONPATH", "")]
         shares = ranks * (1 if alone else self.lanes)
@@ -73,7 +75,14 @@ class Place(NamedTuple):
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PYTHONWARNINGS": "ignore",
         }
-        return {**QUIET_NETWORK, **os.environ, **SCHEDULED, **({} if alone else REPEATABLE), **LOOPBACK, **own}
+        return {
+            **QUIET_NETWORK,
+            **os.environ,
+            **SCHEDULED,
+            **({} if alone else {**REPEATABLE, **NO_SPIN}),
+            **LOOPBACK,
+            **own,
+        }
 
 
 def untried(case: Training | Program, place: Place) -> Result | None:
