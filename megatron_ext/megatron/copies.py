@@ -89,6 +89,7 @@ class Copies:
             [target.group for target in targets],
             hosted,
             by_thread(targets, nodes),
+            {target.group.index for target in targets if target.nvme},
             rank,
             size,
             exchange,
@@ -96,6 +97,7 @@ class Copies:
             _Progress(dist.get_rank()),
         )
         self.closing.append(pool.close)
+        issuer.checks.append(lambda: pool.check_peers(clock.version))
         self.own_bytes = sum(copy.numel() * copy.element_size() for copy in pool.copies.values()) // size
         nvme, staged = None, [target.group for target in targets if target.nvme]
         # The drive first: it is shared out by messages among the ranks, which all must reach. Pinning may fail on one

@@ -41,6 +41,7 @@ class HostPool:
         groups: published groups, the same list on every rank of the pool.
         copied: indices of those that have a host copy; the others have only flags.
         by_thread: indices of those whose host copy threads write.
+        on_drive: indices of those that have a copy on the drive.
         rank: this rank's index in the pool (among the data-parallel ranks on the node).
         size: number of ranks in the pool.
         exchange: collective ``exchange(object) -> list`` over exactly the pool's ranks.
@@ -62,6 +63,7 @@ class HostPool:
         groups: list[Group],
         copied: set[int],
         by_thread: set[int],
+        on_drive: set[int],
         rank: int,
         size: int,
         exchange,
@@ -69,6 +71,7 @@ class HostPool:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ):
         self.rank, self.size, self._device, self._by_thread = rank, size, device, by_thread
+        self._awaited = [(index, COPY) for index in copied] + [(index, DRIVE) for index in on_drive]
         self._number = {group.index: n for n, group in enumerate(groups)}
         self._rows = 2 * len(groups) + 1
         offset = -(-flags_bytes(self._rows, size) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -147,12 +150,11 @@ class HostPool:
         self._check(self.reads_done, iterations, "to finish reading")
 
     def check_peers(self, version: int) -> None:
-        """:meth:`check_published` of every group. Called by the watch, because a stream waits for a flag without
-        end."""
+        """:meth:`check_published` of every group. Called by the watch, because a stream waits for a flag without end,
+        and by the issuing thread where it waits."""
         with self._closing:
-            for index, where in self.flags:
-                if where == COPY and index not in self._by_thread and index in self.copies:
-                    self._check(self.flags[index, where], version, f"to publish group {index}")
+            for index, where in self._awaited if self.flags else ():
+                self._check(self.flags[index, where], version, f"to publish group {index}")
 
     def _check(self, flags: Sequence[Flag], value: int, what: str) -> None:
         if self._failure is not None:

@@ -111,7 +111,8 @@ class Transfer:
         """Mark the transfer as done, or as failed with ``error``; only the first call counts."""
         if self.ended:
             return
-        self.ended, self.error = True, error
+        self.error = error
+        self.ended = True  # behind the error: pollers look at it first
         self._done.release()
 
 

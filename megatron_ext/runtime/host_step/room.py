@@ -119,6 +119,10 @@ class Room:
         self._arrivals += 1
         stream.store(self._arrived, self._arrivals)
 
+    def clear(self) -> None:
+        """What has arrived is not stepped on any more."""
+        self._narrow.clear()
+
     def leave(self, unit: HostUnit, behind: Sequence[Any]) -> None:
         """Queue the copies of the parameters to the device, behind the events ``behind``: what reads the shards there
         lies before these."""

@@ -95,7 +95,8 @@ class HostUnit:
 
     def give_up(self) -> None:
         """Give the room up: the unit was stepped, or will not be."""
-        assert self._rooms is not None
+        assert self._rooms is not None and self.room is not None
+        self.room.clear()
         self.room, self._gradients, self._begun = None, (), False
         self._rooms.free(self)
 
