@@ -147,11 +147,11 @@ class HostPool:
         self._check(self.reads_done, iterations, "to finish reading")
 
     def check_peers(self, version: int) -> None:
-        """:meth:`check_published` of every group. Called by the watch, because a stream waits for a flag without
-        end."""
+        """:meth:`check_published` of every host copy. Called by the watch, because a stream waits for a flag without
+        end, and by the issuing thread while it waits."""
         with self._closing:
             for index, where in self.flags:
-                if where == COPY and index not in self._by_thread and index in self.copies:
+                if where == COPY and index in self.copies:
                     self._check(self.flags[index, where], version, f"to publish group {index}")
 
     def _check(self, flags: Sequence[Flag], value: int, what: str) -> None:
