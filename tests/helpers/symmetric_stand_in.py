@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as memory
 
-from megatron_ext.runtime import symmetric
+from megatron_ext.runtime.routes import symmetric_gather as symmetric
 
 
 class SymmetricStandIn:
