@@ -114,7 +114,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     found: dict[int, int] = {}
     for tensor in tensors:
         for one in (tensor, tensor.grad if tensor.is_leaf else None):
-            one = one._local_tensor if isinstance(one, DTensor) else one
+            one = one.to_local() if isinstance(one, DTensor) else one
             if one is not None and one.grad_fn is None and one.device.type == "cpu" and one.layout == torch.strided:
                 storage = one.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()

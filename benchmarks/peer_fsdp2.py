@@ -33,7 +33,8 @@ def shard(chunk: nn.Module, mesh, *, reshard_after_forward: bool, offload: bool 
         fully_shard(
             module, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy, mp_policy=precision
         )
-    chunk._set_unshard_async_op(True)  # [Note: FSDP2 without streams]
+    if hasattr(chunk, "_set_unshard_async_op"):
+        chunk._set_unshard_async_op(True)  # [Note: FSDP2 without streams]
     for earlier, later in zip(layers, layers[1:]):
         earlier.set_modules_to_forward_prefetch([later])
         later.set_modules_to_backward_prefetch([earlier])

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from megatron_ext.formats import json_files
 from megatron_ext.megatron import cpu_compat, gpt_arguments, hooks, one_line_end
+from megatron_ext.runtime import own_device
 from megatron_ext.runtime.device import has_cuda
 
 cpu_compat.install()  # does nothing where there is a CUDA device
@@ -85,11 +86,15 @@ def parse_args():
 def initialize(args) -> None:
     """Process groups, parallel sizes and seeds of this rank."""
     backend = args.distributed_backend or ("nccl" if has_cuda() else "gloo")
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if has_cuda():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        device = own_device.take(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group(backend, timeout=timeout)
+        # Where a node has fewer GPUs than ranks.
+        own_device.tell_nccl(device, nodes=dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    dist.init_process_group(backend, timeout=timedelta(minutes=args.distributed_timeout_minutes))
+        dist.init_process_group(backend, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

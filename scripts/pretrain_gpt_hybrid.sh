@@ -78,15 +78,13 @@ model+=(${extra[@]+"${extra[@]}"})
 read -r -a plan_options <<< "${PLAN_OPTIONS:-}"
 read -r -a within <<< "${WITHIN:-}"
 
-devices=$(python -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
-if [ "$devices" -gt 0 ] && [ "$devices" -lt "$world" ]; then
-    say "$devices CUDA devices are fewer than $world ranks: this run uses the processor"
-    export CUDA_VISIBLE_DEVICES=""
-fi
+sharing=$(python -m megatron_ext.cpubench.device_sharing "$world") || exit 2
+[ -z "$sharing" ] || say "$sharing"
 
 links=()
 if [ -n "${SLOW_LINKS:-}" ]; then
-    [ "$devices" -lt "$world" ] || refuse "SLOW_LINKS = '$SLOW_LINKS': links are slowed only where ranks have no GPU"
+    devices=$(python -c 'from megatron_ext.cpubench import device_sharing; print(device_sharing.visible_devices())')
+    [ "$devices" = 0 ] || refuse "SLOW_LINKS = '$SLOW_LINKS': links are slowed only where ranks have no GPU; CUDA_VISIBLE_DEVICES= hides them"
     links=(scripts/slow_links.sh $SLOW_LINKS)
     "${links[@]}" true || refuse "SLOW_LINKS = '$SLOW_LINKS': this machine cannot slow its links, see above"
     say "EMULATED links: network, host link and drive carry $SLOW_LINKS MB/s"

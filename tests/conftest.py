@@ -9,6 +9,8 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent / "helpers"), str(Path(__file__).parents[1] / "examples")]
 
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before anything looks for a device: the same tests on every machine
+
 from places import MEGATRON, ROOT
 from variations import ALL
 

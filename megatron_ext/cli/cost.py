@@ -2,6 +2,7 @@
 
 import click
 
+from megatron_ext.cli import hidden_devices
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.formats.errors import InputError
 
@@ -64,9 +65,7 @@ def cost_check(
         here["world_sizes"] = environment.world_sizes(work.parallel)
         model_differs = environment.model_differences(table.metadata, work)
     if this_machine:
-        from megatron_ext.runtime.machine import environment as this_environment
-
-        here |= this_environment(device)
+        here |= hidden_devices.this_machine(device)
     if not here:
         raise InputError("nothing to compare with: give --workload or --this-machine", file=table_path)
     found = environment.differences(table.metadata, here) + model_differs

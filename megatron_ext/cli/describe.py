@@ -1,6 +1,5 @@
 """``megatron-ext describe``: the workload of a real model."""
 
-import contextlib
 import os
 
 import click
@@ -50,13 +49,12 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
         from megatron_ext.megatron import cpu_compat, engine_modules, script_arguments
 
         try:
-            with no_device():  # a model without data goes onto none
-                if script_arguments.read(megatron_options).transformer_impl == "transformer_engine":
-                    engine_modules.install()
-                cpu_compat.install()
-                from megatron_ext.megatron import describe_model as description
+            if script_arguments.read(megatron_options).transformer_impl == "transformer_engine":
+                engine_modules.install()
+            cpu_compat.install(even_with_a_device=True)  # a model without data goes onto none
+            from megatron_ext.megatron import describe_model as description
 
-                described = description.describe_options(description.parse(megatron_options))
+            described = description.describe_options(description.parse(megatron_options))
         except ModuleNotFoundError as error:
             raise InputError(
                 f"there is no package {error.name} here: give a checkout by --checkout, or run in an environment with "
@@ -90,16 +88,3 @@ def _stock_memory(described: Workload) -> list[RankMemory]:
 
     unlimited = structs.replace(described, limits=Limits())
     return [bill.memory for bill in memory_bill(stock_schedule(unlimited), unlimited)]
-
-
-@contextlib.contextmanager
-def no_device():
-    """Hide CUDA devices from torch, and from what it starts."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before

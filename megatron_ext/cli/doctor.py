@@ -21,10 +21,11 @@ from megatron_ext.formats.errors import InputError
 @click.option("--nproc", type=click.IntRange(1, 64), help="Ranks to start here. Default: one a GPU, or 2 on the CPU.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
-    "--check-seconds", type=click.FloatRange(1), default=120.0, show_default=True, help="After so long a check hangs."
+    "--check-seconds", type=click.FloatRange(1), default=30.0, show_default=True, help="After so long a check hangs."
 )
+@click.option("--seconds", type=click.FloatRange(1), default=120.0, show_default=True, help="For all checks together.")
 @json_option
-def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, check_seconds, as_json: bool) -> int:
+def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_json: bool, **times) -> int:
     """Check this machine in about two minutes: versions, limits, pinning, streams, overlap, drives, and training.
 
     Start it as it stands on one node, or under torchrun or srun on all ranks of several. Ends 0 when no check failed,
@@ -42,7 +43,7 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, che
     if checkout is not None:
         checkout = _require_tree(checkout)
     options = DoctorOptions(
-        out=str(Path(out).resolve()), device=device, need_bytes=need, need_of=of, nvme=nvme, check_seconds=check_seconds
+        out=str(Path(out).resolve()), device=device, need_bytes=need, need_of=of, nvme=nvme, **times
     )
     printed = ""
     if is_launched():

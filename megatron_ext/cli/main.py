@@ -18,6 +18,7 @@ from megatron_ext.cli.balance import balance
 from megatron_ext.cli.cost import cost_group
 from megatron_ext.cli.describe import describe
 from megatron_ext.cli.doctor import doctor
+from megatron_ext.cli.hidden_devices import hidden_from
 from megatron_ext.cli.measure import measure
 from megatron_ext.cli.patch import patch
 from megatron_ext.cli.plan import plan
@@ -45,7 +46,8 @@ for verb in (*PREPARING, *LOOKING):
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
-        result = cli.main(args=argv, prog_name="megatron-ext", standalone_mode=False)
+        with hidden_from(sys.argv[1:] if argv is None else argv):
+            result = cli.main(args=argv, prog_name="megatron-ext", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help())

@@ -4,6 +4,7 @@ import contextlib
 
 import click
 
+from megatron_ext.cli import hidden_devices
 from megatron_ext.formats.errors import InputError
 
 
@@ -43,9 +44,7 @@ def table_differences(table, work, *, this_machine: bool, allow: bool, file) -> 
 
     found = environment.run_differences(table.metadata, work)
     if this_machine:
-        from megatron_ext.runtime.machine import environment as this_environment
-
-        found += environment.differences(table.metadata, this_environment())
+        found += environment.differences(table.metadata, hidden_devices.this_machine())
     for line in environment.refuse(found, allow=allow, file=file, how="allow it by --allow-differences"):
         click.echo(f"{file}: measured in another environment: {line}", err=True)
     return found

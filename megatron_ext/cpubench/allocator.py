@@ -20,6 +20,7 @@ Source: mallopt(3).
 
 import ctypes
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -39,9 +40,14 @@ def environment(device: str = "auto") -> dict[str, str]:
     Args:
         device: ``cpu``, ``cuda``, or ``auto``: by whether there is a CUDA device that is not hidden.
     """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
-    on_cuda = device == "cuda" or (device == "auto" and not hidden and any(path.exists() for path in CUDA_DEVICES))
+    on_cuda = device == "cuda" or (device == "auto" and may_have_cuda(os.environ))
     return {} if on_cuda else dict(ENVIRONMENT)
+
+
+def may_have_cuda(environment: Mapping[str, str]) -> bool:
+    """Whether a process with these variables may have a CUDA device: there is one, and it is not hidden."""
+    hidden = environment.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    return not hidden and any(path.exists() for path in CUDA_DEVICES)
 
 
 def keep_freed_blocks() -> bool:

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 def run_collectives_in_order() -> None:
     """Let every gloo process group made from now on have one thread; may be called again."""
     upstream = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if upstream is None or getattr(upstream, "in_order", False):
+    if upstream is None or getattr(upstream, "in_order", False) or not hasattr(upstream, "_Options"):
         return
 
     class ProcessGroupInOrder(upstream):
@@ -30,7 +30,8 @@ def run_collectives_in_order() -> None:
 
         def __init__(self, store, rank: int, size: int, timeout: timedelta = dist.default_pg_timeout):
             options = upstream._Options()
-            options._timeout, options._threads, options._devices = timeout, 1, _devices(upstream)
+            for name, value in (("_timeout", timeout), ("_threads", 1), ("_devices", _devices(upstream))):
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = ProcessGroupInOrder

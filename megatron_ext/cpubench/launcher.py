@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 
-from megatron_ext.cpubench import allocator
+from megatron_ext.cpubench import allocator, device_sharing
 from megatron_ext.cpubench.forked_rank import ForkedRank, import_script, restart_with
 
 GRACE_SECONDS = 10
@@ -139,6 +139,7 @@ def launch(
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **(environment or {}),
     }
+    sharing = _sharing(num_processes, shared)
     parent = os.getpid()
     ranks: list[Rank] = []
     interrupted: list[int] = []
@@ -148,7 +149,7 @@ def launch(
     }
     try:
         for rank in range(num_processes):
-            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = {**device_sharing.settings(rank, sharing), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             if fork:
                 ranks.append(ForkedRank(command[0], command[1:], own, lambda: _begin(parent)))
             else:
@@ -164,6 +165,17 @@ def launch(
         store.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _sharing(ranks: int, environment: dict[str, str]) -> int:
+    """How many of ``ranks`` share the fullest CUDA device that they see; said where it is more than one."""
+    if not allocator.may_have_cuda(environment):
+        return 1
+    devices = device_sharing.visible_devices()
+    sharing = device_sharing.ranks_of_fullest(ranks, devices)
+    if sharing > 1:
+        print(f"launch: {device_sharing.said(ranks, devices)}", file=sys.stderr, flush=True)
+    return sharing
 
 
 def _watch(ranks: list[Rank], interrupted: list[int]) -> int:

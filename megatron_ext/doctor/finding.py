@@ -64,6 +64,20 @@ def load(path) -> Report:
     return json_files.load(path, Report)
 
 
+DID_NOT_END, NOT_REACHED = "did not end", "not reached"
+"""What a report says of the check that is being made, and of those behind it, while nothing better is known."""
+
+
+def left_of(report: Report) -> tuple[tuple[Finding, ...], str | None, tuple[str, ...]]:
+    """Of a report whose processes have ended: what was found, the check in which they ended or None, and the checks
+    that are left."""
+    left = tuple(one.check for one in report.findings if one.found == NOT_REACHED)
+    found = report.findings[: len(report.findings) - len(left)]
+    if found and found[-1].found == DID_NOT_END:
+        return found[:-1], found[-1].check, left
+    return found, None, left
+
+
 Figures = dict[str, float | str] | None
 
 
@@ -80,6 +94,11 @@ def failed(check: str, found: str, advice: str, figures: Figures = None) -> Find
 def not_tried(check: str, why: str, advice: str = "", figures: Figures = None) -> Finding:
     """A finding of a check that could not be made."""
     return Finding(check=check, status="could not try", found=why, advice=advice, figures=figures or {})
+
+
+def no_time(check: str, seconds: float) -> Finding:
+    """A finding of a check for which no time was left of ``seconds``."""
+    return not_tried(check, f"the {seconds:.0f} s for all checks were over", "--seconds gives more")
 
 
 SEVERITY: tuple[Status, ...] = ("pass", "could not try", "fail")

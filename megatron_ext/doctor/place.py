@@ -1,11 +1,15 @@
 """Where a rank of the doctor is, and what all its checks are given."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
+
+from megatron_ext.doctor.finding import Finding
+from megatron_ext.runtime import own_device
 
 
 class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -17,7 +21,13 @@ class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         need_bytes: pinned host bytes that a plan needs on its fullest node; None where no plan is given.
         need_of: what needs them.
         nvme: directory on a drive, or None.
-        check_seconds: after so long a check counts as hanging, and the run ends.
+        seconds: for all checks; what has not begun then is not tried.
+        check_seconds: after so long a check counts as hanging, and its processes end.
+        stacks: a folder for the stacks of ranks that hang, where whoever started them goes on with other processes;
+            empty where a launcher did.
+        deadline: by this machine's monotonic clock, when ``seconds`` are over.
+        earlier: what processes before these have found.
+        titles: checks that are left; empty is all.
     """
 
     out: str
@@ -25,7 +35,12 @@ class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     need_bytes: int | None = None
     need_of: str = ""
     nvme: str | None = None
-    check_seconds: float = 120.0
+    seconds: float = 120.0
+    check_seconds: float = 30.0
+    stacks: str = ""
+    deadline: float = math.inf
+    earlier: tuple[Finding, ...] = ()
+    titles: tuple[str, ...] = ()
 
 
 class Place(NamedTuple):
@@ -34,6 +49,7 @@ class Place(NamedTuple):
     Attributes:
         exchange: collective ``exchange(object) -> list`` over the ranks of this node.
         everyone: process group of all ranks for objects.
+        ranks_per_device: ranks that share the fullest device.
     """
 
     rank: int
@@ -43,6 +59,7 @@ class Place(NamedTuple):
     device: torch.device
     exchange: Callable[[object], list]
     everyone: dist.ProcessGroup
+    ranks_per_device: int = 1
 
     @property
     def on_cuda(self) -> bool:
@@ -76,8 +93,7 @@ def find_place(use_cuda: bool, ranks_per_node: int) -> Place:
         dist.all_gather_object(values, value, group=own)
         return values
 
-    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
+    device = own_device.take(local_rank) if use_cuda else torch.device("cpu")
+    sharing = own_device.tell_nccl(device, world_size // ranks_per_node) if use_cuda else 1
     assert isinstance(everyone, dist.ProcessGroup)
-    return Place(rank, world_size, local_rank, ranks_per_node, device, exchange, everyone)
+    return Place(rank, world_size, local_rank, ranks_per_node, device, exchange, everyone, sharing)

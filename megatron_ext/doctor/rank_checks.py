@@ -2,21 +2,29 @@
 
 [Note: A check that ends the process]
 The report is written before a check begins, with the check in it as one that did not end, and again when it has. So
-whatever happens to the processes, the file says how far they came. A check that hangs is given up after a time, and
-the run with it: its collectives cannot be taken back.
+whatever happens to the processes, the file says how far they came. A check that hangs is given up after a time, with
+the stacks of all threads, and its processes with it: its collectives cannot be taken back. Whoever started them
+(start_ranks.py) goes on with the checks that are left in other processes, also behind a check that raised an error,
+which a device may answer to whatever is asked of it later.
 """
 
 import contextlib
+import faulthandler
 import os
 import sys
+import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
+from functools import partial
+from typing import IO
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from megatron_ext import __version__
 from megatron_ext.cpubench import gloo
@@ -31,10 +39,25 @@ from megatron_ext.doctor import (
     symmetric_buffers,
     training_check,
 )
-from megatron_ext.doctor.finding import KIND, Finding, Report, failed, merged, not_tried, save
+from megatron_ext.doctor import stacks as stacks_of_ranks
+from megatron_ext.doctor.finding import (
+    DID_NOT_END,
+    KIND,
+    NOT_REACHED,
+    Finding,
+    Report,
+    failed,
+    merged,
+    no_time,
+    not_tried,
+    save,
+    text,
+)
 from megatron_ext.doctor.place import DoctorOptions, Place, find_place
 from megatron_ext.formats.errors import InputError, one_line
+from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.formats.versions import SCHEMA_VERSION
+from megatron_ext.measure.cluster_launch import meet
 from megatron_ext.measure.fabric import Fabric, shared_bytes
 from megatron_ext.measure.hostcpu.board import StoreBoard
 from megatron_ext.measure.options import Options
@@ -44,18 +67,15 @@ from megatron_ext.runtime.device import has_cuda
 TRANSFER_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Of one transfer whose overlap is measured, by kind of device."""
 
-TITLES = {
-    "software": "versions",
-    "node_limits": "limits of this node",
-    "shared_pinning": "shared and page-locked memory",
-    "stream_operations": "stream memory operations",
-    "direct_reads": "direct reads",
-    "overlap": "overlap",
-    "communicators": "communicators",
-    "symmetric_buffers": "symmetric buffers",
-    "training": "training",
-}
-"""What the parts of the doctor look at, in their order."""
+TITLES = (
+    *("versions", "limits of this node", "shared and page-locked memory", "stream memory operations", "direct reads"),
+    *("overlap", "communicators", "symmetric buffers", training_check.MEGATRON),
+    *(case.check for case in training_check.CASES),
+)
+"""Checks in their order: what the parts of the doctor look at."""
+
+HELD_SECONDS = 2.0
+"""So long after a check was given up the process ends whatever it holds, the interpreter's lock too."""
 
 
 def run(options: DoctorOptions, ranks_per_node: int, say: Callable[[str], None]) -> Report:
@@ -72,51 +92,88 @@ def run(options: DoctorOptions, ranks_per_node: int, say: Callable[[str], None])
     use_cuda = options.device != "cpu" and has_cuda()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     gloo.run_collectives_in_order()
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
+    store = meet("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
     place = find_place(use_cuda, ranks_per_node)
-    return _Checks(place, options, say).run()
+    return _Checks(place, options, say, store).run()
 
 
 class _Checks:
-    def __init__(self, place: Place, options: DoctorOptions, say: Callable[[str], None]):
-        self.place, self.options, self.say = place, options, say
-        self.findings: list[Finding] = []
+    def __init__(self, place: Place, options: DoctorOptions, say: Callable[[str], None], store):
+        self.place, self.options, self.say, self.store = place, options, say, store
+        self.findings: list[Finding] = list(options.earlier)
         self.machine = machine.environment(options.device)
+        if place.ranks_per_device > 1:
+            self.machine["hardware"] = {**self.machine["hardware"], RANKS_PER_DEVICE: place.ranks_per_device}
         self._fabric: Fabric | None = None
         self._created_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
     def run(self) -> Report:
-        parts: dict[str, Callable[[], list[Finding]]] = {
-            "software": lambda: software.check(self.place, self.options),
-            "node_limits": lambda: node_limits.check(self.place, self.options),
-            "shared_pinning": lambda: shared_pinning.check(self.place, self.options),
-            "stream_operations": lambda: stream_operations.check(self.place, self.options),
-            "direct_reads": lambda: direct_reads.check(self.place, self.options),
-            "overlap": lambda: overlap.check(self.place, self.fabric(), TRANSFER_BYTES[self.place.device.type]),
-            "communicators": lambda: communicators.check(self.place, self.fabric()),
-            "symmetric_buffers": lambda: symmetric_buffers.check(self.place, self.fabric()),
-            "training": lambda: training_check.check(self.place, self.options),
-        }
-        for name in TITLES:
-            self._part(TITLES[name], parts[name])
+        place, options = self.place, self.options
+        checks: list[Callable[[], list[Finding]]] = [
+            lambda: software.check(place, options),
+            lambda: node_limits.check(place, options),
+            lambda: shared_pinning.check(place, options),
+            lambda: stream_operations.check(place, options),
+            lambda: direct_reads.check(place, options),
+            lambda: overlap.check(place, self.fabric(), TRANSFER_BYTES[place.device.type]),
+            lambda: communicators.check(place, self.fabric()),
+            lambda: symmetric_buffers.check(place, self.fabric()),
+            lambda: [training_check.ready()],
+            *(partial(training_check.check, place, options, case) for case in training_check.CASES),
+        ]
+        wanted = [(title, check) for title, check in zip(TITLES, checks) if title in (options.titles or TITLES)]
+        if options.earlier:  # the time that these processes take to start is not the first check's
+            training_check.ready()
+        with self._open_stacks() as stacks:
+            faulthandler.enable(stacks)
+            for number, (title, check) in enumerate(wanted):
+                if not self._part(title, check, tuple(later for later, _ in wanted[number + 1 :]), stacks):
+                    return self._write(*(not_tried(later, NOT_REACHED) for later, _ in wanted[number + 1 :]))
+            faulthandler.enable()
         return self._write()
 
-    def _part(self, title: str, check: Callable[[], list[Finding]]) -> None:
-        later = list(TITLES.values())[list(TITLES.values()).index(title) + 1 :]
-        advice = "the processes ended or hung in this part: send this report, and what they printed"
-        self._write(failed(title, "did not end", advice), *(not_tried(name, "not reached") for name in later))
+    def _open_stacks(self) -> IO[str]:
+        folder, rank = self.options.stacks, self.place.rank
+        return stacks_of_ranks.path_of(folder, rank).open("w") if folder else tempfile.TemporaryFile("w+")
+
+    def _part(self, title: str, check: Callable[[], list[Finding]], later: tuple[str, ...], stacks: IO[str]) -> bool:
+        """Whether these processes can go on."""
+        left = self.options.deadline - time.monotonic()
+        if self._agreed(left <= 0):
+            self.findings.append(no_time(title, self.options.seconds))
+            return True
+        advice = "the processes ended or hung in this check: send this report, and what they printed"
+        begun = failed(title, DID_NOT_END, advice), *(not_tried(name, NOT_REACHED) for name in later)
+        self._write(*begun)
         if self.place.rank == 0:
             self.say(title)
-        with _given_up_after(self.options.check_seconds, title, self.place.rank, self.say):
+        seconds = max(min(self.options.check_seconds, left), 1.0)
+        with _given_up_after(seconds, stacks, lambda: self._last_words(title, seconds, begun, stacks)):
             try:
-                own = check()
+                own, raised = check(), False
             except (InputError, RuntimeError, OSError) as error:
                 traceback.print_exc()
                 own = [failed(title, one_line(f"{type(error).__name__}: {error}", 300), "send this report")]
+                raised = not isinstance(error, InputError)
             of_ranks: list = [None] * self.place.world_size
-            dist.all_gather_object(of_ranks, own, group=self.place.everyone)
-        self.findings += merged(of_ranks)
+            dist.all_gather_object(of_ranks, (own, raised), group=self.place.everyone)
+        self.findings += merged([findings for findings, _ in of_ranks])
+        return not (self.options.stacks and any(raised for _, raised in of_ranks))
+
+    def _agreed(self, value: bool) -> bool:
+        """Rank 0's ``value``: clocks differ."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.place.everyone)
+        return values[0]
+
+    def _last_words(self, title: str, seconds: float, begun: tuple[Finding, ...], stacks: IO[str]) -> None:
+        """Of rank 0, behind its stacks: under a launcher nobody else tells what was found before."""
+        self.say(f"{title}: given up after {seconds:.0f} s")
+        if not self.options.stacks:
+            stacks.seek(0)
+            where = " < ".join(stacks_of_ranks.main_thread(stacks.read()))
+            hung = replace(begun[0], found=f"did not end in {seconds:.0f} s: rank 0 in {where}")
+            self.say(text(self._write(hung, *begun[1:])))
 
     def fabric(self) -> Fabric:
         """What transfers are issued by, made when it is first needed. Collective."""
@@ -130,8 +187,7 @@ class _Checks:
                 ranks_per_node=place.ranks_per_node,
             )
             block = shared_block.share(shared_bytes(wanted), place.local_rank, place.exchange, field="ranks of a node")
-            store = dist.distributed_c10d._get_default_store()
-            board = StoreBoard(store, place.rank, place.everyone) if place.nodes > 1 else None
+            board = StoreBoard(self.store, place.rank, place.everyone) if place.nodes > 1 else None
             self._fabric = Fabric(wanted, place.rank, block, board)
         return self._fabric
 
@@ -152,19 +208,23 @@ class _Checks:
 
 
 @contextlib.contextmanager
-def _given_up_after(seconds: float, title: str, rank: int, say: Callable[[str], None]) -> Iterator[None]:
-    """End the process where what is inside takes longer: the report says already that it did not end."""
+def _given_up_after(seconds: float, stacks: IO[str], last_words: Callable[[], None]) -> Iterator[None]:
+    """End the process where what is inside takes longer, with the stacks of all threads in ``stacks``."""
 
     def give_up() -> None:
-        if rank == 0:
-            say(f"{title}: given up after {seconds:.0f} s")
+        faulthandler.dump_traceback(stacks)
+        stacks.flush()
+        if dist.get_rank() == 0:
+            last_words()
         sys.stdout.flush()
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()
+    faulthandler.dump_traceback_later(seconds + HELD_SECONDS, exit=True, file=stacks)
     try:
         yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
         timer.cancel()

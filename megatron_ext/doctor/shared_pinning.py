@@ -12,7 +12,7 @@ import torch
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import block_pages, host_memory, shared_block
+from megatron_ext.runtime import block_pages, host_memory, lock_refused, shared_block
 from megatron_ext.runtime.device import device_of
 
 SIZES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -111,10 +111,10 @@ def _pin(place: Place, block: mmap.mmap) -> Finding:
         device.pin(memory)
         why = None
     except RuntimeError as error:
-        why = str(error)
+        why = lock_refused.said(memory.nbytes, error)
     taken = max(place.exchange(time.monotonic() - start))
     if why is not None:
-        return failed(name, why, "ulimit -l unlimited; in a container: --ulimit memlock=-1")
+        return failed(name, why, lock_refused.ADVICE)
     device.unpin(memory)
     rate = taken / (len(block) / 2**30)
     return passed(

@@ -1,10 +1,10 @@
 """Versions of what training is made of, and what they mean for a scheduled run."""
 
+import ctypes
 import importlib.metadata
 import platform
 import sys
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch.cuda import nccl
@@ -73,18 +73,32 @@ def _no_cuda(options: DoctorOptions) -> Finding:
 
 
 def _cuda(place: Place) -> list[Finding]:
-    library: Any = torch._C  # a module of bindings
-    driver = library._cuda_getDriverVersion()
-    name, major = torch.cuda.get_device_name(place.device), driver // 1000
-    found = f"{name}, CUDA {torch.version.cuda}, driver for {major}.{driver % 1000 // 10}"
-    built = numbers(torch.version.cuda or "0")
-    if built[0] > major:
+    found = f"{torch.cuda.get_device_name(place.device)}, CUDA {torch.version.cuda}"
+    if place.ranks_per_device > 1:
+        found += (
+            f", {place.ranks_per_device} ranks on one device: NCCL goes through sockets, times are not a device's own"
+        )
+    driver = driver_version()
+    if driver is None:
+        return [passed("cuda", f"{found}, the driver does not say its version"), _nccl()]
+    found += f", driver for {driver[0]}.{driver[1]}"
+    if numbers(torch.version.cuda or "0")[0] > driver[0]:
         return [failed("cuda", found, "the driver is older than this PyTorch: update it, or use another image")]
     return [passed("cuda", found), _nccl()]
 
 
+def driver_version() -> tuple[int, int] | None:
+    """The CUDA that the driver is for, asked of the driver itself: torch has no public name for it."""
+    version = ctypes.c_int()
+    try:
+        code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return (version.value // 1000, version.value % 1000 // 10) if code == 0 else None
+
+
 def _nccl() -> Finding:
-    here = tuple(map(int, nccl.version()))
+    here = nccl.version()  # numbers, and in some builds a word
     text = ".".join(map(str, here))
     if here < (2, 18):
         return passed("nccl", f"{text}: several communicators in flight are not ordered", "use NCCL 2.18 or newer")

@@ -1,17 +1,20 @@
 """The doctor's ranks: started here, one a device, or by a launcher that has started this process as one of them."""
 
+import faulthandler
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from megatron_ext.cpubench import launcher
-from megatron_ext.doctor import finding
-from megatron_ext.doctor.finding import Report
+from megatron_ext.doctor import finding, stacks
+from megatron_ext.doctor.finding import Finding, Report
 from megatron_ext.doctor.place import DoctorOptions
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 
@@ -19,7 +22,7 @@ TAIL_BYTES = 3000
 
 
 def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Report, str]:
-    """Start ``nproc`` ranks on this machine and wait for them.
+    """Make all checks on ``nproc`` ranks of this machine, in other processes where some have ended in a check.
 
     Args:
         checkout: root of a Megatron tree that the ranks import, or None for the one that is installed.
@@ -35,17 +38,49 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Rep
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
     if options.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
-        log = Path(folder) / "ranks.log"
-        log.touch()
-        command = [sys.executable, "-m", "megatron_ext.doctor.start_ranks", msgspec.json.encode(options).decode()]
-        code = launcher.launch([*command, str(log)], nproc, environment=environment)
-        printed = log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
-    if code == 2:
-        raise InputError("a rank refused what it was given; it has said why")
-    if code >= 128:
-        raise SystemExit(code)
-    return finding.load(options.out), printed if code else ""
+    options, printed = replace(options, deadline=time.monotonic() + options.seconds), ""
+    Path(options.out).unlink(missing_ok=True)  # of another run
+    while True:  # ends: every round leaves fewer checks
+        with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
+            code, tail = _launch(replace(options, stacks=folder), nproc, environment)
+            if code == 2:
+                raise InputError("a rank refused what it was given; it has said why")
+            if code >= 128:
+                raise SystemExit(code)
+            printed = tail if code else printed
+            if not os.path.exists(options.out):
+                raise RuntimeError(f"the ranks ended before the first check: {tail}")
+            report = finding.load(options.out)
+            found, ended_in, left = finding.left_of(report)
+            if options.titles and left == options.titles:  # they did not even come to the first
+                ended_in, left = left[0], left[1:]
+            if ended_in is not None:
+                found += (_ended_in(ended_in, folder, nproc),)
+        if time.monotonic() > options.deadline:
+            found, left = found + tuple(finding.no_time(title, options.seconds) for title in left), ()
+        report = replace(
+            report, findings=found + tuple(finding.not_tried(title, finding.NOT_REACHED) for title in left)
+        )
+        finding.save(options.out, report)
+        if not left:
+            return report, printed
+        options = replace(options, earlier=found, titles=left)
+
+
+def _launch(options: DoctorOptions, nproc: int, environment: dict[str, str]) -> tuple[int, str]:
+    """Exit code of the ranks, and the end of what they printed."""
+    log = Path(options.stacks) / "ranks.log"
+    log.touch()
+    command = [sys.executable, "-m", "megatron_ext.doctor.start_ranks", msgspec.json.encode(options).decode()]
+    code = launcher.launch([*command, str(log)], nproc, environment=environment)
+    return code, log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+
+
+def _ended_in(title: str, folder: str, nproc: int) -> Finding:
+    """The finding of a check in which processes ended."""
+    where, whole = stacks.said(folder, nproc)
+    found = f"did not end: {where}" if where else "its processes ended"
+    return finding.failed(title, one_line(found, 600), "send this report, and what the ranks printed", whole)
 
 
 def join(options: DoctorOptions) -> Report:
@@ -55,6 +90,7 @@ def join(options: DoctorOptions) -> Report:
         InputError: it does not say how many ranks share a node.
     """
     os.environ |= _settings()
+    options = replace(options, deadline=time.monotonic() + options.seconds)
     from megatron_ext.doctor import rank_checks
 
     world_size = int(os.environ["WORLD_SIZE"])
@@ -97,6 +133,8 @@ def main() -> None:
     aloud = os.dup(2)
     with open(sys.argv[2], "a") as log:
         _print_to(log.fileno())
+    early = stacks.path_of(options.stacks, int(os.environ["RANK"])).open("w")
+    faulthandler.dump_traceback_later(max(options.deadline - time.monotonic(), 1.0), exit=True, file=early)
     from megatron_ext.doctor import rank_checks
 
     code = 0

@@ -6,3 +6,13 @@ Facts = Mapping[str, str | int | float | bool | None]
 
 EMULATED = "EMULATED links"
 """In a device's name: its links are slowed, so no figure is of this machine's own."""
+
+RANKS_PER_DEVICE = "ranks_per_device"
+"""In a table's hardware: how many ranks shared the fullest device. Absent where each had its own."""
+
+
+def shared_device(ranks: object) -> str:
+    """What is said of figures that so many ranks on a device have measured."""
+    return (
+        f"measured on a shared device ({ranks} ranks on one): figures are not those of a rank with a device of its own"
+    )

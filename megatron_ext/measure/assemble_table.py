@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_ext.cost import cost_table
 from megatron_ext.cost.host_cpu import HostCpu, ProcessorTime
-from megatron_ext.formats.facts import Facts
+from megatron_ext.formats.facts import RANKS_PER_DEVICE, Facts, shared_device
 from megatron_ext.measure.hostcpu.shared_processors import ROUNDS
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.runtime.machine import environment
@@ -51,7 +51,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
         "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
         "ranks_per_node": options.node_size,
     }
-    backend = here["software"]["backend"]
+    backend, sharing = here["software"]["backend"], raw.get(RANKS_PER_DEVICE, 1)
 
     def curve(name: str, source: str) -> cost_table.Curve | None:
         if name not in curves:
@@ -66,7 +66,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
         kind="cost_table",
         metadata=cost_table.Metadata(
             created_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            hardware=here["hardware"],
+            hardware={**here["hardware"], **({RANKS_PER_DEVICE: sharing} if sharing > 1 else {})},
             software=here["software"],
             world_sizes=world_sizes,
             model=raw.get("compute", {}).get("model"),
@@ -198,6 +198,8 @@ def notes(raw: dict) -> list[str]:
         lines.append(
             f"other programs used {background:.1f} processors meanwhile: times are longer than on an idle machine"
         )
+    if raw.get(RANKS_PER_DEVICE, 1) > 1:
+        lines.append(shared_device(raw[RANKS_PER_DEVICE]))
     if raw.get("symmetric_refused"):
         lines.append(f"all-gathers by copy engines not measured: {raw['symmetric_refused']}")
     unmeasured = [f"{measured} beside {busy}" for measured, busy in raw.get("unmeasured_pairs", [])]

@@ -37,6 +37,21 @@ def with_nodes(options: Options) -> Options:
     return msgspec.structs.replace(options, ranks_per_node=ranks_on_this_node() or world_size).check()
 
 
+def meet(backend: str):
+    """Make the default process group of the ranks that a launcher has started, as torch does by itself. Collective.
+
+    Returns:
+        A store by which they meet.
+    """
+    import torch.distributed as dist
+
+    rendezvous, prefix = dist.rendezvous, dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage] - they are public
+    store, rank, world_size = next(iter(rendezvous("env://")))
+    of_torch, ours = (prefix(name, store) for name in ("default_pg", "megatron_ext"))
+    dist.init_process_group(backend, store=of_torch, rank=rank, world_size=world_size)
+    return ours
+
+
 def run(options: Options, progress) -> dict | None:
     """Measure as one rank; the result on rank 0, None on the other ranks."""
     import torch
@@ -52,7 +67,7 @@ def run(options: Options, progress) -> dict | None:
     use_cuda = options.uses_cuda()
     torch.set_num_threads(options.threads)
     gloo.run_collectives_in_order()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
+    store = meet("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
     rank, per_node = dist.get_rank(), options.ranks_per_node
     assert per_node is not None  # set by whoever read the launcher's environment
     everyone = dist.new_group(backend="gloo")
@@ -67,7 +82,7 @@ def run(options: Options, progress) -> dict | None:
         return values
 
     block = shared_block.share(shared_bytes(options), rank % per_node, exchange, field="LOCAL_WORLD_SIZE")
-    board = StoreBoard(dist.distributed_c10d._get_default_store(), rank, everyone) if len(nodes) > 1 else None
+    board = StoreBoard(store, rank, everyone) if len(nodes) > 1 else None
     fabric = Fabric(options, rank, block, board)
     result = rank_program.run(fabric, progress if rank == 0 else lambda done, total, what: None)
     fabric.board.barrier()

@@ -17,11 +17,25 @@ import torch
 CYCLES_PER_SECOND = 2e9
 """Of the fastest devices; on others the spin is longer."""
 
+PRODUCT, PRODUCT_SECONDS = 4096, 0.001
+"""Rows of a product of float32 matrices, and what it takes at the least: 137 Gflop."""
+
 SLACK = 2.0
 """How many times what the host took last: it is not always equally fast."""
 
 LEAST_SPIN_SECONDS, MOST_SPIN_SECONDS = 2.0**-13, 2.0**-5
 """0.12 and 31 ms. Longer than the second, a host would be the limit in training, too."""
+
+
+def spin(seconds: float) -> None:
+    """Keep the current stream busy for so long, or longer."""
+    sleep = getattr(torch.cuda, "_sleep", None)
+    if sleep is not None:
+        sleep(int(seconds * CYCLES_PER_SECOND))
+        return
+    a = torch.ones(PRODUCT, PRODUCT, device="cuda")  # a torch without it
+    for _ in range(math.ceil(seconds / PRODUCT_SECONDS)):
+        torch.mm(a, a)
 
 
 class DeviceTimer:
@@ -37,7 +51,7 @@ class DeviceTimer:
             key: what is called. The first call of a key is to warm up: how long the host takes is not known yet.
             call: may return when it had issued its work (``perf_counter``), if it did more behind that.
         """
-        torch.cuda._sleep(int(self.spin_seconds(key) * CYCLES_PER_SECOND))
+        spin(self.spin_seconds(key))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         start = perf_counter()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.hostcpu.board import Board, SharedBoard
 from megatron_ext.measure.options import MIB, Options
-from megatron_ext.runtime import block_pages, host_memory
+from megatron_ext.runtime import block_pages, host_memory, lock_refused, own_device
 from megatron_ext.runtime.device import device_of
 
 ARENA_BYTES = 64 * MIB
@@ -41,6 +41,14 @@ def _control_bytes(options: Options) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def page_lock(device, memory: torch.Tensor) -> None:
+    """Raises InputError where the driver refuses."""
+    try:
+        device.pin(memory)
+    except RuntimeError as error:
+        raise InputError(lock_refused.said(memory.nbytes, error), field="host copies of a node") from error
+
+
 class Fabric:
     """One rank.
 
@@ -56,11 +64,9 @@ class Fabric:
         self.pp_rank, self.dp_rank = divmod(rank, dp)
         self.node, self.local_rank = divmod(rank, options.node_size)
         use_cuda = options.uses_cuda()
-        self.torch_device = (
-            torch.device("cuda", self.local_rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
-        )
-        if use_cuda:
-            torch.cuda.set_device(self.torch_device)
+        self.torch_device = own_device.take(self.local_rank) if use_cuda else torch.device("cpu")
+        nodes = -(-self.world_size // options.node_size)
+        self.ranks_per_device = own_device.tell_nccl(self.torch_device, nodes) if use_cuda else 1
         self.device = device_of(torch.empty(0, device=self.torch_device))
         self._map = mmap.mmap(block, shared_bytes(options))
         os.close(block)
@@ -128,7 +134,7 @@ class Fabric:
             self._host.sum()  # every rank maps them, before timing: a run does so in its first iteration
             self.barrier()
             begin = perf_counter()
-            self.device.pin(self._host)
+            page_lock(self.device, self._host)
             self.set_up_seconds = made - start, perf_counter() - begin
             self.set_up_bytes = len(stages) * size
         return self._host
@@ -149,10 +155,10 @@ class Fabric:
 
     def _ones(self, size_bytes: int) -> torch.Tensor:
         if self.torch_device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.torch_device)
+            free = torch.cuda.mem_get_info(self.torch_device)[0] // self.ranks_per_device
             if size_bytes > free:
                 raise InputError(
-                    f"a group of so many bytes does not fit this device, which has {free} left",
+                    f"a group of so many bytes does not fit this device, which has {free} left for a rank",
                     field="--max-bytes or --also-sizes",
                     value=size_bytes,
                 )

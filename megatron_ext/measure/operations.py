@@ -8,12 +8,13 @@ gives a second instance with process groups of its own, to run beside a measured
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed import distributed_c10d
 
 from megatron_ext.formats.errors import one_line
 from megatron_ext.measure.fabric import Fabric
@@ -24,6 +25,19 @@ from megatron_ext.runtime.routes import hierarchical_gather, shard_gather, symme
 from megatron_ext.runtime.routes.shard_gather import make_data_group
 from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import Transfer, Worker
+
+
+class _Issued:
+    """What was issued without a coalescing manager is waited for by the stream that is current."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+def coalesced(group: dist.ProcessGroup):
+    """Collectives of ``group`` go as one, as Megatron issues them; without torch's private way, one by one."""
+    manager = getattr(distributed_c10d, "_coalescing_manager", None)
+    return nullcontext(_Issued()) if manager is None else manager(group, async_ops=True)
 
 
 class Handle(Protocol):
@@ -90,7 +104,7 @@ class Gather(Operation):
 
     def issue(self, size_bytes: int, round_index: int):
         whole = self.fabric.window(self.memory, size_bytes, round_index)
-        with _coalescing_manager(self.group, async_ops=True) as manager:
+        with coalesced(self.group) as manager:
             dist.all_gather_into_tensor(whole, self.fabric.shard(whole), group=self.group)
         return manager
 
@@ -209,7 +223,7 @@ class Reduce(Gather):
         whole = self.fabric.window(self.memory, 4 * self.fabric.options.elements(size_bytes), round_index)
         # Takes what dividing takes; divided again and again, figures would become subnormal, which are slow.
         whole.mul_(1.0)
-        with _coalescing_manager(self.group, async_ops=True) as manager:
+        with coalesced(self.group) as manager:
             dist.reduce_scatter_tensor(self.fabric.shard(whole), whole, group=self.group)
         return manager
 

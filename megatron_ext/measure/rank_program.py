@@ -23,6 +23,7 @@ from time import monotonic
 
 import torch.distributed as dist
 
+from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.measure import contention, nvme_route, size_grid
 from megatron_ext.measure.completion import sets_of_ranks, until_last
 from megatron_ext.measure.fabric import Fabric
@@ -195,6 +196,7 @@ class Measurement:
             "set_up": set_up,
             "symmetric_refused": self.refused if fabric.torch_device.type == "cuda" else "",
             "nvme": self.drive,
+            RANKS_PER_DEVICE: fabric.ranks_per_device,
         }
 
     def _say(self, what: str) -> None:

@@ -19,6 +19,7 @@ unpatched tree as well.
 import atexit
 import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -39,8 +40,11 @@ from megatron_ext.formats.errors import InputError
 _installed = False
 
 
-def install() -> bool:
+def install(*, even_with_a_device: bool = False) -> bool:
     """Let torch.cuda answer for the CPU; call before any module of Megatron is imported.
+
+    Args:
+        even_with_a_device: this process uses none, whether or not there is one, and does not look.
 
     Returns:
         Whether it did anything: not on a machine with a CUDA device.
@@ -49,7 +53,7 @@ def install() -> bool:
         InputError: a module of Megatron was imported before.
     """
     global _installed
-    if _installed or torch.cuda.is_available():
+    if _installed or (not even_with_a_device and torch.cuda.is_available()):
         return _installed
     first = next((name for name in sys.modules if name.split(".")[0] == "megatron"), None)
     if first is not None:
@@ -64,16 +68,11 @@ def install() -> bool:
     _build_helpers_for_this_python()
     if not hasattr(typing, "override"):  # Python 3.11; Megatron from 0.18 on imports it
         typing.override = lambda method: method
+    _hide_kernels()
     _replace_cuda_functions()
     _replace_tensor_methods()
     _OnCpu().__enter__()  # for as long as the process lives
-    run_backward = torch.autograd.graph._engine_run_backward
-
-    def run_backward_on_cpu(*args, **kwargs):
-        with _OnCpu():  # torch takes the mode off while it calls backward; what backward calls makes tensors, too
-            return run_backward(*args, **kwargs)
-
-    setattr(torch.autograd, "_engine_run_backward", run_backward_on_cpu)  # noqa: B010 - not in its types
+    _stay_on_cpu_in_backward()
     _replace_in_megatron()
     # "CPU RNG state changed within GPU RNG context", once a parameter: here they are one.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
@@ -115,6 +114,19 @@ class _OnCpu(TorchFunctionMode):
         if function is torch.Tensor.to and len(args) > 1:
             args = (args[0], _to_cpu(args[1]), *args[2:])
         return function(*args, **kwargs)
+
+
+def _stay_on_cpu_in_backward() -> None:
+    """torch takes the mode off while it calls backward; what backward calls makes tensors, too."""
+    run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run_backward is None:  # a torch that calls it otherwise
+        return
+
+    def run_backward_on_cpu(*args, **kwargs):
+        with _OnCpu():
+            return run_backward(*args, **kwargs)
+
+    setattr(torch.autograd, "_engine_run_backward", run_backward_on_cpu)  # noqa: B010 - not in its types
 
 
 class _Stream:
@@ -180,6 +192,9 @@ def _replace_cuda_functions() -> None:
     cuda.current_stream = cuda.default_stream = lambda device=None: stream
     cuda.stream = cuda.device = lambda *args, **kwargs: contextlib.nullcontext()
     cuda._lazy_call = lambda callable, **kwargs: callable()
+    for module in (cuda.memory, cuda.random):  # they have it by its name
+        if hasattr(module, "_lazy_init"):
+            module._lazy_init = cuda._lazy_init
     cuda.nvtx.range_push = lambda message: None
     cuda.nvtx.range_pop = lambda: None
     cuda.default_generators = (torch.default_generator,)
@@ -254,6 +269,25 @@ def _exists(module: str) -> bool:
         return False
 
 
+def _hide_kernels() -> None:
+    """Megatron takes optimizers and norms of Transformer Engine and Apex where it finds them. They run on devices
+    alone, and may not even be imported without one."""
+    for package, *extensions in (("transformer_engine",), ("apex", "amp_C")):
+        if package not in sys.modules and _is_installed(package):
+            for name in (package, *extensions):
+                sys.modules[name] = None  # pyright: ignore[reportArgumentType] - to import it is an ImportError
+
+
+def _is_installed(package: str) -> bool:
+    """As a distribution: a stand-in that lies on the path is none."""
+    try:
+        place = importlib.metadata.distribution(package).locate_file("")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None and os.path.commonpath([spec.origin, str(place)]) == str(place)
+
+
 def _keep_sent_tensors() -> None:
     """Up to 0.17 an activation is freed while gloo is still sending it, and losses turn NaN."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -305,9 +339,8 @@ def _import_kernels_without_triton() -> None:
     """
     if _exists("triton"):
         return
-    from torch.utils import _triton
-
-    _triton.has_triton_package()  # torch remembers the answer: no triton
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("torch.utils._triton").has_triton_package()  # torch remembers the answer: no triton
     triton = unittest.mock.MagicMock()
     triton.__version__ = "0"  # too old for every module that asks before it uses triton
     triton.jit = lambda kernel=None, **options: kernel or (lambda kernel: kernel)

@@ -181,13 +181,10 @@ def _run_script(tree: Path, rank: int, world_size: int, options: list[str]) -> D
     Raises:
         InputError: Megatron or we refuse the options.
     """
-    import torch
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from megatron_ext.megatron.describe_model import only_fake_groups
+    from megatron_ext.megatron.describe_model import make_fake_world, only_fake_groups
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    make_fake_world(rank, world_size)
     chunks = []
     _stop_at_model(chunks)
     _leave_no_trace()
@@ -328,7 +325,7 @@ def main() -> int:
 
     if script_arguments.read(options).transformer_impl in (None, "transformer_engine"):
         engine_modules.install()
-    cpu_compat.install()
+    cpu_compat.install(even_with_a_device=True)
     with contextlib.suppress(Exception):  # what is wrong with it, the script will say
         importlib.import_module("megatron.training.training")
     parent = os.getpid()

@@ -1,10 +1,12 @@
 """The workload of a real model: its parameters, read off the modules that will train."""
 
 import contextlib
+import importlib
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.boundaries import layers_of
 from megatron_ext.megatron.gpt_arguments import batch_of, dtype_of, limits_of, parallel_of
 from megatron_ext.megatron.ignored_options import parse as parse
@@ -71,13 +73,9 @@ def describe_options(args) -> Workload:
 
 
 def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     from megatron_ext.megatron import gpt_model
 
-    torch.distributed.init_process_group(
-        "fake", store=FakeStore(), rank=parallel.global_rank(pp_rank, 0), world_size=parallel.world_size
-    )
+    make_fake_world(parallel.global_rank(pp_rank, 0), parallel.world_size)
     try:
         with only_fake_groups():
             parallel_state.initialize_model_parallel(
@@ -98,6 +96,23 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def make_fake_world(rank: int, world_size: int) -> None:
+    """A default process group of torch's ``fake`` backend, which communicates nothing.
+
+    Raises:
+        InputError: this torch has none.
+    """
+    try:
+        store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+    except (ImportError, AttributeError):
+        raise InputError(
+            "has no process groups that communicate nothing, by which models are described: use another release",
+            field="torch",
+            value=str(torch.__version__),
+        ) from None
+    torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.step_calls import IDLE, StepCalls
 from megatron_ext.megatron.workload_of_run import workload_of_run
 from megatron_ext.runtime import faults, host_memory
-from megatron_ext.runtime.device import has_cuda
+from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.host_step.early import EarlySteps
@@ -273,6 +273,8 @@ class Run:
                 on_host = any(group.gradients == "host" for group in self.schedule.groups)
                 refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
             match.match(self.schedule, workload, file=self.path)
+            device = device_of(next(self._ddps[0].parameters()))
+            refusals.refuse_without_stream_flags(self.schedule, device, self.delay is not None, file=self.path)
             loaded = any(getattr(getattr(one, "optimizer", None), "state", None) for one in self._optimizers)
             taken = host_bytes_taken(self.schedule, workload, loaded)
             node = dist.get_rank() // self.schedule.parallel.node_size

@@ -5,6 +5,7 @@ from pathlib import Path
 from megatron_ext.cost import environment
 from megatron_ext.cost.cost_table import Metadata
 from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime.device import Device
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
 # Options that change who owns a parameter's storage, who gathers it, or the order of steps, with the
@@ -150,6 +151,28 @@ def refuse_with_gradients(args, config, on_host: bool) -> None:
                 refuse(name, "tensor-parallel ranks add whole gradients of norms after the last reduce")
     if on_host and getattr(config, "fp16", False) and getattr(args, "optimizer_cpu_offload", False):
         refuse("fp16", "gradients in host memory are unscaled by nobody")
+
+
+def refuse_without_stream_flags(schedule: Schedule, device: Device, delayed: bool, *, file) -> None:
+    """Refuse copies between host memory and a device whose streams cannot store flags: threads would have to call the
+    driver, which ends in a deadlock.
+
+    Raises:
+        InputError: naming what is missing, and the schedule's field that needs it.
+    """
+    needs = {
+        "publish": bool(schedule.publish),
+        "groups[].gradients": any(group.gradients == "host" for group in schedule.groups),
+        "step_slots": schedule.step_slots is not None,
+        "state_slots": schedule.state_slots is not None,
+        "rollback_bytes": schedule.rollback_bytes is not None,
+        "--delayed-parameter-update": delayed,
+    }
+    field = next((name for name, needed in needs.items() if needed), None)
+    if field is not None and device.why_no_flags:
+        raise InputError(
+            f"needs streams that wait for flags in host memory: {device.why_no_flags}", file=file, field=field
+        )
 
 
 def refuse_with_states_on_drive(args) -> None:

@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ext.formats.facts import EMULATED
+from megatron_ext.formats.facts import EMULATED, RANKS_PER_DEVICE, shared_device
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
 from megatron_ext.planner.stock import OVERLAPPED
 from megatron_ext.report.build_report import Pair, Report
@@ -210,7 +210,10 @@ def cautions(report: Report) -> list[str]:
     stock, ours = report.iteration_time_us
     found = []
     measured_on = report.run.schedule.metadata.options.measured_on
-    device = str((measured_on.hardware or {}).get("device")) if measured_on is not None else ""
+    hardware = (measured_on.hardware if measured_on is not None else None) or {}
+    device = str(hardware.get("device"))
+    if RANKS_PER_DEVICE in hardware:
+        found.append(shared_device(hardware[RANKS_PER_DEVICE]))
     if EMULATED in device:
         found.append(f"{device}: neither measured nor simulated figures are of this machine's own links")
     differ, predicted = (

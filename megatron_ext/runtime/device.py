@@ -24,7 +24,9 @@ class Device(Protocol):
     """What both kinds offer; every method belongs to the issuing thread, see streams.py."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """``cpu`` or ``cuda``."""
+        ...
 
     @property
     def device(self) -> torch.device: ...
@@ -127,8 +129,12 @@ class CudaDevice:
     def why_no_flags(self) -> str:
         return self._flags[1]
 
+    @property
+    def compute(self) -> Stream:
+        return self._compute
+
     @cached_property
-    def compute(self) -> ComputeStream:
+    def _compute(self) -> ComputeStream:
         return ComputeStream(self.device, self._flags[0])
 
     def stream(self, name: str, upward: bool = False) -> CudaStream:

@@ -83,8 +83,8 @@ class FlagMemory(Protocol):
         """Store ``value``; who loads it also sees everything that this thread wrote before."""
         ...
 
-    def load(self, row: int) -> np.ndarray:
-        """The flags of all ranks in ``row``, int64 of shape ``(ranks,)``; not to be written to."""
+    def load(self, row: int, rank: int) -> int:
+        """The value; what its thread wrote before is seen from now on."""
         ...
 
     def address(self, row: int, rank: int) -> int:
@@ -106,8 +106,8 @@ class OrderedFlags:
     def store(self, row: int, rank: int, value: int) -> None:
         self._flags[row, rank] = value
 
-    def load(self, row: int) -> np.ndarray:
-        return self._flags[row]
+    def load(self, row: int, rank: int) -> int:
+        return int(self._flags[row, rank])
 
     def address(self, row: int, rank: int) -> int:
         return self._start + (row * self._flags.shape[1] + rank) * LINE
@@ -132,8 +132,8 @@ class AtomicFlags:
     def store(self, row: int, rank: int, value: int) -> None:
         self._store(self.address(row, rank), value, RELEASE)
 
-    def load(self, row: int) -> np.ndarray:
-        return np.array([self._load(self.address(row, rank), ACQUIRE) for rank in range(self._ranks)], dtype=np.int64)
+    def load(self, row: int, rank: int) -> int:
+        return self._load(self.address(row, rank), ACQUIRE)
 
     def address(self, row: int, rank: int) -> int:
         return self._start + (row * self._ranks + rank) * LINE
@@ -176,10 +176,10 @@ class Flag:
         self.device_address = memory.address(row, rank) + offset
 
     def load(self) -> int:
-        return int(self._memory.load(self.row)[self.rank])
+        return self._memory.load(self.row, self.rank)
 
     def reached(self, value: int) -> bool:
-        return self._memory.load(self.row)[self.rank] >= value
+        return self._memory.load(self.row, self.rank) >= value
 
     def store(self, value: int) -> None:
         """By the processor, behind everything that this thread has written."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-MISSING = "the package cuda-bindings is not installed"
+MISSING = "install the package cuda-bindings"
 REFUSED = "this device knows no 64-bit stream memory operations"
 
 

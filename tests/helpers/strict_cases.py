@@ -67,16 +67,15 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
         options += ["--eval-interval", "2", "--eval-iters", "1"]
     if draw.random() < 0.5:
         options += ["--save", str(folder / f"{seed}.checkpoints"), "--save-interval", "2"]
-    stream_flags, changed = draw.random() < 0.75, draw.random() < 0.5
+    changed = draw.random() < 0.5
     unread = draw.random() < 0.3 and publish_unread(draw, schedule, path)
     drawn = [f"{name}, zero stage {zero_stage}", " ".join(routes), order, f"{nodes} ranks a node"]
-    drawn += ["streams store flags" if stream_flags else "threads store flags"]
     drawn += [word for word in ("--eval-iters", "--save") if word in options]
     drawn += sorted({f"gradients {group.gradients}" for group in schedule.groups})
     last = behind_a_copy(schedule)
     hosted = any(group.shard_rests for group in schedule.groups)
     if changed:  # what parameters are changed beside, in one word
-        how = ("behind a copy" if last else "", "shards on the host" if hosted else "", nodes, stream_flags)
+        how = ("behind a copy" if last else "", "shards on the host" if hosted else "", nodes)
         drawn += ["params_changed", f"params_changed {how}"]
     return {
         "layout": STRICT,
@@ -85,7 +84,7 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
         "options": options,
         "schedule": path,
         "iterations": 4 if name == "fp16" else 3,
-        "strict": {"seed": seed, "order": order, "stream_flags": stream_flags},
+        "strict": {"seed": seed, "order": order},
     }
 
 
@@ -104,7 +103,7 @@ def _case(draw, seed: int, path: Path, name: str, **more) -> dict:
         "options": options,
         "schedule": path,
         "iterations": more.pop("iterations", 3),
-        "strict": {"seed": seed, "order": order, "stream_flags": more.pop("stream_flags", True)},
+        "strict": {"seed": seed, "order": order},
         **more,
         "drawn": [*more.get("drawn", ()), name, order],
     }
@@ -116,20 +115,15 @@ def _sized(workloads, layout: str, name: str, zero_stage: int, nodes: int):
     return replace(workload, zero_stage=zero_stage, limits=Limits(nvme_slots=2), parallel=parallel)
 
 
-def _changed_behind_a_copy(stream_flags: bool):
-    def case(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
-        name = draw.choice(("bf16-tied", "fp32"))
-        workload = _sized(workloads, STRICT, name, zero_stage, 2)
-        for number in itertools.count(seed):
-            schedule = prepared(random.Random(number), workload, path, ("cpu",), gradients=(None,))
-            if behind_a_copy(schedule) and not any(group.shard_rests for group in schedule.groups):
-                break
-        drawn = [f"changed behind a copy, zero stage {zero_stage}", f"streams store flags: {stream_flags}"]
-        options = ["--gpus-per-node", "2"]
-        told = dict(meddle="told twice", stream_flags=stream_flags, options=options, drawn=drawn)
-        return _case(draw, seed, path, name, **told)
-
-    return case
+def _changed_behind_a_copy(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
+    name = draw.choice(("bf16-tied", "fp32"))
+    workload = _sized(workloads, STRICT, name, zero_stage, 2)
+    for number in itertools.count(seed):
+        schedule = prepared(random.Random(number), workload, path, ("cpu",), gradients=(None,))
+        if behind_a_copy(schedule) and not any(group.shard_rests for group in schedule.groups):
+            break
+    how = dict(options=["--gpus-per-node", "2"], drawn=[f"changed behind a copy, zero stage {zero_stage}"])
+    return _case(draw, seed, path, name, meddle="told twice", **how)
 
 
 def _unread_on_another_node(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
@@ -140,7 +134,7 @@ def _unread_on_another_node(draw, workloads, path: Path, seed: int, zero_stage: 
         schedule = prepared(drawn, workload, path, ("gpu", "cpu"), gradients=(None,))
         if publish_unread(drawn, schedule, path):
             break
-    how = dict(options=["--gpus-per-node", "1"], stream_flags=False, drawn=["unread, on another node"])
+    how = dict(options=["--gpus-per-node", "1"], drawn=["unread, on another node"])
     return _case(draw, seed, path, "fp32", **how)
 
 
@@ -154,7 +148,7 @@ def _through_the_drive(nodes: int):
                 break
         _publish(schedule, dict.fromkeys(range(len(schedule.groups)), ("nvme",)), path)
         how = dict(options=["--gpus-per-node", str(nodes)], drawn=[f"through the drive, {nodes} ranks a node"])
-        return _case(draw, seed, path, "fp32", **how, stream_flags=nodes > 1)  # where threads have no such wait
+        return _case(draw, seed, path, "fp32", **how)
 
     return case
 
@@ -175,16 +169,13 @@ def _beside_the_backward(overflow: bool):
         drawn = [f"beside the backward, zero stage {zero_stage}, clip {clip}", f"overflow: {overflow}"]
         drawn += sorted({f"beside the backward, gradients {group.gradients}" for group in schedule.groups})
         how = dict(meddle="overflow", iterations=5) if overflow else {}
-        stream_flags = draw.random() < 0.7
         cast = random.Random(seed).choice((None, "host", "device"))
         if cast is not None:
             schedule = with_step_slots(schedule, workload, slots=random.Random(seed).choice((2, 3)), cast=cast)
             drawn.append(f"beside the backward, parameters cast on the {cast}")
         validate.validate(schedule)
         schedule_file.save(path, schedule)
-        return _case(
-            draw, seed, path, name, options=options, drawn=drawn, stream_flags=stream_flags, steps_on_host=True, **how
-        )
+        return _case(draw, seed, path, name, options=options, drawn=drawn, steps_on_host=True, **how)
 
     return case
 
@@ -205,8 +196,7 @@ def _delayed(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
     schedule = states_on_drive(schedule, workload, [*chosen], slots=2)
     validate.validate(schedule)
     schedule_file.save(path, schedule)
-    stream_flags = zero_stage == 3 or draw.random() < 0.7
-    how = dict(options=["--gpus-per-node", "2", "--delayed-parameter-update", "1"], stream_flags=stream_flags)
+    how = dict(options=["--gpus-per-node", "2", "--delayed-parameter-update", "1"])
     drawn = [f"delayed, zero stage {zero_stage}", f"delayed, states on the drive: {len(chosen) > 0}"]
     return _case(draw, seed, path, "bf16-offload", steps_on_host=True, **how, drawn=drawn, iterations=4)
 
@@ -250,8 +240,7 @@ def _symmetric(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
 
 
 AIMS = {
-    "changed behind a copy, by streams": _changed_behind_a_copy(True),
-    "changed behind a copy, by threads": _changed_behind_a_copy(False),
+    "changed behind a copy": _changed_behind_a_copy,
     "unread, on another node": _unread_on_another_node,
     "steps beside the backward": _beside_the_backward(False),
     "steps taken back": _beside_the_backward(True),
@@ -298,6 +287,6 @@ def findings(answer: dict) -> list[str]:
 def waits(case: dict, answer: dict) -> list[str]:
     """Waits of the training thread in training steps, where streams wait for flags; but those for gradients that the
     host's processor adds, or steps on."""
-    if case.get("steps_on_host") or not case["strict"]["stream_flags"]:
+    if case.get("steps_on_host"):
         return []
     return [wait for wait in answer["strict"]["host_waits"] if "gradients.py" not in wait]

@@ -231,8 +231,9 @@ class StrictDevice:
         if not self.engine.closed:
             self.engine.might_synchronize("cudaHostUnregister")
             region = self.memory.region(address)
-            self.engine.log(("access", f"cudaHostUnregister at {where()}", [(self._pinned(region), 0, 1, True)]))
-            region.locked = False
+            if region is not None:  # or its last tensor is gone
+                self.engine.log(("access", f"cudaHostUnregister at {where()}", [(self._pinned(region), 0, 1, True)]))
+                region.locked = False
         return 0
 
     def _frombuffer(self, original):

@@ -32,6 +32,7 @@ TABLE = (
     ("megatron_ext.runtime.shared_flags", "AtomicFlags.store", "store"),
     ("megatron_ext.runtime.shared_flags", "AtomicFlags.load", "load"),
     ("megatron_ext.runtime.early_steps", "EarlySteps.__init__", "early_steps"),
+    ("megatron_ext.runtime.host_step.early", "EarlySteps.__init__", "early_steps"),
     ("megatron_ext.runtime.node_exchange", "NodeExchange.buffer", "exchange_buffer"),
     ("megatron_ext.runtime.node_exchange", "NodeExchange.begin", "exchange"),
     ("megatron_ext.runtime.node_exchange", "Arriving.wait", "arrived"),
@@ -64,7 +65,7 @@ class Runtime:
             *classes, attribute = path.split(".")
             for part in classes:
                 owner = getattr(owner, part, None)
-            if hasattr(owner, attribute):
+            if owner is not None and hasattr(owner, attribute):
                 yield mock.patch.object(owner, attribute, getattr(self, name)(getattr(owner, attribute)))
 
     def device(self, original):
@@ -138,25 +139,42 @@ class Runtime:
     def load(self, original):
         """Who sees a value comes behind its store."""
 
-        def run(flags, row):
-            values, here = np.array(original(flags, row)), self.engine.here
-            seen = here.__dict__.setdefault("flags", {})
-            key = flags.address(row, 0)
-            before, since, last, polls = seen.get(key, (None, 0.0, 0.0, 0))
-            now = time.monotonic()
-            if before is None or (values != before).any():
-                for rank, value in enumerate(values.tolist()):
-                    if value > (0 if before is None else before[rank]):
-                        self.engine.log(("wait", self.memory.name_of(flags.address(row, rank)), value))
+        def run(flags, row, *rank):
+            if not rank:  # of all ranks, in an older runtime
+                return self._load_all(original, flags, row)
+            value, seen = original(flags, row, *rank), self.engine.here.__dict__.setdefault("flags", {})
+            key, now = flags.address(row, *rank), time.monotonic()
+            before, since, last, polls = seen.get(key, (0, now, now, 0))
+            if value != before:
+                if value > before:
+                    self.engine.log(("wait", self.memory.name_of(key), value))
                 since, polls = now, 0
             elif now - last > 0.5:  # another wait
                 since, polls = now, 0
             elif polls > POLLS and now - since > self.engine.stuck_seconds:
                 raise RuntimeError(f"a flag never comes, at {where()}")
-            seen[key] = values, since, now, polls + 1
-            return values
+            seen[key] = value, since, now, polls + 1
+            return value
 
         return run
+
+    def _load_all(self, original, flags, row):
+        values, here = np.array(original(flags, row)), self.engine.here
+        seen = here.__dict__.setdefault("flags", {})
+        key = flags.address(row, 0)
+        before, since, last, polls = seen.get(key, (None, 0.0, 0.0, 0))
+        now = time.monotonic()
+        if before is None or (values != before).any():
+            for rank, value in enumerate(values.tolist()):
+                if value > (0 if before is None else before[rank]):
+                    self.engine.log(("wait", self.memory.name_of(flags.address(row, rank)), value))
+            since, polls = now, 0
+        elif now - last > 0.5:  # another wait
+            since, polls = now, 0
+        elif polls > POLLS and now - since > self.engine.stuck_seconds:
+            raise RuntimeError(f"a flag never comes, at {where()}")
+        seen[key] = values, since, now, polls + 1
+        return values
 
     # The optimizer that steps on the host.
 
@@ -176,7 +194,7 @@ class Runtime:
         def run(own, *args, **kwargs):
             original(own, *args, **kwargs)
             self.memory.to_host(own.memory)
-            own.copying = _Lock(self.engine)
+            setattr(own, "copying" if hasattr(own, "copying") else "_copying", _Lock(self.engine))
 
         return run
 

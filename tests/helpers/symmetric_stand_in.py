@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as memory
 
-from megatron_ext.runtime.routes import symmetric_gather as symmetric
+try:
+    from megatron_ext.runtime.routes import symmetric_gather as symmetric
+except ImportError:  # an older runtime, which old_code.py judges
+    from megatron_ext.runtime import symmetric
 
 
 class SymmetricStandIn:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_ext.cpubench import allocator
+from megatron_ext.cpubench import allocator, device_sharing
 from megatron_ext.cpubench.launcher import launch
 
 SAY = "import os, sys; open(sys.argv[1], 'w').write(os.environ['MALLOC_ARENA_MAX'])"
@@ -110,3 +110,24 @@ def test_nothing_listens_where_another_machine_could_reach_it(tmp_path, monkeypa
     assert launch([sys.executable, "-c", LISTENING, str(tmp_path / "rank")], 2) == 0
     loopback = "0100007F"  # 127.0.0.1, as the kernel writes it
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [loopback] * 2
+
+
+OWN = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(os.environ.get('NCCL_HOSTID', 'none'))"
+
+
+@pytest.mark.parametrize(("devices", "ids"), [(1, ["rank0", "rank1"]), (2, ["none", "none"]), (0, ["none", "none"])])
+def test_ranks_that_share_a_device_are_hosts_of_their_own(monkeypatch, capfd, tmp_path, devices, ids):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(allocator, "CUDA_DEVICES", (tmp_path,))
+    monkeypatch.setattr(device_sharing, "visible_devices", lambda: devices)
+    assert launch([sys.executable, "-c", OWN, str(tmp_path / "rank")], 2) == 0
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ids
+    assert capfd.readouterr().err.count("2 ranks share 1 CUDA device: ") == (devices == 1)
+
+
+def test_ranks_whose_devices_are_hidden_share_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(allocator, "CUDA_DEVICES", (tmp_path,))
+    monkeypatch.setattr(device_sharing, "visible_devices", lambda: 1)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    assert launch([sys.executable, "-c", OWN, str(tmp_path / "rank")], 2, environment=hidden) == 0
+    assert (tmp_path / "rank1").read_text() == "none"

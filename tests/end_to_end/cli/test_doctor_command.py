@@ -1,6 +1,7 @@
 """``megatron-ext doctor`` on a machine without a GPU: it runs, and says what it could not try."""
 
 import json
+import os
 import sys
 
 from training import run
@@ -30,12 +31,61 @@ def test_everything_that_needs_no_gpu_passes(megatron_tree, tmp_path):
         assert status[name] == "could not try"
 
 
-def test_a_check_that_hangs_is_given_up_and_the_report_says_which(tmp_path):
-    result = doctor("--out", tmp_path / "report.json", "--nproc", 1, "--check-seconds", 1, env={"PYTHONPATH": ""})
+FAULTS = """
+import ctypes, os, signal, time
+from megatron_ext.doctor import direct_reads, overlap, stream_operations, training_check
+
+def hang_in_the_driver(*arguments):
+    ctypes.PyDLL(None).sleep(1000)  # keeps the interpreter's lock
+
+def hang(*arguments):
+    time.sleep(1000)
+
+def crash(*arguments):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def sticky(*arguments):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+stream_operations.check, direct_reads.check, overlap.check = hang_in_the_driver, crash, sticky
+one = training_check.check
+
+def check(place, options, case):
+    return (hang if (case.route, case.zero_stage) == ("cpu", 1) else one)(place, options, case)
+
+training_check.check, training_check.CASES = check, training_check.CASES[:3]
+"""
+"""What goes wrong in the ranks, before their program begins."""
+
+
+def test_checks_that_hang_or_die_cost_their_own_line(megatron_tree, tmp_path):
+    faulty = tmp_path / "faulty"
+    faulty.mkdir()
+    (faulty / "sitecustomize.py").write_text(
+        f"import sys\nif 'megatron_ext.doctor.start_ranks' in sys.orig_argv:\n    exec({FAULTS!r})\n"
+    )
+    path = os.pathsep.join([str(faulty), os.environ["PYTHONPATH"]])
+    limits = "--nproc", 1, "--check-seconds", 10, "--seconds", 300
+    command = [sys.executable, "-m", "megatron_ext", "doctor", "--out", tmp_path / "report.json", *limits, "--json"]
+    result = run(["env", f"PYTHONPATH={path}", *map(str, command)], timeout=300)
     assert result.returncode == 1, result.stderr
-    (failed,) = [f for f in json.loads((tmp_path / "report.json").read_text())["findings"] if f["status"] == "fail"]
-    assert failed["check"] in ("overlap", "training") and failed["found"] == "did not end"
-    assert "given up after 1 s" in result.stderr
+    found = {finding["check"]: finding for finding in json.loads(result.stdout)["findings"]}
+    failed = {name: finding for name, finding in found.items() if finding["status"] == "fail"}
+    assert {*failed} == {"stream memory operations", "direct reads", "overlap", "training: cpu, zero stage 1"}
+    assert "hang_in_the_driver" in failed["stream memory operations"]["found"]
+    assert "Segmentation fault < crash" in failed["direct reads"]["found"]
+    assert "illegal memory access" in failed["overlap"]["found"]
+    hung = failed["training: cpu, zero stage 1"]
+    assert "rank 0 in hang" in hung["found"] and "Thread" in hung["figures"]["stacks_of_rank_0"]
+    for name in ("python", "host pages", "megatron-core", "training: gpu, zero stage 1", "training: gpu, zero stage 3"):
+        assert found[name]["status"] == "pass", found[name]
+    assert json.loads((tmp_path / "report.json").read_text())["findings"] == json.loads(result.stdout)["findings"]
+
+
+def test_what_there_was_no_time_for_is_said(megatron_tree, tmp_path):
+    result = doctor("--out", tmp_path / "report.json", "--nproc", 1, "--seconds", 8, "--check-seconds", 1, "--json")
+    found = [finding["found"] for finding in json.loads(result.stdout)["findings"]]
+    assert "the 8 s for all checks were over" in found and "not reached" not in found, result.stderr
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):

@@ -45,13 +45,44 @@ def test_a_cuda_build_that_sees_no_device_fails_unless_the_cpu_is_asked_for(monk
     assert found(DoctorOptions(out="", device="cpu"))["cuda"].status == "could not try"
 
 
-@pytest.mark.parametrize(("driver", "status"), [(12080, "fail"), (13000, "pass")])
-def test_a_driver_older_than_the_build_fails(monkeypatch, driver, status):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
-    monkeypatch.setattr("megatron_ext.doctor.software.nccl.version", lambda: (2, 27, 3))
-    assert found(on_cuda=True)["cuda"].status == status
+class Driver:
+    """libcuda, as far as it is asked."""
+
+    def __init__(self, version: int | None):
+        self.version = version
+
+    def cuDriverGetVersion(self, place):
+        if self.version is None:
+            return 999
+        place._obj.value = self.version
+        return 0
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """``on_cuda(driver, nccl)``: findings beside a device, of a torch built for CUDA 13, which has no private names."""
+
+    def found_on(driver, nccl=(2, 27, 3)):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch, "_C", SimpleNamespace())
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+        monkeypatch.setattr("megatron_ext.doctor.software.nccl.version", lambda: nccl)
+        monkeypatch.setattr("megatron_ext.doctor.software.ctypes.CDLL", lambda name: driver)
+        return found(on_cuda=True)
+
+    return found_on
+
+
+@pytest.mark.parametrize(("version", "status"), [(12080, "fail"), (13000, "pass"), (None, "pass")])
+def test_a_driver_older_than_the_build_fails(on_cuda, version, status):
+    finding = on_cuda(Driver(version))["cuda"]
+    assert finding.status == status
+    assert (f"driver for {version // 1000}." if version else "does not say its version") in finding.found
+
+
+def test_a_driver_without_the_function_and_an_nccl_with_a_word_behind_its_numbers(on_cuda):
+    checks = on_cuda(object(), nccl=(2, 28, 9, "cuda13"))
+    assert "does not say" in checks["cuda"].found and checks["nccl"].found == "2.28.9.cuda13"
 
 
 def test_a_package_that_is_called_apex_is_not_taken_for_it(monkeypatch):

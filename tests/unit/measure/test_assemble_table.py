@@ -58,3 +58,12 @@ def test_a_table_says_who_else_was_busy_and_what_there_was_no_time_for():
 def test_a_table_says_that_compute_was_measured_in_few_rounds():
     few, enough = (assemble_table.notes(raw(1.0, 1.0, compute={"rounds": rounds})) for rounds in (ROUNDS - 1, ROUNDS))
     assert len(few) == 1 and "takes so long that there was time for 3" in few[0] and enough == []
+
+
+@pytest.mark.parametrize(("sharing", "said"), [(1, False), (8, True)])
+def test_a_table_measured_on_a_shared_device_says_it(sharing, said):
+    point = {"p50_us": 10.0, "p95_us": 11.0, "samples": 5, "medians_us": [10.0], "issued_us": 1.0, "passes": 1}
+    points = [{"size_bytes": size, **point} for size in (512, 1024)]
+    table = assemble_table.assemble(Options(), {"curves": {"gpu": points}, "ranks_per_device": sharing})
+    assert table.metadata.hardware.get("ranks_per_device") == (sharing if said else None)
+    assert any("shared device (8 ranks on one)" in note for note in table.metadata.notes) == said

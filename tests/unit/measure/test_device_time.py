@@ -76,3 +76,12 @@ def test_ranks_that_issue_about_equally_fast_spin_equally_long(device):
     assert spins[0] == spins[1] >= 2 * 0.9e-3
     timer.time("slow", lambda: device.launch(10.0, 0.0))
     assert timer.spin_seconds("slow") == MOST_SPIN_SECONDS and timer.spin_seconds("new") == LEAST_SPIN_SECONDS
+
+
+def test_a_torch_that_cannot_sleep_multiplies(device, monkeypatch):
+    monkeypatch.delattr(torch.cuda, "_sleep")
+    products = []
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: None)
+    monkeypatch.setattr(torch, "mm", lambda a, b: products.append(a))
+    device_time.spin(0.0101)
+    assert len(products) == 11

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.measure import contention
+from megatron_ext.measure import contention, operations
 from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep, HostStepCastOnDevice
 from megatron_ext.measure.operations import Optimizer, Reduce
 from megatron_ext.measure.options import Options
@@ -104,3 +104,10 @@ def test_the_host_s_step_is_measured_where_the_optimizer_steps_there():
     found = {pair for pair in contention.pairs(fabric) if "host_step" in pair}
     others = {"compute", "publish", "reduce"}
     assert found == {(other, "host_step") for other in others} | {("host_step", other) for other in others}
+
+
+def test_without_a_way_to_issue_collectives_as_one_they_are_issued_one_by_one(monkeypatch):
+    monkeypatch.delattr(operations.distributed_c10d, "_coalescing_manager")
+    with operations.coalesced(None) as issued:
+        pass
+    assert issued.wait() is None

@@ -40,6 +40,7 @@ def visits(monkeypatch):
 
 def fabric_of(options):
     return SimpleNamespace(
+        ranks_per_device=1,
         options=options,
         rank=0,
         world_size=1,

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from megatron_ext.formats import rank_memory
-from megatron_ext.report.report_text import memory_rows
+from megatron_ext.report.report_text import cautions, memory_rows
 
 MIB = 1 << 20
 
@@ -22,3 +22,24 @@ def test_every_kind_of_both_places_has_a_row():
         ("  rank 0, host in all, MiB", "7.00", "8.00", "0.875"),
     ]
     assert memory_rows(SimpleNamespace(memory=())) == []
+
+
+def test_a_report_of_costs_of_a_shared_device_says_it():
+    def report(**hardware):
+        measured_on = SimpleNamespace(hardware=hardware)
+        run = SimpleNamespace(
+            schedule=SimpleNamespace(metadata=SimpleNamespace(options=SimpleNamespace(measured_on=measured_on)))
+        )
+        one = SimpleNamespace(median_us=1.0)
+        pair = SimpleNamespace(stock=one, scheduled=one)
+        return SimpleNamespace(
+            run=run,
+            iteration_time_us=(one, one),
+            predicted_iteration_time_us=SimpleNamespace(stock=1.0, scheduled=1.0),
+            gather_us=pair,
+            measured_ratio=1.0,
+        )
+
+    (note,) = cautions(report(device="NVIDIA H200", ranks_per_device=8))
+    assert "shared device (8 ranks on one)" in note
+    assert cautions(report(device="NVIDIA H200")) == []

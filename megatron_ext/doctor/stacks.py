@@ -1,0 +1,40 @@
+"""Where the ranks were when a check did not end: what faulthandler wrote, in one line and whole."""
+
+import re
+from pathlib import Path
+
+MOST_FRAMES = 3
+MOST_CHARACTERS = 4000
+
+FRAME = re.compile(r'  File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)')
+
+
+def path_of(folder: str, rank: int) -> Path:
+    """The file that a rank's stacks are written to."""
+    return Path(folder) / f"rank{rank}.stacks"
+
+
+def main_thread(text: str) -> list[str]:
+    """The innermost frames of the thread that began last in ``text``: Python's own, as faulthandler orders them."""
+    last = re.split(r"(?m)^(?:Current thread|Thread) ", text)[-1]
+    frames = [f"{function} ({file}:{line})" for file, line, function in FRAME.findall(last)]
+    return frames[:MOST_FRAMES]
+
+
+def fatal(text: str) -> str:
+    """The signal by which the process ended, as faulthandler calls it; empty where it was none."""
+    found = re.search(r"(?m)^Fatal Python error: (.*)$", text)
+    return found[1] if found else ""
+
+
+def said(folder: str, ranks: int) -> tuple[str, dict[str, float | str]]:
+    """Of all ranks that wrote something: where they were, in one line, and the whole text by rank."""
+    lines, whole = [], {}
+    for rank in range(ranks):
+        file = path_of(folder, rank)
+        text = file.read_text(errors="replace") if file.exists() else ""
+        if text:
+            where = [*filter(None, [fatal(text)]), *main_thread(text)]
+            lines.append(f"rank {rank} in {' < '.join(where)}")
+            whole[f"stacks_of_rank_{rank}"] = text[:MOST_CHARACTERS]
+    return "; ".join(lines), whole

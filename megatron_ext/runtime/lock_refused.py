@@ -1,0 +1,17 @@
+"""What is said where the driver does not page-lock host memory."""
+
+import resource
+
+ADVICE = "ulimit -l unlimited; in a container --ulimit memlock=-1; under Slurm PropagateResourceLimits"
+
+
+def said(size_bytes: int, why: object) -> str:
+    """In one line: how much was asked for, what the driver says, and the limit that is the usual cause.
+
+    Args:
+        why: the error, or its code.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return f"{size_bytes} bytes of host memory cannot be page-locked ({why}); ulimit -l sets no limit"
+    return f"{size_bytes} bytes of host memory cannot be page-locked ({why}); the limit is {limit} bytes: {ADVICE}"

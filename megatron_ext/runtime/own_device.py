@@ -1,0 +1,45 @@
+"""The device of this rank, which it may share with others of its node."""
+
+import os
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl
+
+from megatron_ext.cpubench import device_sharing
+from megatron_ext.formats.errors import InputError
+
+
+def take(local_rank: int) -> torch.device:
+    """Make the CUDA device of this rank the current one."""
+    device = torch.device("cuda", device_sharing.device_index(local_rank, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def tell_nccl(device: torch.device, nodes: int = 1) -> int:
+    """Say to NCCL where ranks share a device, before its first communicator is made. Collective.
+
+    Asked of the devices themselves: ranks that see one device each may well see different ones.
+
+    Args:
+        device: of this rank; the default process group is there.
+        nodes: of the run.
+
+    Returns:
+        How many ranks share the fullest device.
+
+    Raises:
+        InputError: on all ranks, NCCL cannot serve ranks that share a device.
+    """
+    group = dist.new_group(backend="gloo")
+    devices: list = [None] * dist.get_world_size()
+    dist.all_gather_object(devices, str(torch.cuda.get_device_properties(device).uuid), group=group)
+    dist.destroy_process_group(group)  # pyright: ignore[reportArgumentType] - all ranks are in it
+    sharing = max(Counter(devices).values())
+    if sharing > 1 and (why := device_sharing.too_old(nccl.version())) is not None:
+        raise InputError(why, field="NCCL")
+    for name, value in device_sharing.settings(dist.get_rank(), sharing, nodes).items():
+        os.environ.setdefault(name, value)
+    return sharing

@@ -1,0 +1,75 @@
+"""Ranks find out for themselves whether they share a device, on a torch.cuda and process groups that are stand-ins."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.cpubench import device_sharing
+from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import own_device
+
+VARIABLES = (device_sharing.MARK, "NCCL_HOSTID", "NCCL_MNNVL_ENABLE", *device_sharing.ONE_NODE)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """``ranks(uuids, nccl)``: this is rank 1 of as many as there are devices in ``uuids``."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # whatever is set is gone behind the test
+        monkeypatch.delenv(name)
+
+    def make(uuids, nccl=(2, 28, 9)):
+        def gather(found, own, group):
+            found[:] = uuids
+            assert own == uuids[1]
+
+        properties = SimpleNamespace(uuid=uuids[1])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr("torch.cuda.nccl.version", lambda: nccl)
+        for name, function in {
+            "new_group": lambda **options: None,
+            "destroy_process_group": lambda group: None,
+            "get_world_size": lambda: len(uuids),
+            "get_rank": lambda: 1,
+            "all_gather_object": gather,
+        }.items():
+            monkeypatch.setattr(dist, name, function)
+
+    return make
+
+
+def test_ranks_on_one_device_are_hosts_of_their_own(ranks):
+    ranks(["a", "a", "a", "b"])
+    assert own_device.tell_nccl("cuda:0") == 3 == device_sharing.sharing_here()
+    assert (os.environ["NCCL_HOSTID"], os.environ["NCCL_SOCKET_IFNAME"]) == ("rank1", "lo")
+
+
+def test_ranks_that_each_see_one_device_of_several_share_none(ranks):
+    ranks(["a", "b", "c", "d"])
+    assert own_device.tell_nccl("cuda:0") == 1
+    assert not any(name in os.environ for name in VARIABLES)
+
+
+def test_what_the_user_has_set_stays(ranks, monkeypatch):
+    ranks(["a", "a"])
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    own_device.tell_nccl("cuda:0")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
+def test_a_nccl_that_is_too_old_is_refused_in_one_line_where_devices_are_shared(ranks):
+    ranks(["a", "a"], nccl=(2, 4, 8))
+    with pytest.raises(InputError, match="NCCL: ranks share a device, which NCCL 2.4.8 refuses"):
+        own_device.tell_nccl("cuda:0")
+    ranks(["a", "b"], nccl=(2, 4, 8))
+    assert own_device.tell_nccl("cuda:0") == 1
+
+
+def test_a_rank_takes_its_device_in_turn(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert own_device.take(7).index == 1 and taken[0].type == "cuda"
