@@ -147,10 +147,11 @@ class HostPool:
         self._check(self.reads_done, iterations, "to finish reading")
 
     def check_peers(self, version: int) -> None:
-        """:meth:`check_published` of every host copy. Called by the watch, because a stream waits for a flag without
-        end, and by the issuing thread while it waits."""
+        """Raise PeerLost where a rank never will publish ``version`` of a host copy. Called by the watch, because a
+        stream waits for a flag without end, and by the issuing thread while it waits. What fails on this rank they
+        hear from the thread that fails."""
         with self._closing:
-            for index, where in self.flags:
+            for index, where in self.flags if self._failure is None else ():
                 if where == COPY and index in self.copies:
                     self._check(self.flags[index, where], version, f"to publish group {index}")
 

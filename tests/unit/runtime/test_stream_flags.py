@@ -9,7 +9,7 @@ import torch
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.flags import DeviceFlag, HostFlag
 from megatron_ext.runtime.group import Group
-from megatron_ext.runtime.host_pool import DRIVE, HostPool, PeerLost
+from megatron_ext.runtime.host_pool import DRIVE, FAILED, HostPool, PeerLost
 from megatron_ext.runtime.stream_flags import StreamFlagError, StreamFlags, open_stream_flags
 from megatron_ext.runtime.streams import CudaStream
 
@@ -128,7 +128,9 @@ def test_the_watch_hears_of_a_rank_that_has_gone_or_failed(by_thread):
     pool, _ = pool_of_two(os.getpid(), by_thread=by_thread)
     pool.flags[0, 0][0].store(2)
     pool.check_peers(2)  # late, but there
-    pool.fail(RuntimeError("full"))
-    with pytest.raises(PeerLost, match="could not publish"):
+    pool.flags[0, DRIVE][1].store(FAILED)
+    with pytest.raises(PeerLost, match=r"rank 1 of this node \(process [0-9]+\) could not publish"):
         pool.check_peers(2)
+    pool.fail(RuntimeError("full"))
+    pool.check_peers(2)  # the thread that failed says what went wrong here
     pool.close()
