@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_ext.doctor import symmetric_buffers
 from megatron_ext.doctor.place import Place
-from megatron_ext.runtime import symmetric
+from megatron_ext.runtime.routes import symmetric_gather as symmetric
 
 NCCL = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2)
 

@@ -21,10 +21,10 @@ def delayed():
     """``delayed(...)``: a DelayedUpdate of one shard of zeros, whose step number n is to write n."""
     made = []
 
-    def make(begun: int = 0, after: int = 0, published=None, faults=NO_FAULTS, recorder=None) -> DelayedUpdate:
+    def make(begun=0, after=0, published=None, faults=NO_FAULTS, recorder=None, device=HostDevice()):  # noqa: B008
         pair = torch.zeros(3), torch.zeros(3)
         publisher = None if published is None else SimpleNamespace(wait_on_thread=published)
-        how = dict(device=HostDevice(), issuer=Issuer(), faults=faults, rank=0, recorder=recorder)
+        how = dict(device=device, issuer=Issuer(), faults=faults, rank=0, recorder=recorder)
         made.append(DelayedUpdate([pair], begun, after, publisher, **how))
         return made[-1]
 
@@ -103,13 +103,24 @@ def test_parameters_that_somebody_changes_while_an_update_is_pending_are_refused
         one.changed()
 
 
+class Late(HostDevice):
+    """Its compute stream stores flags when the test does."""
+
+    def __init__(self):
+        self.stored = []
+
+    @property
+    def compute(self):
+        return SimpleNamespace(store=lambda *flag: self.stored.append(flag))
+
+
 def test_gradients_are_read_behind_what_the_compute_stream_was_given(delayed):
     """The step begins when the stream has stored the flag, not when it is handed over."""
-    one, stored, stepped = delayed(), [], threading.Event()
-    one._device = SimpleNamespace(compute=SimpleNamespace(store=lambda *flag: stored.append(flag)))
+    device, stepped = Late(), threading.Event()
+    one = delayed(device=device)
     one.take(stepped.set)
     one.updated(1, by_optimizer=True)
     assert not stepped.wait(0.05)
-    ((flag, value),) = stored
+    ((flag, value),) = device.stored
     flag.store(value)
     assert stepped.wait(10)

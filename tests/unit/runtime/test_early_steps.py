@@ -258,14 +258,13 @@ def test_a_gradient_in_host_memory_that_comes_after_the_backward_is_not_stepped_
     assert same(ours.everything(), before)
 
 
-def test_an_error_of_the_thread_reaches_the_training_thread(training):
+def test_an_error_of_the_thread_reaches_the_training_thread():
     def broken() -> None:
         raise OSError("no space")
 
-    ours = training(published=broken)
+    ours = Training(published=broken)
     ours.early.begin()
     ours.early.reduced(0)
     with pytest.raises(OSError, match="no space"):
         ours.early.wait()
-    ours.early._jobs.clear()
-    ours.issuer.left.clear()
+    ours.link.close()

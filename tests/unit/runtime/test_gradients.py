@@ -110,26 +110,34 @@ def test_a_sum_that_is_added_late_is_in_the_shard_at_the_end():
     reducer.close()
 
 
+class SlowShard:
+    """A shard that a gradient is added to when the test says so."""
+
+    def __init__(self, shard: torch.Tensor, go_on: threading.Event):
+        self.shard, self.go_on = shard, go_on
+
+    def add_(self, part: torch.Tensor) -> None:
+        assert self.go_on.wait(10)
+        self.shard.add_(part)
+
+
 def test_sums_in_host_memory_pass_through_a_fixed_number_of_slots():
-    """A gradient whose slot is still being added is copied later, and nobody waits for it meanwhile."""
-    reducer, go_on = made(on_host=range(3), count=3), threading.Event()
+    """A gradient whose slot is still being added is copied later, and nobody waits for it before it is freed."""
+    count = GRADIENT_SLOTS + 1
+    reducer, go_on = made(on_host=range(count), count=count), threading.Event()
     assert reducer.staging_bytes == GRADIENT_SLOTS * 16
-    add = reducer._add
-    reducer._add = lambda gradient, part: (go_on.wait(10), add(gradient, part))
-    gradients, issued = list(reducer.gradients.values()), []
-    for gradient in gradients[:GRADIENT_SLOTS]:
+    gradients = list(reducer.gradients.values())
+    shards = [gradient.shard for gradient in gradients]
+    for gradient in gradients:
+        gradient.shard = SlowShard(gradient.shard, go_on)
         reducer.allocate(gradient)
+        gradient.whole += 10 * gradient.index
         reducer.reduce(gradient)
-    reducer.finish_reduce()
-    for gradient in gradients[GRADIENT_SLOTS:]:
-        reducer.allocate(gradient)
-        reducer.reduce(gradient)
-        issued.append(reducer._to_host.issued)
-    assert issued == [False] and gradients[-1].whole.untyped_storage().nbytes() == 32
+    assert sizes(reducer) == [0] * GRADIENT_SLOTS + [32] and not any(shard.any() for shard in shards)
     go_on.set()
     reducer.end()
-    assert [gradient.shard.tolist() for gradient in gradients] == [[1, 1, 1, 1]] * 3
-    assert sizes(reducer) == [0, 0, 0]
+    assert [shard.tolist() for shard in shards] == [[10 * index + 1] * 4 for index in range(count)]
+    assert sizes(reducer) == [0] * count
     reducer.close()
 
 

@@ -6,7 +6,6 @@ import threading
 import pytest
 import torch
 
-from megatron_ext.runtime import page_locked
 from megatron_ext.runtime.device import CudaDevice
 
 
@@ -24,7 +23,7 @@ class Driver(dict):
 
     def cudaHostUnregister(self, address: int) -> None:
         self.callers.append(threading.current_thread())
-        del self[address]
+        self.pop(address, None)
 
 
 @pytest.fixture
@@ -32,9 +31,9 @@ def locked(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    page_locked._unused.clear()
-    yield driver
-    page_locked._unused.clear()
+    CudaDevice(torch.device("cuda", 0)).close()  # what other tests have left
+    driver.callers.clear()
+    return driver
 
 
 @pytest.fixture
@@ -64,18 +63,23 @@ def test_a_block_that_dies_on_another_thread_is_only_listed_there(locked, device
     thread.start()
     thread.join()
     gc.collect()
-    assert locked == {address: 256} and [one[0] for one in page_locked._unused] == [address]
+    assert locked == {address: 256} and locked.callers == []
     other = device.host_tensor(64, torch.float32)
     assert locked == {other.data_ptr(): 256} and locked.callers == [threading.main_thread()]
-    assert not page_locked._unused
+    del other
+    device.close()
+    assert locked == {}
 
 
 def test_a_block_whose_unlocking_fails_stays_listed(locked, device, monkeypatch):
     device.host_tensor(64, torch.float32)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        device.close()
-    assert len(page_locked._unused) == 1 and len(locked) == 1
+    with monkeypatch.context() as broken:
+        broken.setattr(torch.cuda, "synchronize", lambda device: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            device.close()
+    assert len(locked) == 1
+    device.close()
+    assert locked == {}
 
 
 def test_nothing_is_locked_for_nothing_and_a_refusal_leaves_nothing(locked, device):

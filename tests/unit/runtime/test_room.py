@@ -10,7 +10,7 @@ from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
-from megatron_ext.runtime.host_step.room import Link, OwnRooms, SharedRooms
+from megatron_ext.runtime.host_step.room import Link, OwnRooms, Room, SharedRooms
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.workload.state_layout import LINE_BYTES
@@ -154,31 +154,35 @@ def test_a_unit_whose_gradients_nobody_has_brought_is_not_stepped(training):
         ours.optimizers[0].step()
 
 
-@pytest.mark.parametrize(("rooms", "dtype"), [(0, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
-def test_a_room_that_parameters_leave_from_is_not_overwritten(training, rooms, dtype):
+@pytest.mark.parametrize(
+    ("halves", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)]
+)
+def test_a_room_that_parameters_leave_from_is_not_overwritten(training, halves, dtype):
     """Neither by the gradients of the next unit nor by its parameters."""
-    ours, theirs, go_on = training(rooms, dtype=dtype), Plain(dtype), threading.Event()
+    ours, theirs, go_on = training(dtype=dtype), Plain(dtype), threading.Event()
     ours.draw(0)
     theirs.step(0)
-    unit, room = ours.units[2], ours.rooms.take(ours.units[2])
-    held = [memory for memory in (room._wide, room._half) if memory is not None]
-    room.arrive(unit, [ours.gradients[3], ours.gradients[4]], [])
+    unit, numbers = ours.units[2], UNITS[2]
+    sizes = [unit.bytes, *([unit.bytes // 2] if halves else [])]
+    held = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    room, gradients = Room(ours.link, *held), [ours.gradients[i] for i in numbers]
+    room.arrive(unit, gradients, [])
     room.wait()
-    room.begin(unit, [ours.gradients[3], ours.gradients[4]], in_place=True)
-    for piece, i in zip(unit.pieces, UNITS[2]):
-        piece.parameter.copy_(theirs.parameters[i])
+    room.begin(unit, gradients, in_place=True)
+    for i in numbers:
+        ours.parameters[i].copy_(theirs.parameters[i])
     room.end(unit)
     ours.link.leaving.run(lambda: go_on.wait(10))
     room.leave(unit, [])
     before = [memory.clone() for memory in held]
-    room.arrive(unit, [ours.gradients[3] + 1, ours.gradients[4] + 1], [])
+    room.arrive(unit, [gradient + 1 for gradient in gradients], [])
     ends = threading.Thread(target=room.end, args=(unit,))
     ends.start()
     ends.join(0.1)
     assert ends.is_alive() and all(map(torch.equal, held, before))
     go_on.set()
     ends.join(10)
-    assert not ends.is_alive() and all(torch.equal(ours.shards[i], theirs.shards[i]) for i in UNITS[2])
+    assert not ends.is_alive() and all(torch.equal(ours.shards[i], theirs.shards[i]) for i in numbers)
     room.wait()
 
 
