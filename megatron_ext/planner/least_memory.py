@@ -158,7 +158,9 @@ class _Model:
             around = one.gradient if kept.gradients is not None else 0
             copies = size // self.placer.sharing if route == "cpu" and not kept.shard_on_host else 0
             slots = GRADIENT_SLOTS * (one.gradient // dp) if kept.gradients == "host" else 0
-            ways.append(Way(kept, route, throughout, around, buffer, host - slots + copies, pinned + copies, slots, cost))
+            ways.append(
+                Way(kept, route, throughout, around, buffer, host - slots + copies, pinned + copies, slots, cost)
+            )
         return ways
 
     def plan(self) -> Schedule | None:

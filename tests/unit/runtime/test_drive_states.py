@@ -180,7 +180,9 @@ def test_a_file_that_is_cut_off_ends_the_step_with_its_name(store, tmp_path):
 
 @pytest.mark.parametrize("by_kernel", [True, False])
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "killed"])
-def test_a_fault_of_the_drive_ends_the_step_and_no_state_is_used_after_it(store, tmp_path, monkeypatch, fault, by_kernel):
+def test_a_fault_of_the_drive_ends_the_step_and_no_state_is_used_after_it(
+    store, tmp_path, monkeypatch, fault, by_kernel
+):
     monkeypatch.setattr(block_reads, "SYSTEM_CALLS", block_reads.SYSTEM_CALLS if by_kernel else {})
     ours = parameters(0)
     own = optimizers_of(ours, UNITS)

@@ -154,9 +154,7 @@ def test_a_unit_whose_gradients_nobody_has_brought_is_not_stepped(training):
         ours.optimizers[0].step()
 
 
-@pytest.mark.parametrize(
-    ("halves", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)]
-)
+@pytest.mark.parametrize(("halves", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)])
 def test_a_room_that_parameters_leave_from_is_not_overwritten(training, halves, dtype):
     """Neither by the gradients of the next unit nor by its parameters."""
     ours, theirs, go_on = training(dtype=dtype), Plain(dtype), threading.Event()
@@ -239,7 +237,9 @@ def test_units_that_are_stepped_early_and_units_that_wait_share_rooms(rooms, cas
     """Some steps stand, some are taken back, some come behind the norm: training is the same."""
     ours, theirs = Beside(rooms, cast, on_host=on_host), Plain()
     theirs.step(0)
-    for iteration, (order, clipped) in enumerate((([0, 1, 2, 3], []), ([3, 1], [3]), ([2], []), ([1, 0, 2], [0, 1])), 1):
+    for iteration, (order, clipped) in enumerate(
+        (([0, 1, 2, 3], []), ([3, 1], [3]), ([2], []), ([1, 0, 2], [0, 1])), 1
+    ):
         ours.draw(iteration)
         theirs.draw(iteration)
         ours.early.begin()
