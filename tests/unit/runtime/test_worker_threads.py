@@ -19,19 +19,11 @@ FILES = [path for path in sorted(RUNTIME.rglob("*.py")) if path.name != "host_st
 BEGINS = ("submit", "_WorkerThread", "Thread")
 """Functions that are given what a thread is to do."""
 
-OF_THE_DEVICE = {
-    "cuda",
-    "device",
-    "_device",
-    "stream",
-    "_stream",
-    "compute",
-    "arriving",
-    "leaving",
-    "issuer",
-    "_issuer",
-}
+OF_THE_DEVICE = {"cuda", "device", "_device", "stream", "_stream", "compute", "issuer", "_issuer"}
 """Parts of a dotted name whose methods belong to the issuing thread."""
+
+OF_THE_LINK = {"arriving", "leaving"}
+"""The same, of attributes: of a link."""
 
 OF_EVENTS = {"synchronize", "record", "query", "elapsed_time", "wait_event", "wait_stream", "item", "cpu"}
 """Methods of events and streams, and of tensors that would wait for the device."""
@@ -135,7 +127,12 @@ class Source:
             for call in ast.walk(node):
                 if isinstance(call, ast.Call) and call not in elsewhere:
                     *owner, name = dotted(call.func) or [""]
-                    if OF_THE_DEVICE & {*owner} or (owner and name in OF_EVENTS) or name in MAKES:
+                    if (
+                        OF_THE_DEVICE & {*owner}
+                        or OF_THE_LINK & {*owner[1:]}
+                        or (owner and name in OF_EVENTS)
+                        or name in MAKES
+                    ):
                         found.add((call.lineno, ".".join((*owner, name))))
         return sorted(found)
 
