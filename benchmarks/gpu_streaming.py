@@ -34,7 +34,7 @@ from megatron_ext.runtime.group import Clock, FreedGroup, Residency, State
 from megatron_ext.runtime.host_pool import COPY, DRIVE, HostPool
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.nvme_pool import NvmePool
-from megatron_ext.runtime.routes.drive import Drive
+from megatron_ext.runtime.routes.drive_route import Drive
 from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.workload.drive_reads import DriveReads
 

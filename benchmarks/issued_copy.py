@@ -66,7 +66,13 @@ def issued_copy(rounds: int = 30, copies: int = 2000) -> dict:
         cuMemHostGetDevicePointer=None,
         CUresult=SimpleNamespace(CUDA_SUCCESS=0),
     )
-    names = {"Event": _Idle, "Stream": _give_idle, "current_stream": _give_idle, "stream": _give_idle, "device": _give_idle}
+    names = {
+        "Event": _Idle,
+        "Stream": _give_idle,
+        "current_stream": _give_idle,
+        "stream": _give_idle,
+        "device": _give_idle,
+    }
     with (
         mock.patch.multiple(torch.cuda, **names),
         mock.patch.object(devices, "open_stream_flags", lambda device: (StreamFlags(driver), "")),

@@ -11,9 +11,9 @@ from megatron_ext.megatron.boundaries import Boundaries, bare
 from megatron_ext.megatron.collective_routes import collective_routes
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.describe_model import describe_chunk
-from megatron_ext.megatron.host_step import HostStep
 from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
+from megatron_ext.megatron.scheduled_host_step import HostStep
 from megatron_ext.megatron.shards import (
     HeldGradient,
     hold_gradients,
@@ -62,12 +62,8 @@ def prepare(
     """
     keep_host_blocks()
     process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    pp_rank, clock, residency, issuer = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        Clock(),
-        Residency(),
-        Issuer(),
-    )
+    pp_rank, issuer = parallel_state.get_pipeline_model_parallel_rank(), Issuer()
+    clock, residency = Clock(), Residency()
     groups = make_groups(schedule, bucket_groups, process_group, residency)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
     _hold_shards_only(schedule, ddps, groups, optimizers, buckets)
@@ -77,10 +73,8 @@ def prepare(
     offloaded = _offloaded(schedule, optimizers, buckets)
     copies = Copies(schedule, groups, offloaded, process_group, issuer, clock, faults, links, nvme_path)
     leave_step_out(optimizers, buckets, faults.skip_step)
-    host_step = None
-    if groups and (delay is not None or _steps_on_host(schedule)):
-        how = (copies.publisher, issuer, faults, links, nvme_path, delay)
-        host_step = HostStep(schedule, optimizers, bucket_groups, groups, *how)
+    how = (copies.publisher, issuer, faults, links, nvme_path, delay)
+    host_step = _host_step(schedule, optimizers, bucket_groups, groups, *how)
     early = host_step.early if host_step is not None else None
     boundaries = _boundaries(schedule, ddps, pp_rank)
     reducer = _reducer(schedule, bucket_groups, optimizers, process_group, issuer, faults, routes.order, early)
@@ -102,14 +96,18 @@ def prepare(
         census=Census(residency, _parameters(ddps), resting, reducer),
     )
     closing = [host_step] if host_step is not None else []
+    executor.on_close(*(device_of(group.whole).close for group in [*groups.values()][:1]))  # what others have locked
     executor.on_close(boundaries.close, *copies.closing, *(one.close for one in (*routes.buffered, *closing)))
     return executor
 
 
-def _steps_on_host(schedule: Schedule) -> bool:
-    """Whether the schedule says how the host's optimizer steps."""
-    fields = schedule.rollback_bytes, schedule.step_slots, schedule.state_slots
-    return any(field is not None for field in fields)
+def _host_step(schedule: Schedule, optimizers: list, bucket_groups: dict, groups: dict, *how) -> HostStep | None:
+    """``how``: as :class:`HostStep` takes it. None where the schedule does not say how the host's optimizer steps."""
+    *_, delay = how
+    fields = schedule.rollback_bytes, schedule.step_slots, schedule.state_slots, delay
+    if not groups or all(field is None for field in fields):
+        return None
+    return HostStep(schedule, optimizers, bucket_groups, groups, *how)
 
 
 def _offloaded(schedule: Schedule, optimizers: list, buckets: list) -> dict:

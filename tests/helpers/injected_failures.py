@@ -41,7 +41,7 @@ from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.program import Program, StepProgram
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.routes.drive import Drive
+from megatron_ext.runtime.routes.drive_route import Drive
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
 from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.runtime.routes.shard_gather import ShardGather

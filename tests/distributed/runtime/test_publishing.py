@@ -26,7 +26,7 @@ from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.program import Program, StepProgram
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
-from megatron_ext.runtime.routes.drive import Drive
+from megatron_ext.runtime.routes.drive_route import Drive
 from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.step import Step

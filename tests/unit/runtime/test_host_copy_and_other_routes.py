@@ -16,7 +16,7 @@ from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.routes.all_gather import AllGather
-from megatron_ext.runtime.routes.drive import Drive
+from megatron_ext.runtime.routes.drive_route import Drive
 from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.workload.drive_reads import DriveReads
 
