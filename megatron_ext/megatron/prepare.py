@@ -86,14 +86,11 @@ def prepare(
         reducer,
     )
     parts = (reducer, copies.publisher, *(host_step.parts if host_step is not None else ()))
+    census = Census(residency, _parameters(ddps), resting, reducer)
     executor = Executor(
         *(program, groups, clock, residency, routes.gather.issue, issuer),
         [part for part in parts if part is not None],
-        recorder=recorder,
-        checks=checks,
-        pool=copies.pool,
-        drop_staged=copies.drop_staged,
-        census=Census(residency, _parameters(ddps), resting, reducer),
+        **dict(recorder=recorder, checks=checks, pool=copies.pool, drop_staged=copies.drop_staged, census=census),
     )
     closing = [host_step] if host_step is not None else []
     executor.on_close(*(device_of(group.whole).close for group in [*groups.values()][:1]))  # what others have locked
