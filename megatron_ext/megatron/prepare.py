@@ -1,6 +1,7 @@
 """From a schedule that fits the run to an executor: groups, routes and the compiled program."""
 
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -86,11 +87,12 @@ def prepare(
         reducer,
     )
     parts = (reducer, copies.publisher, *(host_step.parts if host_step is not None else ()))
-    census = Census(residency, _parameters(ddps), resting, reducer)
+    kept: dict[str, Any] = dict(recorder=recorder, checks=checks, pool=copies.pool, drop_staged=copies.drop_staged)
+    kept["census"] = Census(residency, _parameters(ddps), resting, reducer)
     executor = Executor(
         *(program, groups, clock, residency, routes.gather.issue, issuer),
         [part for part in parts if part is not None],
-        **dict(recorder=recorder, checks=checks, pool=copies.pool, drop_staged=copies.drop_staged, census=census),
+        **kept,
     )
     closing = [host_step] if host_step is not None else []
     executor.on_close(*(device_of(group.whole).close for group in [*groups.values()][:1]))  # what others have locked
