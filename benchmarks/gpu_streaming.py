@@ -34,7 +34,7 @@ from megatron_ext.runtime.group import Clock, FreedGroup, Residency, State
 from megatron_ext.runtime.host_pool import COPY, DRIVE, HostPool
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.nvme_pool import NvmePool
-from megatron_ext.runtime.routes.drive_route import Drive
+from megatron_ext.runtime.routes.drive_copy import DriveCopy
 from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.workload.drive_reads import DriveReads
 
@@ -108,7 +108,7 @@ class Streamed:
             for group in self.groups:
                 self.nvme.write(group, 0, group.shard)
                 self.nvme.flush(group)
-            self.route = Drive(self.nvme, self.pool, *how, self.slots)
+            self.route = DriveCopy(self.nvme, self.pool, *how, self.slots)
         for group in self.groups:
             for where in (COPY, DRIVE):
                 self.pool.flags[group.index, where][0].store(self.clock.version)

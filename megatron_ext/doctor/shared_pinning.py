@@ -110,8 +110,8 @@ def _pin(place: Place, block: mmap.mmap) -> Finding:
     try:
         device.pin(memory)
         why = None
-    except RuntimeError as error:
-        why = lock_refused.said(memory.nbytes, error)
+    except InputError as error:
+        why = str(error)
     taken = max(place.exchange(time.monotonic() - start))
     if why is not None:
         return failed(name, why, lock_refused.ADVICE)

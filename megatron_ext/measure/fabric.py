@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.hostcpu.board import Board, SharedBoard
 from megatron_ext.measure.options import MIB, Options
-from megatron_ext.runtime import block_pages, host_memory, lock_refused, own_device
+from megatron_ext.runtime import block_pages, host_memory, own_device
 from megatron_ext.runtime.device import device_of
 
 ARENA_BYTES = 64 * MIB
@@ -39,14 +39,6 @@ def arena_bytes(options: Options) -> int:
 def _control_bytes(options: Options) -> int:
     size = SharedBoard.size_bytes(options.world_size)
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def page_lock(device, memory: torch.Tensor) -> None:
-    """Raises InputError where the driver refuses."""
-    try:
-        device.pin(memory)
-    except RuntimeError as error:
-        raise InputError(lock_refused.said(memory.nbytes, error), field="host copies of a node") from error
 
 
 class Fabric:
@@ -134,7 +126,7 @@ class Fabric:
             self._host.sum()  # every rank maps them, before timing: a run does so in its first iteration
             self.barrier()
             begin = perf_counter()
-            page_lock(self.device, self._host)
+            self.device.pin(self._host)
             self.set_up_seconds = made - start, perf_counter() - begin
             self.set_up_bytes = len(stages) * size
         return self._host

@@ -17,7 +17,7 @@ from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import make_process_groups
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
-from megatron_ext.runtime.routes.drive_route import Drive
+from megatron_ext.runtime.routes.drive_copy import DriveCopy
 from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -97,7 +97,7 @@ class Copies:
             self.routes["cpu"] = HostCopy(pool, *how, recorder)
             self.closing.append(self.routes["cpu"].close)
         if nvme is not None:
-            route = self.routes["nvme"] = Drive(nvme, pool, *how, schedule.limits.nvme_slots, recorder)
+            route = self.routes["nvme"] = DriveCopy(nvme, pool, *how, schedule.limits.nvme_slots, recorder)
             self.drop_staged = route.drop
             self.closing += [nvme.close, route.close]
         self.publisher = Publisher(targets, pool, nvme, nodes, dist.get_rank(process_group), *how, recorder)

@@ -178,6 +178,7 @@ def _replace_cuda_functions() -> None:
     torch.accelerator.current_accelerator = lambda check_available=False: None
     torch.accelerator.is_available = lambda: False
     cuda.is_available = cuda.is_initialized = lambda: True
+    cuda.is_available.of_the_processor = True
     # Megatron skips its own set-up, silently, where this is 0.
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda.current_device = lambda: 0

@@ -65,7 +65,7 @@ class _Divided:
 def _norm(gradients: list[torch.Tensor], others: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """The 2-norm of ``gradients``, and of what has the norm ``others``: fp32 of shape ``(1,)``, on ``device``."""
     squares = torch.stack([_sum_of_squares(gradient.view(-1)) for gradient in gradients]).sum()
-    norm = squares.sqrt().float().view(1).to(device)
+    norm = torch.empty(1, device=device).copy_(squares.sqrt())
     return norm if others is None else (norm**2 + others**2).sqrt()
 
 

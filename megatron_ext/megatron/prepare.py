@@ -1,7 +1,6 @@
 """From a schedule that fits the run to an executor: groups, routes and the compiled program."""
 
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,6 +13,7 @@ from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
+from megatron_ext.megatron.run_summary import say
 from megatron_ext.megatron.scheduled_host_step import HostStep
 from megatron_ext.megatron.shards import (
     HeldGradient,
@@ -21,17 +21,20 @@ from megatron_ext.megatron.shards import (
     hold_shards,
     offloaded_shards,
     refuse_state_of_freed,
+    steps_on_the_host,
 )
 from megatron_ext.megatron.states_on_device import leave_step_out
-from megatron_ext.runtime import debug
+from megatron_ext.runtime import debug, host_threads
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
+from megatron_ext.runtime.host_shards import HostShards
 from megatron_ext.runtime.host_step.early import EarlySteps
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.memory_pool import MemoryPool, rehearse
 from megatron_ext.runtime.program import compile_program
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.footprint import device_peaks
@@ -62,51 +65,71 @@ def prepare(
         InputError: copies cannot be made; not on every rank of the run.
     """
     keep_host_blocks()
+    if has_cuda() and (schedule_needs_host(schedule) or any(map(steps_on_the_host, optimizers))):
+        changed = host_threads.use(min(schedule.parallel.node_size, schedule.parallel.world_size))
+        if changed is not None and dist.get_rank() == 0:
+            say(changed)
     process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    pp_rank, issuer = parallel_state.get_pipeline_model_parallel_rank(), Issuer()
-    clock, residency = Clock(), Residency()
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    clock, residency, issuer = Clock(), Residency(), Issuer()
     groups = make_groups(schedule, bucket_groups, process_group, residency)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
-    _hold_shards_only(schedule, ddps, groups, optimizers, buckets)
+    host_shards = _hold_shards_only(schedule, ddps, groups, optimizers, buckets)
     links = recorder if recorder and recorder.iterations is None else None
     routes = collective_routes(schedule, groups, process_group, faults, links)
     checks = _checks(schedule, pp_rank, process_group, routes.order)
     offloaded = _offloaded(schedule, optimizers, buckets)
     copies = Copies(schedule, groups, offloaded, process_group, issuer, clock, faults, links, nvme_path)
     leave_step_out(optimizers, buckets, faults.skip_step)
-    how = (copies.publisher, issuer, faults, links, nvme_path, delay)
-    host_step = _host_step(schedule, optimizers, bucket_groups, groups, *how)
+    host_step = None
+    if groups and (delay is not None or _steps_on_host(schedule)):
+        how = (copies.publisher, issuer, faults, links, nvme_path, delay)
+        host_step = HostStep(schedule, optimizers, bucket_groups, groups, *how)
     early = host_step.early if host_step is not None else None
     boundaries = _boundaries(schedule, ddps, pp_rank)
     reducer = _reducer(schedule, bucket_groups, optimizers, process_group, issuer, faults, routes.order, early)
-    resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, routes.buffered, reducer)
+    buffers = [] if host_shards is None else [host_shards.buffer]
+    resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, routes.buffered, reducer, buffers)
     program = compile_program(
         *(schedule, schedule.ranks[pp_rank], groups, routes.by_name | copies.routes, clock, boundaries, recorder),
         faults.skip_group,
         checks is not None,
         reducer,
     )
-    parts = (reducer, copies.publisher, *(host_step.parts if host_step is not None else ()))
-    kept: dict[str, Any] = dict(recorder=recorder, checks=checks, pool=copies.pool, drop_staged=copies.drop_staged)
-    kept["census"] = Census(residency, _parameters(ddps), resting, reducer)
+    parts = (reducer, host_shards, copies.publisher, *(host_step.parts if host_step is not None else ()))
+    pool = MemoryPool(device_of(next(iter(groups.values())).whole)) if groups else None
+    for held in (*groups.values(), *(reducer.gradients.values() if reducer is not None else ())):
+        assert pool is not None
+        pool.serve(held)
     executor = Executor(
         *(program, groups, clock, residency, routes.gather.issue, issuer),
         [part for part in parts if part is not None],
-        **kept,
+        recorder=recorder,
+        checks=checks,
+        pool=copies.pool,
+        drop_staged=copies.drop_staged,
+        memory=pool,
+        census=Census(residency, _parameters(ddps), resting, reducer),
     )
+    if pool is not None:
+        rehearsal = partial(rehearse, schedule, schedule.ranks[pp_rank], groups, clock, boundaries, reducer)
+        why = executor.fill_memory(rehearsal)
+        if why is not None and dist.get_rank() == 0:
+            say(f"{why}; torch's allocator may wait for the device in the first iterations")
     closing = [host_step] if host_step is not None else []
-    executor.on_close(*(device_of(group.whole).close for group in [*groups.values()][:1]))  # what others have locked
     executor.on_close(boundaries.close, *copies.closing, *(one.close for one in (*routes.buffered, *closing)))
     return executor
 
 
-def _host_step(schedule: Schedule, optimizers: list, bucket_groups: dict, groups: dict, *how) -> HostStep | None:
-    """``how``: as :class:`HostStep` takes it. None where the schedule does not say how the host's optimizer steps."""
-    *_, delay = how
-    fields = schedule.rollback_bytes, schedule.step_slots, schedule.state_slots, delay
-    if not groups or all(field is None for field in fields):
-        return None
-    return HostStep(schedule, optimizers, bucket_groups, groups, *how)
+def schedule_needs_host(schedule: Schedule) -> bool:
+    """Whether the schedule lets the host's processors do anything beside copies."""
+    return _steps_on_host(schedule) or any(group.gradients == "host" for group in schedule.groups)
+
+
+def _steps_on_host(schedule: Schedule) -> bool:
+    """Whether the schedule says how the host's optimizer steps."""
+    fields = schedule.rollback_bytes, schedule.step_slots, schedule.state_slots
+    return any(field is not None for field in fields)
 
 
 def _offloaded(schedule: Schedule, optimizers: list, buckets: list) -> dict:
@@ -138,14 +161,16 @@ def keep_host_blocks() -> None:
 
 def _hold_shards_only(
     schedule: Schedule, ddps: list, groups: dict[int, Group], optimizers: list, buckets: list
-) -> None:
-    """At zero stage 3 the optimizers work on shards, and the state of a freed chunk is refused."""
+) -> HostShards | None:
+    """At zero stage 3 the optimizers work on shards, and the state of a freed chunk is refused. Returns what
+    :func:`hold_shards` does."""
     if schedule.zero_stage != 3:
-        return
-    hold_shards(optimizers, buckets)
+        return None
+    host_shards = hold_shards(optimizers, buckets)
     for chunk_id, ddp in enumerate(ddps):
         freed = [group for index, group in groups.items() if schedule.groups[index].model_chunk_id == chunk_id]
         refuse_state_of_freed(bare(ddp), freed)
+    return host_shards
 
 
 def _reducer(

@@ -20,6 +20,7 @@ def resting_storages(
     host_step: HostStep | None,
     routes: list,
     reducer: Reducer | None,
+    buffers: list[torch.Tensor],
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by kind on the device, and by kind in host memory.
 
@@ -29,13 +30,14 @@ def resting_storages(
         host_step: of the optimizer, or None where Megatron makes it alone.
         routes: whose gathers go through buffers.
         reducer: of the gradients that come and go, or None.
+        buffers: on the device, through which parameters pass.
     """
     freed = [group for group in groups.values() if isinstance(group, FreedGroup)]
     device = {
         "shards": storage_bytes(group.shard for group in freed if not group.on_host),
         "gradients": storage_bytes(buffer.grad_data for ddp in ddps for buffer in ddp.buffers),
     }
-    device["buffers"] = sum(route.buffer_bytes for route in routes)
+    device["buffers"] = sum(route.buffer_bytes for route in routes) + storage_bytes(buffers)
     host = {
         "host_copies": copies.own_bytes,
         "staging_slots": 0,

@@ -272,10 +272,11 @@ class HostStep:
         found, settings = [], []
         for optimizer, own in units.items():
             early = [unit for unit in own if self._may_be_early(unit.group)]
-            scale = partial(_inverse_scale, optimizer)
-            found += [EarlyUnit(unit, [self._parts[piece.parameter] for piece in unit.pieces], scale) for unit in early]
             if own:
-                settings.append(_Settings(optimizer.optimizer))
+                settings.append(_Settings(optimizer))
+            for unit in early:
+                gradients = [self._parts[piece.parameter] for piece in unit.pieces]
+                found.append(EarlyUnit(unit, gradients, settings[-1].inverse_scale))
 
         def take() -> None:
             for one in settings:
@@ -330,20 +331,22 @@ def _added_up_later(parameter) -> bool:
     return any(getattr(parameter, name, False) for name in names)
 
 
-def _inverse_scale(optimizer) -> float | None:
-    scaler = optimizer.grad_scaler
-    return None if scaler is None else float(scaler.inv_scale)
-
-
 class _Settings:
-    """What the optimizer of a whole iteration is to step with: learning rate, weight decay and all else."""
+    """What Megatron's ``optimizer`` is to step with for a whole iteration: learning rate, weight decay and all else,
+    also the loss scale, which lies on the device."""
 
-    def __init__(self, hybrid):
-        self.hybrid, self.taken = hybrid, []
+    def __init__(self, optimizer):
+        self.hybrid, self._scaler, self.taken = optimizer.optimizer, optimizer.grad_scaler, []
+        self._scale: float | None = None
 
     def take(self) -> None:
         self.hybrid._sync_hdo_param_groups_to_sub_optimizers()
         self.taken = self.now()
+        self._scale = None if self._scaler is None else float(self._scaler.inv_scale)
+
+    def inverse_scale(self) -> float | None:
+        """By which gradients are unscaled; None where they are not scaled."""
+        return self._scale
 
     def now(self) -> list[dict]:
         return [

@@ -15,7 +15,10 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.megatron.host_gradients import rest_on_host
+from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.group import FreedGroup, Group, ScheduleError, State
+from megatron_ext.runtime.host_shards import HostShards
+from megatron_ext.workload.state_layout import ROUNDING_BYTES
 
 
 class ShardOf:
@@ -27,10 +30,18 @@ class ShardOf:
         start: element of the whole at which the shard begins; negative where it begins before it.
         numel: of the whole.
         device: what is taken is copied there where it is elsewhere; None: nothing is copied.
+        write: ``write(shard, values)``, in place of copies to what is taken; None: they are made.
     """
 
-    def __init__(self, shard: torch.Tensor, start: int, numel: int, device: torch.device | None = None):
-        self._shard, self._start, self._numel, self._device = shard, start, numel, device
+    def __init__(
+        self,
+        shard: torch.Tensor,
+        start: int,
+        numel: int,
+        device: torch.device | None = None,
+        write: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    ):
+        self._shard, self._start, self._numel, self._device, self._write = shard, start, numel, device, write
 
     def numel(self) -> int:
         return self._numel
@@ -39,24 +50,61 @@ class ShardOf:
         assert shape == (-1,), "the distributed optimizer views buckets flat"
         return self
 
-    def __getitem__(self, index: slice) -> torch.Tensor:
+    def __getitem__(self, index: slice) -> "torch.Tensor | _Written":
         start, stop = index.start - self._start, index.stop - self._start
         assert 0 <= start <= stop <= self._shard.numel(), "indexed outside of the own shard"
+        if self._write is not None:
+            return _Written(self._shard[start:stop], self._write)
         return self._shard[start:stop] if self._device is None else self._shard[start:stop].to(self._device)
 
 
-def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]]) -> None:
+class _Written:
+    """Stands in for a part of a shard, to whose ``data`` Megatron copies new parameters."""
+
+    def __init__(self, shard: torch.Tensor, write: Callable[[torch.Tensor, torch.Tensor], None]):
+        self._shard, self._write = shard, write
+
+    @property
+    def data(self) -> "_Written":
+        return self
+
+    def copy_(self, values: torch.Tensor) -> None:
+        self._write(self._shard, values)
+
+
+def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]]) -> HostShards | None:
     """Point the optimizers' views of buckets at the shards of their groups.
 
     Args:
         optimizers: Megatron's DistributedOptimizer objects of this rank.
         groups: (bucket, group) of every group of this rank.
+
+    Returns:
+        What writes shards in host memory where the optimizer steps on the device; None where there is none.
     """
     for _, group, start, end, shard in _pieces(optimizers, groups):
         shard.data = group.shard[start:end]
+    writer = _writer(optimizers, groups)
     for bucket, group in groups:
-        shard = ShardOf(group.shard, group.shard_start, group.whole.numel())
+        write = writer.write if writer is not None and group.on_host else None
+        shard = ShardOf(group.shard, group.shard_start, group.whole.numel(), write=write)
         setattr(bucket, "param_data", shard)  # noqa: B010 - upstream's attribute
+    return writer
+
+
+def _writer(optimizers, groups: list[tuple[object, FreedGroup]]) -> HostShards | None:
+    on_host = [(bucket, group) for bucket, group in groups if group.on_host]
+    real = [optimizer for optimizer in optimizers if not getattr(optimizer, "is_stub_optimizer", False)]
+    if not on_host or any(steps_on_the_host(optimizer) for optimizer in real):
+        return None
+    whole = on_host[0][1].whole
+    longest = max(
+        min(parameter.numel(), group.shard.numel())
+        for bucket, group in on_host
+        for parameter in getattr(bucket, "params_list")  # noqa: B009 - upstream's attribute
+    )
+    numel = min(longest, ROUNDING_BYTES // whole.element_size())
+    return HostShards(numel, whole.dtype, whole.device, device_of(whole))
 
 
 class HeldGradient(NamedTuple):
@@ -108,7 +156,7 @@ def hold_gradients(optimizers, held: list[HeldGradient]) -> None:
 
 def steps_on_the_host(optimizer) -> bool:
     """Whether Megatron's DistributedOptimizer ``optimizer`` has its host optimizer (``--optimizer-cpu-offload``)."""
-    return hasattr(optimizer.optimizer, "gpu_params_map_cpu_copy")
+    return hasattr(getattr(optimizer, "optimizer", None), "gpu_params_map_cpu_copy")
 
 
 def _with_shards(copy_gradients: Callable, standing: dict) -> Callable:

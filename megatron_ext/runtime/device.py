@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import lock_refused
 from megatron_ext.runtime.host_stream import HostCompute, HostEvent, HostStream
 from megatron_ext.runtime.page_locked import page_locked, unlock_unused
 from megatron_ext.runtime.stream_flags import StreamFlags, open_stream_flags
@@ -12,12 +14,10 @@ from megatron_ext.runtime.streams import ComputeStream, CudaStream, Stream
 
 
 def has_cuda() -> bool:
-    """Whether there is a real CUDA device.
-
-    ``torch.cuda.is_available`` is Python and may be made to speak of the CPU instead, see
-    :mod:`megatron_ext.megatron.cpu_compat`; what it asks in the end cannot.
-    """
-    return hasattr(torch._C, "_cuda_getDeviceCount") and torch._C._cuda_getDeviceCount() > 0
+    """Whether there is a real CUDA device, also where ``torch.cuda.is_available`` has been made to speak of the CPU,
+    see :mod:`megatron_ext.megatron.cpu_compat`."""
+    available = torch.cuda.is_available
+    return not getattr(available, "of_the_processor", False) and available()
 
 
 class Device(Protocol):
@@ -65,7 +65,7 @@ class Device(Protocol):
         """Page-lock memory that torch did not allocate, so that copies are asynchronous.
 
         Raises:
-            RuntimeError: the driver refuses (too much locked memory, for example).
+            InputError: the driver refuses; says the bytes and the limit.
         """
         ...
 
@@ -161,7 +161,8 @@ class CudaDevice:
         size = tensor.numel() * tensor.element_size()
         code = int(runtime.cudaHostRegister(tensor.data_ptr(), size, 0))
         if code != 0:
-            raise RuntimeError(f"cudaHostRegister of {size} bytes failed with error {code}")
+            why = lock_refused.said(size, f"cudaHostRegister: error {code}")
+            raise InputError(why, field="page-locked memory")
 
     def unpin(self, tensor: torch.Tensor) -> None:
         self.unlock(tensor.data_ptr())

@@ -1,5 +1,6 @@
 """Runs a compiled program beside the training loop: what the hooks call."""
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -8,6 +9,7 @@ from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, State
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.memory_pool import MemoryPool
 from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.program import Program
 
@@ -33,6 +35,7 @@ class Executor:
         checks: of the debug mode, or None.
         drop_staged: empties the staging slots.
         census: counts what this rank holds, or None.
+        memory: of whole groups and gradients, or None where this rank has none.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Executor:
         checks=None,
         drop_staged: Callable[[], None] = lambda: None,
         census: Census | None = None,
+        memory: MemoryPool | None = None,
     ):
         self.program, self.groups, self.clock, self.residency = program, groups, clock, residency
         self.gather, self.issuer, self.parts = gather, issuer, tuple(parts)
@@ -59,7 +63,7 @@ class Executor:
         self._count_forward = self._count_backward = 0
         self.iterations, self._drop_staged = 0, drop_staged
         self.peak_bytes = 0  # of whole parameters in the iteration that ended last
-        self._started = False
+        self._memory, self._started = memory, False
         self._delayed = self.part(DelayedUpdate)
         self._left = issuer.left  # empty in most steps
         self._undisturbed = True
@@ -227,14 +231,21 @@ class Executor:
         for part in self.parts:
             part.settled()
         self._undisturbed, self.busy = False, True
-        for index in sorted(self.groups):
-            group = self.groups[index]
-            if group.state is UNSHARDING:
-                group.wait(self.clock)
-            elif group.state is SHARDED:
-                group.unshard(self.gather, self.clock)
-                group.wait(self.clock)
+        with contextlib.nullcontext() if self._memory is None else self._memory.unused():
+            for index in sorted(self.groups):
+                group = self.groups[index]
+                if group.state is UNSHARDING:
+                    group.wait(self.clock)
+                elif group.state is SHARDED:
+                    group.unshard(self.gather, self.clock)
+                    group.wait(self.clock)
         self.busy = False
+
+    def fill_memory(self, rehearsal: Callable[[], None]) -> str | None:
+        """Take the memory of an iteration from the device, see memory_pool.py; before the first one. Returns why that
+        cannot be had, or None."""
+        self._drop_all()
+        return None if self._memory is None else self._memory.fill(rehearsal)
 
     # For the watch, from another thread.
 

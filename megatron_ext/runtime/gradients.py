@@ -66,7 +66,8 @@ class Gradient:
     def __init__(self, index: int, whole: torch.Tensor, shard: torch.Tensor, shard_start: int):
         self.index, self.whole, self.shard, self.shard_start = index, whole, shard, shard_start
         self.part = whole.narrow(0, shard_start, shard.numel())
-        self.bytes, self.resize = whole.numel() * whole.element_size(), whole.untyped_storage().resize_
+        self.resize: Callable[[int], object] = whole.untyped_storage().resize_
+        self.bytes = whole.numel() * whole.element_size()
         assert whole.storage_offset() == 0 and whole.untyped_storage().nbytes() == self.bytes
         self.state, self.version = _FREED, 0
         self.issue: Callable | None = None

@@ -202,7 +202,8 @@ class FreedGroup(Group):
         self.on_host = on_host
         with torch.no_grad():
             self.shard = _host_copy(self.shard) if on_host else self.shard.clone()
-        self.resize, self._bytes, self.residency = whole.untyped_storage().resize_, self.bytes, residency
+        self.resize: Callable[[int], object] = whole.untyped_storage().resize_
+        self._bytes, self.residency = self.bytes, residency
         self.state = _WHOLE
         residency.add(self._bytes)
 

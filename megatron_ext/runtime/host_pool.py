@@ -104,7 +104,7 @@ class HostPool:
         self.reads_done = [DeviceFlag(memory, self._rows - 1, rank, offset) for rank in ranks]
 
     def pin(self) -> None:
-        """Page-lock the whole block as one region, until :meth:`close`. Raises RuntimeError: the driver refuses."""
+        """Page-lock the whole block as one region, until :meth:`close`. Raises InputError: the driver refuses."""
         self._device.pin(self.memory)
         self._pinned = True
         self._make_flags(self._device.address_offset(self.memory))

@@ -52,7 +52,7 @@ class Issuer:
         """Block until ``transfer`` has ended, and raise what it raised."""
         if transfer is not None:
             self.wait(lambda: transfer.ended)
-            transfer.wait()
+            transfer.check()
 
     def finish(self) -> None:
         """Block until everything is issued."""

@@ -26,7 +26,7 @@ def page_locked(numel: int, dtype: torch.dtype, device) -> torch.Tensor:
     """Zeros in memory that ``device`` has page-locked.
 
     Raises:
-        RuntimeError: the driver refuses.
+        InputError: the driver refuses.
     """
     unlock_unused(device)
     if numel == 0:

@@ -56,7 +56,8 @@ class _Shard(NamedTuple):
     Attributes:
         own: its place there.
         pieces: of the host's optimizer, which the shard is made of; None: it is copied.
-        copied: value of the target's flag when a stream has copied it; None: the thread does it.
+        copied: value of the target's flag when a stream has copied it, or has written the shard in host memory; None:
+            the device has nothing to do with it.
         stale: the fault that leaves the copy as it is.
         bounce: its place is a bounce buffer.
     """
@@ -146,10 +147,10 @@ class Publisher(Part):
         group = target.group
         pieces = target.offloaded() if target.offloaded is not None and not from_shards else None
         stale = group.index == self.faults.stale_group and version > 2
-        copied = self._published if pieces is None and not group.on_host else None
+        copied = self._published if pieces is None else None
         if target.host:
             own = self.pool.slice_of(group, self.dp_rank)
-        elif copied is None and pieces is None:
+        elif group.on_host and pieces is None:
             own = group.shard
         else:
             size = group.shard.numel() * group.shard.element_size()
@@ -163,7 +164,7 @@ class Publisher(Part):
         stream, target = self.stream, shard.target
         recorder, name = self.recorder, f"publish {target.group.index}"
         marks = [] if recorder is not None else None
-        if not shard.stale:
+        if not shard.stale and not target.group.on_host:
             stream.delay(self._delay)
             stream.copy(shard.own, target.group.shard, marks)
         if target.nvme or self.pool.by_thread(target.group):
@@ -212,10 +213,10 @@ class Publisher(Part):
         group, own = shard.target.group, shard.own
         if shard.copied is not None:
             poll(partial(self._flags[shard.number].reached, shard.copied))
-            return
-        if shard.target.host:
-            for flag in self.pool.reads_done:
-                poll(partial(flag.reached, iterations), partial(self.pool.check_reads_done, iterations))
+            if not group.on_host:
+                return
+        for flag in self.pool.reads_done:  # a stream has waited for them before it copied
+            poll(partial(flag.reached, iterations), partial(self.pool.check_reads_done, iterations))
         if self._delay is not None:
             self._delay()
         with torch.no_grad():

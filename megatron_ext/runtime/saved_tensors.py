@@ -64,7 +64,7 @@ class SavedTensors:
 
     def _saved_of(self, node) -> tuple[torch.Tensor | None, ...]:
         """What ``node`` saved, parameters themselves."""
-        saved = vars(torch._C._FunctionBase)["saved_tensors"].__get__(node)
+        saved = getattr(super(BackwardCFunction, node), "saved_tensors")  # noqa: B009 - torch's types lack it
         return tuple(
             self._not_counted.get(_place(t), t) if t is not None and t.is_leaf and t.requires_grad else t for t in saved
         )

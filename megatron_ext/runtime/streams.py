@@ -12,7 +12,6 @@ same streams and routes, the table holds how long that takes (``group_overhead.c
 simulator keeps the training thread busy for it at every step.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -97,9 +96,9 @@ class CudaStream:
         self._flags.wait(self.stream, flag.device_address, value)
 
     def delay(self, pause: Callable | None) -> None:
-        if pause is not None:
-            sleep = getattr(torch.cuda, "_sleep", None)  # in cycles; a torch without it lets the host sleep
-            pause(time.sleep if sleep is None else lambda seconds: self.run(lambda: sleep(int(seconds * 1.5e9))))
+        sleep = getattr(torch.cuda, "_sleep", None)
+        if pause is not None and sleep is not None:
+            pause(lambda seconds: self.run(lambda: sleep(int(seconds * 1.5e9))))  # cycles
 
     def close(self) -> None:
         """Nothing: what is queued ends before memory is unlocked."""

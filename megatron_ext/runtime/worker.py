@@ -101,6 +101,12 @@ class Transfer:
         if self.error is not None:
             raise self.error
 
+    def check(self) -> None:
+        """Raise what it raised; it has ended."""
+        assert self.ended
+        if self.error is not None:
+            raise self.error
+
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the transfer as done, or as failed with ``error``; only the first call counts."""
         if self.ended:

@@ -39,7 +39,7 @@ from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels
 from megatron_ext.workload.nodes import ranks_of_copy
 from megatron_ext.workload.route import piece_buffer_bytes
-from megatron_ext.workload.state_layout import GRADIENT_SLOTS, gradient_slot_bytes, region_bytes
+from megatron_ext.workload.state_layout import GRADIENT_SLOTS, ROUNDING_BYTES, gradient_slot_bytes, region_bytes
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Limits, Workload
 
@@ -94,7 +94,7 @@ def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict
     places = 1 if schedule.rollback_bytes is None else 2  # of each unit that may be stepped early
     copies, nvme_bytes = _copies(schedule, pp_rank, places * states_on_drive_bytes(own, workload))
     on_host, device["buffers"] = step_slots_bytes(schedule, workload, own)
-    device["buffers"] += narrow_gradient_bytes(own, workload)
+    device["buffers"] += narrow_gradient_bytes(own, workload) + rounding_bytes(own, workload)
     copies["staging_slots"] += state_slots_bytes(schedule, workload, own) + on_host + host_add_bytes(own, workload)
     copies["previous_states"] = schedule.rollback_bytes or 0
     return device, host | copies, nvme_bytes
@@ -265,6 +265,14 @@ def narrow_gradient_bytes(groups: Iterable[Group], workload: Workload) -> int:
     if workload.optimizer.delayed or workload.optimizer.gradient_dtype == "float32":
         return 0
     return max((largest_gradient(group, workload) for group in groups if group.states_rest == "nvme"), default=0)
+
+
+def rounding_bytes(groups: Iterable[Group], workload: Workload) -> int:
+    """Of the buffer on the device through which an optimizer that steps there writes shards in host memory."""
+    if workload.optimizer.on_host:
+        return 0
+    fp32 = [largest_gradient(group, workload) for group in groups if group.shard_rests == "host"]
+    return min(max(fp32, default=0) // 2, ROUNDING_BYTES)
 
 
 def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:

@@ -98,8 +98,8 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     (``device``), where the group is then stepped although the optimizer steps all others on the host.
 
     ``shard_rests`` is where the shard lies between the group's uses: on the device (left out), or in
-    host memory. Such a group comes by ``cpu`` or ``nvme`` alone, and nothing of it stays on the device after
-    its reshard.
+    host memory. Such a group comes by ``cpu``, ``cpu_shard`` or ``nvme`` alone, and nothing of it stays on the
+    device after its reshard.
 
     ``gradients`` is what the group keeps of them: the whole through the iteration, as in Megatron (left out), or the
     reduced shard, on the device (``sharded``) or in host memory (``host``). The whole gradient of the latter two has

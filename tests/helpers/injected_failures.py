@@ -41,7 +41,7 @@ from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.program import Program, StepProgram
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.routes.drive_route import Drive
+from megatron_ext.runtime.routes.drive_copy import DriveCopy
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
 from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.runtime.routes.shard_gather import ShardGather
@@ -119,7 +119,7 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
     nvme = NvmePool(folder, groups[1:2], dist.get_rank(local), exchange, **slots, device=device)
     how = (device, issuer, clock, faults)
     cpu = HostCopy(pool, *how, recorder)
-    read = Drive(nvme, pool, *how, 1, recorder)
+    read = DriveCopy(nvme, pool, *how, 1, recorder)
     if legs is None:
         collective = ShardGather(gathers, device, faults, recorder)
     else:

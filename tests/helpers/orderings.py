@@ -19,34 +19,19 @@ VARIABLE = "MEGATRON_EXT_TEST_ORDERINGS"
 RUNTIME = ROOT / "megatron_ext/runtime"
 
 NAMES = {
-    *("record", "wait", "wait_event", "wait_stream", "record_stream", "synchronize", "settle", "mark", "finished"),
-    *(
-        "store",
-        "_store",
-        "_wait",
-        "poll",
-        "set_published",
-        "wait_published",
-        "set_reads_done",
-        "wait_own",
-        "wait_reads_done",
-    ),
-    *("set_staged", "wait_staged", "set_passed", "wait_passed", "end_reads"),
+    *("record", "wait", "wait_event", "wait_flag", "store", "poll", "synchronize", "settle", "join", "_wait"),
+    *("wait_for_copy", "wait_for_arrivals", "wait_for_leaves", "wait_for_gradients", "wait_for_write"),
+    *("wait_on_thread", "end_reads", "when"),
 }
+"""Of calls that order something. ``when`` issues at once where it is taken away."""
 
 NOT_OF_STREAMS = {
-    *("watch.py", "recorder.py", "drive.py", "drive_states.py", "block_reads.py", "stream_flags.py"),
-    *("debug.py", "census.py"),
+    *("watch.py", "recorder.py", "drive.py", "block_reads.py", "stream_flags.py", "debug.py", "census.py"),
+    *("flags.py", "host_stream.py", "worker.py", "issuer.py"),
 }
-"""Files whose calls of these names are threads' own, optimizer states', or the stand-in's driver."""
+"""Files whose calls of these names are threads' own, or what all the others are made of."""
 
-NOT_ON_A_DEVICE = {
-    ("cpu_shard.py", "gather"),  # on the CPU's thread; on CUDA see ShardGather._issue_on_streams
-    ("early_steps.py", "copy"),  # on the CPU's thread; on CUDA see EarlySteps.reduced
-    ("slot_steps.py", "arrive"),  # of gradients in 16 bits, which the example does not train with
-    ("host_pool.py", "fail"),  # of a rank that fails: ends the run, orders nothing
-    ("shared_flags.py", "store"),  # the flag's own memory order, on machines other than x86-64
-}
+NOT_ON_A_DEVICE: set[tuple[str, str]] = set()
 """Functions, by file and name, that no training on a CUDA device of this machine comes by."""
 
 switch = SimpleNamespace(off=None, reached=set())
@@ -71,6 +56,10 @@ class _Sites(ast.NodeTransformer):
         site = f"{self.file}:{node.lineno} {name}"
         self.found.append(site)
         test = ast.parse(f"__ordering__({site!r})", mode="eval").body
+        if name == "when":
+            ready = ast.IfExp(test=test, body=node.args[0], orelse=ast.parse("lambda: True", mode="eval").body)
+            node.args[0] = ast.copy_location(ready, node)
+            return node
         return ast.copy_location(ast.IfExp(test=test, body=node, orelse=ast.Constant(None)), node)
 
 

@@ -178,6 +178,9 @@ class StrictDevice:
             "device": lambda device: contextlib.nullcontext(),
             "synchronize": lambda device=None: engine.synchronize(None, "torch.cuda.synchronize"),
             "_sleep": self._sleep,
+            "MemPool": lambda: "a pool",
+            "use_mem_pool": lambda pool: contextlib.nullcontext(),
+            "empty_cache": lambda: None,
             "cudart": lambda: self.runtime,
         }.items():
             yield mock.patch.object(cuda, name, value)

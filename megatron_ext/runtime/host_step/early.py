@@ -38,7 +38,8 @@ class EarlyUnit:
 
     Args:
         gradients: by piece of the unit, where its reduced gradient lies, fp32.
-        inverse_scale: gives the factor by which the optimizer will unscale gradients, or None where it does not.
+        inverse_scale: gives the factor by which the optimizer will unscale gradients, or None where it does not; asks
+            no device.
     """
 
     def __init__(self, unit: HostUnit, gradients: list[torch.Tensor], inverse_scale: Callable[[], float | None]):
@@ -48,7 +49,7 @@ class EarlyUnit:
         self.on_host = any(piece.gradient_on_host for piece in unit.pieces)
 
     def unscale(self) -> None:
-        """Unscale what is stepped on, and keep of each gradient the element that validation compares."""
+        """Unscale what is stepped on, and keep of each gradient the element that validation compares; on the thread."""
         factor, self.compared = self.inverse_scale(), []
         for piece in self.unit.pieces:
             assert piece.parameter.grad is not None
@@ -147,7 +148,7 @@ class EarlySteps(Part):
 
     def _leave(self, unit: EarlyUnit, job: Transfer, event) -> None:
         """The step has been made, or was left out."""
-        job.wait()
+        job.check()
         if unit in self._stepped:
             unit.unit.leave([event] if self._publisher is None else [event, self._publisher.copied])
         else:

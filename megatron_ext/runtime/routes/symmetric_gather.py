@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
+from megatron_ext.cpubench import device_sharing
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 
 LEAST_NCCL, LEAST_CUDA = (2, 28), (12, 5)
@@ -36,15 +37,21 @@ def missing(kind: str, ranks: int, nodes: int) -> str | None:
         return "no CUDA device"
     if ranks == 1:
         return "one rank gathers from nobody"
+    if (sharing := device_sharing.sharing_here()) > 1:
+        return f"{sharing} ranks share a device, and NCCL registers memory of one rank a device"
     if nodes != 1:
         return "ranks on several nodes: copy engines reach the devices of one NVLink domain"
-    if (version := tuple(map(int, nccl.version()))) < LEAST_NCCL:
+    if (version := tuple(nccl.version()[:3])) < LEAST_NCCL:
         return f"NCCL {'.'.join(map(str, version))}: copy engines gather from {'.'.join(map(str, LEAST_NCCL))} on"
     if (cuda := torch.version.cuda) and tuple(map(int, cuda.split(".")[:2])) < LEAST_CUDA:
         return f"CUDA {cuda}: copy engines gather from {'.'.join(map(str, LEAST_CUDA))} on"
     if not hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO"):
         return f"torch {torch.__version__} cannot ask NCCL for a communicator without thread blocks"
-    if not all(hasattr(_memory(), name) for name in ("empty", "rendezvous", "get_backend", "set_backend")):
+    try:
+        memory = _memory()
+    except ImportError:
+        return f"torch {torch.__version__} has no symmetric memory"
+    if not all(hasattr(memory, name) for name in ("empty", "rendezvous", "get_backend", "set_backend")):
         return f"torch {torch.__version__} cannot register memory with NCCL"
     return None
 

@@ -26,7 +26,7 @@ from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.program import Program, StepProgram
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
-from megatron_ext.runtime.routes.drive_route import Drive
+from megatron_ext.runtime.routes.drive_copy import DriveCopy
 from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.step import Step
@@ -46,7 +46,7 @@ class Node:
         slots = dict(slots=1, slot_bytes=self.groups[0].bytes, settings=DriveReads(), device=device)
         self.nvme = NvmePool(directory, self.groups, 0, alone, **slots)
         how = (device, self.issuer, self.clock, faults)
-        self.cpu, self.route = HostCopy(self.pool, *how), Drive(self.nvme, self.pool, *how, 1)
+        self.cpu, self.route = HostCopy(self.pool, *how), DriveCopy(self.nvme, self.pool, *how, 1)
         self.publisher = Publisher(targets, self.pool, self.nvme, nodes, 0, *how)
 
     def publish(self) -> None:

@@ -26,9 +26,7 @@ OWN = {"_asdict", "_replace", "_fields", "_make", "_exit"}
 
 WITHOUT = {
     "_cdata": "by which torch itself tells storages apart; one of a tensor without data has no address",
-    ("runtime/device.py", "_sleep"): "a fault of tests",
     ("runtime/routes/symmetric_gather.py", "torch.distributed._symmetric_memory"): "missing() looks for it first",
-    ("runtime/saved_tensors.py", "_FunctionBase"): "what the class whose property is replaced inherits it from",
     ("megatron/boundaries.py", "_backward_hooks"): "only where nodes have the method that goes with it",
     ("torch_calls.py", "_backward_hooks"): "times what the product does",
     ("torch_calls.py", "_register_hook_dict"): "times what the product does",

@@ -16,7 +16,7 @@ from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.routes.all_gather import AllGather
-from megatron_ext.runtime.routes.drive_route import Drive
+from megatron_ext.runtime.routes.drive_copy import DriveCopy
 from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.workload.drive_reads import DriveReads
 
@@ -50,7 +50,7 @@ class Copies:
         self.nvme = NvmePool(directory, self.groups, 0, alone, **drive)
         how = (device, self.issuer, self.clock, faults)
         self.host_copy = HostCopy(self.pool, *how, recorder)
-        self.drive = Drive(self.nvme, self.pool, *how, 1, recorder)
+        self.drive = DriveCopy(self.nvme, self.pool, *how, 1, recorder)
 
     def store(self, group: Group) -> None:
         """Say that both copies are there at the clock's version."""

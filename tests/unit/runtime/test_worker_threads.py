@@ -157,7 +157,7 @@ def test_what_runs_on_a_thread_calls_nothing_of_the_device(path):
     [
         ("publisher.py", {"_write", "_bring", "_end", "_end_of_job"}),
         ("gradients.py", {"_add"}),
-        ("routes/drive_route.py", {"_read"}),
+        ("routes/drive_copy.py", {"_read"}),
         ("host_step/early.py", {"_step"}),
         ("host_step/delayed.py", {"_step"}),
         ("host_step/room.py", {"wait", "begin", "end"}),

@@ -15,7 +15,7 @@ from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
-class Drive:
+class DriveCopy:
     """``stage_in`` begins the read into a slot, ``issue`` the copy out of it.
 
     A slot is filled anew only when the copy out of it has ended, which its stream says by a flag. The copy is issued
@@ -75,7 +75,7 @@ class Drive:
         return arrival
 
     def _copy(self, group: Group, slot: int, number: int, staged: Transfer, arrival: Arrival) -> None:
-        staged.wait()  # it has ended; raises what it raised
+        staged.check()
         self.copies.copy(group.index, group.whole, self.pool.staged(group, slot), arrival)
         self.copies.stream.store(self.pool.copied_out[slot], number)
 

@@ -1,0 +1,48 @@
+"""New parameters of an optimizer on the device, on their way to shards that rest in host memory.
+
+They are rounded to 16 bits on the device, in a buffer of fixed size, and copied from there to page-locked memory: half
+of the bytes cross the link, no processor rounds, and the training thread does not wait. (Megatron's own copy goes
+through memory that is not page-locked and is rounded by one thread: 4.7 s for 1.6 billion parameters on an H200.)
+"""
+
+from functools import partial
+
+import torch
+
+from megatron_ext.runtime.device import Device
+from megatron_ext.runtime.part import Part
+
+
+class HostShards(Part):
+    """Writes the shards of one rank.
+
+    Args:
+        numel: elements of the buffer; longer parameters pass through it in pieces.
+        place: the device of the optimizer's parameters.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, place: torch.device, device: Device):
+        self._device, self._stream = device, device.stream("parameters-to-host", upward=True)
+        self.buffer = torch.empty(numel, dtype=dtype, device=place)
+        self._taken, self._written, self._begun = device.event(), device.event(), False
+
+    def write(self, shard: torch.Tensor, parameter: torch.Tensor) -> None:
+        """Queue the copy of ``parameter``, fp32 on the device, to ``shard``, 1D and as long."""
+        stream, device = self._stream, self._device
+        if not self._begun:  # behind the optimizer's step, and behind what reads the shards
+            stream.wait(device.compute.record(self._taken))
+            self._begun = True
+        flat = parameter.detach().view(-1)
+        for target, source in zip(shard.split(len(self.buffer)), flat.split(len(self.buffer)), strict=True):
+            rounded = self.buffer[: target.numel()]
+            stream.run(partial(rounded.copy_, source))
+            stream.copy(target, rounded)
+
+    def updated(self, iterations: int, by_optimizer: bool) -> None:
+        """What is issued from now on finds the shards written."""
+        if self._begun:
+            self._device.compute.wait(self._stream.record(self._written))
+            self._begun = False
+
+    def close(self) -> None:
+        self._stream.close()

@@ -1,0 +1,233 @@
+"""What the tier for GPUs runs, as data: cases, the processes they share, and how long each may take.
+
+[Note: Ten minutes]
+Seconds are for one H200 with 16 cores, by what gpu_first_runs measured: a process takes 20 to 40 s to start, a small
+case 1 s a training, 1B parameters with the optimizer on the host about 11. Trainings may share the device, in as many
+lanes as there are processors for: that hides the starting of one behind the training of another, and makes copies
+longer. What is timed runs alone. In sum, with three lanes: set-up 30 s, trainings and resuming 500 / 3 and the starts
+that nothing hides, together 230, doctor 90, timings 100, measure 50, which leaves 100 s; jobs start in the order of
+this table. ``until`` is the part of the budget in which a job's cases begin, so that no kind of job takes the time of
+all others; what it left is tried again at the end. Host memory: 30 GB for 1B parameters on one rank, as much on two.
+"""
+
+from typing import Literal, NamedTuple
+
+import msgspec
+from covering import Row, covering_rows
+
+BUDGET_SECONDS = 600.0
+
+Size = Literal["small", "medium", "large"]
+
+SIZES: dict[Size, str] = {
+    # 1M, 134M and 1.07B parameters. Few tokens: copies take longer than what is computed beside them.
+    "small": "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 1000",
+    "medium": "--num-layers 4 --hidden-size 1536 --num-attention-heads 12 --seq-length 256 --vocab-size 6400",
+    "large": "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 512 --vocab-size 32000",
+}
+DRY_SIZES: dict[Size, str] = {
+    "small": "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 120",
+    "medium": "--num-layers 4 --hidden-size 48 --num-attention-heads 2 --seq-length 16 --vocab-size 120",
+    "large": "--num-layers 4 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --vocab-size 120",
+}
+
+LAYOUTS = {
+    "1 rank": (1, "--data-parallel-size 1"),
+    "2 ranks": (2, "--data-parallel-size 2"),
+    "4 ranks": (4, "--data-parallel-size 4"),
+    "PP2 VP2 DP2": (
+        4,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --data-parallel-size 2",
+    ),
+}
+"""By name: ranks, all on one device, and options."""
+
+SECONDS = {"1 rank": 3.0, "2 ranks": 5.0, "4 ranks": 8.0, "PP2 VP2 DP2": 10.0}
+"""Of a small case: its reference, and two trainings by the schedule."""
+
+FACTORS = {
+    "layout": tuple(LAYOUTS),
+    "route": ("gpu", "cpu", "nvme", "cpu_shard"),
+    "zero_stage": ("3", "2", "1"),
+    "gradients": ("whole", "sharded", "host"),
+    "shards": ("device", "host"),
+    "states": ("device", "host", "host and device", "drive"),
+    "clip": ("active", "idle"),
+    "mode": ("plain", "overflow", "delayed", "early", "early, overflow"),
+    "cast": ("none", "host", "device"),
+}
+"""``states``: of an optimizer on the device; of one on the host, in memory, with every second group on the device, or
+with two of three groups on the drive. ``early``: steps beside the backward; with ``clip`` active all are taken back.
+``cast``: step slots, and where parameters become 16-bit."""
+
+
+ZeroStage = Literal[1, 2, 3]
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """Trained by a schedule twice and by its reference once, and compared to the last bit; fields as in FACTORS."""
+
+    name: str
+    layout: str
+    size: Size
+    route: str
+    zero_stage: str
+    gradients: str
+    shards: str
+    states: str
+    clip: str
+    mode: str
+    cast: str
+    seconds: float
+    limit: float
+
+    @property
+    def stage(self) -> ZeroStage:
+        """The zero stage, as a workload has it."""
+        stages: dict[str, ZeroStage] = {"1": 1, "2": 2, "3": 3}
+        return stages[self.zero_stage]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the optimizer steps on the host."""
+        return self.states != "device"
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """A case that is no training. ``job_runs.py`` knows its command."""
+
+    name: str
+    seconds: float
+    limit: float
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Cases that share processes, one after another.
+
+    Attributes:
+        layout: of ranks that train the cases, or time them; None where the only case is a program by itself, whose exit
+            code says whether it passed.
+        script: what the ranks run.
+        alone: nothing else runs on the device meanwhile.
+        until: part of the budget after which its cases are left for the end.
+        spare: run where time is left; its absence fails nothing.
+    """
+
+    name: str
+    cases: tuple[Training | Program, ...]
+    layout: str | None = None
+    script: str = "train_ranks.py"
+    alone: bool = False
+    until: float = 1.0
+    spare: bool = False
+
+
+def possible(row: Row) -> bool:
+    """Whether a schedule can say it and a run takes it; see ``megatron_ext/schedule/validate.py``."""
+    on_host, mode = row["states"] != "device", row["mode"]
+    return not (
+        (row["route"] == "cpu_shard" and (row["layout"] == "1 rank" or row["shards"] == "device"))
+        or (row["zero_stage"] == "1" and row["gradients"] != "whole")
+        or (row["shards"] == "host" and (row["zero_stage"] != "3" or row["route"] == "gpu"))
+        or (not on_host and (mode not in ("plain", "overflow") or row["cast"] != "none"))
+        or (row["states"] == "host and device" and (row["gradients"] == "host" or row["shards"] == "host"))
+        or (mode == "delayed" and (row["states"] == "host and device" or row["cast"] != "none"))
+        or ("overflow" in mode and on_host and row["gradients"] == "host")
+    )
+
+
+def _training(size: Size, seconds: float, row: Row) -> Training:
+    said = [f"zero {row['zero_stage']}", row["route"], f"gradients {row['gradients']}", f"shards {row['shards']}"]
+    said += [f"states {row['states']}", row["mode"]] + (["clip"] if row["clip"] == "active" else [])
+    said += [f"cast on {row['cast']}"] if row["cast"] != "none" else []
+    name = f"{size}, {row['layout']}: {', '.join(said)}"
+    return Training(name=name, size=size, seconds=seconds, limit=40 + 3 * seconds, **row)
+
+
+def _row(layout: str, route: str, *, zero: str = "3", gradients="host", shards="host", states="host", **more) -> Row:
+    rest = {"clip": "active", "mode": "plain", "cast": "none"} | more
+    return dict(layout=layout, route=route, zero_stage=zero, gradients=gradients, shards=shards, states=states, **rest)
+
+
+KILLED = _training("small", 0, _row("2 ranks", "cpu_shard", states="drive", mode="early", clip="idle", cast="host"))
+"""What ``kill_and_resume.py`` trains."""
+
+
+def _small(layout: str, rows: list[Row]) -> Job:
+    cases = [_training("small", SECONDS[layout], row) for row in rows if row["layout"] == layout]
+    return Job(name=f"small, {layout}", cases=tuple(cases), layout=layout, until=0.6)
+
+
+TIMED = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --micro-batch-size 4"
+DRY_TIMED = "--num-layers 8 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1"
+MICRO_BATCHES = 4
+ON_HOST = "--optimizer-cpu-offload"
+PLANS = "plans of what is timed"
+
+
+class Timed(NamedTuple):
+    """A training that is timed: its options beside ``TIMED``, and the device bytes for which it is planned; None where
+    Megatron gathers."""
+
+    name: str
+    options: str = ""
+    limit_device_bytes: int | None = None
+
+
+TIMINGS = (
+    Timed("timing: stock, all on the device"),
+    Timed("timing: stock, optimizer on the host", ON_HOST),
+    Timed("timing: optimizer, gradients, shards on the host", ON_HOST, 12_000_000_000),
+    Timed("timing: gradients, shards on the host, optimizer on the device", "", 30_360_000_000),
+)
+"""1.6B parameters, 4 micro-batches of 8,192 tokens."""
+
+LINKS = "timing: host memory and copies"
+
+
+def _timings() -> tuple[Program, ...]:
+    rows = [Program(name=row.name, seconds=30 if row.options else 15, limit=90) for row in TIMINGS]
+    return (Program(name=LINKS, seconds=10, limit=60), *rows)
+
+
+def jobs() -> list[Job]:
+    """All jobs, the most important first."""
+    rows = covering_rows(FACTORS, possible, lambda row: SECONDS[row["layout"]] ** 0.5)
+    one, two = "1 rank", "2 ranks"
+    large = [
+        # As on the first GPU, where it was silently wrong, and where it hung.
+        _training("large", 35, _row(one, "cpu")),
+        _training("large", 60, _row(one, "nvme")),
+        _training("large", 15, _row(one, "cpu", states="device")),
+    ]
+    medium = [
+        _training("medium", 10, _row(one, "cpu", cast="host")),
+        _training("medium", 10, _row(one, "cpu", cast="device", mode="early", gradients="sharded")),
+        _training("medium", 10, _row(one, "cpu", mode="early", clip="idle")),
+        _training("medium", 10, _row(one, "nvme", mode="delayed")),
+        _training("medium", 10, _row(one, "cpu", mode="overflow", gradients="sharded")),
+        _training("medium", 15, _row(one, "cpu", states="drive", mode="early", cast="host")),
+        _training("medium", 8, _row(one, "gpu", gradients="whole", shards="device", states="host and device")),
+        _training("medium", 6, _row(one, "nvme", zero="2", gradients="sharded", shards="device", states="device")),
+    ]
+    shared = [
+        _training("large", 45, _row(two, "cpu_shard")),
+        _training("medium", 15, _row(two, "cpu_shard", states="device")),
+        _training("medium", 15, _row(two, "gpu", shards="device", cast="host", mode="early", clip="idle")),
+    ]
+    program = lambda name, seconds, limit: (Program(name=name, seconds=seconds, limit=limit),)
+    return [
+        Job(name="plans", cases=program(PLANS, 30, 120), until=0.6),  # of processors alone, beside the first trainings
+        Job(name="large, 1 rank", cases=tuple(large), layout=one, until=0.5),
+        _small(one, rows),
+        Job(name="medium, 1 rank", cases=tuple(medium), layout=one, until=0.6),
+        Job(name="large and medium, 2 ranks", cases=tuple(shared), layout=two, until=0.6),
+        _small(two, rows),
+        _small("PP2 VP2 DP2", rows),
+        _small("4 ranks", rows),
+        Job(name="kill and resume", cases=program("kill and resume", 60, 200), until=0.65),
+        Job(name="doctor", cases=program("doctor", 90, 180), alone=True, until=0.8),
+        Job(name="timings", cases=_timings(), layout=one, script="timings.py", alone=True),
+        Job(name="measure", cases=program("measure --seconds 20", 50, 100), alone=True),
+        Job(name="CPU suite", cases=program("CPU suite, devices hidden", 240, 900), alone=True, spare=True),
+    ]

@@ -1,0 +1,152 @@
+"""The report of the tier for GPUs: one file, written anew after every case, that can be sent back."""
+
+import datetime
+import hashlib
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from megatron_ext.formats import json_files
+from megatron_ext.formats.facts import Facts
+
+Status = Literal["pass", "FAIL", "HUNG", "DIED", "could not try", "NOT RUN"]
+
+FINAL: tuple[Status, ...] = ("pass", "FAIL", "HUNG", "DIED", "could not try")
+"""What a case is not run again for."""
+
+SOURCES = ("megatron_ext/**/*.py", "examples/*.py", "patches/**/*", "tests/gpu/*.py", "tests/helpers/*.py")
+
+
+class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What came of one case.
+
+    Attributes:
+        said: one line.
+        seconds: that it took.
+        stacks: of all threads, where it hung.
+        output: the end of what was printed, where it did not pass.
+        figures: measured values, units in their names.
+        spare: its absence fails nothing.
+    """
+
+    case: str
+    status: Status
+    said: str = ""
+    seconds: float = 0.0
+    stacks: str = ""
+    output: str = ""
+    figures: dict = {}
+    spare: bool = False
+
+
+class GpuReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All results of one run.
+
+    Attributes:
+        sources_sha256: of the code under test; results of other code are not taken over.
+        spent_seconds: of the budget, by the last run.
+    """
+
+    schema_version: int = 1
+    kind: Literal["gpu_report"] = "gpu_report"
+    created_at: str
+    commit: str
+    sources_sha256: str
+    dry_run: bool
+    budget_seconds: float
+    spent_seconds: float = 0.0
+    machine: dict[str, Facts]
+    results: tuple[Result, ...] = ()
+
+    def with_result(self, result: Result) -> "GpuReport":
+        """The report with one result in the place of its case."""
+        return replace(self, results=tuple(result if one.case == result.case else one for one in self.results))
+
+    def of(self, case: str) -> Result | None:
+        """The result of a case."""
+        return next((result for result in self.results if result.case == case), None)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed and nothing that has to be run was left."""
+        return all(
+            result.status in ("pass", "could not try") or (result.spare and result.status == "NOT RUN")
+            for result in self.results
+        )
+
+
+def new_report(root: Path, machine: dict[str, Facts], cases, *, dry_run: bool, budget: float) -> GpuReport:
+    """A report of a run that begins now; ``cases``: ``(name, spare)``."""
+    return GpuReport(
+        created_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        commit=_commit(root),
+        sources_sha256=_sources(root),
+        dry_run=dry_run,
+        budget_seconds=budget,
+        machine=machine,
+        results=tuple(Result(case=name, status="NOT RUN", spare=spare) for name, spare in cases),
+    )
+
+
+def resumed(report: GpuReport, path: Path) -> GpuReport:
+    """The report with the results of an earlier one of the same code, kind and machine, if it is there. Raises
+    InputError."""
+    if not path.exists():
+        return report
+    earlier = json_files.load(path, GpuReport)
+    same = lambda one: (one.sources_sha256, one.dry_run, one.machine["hardware"])
+    if same(earlier) != same(report):
+        return report
+    for result in earlier.results:
+        if result.status in FINAL:
+            known = report.of(result.case) is not None
+            report = report.with_result(result) if known else replace(report, results=(*report.results, result))
+    return report
+
+
+def machine_facts(environment: dict[str, Facts]) -> dict[str, Facts]:
+    """What figures depend on: ``environment`` as ``runtime.machine`` says it, driver and packages besides."""
+    packages = {}
+    for name in ("megatron-core", "transformer-engine", "apex", "cuda-bindings", "py-spy"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max", "--format=csv,noheader"]
+    return {**environment, "packages": packages, "host": {"kernel": platform.release(), "nvidia_smi": _output(query)}}
+
+
+def table(report: GpuReport) -> str:
+    """For people: a line a case, and the sum."""
+    lines = [f"{result.status:<13} {result.seconds:6.1f} s  {result.case}" for result in report.results]
+    for index, result in enumerate(report.results):
+        if result.said and result.status != "pass":
+            lines[index] += f"\n{'':24}{result.said[:400]}"
+    counts = {status: sum(result.status == status for result in report.results) for status in (*FINAL, "NOT RUN")}
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    return "\n".join([*lines, "", f"{summary}; {report.spent_seconds:.0f} of {report.budget_seconds:.0f} s"])
+
+
+def _commit(root: Path) -> str:
+    found = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
+    changed = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    return f"{found} and changes" if changed else found
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _sources(root: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in SOURCES for path in root.glob(pattern) if path.is_file()}):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()

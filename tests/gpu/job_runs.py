@@ -1,0 +1,230 @@
+"""A job that runs: its command, its cases as they begin and end, and what is said of one that does not end."""
+
+import json
+import os
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from case_table import LAYOUTS, ON_HOST, PLANS, TIMINGS, Job, Program, Training
+from gpu_report import Result, Status
+from job_process import JobProcess
+from msgspec.structs import replace
+
+from megatron_ext.formats import json_files
+from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+START_SECONDS = 150.0
+"""Until the first case begins."""
+
+LAST_LINES = 3
+"""Of what a job printed that has died: the error, and which rank the launcher names."""
+
+OUTPUT_CHARACTERS = 12_000
+"""That are kept of it: the stacks of a rank that a signal has ended are among them."""
+
+LEFT_PROCESSORS = 2
+"""Of the machine, for what is not the optimizer's threads."""
+
+
+class Place(NamedTuple):
+    """Where jobs run.
+
+    Attributes:
+        work: a directory that is removed at the end.
+        drive: a directory on the drive; so is this.
+        engine: layers and the host's optimizer are Transformer Engine's.
+        processors: of this machine.
+        lanes: jobs that may run at once.
+        hang: name of a training that hangs on purpose.
+    """
+
+    work: Path
+    drive: Path
+    dry_run: bool
+    engine: bool
+    processors: int
+    lanes: int
+    hang: str
+
+    def environment(self, ranks: int, *, alone: bool) -> dict[str, str]:
+        """Of the processes of a job with so many ranks. The threads of all jobs that run at once fit the processors:
+        OpenMP's spin while they wait. What is timed, ``alone``, need not be the same twice."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        path = [str(ROOT), str(ROOT / ".megatron"), os.environ.get("PYTHONPATH", "")]
+        shares = ranks * (1 if alone else self.lanes)
+        threads = 1 if self.dry_run else max(1, (self.processors - LEFT_PROCESSORS) // shares)
+        own = {
+            "CUDA_VISIBLE_DEVICES": "" if self.dry_run else visible,
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "PYTHONWARNINGS": "ignore",
+        }
+        return {**os.environ, **SCHEDULED, **({} if alone else REPEATABLE), **own}
+
+
+def untried(case: Training | Program, place: Place) -> Result | None:
+    """The result of a case that cannot be tried here."""
+    why = ""
+    timed_on_host = [row.name for row in TIMINGS if ON_HOST in row.options]
+    on_host = case.on_host if isinstance(case, Training) else case.name in ("kill and resume", *timed_on_host)
+    if on_host and not place.dry_run and not place.engine:
+        why = "Megatron's host optimizer needs Transformer Engine"
+    tests = ("pytest", "hypothesis", "xdist", "pytest_timeout")
+    if case.name.startswith("CPU suite") and not all(map(find_spec, tests)):
+        why = "what tests need is not installed: WITH_TESTS=1"
+    return Result(case=case.name, status="could not try", said=why) if why else None
+
+
+class JobRun:
+    """One job's processes, until all its cases have ended or one brings them down.
+
+    Attributes:
+        left: cases without a result.
+        over: no process is left.
+        interrupted: a case has brought the processes down; what is left can go on in new ones.
+    """
+
+    def __init__(self, job: Job, place: Place, folder: Path, begin_by: float):
+        self.job, self.folder, self.left = job, folder, list(job.cases)
+        self.over = self.interrupted = False
+        folder.mkdir()
+        self._progress = folder / "progress.jsonl"
+        self._read = 0
+        self._current: Training | Program | None = None if job.layout else job.cases[0]
+        self._since = time.time()
+        command, ranks = _command(job, place, folder, begin_by)
+        self._process = JobProcess(command, place.environment(ranks, alone=job.alone), ROOT, folder / "log")
+
+    def poll(self) -> list[Result]:
+        """Results that are new."""
+        code = self._process.poll()  # before reading: what an ended process has written is all there
+        results = self._new_results()
+        if code is not None:
+            results += self._ended(code)
+        elif time.time() - self._since > (self._current.limit if self._current else START_SECONDS):
+            results += self._brought_down("HUNG", f"no end after {time.time() - self._since:.0f} s")
+        return results
+
+    def stop(self) -> list[Result]:
+        """End it for lack of time."""
+        said = "its time was over before it ended"
+        results = [self._result("NOT RUN", said)] if self._current is not None else []
+        self._process.kill()
+        self.over = True
+        return results
+
+    def _new_results(self) -> list[Result]:
+        if not self._progress.exists():
+            return []
+        text, results = self._progress.read_text(), []
+        end = text.rfind("\n") + 1
+        for line in text[self._read : end].splitlines():
+            event = json.loads(line)
+            if "begun" in event:
+                self._current, self._since = next(c for c in self.left if c.name == event["begun"]), event["at"]
+            else:
+                output = "" if event["status"] == "pass" else self._process.said()
+                results.append(self._result(event["status"], event["said"], figures=event["figures"], output=output))
+                self._since = time.time()
+        self._read = end
+        return results
+
+    def _ended(self, code: int) -> list[Result]:
+        self._process.kill()  # what a rank may have left running
+        self.over = True
+        if isinstance(self._current, Program):
+            figures = {path.name.partition(".")[0]: _json(path) for path in self.folder.glob("*.report.json")}
+            if code == 0:
+                return [self._result("pass", figures=figures)]
+            return [self._result("FAIL", self._why(figures), figures=figures, output=self._process.said())]
+        if code == 0:
+            return []
+        lines = [line for line in self._process.said().splitlines() if not line.startswith(" ")]
+        return self._brought_down("DIED", f"ended with exit code {code}: {' / '.join(lines[-LAST_LINES:])}")
+
+    def _why(self, figures: dict) -> str:
+        findings = figures.get("doctor", {}).get("findings", [])
+        failed = [f"{one['check']}: {one['found']}" for one in findings if one["status"] == "fail"]
+        lines = [line for line in self._process.said().splitlines() if line.strip()]
+        return "; ".join(failed) or (lines[-1] if lines else "")
+
+    def _brought_down(self, status: Status, said: str) -> list[Result]:
+        """The case that runs gets no other result; where none does, none that is left can begin."""
+        output = self._process.said(OUTPUT_CHARACTERS)
+        stacks = self._process.stacks() if status == "HUNG" else ""
+        self._process.kill()
+        self.over = True
+        if self._current is not None:
+            self.interrupted = True
+            return [self._result(status, said, stacks=stacks, output=output)]
+        cases, self.left = self.left, []
+        said = f"before it began: {said}"
+        return [Result(case=case.name, status=status, said=said, stacks=stacks, output=output) for case in cases]
+
+    def _result(self, status: Status, said: str = "", **more) -> Result:
+        case, self._current = self._current, None
+        assert case is not None
+        self.left.remove(case)
+        return Result(case=case.name, status=status, said=said, seconds=round(time.time() - self._since, 1), **more)
+
+
+def _json(path: Path):
+    return msgspec.json.decode(path.read_bytes())
+
+
+def _command(job: Job, place: Place, folder: Path, begin_by: float) -> tuple[list[str], int]:
+    """What runs a job, and how many ranks it has."""
+    if job.layout is None:
+        return _program(job.cases[0].name, place, folder), 1
+    ranks = LAYOUTS[job.layout][0]
+    asked = dict(cases=job.cases, dry_run=place.dry_run, drive=str(place.drive))
+    asked |= dict(plans=str(place.work), engine=place.engine, begin_by=begin_by, hang=place.hang)
+    json_files.save(folder / "job.json", asked, indent=1)
+    launcher = [sys.executable, "-m", "megatron_ext.cpubench.launcher", *(["--fork"] if place.dry_run else [])]
+    return [*launcher, "--nproc-per-node", str(ranks), str(HERE / job.script), str(folder)], ranks
+
+
+def _program(name: str, place: Place, folder: Path) -> list[str]:
+    device = "cpu" if place.dry_run else "cuda"
+    python, ours = [sys.executable], [sys.executable, "-m", "megatron_ext"]
+    if name == "doctor":
+        out = ["--out", str(folder / "doctor.report.json"), "--nvme", str(place.drive), "--device", device]
+        return [*ours, "doctor", *out, *(["--check-seconds", "600"] if place.dry_run else [])]
+    if name.startswith("measure"):
+        if place.dry_run:  # without the drive: one that others use too stalls, and few seconds give few samples
+            how = "--links cpu,publish,optimizer,compute,contention --seconds 6".split()
+        else:
+            how = "--links cpu,publish,optimizer,compute,contention,nvme --seconds 20 --threads 14".split()
+            how += ["--hidden-size", "4096", "--seq-length", "2048", "--nvme-path", str(place.drive)]
+        return [
+            *ours,
+            "measure",
+            "--out",
+            str(folder / "cost_table.report.json"),
+            "--device",
+            device,
+            "--dp",
+            "1",
+            *how,
+        ]
+    if name.startswith("CPU suite"):
+        tests = ["tests/unit/formats"] if place.dry_run else ["tests/unit", "tests/distributed", "tests/end_to_end"]
+        workers = ["-n", str(place.processors + 1), "--dist", "loadfile"]
+        hidden = ["env", "CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=1"]
+        return [*hidden, *python, "-m", "pytest", *workers, "-p", "no:cacheprovider", *tests]
+    how = [*(["--dry-run"] if place.dry_run else []), *(["--engine"] if place.engine else [])]
+    if name == PLANS:
+        return ["env", "CUDA_VISIBLE_DEVICES=", *python, str(HERE / "timed_plans.py"), str(place.work), *how]
+    return [*python, str(HERE / "kill_and_resume.py"), str(folder), str(place.drive), *how]
+
+
+def with_cases(job: Job, cases) -> Job:
+    """The job with those of its cases alone."""
+    return replace(job, cases=tuple(cases))

@@ -1,0 +1,102 @@
+"""Program of one rank: iteration times and device bytes of the rows of ``case_table.TIMINGS``, and rates of links.
+
+``timings.py FOLDER``, asked and told as ``train_ranks.py`` is. Figures are kept and not judged. An iteration lasts from
+its first forward to that of the next one, so that nothing is waited for which training does not wait for.
+"""
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from rank_setup import leave, start
+
+import trained_model  # isort: skip - Megatron is imported by it
+import torch
+from case_table import LINKS, TIMINGS, Program
+from copy_rates import copy_rates
+from progress import Progress
+from timed_plans import model_options
+
+from megatron_ext.formats import json_files
+from megatron_ext.schedule import validate
+
+ITERATIONS = 6
+"""The first two and the last are not counted: there are blocks of memory to be found, and no next one."""
+
+
+class TimeJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked for; see ``train_ranks.TrainJob``. ``plans``: directory of the schedules."""
+
+    cases: tuple[Program, ...]
+    dry_run: bool
+    engine: bool
+    drive: str
+    plans: str
+    begin_by: float
+
+
+class Clock:
+    """Times of the iterations of one training, and the most bytes that the device held in those that count."""
+
+    def __init__(self):
+        self.begun: list[float] = []
+        self.peak_bytes = self.peak_bytes_before = 0
+
+    def __call__(self, iteration: int, micro_batch: int) -> None:
+        """A forward begins."""
+        if micro_batch == 0:
+            self.begun.append(time.perf_counter())
+            if iteration == 1:
+                self.peak_bytes_before = torch.cuda.max_memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+
+    def figures(self) -> dict:
+        """In milliseconds and bytes."""
+        times = [1e3 * (end - begin) for begin, end in zip(self.begun, self.begun[1:])]
+        return {
+            "iteration_ms": round(statistics.median(times[1:]), 1),
+            "iterations_ms": [round(one, 1) for one in times],
+            "device_peak_bytes": self.peak_bytes,
+            "device_peak_bytes_of_start": self.peak_bytes_before,
+        }
+
+
+def timed(job: TimeJob, name: str) -> dict:
+    """Figures of one row. Raises InputError where its schedule is not there or cannot be trained by."""
+    number = next(number for number, row in enumerate(TIMINGS) if row.name == name)
+    row = TIMINGS[number]
+    options = model_options(row, dry_run=job.dry_run, engine=job.engine)
+    args = trained_model.parse([*options, "--train-iters", str(ITERATIONS), "--gpus-per-node", "1"])
+    path, predicted, clock = None, None, Clock()
+    if row.limit_device_bytes is not None:
+        path = str(Path(job.plans) / f"{number}.schedule.json")
+        predicted = validate.load(path).predicted
+    trained_model.free_caches()
+    run = trained_model.train(args, path, stock=False, at_micro_batch=clock)
+    figures = clock.figures() | {"losses": [losses[0] for losses in run.losses], "seconds_in_all": run.seconds}
+    if predicted is not None:
+        figures |= {"predicted_iteration_ms": predicted.iteration_time_us / 1e3}
+        figures |= {"predicted_device_bytes": predicted.memory[0].device_total_bytes if predicted.memory else None}
+    return figures
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    job = json_files.load(folder / "job.json", TimeJob)
+    start(trained_model.parse(model_options(TIMINGS[0], dry_run=job.dry_run, engine=job.engine)))
+    progress = Progress(folder)
+    for case in job.cases:
+        if time.time() + case.seconds > job.begin_by:
+            break
+        progress.begins(case.name)
+        figures = copy_rates(job.dry_run) if case.name == LINKS else timed(job, case.name)
+        said = f"{figures['iteration_ms']} ms" if "iteration_ms" in figures else ""
+        progress.ends(case.name, status="pass", said=said, figures=figures)
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main)

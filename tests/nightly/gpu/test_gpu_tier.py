@@ -1,0 +1,93 @@
+"""``scripts/test_gpu.sh`` on a machine without a GPU: all cases in small, the report, and what a hang costs."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from places import ROOT
+from training import work_left
+
+sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+from case_table import FACTORS, jobs, possible
+from covering import covering_rows, pairs
+
+HUNG = jobs()[1].cases[1].name
+TRAINED_BEFORE = jobs()[1].cases[0].name
+
+
+def tier(*words: object, **environment: str) -> subprocess.CompletedProcess:
+    command = ["bash", "scripts/test_gpu.sh", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+def results(out: Path) -> dict[str, dict]:
+    return {result["case"]: result for result in json.loads(out.read_text())["results"]}
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "report.json"
+
+
+@pytest.mark.timeout(1800)
+def test_a_case_that_hangs_costs_its_own_line_only(megatron_tree, out):
+    first = tier("--dry-run", "--out", out, "--hang", HUNG)
+    assert first.returncode == 1, first.stderr[-3000:]
+    found = results(out)
+    assert [*found] == [case.name for job in jobs() for case in job.cases]
+    hung = found.pop(HUNG)
+    assert hung["status"] == "HUNG" and "no end after 10 s" in hung["said"]
+    assert "Current thread" in hung["stacks"] and "train_ranks.py" in hung["stacks"]
+    assert {result["status"] for result in found.values()} == {"pass"}, first.stdout
+    assert not [result for result in found.values() if "stand-in" in result.get("said", "")]
+    assert f"{len(found)} pass, 1 HUNG" in first.stdout and HUNG in first.stdout
+    assert [path.name for path in out.parent.iterdir()] == [out.name] and work_left(out.parent) == []
+
+    begun = time.monotonic()
+    again = tier("--dry-run", "--out", out, "--resume")
+    assert again.returncode == 1 and "begins" not in again.stdout, again.stdout
+    assert results(out) == found | {HUNG: hung} and time.monotonic() - begun < 60
+
+
+@pytest.mark.timeout(300)
+def test_what_found_no_time_is_listed_and_resumed(megatron_tree, out):
+    only = ["--dry-run", "--out", out, "--only", "large, 1 rank"]
+    first = tier(*only, "--budget", "50", "--spent", "20")  # a case is not begun that may take 35 s
+    assert first.returncode == 1 and "NOT RUN" in first.stdout, first.stdout
+    assert results(out)[TRAINED_BEFORE]["status"] == "NOT RUN"
+    again = tier(*only, "--resume")
+    assert again.returncode == 0, again.stdout
+    assert {result["status"] for result in results(out).values()} == {"pass"}
+
+
+def test_training_that_differs_is_seen(megatron_tree, out):
+    result = tier("--dry-run", "--out", out, "--only", TRAINED_BEFORE, MEGATRON_EXT_FAULTS="stale_group=0")
+    assert result.returncode == 1, result.stdout
+    (found,) = results(out).values()
+    assert found["status"] == "FAIL" and "run 1: NOT EQUAL: losses of iteration 2" in found["said"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "torch sees no CUDA device here; --dry-run needs none"),
+        (["--dry-run", "--only", "no such case"], "--only = 'no such case': no case has such a name"),
+        (["--dry-run", "--drive", "/no/such/place"], "--drive = '/no/such/place': is no directory"),
+    ],
+)
+def test_bad_input_is_one_line(megatron_tree, out, words, said):
+    result = tier("--out", out, *words)
+    assert result.returncode == 2 and said in result.stderr.splitlines()[-1] and not out.exists(), result.stderr
+
+
+def test_every_two_values_that_go_together_meet():
+    rows = covering_rows(FACTORS, possible, lambda row: 1.0)
+    products = (dict(zip(FACTORS, values)) for values in itertools.product(*FACTORS.values()))
+    wanted = {pair for row in products if possible(row) for pair in pairs(row)}
+    assert {pair for row in rows for pair in pairs(row)} == wanted and all(map(possible, rows))
+    assert len(rows) < 40
