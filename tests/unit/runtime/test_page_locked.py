@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.device import CudaDevice
 
 
@@ -84,7 +85,7 @@ def test_a_block_whose_unlocking_fails_stays_listed(locked, device, monkeypatch)
 
 def test_nothing_is_locked_for_nothing_and_a_refusal_leaves_nothing(locked, device):
     assert device.host_tensor(0, torch.float32).numel() == 0
-    with pytest.raises(RuntimeError, match="cudaHostRegister of 2097152 bytes failed with error 2"):
+    with pytest.raises(InputError, match=r"2097152 bytes of host memory .* \(cudaHostRegister: error 2\)"):
         device.host_tensor(1 << 19, torch.float32)
     device.close()
     assert locked == {} and locked.callers == []
