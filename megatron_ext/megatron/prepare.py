@@ -11,10 +11,10 @@ from megatron_ext.megatron.boundaries import Boundaries, bare
 from megatron_ext.megatron.collective_routes import collective_routes
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.describe_model import describe_chunk
-from megatron_ext.megatron.host_step import HostStep
 from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
 from megatron_ext.megatron.run_summary import say
+from megatron_ext.megatron.scheduled_host_step import HostStep
 from megatron_ext.megatron.shards import (
     HeldGradient,
     hold_gradients,

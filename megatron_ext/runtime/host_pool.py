@@ -41,12 +41,12 @@ class HostPool:
         groups: published groups, the same list on every rank of the pool.
         copied: indices of those that have a host copy; the others have only flags.
         by_thread: indices of those whose host copy threads write.
-        on_drive: indices of those that have a copy on the drive.
         rank: this rank's index in the pool (among the data-parallel ranks on the node).
         size: number of ranks in the pool.
         exchange: collective ``exchange(object) -> list`` over exactly the pool's ranks.
         device: page-locks the block, see :meth:`pin`.
         progress: called with the bytes of this rank's pages that are allocated, and the bytes of all of them.
+        on_drive: indices of those that have a copy on the drive.
 
     Attributes:
         memory: the whole block as uint8, flags included; page-locked as one region.
@@ -63,12 +63,12 @@ class HostPool:
         groups: list[Group],
         copied: set[int],
         by_thread: set[int],
-        on_drive: set[int],
         rank: int,
         size: int,
         exchange,
         device,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        on_drive: frozenset[int] = frozenset(),
     ):
         self.rank, self.size, self._device, self._by_thread = rank, size, device, by_thread
         self._awaited = [(index, COPY) for index in copied] + [(index, DRIVE) for index in on_drive]
@@ -151,9 +151,9 @@ class HostPool:
 
     def check_peers(self, version: int) -> None:
         """:meth:`check_published` of every group. Called by the watch, because a stream waits for a flag without end,
-        and by the issuing thread where it waits."""
+        and by the issuing thread while it waits. What fails on this rank they hear from the thread that fails."""
         with self._closing:
-            for index, where in self._awaited if self.flags else ():
+            for index, where in self._awaited if self.flags and self._failure is None else ():
                 self._check(self.flags[index, where], version, f"to publish group {index}")
 
     def _check(self, flags: Sequence[Flag], value: int, what: str) -> None:

@@ -139,6 +139,9 @@ class Publisher(Part):
             if shard.copied is not None:
                 self.issuer.when(partial(_ended, before), partial(self._copy, shard, version))
 
+    def updated(self, iterations: int, by_optimizer: bool) -> None:
+        self.publish(iterations, from_shards=not by_optimizer)
+
     def _place(self, number: int, target: Target, version: int, from_shards: bool) -> _Shard:
         """Where the own shard of ``target`` goes in host memory."""
         group = target.group
@@ -247,9 +250,6 @@ class Publisher(Part):
         if self.recorder is not None:  # groups follow each other, also where two are on their way
             start, self._last_ns = max(start, self._last_ns), perf_counter_ns()
             self.recorder.add("publish", f"publish {target.group.index}", start, self._last_ns)
-
-    def updated(self, iterations: int, by_optimizer: bool) -> None:
-        self.publish(iterations, from_shards=not by_optimizer)
 
     # When shards may change.
 
