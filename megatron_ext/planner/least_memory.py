@@ -46,14 +46,16 @@ Aim = Literal["time", "device", "host"]
 
 
 class Way(NamedTuple):
-    """One way to keep a group: bytes on the device throughout and around its layers, whole and buffered; bytes in host
-    memory, and pinned ones of these, and of the slots there by which its gradient comes; microseconds of links."""
+    """One way to keep a group: bytes on the device throughout and around its layers, whole, buffered, and of the buffer
+    in which the optimizer there rounds parameters; bytes in host memory, and pinned ones of these, and of the slots
+    there by which its gradient comes; microseconds of links."""
 
     kept: Kept
     route: Route
     throughout: int
     around: int
     buffer: int
+    rounding: int
     host: int
     pinned: int
     slots: int
@@ -158,8 +160,20 @@ class _Model:
             around = one.gradient if kept.gradients is not None else 0
             copies = size // self.placer.sharing if route == "cpu" and not kept.shard_on_host else 0
             slots = GRADIENT_SLOTS * (one.gradient // dp) if kept.gradients == "host" else 0
+            rounding = self.placer.rounding(one.group) if kept.shard_on_host else 0
             ways.append(
-                Way(kept, route, throughout, around, buffer, host - slots + copies, pinned + copies, slots, cost)
+                Way(
+                    kept,
+                    route,
+                    throughout,
+                    around,
+                    buffer,
+                    rounding,
+                    host - slots + copies,
+                    pinned + copies,
+                    slots,
+                    cost,
+                )
             )
         return ways
 
@@ -228,8 +242,8 @@ class _Model:
         """What a rank holds on its device while each of its layers computes."""
         zero_3 = self.workload.zero_stage == 3
         for rank, indices, weighed in self.ranks:
-            buffer = self._most(model, chosen, indices, "buffer")
-            resting = self.placer.fixed[rank] + self._sum(chosen, indices, "throughout") + buffer
+            buffers = sum(self._most(model, chosen, indices, name) for name in ("buffer", "rounding"))
+            resting = self.placer.fixed[rank] + self._sum(chosen, indices, "throughout") + buffers
             everything = sum(one.group.bytes for one in weighed)
             for moment, saved in self._moments(rank).items():
                 here = [(i, one) for i, one in zip(indices, weighed) if one.group.model_chunk_id == moment.chunk]

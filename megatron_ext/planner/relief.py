@@ -19,7 +19,7 @@ from megatron_ext.bounds.host_room import least_of_optimizer
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.host_shards import steps_on_host_shards
-from megatron_ext.schedule.memory_bill import activation_peaks, gradient_bytes, resting_bytes
+from megatron_ext.schedule.memory_bill import activation_peaks, gradient_bytes, resting_bytes, rounding_bytes
 from megatron_ext.schedule.state_placement import on_nodes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.timing import Timing
@@ -90,6 +90,7 @@ class Placer:
         self.optimizer, self.sharing = least_of_optimizer(workload), ranks_of_copy(workload.parallel, 0)
         self.by_shards = timing is None or timing.offers_cpu_shard
         self._costs: dict[tuple, dict[Kept, float]] = {}
+        self._rounding: dict[tuple, int] = {}
         self._dtypes = [{p.name: p for p in chunk.parameters} for chunk in workload.chunks]
 
     def __call__(self, groups: Sequence[Group]) -> tuple[Group, ...] | None:
@@ -252,6 +253,13 @@ class Placer:
             group = replace(group, gradients=way.gradients, reduce_every=self.rule.reduce_every, alone=way.alone)
         return replace(group, shard_rests="host", algorithm=None) if way.shard_on_host else group
 
+    def rounding(self, group: Group) -> int:
+        """Of the buffer on the device in which the optimizer there rounds ``group`` for its shard in host memory."""
+        key = group.pp_rank, group.model_chunk_id, group.parameters[0], group.bytes
+        if key not in self._rounding:
+            self._rounding[key] = rounding_bytes([replace(group, shard_rests="host")], self.workload)
+        return self._rounding[key]
+
     def _fits(self, rank: int, weighed: list[Weighed], kept: list[Kept]) -> bool:
         return sum(self.held(rank, weighed, kept).values()) <= self.limit
 
@@ -264,6 +272,7 @@ class Placer:
         legs = max(
             (2 * one.group.bytes for one, way in both if one.group.algorithm and not way.shard_on_host), default=0
         )
+        rounding = max((self.rounding(one.group) for one, way in both if way.shard_on_host), default=0)
         coming = [(one, way.alone) for one, way in both if way.gradients is not None]
         return {
             "whole_parameters": sum(one.group.bytes for one in weighed) if whole is None else whole,
@@ -273,7 +282,7 @@ class Placer:
             "gradient_shards": sum(one.gradient // dp for one, way in both if way.gradients == "sharded"),
             "optimizer": self.fixed[rank],
             "activations": self.activations[rank],
-            "buffers": pieces + legs,
+            "buffers": pieces + legs + rounding,
         }
 
     def _coming_and_going(self, weighed: list[tuple[Weighed, bool]]) -> int:

@@ -241,8 +241,9 @@ class EarlySteps(Part):
 
 
 def _normal_element(gradient: torch.Tensor) -> int:
-    """Index of an element of a 1D tensor that is a normal number other than 0, if there is one. Looking at all of a
-    large gradient takes longer than the step does, and nearly always one of the first elements will do."""
+    """Index of an element of a 1D tensor that is a normal number other than 0, if there is one, or else of any that is
+    not 0. Looking at all of a large gradient takes longer than the step does, and nearly always one of the first
+    elements will do."""
     tiny = torch.finfo(gradient.dtype).tiny
     for own in (gradient[:LOOKED_AT], gradient):
         size = own.abs()
@@ -250,4 +251,4 @@ def _normal_element(gradient: torch.Tensor) -> int:
         index = int(found.to(torch.uint8).argmax())
         if found[index]:
             return index
-    return 0
+    return int((gradient != 0).to(torch.uint8).argmax())

@@ -81,14 +81,14 @@ def test_what_fits_by_any_way_has_a_plan_and_nothing_else_has(seed):
     work, table = drawn(seed)
     possible = everything(work)
     frontier = [one for one in possible if not any(o != one and o[0] <= one[0] and o[1] <= one[1] for o in possible)]
-    assert len(frontier) > 2
+    assert len(frontier) > 1
     for device, host in sorted(frontier):
         limited = within(work, device, host)
         found = validate(least(limited, table))
         match(found, limited)
         assert max(bill.memory.device_total_bytes for bill in memory_bill(found, limited)) <= device
         assert max(host_bytes_of_nodes(found, limited)) <= host
-    for device, host in random.Random(seed).sample(sorted(frontier), 3):
+    for device, host in random.Random(seed).sample(sorted(frontier), min(len(frontier), 3)):
         for less in (within(work, device - 1, host), within(work, device, max(host - 1, 0))):
             limits = less.limits
             if not any(d <= limits.device_bytes and h <= limits.host_bytes for d, h in possible):

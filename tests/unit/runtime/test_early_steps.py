@@ -125,16 +125,27 @@ def test_the_smallest_clipping_of_one_gradient_takes_its_step_back_alone(trainin
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-40], ids=["nan", "inf", "subnormal"])
-def test_what_one_element_cannot_tell_does_not_stand(training, value):
-    """Of infinities, and of numbers that clipping rounds, the product may be the number itself."""
+def test_what_no_element_can_tell_does_not_stand(training, value):
+    """Of infinities, and of numbers that clipping rounds, the product may be the number itself; of 0 it always is."""
     ours = training()
-    if value == 1e-40:
-        ours.gradients[0].zero_()
+    ours.gradients[0].zero_()
     ours.gradients[0].view(-1)[3] = value
     before = ours.everything()
     ours.backward()
     assert ours.early.finish(ours.units, changed=False) == ours.units[1:]
     assert torch.equal(ours.everything()[0], before[0])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e-40])
+def test_one_normal_element_tells_of_all(training, value):
+    """Also where it lies behind many that are not."""
+    for clipped in (False, True):
+        ours = training()
+        ours.gradients[0].fill_(value)
+        ours.gradients[0].view(-1)[-1] = 0.25
+        ours.backward()
+        ours.gradients[0].mul_(0.5 if clipped else 1)
+        assert ours.early.finish(ours.units, changed=False) == ours.units[clipped:]
 
 
 def test_gradients_that_are_zero_stand(training):
