@@ -123,6 +123,7 @@ class Publisher(Part):
             from_shards: the shards have values that the host's optimizer does not know.
         """
         self.join()
+        self._jobs = []  # only here: a thread that has not looked for them yet must find those that have ended, too
         self._published += 1
         version, stream = self.clock.version, self.stream
         stream.wait(self.device.compute.record(self._taken))
@@ -269,7 +270,6 @@ class Publisher(Part):
         """Wait for the threads. Raises what they raised."""
         for job in self._jobs:
             self.issuer.join(job)
-        self._jobs = []
 
     def wait_on_thread(self) -> None:
         """What the host's optimizer holds may change, when this returns; for a thread."""
