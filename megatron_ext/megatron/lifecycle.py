@@ -275,7 +275,9 @@ class Run:
             match.match(self.schedule, workload, file=self.path)
             refusals.refuse_host_shards_of_aware_optimizer(self.schedule, args, file=self.path)
             device = device_of(next(self._ddps[0].parameters()))
-            refusals.refuse_without_stream_flags(self.schedule, device, self.delay is not None, file=self.path)
+            refusals.refuse_without_stream_flags(
+                self.schedule, device.why_no_flags, self.delay is not None, file=self.path
+            )
             loaded = any(getattr(getattr(one, "optimizer", None), "state", None) for one in self._optimizers)
             taken = host_bytes_taken(self.schedule, workload, loaded)
             node = dist.get_rank() // self.schedule.parallel.node_size

@@ -31,12 +31,11 @@ from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
-from megatron_ext.runtime.host_shards import HostShards
-from megatron_ext.runtime.host_step.early import EarlySteps
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.memory_pool import MemoryPool, rehearse
 from megatron_ext.runtime.program import compile_program
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.shards_on_host import HostShards
 from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
@@ -65,63 +64,78 @@ def prepare(
         InputError: copies cannot be made; not on every rank of the run.
     """
     keep_host_blocks()
-    if has_cuda() and (schedule_needs_host(schedule) or any(map(steps_on_the_host, optimizers))):
-        changed = host_threads.use(min(schedule.parallel.node_size, schedule.parallel.world_size))
-        if changed is not None and dist.get_rank() == 0:
-            say(changed)
+    _use_host_threads(schedule, optimizers)
     process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    rank = schedule.ranks[pp_rank := parallel_state.get_pipeline_model_parallel_rank()]
     clock, residency, issuer = Clock(), Residency(), Issuer()
     groups = make_groups(schedule, bucket_groups, process_group, residency)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
     host_shards = _hold_shards_only(schedule, ddps, groups, optimizers, buckets)
     links = recorder if recorder and recorder.iterations is None else None
     routes = collective_routes(schedule, groups, process_group, faults, links)
+    copied = (groups, _offloaded(schedule, optimizers, buckets), process_group, issuer, clock, faults, links)
+    copies = Copies(schedule, *copied, nvme_path)
     checks = _checks(schedule, pp_rank, process_group, routes.order)
-    offloaded = _offloaded(schedule, optimizers, buckets)
-    copies = Copies(schedule, groups, offloaded, process_group, issuer, clock, faults, links, nvme_path)
     leave_step_out(optimizers, buckets, faults.skip_step)
-    host_step = None
-    if groups and (delay is not None or _steps_on_host(schedule)):
-        how = (copies.publisher, issuer, faults, links, nvme_path, delay)
-        host_step = HostStep(schedule, optimizers, bucket_groups, groups, *how)
-    early = host_step.early if host_step is not None else None
+    how = (copies.publisher, issuer, faults, links, nvme_path, delay)
+    stepped = groups and (delay is not None or _steps_on_host(schedule))
+    host_step = HostStep(schedule, optimizers, bucket_groups, groups, *how) if stepped else None
     boundaries = _boundaries(schedule, ddps, pp_rank)
-    reducer = _reducer(schedule, bucket_groups, optimizers, process_group, issuer, faults, routes.order, early)
-    buffers = [] if host_shards is None else [host_shards.buffer]
-    resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, routes.buffered, reducer, buffers)
+    reducer = _reducer(schedule, bucket_groups, optimizers, process_group, issuer, faults, routes.order, host_step)
+    kept = (routes.buffered, reducer, [] if host_shards is None else [host_shards.buffer])
+    resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, *kept)
+    turn = issuer.turn if any((copies.publisher, host_step, reducer)) else None
     program = compile_program(
-        *(schedule, schedule.ranks[pp_rank], groups, routes.by_name | copies.routes, clock, boundaries, recorder),
-        faults.skip_group,
-        checks is not None,
-        reducer,
-        issuer.turn if copies.publisher is not None or host_step is not None or reducer is not None else None,
+        *(schedule, rank, groups, routes.by_name | copies.routes, clock, boundaries, recorder),
+        *(faults.skip_group, checks is not None, reducer, turn),
     )
-    parts = (reducer, host_shards, copies.publisher, *(host_step.parts if host_step is not None else ()))
-    pool = MemoryPool(device_of(next(iter(groups.values())).whole)) if groups else None
-    for held in (*groups.values(), *(reducer.gradients.values() if reducer is not None else ())):
-        assert pool is not None
-        pool.serve(held)
     executor = Executor(
         *(program, groups, clock, residency, routes.gather.issue, issuer),
-        [part for part in parts if part is not None],
+        _parts(reducer, host_shards, copies.publisher, host_step),
         recorder=recorder,
         checks=checks,
         pool=copies.pool,
         drop_staged=copies.drop_staged,
-        memory=pool,
+        memory=_memory_pool(groups, reducer),
         census=Census(residency, _parameters(ddps), resting, reducer),
     )
-    if pool is not None:
-        rehearsal = partial(rehearse, schedule, schedule.ranks[pp_rank], groups, clock, boundaries, reducer)
-        said = executor.fill_memory(rehearsal)
-        if said is not None and dist.get_rank() == 0:
-            say(said)
-    closing = [host_step] if host_step is not None else []
-    if groups:
-        executor.on_close(device_of(next(iter(groups.values())).whole).close)
-    executor.on_close(boundaries.close, *copies.closing, *(one.close for one in (*routes.buffered, *closing)))
+    _say_once(executor.fill_memory(partial(rehearse, schedule, rank, groups, clock, boundaries, reducer)))
+    return _closing_at_the_end(executor, groups, boundaries, copies, routes.buffered, host_step)
+
+
+def _parts(reducer, host_shards, publisher, host_step: HostStep | None) -> list:
+    steps = host_step.parts if host_step is not None else ()
+    return [part for part in (reducer, host_shards, publisher, *steps) if part is not None]
+
+
+def _closing_at_the_end(executor: Executor, groups: dict, boundaries: Boundaries, copies: Copies, buffered, host_step):
+    """What the end of training closes, the last one first: page-locked memory goes when nothing uses it any more."""
+    executor.on_close(*(device_of(one.whole).close for one in list(groups.values())[:1]))
+    executor.on_close(boundaries.close, *copies.closing, *(one.close for one in buffered))
+    if host_step is not None:
+        executor.on_close(host_step.close)
     return executor
+
+
+def _say_once(line: str | None) -> None:
+    if line is not None and dist.get_rank() == 0:
+        say(line)
+
+
+def _use_host_threads(schedule: Schedule, optimizers: list) -> None:
+    """Let the host's processors take part with all their cores where the schedule or an optimizer needs them."""
+    if has_cuda() and (schedule_needs_host(schedule) or any(map(steps_on_the_host, optimizers))):
+        _say_once(host_threads.use(min(schedule.parallel.node_size, schedule.parallel.world_size)))
+
+
+def _memory_pool(groups: dict[int, Group], reducer: Reducer | None) -> MemoryPool | None:
+    """The pool that whole parameters and gradients of this rank come from; None where it has no groups."""
+    if not groups:
+        return None
+    pool = MemoryPool(device_of(next(iter(groups.values())).whole))
+    for held in (*groups.values(), *(reducer.gradients.values() if reducer is not None else ())):
+        pool.serve(held)
+    return pool
 
 
 def schedule_needs_host(schedule: Schedule) -> bool:
@@ -184,7 +198,7 @@ def _reducer(
     issuer: Issuer,
     faults: Faults,
     order: debug.IssueOrder | None,
-    early: EarlySteps | None,
+    host_step: HostStep | None,
 ) -> Reducer | None:
     """Of this rank's gradients that come and go, whose shards the optimizers then read; None where all stay whole."""
     gradients = {
@@ -202,7 +216,7 @@ def _reducer(
     hold_gradients(optimizers, held)
     device = device_of(next(iter(gradients.values())).whole)
     reducer = Reducer(gradients, on_host, device, issuer, faults, dist.get_rank(process_group), order)
-    reducer.complete = early.reduced if early is not None else None
+    reducer.complete = host_step.early.reduced if host_step is not None and host_step.early is not None else None
     return reducer
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from megatron_ext.cost import environment
 from megatron_ext.cost.cost_table import Metadata
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime.device import Device
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
 # Options that change who owns a parameter's storage, who gathers it, or the order of steps, with the
@@ -153,9 +152,12 @@ def refuse_with_gradients(args, config, on_host: bool) -> None:
         refuse("fp16", "gradients in host memory are unscaled by nobody")
 
 
-def refuse_without_stream_flags(schedule: Schedule, device: Device, delayed: bool, *, file) -> None:
+def refuse_without_stream_flags(schedule: Schedule, why_no_flags: str, delayed: bool, *, file) -> None:
     """Refuse copies between host memory and a device whose streams cannot store flags: threads would have to call the
     driver, which ends in a deadlock.
+
+    Args:
+        why_no_flags: as :attr:`Device.why_no_flags` says it.
 
     Raises:
         InputError: naming what is missing, and the schedule's field that needs it.
@@ -169,10 +171,8 @@ def refuse_without_stream_flags(schedule: Schedule, device: Device, delayed: boo
         "--delayed-parameter-update": delayed,
     }
     field = next((name for name, needed in needs.items() if needed), None)
-    if field is not None and device.why_no_flags:
-        raise InputError(
-            f"needs streams that wait for flags in host memory: {device.why_no_flags}", file=file, field=field
-        )
+    if field is not None and why_no_flags:
+        raise InputError(f"needs streams that wait for flags in host memory: {why_no_flags}", file=file, field=field)
 
 
 def refuse_host_shards_of_aware_optimizer(schedule: Schedule, args, *, file) -> None:

@@ -17,7 +17,7 @@ import torch
 from megatron_ext.megatron.host_gradients import rest_on_host
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.group import FreedGroup, Group, ScheduleError, State
-from megatron_ext.runtime.host_shards import HostShards
+from megatron_ext.runtime.shards_on_host import HostShards
 from megatron_ext.workload.state_layout import ROUNDING_BYTES
 
 
@@ -41,7 +41,7 @@ class ShardOf:
         device: torch.device | None = None,
         write: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ):
-        self._shard, self._start, self._numel, self._device, self._write = shard, start, numel, device, write
+        self._shard, self._start, self._numel, self.device, self._write = shard, start, numel, device, write
 
     def numel(self) -> int:
         return self._numel
@@ -55,7 +55,7 @@ class ShardOf:
         assert 0 <= start <= stop <= self._shard.numel(), "indexed outside of the own shard"
         if self._write is not None:
             return _Written(self._shard[start:stop], self._write)
-        return self._shard[start:stop] if self._device is None else self._shard[start:stop].to(self._device)
+        return self._shard[start:stop] if self.device is None else self._shard[start:stop].to(self.device)
 
 
 class _Written:

@@ -122,7 +122,7 @@ def _iterations(args, model, optimizer, overflow: bool, at_micro_batch):
     for iteration in range(args.iteration, args.train_iters):
         if overflow:
             for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-                one.grad_scaler._scale.fill_(2.0**40 if iteration % OVERFLOWS_EVERY == 1 else 2.0**10)
+                one.grad_scaler.scale.fill_(2.0**40 if iteration % OVERFLOWS_EVERY == 1 else 2.0**10)
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()

@@ -109,7 +109,7 @@ def overflowing(example):
         if not forward_only:
             count += 1
             for optimizer in optimizers:
-                optimizer.grad_scaler._scale.fill_(2.0**40 if count % 3 == 0 else 2.0**10)
+                optimizer.grad_scaler.scale.fill_(2.0**40 if count % 3 == 0 else 2.0**10)
         return run_schedule(args, model, iterators, forward_only)
 
     example.run_schedule, example.build_model_and_optimizer = run, built

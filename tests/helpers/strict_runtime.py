@@ -201,7 +201,7 @@ class Runtime:
     def to_device(self, original):
         def run(own, index):
             found = original(own, index)
-            if getattr(own, "_device", None) is not None and self.memory.region(found.data_ptr()) is not None:
+            if own.device is not None and self.memory.region(found.data_ptr()) is not None:
                 with _disable_current_modes():
                     there = torch.empty_like(found)
                 return there.copy_(found)
