@@ -8,9 +8,8 @@ import pytest
 from megatron_ext.cost import hardware_sheet as sheets
 from megatron_ext.formats.errors import InputError
 
-EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-ethernet h100-nvlink h100-rdma h200-nvlink h200-one-gpu h200-rdma
-    l40s
-    rtx4090""".split()
+EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-ethernet h100-nvlink h100-rdma h200-nvlink
+    h200-one-gpu h200-rdma l40s rtx4090""".split()
 
 
 def test_the_sheets_of_the_package():
