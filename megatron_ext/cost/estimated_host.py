@@ -27,14 +27,14 @@ class HostWork:
         item: bytes of one whole parameter.
 
     Attributes:
-        memory_us_per_byte: read and written by copies and processors of this rank together.
+        memory_bytes_per_s: read and written by copies and processors of this rank together.
     """
 
     def __init__(self, sheet: HardwareSheet, links: Links, item: int):
         host, ranks = sheet.host, links.ranks_per_node
-        self.memory_us_per_byte = 1e6 * max(ranks, host.numa_nodes.value) / host.memory_bytes_per_s.value
-        of_cores = 1e6 * ranks / host.cores.value / host.core_bytes_per_s.value
-        self._us_per_byte = max(self.memory_us_per_byte, of_cores)
+        self.memory_bytes_per_s = host.memory_bytes_per_s.value / max(ranks, host.numa_nodes.value)
+        of_cores = host.cores.value / ranks * host.core_bytes_per_s.value
+        self._us_per_byte = 1e6 / min(self.memory_bytes_per_s, of_cores)
         self._adam_us_per_byte = self._us_per_byte / host.adam_efficiency.value
         link = sheet.host_link
         self._copy = links.host_copy()

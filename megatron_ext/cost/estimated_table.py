@@ -78,6 +78,9 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
                 lambda e: e.host.step("host"), **{cost_table.CAST_ON_DEVICE: points(lambda e: e.host.step("device"))}
             ),
             device_step=curve(lambda e: e.device_step()),
+            host_memory=cost_table.HostMemory(
+                bytes_per_s=middle.host.memory_bytes_per_s, slow_bytes_per_s=slow.host.memory_bytes_per_s
+            ),
         )
     )
 

@@ -22,10 +22,10 @@ from statistics import NormalDist, median
 import numpy
 from msgspec.structs import replace
 
-from megatron_ext.cost.cost_table import Compute, Contention, CostTable, Curve, Point, Publish, Routes
+from megatron_ext.cost.cost_table import Compute, Contention, CostTable, Curve, HostMemory, Point, Publish, Routes
 from megatron_ext.cost.curve import curves_of, residuals
 from megatron_ext.cost.host_cpu import HostCpu
-from megatron_ext.cost.true_curve import noise_of_misses, noise_of_samples, posterior, posterior_of_likes
+from megatron_ext.cost.true_curve import P95, noise_of_misses, noise_of_samples, posterior, posterior_of_likes
 from megatron_ext.workload.route import ROUTES
 
 SYSTEMATIC = 0.05
@@ -125,6 +125,7 @@ class PerturbedTables:
             contention=self._contention(number),
             group_overhead=replace(table.group_overhead, call_us=self._call_us(number)),
             host_cpu=self._host_cpu(number),
+            host_memory=self._host_memory(number),
         )
 
     def _curve(self, curve: Curve | None, name: str, number: Callable[[str], float]) -> Curve | None:
@@ -206,6 +207,14 @@ class PerturbedTables:
             return None
         times = [point.p50_us for points in curves_of(gpu).values() for point in points]
         return min(times) / 2 if times else None
+
+    def _host_memory(self, number: Callable[[str], float]) -> HostMemory | None:
+        memory = self._table.host_memory
+        if memory is None:
+            return None
+        slow = memory.slow_bytes_per_s or memory.bytes_per_s
+        spread = sqrt(SYSTEMATIC**2 + (log(memory.bytes_per_s / slow) / P95) ** 2)
+        return HostMemory(bytes_per_s=memory.bytes_per_s * exp(number("host_memory") * spread))
 
     def _host_cpu(self, number: Callable[[str], float]) -> HostCpu | None:
         section = self._table.host_cpu

@@ -237,20 +237,30 @@ class Timing:
         """Microseconds of copying the own shard of a gradient of ``size_bytes`` to host memory, and of adding it there.
 
         The copy takes as long as publishing the shard to the host copy, or where that was not measured as long as a
-        copy from there. What no curve tells is left out and named in ``left_out``.
+        copy from there (:meth:`shard_to_host_us`). What no curve tells is left out and named in ``left_out``.
         """
-        shard = size_bytes // self.workload.parallel.dp
-        if self.costs.offers_publish("cpu"):
-            copy_us = self._beyond.estimate("publish.cpu", size_bytes).us
-        elif self.offers("cpu"):
-            copy_us = self._beyond.estimate("routes.cpu", shard).us
-        else:
-            copy_us = 0.0
-            self.leave_out("gradients to host memory")
+        shard, copy_us = size_bytes // self.workload.parallel.dp, self.shard_to_host_us(size_bytes)
         if _has(self.table.host_add):
             return copy_us, self._beyond.estimate("host_add", shard).us
         self.leave_out("host_add")
         return copy_us, 0.0
+
+    def shard_to_host_us(self, size_bytes: int) -> float:
+        """Microseconds of copying the own shard of ``size_bytes`` to host memory."""
+        if self.costs.offers_publish("cpu"):
+            return self._beyond.estimate("publish.cpu", size_bytes).us
+        return self._shard_from_host_us(size_bytes)
+
+    def from_host_us(self, size_bytes: int) -> float:
+        """Microseconds of copying the own shard of a group's gradients from host memory to the device; by bytes of the
+        whole group of 16-bit parameters."""
+        return self._shard_from_host_us(size_bytes * self.workload.optimizer.gradient_item_bytes // 2)
+
+    def _shard_from_host_us(self, size_bytes: int) -> float:
+        if self.offers("cpu"):
+            return self._beyond.estimate("routes.cpu", size_bytes // self.workload.parallel.dp).us
+        self.leave_out("routes.cpu")
+        return 0.0
 
     def leave_out(self, name: str) -> None:
         """Name what the table does not know, once."""
