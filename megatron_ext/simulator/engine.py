@@ -16,7 +16,7 @@
   The thread then waits for the one before, because its whole gradient is freed; where a gradient is allocated alone, it
   waits before that. What is added up in host memory is
   copied there in the direction in which groups are published, and added by the host.
-* What moves bytes in host memory shares its bandwidth (:mod:`megatron_ext.simulator.host_memory`).
+* What moves bytes in host memory shares its bandwidth (:mod:`megatron_ext.simulator.host_memory_link`).
 * The optimizer step starts when every rank has reduced its gradients, because the gradient norm needs all of them.
   Time 0 is the end of the previous optimizer step.
 * Where the host's optimizer steps beside the backward, it takes one group after another as their gradients are reduced,
@@ -37,7 +37,7 @@ from megatron_ext.formats.trace import Event, Lane
 from megatron_ext.simulator.activity_kinds import COMPUTE, HOST_STEP, NVME, P2P, PUBLISH
 from megatron_ext.simulator.early_units import DelayedStep, EarlySteps
 from megatron_ext.simulator.engine_protocols import HostCpuModel
-from megatron_ext.simulator.host_memory import host_memory_link
+from megatron_ext.simulator.host_memory_link import host_memory_link
 from megatron_ext.simulator.links import delay_step, issue_gather, issue_reduce, serve, transport_ended
 from megatron_ext.simulator.lower import ISSUE, REDUCE_GROUP, REDUCE_VISIT, RUN, SETTLE, WAIT, Gather, RankProgram
 from megatron_ext.simulator.rank_state import Activity, RankState
