@@ -31,9 +31,11 @@ from megatron_ext.report.spread import summarize, warm_up
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, FreedGroup, Residency, State
-from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.host_pool import COPY, DRIVE, HostPool
+from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.nvme_pool import NvmePool
-from megatron_ext.runtime.routes import CpuRoute, NvmeRoute
+from megatron_ext.runtime.routes.drive_copy import DriveCopy
+from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.workload.drive_reads import DriveReads
 
 
@@ -83,13 +85,14 @@ class Streamed:
             raise InputError(f"one layer has {largest} bytes", field="--budget-bytes", value=args.budget_bytes)
         transport = device_of(self.groups[0].whole)
         hosted = set(range(args.layers)) if route == "cpu" else set()
-        self.pool = HostPool(self.groups, hosted, 0, 1, alone)
-        self.pool.pin(transport)
-        self.nvme = None
+        self.pool = HostPool(self.groups, hosted, set(), 0, 1, alone, transport)
+        self.pool.pin()
+        self.nvme, self.issuer = None, Issuer()
+        how = (transport, self.issuer, self.clock, Faults())
         if route == "cpu":
             for group in self.groups:
                 self.pool.copies[group.index].copy_(group.shard)
-            self.route = CpuRoute(self.pool, transport, self.clock, Faults())
+            self.route = HostCopy(self.pool, *how)
         else:
             self.slots = max(min(self.ahead, 4), 1)
             self.nvme = NvmePool(
@@ -105,9 +108,10 @@ class Streamed:
             for group in self.groups:
                 self.nvme.write(group, 0, group.shard)
                 self.nvme.flush(group)
-            self.route = NvmeRoute(self.nvme, self.pool, transport, self.clock, Faults(), self.slots)
+            self.route = DriveCopy(self.nvme, self.pool, *how, self.slots)
         for group in self.groups:
-            self.pool.set_published(group, self.clock.version)
+            for where in (COPY, DRIVE):
+                self.pool.flags[group.index, where][0].store(self.clock.version)
         sizes = [p.shape for p in self.layers[0].parameters()]
         self.gradients = [
             [torch.empty(size, dtype=torch.bfloat16, pin_memory=device.type == "cuda") for size in sizes]
@@ -137,6 +141,7 @@ class Streamed:
         self.begun = 0
         inputs, outputs = [], []
         for position, number in enumerate(order):
+            self.issuer.poll()
             self._begin(order, position)
             self._wait(number)
             if position < count:

@@ -48,6 +48,7 @@ from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
+from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.program import compile_program
 from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -91,7 +92,7 @@ def executor_of(schedule, workload, boundaries) -> Executor:
                 else Group(index, "", whole, 0, 2)
             )
     program = compile_program(schedule, schedule.ranks[0], groups, {"gpu": route, "cpu": route}, clock, boundaries)
-    executor = Executor(program, groups, clock, residency, route.issue)
+    executor = Executor(program, groups, clock, residency, route.issue, Issuer())
     executor.params_updated()
     return executor
 

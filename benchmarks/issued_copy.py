@@ -13,9 +13,13 @@ from unittest import mock
 import torch
 
 from megatron_ext.runtime import device as devices
+from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.flags import private_flags
 from megatron_ext.runtime.group import Clock
-from megatron_ext.runtime.routes import CpuRoute
+from megatron_ext.runtime.host_pool import COPY
+from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.runtime.stream_flags import StreamFlags
 
 RANKS = 8
@@ -25,7 +29,7 @@ RANKS = 8
 class _Idle:
     """A stream, an event, a context or a tensor on which nothing happens."""
 
-    cuda_stream = 1
+    cuda_stream, dtype = 1, torch.float32
 
     def __init__(self, *_, **__):
         pass
@@ -49,7 +53,7 @@ class _Idle:
 _idle = _Idle()
 
 
-def _give_idle(device=None):
+def _give_idle(device=None, **_):
     return _idle
 
 
@@ -62,31 +66,36 @@ def issued_copy(rounds: int = 30, copies: int = 2000) -> dict:
         cuMemHostGetDevicePointer=None,
         CUresult=SimpleNamespace(CUDA_SUCCESS=0),
     )
-    names = {"Event": _Idle, "Stream": _Idle, "current_stream": _give_idle, "stream": _give_idle, "device": _give_idle}
+    names = {
+        "Event": _Idle,
+        "Stream": _give_idle,
+        "current_stream": _give_idle,
+        "stream": _give_idle,
+        "device": _give_idle,
+    }
     with (
         mock.patch.multiple(torch.cuda, **names),
         mock.patch.object(devices, "open_stream_flags", lambda device: (StreamFlags(driver), "")),
     ):
         device, host, clock = devices.CudaDevice(torch.device("cuda", 0)), torch.zeros(4), Clock()
 
-        def wait_published(group, version, stream):
-            for word in range(RANKS):
-                device.flags.wait(stream, word, version)
-
-        pool = SimpleNamespace(rank=0, copies={0: host}, wait_published=wait_published)
-        route, group = CpuRoute(pool, device, clock, Faults()), SimpleNamespace(index=0, whole=_idle)
+        flags = {(0, COPY): private_flags(RANKS, HostDevice())}
+        nothing = lambda *_: False
+        pool = SimpleNamespace(rank=0, copies={0: host}, flags=flags, by_thread=nothing, check_published=nothing)
+        route = HostCopy(pool, device, Issuer(), clock, Faults())
+        group = SimpleNamespace(index=0, whole=_idle)
 
         def ours() -> None:
             route.issue(group).wait()
 
+        taken, event = torch.cuda.Event(), torch.cuda.Event()
+
         def theirs() -> None:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device.device))
-            with torch.cuda.device(device.device), torch.cuda.stream(_idle):
-                _idle.wait_event(event)
+            taken.record(torch.cuda.current_stream(device.device))
+            _idle.wait_event(taken)
+            with torch.no_grad(), torch.cuda.stream(_idle):
                 _idle.copy_(host, non_blocking=True)
-                event = torch.cuda.Event(blocking=True)
-                event.record(_idle)
+            event.record(_idle)
             torch.cuda.current_stream(device.device).wait_event(event)
 
         for _ in range(rounds):

@@ -42,7 +42,11 @@ from megatron_ext.formats import trace as traces
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.runtime import drive
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.drive_states import DriveStates
+from megatron_ext.runtime.host_step.after_norm import AfterNorm
+from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
+from megatron_ext.runtime.host_step.room import Link
+from megatron_ext.runtime.host_step.unit import Piece
+from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
 from megatron_ext.schedule.memory_bill import memory_bill
@@ -146,8 +150,13 @@ class Steps:
         ours = [torch.zeros(piece_bytes // 12) for _ in range(count)]
         gradient = torch.full((piece_bytes // 12,), 1e-3)
         self.optimizers = [torch.optim.AdamW([one], lr=1e-3, fused=True) for one in ours]
-        how = dict(moments=2, slots=SLOTS, settings=DriveReads(), device=HostDevice())
-        self.states = DriveStates(self.optimizers, directory, gradients={p: lambda: gradient for p in ours}, **how)
+        self.link, shard = Link(HostDevice(), HostDevice.device), torch.zeros(piece_bytes // 12, dtype=torch.bfloat16)
+        how = dict(settings=DriveReads(), link=self.link, issuer=Issuer())
+        self.states, self.after_norm = DriveStates(directory, moments=2, slots=SLOTS, **how), AfterNorm(self.link)
+        for one, optimizer in zip(ours, self.optimizers):
+            piece = Piece(one, lambda: gradient, shard, gradient_on_host=True, shard_on_host=True)
+            self.states.units.append(DriveUnit(0, optimizer, [piece], self.states))
+        self.states.open()
         self.bytes, self.in_memory = 2 * self.states.bytes, [torch.zeros_like(gradient) for _ in range(SLOTS)]
         for one in self.in_memory:
             one.grad = gradient
@@ -158,7 +167,8 @@ class Steps:
     def step(self) -> float:
         """Seconds of a step of all units."""
         start = time.monotonic()
-        self.states.gradients_ready()
+        self.states.expect(self.states.units)
+        self.after_norm.expect([*self.states.units])
         for optimizer in self.optimizers:
             optimizer.step()
         return time.monotonic() - start
@@ -233,6 +243,7 @@ def rate(args, folder: Path) -> dict:
         for one in pair:
             one.close()
         steps.states.close()
+        steps.link.close()
     ratios = [row["steps"] / row["plain"] for row in rows]
     found = {"slices": rows, "ratio": median(ratios), "spread": [min(ratios), max(ratios)], "at_least": RATE}
     # Where the arithmetic takes longer than the plain pair, reads and writes are hidden behind it.

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from megatron_ext.bounds.feasibility import check_limits
 from megatron_ext.bounds.memory_headroom import groups_of_rank
 from megatron_ext.formats.errors import InputError
-from megatron_ext.schedule.memory_bill import gradient_bytes, resting_bytes
+from megatron_ext.schedule.memory_bill import gradient_bytes, host_add_bytes, resting_bytes
 from megatron_ext.schedule.state_placement import LEAST_SLOTS, on_nodes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.state_layout import gradient_slot_bytes, region_bytes
@@ -62,9 +62,10 @@ def pinned_limit(workload: Workload, groups: Sequence[Group], states_in_memory: 
     if limits.host_bytes is None:
         return limits.pinned_host_bytes
     of_ranks = [0] * workload.parallel.pp
-    for group in groups:
-        if group.gradients == "host":
-            of_ranks[group.pp_rank] += gradient_bytes(group, workload) // workload.parallel.dp
+    for pp_rank in range(workload.parallel.pp):
+        own = [group for group in groups if group.pp_rank == pp_rank and group.gradients == "host"]
+        of_ranks[pp_rank] = sum(gradient_bytes(group, workload) // workload.parallel.dp for group in own)
+        of_ranks[pp_rank] += host_add_bytes(own, workload)
     optimizer = optimizer_on_host(workload, on_drive=False) if states_in_memory else least_of_optimizer(workload)
     held = max(map(sum, zip(on_nodes(workload, of_ranks), optimizer)))
     left = limits.host_bytes - held

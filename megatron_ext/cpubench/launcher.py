@@ -169,7 +169,7 @@ def launch(
 
 def _sharing(ranks: int, environment: dict[str, str]) -> int:
     """How many of ``ranks`` share the fullest CUDA device that they see; said where it is more than one."""
-    if not allocator.may_have_cuda(environment):
+    if ranks == 1 or not allocator.may_have_cuda(environment):  # looking for devices imports torch
         return 1
     devices = device_sharing.visible_devices()
     sharing = device_sharing.ranks_of_fullest(ranks, devices)

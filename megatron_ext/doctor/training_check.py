@@ -19,6 +19,7 @@ from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.random_plan import random_schedule
+from megatron_ext.runtime import host_threads
 from megatron_ext.schedule import user_defined_schedule
 from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
@@ -35,23 +36,32 @@ MOST_SEEDS = 50
 
 
 class Case(NamedTuple):
-    """One training: a route, and the zero stage; with the optimizer on the host, where its parameters are cast."""
+    """One training: a route, and the zero stage; with the optimizer on the host, where its parameters are cast.
+
+    ``all_on_host``: so are gradients and shards, and gradients are clipped; on a device the model is so large that a
+    copy or a kernel that nothing orders comes too late.
+    """
 
     route: Route
     zero_stage: int
     cast: Literal["host", "device"] | None = None
+    all_on_host: bool = False
 
     @property
     def check(self) -> str:
         """Its name in the report."""
         offload = f", optimizer on the host, casts on the {self.cast}" if self.cast is not None else ""
+        offload += ", all on the host, clipped" if self.all_on_host else ""
         return f"training: {self.route}, zero stage {self.zero_stage}{offload}"
 
 
 CASES = (
     *(Case("gpu", 1), Case("cpu", 1), Case("gpu", 3), Case("cpu", 3), Case("cpu_shard", 3), Case("nvme", 3)),
-    *(Case("cpu", 3, "host"), Case("gpu", 1, "device")),
+    *(Case("cpu", 3, all_on_host=True), Case("cpu", 3, "host"), Case("gpu", 1, "device")),
 )
+
+CLIP_GRAD = 1e-2
+"""Of the case with everything on the host; norms are larger."""
 
 
 def check(place: Place, options: DoctorOptions, case: Case) -> list[Finding]:
@@ -119,6 +129,12 @@ def with_states_spread(
     )
 
 
+def with_all_on_host(schedule: Schedule, workload: Workload) -> Schedule:
+    """The schedule with gradients and shards in host memory."""
+    schedule = with_host_shards(schedule, workload)
+    return replace(schedule, groups=tuple(replace(group, gradients="host") for group in schedule.groups))
+
+
 def routes_of(schedule: Schedule) -> set[str]:
     """Routes by which groups go."""
     entries = [entry for rank in schedule.ranks for entry in (rank.start, *rank.steps)]
@@ -138,7 +154,8 @@ def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
     if case.route == "cpu_shard" and place.world_size == 1:
         return not_tried(case.check, "one rank gathers from nobody")
     engine = place.on_cuda and find_spec("transformer_engine") is not None
-    if case.cast is not None and place.on_cuda and not engine:
+    on_host, large = case.cast is not None or case.all_on_host, case.all_on_host and place.on_cuda
+    if on_host and place.on_cuda and not engine:
         return not_tried(case.check, "Megatron's host optimizer needs Transformer Engine")
     drive = options.nvme is not None and (case.route == "nvme" or case.cast is not None)
     args = training.arguments(
@@ -147,12 +164,18 @@ def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
         zero_stage=case.zero_stage,
         engine=engine,
         nvme=options.nvme if drive else None,
-        on_host=case.cast is not None,
+        on_host=on_host,
+        large=large,
+        clip_grad=CLIP_GRAD if case.all_on_host else 1.0,
     )
     workload = training.workload_of(args, SLOTS if case.route == "nvme" else 0)
     schedule = schedule_of(workload, case.route)
     if case.cast is not None:
         schedule = with_states_spread(schedule, workload, case.cast, drive)
+    if case.all_on_host:
+        schedule = with_all_on_host(schedule, workload)
+    if large:  # the reference's step, too: one thread would take most of the time
+        host_threads.use(place.ranks_per_node)
     with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
         path = str(Path(folder) / "schedule.json")
         user_defined_schedule.save(path, schedule)

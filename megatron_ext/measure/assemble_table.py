@@ -26,6 +26,9 @@ measurement then rarely differs by more."""
 BACKGROUND_LOAD = 0.1
 """Processors that other programs may use before the notes of the table say so."""
 
+OVERLONG, SET_UP_SECONDS = 1.5, 15.0
+"""How many times the time that was asked for, and what set-up takes besides, before the notes say so."""
+
 MEDIANS = "medians_us"
 
 CURVE_NAMES = {
@@ -200,6 +203,13 @@ def notes(raw: dict) -> list[str]:
         )
     if raw.get(RANKS_PER_DEVICE, 1) > 1:
         lines.append(shared_device(raw[RANKS_PER_DEVICE]))
+    seconds = raw.get("seconds")
+    if seconds is not None and seconds["taken"] > OVERLONG * seconds["asked"] + SET_UP_SECONDS:
+        longest = sorted(seconds["of"].items(), key=lambda one: -one[1])[:3]
+        lines.append(
+            f"took {seconds['taken']:.0f} s, not the {seconds['asked']:.0f} s asked for: all is measured once at "
+            f"least; most by {', '.join(f'{name} ({taken:.0f} s)' for name, taken in longest)}"
+        )
     if raw.get("symmetric_refused"):
         lines.append(f"all-gathers by copy engines not measured: {raw['symmetric_refused']}")
     unmeasured = [f"{measured} beside {busy}" for measured, busy in raw.get("unmeasured_pairs", [])]

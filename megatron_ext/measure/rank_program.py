@@ -5,8 +5,10 @@ The whole grid is measured several times, for a machine that is shared changes i
 samples of one size that lie far apart say more than as many in a row. All count together; where the
 medians of quarters of the time differ, the table says so itself. Sizes are refined behind the first
 pass, where neighbours disagree. Every pass has another order. A visit takes so many rounds at most that where
-transfers are short time is left after these passes: further ones use it. Host copies that took less than
-``SHORT_US`` in the first pass are visited ``SHORT_VISITS`` times in each later one, for as many rounds together.
+transfers are short time is left after these passes: further ones use it. A visit that took far longer than its share
+(a host step of a whole model makes its states anew) is not made again where less time is left. Host copies that took
+less than ``SHORT_US`` in the first pass are visited ``SHORT_VISITS`` times in each later one, for as many rounds
+together.
 
 [Note: In the surroundings of the run]
 Handed modules are made before anything is measured: what a framework adds to every call, and the
@@ -16,6 +18,7 @@ threads of the process groups that it makes, are there in training too.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -106,10 +109,14 @@ class Measurement:
         merged: see :func:`merge_visits`.
         refined: (curve, size) that the first pass did not have.
         short: (curve, size) that are visited ``SHORT_VISITS`` times in a pass behind the first.
+        overlong: seconds of visits that took more than twice their share, by (curve, size).
+        spent: seconds by what was measured.
     """
 
     def __init__(self, fabric: Fabric, report: Report):
-        self.fabric, self.report = fabric, report
+        self.fabric, self.report, self.begun = fabric, report, monotonic()
+        self.overlong: dict[tuple[str, int], float] = {}
+        self.spent: defaultdict[str, float] = defaultdict(float)
         options = fabric.options
         runners = shared_processors.runners_of(fabric) if "compute" in options.links else {}
         kinds = dict(OPERATIONS)
@@ -176,7 +183,9 @@ class Measurement:
         def beside(pair: tuple[str, str]) -> None:
             self.report(self.done + self.pairs.index(pair), self.total, f"{pair[0]} beside {pair[1]}")
 
+        begun = monotonic()
         rows = contention.run(fabric, self.pairs, self.contention_seconds, beside)
+        self.spent["contention"] = monotonic() - begun
         for operation in self.operations.values():
             operation.close()
         self.done += len(self.pairs)
@@ -197,6 +206,7 @@ class Measurement:
             "symmetric_refused": self.refused if fabric.torch_device.type == "cuda" else "",
             "nvme": self.drive,
             RANKS_PER_DEVICE: fabric.ranks_per_device,
+            "seconds": {"asked": fabric.options.seconds, "taken": monotonic() - self.begun, "of": dict(self.spent)},
         }
 
     def _say(self, what: str) -> None:
@@ -225,9 +235,13 @@ class Measurement:
         own: dict[tuple[str, int], Samples] = {}
         for position, (name, size) in enumerate(self.visits[number]):
             self._say(f"{name} {_text(size)}")
-            left = self.curves_end - monotonic()
-            if number and self.fabric.agree(int(left < 0)):
-                break  # every size has been visited once; the table says so
+            begun = monotonic()
+            left = self.curves_end - begun
+            enough = 0 if left < 0 else 1 if left < self.overlong.get((name, size), 0.0) else 2
+            if number and (enough := self.fabric.agree(enough)) < 2:
+                if enough == 0:
+                    break  # every size has been visited once; the table says so
+                continue
             still = sum(
                 self._weight(visit)
                 for later in (self.visits[number][position:], *self.visits[number + 1 :])
@@ -237,6 +251,10 @@ class Measurement:
             seconds, most = max(left, 0.0) * self._weight((name, size)) / still, MAX_ROUNDS // often
             visit = partial(sample, self.fabric, self.operations[name], size, seconds, max_rounds=most)
             own.setdefault((name, size), Samples()).add(self.softirq.watch(name, size, visit))
+            taken = monotonic() - begun
+            self.spent[name] += taken
+            if taken > 2 * seconds:
+                self.overlong[name, size] = taken
             self.done += 1
         return own
 
@@ -249,6 +267,7 @@ class Measurement:
         for part in range(self.compute_taken, due):
             self.compute_rounds.take(part)
         self.curves_end += monotonic() - begin
+        self.spent["compute"] += monotonic() - begin
         self.compute_taken = max(self.compute_taken, due)
 
 

@@ -81,45 +81,46 @@ class Copies:
         if not targets:
             return
         local = process_group if local is None else local
-        rank, size = dist.get_rank(local), dist.get_world_size(local)
         exchange = partial(gather_objects, process_group=local)
-        device = device_of(targets[0].group.whole)
-        hosted = {target.group.index for target in targets if target.host}
-        pool = self.pool = HostPool(
-            [target.group for target in targets],
-            hosted,
-            by_thread(targets, nodes),
-            rank,
-            size,
-            exchange,
-            device,
-            _Progress(dist.get_rank()),
-        )
+        device, written = device_of(targets[0].group.whole), by_thread(targets, nodes)
+        pool = self.pool = _make_pool(targets, written, local, exchange, device)
         self.closing.append(pool.close)
-        self.own_bytes = sum(copy.numel() * copy.element_size() for copy in pool.copies.values()) // size
-        nvme, staged = None, [target.group for target in targets if target.nvme]
+        issuer.checks.append(lambda: pool.check_peers(clock.version))
+        self.own_bytes = sum(copy.numel() * copy.element_size() for copy in pool.copies.values()) // pool.size
         # The drive first: it is shared out by messages among the ranks, which all must reach. Pinning may fail on one
         # alone.
-        if staged:
-            settings = schedule.metadata.options.nvme or DriveReads()
-            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-            slots, slot_size = schedule.limits.nvme_slots, slot_bytes(schedule, pp_rank)
-            nvme = NvmePool(
-                nvme_path, staged, rank, exchange, slots=slots, slot_bytes=slot_size, settings=settings, device=device
-            )
+        nvme = _make_nvme_pool(schedule, targets, pool.rank, exchange, device, nvme_path)
         if device.kind == "cuda" and dist.get_rank() == 0 and pool.bytes > SAID_BYTES:
             say(f"page-locking {pool.bytes / 1e9:.0f} GB on every rank; `plan` says how long it takes")
         pool.pin()
-        if hosted:
-            self.routes["cpu"] = HostCopy(pool, device, issuer, clock, faults, recorder)
+        how = (device, issuer, clock, faults)
+        if pool.copies:
+            self.routes["cpu"] = HostCopy(pool, *how, recorder)
             self.closing.append(self.routes["cpu"].close)
         if nvme is not None:
-            route = self.routes["nvme"] = DriveCopy(nvme, pool, device, issuer, clock, faults, slots, recorder)
+            route = self.routes["nvme"] = DriveCopy(nvme, pool, *how, schedule.limits.nvme_slots, recorder)
             self.drop_staged = route.drop
             self.closing += [nvme.close, route.close]
-        self.publisher = Publisher(
-            targets, pool, nvme, nodes, dist.get_rank(process_group), device, issuer, clock, faults, recorder
-        )
+        self.publisher = Publisher(targets, pool, nvme, nodes, dist.get_rank(process_group), *how, recorder)
+
+
+def _make_pool(targets: list[Target], written: set[int], local, exchange, device) -> HostPool:
+    """Of the ranks of ``local``; ``written``: groups whose host copy threads write."""
+    groups, hosted = [target.group for target in targets], {target.group.index for target in targets if target.host}
+    rank, size, progress = dist.get_rank(local), dist.get_world_size(local), _Progress(dist.get_rank())
+    on_drive = frozenset(target.group.index for target in targets if target.nvme)
+    return HostPool(groups, hosted, written, rank, size, exchange, device, progress, on_drive)
+
+
+def _make_nvme_pool(schedule: Schedule, targets: list[Target], rank: int, exchange, device, path) -> NvmePool | None:
+    """None where no group has a copy on the drive."""
+    staged = [target.group for target in targets if target.nvme]
+    if not staged:
+        return None
+    settings = schedule.metadata.options.nvme or DriveReads()
+    size = slot_bytes(schedule, parallel_state.get_pipeline_model_parallel_rank())
+    slots = dict(slots=schedule.limits.nvme_slots, slot_bytes=size)
+    return NvmePool(path, staged, rank, exchange, **slots, settings=settings, device=device)
 
 
 def _nothing_staged() -> None:

@@ -72,6 +72,7 @@ def _norm(gradients: list[torch.Tensor], others: torch.Tensor | None, device: to
 def _sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
     """Of a 1D tensor, as float64; each row of :data:`ROW` elements is added up in fp32."""
     end = gradient.numel() // ROW * ROW
-    rows = [gradient[:end].view(-1, ROW), gradient[end:].view(1, -1)]
+    whole, rest = gradient[:end].view(-1, ROW), gradient[end:].view(1, -1)
+    rows = [row for row in (whole, rest) if row.numel()] or [rest]
     norms = torch.cat([torch.linalg.vector_norm(row, dim=1, dtype=torch.float32) for row in rows])
     return norms.double().square().sum()

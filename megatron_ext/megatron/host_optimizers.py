@@ -76,7 +76,7 @@ def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimize
     Returns:
         The new optimizers, with the states that their parameters had.
     """
-    new = [hybrid.cpu_optimizer_cls(groups) for groups in units]
+    new = [_without_device_calls(hybrid.cpu_optimizer_cls(groups)) for groups in units]
     states = {parameter: own for one in hybrid.cpu_optimizers for parameter, own in one.state.items()}
     for one in new:
         for group in one.param_groups:
@@ -92,6 +92,15 @@ def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimize
             del one.state[parameter]
     hybrid.cpu_optimizers = [one for one in hybrid.cpu_optimizers if one.param_groups] + new
     return new
+
+
+def _without_device_calls(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """``optimizer`` without torch's question, at every step, whether a CUDA graph is being captured: that calls the
+    driver, with the interpreter's lock held, and the host's optimizer steps on other threads than the issuing one."""
+    for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, lambda: None)
+    return optimizer
 
 
 DELAY_OPTION = "--delayed-parameter-update"

@@ -3,7 +3,7 @@
 [Note: Why copies are left out]
 HybridDeviceOptimizer copies every parameter to the host in fp32 when it is built, and DistributedOptimizer builds it
 twice: 8 bytes a parameter at a time when the drive holds nothing yet. The copy of a parameter whose states will rest
-on the drive is left out: a single NaN in its shape stands in for it. :mod:`host_step` writes the parameter itself
+on the drive is left out: a single NaN in its shape stands in for it. :mod:`scheduled_host_step` writes the parameter itself
 to the drive, in fp32, one slot after the other. Where something needs the copies before, with their moments (a
 checkpoint is loaded), they are made then, in files on the drive that are mapped into memory: see drive_tensors.py.
 

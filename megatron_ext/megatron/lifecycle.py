@@ -273,6 +273,7 @@ class Run:
                 on_host = any(group.gradients == "host" for group in self.schedule.groups)
                 refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
             match.match(self.schedule, workload, file=self.path)
+            refusals.refuse_host_shards_of_aware_optimizer(self.schedule, args, file=self.path)
             device = device_of(next(self._ddps[0].parameters()))
             refusals.refuse_without_stream_flags(self.schedule, device, self.delay is not None, file=self.path)
             loaded = any(getattr(getattr(one, "optimizer", None), "state", None) for one in self._optimizers)

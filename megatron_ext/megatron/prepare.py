@@ -11,10 +11,10 @@ from megatron_ext.megatron.boundaries import Boundaries, bare
 from megatron_ext.megatron.collective_routes import collective_routes
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.describe_model import describe_chunk
-from megatron_ext.megatron.host_step import HostStep
 from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
 from megatron_ext.megatron.run_summary import say
+from megatron_ext.megatron.scheduled_host_step import HostStep
 from megatron_ext.megatron.shards import (
     HeldGradient,
     hold_gradients,
@@ -95,6 +95,7 @@ def prepare(
         faults.skip_group,
         checks is not None,
         reducer,
+        issuer.turn if copies.publisher is not None or host_step is not None or reducer is not None else None,
     )
     parts = (reducer, host_shards, copies.publisher, *(host_step.parts if host_step is not None else ()))
     pool = MemoryPool(device_of(next(iter(groups.values())).whole)) if groups else None
@@ -113,10 +114,12 @@ def prepare(
     )
     if pool is not None:
         rehearsal = partial(rehearse, schedule, schedule.ranks[pp_rank], groups, clock, boundaries, reducer)
-        why = executor.fill_memory(rehearsal)
-        if why is not None and dist.get_rank() == 0:
-            say(f"{why}; torch's allocator may wait for the device in the first iterations")
+        said = executor.fill_memory(rehearsal)
+        if said is not None and dist.get_rank() == 0:
+            say(said)
     closing = [host_step] if host_step is not None else []
+    if groups:
+        executor.on_close(device_of(next(iter(groups.values())).whole).close)
     executor.on_close(boundaries.close, *copies.closing, *(one.close for one in (*routes.buffered, *closing)))
     return executor
 

@@ -175,6 +175,24 @@ def refuse_without_stream_flags(schedule: Schedule, device: Device, delayed: boo
         )
 
 
+def refuse_host_shards_of_aware_optimizer(schedule: Schedule, args, *, file) -> None:
+    """Refuse shards in host memory where a precision-aware optimizer on the device writes them itself: its kernels
+    would step on host memory.
+
+    Raises:
+        InputError: naming the first such group.
+    """
+    aware = getattr(args, "use_precision_aware_optimizer", False) and not getattr(args, "optimizer_cpu_offload", False)
+    found = next((index for index, group in enumerate(schedule.groups) if group.shard_rests == "host"), None)
+    if aware and found is not None:
+        raise InputError(
+            "--use-precision-aware-optimizer steps on the shard itself; leave it out, or add --optimizer-cpu-offload",
+            file=file,
+            field=f"groups[{found}].shard_rests",
+            value="host",
+        )
+
+
 def refuse_with_states_on_drive(args) -> None:
     """What a schedule cannot be combined with that keeps optimizer states on a drive. Raises InputError."""
     if getattr(args, "async_save", False):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_ext.megatron.copies import Copies
-from megatron_ext.megatron.host_step import HostStep
+from megatron_ext.megatron.scheduled_host_step import HostStep
 from megatron_ext.runtime.census import storage_bytes
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import FreedGroup, Group

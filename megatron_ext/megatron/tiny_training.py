@@ -33,6 +33,9 @@ SIZES = (
     "--untie-embeddings-and-output-weights --bf16"
 ).split()
 
+LARGE = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 128".split()
+"""206M parameters: copies of a group take longer than what they race with."""
+
 
 class Trained(NamedTuple):
     """What came of training on this rank: gradient norms as ``float.hex`` writes them, and the sha256 of all
@@ -43,20 +46,36 @@ class Trained(NamedTuple):
 
 
 def arguments(
-    world_size: int, ranks_per_node: int, *, zero_stage: int = 3, engine: bool = False, nvme=None, on_host: bool = False
+    world_size: int,
+    ranks_per_node: int,
+    *,
+    zero_stage: int = 3,
+    engine: bool = False,
+    nvme=None,
+    on_host: bool = False,
+    large: bool = False,
+    clip_grad: float = 1.0,
 ):
-    """Megatron's arguments of the tiny GPT; ``on_host``: its optimizer steps there. Raises InputError."""
+    """Megatron's arguments of the tiny GPT; ``on_host``: its optimizer steps there. ``large``: of :data:`LARGE`. Raises
+    InputError."""
     parser = gpt_arguments.OneLineParser(allow_abbrev=False)
     gpt_arguments.add_gpt_arguments(parser)
     gpt_arguments.add_plan_arguments(parser)
     hooks.add_arguments(parser)
-    options = [*SIZES, "--zero-stage", str(zero_stage), "--gpus-per-node", str(ranks_per_node)]
+    options = [
+        *SIZES,
+        *(LARGE if large else []),
+        "--zero-stage",
+        str(zero_stage),
+        "--gpus-per-node",
+        str(ranks_per_node),
+    ]
     options += ["--transformer-impl", "transformer_engine"] if engine else []
     options += ["--user-defined-schedule-nvme-path", str(nvme)] if nvme is not None else []
     args = parser.parse_args(options)
     gpt_arguments.check(args, world_size=world_size)
     args.overlap_param_gather = args.use_distributed_optimizer = True
-    args.optimizer_cpu_offload = on_host
+    args.optimizer_cpu_offload, args.clip_grad = on_host, clip_grad
     return args
 
 
@@ -127,7 +146,7 @@ def _build(args):
     settings = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
-        clip_grad=1.0,
+        clip_grad=args.clip_grad,
         bf16=True,
         params_dtype=config.params_dtype,
         use_distributed_optimizer=True,

@@ -34,6 +34,7 @@ from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.route import Route, piece_buffer_bytes
+from megatron_ext.workload.state_layout import GRADIENT_SLOTS
 from megatron_ext.workload.workload import Chunk, Limits, Parameter, Workload
 
 MOST_BYTES = 1 << 50
@@ -46,7 +47,7 @@ Aim = Literal["time", "device", "host"]
 
 class Way(NamedTuple):
     """One way to keep a group: bytes on the device throughout and around its layers, whole and buffered; bytes in host
-    memory, and pinned ones of these; microseconds of links."""
+    memory, and pinned ones of these, and of the slots there by which its gradient comes; microseconds of links."""
 
     kept: Kept
     route: Route
@@ -55,6 +56,7 @@ class Way(NamedTuple):
     buffer: int
     host: int
     pinned: int
+    slots: int
     cost_us: float
 
 
@@ -155,7 +157,10 @@ class _Model:
             buffer = piece_buffer_bytes(size) if route == "cpu_shard" else 0
             around = one.gradient if kept.gradients is not None else 0
             copies = size // self.placer.sharing if route == "cpu" and not kept.shard_on_host else 0
-            ways.append(Way(kept, route, throughout, around, buffer, host + copies, pinned + copies, cost))
+            slots = GRADIENT_SLOTS * (one.gradient // dp) if kept.gradients == "host" else 0
+            ways.append(
+                Way(kept, route, throughout, around, buffer, host - slots + copies, pinned + copies, slots, cost)
+            )
         return ways
 
     def plan(self) -> Schedule | None:
@@ -174,7 +179,7 @@ class _Model:
         device_limit = most if aim == "device" else limits.device_bytes
         for held in self._device(model, chosen):
             model.add(held <= device_limit)
-        host, pinned = (self._nodes(chosen, kind) for kind in ("host", "pinned"))
+        host, pinned = (self._nodes(model, chosen, kind) for kind in ("host", "pinned"))
         for held, by_optimizer in zip(host, self.placer.optimizer):
             if aim == "host":
                 model.add(held + by_optimizer <= most)
@@ -199,22 +204,31 @@ class _Model:
             round(getattr(way, name)) * flag for index in indices for way, flag in zip(self.ways[index], chosen[index])
         )
 
-    def _nodes(self, chosen, name: str) -> list:
+    def _most(self, model: cp_model.CpModel, chosen, indices: Iterable[int], name: str):
+        """The largest of what groups need one after the other."""
+        most = model.new_int_var(0, MOST_BYTES, "")
+        for index in indices:
+            for way, flag in zip(self.ways[index], chosen[index]):
+                if getattr(way, name):
+                    model.add(most >= getattr(way, name) * flag)
+        return most
+
+    def _nodes(self, model: cp_model.CpModel, chosen, name: Literal["host", "pinned"]) -> list:
         """What the ranks of each node hold in host memory."""
         ranks = range(len(self.ranks))
         counts = [on_nodes(self.workload, [int(rank == other) for other in ranks]) for rank in ranks]
         sums = [self._sum(chosen, indices, name) for _, indices, _ in self.ranks]
+        if name == "host":
+            sums = [
+                held + self._most(model, chosen, indices, "slots") for held, (_, indices, _) in zip(sums, self.ranks)
+            ]
         return [sum(count[node] * held for count, held in zip(counts, sums)) for node in range(len(counts[0]))]
 
     def _device(self, model: cp_model.CpModel, chosen) -> Iterator:
         """What a rank holds on its device while each of its layers computes."""
         zero_3 = self.workload.zero_stage == 3
         for rank, indices, weighed in self.ranks:
-            buffer = model.new_int_var(0, MOST_BYTES, "")
-            for index in indices:
-                for way, flag in zip(self.ways[index], chosen[index]):
-                    if way.buffer:
-                        model.add(buffer >= way.buffer * flag)
+            buffer = self._most(model, chosen, indices, "buffer")
             resting = self.placer.fixed[rank] + self._sum(chosen, indices, "throughout") + buffer
             everything = sum(one.group.bytes for one in weighed)
             for moment, saved in self._moments(rank).items():

@@ -25,6 +25,7 @@ from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.nodes import ranks_of_copy
 from megatron_ext.workload.route import piece_buffer_bytes
+from megatron_ext.workload.state_layout import GRADIENT_SLOTS
 from megatron_ext.workload.workload import Workload, group_bytes
 
 Relief = Literal["sharded", "host", "alone", "shards"]
@@ -127,11 +128,11 @@ class Placer:
 
     def on_host(self, weighed: Sequence[Weighed], kept: Sequence[Kept]) -> tuple[int, int]:
         """What each rank holds in host memory, and how much of that is pinned: gradients and shards that rest there,
-        and its part of the host copies without which these shards do not come back."""
-        gradients, shards = 0, 0
+        the slots by which these gradients come, and its part of the host copies without which these shards do not come
+        back."""
+        own = [one.gradient // self.workload.parallel.dp for one, way in zip(weighed, kept) if way.gradients == "host"]
+        gradients, shards = sum(own) + GRADIENT_SLOTS * max(own, default=0), 0
         for one, way in zip(weighed, kept):
-            if way.gradients == "host":
-                gradients += one.gradient // self.workload.parallel.dp
             if way.shard_on_host:
                 shards += one.group.bytes // self.workload.parallel.dp
                 shards += 0 if self.by_shards else one.group.bytes // self.sharing

@@ -242,8 +242,7 @@ class Executor:
         self.busy = False
 
     def fill_memory(self, rehearsal: Callable[[], None]) -> str | None:
-        """Take the memory of an iteration from the device, see memory_pool.py; before the first one. Returns why that
-        cannot be had, or None."""
+        """Take the memory of an iteration from the device, see :meth:`MemoryPool.fill`; before the first one."""
         self._drop_all()
         return None if self._memory is None else self._memory.fill(rehearsal)
 

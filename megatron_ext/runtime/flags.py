@@ -42,7 +42,9 @@ RELAXED, ACQUIRE, RELEASE = 0, 2, 3
 SPINS = 200
 """Polls that only yield the processor; who waits longer sleeps between polls."""
 
-SLEEP_SECONDS = 20e-6
+SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 20e-6, 500e-6
+"""Between two polls: a tenth of the time waited so far. The issuing thread sleeps the least: every poll of another one
+takes the interpreter from it."""
 
 LOOK_SECONDS = 0.1
 """Seconds between two checks, while somebody waits, that what stores the flag is still alive."""
@@ -64,15 +66,17 @@ def poll(ready: Callable[[], bool], check: Callable[[], None] = lambda: None, tu
         if turn is not None:
             turn()
         os.sched_yield()
-    checked = time.monotonic()
+    begin = checked = now = time.monotonic()
     while not ready():
-        time.sleep(SLEEP_SECONDS)
+        longest = SLEEP_SECONDS if turn is not None else LONGEST_SLEEP_SECONDS
+        time.sleep(min(max((now - begin) / 10, SLEEP_SECONDS), longest))
         if turn is not None:
             turn()
         if exiting():
             raise Exiting("the process ended while a thread waited for a flag")
-        if time.monotonic() - checked > LOOK_SECONDS:
-            checked = time.monotonic()
+        now = time.monotonic()
+        if now - checked > LOOK_SECONDS:
+            checked = now
             check()
 
 

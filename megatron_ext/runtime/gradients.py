@@ -76,6 +76,11 @@ class Gradient:
     def __str__(self) -> str:
         return f"the gradient of group {self.index}"
 
+    def forget(self) -> None:
+        """Free it, as if nothing had been added or reduced."""
+        self.resize(0)
+        self.state, self.version = _FREED, 0
+
 
 class _ToHost:
     """The slots through which gradients reach their shards in host memory."""

@@ -213,8 +213,8 @@ class FreedGroup(Group):
         def unshard() -> None:
             if self.state is not _SHARDED:
                 raise ScheduleError(f"{self} is unsharded while {self.state.value}")
-            self.state = _UNSHARDING
             self.resize(size)
+            self.state = _UNSHARDING
             now = residency.bytes = residency.bytes + size  # Residency.add, as a call, would be a fifth of an unshard
             if now > residency.peak:
                 residency.peak = now

@@ -46,6 +46,7 @@ class HostPool:
         exchange: collective ``exchange(object) -> list`` over exactly the pool's ranks.
         device: page-locks the block, see :meth:`pin`.
         progress: called with the bytes of this rank's pages that are allocated, and the bytes of all of them.
+        on_drive: indices of those that have a copy on the drive.
 
     Attributes:
         memory: the whole block as uint8, flags included; page-locked as one region.
@@ -67,8 +68,10 @@ class HostPool:
         exchange,
         device,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        on_drive: frozenset[int] = frozenset(),
     ):
         self.rank, self.size, self._device, self._by_thread = rank, size, device, by_thread
+        self._awaited = [(index, COPY) for index in copied] + [(index, DRIVE) for index in on_drive]
         self._number = {group.index: n for n, group in enumerate(groups)}
         self._rows = 2 * len(groups) + 1
         offset = -(-flags_bytes(self._rows, size) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -147,12 +150,11 @@ class HostPool:
         self._check(self.reads_done, iterations, "to finish reading")
 
     def check_peers(self, version: int) -> None:
-        """:meth:`check_published` of every group. Called by the watch, because a stream waits for a flag without
-        end."""
+        """:meth:`check_published` of every group. Called by the watch, because a stream waits for a flag without end,
+        and by the issuing thread while it waits. What fails on this rank they hear from the thread that fails."""
         with self._closing:
-            for index, where in self.flags:
-                if where == COPY and index not in self._by_thread and index in self.copies:
-                    self._check(self.flags[index, where], version, f"to publish group {index}")
+            for index, where in self._awaited if self.flags and self._failure is None else ():
+                self._check(self.flags[index, where], version, f"to publish group {index}")
 
     def _check(self, flags: Sequence[Flag], value: int, what: str) -> None:
         if self._failure is not None:

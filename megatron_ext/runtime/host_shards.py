@@ -28,10 +28,8 @@ class HostShards(Part):
 
     def write(self, shard: torch.Tensor, parameter: torch.Tensor) -> None:
         """Queue the copy of ``parameter``, fp32 on the device, to ``shard``, 1D and as long."""
-        stream, device = self._stream, self._device
-        if not self._begun:  # behind the optimizer's step, and behind what reads the shards
-            stream.wait(device.compute.record(self._taken))
-            self._begun = True
+        stream, self._begun = self._stream, True
+        stream.wait(self._device.compute.record(self._taken))  # the optimizer's step, and what reads the shards
         flat = parameter.detach().view(-1)
         for target, source in zip(shard.split(len(self.buffer)), flat.split(len(self.buffer)), strict=True):
             rounded = self.buffer[: target.numel()]

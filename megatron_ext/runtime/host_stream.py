@@ -74,6 +74,7 @@ class HostCompute:
             function()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, marks: list | None = None) -> None:
+        assert destination.dtype is source.dtype
         with torch.no_grad():
             _copy(destination, source, marks, upward=False)
 

@@ -13,6 +13,7 @@ def use(ranks_of_node: int) -> str | None:
     """Let torch use this rank's share of the processors that it may run on, where it would use fewer. To be called
     before threads are started. Returns what was changed, in one line, or None."""
     share = max(len(os.sched_getaffinity(0)) // ranks_of_node, 1)
+    share -= share // 8  # for the threads that issue, read and publish
     before = torch.get_num_threads()
     if before >= share:
         return None

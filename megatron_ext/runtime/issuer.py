@@ -46,19 +46,20 @@ class Issuer:
     def wait(self, done: Callable[[], bool]) -> None:
         """Block until ``done()``, and issue meanwhile what can be. Raises what a check raises."""
         if not done():
-            poll(done, self._check, self._turn)
+            poll(done, self._check, self.turn)
 
     def join(self, transfer: Transfer | None) -> None:
         """Block until ``transfer`` has ended, and raise what it raised."""
         if transfer is not None:
             self.wait(lambda: transfer.ended)
-            transfer.wait()
+            transfer.check()
 
     def finish(self) -> None:
         """Block until everything is issued."""
         self.wait(lambda: not self.left)
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """:meth:`poll`, where anything is left."""
         if self.left:
             self.poll()
 

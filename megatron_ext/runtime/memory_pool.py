@@ -5,15 +5,17 @@ torch's caching allocator asks the driver for memory where it has no free block 
 the driver has none left: both wait for the whole device. Whole groups and gradients therefore come from a pool of their
 own. Before the first iteration everything that an iteration takes from it and gives back is taken and given back once,
 in the same order (:func:`rehearse`). The allocator decides by sizes and order alone, and every iteration begins and
-ends with an empty pool, so all later iterations find their blocks in it. What something outside of the program brings
-whole (an evaluation, a checkpoint) does not come from this pool.
+ends with an empty pool, so later iterations find their blocks in it. What something outside of the program brings
+whole (an evaluation, a checkpoint) does not come from this pool: it gives that memory back.
 Source: PyTorch, torch.cuda.MemPool.
 """
 
 import contextlib
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -23,26 +25,35 @@ from megatron_ext.runtime.group import Clock, FreedGroup, Group
 from megatron_ext.runtime.program import Action, Layers, Program, compile_program
 from megatron_ext.schedule.user_defined_schedule import Rank, Schedule
 
+LEAST_TORCH = (2, 8)
+"""Before, a pool that is entered again was not counted as in use."""
+
+ROUNDS = 3
+"""Rehearsals after which the pool is left as it is."""
+
 
 class MemoryPool:
     """Of one rank. On a device without such pools, and on the host, memory comes from where it always does."""
 
     def __init__(self, device: Device):
-        has_pools = device.kind == "cuda" and hasattr(torch.cuda, "MemPool") and hasattr(torch.cuda, "use_mem_pool")
-        self._pool = torch.cuda.MemPool() if has_pools else None
+        new_enough = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= LEAST_TORCH
+        self._pool = _new_pool() if device.kind == "cuda" and new_enough else None
         self._used = True
+        self._bytes = self._peak = 0  # in use: now, and the most
 
     def serve(self, held: Group | Gradient) -> None:
         """Let the bytes of ``held`` come from here."""
         if self._pool is not None and isinstance(held, (FreedGroup, Gradient)):
-            held.resize = partial(self._resize, held.resize)
+            held.resize = partial(self._resize, held.resize, held.bytes)
 
-    def _resize(self, resize: Callable[[int], object], size: int) -> None:
+    def _resize(self, resize: Callable[[int], object], bytes_held: int, size: int) -> None:
         if not size or not self._used or self._pool is None:
             resize(size)
-            return
-        with torch.cuda.use_mem_pool(self._pool):
-            resize(size)
+        else:
+            with torch.cuda.use_mem_pool(self._pool):
+                resize(size)
+        self._bytes += size or -bytes_held
+        self._peak = max(self._peak, self._bytes)
 
     @contextlib.contextmanager
     def unused(self) -> Iterator[None]:
@@ -54,16 +65,59 @@ class MemoryPool:
             self._used = True
 
     def fill(self, rehearsal: Callable[[], None]) -> str | None:
-        """Take what ``rehearsal`` takes and gives back; returns why that cannot be had, or None."""
+        """Take what ``rehearsal`` takes and gives back. Returns what the user has to know, in one line, or None.
+
+        The allocator rounds, and cuts blocks in the order in which they are asked for. Whether one block of the peak at
+        first leads to less memory in all depends on the sizes, so both ways are tried and the smaller is kept.
+        """
         if self._pool is None:
             return None
         torch.cuda.empty_cache()
+        self._bytes = self._peak = 0
         try:
-            rehearsal()
+            in_order = self._take(rehearsal, 0)
+            taken = self._take(rehearsal, self._peak)
+            if taken > in_order:
+                taken = self._take(rehearsal, 0)
         except torch.cuda.OutOfMemoryError:
             self._pool = None
-            return "the device has no room for whole groups and gradients in a pool of their own"
-        return None
+            torch.cuda.empty_cache()
+            return (
+                "the device has no room for a pool of whole groups and gradients; torch's allocator may wait for it in "
+                "the first iterations"
+            )
+        if taken <= 1.1 * self._peak:
+            return None
+        return (
+            f"the pool of whole groups and gradients takes {taken / 1e9:.2f} GB for {self._peak / 1e9:.2f} GB at once"
+        )
+
+    def _take(self, rehearsal: Callable[[], None], first_bytes: int) -> int:
+        """Begin a new pool, with a block of ``first_bytes``; returns the bytes that it takes from the device."""
+        self._pool = None
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        self._pool = _new_pool()
+        self._rehearse(rehearsal, first_bytes)
+        return torch.cuda.memory_reserved() - before
+
+    def _rehearse(self, rehearsal: Callable[[], None], first_bytes: int) -> None:
+        assert self._pool is not None
+        with torch.cuda.use_mem_pool(self._pool):
+            torch.empty(first_bytes, dtype=torch.uint8, device="cuda")
+        reserved = -1
+        for _ in range(ROUNDS):
+            if reserved == torch.cuda.memory_reserved():
+                return
+            reserved = torch.cuda.memory_reserved()
+            rehearsal()
+
+
+def _new_pool():
+    """Of whose free blocks torch may take some for other things before it is out of memory, where it can do that."""
+    options: dict[str, Any] = {"use_on_oom": True}  # newer releases alone
+    known = inspect.signature(torch.cuda.MemPool.__init__).parameters
+    return torch.cuda.MemPool(**{name: value for name, value in options.items() if name in known})
 
 
 class _Ready:
@@ -82,22 +136,23 @@ class _Ready:
 class _Unreduced(Reducer):
     """Allocates and frees gradients, and adds nothing up."""
 
-    def __init__(self, reducer: Reducer, device: Device):
-        self._issued = {index: gradient.issue for index, gradient in reducer.gradients.items()}
-        for gradient in reducer.gradients.values():
-            gradient.issue = _Ready
+    def __init__(self, reducer: Reducer):
         self.gradients, self.on_host, self.residency = reducer.gradients, frozenset(), reducer.residency
-        self.device, self.order, self.sample, self.complete = device, None, None, None
+        self.device, self.order, self.sample, self.complete = reducer.device, None, None, None
         self._early, self._skipped, self._delay, self._in_flight, self._to_host = False, -1, None, None, None
-        self._held = None
+        self._issues = {gradient: gradient.issue for gradient in reducer.gradients.values()}
+        for gradient in self._issues:
+            gradient.issue = _Ready
 
     def _add(self, gradient: Gradient, part: torch.Tensor) -> None:
         """There is nothing to add."""
 
-    def end(self) -> None:
-        super().end()
-        for index, gradient in self.gradients.items():
-            gradient.issue, gradient.version = self._issued[index], 0
+    def give_back(self) -> None:
+        """The gradients are as they were."""
+        for gradient, issue in self._issues.items():
+            gradient.forget()
+            gradient.issue = issue
+        self.residency.bytes = 0
 
 
 class _AtOnce:
@@ -121,16 +176,17 @@ def rehearse(
     schedule: Schedule, rank: Rank, groups: dict[int, Group], clock: Clock, layers: Layers, reducer: Reducer | None
 ) -> None:
     """Go through one iteration of the program, with no transfer and no compute: what has bytes when is as in training.
-    No group is whole when this begins or ends."""
-    routes, at_once = _Routes(), _AtOnce(layers)
-    device = reducer.device if reducer is not None else None
-    unreduced = _Unreduced(reducer, device) if reducer is not None and device is not None else None
-    program = compile_program(schedule, rank, groups, routes, clock, at_once, reducer=unreduced)
-    _run(program, at_once)
-    for group in groups.values():
-        group.drop()
-    if unreduced is not None:
-        unreduced.end()
+    No group is whole when this begins or ends, also where the device is out of memory."""
+    at_once = _AtOnce(layers)
+    unreduced = _Unreduced(reducer) if reducer is not None else None
+    program = compile_program(schedule, rank, groups, _Routes(), clock, at_once, reducer=unreduced)
+    try:
+        _run(program, at_once)
+    finally:
+        for group in groups.values():
+            group.drop()
+        if unreduced is not None:
+            unreduced.give_back()
 
 
 def _run(program: Program, layers: _AtOnce) -> None:

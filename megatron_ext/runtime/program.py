@@ -13,7 +13,7 @@ Whatever stands at a layer is done at the boundary before or behind it, or, at t
 chunk, when the step begins or ends. Nothing is hooked into a layer where nothing happens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -87,6 +87,7 @@ def compile_program(
     skip_group: int = -1,
     check_uses: bool = False,
     reducer: Reducer | None = None,
+    poll: Action | None = None,
 ) -> Program:
     """Turn a validated schedule into calls.
 
@@ -101,6 +102,7 @@ def compile_program(
         skip_group: negative control; whatever the schedule says of this group is left out.
         check_uses: check state and version of every group at every layer that uses it.
         reducer: of the gradients that come and go, or None where all stay whole.
+        poll: called before the actions between two layers: issues what threads were waited for; None: nothing is.
     """
     compiler = _Compiler(schedule, groups, routes, clock, layers, recorder, skip_group)
     gradients = _gradient_actions(schedule, rank, layers, reducer) if reducer is not None else {}
@@ -120,11 +122,14 @@ def compile_program(
         if step.kind == "F":
             backward = backward_of[step.stage, step.microbatch]
             for boundary in sorted({*place.at, *backward}):
-                before.append(
-                    layers.arm(chunk, boundary, tuple(place.at.get(boundary, ())), tuple(backward.get(boundary, ())))
-                )
+                own, later = (_polled(poll, at.get(boundary, ())) for at in (place.at, backward))
+                before.append(layers.arm(chunk, boundary, own, later))
         compiled.append(StepProgram(step, chunk, tuple(before), tuple(place.end)))
     return Program(tuple(start), tuple(compiled))
+
+
+def _polled(poll: Action | None, actions: Sequence[Action]) -> tuple[Action, ...]:
+    return tuple(actions) if poll is None or not actions else (poll, *actions)
 
 
 class _GradientAction(NamedTuple):

@@ -123,6 +123,7 @@ class Publisher(Part):
             from_shards: the shards have values that the host's optimizer does not know.
         """
         self.join()
+        self._jobs = []  # only here: a thread that has not looked for them yet must find those that have ended, too
         self._published += 1
         version, stream = self.clock.version, self.stream
         stream.wait(self.device.compute.record(self._taken))
@@ -138,6 +139,9 @@ class Publisher(Part):
                     self._bounced.append(job)
             if shard.copied is not None:
                 self.issuer.when(partial(_ended, before), partial(self._copy, shard, version))
+
+    def updated(self, iterations: int, by_optimizer: bool) -> None:
+        self.publish(iterations, from_shards=not by_optimizer)
 
     def _place(self, number: int, target: Target, version: int, from_shards: bool) -> _Shard:
         """Where the own shard of ``target`` goes in host memory."""
@@ -248,9 +252,6 @@ class Publisher(Part):
             start, self._last_ns = max(start, self._last_ns), perf_counter_ns()
             self.recorder.add("publish", f"publish {target.group.index}", start, self._last_ns)
 
-    def updated(self, iterations: int, by_optimizer: bool) -> None:
-        self.publish(iterations, from_shards=not by_optimizer)
-
     # When shards may change.
 
     def release(self, iterations: int) -> None:
@@ -269,7 +270,6 @@ class Publisher(Part):
         """Wait for the threads. Raises what they raised."""
         for job in self._jobs:
             self.issuer.join(job)
-        self._jobs = []
 
     def wait_on_thread(self) -> None:
         """What the host's optimizer holds may change, when this returns; for a thread."""

@@ -101,11 +101,18 @@ class Transfer:
         if self.error is not None:
             raise self.error
 
+    def check(self) -> None:
+        """Raise what it raised; it has ended."""
+        assert self.ended
+        if self.error is not None:
+            raise self.error
+
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the transfer as done, or as failed with ``error``; only the first call counts."""
         if self.ended:
             return
-        self.ended, self.error = True, error
+        self.error = error
+        self.ended = True  # behind the error: pollers look at it first
         self._done.release()
 
 

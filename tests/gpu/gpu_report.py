@@ -1,23 +1,44 @@
 """The report of the tier for GPUs: one file, written anew after every case, that can be sent back."""
 
+import contextlib
 import datetime
 import hashlib
+import os
 import platform
+import resource
+import shutil
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+import torch
+from case_table import PLANNED, PLANS
 from msgspec.structs import replace
 
 from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.facts import Facts
+from megatron_ext.runtime import host_memory
+from megatron_ext.runtime.drive import filesystem
 
 Status = Literal["pass", "FAIL", "HUNG", "DIED", "could not try", "NOT RUN"]
 
 FINAL: tuple[Status, ...] = ("pass", "FAIL", "HUNG", "DIED", "could not try")
 """What a case is not run again for."""
+
+PACKAGES = (
+    *("numpy", "transformer-engine", "transformer-engine-torch", "flash-attn", "apex", "cuda-bindings"),
+    *("nvidia-nccl-cu13", "triton", "py-spy"),
+)
+DEVICE_FACTS = (
+    *("name", "driver_version", "memory.total", "memory.used", "pcie.link.gen.max", "pcie.link.width.max"),
+    *("compute_mode", "mig.mode.current"),
+)
+VARIABLES = ("NCCL_", "NVTE_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "MALLOC_", "LD_LIBRARY_PATH")
+"""How names of variables begin that libraries read."""
 
 SOURCES = ("megatron_ext/**/*.py", "examples/*.py", "patches/**/*", "tests/gpu/*.py", "tests/helpers/*.py")
 
@@ -31,6 +52,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         stacks: of all threads, where it hung.
         output: the end of what was printed, where it did not pass.
         figures: measured values, units in their names.
+        command: by which it is run alone, and what its processes were started by.
         spare: its absence fails nothing.
     """
 
@@ -41,6 +63,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     stacks: str = ""
     output: str = ""
     figures: dict = {}
+    command: str = ""
     spare: bool = False
 
 
@@ -94,31 +117,58 @@ def new_report(root: Path, machine: dict[str, Facts], cases, *, dry_run: bool, b
 
 
 def resumed(report: GpuReport, path: Path) -> GpuReport:
-    """The report with the results of an earlier one of the same code, kind and machine, if it is there. Raises
-    InputError."""
+    """The report with the results of an earlier one of the same code, kind and machine, if it is there. Any other is
+    put aside."""
     if not path.exists():
         return report
-    earlier = json_files.load(path, GpuReport)
     same = lambda one: (one.sources_sha256, one.dry_run, one.machine["hardware"])
-    if same(earlier) != same(report):
-        return report
+    with contextlib.suppress(InputError):
+        earlier = json_files.load(path, GpuReport)
+        if same(earlier) == same(report):
+            return _taken_over(report, earlier)
+    aside = path.with_suffix(".earlier.json")
+    path.replace(aside)
+    print(f"test_gpu: not resumed: {path} is of other code or another machine, and is now {aside}", flush=True)
+    return report
+
+
+def _taken_over(report: GpuReport, earlier: GpuReport) -> GpuReport:
     for result in earlier.results:
         if result.status in FINAL:
             known = report.of(result.case) is not None
             report = report.with_result(result) if known else replace(report, results=(*report.results, result))
+    if any(known.status not in FINAL for name in PLANNED if (known := report.of(name)) is not None):
+        report = report.with_result(Result(case=PLANS, status="NOT RUN"))
     return report
 
 
-def machine_facts(environment: dict[str, Facts]) -> dict[str, Facts]:
-    """What figures depend on: ``environment`` as ``runtime.machine`` says it, driver and packages besides."""
+def machine_facts(environment: dict[str, Facts], root: Path, drive: Path | None) -> dict[str, Facts]:
+    """What figures and failures depend on: ``environment`` as ``runtime.machine`` says it, driver, packages, limits and
+    variables besides."""
     packages = {}
-    for name in ("megatron-core", "transformer-engine", "apex", "cuda-bindings", "py-spy"):
+    for name in PACKAGES:
         try:
             packages[name] = version(name)
         except PackageNotFoundError:
             packages[name] = None
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max", "--format=csv,noheader"]
-    return {**environment, "packages": packages, "host": {"kernel": platform.release(), "nvidia_smi": _output(query)}}
+    pinned = (root / "constraints.txt").read_text().splitlines()
+    packages["megatron-core"] = next(
+        (line.partition("==")[2] for line in pinned if line.startswith("megatron-core")), ""
+    )
+    packages["cudnn"] = torch.backends.cudnn.version()
+    locked, shared = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], shutil.disk_usage("/dev/shm")
+    host = {
+        "kernel": platform.release(),
+        "interpreter": sys.executable,
+        "nvidia_smi": _output(["nvidia-smi", f"--query-gpu={','.join(DEVICE_FACTS)}", "--format=csv,noheader"]),
+        "locked_memory_limit": "none" if locked == resource.RLIM_INFINITY else locked,
+        "memory_available_bytes": host_memory.available_bytes(),
+        "shm_free_bytes": shared.free,
+        "drive": f"{drive} ({filesystem(drive)})" if drive else None,
+        "drive_free_bytes": shutil.disk_usage(drive).free if drive else None,
+    }
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+    return {**environment, "packages": packages, "host": host, "variables": variables}
 
 
 def table(report: GpuReport) -> str:

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -101,9 +102,10 @@ class JobProcess:
             self.poll()
             time.sleep(0.05)
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that does not let go of it must not hold us too
+            self._process.wait(timeout=END_SECONDS)
 
-    def said(self, characters: int = 5000) -> str:
+    def said(self, characters: int = 12_000) -> str:
         """The end of what it printed."""
         return _without_noise(self.log.read_text(errors="replace"))[-characters:]
 
@@ -134,7 +136,8 @@ def _command(pid: int) -> str:
 
 def _native_stacks(pid: int) -> str:
     """By py-spy, with C frames; empty where it is not installed or not allowed."""
-    program = shutil.which("py-spy")
+    places = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    program = shutil.which("py-spy", path=os.pathsep.join(places))
     if program is None:
         return ""
     command = [program, "dump", "--native", "--pid", str(pid)]

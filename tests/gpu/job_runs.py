@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 import time
 from importlib.util import find_spec
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from case_table import LAYOUTS, ON_HOST, PLANS, TIMINGS, Job, Program, Training
+from case_table import LAYOUTS, ON_HOST, PLANS, TIMINGS, TWO_RANKS, Job, Program, Training
 from gpu_report import Result, Status
 from job_process import JobProcess
 from msgspec.structs import replace
 
+from megatron_ext.cpubench.launcher import LOOPBACK
 from megatron_ext.formats import json_files
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
 
@@ -29,6 +31,11 @@ LAST_LINES = 3
 OUTPUT_CHARACTERS = 12_000
 """That are kept of it: the stacks of a rank that a signal has ended are among them."""
 
+QUIET_NETWORK = {"NCCL_DEBUG": "WARN"}
+"""NCCL says why it fails; the user's own setting goes before."""
+
+NO_SPIN = {"OMP_WAIT_POLICY": "passive"}
+
 LEFT_PROCESSORS = 2
 """Of the machine, for what is not the optimizer's threads."""
 
@@ -39,6 +46,7 @@ class Place(NamedTuple):
     Attributes:
         work: a directory that is removed at the end.
         drive: a directory on the drive; so is this.
+        no_drive: why that is no drive that can be used; empty where it is one.
         engine: layers and the host's optimizer are Transformer Engine's.
         processors: of this machine.
         lanes: jobs that may run at once.
@@ -47,6 +55,7 @@ class Place(NamedTuple):
 
     work: Path
     drive: Path
+    no_drive: str
     dry_run: bool
     engine: bool
     processors: int
@@ -54,8 +63,8 @@ class Place(NamedTuple):
     hang: str
 
     def environment(self, ranks: int, *, alone: bool) -> dict[str, str]:
-        """Of the processes of a job with so many ranks. The threads of all jobs that run at once fit the processors:
-        OpenMP's spin while they wait. What is timed, ``alone``, need not be the same twice."""
+        """Of the processes of a job with so many ranks. What is timed, ``alone``, need not be the same twice. Threads
+        of jobs that run at once do not spin while they wait: the host's step takes all processors in each."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         path = [str(ROOT), str(ROOT / ".megatron"), os.environ.get("PYTHONPATH", "")]
         shares = ranks * (1 if alone else self.lanes)
@@ -66,7 +75,14 @@ class Place(NamedTuple):
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PYTHONWARNINGS": "ignore",
         }
-        return {**os.environ, **SCHEDULED, **({} if alone else REPEATABLE), **own}
+        return {
+            **QUIET_NETWORK,
+            **os.environ,
+            **SCHEDULED,
+            **({} if alone else {**REPEATABLE, **NO_SPIN}),
+            **LOOPBACK,
+            **own,
+        }
 
 
 def untried(case: Training | Program, place: Place) -> Result | None:
@@ -76,6 +92,8 @@ def untried(case: Training | Program, place: Place) -> Result | None:
     on_host = case.on_host if isinstance(case, Training) else case.name in ("kill and resume", *timed_on_host)
     if on_host and not place.dry_run and not place.engine:
         why = "Megatron's host optimizer needs Transformer Engine"
+    if place.no_drive and (case.name == "kill and resume" or (isinstance(case, Training) and case.needs_drive)):
+        why = f"no directory on a drive that takes direct reads (--drive): {place.no_drive}"
     tests = ("pytest", "hypothesis", "xdist", "pytest_timeout")
     if case.name.startswith("CPU suite") and not all(map(find_spec, tests)):
         why = "what tests need is not installed: WITH_TESTS=1"
@@ -100,7 +118,10 @@ class JobRun:
         self._current: Training | Program | None = None if job.layout else job.cases[0]
         self._since = time.time()
         command, ranks = _command(job, place, folder, begin_by)
-        self._process = JobProcess(command, place.environment(ranks, alone=job.alone), ROOT, folder / "log")
+        environment = place.environment(ranks, alone=job.alone)
+        new = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
+        self._started_by = shlex.join(["env", *new, *command])
+        self._process = JobProcess(command, environment, ROOT, folder / "log")
 
     def poll(self) -> list[Result]:
         """Results that are new."""
@@ -140,7 +161,7 @@ class JobRun:
         self._process.kill()  # what a rank may have left running
         self.over = True
         if isinstance(self._current, Program):
-            figures = {path.name.partition(".")[0]: _json(path) for path in self.folder.glob("*.report.json")}
+            figures = self._reports()
             if code == 0:
                 return [self._result("pass", figures=figures)]
             return [self._result("FAIL", self._why(figures), figures=figures, output=self._process.said())]
@@ -163,16 +184,29 @@ class JobRun:
         self.over = True
         if self._current is not None:
             self.interrupted = True
-            return [self._result(status, said, stacks=stacks, output=output)]
-        cases, self.left = self.left, []
-        said = f"before it began: {said}"
-        return [Result(case=case.name, status=status, said=said, stacks=stacks, output=output) for case in cases]
+            figures = self._reports() if isinstance(self._current, Program) else {}
+            return [self._result(status, said, stacks=stacks, output=output, figures=figures)]
+        (first, *others), self.left = self.left, []
+        whole = Result(case=first.name, status=status, said=f"before it began: {said}", stacks=stacks, output=output)
+        rest = f"its processes ended or hung before a case began: see {first.name}"
+        return [
+            replace(whole, command=self._command_of(first.name)),
+            *(Result(case=case.name, status=status, said=rest) for case in others),
+        ]
+
+    def _reports(self) -> dict:
+        """What the program has written so far."""
+        return {path.name.partition(".")[0]: _json(path) for path in self.folder.glob("*.report.json")}
+
+    def _command_of(self, case: str) -> str:
+        return f"bash scripts/test_gpu.sh --only {shlex.quote(case)} # {self._started_by}"
 
     def _result(self, status: Status, said: str = "", **more) -> Result:
         case, self._current = self._current, None
         assert case is not None
         self.left.remove(case)
-        return Result(case=case.name, status=status, said=said, seconds=round(time.time() - self._since, 1), **more)
+        seconds, command = round(time.time() - self._since, 1), self._command_of(case.name)
+        return Result(case=case.name, status=status, said=said, seconds=seconds, command=command, **more)
 
 
 def _json(path: Path):
@@ -194,26 +228,23 @@ def _command(job: Job, place: Place, folder: Path, begin_by: float) -> tuple[lis
 def _program(name: str, place: Place, folder: Path) -> list[str]:
     device = "cpu" if place.dry_run else "cuda"
     python, ours = [sys.executable], [sys.executable, "-m", "megatron_ext"]
-    if name == "doctor":
-        out = ["--out", str(folder / "doctor.report.json"), "--nvme", str(place.drive), "--device", device]
-        return [*ours, "doctor", *out, *(["--check-seconds", "600"] if place.dry_run else [])]
+    ranks = 2 if name.endswith(TWO_RANKS) else 1
+    if name.startswith("doctor"):
+        out = ["--out", str(folder / "doctor.report.json"), "--device", device]
+        out += [] if place.no_drive else ["--nvme", str(place.drive)]
+        out += ["--nproc", "2"] if ranks > 1 else []
+        return [*ours, "doctor", *out, *(["--check-seconds", "600", "--seconds", "900"] if place.dry_run else [])]
     if name.startswith("measure"):
+        links = "cpu,publish,optimizer,compute,contention" + (",gpu,cpu_shard,reduce" if ranks > 1 else "")
         if place.dry_run:  # without the drive: one that others use too stalls, and few seconds give few samples
-            how = "--links cpu,publish,optimizer,compute,contention --seconds 6".split()
+            how = "--seconds 6".split()
         else:
-            how = "--links cpu,publish,optimizer,compute,contention,nvme --seconds 20 --threads 14".split()
-            how += ["--hidden-size", "4096", "--seq-length", "2048", "--nvme-path", str(place.drive)]
-        return [
-            *ours,
-            "measure",
-            "--out",
-            str(folder / "cost_table.report.json"),
-            "--device",
-            device,
-            "--dp",
-            "1",
-            *how,
-        ]
+            links += "" if place.no_drive else ",nvme"
+            how = f"--seconds 20 --threads {max(1, (place.processors - LEFT_PROCESSORS) // ranks)}".split()
+            how += ["--hidden-size", "4096", "--seq-length", "2048"]
+            how += [] if place.no_drive else ["--nvme-path", str(place.drive)]
+        out = ["--out", str(folder / "cost_table.report.json"), "--device", device, "--dp", str(ranks)]
+        return [*ours, "measure", *out, "--links", links, *how]
     if name.startswith("CPU suite"):
         tests = ["tests/unit/formats"] if place.dry_run else ["tests/unit", "tests/distributed", "tests/end_to_end"]
         workers = ["-n", str(place.processors + 1), "--dist", "loadfile"]

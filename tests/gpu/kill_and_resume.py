@@ -14,10 +14,12 @@ from pathlib import Path
 SAVE_EVERY, KILLED_IN, LAST = 2, 3, 6
 """Iterations: a checkpoint after so many, the end of a rank in that one (from 0), and the last."""
 
+OTHERS = ("nccl-", "cuda.shm.", "sem.", "torch_", "__KMP_REGISTERED_LIB_")
+
 
 def drive_ranks(folder: Path, drive: Path, words: list[str]) -> str:
     """Why it did not work; empty where it did."""
-    in_memory = set(os.listdir("/dev/shm"))
+    in_memory = shared_memory()
 
     def ranks(kind: str) -> int:
         fork = ["--fork"] if "--dry-run" in words else []
@@ -29,10 +31,15 @@ def drive_ranks(folder: Path, drive: Path, words: list[str]) -> str:
     latest = folder / "saved" / "latest_checkpointed_iteration.txt"
     if not latest.exists() or int(latest.read_text()) != SAVE_EVERY:
         return f"expected a checkpoint of iteration {SAVE_EVERY}"
-    left = [*os.listdir(drive), *(set(os.listdir("/dev/shm")) - in_memory)]
+    left = [*os.listdir(drive), *(shared_memory() - in_memory)]
     if left:
         return f"left behind by killed ranks: {', '.join(left)}"
     return "" if ranks("--resumed") == 0 else "the resumed training failed or differs, see its output"
+
+
+def shared_memory() -> set[str]:
+    """Files there but NCCL's and CUDA's, of which ranks of other jobs have some, and killed ones leave some."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(OTHERS)}
 
 
 def train(folder: Path, drive: Path, words: list[str]) -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from case_table import DRY_SIZES, LAYOUTS, SIZES, Training
 from megatron.core import parallel_state
 
+from megatron_ext.runtime import own_device
 from megatron_ext.runtime.device import has_cuda
 
 ITERATIONS = 4
@@ -45,27 +46,17 @@ def options_of(case: Training, *, dry_run: bool, engine: bool, drive: str) -> li
 def start(args):
     """Device and process groups of this rank for checked arguments; returns a group of gloo for objects. Collective."""
     if has_cuda():
-        _take_device()
+        device = own_device.take(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", timeout=timedelta(minutes=5))
+        print(f"ranks on the fullest device: {own_device.tell_nccl(device)}", flush=True)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if has_cuda() else "gloo", timeout=timedelta(minutes=5))
+        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
     )
     return dist.new_group(backend="gloo")
-
-
-def _take_device() -> None:
-    """This rank's device. NCCL takes two ranks on one device for a mistake only where they claim one host; the ranks
-    then reach each other through the loopback interface."""
-    rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if int(os.environ["LOCAL_WORLD_SIZE"]) > devices:
-        shared = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-        shared["NCCL_MNNVL_ENABLE"] = "0"  # one NVLink domain over several hosts would bring the ranks together again
-        for name, value in shared.items():
-            os.environ.setdefault(name, value)
-    torch.cuda.set_device(rank % devices)
 
 
 def leave(main: Callable[[], int]) -> NoReturn:

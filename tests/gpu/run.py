@@ -17,7 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent)]
 
-from case_table import BUDGET_SECONDS, Job, jobs
+import drive_place
+from case_table import BUDGET_SECONDS, PLANNED, PLANS, Job, jobs
+from drive_place import LEAST_FREE_BYTES
 from gpu_report import machine_facts, new_report, resumed, table
 from job_runs import Place
 from lanes import Lanes
@@ -31,6 +33,10 @@ from megatron_ext.runtime.device import has_cuda
 DRY_BUDGET_SECONDS, DRY_LIMITS = 3600.0, 4.0
 """Seconds, and by what limits of cases are multiplied: machines of CI have few processors, and others use them too."""
 HANG_SECONDS = 10.0
+
+DRIVES = (Path("/var/tmp"), Path("/tmp"), ROOT)
+"""Where else to look for a drive than beside the report: in a container that may be an overlay without direct reads."""
+
 MOST_LANES, PROCESSORS_OF_LANE = 3, 6
 """Lanes, and the processors for which there is one more."""
 
@@ -39,16 +45,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="the same in small on the CPU; no GPU is needed")
     parser.add_argument("--resume", action="store_true", help="keep results that the report has of the same code")
-    parser.add_argument("--only", action="append", metavar="TEXT", help="cases whose names contain it (repeatable)")
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="cases whose names contain it (repeatable); report: only.json"
+    )
     parser.add_argument("--list", action="store_true", help="print the cases and end")
     parser.add_argument("--out", default=None, metavar="FILE", help="the report; default: runs/gpu/report.json")
-    parser.add_argument("--drive", default=None, metavar="DIR", help="a directory on the drive; default: beside --out")
-    parser.add_argument("--budget", type=float, default=None, metavar="SECONDS", help="for all; default: 600")
+    parser.add_argument("--drive", default=None, metavar="DIR", help="directory on the drive; default: one that works")
+    parser.add_argument("--budget", type=float, default=None, metavar="SECONDS", help="for all; default: 570")
     parser.add_argument("--spent", type=float, default=0.0, metavar="SECONDS", help="of the budget, before this began")
     parser.add_argument("--hang", default="", metavar="CASE", help="for tests: let this training hang")
     args = parser.parse_args()
-    folder = "gpu-dry-run" if args.dry_run else "gpu"
-    args.out = Path(args.out or ROOT / "runs" / folder / "report.json").resolve()
+    folder, name = "gpu-dry-run" if args.dry_run else "gpu", "only.json" if args.only else "report.json"
+    args.out = Path(args.out or ROOT / "runs" / folder / name).resolve()
     args.budget = args.budget or (DRY_BUDGET_SECONDS if args.dry_run else BUDGET_SECONDS)
     return args
 
@@ -56,9 +64,13 @@ def parse() -> argparse.Namespace:
 def chosen(args: argparse.Namespace) -> list[Job]:
     """All jobs with the cases that are asked for. Raises InputError where there are none."""
 
+    texts = args.only or [""]
+    if any(text in name for text in texts for name in PLANNED):
+        texts = [*texts, PLANS]  # without which they cannot be
+
     def wanted(job: Job):
         for case in job.cases:
-            if not args.only or any(text in case.name for text in args.only):
+            if any(text in case.name for text in texts):
                 limit = case.limit * (DRY_LIMITS if args.dry_run else 1)
                 yield replace(case, limit=HANG_SECONDS if case.name == args.hang else limit)
 
@@ -79,7 +91,12 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("is no directory", field="--drive", value=args.drive)
     json_files.check_writable(args.out)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    facts = machine_facts(machine.environment("cpu" if args.dry_run else "auto"))
+    drive, no_drive = drive_place.find(
+        [Path(args.drive)] if args.drive else [args.out.parent, *DRIVES], 0 if args.dry_run else LEAST_FREE_BYTES
+    )
+    if no_drive:
+        print(f"test_gpu: {f'the drive is {drive}: not ' if drive else 'no drive: '}{no_drive}", flush=True)
+    facts = machine_facts(machine.environment("cpu" if args.dry_run else "auto"), ROOT, drive)
     cases = [(case.name, job.spare) for job in todo for case in job.cases]
     report = new_report(ROOT, facts, cases, dry_run=args.dry_run, budget=args.budget)
     if args.resume:
@@ -89,11 +106,20 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     with (
         tempfile.TemporaryDirectory(prefix="work.", dir=args.out.parent) as work,
-        tempfile.TemporaryDirectory(prefix="drive.", dir=args.drive or args.out.parent) as drive,
+        tempfile.TemporaryDirectory(prefix="drive.", dir=drive or args.out.parent) as folder,
     ):
         engine = not args.dry_run and find_spec("transformer_engine") is not None
         number = min(MOST_LANES, 1 + processors // PROCESSORS_OF_LANE)
-        place = Place(Path(work), Path(drive), args.dry_run, engine, processors, number, args.hang)
+        place = Place(
+            work=Path(work),
+            drive=Path(folder),
+            no_drive="" if drive else no_drive,
+            dry_run=args.dry_run,
+            engine=engine,
+            processors=processors,
+            lanes=number,
+            hang=args.hang,
+        )
         lanes = Lanes(place, report, args.out, args.spent)
         try:
             report = lanes.run(todo)

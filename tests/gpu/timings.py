@@ -7,6 +7,7 @@ its first forward to that of the next one, so that nothing is waited for which t
 import statistics
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from progress import Progress
 from timed_plans import model_options
 
 from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule import validate
 
 ITERATIONS = 6
@@ -92,7 +94,12 @@ def main() -> int:
         if time.time() + case.seconds > job.begin_by:
             break
         progress.begins(case.name)
-        figures = copy_rates(job.dry_run) if case.name == LINKS else timed(job, case.name)
+        try:
+            figures = copy_rates(job.dry_run) if case.name == LINKS else timed(job, case.name)
+        except InputError as error:
+            traceback.print_exc()
+            progress.ends(case.name, status="FAIL", said=str(error), figures={})
+            continue
         said = f"{figures['iteration_ms']} ms" if "iteration_ms" in figures else ""
         progress.ends(case.name, status="pass", said=said, figures=figures)
     return 0

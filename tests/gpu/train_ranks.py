@@ -9,6 +9,7 @@ import ctypes
 import math
 import sys
 import time
+import traceback
 import zlib
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rank_setup import ITERATIONS, leave, options_of, start
 
 import trained_model  # isort: skip - Megatron is imported by it
 import on_stand_in
+import torch
 import torch.distributed as dist
 from case_table import Training
 from placed_schedule import placed_schedule
@@ -24,6 +26,7 @@ from progress import Progress
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime.device import has_cuda
 from megatron_ext.schedule import user_defined_schedule
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
@@ -66,6 +69,7 @@ class Cases:
 
     def run(self, case: Training) -> dict:
         """Status, one line and figures. Collective."""
+        print(*self.job.options(case), flush=True)
         args = trained_model.parse(self.job.options(case))
         figures: dict[str, float] = {}
         difference = ""
@@ -79,7 +83,12 @@ class Cases:
             }
             difference, figures["train_seconds"] = self._compared(case, args, schedule)
         except InputError as error:
+            traceback.print_exc()
             difference = f"refused: {error}"
+        if difference:  # said before the device is asked for anything, which ends the process where it has faulted
+            print(difference, flush=True)
+        if has_cuda():
+            figures["device_peak_bytes"] = torch.cuda.max_memory_allocated()
         trained_model.free_caches()
         said = [f"rank {rank}: {text}" for rank, text in enumerate(self._of_all(difference)) if text]
         passed = f"{ITERATIONS} iterations, twice, equal to the last bit"
@@ -104,6 +113,10 @@ class Cases:
         difference = "; ".join(
             f"{name}: {text}" for name, text in zip(("stand-in", "run 1", "run 2"), differences) if text
         )
+        if difference:
+            for name, one in (("reference", reference), ("run 1", runs[0]), ("run 2", runs[1])):
+                wrong = [n for n, value in reference.digests.items() if one.digests.get(n) != value]
+                print(f"{name}: losses {one.losses}, norms {one.norms}, parameters that differ: {wrong}", flush=True)
         if any(self._of_all(difference)) and any(self._of_all(differs(reference, train(True)))):
             difference = "the reference differs from itself, so nothing can be compared"
         return difference, round(runs[-1].seconds, 2)

@@ -162,10 +162,11 @@ def run_schedule(args, model, iteration: int, at_micro_batch=None) -> list[dict]
 
 def _batches(args, iteration: int) -> Iterator[torch.Tensor]:
     replica = dist.get_rank() % args.data_parallel_size
-    generator = torch.Generator().manual_seed(1000 * iteration + replica)
+    device = "cuda" if has_cuda() else "cpu"  # drawn there: a copy of pageable memory waits for all that is queued
+    generator = torch.Generator(device).manual_seed(1000 * iteration + replica)
+    size = args.micro_batch_size, args.seq_length + 1
     for _ in range(args.num_microbatches):
-        tokens = torch.randint(args.vocab_size, (args.micro_batch_size, args.seq_length + 1), generator=generator)
-        yield tokens.cuda() if has_cuda() else tokens
+        yield torch.randint(args.vocab_size, size, generator=generator, device=device)
 
 
 def _loss(output):

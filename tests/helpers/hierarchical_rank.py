@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.cpubench import gloo
-from megatron_ext.runtime.cpu_shard import ShardGather, make_data_group
 from megatron_ext.runtime.device import device_of
-from megatron_ext.runtime.hierarchical import HierarchicalGather
 from megatron_ext.runtime.node_groups import make_node_groups
+from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
+from megatron_ext.runtime.routes.shard_gather import ShardGather, make_data_group
 from megatron_ext.workload import route
 from megatron_ext.workload.parallel import Parallel
 
@@ -37,7 +37,8 @@ def main() -> None:
         # With zero stage 1 the shard is a part of the whole.
         own = whole.narrow(0, rank * shard.numel(), shard.numel()).copy_(shard) if number % 3 else shard
         flat, again = torch.empty_like(whole), torch.full_like(whole, -1.0)
-        transfers = [gather.issue(whole, own), in_pieces.issue(again, rank * shard.numel(), shard)]
+        start = rank * shard.numel()
+        transfers = [gather.gather(whole, own, start), in_pieces.gather(again, shard, start)]
         cases.append((whole, again, flat, [*transfers, dist.all_gather_into_tensor(flat, shard, async_op=True)]))
     for whole, again, flat, transfers in cases:
         for transfer in transfers:

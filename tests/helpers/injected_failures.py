@@ -25,22 +25,26 @@ import torch.distributed as dist
 import megatron_ext
 from megatron_ext.cpubench import gloo
 from megatron_ext.runtime import block_reads
-from megatron_ext.runtime.buffered_gather import BufferedRoute
-from megatron_ext.runtime.cpu_shard import CpuShardRoute
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.drive_states import DriveStates
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group, Residency
-from megatron_ext.runtime.hierarchical import HierarchicalGather
 from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.host_step.after_norm import AfterNorm
+from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
+from megatron_ext.runtime.host_step.room import Link
+from megatron_ext.runtime.host_step.unit import Piece
+from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import make_process_groups
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.program import Program, StepProgram
-from megatron_ext.runtime.publisher import Publisher, Target
+from megatron_ext.runtime.publisher import Publisher, Target, by_thread
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.routes import CpuRoute, NvmeRoute
+from megatron_ext.runtime.routes.drive_copy import DriveCopy
+from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
+from megatron_ext.runtime.routes.host_copy import HostCopy
+from megatron_ext.runtime.routes.shard_gather import ShardGather
 from megatron_ext.runtime.watch import Watch, exit_code
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.parallel import Parallel
@@ -108,31 +112,41 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
         dist.all_gather_object(found, value, group=local)
         return found
 
-    pool = HostPool(groups[:2], {0, 1}, dist.get_rank(local), per_node, exchange)
+    targets, issuer = [Target(groups[0], True, False), Target(groups[1], True, True)], Issuer()
+    written = by_thread(targets, nodes)
+    pool = HostPool(groups[:2], {0, 1}, written, dist.get_rank(local), per_node, exchange, device)
     slots = dict(slots=1, slot_bytes=groups[1].bytes, settings=DriveReads(block_bytes=4096, queue_depth=3))
     nvme = NvmePool(folder, groups[1:2], dist.get_rank(local), exchange, **slots, device=device)
-    cpu = CpuRoute(pool, device, clock, faults, recorder)
-    read = NvmeRoute(nvme, pool, device, clock, faults, 1, recorder)
-    collective = CpuShardRoute(gathers, device, faults, recorder)
-    if legs is not None:
-        collective = BufferedRoute(HierarchicalGather(legs, device), recorder)
-    targets = [Target(groups[0], True, False), Target(groups[1], True, True)]
-    publisher = Publisher(targets, pool, nvme, nodes, rank, device, clock, faults, recorder)
+    how = (device, issuer, clock, faults)
+    cpu = HostCopy(pool, *how, recorder)
+    read = DriveCopy(nvme, pool, *how, 1, recorder)
+    if legs is None:
+        collective = ShardGather(gathers, device, faults, recorder)
+    else:
+        collective = HierarchicalGather(legs, device, recorder)
+    publisher = Publisher(targets, pool, nvme, nodes, rank, *how, recorder)
     unshards = [partial(group.unshard, route.issue, clock) for group, route in zip(groups, (cpu, read, collective))]
     waits = [partial(group.wait, clock) for group in groups]
     start = (partial(read.stage_in, groups[1], 0), *unshards)
     steps = [StepProgram(Step.parse("0F0"), 0, tuple(waits), ()), StepProgram(Step.parse("0B0"), 0, (), ())]
     program = Program(start, tuple(steps))
-    how = dict(publisher=publisher, pool=pool, recorder=recorder, drop_staged=read.drop)
-    executor = Executor(program, {group.index: group for group in groups}, clock, Residency(), None, **how)
-    for part in (pool, nvme, cpu, read, collective, publisher):
+    how = dict(pool=pool, recorder=recorder, drop_staged=read.drop)
+    own = {group.index: group for group in groups}
+    executor = Executor(program, own, clock, Residency(), None, issuer, [publisher], **how)
+    for part in (pool, nvme, cpu, read, collective):
         executor.on_close(part.close)
     watch.executor = executor
     parameters = [torch.nn.Parameter(torch.zeros(2000)) for _ in range(3)]
     steps = [torch.optim.Adam([parameter]) for parameter in parameters]
     reads = DriveReads(block_bytes=4096, queue_depth=3)
-    states = DriveStates(steps, folder, moments=2, slots=2, settings=reads, device=device, recorder=recorder)
-    executor.on_close(states.close)
+    link, narrow = Link(device, device.device), [parameter.detach().half() for parameter in parameters]
+    how = dict(settings=reads, link=link, issuer=issuer, recorder=recorder)
+    states, after_norm = DriveStates(folder, moments=2, slots=2, **how), AfterNorm(link)
+    for parameter, step, half in zip(parameters, steps, narrow):
+        piece = Piece(parameter, lambda: torch.ones(2000), half)
+        states.units.append(DriveUnit(0, step, [piece], states))
+    states.open()
+    executor.on_close(link.close, states.close)
     executor.params_updated()
     for _ in range(ITERATIONS):
         executor.begin_iteration()
@@ -146,8 +160,9 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
         executor.end_iteration()
         for group in groups:
             group.shard.add_(1)
-        for parameter, step in zip(parameters, steps):
-            parameter.grad = torch.ones(2000)
+        states.expect(states.units)
+        after_norm.expect([*states.units])
+        for step in steps:
             step.step()
         executor.params_updated()
     executor.unshard_all()
@@ -220,7 +235,7 @@ def record(folder: Path, setup: str) -> dict[tuple, int]:
 
 def main() -> None:
     folder, every, known = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1, set()
-    for file in (Path(PACKAGE) / "runtime").glob("*.py"):
+    for file in (Path(PACKAGE) / "runtime").rglob("*.py"):
         lines_with_calls(str(file))
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)

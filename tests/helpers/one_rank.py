@@ -4,6 +4,7 @@ import torch
 
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
+from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.program import compile_program
 from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -53,7 +54,7 @@ class OneRank:
         self.program = compile_program(
             schedule, schedule.ranks[0], self.groups, routes, self.clock, self.layers, **compiled
         )
-        self.executor = Executor(self.program, self.groups, self.clock, self.residency, self.issue)
+        self.executor = Executor(self.program, self.groups, self.clock, self.residency, self.issue, Issuer())
         for group in self.groups.values():
             group.drop()
         self.residency.restart()

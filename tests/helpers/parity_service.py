@@ -1,5 +1,6 @@
 """Ranks that stay up and train one case after another: a launch costs ten seconds, a case two."""
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -84,7 +85,8 @@ class ParityService:
     def _stop(self) -> str:
         """End the ranks; returns the end of what they printed."""
         if self._stream is not None:
-            self._stream.close()
+            with contextlib.suppress(OSError):  # ranks that are gone take nothing
+                self._stream.close()
             self._stream = None
         try:
             self._ranks.wait(timeout=30)

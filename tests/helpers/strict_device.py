@@ -36,6 +36,10 @@ SLEEP_CYCLES = 1.5e9
 """Of ``torch.cuda._sleep``, a second."""
 
 
+class _Pool:
+    """In place of a pool of device memory."""
+
+
 class _Mode(TorchDispatchMode):
     def __init__(self, strict: "StrictDevice"):
         super().__init__()
@@ -178,9 +182,10 @@ class StrictDevice:
             "device": lambda device: contextlib.nullcontext(),
             "synchronize": lambda device=None: engine.synchronize(None, "torch.cuda.synchronize"),
             "_sleep": self._sleep,
-            "MemPool": lambda: "a pool",
+            "MemPool": _Pool,
             "use_mem_pool": lambda pool: contextlib.nullcontext(),
             "empty_cache": lambda: None,
+            "memory_reserved": lambda: 0,
             "cudart": lambda: self.runtime,
         }.items():
             yield mock.patch.object(cuda, name, value)

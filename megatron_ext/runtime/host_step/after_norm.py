@@ -25,7 +25,7 @@ class AfterNorm:
         assert not self._expected
         self._expected.extend(units)
         self._left = len(units)
-        self._device.compute.record(self._computed)
+        self._device.compute.record(self._computed)  # of the stream that Megatron copies gradients on, behind compute
         if any(piece.shard_on_host for unit in units for piece in unit.pieces):
             self._device.synchronize(self._computed)  # copies to the device may still read these shards
         for unit in units:

@@ -32,6 +32,9 @@ from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.publisher import Publisher
 from megatron_ext.runtime.worker import Transfer, Worker
 
+LOOKED_AT = 4096
+"""Elements of a gradient among which the one that validation compares is sought first."""
+
 
 class EarlyUnit:
     """A unit that is stepped beside the backward.
@@ -56,7 +59,7 @@ class EarlyUnit:
             own = piece.parameter.grad.view(-1)
             if factor is not None:
                 own.mul_(factor)
-            place = _largest(own)
+            place = _normal_element(own)
             self.compared.append((place, own[place].clone()))
 
     def gradients_unchanged(self) -> bool:
@@ -127,6 +130,7 @@ class EarlySteps(Part):
             behind: its gradient is complete in host memory when this has ended; None: it lies on the device.
             handle: of the reduce; None: it has ended on the compute stream.
         """
+        self._issuer.turn()  # rooms of units that have been stepped meanwhile
         for unit in self._units.get(group, ()) if self._open else ():
             if handle is None:
                 self._device.compute.record(self._reduced[unit])
@@ -148,7 +152,7 @@ class EarlySteps(Part):
 
     def _leave(self, unit: EarlyUnit, job: Transfer, event) -> None:
         """The step has been made, or was left out."""
-        job.wait()
+        job.check()
         if unit in self._stepped:
             unit.unit.leave([event] if self._publisher is None else [event, self._publisher.copied])
         else:
@@ -236,7 +240,14 @@ class EarlySteps(Part):
         self._worker.close()
 
 
-def _largest(gradient: torch.Tensor) -> int:
-    """Index of an element of a 1D tensor that is 0 only if all are, and NaN if one is."""
-    index = int(gradient.argmax())
-    return index if gradient[index] > 0 else int(gradient.argmin())
+def _normal_element(gradient: torch.Tensor) -> int:
+    """Index of an element of a 1D tensor that is a normal number other than 0, if there is one. Looking at all of a
+    large gradient takes longer than the step does, and nearly always one of the first elements will do."""
+    tiny = torch.finfo(gradient.dtype).tiny
+    for own in (gradient[:LOOKED_AT], gradient):
+        size = own.abs()
+        found = (size >= tiny) & (size < torch.inf)
+        index = int(found.to(torch.uint8).argmax())
+        if found[index]:
+            return index
+    return 0

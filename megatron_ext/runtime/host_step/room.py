@@ -15,21 +15,46 @@ The arithmetic is the optimizer's own on the same values, so training is the sam
 Source: ZeRO-Offload (arXiv 2101.06840), section 4.1, and SuperOffload (arXiv 2509.21271) on where casts are cheapest.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from megatron_ext.runtime.flags import poll, private_flags
 
-if TYPE_CHECKING:
-    from megatron_ext.runtime.host_step.unit import HostUnit
-
 HALF_PER_WIDE = 2
 """fp32 bytes for each byte of 16 bits."""
+
+
+class Piece(NamedTuple):
+    """One parameter of a unit.
+
+    Attributes:
+        parameter: the host optimizer's, fp32, in host memory.
+        gradient: returns what the optimizer steps on, of any float dtype and shape, or None.
+        shard: 16-bit tensor that a step writes.
+        gradient_on_host, shard_on_host: whether these rest in host memory.
+    """
+
+    parameter: torch.Tensor
+    gradient: Callable[[], torch.Tensor | None]
+    shard: torch.Tensor
+    gradient_on_host: bool = False
+    shard_on_host: bool = False
+
+
+class Unit(Protocol):
+    """What a room needs to know of a unit, see unit.py.
+
+    Attributes:
+        starts: by piece, byte at which its gradient begins in a room.
+        bytes: of all gradients, in fp32.
+    """
+
+    pieces: list[Piece]
+    starts: list[int]
+    bytes: int
 
 
 class Link:
@@ -94,7 +119,7 @@ class Room:
 
     # On the issuing thread.
 
-    def arrive(self, unit: HostUnit, gradients: Sequence[torch.Tensor | None], behind: Sequence[Any]) -> None:
+    def arrive(self, unit: Unit, gradients: Sequence[torch.Tensor | None], behind: Sequence[Any]) -> None:
         """Queue the copies of those of ``gradients`` that lie on the device; they are ready behind the events
         ``behind``."""
         link, stream = self._link, self._link.arriving
@@ -119,7 +144,11 @@ class Room:
         self._arrivals += 1
         stream.store(self._arrived, self._arrivals)
 
-    def leave(self, unit: HostUnit, behind: Sequence[Any]) -> None:
+    def clear(self) -> None:
+        """What has arrived is not stepped on any more."""
+        self._narrow.clear()
+
+    def leave(self, unit: Unit, behind: Sequence[Any]) -> None:
         """Queue the copies of the parameters to the device, behind the events ``behind``: what reads the shards there
         lies before these."""
         link, stream = self._link, self._link.leaving
@@ -151,7 +180,7 @@ class Room:
         poll(partial(self._arrived.reached, self._arrivals))
 
     @torch.no_grad()
-    def begin(self, unit: HostUnit, gradients: Sequence[torch.Tensor | None], in_place: bool) -> None:
+    def begin(self, unit: Unit, gradients: Sequence[torch.Tensor | None], in_place: bool) -> None:
         """Give the parameters their gradients, behind :meth:`wait`. ``in_place``: those that are fp32 in host memory
         are stepped on where they are; otherwise they are copied."""
         for own, half in self._narrow:
@@ -169,7 +198,7 @@ class Room:
                     own.copy_(gradient.view(parameter.shape))
 
     @torch.no_grad()
-    def end(self, unit: HostUnit) -> None:
+    def end(self, unit: Unit) -> None:
         """Round what leaves for the device."""
         poll(partial(self._left.reached, self._leaves))
         for piece, start in zip(unit.pieces, unit.starts, strict=True):
@@ -185,16 +214,16 @@ class OwnRooms:
         self._link, self._rooms = link, {}
         self.memory: list[torch.Tensor] = []
 
-    def has_room(self, unit: HostUnit) -> bool:
+    def has_room(self, unit: Unit) -> bool:
         return True
 
-    def take(self, unit: HostUnit) -> Room:
+    def take(self, unit: Unit) -> Room:
         if unit not in self._rooms:
             self.memory.append(self._link.device.host_tensor(unit.bytes, torch.uint8))
             self._rooms[unit] = Room(self._link, self.memory[-1])
         return self._rooms[unit]
 
-    def free(self, unit: HostUnit) -> None:
+    def free(self, unit: Unit) -> None:
         """It stays the unit's."""
 
 
@@ -212,17 +241,17 @@ class SharedRooms:
             halves = link.device.host_tensor(count * size, torch.uint8).split(size)
             self.bytes += count * size
         self._rooms = [Room(link, *memory, cast_on_device) for memory in zip(wide, halves)]
-        self._users: list[HostUnit | None] = [None] * count
+        self._users: list[Unit | None] = [None] * count
         self._next = 0
 
-    def has_room(self, unit: HostUnit) -> bool:
+    def has_room(self, unit: Unit) -> bool:
         return self._users[self._next] is None
 
-    def take(self, unit: HostUnit) -> Room:
+    def take(self, unit: Unit) -> Room:
         number, self._next = self._next, (self._next + 1) % len(self._rooms)
         assert self._users[number] is None
         self._users[number] = unit
         return self._rooms[number]
 
-    def free(self, unit: HostUnit) -> None:
+    def free(self, unit: Unit) -> None:
         self._users[self._users.index(unit)] = None

@@ -1,31 +1,14 @@
 """A unit of the host's optimizer: parameters that one optimizer steps together."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from megatron_ext.runtime.host_step.room import HALF_PER_WIDE, Room
+from megatron_ext.runtime.host_step.room import HALF_PER_WIDE, Piece, Room
 
 ALIGNMENT = 64
 """Bytes at which each copy of a state begins."""
-
-
-class Piece(NamedTuple):
-    """One parameter of a unit.
-
-    Attributes:
-        parameter: the host optimizer's, fp32, in host memory.
-        gradient: returns what the optimizer steps on, of any float dtype and shape, or None.
-        shard: 16-bit tensor that a step writes.
-        gradient_on_host, shard_on_host: whether these rest in host memory.
-    """
-
-    parameter: torch.Tensor
-    gradient: Callable[[], torch.Tensor | None]
-    shard: torch.Tensor
-    gradient_on_host: bool = False
-    shard_on_host: bool = False
 
 
 class Rooms(Protocol):
@@ -95,7 +78,8 @@ class HostUnit:
 
     def give_up(self) -> None:
         """Give the room up: the unit was stepped, or will not be."""
-        assert self._rooms is not None
+        assert self._rooms is not None and self.room is not None
+        self.room.clear()
         self.room, self._gradients, self._begun = None, (), False
         self._rooms.free(self)
 

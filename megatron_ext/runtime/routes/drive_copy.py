@@ -75,7 +75,7 @@ class DriveCopy:
         return arrival
 
     def _copy(self, group: Group, slot: int, number: int, staged: Transfer, arrival: Arrival) -> None:
-        staged.wait()  # it has ended; raises what it raised
+        staged.check()
         self.copies.copy(group.index, group.whole, self.pool.staged(group, slot), arrival)
         self.copies.stream.store(self.pool.copied_out[slot], number)
 

@@ -56,6 +56,7 @@ class HostCopy:
         self._waits = not faults.no_wait
         self._delay = faults.delayer(faults.copy_delay_ms, salt=17 + pool.rank)
         self._waited: dict[int, int] = {}  # version that the stream has waited for, by group
+        issuer.checks.append(lambda: pool.check_peers(clock.version))
 
     def issue(self, group: Group) -> Arrival:
         version, arrival, pool = self.clock.version, self.copies.arrival(group.index), self.pool

@@ -15,6 +15,8 @@ from megatron_ext.measure.fabric import Fabric, shared_bytes
 from megatron_ext.measure.operations import Publish, PublishAcross
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.sampling import sample
+from megatron_ext.runtime.device import HostDevice
+from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.worker import Worker
 
 OPTIONS = Options(data_parallel_size=2, pipeline_model_parallel_size=2, max_bytes=1 << 16)
@@ -146,15 +148,16 @@ def test_copies_need_nobody(counts):
 
 def test_a_drive_that_is_kept_busy_does_not_copy_to_the_device():
     """The copy from the slot is one of link ``cpu``: the simulator queues it there, with the rows of ``cpu``."""
-    copies, read = [], object.__new__(KINDS["nvme"])
-    device = SimpleNamespace(mark=lambda: None, copy=lambda *_: copies.append(1))
-    read.fabric, read.memory = SimpleNamespace(window=lambda *_: None, device=device), None
-    read.size_bytes, read.slot, read.staged, read.stream = 1 << 16, bytearray(1 << 16), [], None
+    read, device, target = object.__new__(KINDS["nvme"]), HostDevice(), torch.zeros(1 << 10)
+    read.fabric, read.memory = SimpleNamespace(window=lambda *_: target, device=device), None
+    read.size_bytes, read.slot = 1 << 16, bytearray(1 << 16)
+    read.staged, read.stream, read.issuer = torch.ones(1 << 14), device.stream("test"), Issuer()
     read.drive = SimpleNamespace(read=lambda slot, offset, name: slot.__setitem__(0, 1))
     read.worker = Worker("test")
     for to_device in (False, True):
         read.to_device = to_device or read.to_device
         read.slot[0] = 0
         read.issue(4096, 1).wait()
-        assert len(copies) == to_device
+        assert bool(target.all()) == to_device
     read.worker.close()
+    read.stream.close()

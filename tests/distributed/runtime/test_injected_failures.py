@@ -17,6 +17,7 @@ from megatron_ext.cpubench.launcher import PEER_LOST_CODE
 
 EVERY = 1 if ALL else 8
 THREADS = {
+    "publish",
     "publisher",
     "publisher-arrivals",
     "cpu-route",
@@ -25,8 +26,10 @@ THREADS = {
     "drive",
     "cpu-shard-copies",
     "cpu-shard-gathers",
-    "buffered-gather",
+    "hierarchical",
     "states-read",
+    "gradients-arrive",
+    "parameters-leave",
     "watch",
 }
 

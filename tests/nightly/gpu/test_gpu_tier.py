@@ -34,7 +34,7 @@ def out(tmp_path) -> Path:
     return tmp_path / "report.json"
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2700)
 def test_a_case_that_hangs_costs_its_own_line_only(megatron_tree, out):
     first = tier("--dry-run", "--out", out, "--hang", HUNG)
     assert first.returncode == 1, first.stderr[-3000:]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_ext.doctor import symmetric_buffers
 from megatron_ext.doctor.place import Place
-from megatron_ext.runtime import symmetric
+from megatron_ext.runtime.routes import symmetric_gather as symmetric
 
 NCCL = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2)
 
@@ -43,7 +43,11 @@ def test_what_was_gathered_is_compared(monkeypatch, device, second, status):
         target[:4], target[4:] = shard, second
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(symmetric_buffers, "symmetric_gather", lambda place, whole: SimpleNamespace(issue=gather))
+    def gathered(target, shard, start):
+        assert len(shard) == 4 and start == 0
+        return gather(target, shard)
+
+    monkeypatch.setattr(symmetric_buffers, "symmetric_gather", lambda place, whole: SimpleNamespace(gather=gathered))
     monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
     (finding,) = symmetric_buffers.check(place(), SimpleNamespace(data="plain"))
     assert finding.status == status

@@ -4,7 +4,16 @@ import pytest
 from msgspec.structs import replace
 from planning_cases import make_workload
 
-from megatron_ext.doctor.training_check import CASES, SLOTS, Case, judged, routes_of, schedule_of, with_states_spread
+from megatron_ext.doctor.training_check import (
+    CASES,
+    SLOTS,
+    Case,
+    judged,
+    routes_of,
+    schedule_of,
+    with_all_on_host,
+    with_states_spread,
+)
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -16,12 +25,15 @@ def test_every_case_goes_by_its_route(case):
     work = make_workload(
         pp=1, vp=1, dp=2, layers=5, order="no_pipeline", zero_stage=case.zero_stage, gpus_per_node=2, nvme_slots=slots
     )
-    if case.cast is not None:
+    if case.cast is not None or case.all_on_host:
         work = replace(work, optimizer=OptimizerSettings(on_host=True))
     schedule = schedule_of(work, case.route)
     if case.cast is not None:
         schedule = with_states_spread(schedule, work, case.cast, drive=True)
         assert {group.states_rest for group in schedule.groups} == {None, "device", "nvme"}
+    if case.all_on_host:
+        schedule = with_all_on_host(schedule, work)
+        assert {(group.shard_rests, group.gradients) for group in schedule.groups} == {("host", "host")}
     match(validate(schedule), work)
     assert routes_of(schedule) in ({case.route}, {case.route, "gpu"} if case.route == "nvme" else {case.route})
 

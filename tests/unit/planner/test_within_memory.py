@@ -138,7 +138,7 @@ def test_what_cannot_fit_says_what_is_missing_and_what_would_help():
 
 def test_a_node_without_the_host_memory_says_what_is_held_there_and_what_would_help():
     work, table, stock = case("DP 4")
-    tight = limited(work, stock // 3)
+    tight = limited(work, stock // 5)
     short = replace(tight, limits=replace(tight.limits, host_bytes=1000))
     helps = "a larger limits.device_bytes keeps gradients and shards on the device"
     with pytest.raises(InputError, match=rf"host_bytes = 1000: cannot fit: .*gradients .* bytes short; {helps}"):

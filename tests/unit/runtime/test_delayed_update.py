@@ -1,13 +1,16 @@
 """Delayed updates on their thread: what is made when, and what is applied."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_ext.runtime.delayed_update import DelayedUpdate
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.group import ScheduleError
+from megatron_ext.runtime.host_step.delayed import DelayedUpdate
+from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.recorder import Recorder
 
 NO_FAULTS = Faults()
@@ -18,9 +21,11 @@ def delayed():
     """``delayed(...)``: a DelayedUpdate of one shard of zeros, whose step number n is to write n."""
     made = []
 
-    def make(begun: int = 0, after: int = 0, published=None, faults=NO_FAULTS, recorder=None) -> DelayedUpdate:
+    def make(begun=0, after=0, published=None, faults=NO_FAULTS, recorder=None, device=HostDevice()):  # noqa: B008
         pair = torch.zeros(3), torch.zeros(3)
-        made.append(DelayedUpdate([pair], begun, after, published, HostDevice(), faults, rank=0, recorder=recorder))
+        publisher = None if published is None else SimpleNamespace(wait_on_thread=published)
+        how = dict(device=device, issuer=Issuer(), faults=faults, rank=0, recorder=recorder)
+        made.append(DelayedUpdate([pair], begun, after, publisher, **how))
         return made[-1]
 
     yield make
@@ -36,7 +41,7 @@ def iterate(delayed: DelayedUpdate, number: int, skipped: bool = False) -> float
     delayed.apply()
     if not skipped:
         delayed.take(lambda: staging.fill_(number))
-        delayed.hand_over()
+        delayed.updated(number, by_optimizer=True)
     return used
 
 
@@ -77,7 +82,7 @@ def test_no_step_changes_parameters_while_they_are_published(delayed):
 def test_an_error_of_the_thread_reaches_the_training_thread(delayed):
     one = delayed()
     one.take(lambda: 1 / 0)
-    one.hand_over()
+    one.updated(1, by_optimizer=True)
     with pytest.raises(ZeroDivisionError):
         one.apply()
 
@@ -88,3 +93,34 @@ def test_a_lost_update_and_no_delay_are_faults(delayed):
     at_once = delayed(faults=Faults(undelayed=1))
     at_once.begin()
     assert not at_once.delays
+
+
+def test_parameters_that_somebody_changes_while_an_update_is_pending_are_refused(delayed):
+    one = delayed()
+    one.changed()
+    iterate(one, 1)
+    with pytest.raises(ScheduleError, match="changed while a delayed update is pending: call .*unshard_all"):
+        one.changed()
+
+
+class Late(HostDevice):
+    """Its compute stream stores flags when the test does."""
+
+    def __init__(self):
+        self.stored = []
+
+    @property
+    def compute(self):
+        return SimpleNamespace(store=lambda *flag: self.stored.append(flag))
+
+
+def test_gradients_are_read_behind_what_the_compute_stream_was_given(delayed):
+    """The step begins when the stream has stored the flag, not when it is handed over."""
+    device, stepped = Late(), threading.Event()
+    one = delayed(device=device)
+    one.take(stepped.set)
+    one.updated(1, by_optimizer=True)
+    assert not stepped.wait(0.05)
+    ((flag, value),) = device.stored
+    flag.store(value)
+    assert stepped.wait(10)

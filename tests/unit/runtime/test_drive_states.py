@@ -12,9 +12,13 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import block_reads
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
-from megatron_ext.runtime.drive_states import DriveStates
+from megatron_ext.runtime.host_step.after_norm import AfterNorm
+from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
+from megatron_ext.runtime.host_step.room import Link
+from megatron_ext.runtime.host_step.unit import Piece
+from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.workload.drive_reads import DriveReads
-from megatron_ext.workload.state_layout import region_bytes
+from megatron_ext.workload.state_layout import gradient_slot_bytes, region_bytes
 
 SHAPES = [(3, 5), (7,), (64, 33), (1,), (4096,), (129, 2)]
 UNITS = [[0, 1], [2], [3, 4], [5]]
@@ -32,10 +36,35 @@ def optimizers_of(params: list[torch.Tensor], units) -> list[torch.optim.Optimiz
     ]
 
 
-def store(optimizers, directory, slots=3, **settings) -> DriveStates:
-    return DriveStates(
-        optimizers, directory, moments=2, slots=slots, settings=DriveReads(**settings), device=HostDevice()
-    )
+@pytest.fixture
+def links():
+    """Streams by name, which end with the test."""
+    made = []
+
+    def make() -> Link:
+        made.append(Link(HostDevice(), torch.device("cpu")))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def store(links):
+    """``store(optimizers, directory, ...)``: states of parameters whose gradients are there when they are stepped."""
+
+    def make(optimizers, directory, slots=3, **settings) -> DriveStates:
+        how = dict(settings=DriveReads(**settings), link=links(), issuer=Issuer(), room=False)
+        states = DriveStates(directory, moments=2, slots=slots, **how)
+        for optimizer in optimizers:
+            own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            pieces = [Piece(parameter, lambda: None, torch.zeros(parameter.shape).half()) for parameter in own]
+            states.units.append(DriveUnit(0, optimizer, pieces, states))
+        states.open()
+        return states
+
+    return make
 
 
 def step(params: list[torch.Tensor], optimizers, iteration: int) -> None:
@@ -67,7 +96,7 @@ def assert_equal(ours, theirs) -> None:
 
 @pytest.mark.parametrize("slots", [2, 3, 7])
 @pytest.mark.parametrize("units", [UNITS, [[0, 1, 2, 3, 4, 5]]], ids=["four units", "one unit"])
-def test_steps_are_those_of_the_same_optimizer_in_memory(tmp_path, units, slots):
+def test_steps_are_those_of_the_same_optimizer_in_memory(store, tmp_path, units, slots):
     ours, theirs = parameters(0), parameters(0)
     own, other = optimizers_of(ours, units), optimizers_of(theirs, units)
     states = store(own, tmp_path, slots, block_bytes=4096, queue_depth=2)
@@ -79,7 +108,7 @@ def test_steps_are_those_of_the_same_optimizer_in_memory(tmp_path, units, slots)
     states.close()
 
 
-def test_states_that_exist_already_go_to_the_drive(tmp_path):
+def test_states_that_exist_already_go_to_the_drive(store, tmp_path):
     ours, theirs = parameters(0), parameters(0)
     own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS)
     for iteration in range(2):
@@ -93,7 +122,7 @@ def test_states_that_exist_already_go_to_the_drive(tmp_path):
     states.close()
 
 
-def test_what_a_checkpoint_takes_is_mapped_from_the_drive_alone(tmp_path):
+def test_what_a_checkpoint_takes_is_mapped_from_the_drive_alone(store, tmp_path):
     """Each tensor with a storage of its own; changing one changes nothing on the drive."""
     ours = parameters(0)
     states = store(optimizers_of(ours, UNITS), tmp_path)
@@ -109,19 +138,19 @@ def test_what_a_checkpoint_takes_is_mapped_from_the_drive_alone(tmp_path):
         everything(states, ours)
 
 
-def test_memory_is_that_of_the_slots(tmp_path):
+def test_memory_is_that_of_the_slots(store, tmp_path):
     ours = parameters(0)
     states = store(optimizers_of(ours, UNITS), tmp_path, slots=2)
     sizes = [sum(region_bytes(ours[i].numel(), 2) for i in unit) for unit in UNITS]
-    assert [unit.bytes for unit in states.units] == sizes
-    assert states.slot_bytes == max(sizes) and states.bytes == sum(sizes)
+    assert [unit.regions.bytes for unit in states.units] == sizes
+    assert states.slots_bytes == 2 * max(sizes) and states.bytes == sum(sizes)
     step(ours, [unit.optimizer for unit in states.units], 0)
     held = [*ours, *(t for unit in states.units for s in unit.optimizer.state.values() for t in s.values() if t.dim())]
     assert all(tensor.untyped_storage().nbytes() == 4 for tensor in held)
     states.close()
 
 
-def test_states_can_be_saved_after_training_and_go_with_their_optimizer(tmp_path):
+def test_states_can_be_saved_after_training_and_go_with_their_optimizer(store, tmp_path):
     """Megatron saves a last checkpoint when training has ended. The slots are gone by then."""
     ours = parameters(0)
     states = store(optimizers_of(ours, UNITS), tmp_path)
@@ -137,7 +166,7 @@ def test_states_can_be_saved_after_training_and_go_with_their_optimizer(tmp_path
     assert opened() == 0
 
 
-def test_a_file_that_is_cut_off_ends_the_step_with_its_name(tmp_path):
+def test_a_file_that_is_cut_off_ends_the_step_with_its_name(store, tmp_path):
     ours = parameters(0)
     own = optimizers_of(ours, UNITS)
     states = store(own, tmp_path, slots=2)
@@ -151,7 +180,9 @@ def test_a_file_that_is_cut_off_ends_the_step_with_its_name(tmp_path):
 
 @pytest.mark.parametrize("by_kernel", [True, False])
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "killed"])
-def test_a_fault_of_the_drive_ends_the_step_and_no_state_is_used_after_it(tmp_path, monkeypatch, fault, by_kernel):
+def test_a_fault_of_the_drive_ends_the_step_and_no_state_is_used_after_it(
+    store, tmp_path, monkeypatch, fault, by_kernel
+):
     monkeypatch.setattr(block_reads, "SYSTEM_CALLS", block_reads.SYSTEM_CALLS if by_kernel else {})
     ours = parameters(0)
     own = optimizers_of(ours, UNITS)
@@ -169,7 +200,7 @@ def test_a_fault_of_the_drive_ends_the_step_and_no_state_is_used_after_it(tmp_pa
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])
-def test_requests_that_move_a_part_go_on_with_the_rest(tmp_path, monkeypatch, by_kernel):
+def test_requests_that_move_a_part_go_on_with_the_rest(store, tmp_path, monkeypatch, by_kernel):
     monkeypatch.setattr(block_reads, "SYSTEM_CALLS", block_reads.SYSTEM_CALLS if by_kernel else {})
     parts = [0, 0]
     for write in (False, True):
@@ -190,39 +221,55 @@ def test_requests_that_move_a_part_go_on_with_the_rest(tmp_path, monkeypatch, by
     states.close()
 
 
-def test_a_directory_that_is_missing_is_refused(tmp_path):
+def test_a_directory_that_is_missing_is_refused(store, tmp_path):
     with pytest.raises(InputError, match="is no directory"):
         store(optimizers_of(parameters(0), UNITS), tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("slots", [2, 3, 7])
-def test_initial_values_and_gradients_come_when_they_are_needed(tmp_path, slots):
-    """Parameters without memory, 16-bit gradients by slots, others used where they are: the steps are the same."""
+def test_initial_values_and_gradients_come_when_they_are_needed(links, tmp_path, slots):
+    """Parameters without memory, 16-bit gradients by rooms, others used where they are: the steps are the same, and so
+    are the 16-bit parameters on the device and on the host."""
     given, theirs = parameters(0), parameters(0)
     ours = [torch.full((), torch.nan).expand(parameter.shape) for parameter in given]
     own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS)
-    gradients, in_place = {}, frozenset(ours[::2])
-    states = DriveStates(
-        *(own, tmp_path),
-        moments=2,
-        slots=slots,
-        settings=DriveReads(block_bytes=4096),
-        device=HostDevice(),
-        initial=dict(zip(ours, given)),
-        gradients={parameter: lambda p=parameter: gradients[p] for parameter in ours},
-        in_place=in_place,
-    )
+    shards, gradients, on_host = [parameter.bfloat16() for parameter in given], {}, [0, 2, 4]
+    link = links() if slots == 2 else Link(HostDevice(), torch.device("cpu"), 0, 4 * max(p.numel() for p in given))
+    issuer, settings = Issuer(), DriveReads(block_bytes=4096)
+    states = DriveStates(tmp_path, moments=2, slots=slots, settings=settings, link=link, issuer=issuer)
+    for unit, optimizer in zip(UNITS, own):
+        pieces = [Piece(ours[i], lambda i=i: gradients[i], shards[i], i in on_host, i in on_host) for i in unit]
+        states.units.append(DriveUnit(0, optimizer, pieces, states))
+    states.open(dict(zip(ours, given)))
+    after_norm = AfterNorm(link)
     assert_equal(everything(states, ours), [{"param": parameter} for parameter in theirs])
     for iteration in range(4):
-        for mine, their, gradient in zip(ours, theirs, parameters(100 + iteration)):
-            gradients[mine] = gradient if mine in in_place else gradient.bfloat16()
-            their.grad = gradients[mine].float()
+        for i, (their, gradient) in enumerate(zip(theirs, parameters(100 + iteration))):
+            gradients[i] = gradient if i in on_host or slots == 2 else gradient.bfloat16()
+            their.grad = gradients[i].float()
         if iteration == 2:
-            gradients[ours[1]] = theirs[1].grad = None
-        states.gradients_ready()
+            gradients[1] = theirs[1].grad = None
+        states.expect(states.units)
+        after_norm.expect([*states.units])
         for mine, their in zip(own, other):
             mine.step()
             their.step()
         assert all(parameter.isnan().all() and parameter.grad is None for parameter in ours)
         assert_equal(everything(states, ours), in_memory(theirs, other))
+        assert all(torch.equal(shard, their.bfloat16()) for shard, their in zip(shards, theirs))
     states.close()
+    link.close()
+
+
+def test_there_is_a_room_beside_each_slot_where_gradients_need_one(links, tmp_path):
+    for room in (False, True):
+        ours = parameters(0)
+        how = dict(settings=DriveReads(), link=links(), issuer=Issuer(), room=room)
+        states = DriveStates(tmp_path, moments=2, slots=3, **how)
+        (optimizer,) = optimizers_of(ours, [[0, 1, 2, 3, 4, 5]])
+        pieces = [Piece(parameter, lambda: None, parameter.bfloat16()) for parameter in ours]
+        states.units.append(DriveUnit(0, optimizer, pieces, states))
+        states.open()
+        piece = states.units[0].regions.bytes
+        assert states.slots_bytes == 3 * (piece + (gradient_slot_bytes(piece, 2) if room else 0))
+        states.close()

@@ -7,9 +7,13 @@ import pytest
 import torch
 
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.early_steps import EarlySteps, StepUnit
 from megatron_ext.runtime.faults import Faults
+from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
+from megatron_ext.runtime.host_step.room import Link, OwnRooms
+from megatron_ext.runtime.host_step.unit import HostUnit, Piece
+from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.worker import Transfer
 
 SHAPES = [(7, 5), (33,)]
 
@@ -24,32 +28,28 @@ class Training:
         published=None,
         faults=None,
         recorder=None,
-        device=None,
+        on_host=False,
     ):
         generator = torch.Generator().manual_seed(1)
         self.parameters = [torch.randn(shape, generator=generator) for shape in SHAPES]
         self.gradients = [torch.randn(shape, generator=generator) for shape in SHAPES]
         self.shards = [parameter.bfloat16() for parameter in self.parameters]
-        self.units = []
+        self.units, self.issuer, device = [], Issuer(), HostDevice()
+        self.link = Link(device, device.device)
+        rooms, early = OwnRooms(self.link), []
         for index, (parameter, gradient, shard) in enumerate(zip(self.parameters, self.gradients, self.shards)):
             optimizer = torch.optim.AdamW([parameter], lr=1e-2, fused=True)
-            optimizer.register_step_post_hook(lambda *_, of=(shard, parameter): of[0].copy_(of[1]))
             parameter.grad = gradient.clone()
             optimizer.step()
+            shard.copy_(parameter)
+            piece = Piece(parameter, lambda gradient=gradient: gradient, shard, gradient_on_host=on_host)
+            self.units.append(HostUnit(index, optimizer, [piece], rooms))
             inverse = None if scale is None else 1 / scale
-            self.units.append(
-                StepUnit(index, optimizer, {parameter: gradient}, {parameter: shard}, lambda inverse=inverse: inverse)
-            )
-        self.early = EarlySteps(
-            self.units,
-            rollback_bytes,
-            begin=lambda: None,
-            published=published,
-            device=device or HostDevice(),
-            faults=faults or Faults(),
-            rank=0,
-            recorder=recorder,
-        )
+            early.append(EarlyUnit(self.units[-1], [gradient], lambda inverse=inverse: inverse))
+        if published is not None:
+            published = SimpleNamespace(wait_on_thread=published, copied=None)
+        how = dict(device=device, issuer=self.issuer, faults=faults or Faults(), rank=0, recorder=recorder)
+        self.early = EarlySteps(early, rollback_bytes, lambda: None, published, self.link, **how)
         self.early.ready = True
 
     def everything(self) -> list[torch.Tensor]:
@@ -62,6 +62,10 @@ class Training:
             self.early.reduced(index)
         self.early.wait()
         self.early.end()
+
+    def close(self) -> None:
+        self.early.close()
+        self.link.close()
 
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
@@ -78,40 +82,31 @@ def training():
 
     yield make
     for one in made:
-        one.early.close()
+        one.close()
 
 
-class Streams(HostDevice):
-    """A device whose streams do at once what they are given."""
-
-    kind = "cuda"
-
-    def on_stream(self, function, stream, after):
-        function()
-        return SimpleNamespace(event=None, wait=lambda: None)
-
-
-@pytest.mark.parametrize(("device", "threads"), [(Streams(), {"MainThread"}), (HostDevice(), {"early-copies"})])
-def test_on_a_device_one_thread_waits_for_a_reduce(training, device, threads):
-    """Before torch 2.8 its handle may not be waited for by two threads at once, and Megatron waits for it, too."""
-    ours, waited = training(device=device), []
+def test_one_thread_waits_for_a_reduce(training):
+    """gloo's handles write each time they are waited for, and Megatron waits for them, too."""
+    ours, waited = training(), []
     handle = SimpleNamespace(wait=lambda: waited.append(threading.current_thread().name.rpartition("ext-")[2]))
     ours.early.begin()
     for index in range(len(ours.units)):
-        ours.early.reduced(index, handle)
+        ours.early.reduced(index, handle=handle)
     ours.early.wait()
     ours.early.end()
-    assert set(waited) == threads and len(waited) == len(ours.units) == ours.early.taken
+    assert waited == ["gradients-arrive"] * len(ours.units) and ours.early.taken == len(ours.units)
 
 
 def test_steps_on_gradients_that_stay_stand(training):
     recorder = Recorder(rank=0)
     ours, theirs = training(recorder=recorder), training()
     ours.backward()
-    assert ours.early.settle(ours.units, changed=False) == ours.units
-    for unit, gradient, parameter in zip(theirs.units, theirs.gradients, theirs.parameters):
+    assert ours.early.finish(ours.units, changed=False) == ours.units
+    for unit, gradient, parameter, shard in zip(theirs.units, theirs.gradients, theirs.parameters, theirs.shards):
+        unit.close()  # the optimizer steps by itself
         parameter.grad = gradient.clone()
         unit.optimizer.step()
+        shard.copy_(parameter)
     assert same(ours.everything(), theirs.everything())
     assert (ours.early.taken, ours.early.taken_back) == (2, 0)
     assert [row[:2] for row in recorder.rows] == [("host_step", "0"), ("host_step", "1")]
@@ -122,7 +117,7 @@ def test_the_smallest_clipping_of_one_gradient_takes_its_step_back_alone(trainin
     before = ours.everything()
     ours.backward()
     ours.gradients[1].mul_(float(torch.nextafter(torch.tensor(1.0), torch.tensor(0.0))))
-    assert ours.early.settle(ours.units, changed=False) == ours.units[:1]
+    assert ours.early.finish(ours.units, changed=False) == ours.units[:1]
     after = ours.everything()
     assert torch.equal(after[1], before[1]) and not torch.equal(after[0], before[0])
     assert same(after[7:], before[7:]) and not same(after[4:7], before[4:7])
@@ -138,7 +133,7 @@ def test_what_one_element_cannot_tell_does_not_stand(training, value):
     ours.gradients[0].view(-1)[3] = value
     before = ours.everything()
     ours.backward()
-    assert ours.early.settle(ours.units, changed=False) == ours.units[1:]
+    assert ours.early.finish(ours.units, changed=False) == ours.units[1:]
     assert torch.equal(ours.everything()[0], before[0])
 
 
@@ -147,14 +142,14 @@ def test_gradients_that_are_zero_stand(training):
     ours.gradients[0].zero_()
     ours.backward()
     ours.gradients[0].mul_(0.5)
-    assert ours.early.settle(ours.units, changed=False) == ours.units
+    assert ours.early.finish(ours.units, changed=False) == ours.units
 
 
 def test_another_learning_rate_takes_every_step_back(training):
     ours = training()
     before = ours.everything()
     ours.backward()
-    assert ours.early.settle(ours.units, changed=True) == []
+    assert ours.early.finish(ours.units, changed=True) == []
     after = ours.everything()
     assert same(after[:2] + after[4:], before[:2] + before[4:])  # the steps that follow write the device's tensors
 
@@ -167,8 +162,8 @@ def test_gradients_are_unscaled_as_the_optimizer_does_it(training):
     theirs.backward()
     for gradient in ours.gradients:  # what Megatron does before it steps
         gradient.mul_(2.0**-12)
-    assert ours.early.settle(ours.units, changed=False) == ours.units
-    theirs.early.settle(theirs.units, changed=False)
+    assert ours.early.finish(ours.units, changed=False) == ours.units
+    theirs.early.finish(theirs.units, changed=False)
     assert same(ours.everything(), theirs.everything())
 
 
@@ -177,7 +172,7 @@ def test_a_step_that_is_skipped_leaves_nothing(training):
     before = ours.everything()
     ours.backward()
     assert not same(ours.everything(), before)
-    ours.early.undo()
+    ours.early.skipped()
     assert same(ours.everything(), before)
     ours.backward()  # and another iteration that no step follows
     ours.early.begin()
@@ -189,26 +184,26 @@ def test_the_control_lets_everything_stand(training):
     before = ours.everything()
     ours.backward()
     ours.gradients[0].mul_(0.5)
-    assert ours.early.settle(ours.units, changed=False) == ours.units
+    assert ours.early.finish(ours.units, changed=False) == ours.units
     assert not torch.equal(ours.everything()[0], before[0])
 
 
 def test_what_finds_no_room_and_what_comes_late_waits(training):
-    sizes = [unit.bytes() for unit in training().units]
+    sizes = [unit.rollback_bytes() for unit in training().units]
     little = training(rollback_bytes=sizes[0])
     little.backward()
-    assert little.early.settle(little.units, changed=False) == little.units[:1]
+    assert little.early.finish(little.units, changed=False) == little.units[:1]
     late = training()
     late.early.begin()
     late.early.reduced(1)
     late.early.wait()
     late.early.end()
     late.early.reduced(0)
-    assert late.early.settle(late.units, changed=False) == late.units[1:]
+    assert late.early.finish(late.units, changed=False) == late.units[1:]
     first = training()
     first.early.ready = False  # before the optimizer's first step, and after somebody has changed parameters
     first.backward()
-    assert first.early.settle(first.units, changed=False) == []
+    assert first.early.finish(first.units, changed=False) == []
 
 
 def test_parameters_that_are_being_published_are_not_changed(training):
@@ -226,4 +221,50 @@ def test_parameters_that_are_being_published_are_not_changed(training):
     ours.early.end()  # waits for gradients that are being copied, not for steps
     assert same(ours.everything(), before)
     read.set()
-    assert ours.early.settle(ours.units, changed=False) == ours.units[:1]
+    assert ours.early.finish(ours.units, changed=False) == ours.units[:1]
+
+
+def test_a_gradient_in_host_memory_is_stepped_on_when_all_of_it_is_there(training):
+    ours, added = training(on_host=True), Transfer()
+    before = ours.everything()
+    ours.early.begin()
+    ours.early.reduced(0, added)
+    ours.early.reduced(1, added)
+    assert same(ours.everything(), before)
+    for gradient in ours.gradients:
+        gradient.add_(1)
+    added.finish()
+    ours.early.wait()
+    ours.early.end()
+    for gradient in ours.gradients:
+        assert gradient.any()
+    assert ours.early.finish(ours.units, changed=False) == ours.units
+    theirs = training()
+    for gradient in theirs.gradients:
+        gradient.add_(1)
+    theirs.backward()
+    assert same(ours.everything(), theirs.everything())
+
+
+def test_a_gradient_in_host_memory_that_comes_after_the_backward_is_not_stepped_on(training):
+    """It may be clipped by then."""
+    ours, added = training(on_host=True), Transfer()
+    before = ours.everything()
+    ours.early.begin()
+    ours.early.reduced(0, added)
+    ours.early.end()
+    added.finish()
+    assert ours.early.finish(ours.units, changed=False) == [] and ours.early.taken == 0
+    assert same(ours.everything(), before)
+
+
+def test_an_error_of_the_thread_reaches_the_training_thread():
+    def broken() -> None:
+        raise OSError("no space")
+
+    ours = Training(published=broken)
+    ours.early.begin()
+    ours.early.reduced(0)
+    with pytest.raises(OSError, match="no space"):
+        ours.early.wait()
+    ours.link.close()

@@ -1,5 +1,7 @@
 """Gradients that come and go: bytes only from allocation to the end of the reduce, sums in the shard, refusals."""
 
+import threading
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.gradients import Gradient, Reducer
 from megatron_ext.runtime.group import ScheduleError
+from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.workload.state_layout import GRADIENT_SLOTS
 
 
 class Scattered:
@@ -19,13 +23,17 @@ class Scattered:
         self.gradient.part.add_(1)
 
 
-@pytest.fixture(params=[False, True], ids=["sharded", "host"])
-def reducer(request):
+def made(on_host=(), count: int = 2, **faults) -> Reducer:
     gradients = {}
-    for index in (0, 1):
+    for index in range(count):
         gradient = gradients[index] = Gradient(index, torch.zeros(8), torch.zeros(4), shard_start=4)
         gradient.issue = lambda gradient=gradient: Scattered(gradient)
-    reducer = Reducer(gradients, [0, 1] if request.param else [], HostDevice(), Faults(reduce_delay_ms=2), rank=1)
+    return Reducer(gradients, on_host, HostDevice(), Issuer(), Faults(**faults), rank=1)
+
+
+@pytest.fixture(params=[False, True], ids=["sharded", "host"])
+def reducer(request):
+    reducer = made([0, 1] if request.param else [], reduce_delay_ms=2)
     yield reducer
     reducer.close()
 
@@ -46,7 +54,7 @@ def test_whole_gradients_have_bytes_until_the_next_reduce_and_sums_stay(reducer)
             reducer.reduce(gradient)
     assert sizes(reducer) == [32, 0]
     assert reducer.residency.peak == 64
-    reducer.finish()
+    reducer.end()
     assert sizes(reducer) == [0, 0] and reducer.residency.bytes == 0
     for gradient in (first, second):
         assert gradient.shard.tolist() == [10, 12, 14, 16]
@@ -58,7 +66,7 @@ def test_alone_there_is_one_whole_gradient_at_a_time(reducer):
         reducer.allocate(gradient, alone=True)
         gradient.whole += 1
         reducer.reduce(gradient)
-    reducer.finish()
+    reducer.end()
     assert reducer.residency.peak == 32 and second.shard.tolist() == [4, 4, 4, 4]
 
 
@@ -67,7 +75,7 @@ def test_a_gradient_whose_backward_begins_again_is_waited_for(reducer):
     for _ in range(2):
         reducer.allocate(first)
         reducer.reduce(first)
-    reducer.finish()
+    reducer.end()
     assert first.shard.tolist() == [2, 2, 2, 2] and reducer.residency.peak == 32
 
 
@@ -79,14 +87,71 @@ def test_what_the_program_must_not_do_is_an_error(reducer):
     with pytest.raises(ScheduleError, match="the gradient of group 0 is allocated while it is adding"):
         reducer.allocate(first)
     with pytest.raises(ScheduleError, match="the gradient of group 0 is adding at the end of the iteration"):
-        reducer.finish()
+        reducer.end()
 
 
 def test_a_reduce_that_is_not_waited_for_gives_other_sums():
-    gradient = Gradient(0, torch.zeros(4), torch.zeros(4), shard_start=0)
-    gradient.issue = lambda: Scattered(gradient)
-    reducer = Reducer({0: gradient}, [], HostDevice(), Faults(no_wait=1), rank=0)
+    reducer = made(count=1, no_wait=1)
+    (gradient,) = reducer.gradients.values()
     reducer.allocate(gradient)
     reducer.reduce(gradient)
-    reducer.finish()
+    reducer.end()
     assert gradient.shard.tolist() == [0, 0, 0, 0]
+
+
+def test_a_sum_that_is_added_late_is_in_the_shard_at_the_end():
+    reducer = made(on_host=[0], late_add=0)
+    first, _ = reducer.gradients.values()
+    for _ in range(2):
+        reducer.allocate(first)
+        reducer.reduce(first)
+    reducer.end()
+    assert first.shard.tolist() == [2, 2, 2, 2]
+    reducer.close()
+
+
+class SlowShard:
+    """A shard that a gradient is added to when the test says so."""
+
+    def __init__(self, shard: torch.Tensor, go_on: threading.Event):
+        self.shard, self.go_on = shard, go_on
+
+    def add_(self, part: torch.Tensor) -> None:
+        assert self.go_on.wait(10)
+        self.shard.add_(part)
+
+
+def test_sums_in_host_memory_pass_through_a_fixed_number_of_slots():
+    """A gradient whose slot is still being added is copied later, and nobody waits for it before it is freed."""
+    count = GRADIENT_SLOTS + 1
+    reducer, go_on = made(on_host=range(count), count=count), threading.Event()
+    assert reducer.staging_bytes == GRADIENT_SLOTS * 16
+    gradients = list(reducer.gradients.values())
+    shards = [gradient.shard for gradient in gradients]
+    for gradient in gradients:
+        gradient.shard = SlowShard(gradient.shard, go_on)
+        reducer.allocate(gradient)
+        gradient.whole += 10 * gradient.index
+        reducer.reduce(gradient)
+    assert sizes(reducer) == [0] * GRADIENT_SLOTS + [32] and not any(shard.any() for shard in shards)
+    go_on.set()
+    reducer.end()
+    assert [shard.tolist() for shard in shards] == [[10 * index + 1] * 4 for index in range(count)]
+    assert sizes(reducer) == [0] * count
+    reducer.close()
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_who_steps_early_is_told_of_the_last_reduce_of_a_group(on_host):
+    reducer, told = made(on_host=[0] if on_host else []), []
+    reducer.complete = lambda index, behind: told.append((index, behind))
+    first, second = reducer.gradients.values()
+    for last in (False, True):
+        reducer.allocate(first)
+        reducer.reduce(first, last)
+        reducer.allocate(second)
+        reducer.reduce(second)
+    reducer.end()
+    ((index, behind),) = told
+    assert index == 0 and (behind is not None) is on_host and (behind is None or behind.ended)
+    reducer.close()

@@ -1,45 +1,91 @@
-"""Page-locked memory of exactly the size that was asked for, unlocked when nobody has it any more."""
+"""Page-locked memory of exactly the size that was asked for, unlocked by the issuing thread when nobody has it."""
 
-from types import SimpleNamespace
+import gc
+import threading
 
 import pytest
 import torch
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.device import CudaDevice
+
+
+class Driver(dict):
+    """Bytes by address of what is page-locked; refuses more than 1 MiB at once. ``callers``: threads that unlocked."""
+
+    def __init__(self):
+        self.callers = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if size > 1 << 20:
+            return 2
+        self[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.callers.append(threading.current_thread())
+        self.pop(address, None)
 
 
 @pytest.fixture
 def locked(monkeypatch):
-    """Bytes by address of what a driver has page-locked; it refuses more than 1 MiB at once."""
-    known = {}
-
-    def register(address: int, size: int, flags: int) -> int:
-        if size > 1 << 20:
-            return 2
-        known[address] = size
-        return 0
-
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=known.pop)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    return known
+    CudaDevice(torch.device("cuda", 0)).close()  # what other tests have left
+    driver.callers.clear()
+    return driver
 
 
-def test_a_tensor_takes_what_it_has_and_gives_it_back_with_its_last_view(locked):
-    tensor = CudaDevice(torch.device("cuda", 0)).host_tensor(5000, torch.bfloat16)
+@pytest.fixture
+def device():
+    return CudaDevice(torch.device("cuda", 0))
+
+
+def test_a_tensor_takes_what_it_has_and_gives_it_back_with_its_last_view(locked, device):
+    tensor = device.host_tensor(5000, torch.bfloat16)
     assert tensor.dtype == torch.bfloat16 and tensor.shape == (5000,) and not tensor.any()
     assert locked == {tensor.data_ptr(): 10_000}
     tensor.fill_(3)
     view = tensor[10:].view(torch.int16)
     del tensor
+    device.close()
     assert len(locked) == 1 and (view == view[0]).all()
     del view
+    device.close()
     assert locked == {}
 
 
-def test_nothing_is_locked_for_nothing_and_a_refusal_leaves_nothing(locked):
-    device = CudaDevice(torch.device("cuda", 0))
+def test_a_block_that_dies_on_another_thread_is_only_listed_there(locked, device):
+    """It is unlocked by the thread that locks the next one, or at the end; its memory stays until then."""
+    held = [device.host_tensor(64, torch.float32)]
+    (address,) = locked
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert locked == {address: 256} and locked.callers == []
+    other = device.host_tensor(64, torch.float32)
+    assert locked == {other.data_ptr(): 256} and locked.callers == [threading.main_thread()]
+    del other
+    device.close()
+    assert locked == {}
+
+
+def test_a_block_whose_unlocking_fails_stays_listed(locked, device, monkeypatch):
+    device.host_tensor(64, torch.float32)
+    with monkeypatch.context() as broken:
+        broken.setattr(torch.cuda, "synchronize", lambda device: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            device.close()
+    assert len(locked) == 1
+    device.close()
+    assert locked == {}
+
+
+def test_nothing_is_locked_for_nothing_and_a_refusal_leaves_nothing(locked, device):
     assert device.host_tensor(0, torch.float32).numel() == 0
-    with pytest.raises(RuntimeError, match="cudaHostRegister of 2097152 bytes failed with error 2"):
+    with pytest.raises(InputError, match=r"2097152 bytes of host memory .* \(cudaHostRegister: error 2\)"):
         device.host_tensor(1 << 19, torch.float32)
-    assert locked == {}
+    device.close()
+    assert locked == {} and locked.callers == []

@@ -8,28 +8,32 @@ import torch
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group
-from megatron_ext.runtime.host_pool import HostPool
-from megatron_ext.runtime.node_exchange import Arriving, NodeExchange
-from megatron_ext.runtime.publisher import Publisher, Target
+from megatron_ext.runtime.host_pool import DRIVE, HostPool, PeerLost
+from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
+from megatron_ext.runtime.publisher import Publisher, Target, by_thread
+from megatron_ext.runtime.recorder import Recorder
 
 
 class OneRank:
-    """Rank 0 of a node with two; the other's flags are set by the test."""
+    """The only rank of a node, of two in all."""
 
-    def __init__(self, faults=Faults(), offloaded=None, nodes=None):  # noqa: B008  a named tuple
+    def __init__(self, faults=Faults(), offloaded=None, nodes=None, drive=None, host=True, recorder=None):  # noqa: B008
         self.groups = [Group(index, "chunk 0", torch.full((256,), 1.0 + index), 0, 2) for index in range(3)]
-        self.pool = HostPool(self.groups, {0, 1, 2}, 0, 1, lambda value: [value])
-        self.clock = Clock()
-        targets = [Target(group, True, False, offloaded) for group in self.groups]
-        nodes = nodes or NodeExchange()
-        self.publisher = Publisher(targets, self.pool, None, nodes, 0, HostDevice(), self.clock, faults)
+        targets = [Target(group, host, drive is not None, offloaded) for group in self.groups]
+        self.nodes, self.device, hosted = nodes or NodeExchange(), HostDevice(), {0, 1, 2} if host else set()
+        written = by_thread(targets, self.nodes)
+        self.pool = HostPool(self.groups, hosted, written, 0, 1, lambda value: [value], self.device)
+        self.clock, self.issuer = Clock(), Issuer()
+        how = (self.device, self.issuer, self.clock, faults, recorder)
+        self.publisher = Publisher(targets, self.pool, drive, self.nodes, 0, *how)
 
-    def publish(self, iterations: int = 0) -> None:
+    def publish(self, iterations: int = 0, **how) -> None:
         self.clock.version += 1
-        self.publisher.publish(iterations)
+        self.publisher.publish(iterations, **how)
 
-    def versions(self) -> list[int]:
-        return [int(self.pool.published(group)[0]) for group in self.groups]
+    def versions(self, where: int = 0) -> list[int]:
+        return [self.pool.published(group, where)[0] for group in self.groups]
 
     def close(self) -> None:
         self.publisher.close()
@@ -80,7 +84,7 @@ def test_what_an_iteration_reads_is_overwritten_only_when_all_have_ended_it(rank
     rank.publish(iterations=1)  # this rank has ended one, its flag does not say so yet
     time.sleep(0.05)
     assert rank.versions() == [2, 2, 2] and rank.pool.copies[0][0] == 1.0
-    rank.pool.set_reads_done(1)
+    rank.publisher.end_reads(1)
     rank.publisher.wait()
     assert rank.versions() == [3, 3, 3] and rank.pool.copies[0][0] == 50.0
 
@@ -93,6 +97,71 @@ def test_shards_that_the_optimizer_holds_on_the_host_are_rounded_from_there():
     copy = rank.pool.copies[1]
     assert (copy[:100] == 0.5).all() and (copy[100:120] == 0.25).all()
     rank.close()
+
+
+def test_values_that_the_host_s_optimizer_does_not_know_come_from_the_shards():
+    rank = OneRank(offloaded=lambda: [(0, torch.full((128,), 0.5))])
+    rank.publish(from_shards=True)
+    rank.publisher.wait()
+    assert rank.versions() == [2, 2, 2]
+    assert [float(copy[0]) for copy in rank.pool.copies.values()] == [1.0, 2.0, 3.0]
+    rank.close()
+
+
+class Drive:
+    """Takes time to write, and keeps what was written."""
+
+    def __init__(self):
+        self.written, self.flushed = [], []
+
+    def write(self, group, dp_rank, shard) -> None:
+        time.sleep(0.01)
+        self.written.append((group.index, dp_rank, float(shard[0]), float(shard[-1])))
+
+    def flush(self, group) -> None:
+        self.flushed.append(group.index)
+
+
+@pytest.mark.parametrize("offloaded", [None, lambda: [(0, torch.full((100,), 0.5))]], ids=["device", "host"])
+def test_what_has_a_copy_on_the_drive_alone_bounces_through_memory_that_is_used_again(offloaded):
+    assert IN_FLIGHT < 3
+    drive = Drive()
+    rank = OneRank(drive=drive, host=False, offloaded=offloaded)
+    for value in (5.0, 6.0):
+        with torch.no_grad():
+            for group in rank.groups:
+                group.whole.fill_(value + group.index)
+        rank.publish()
+        rank.publisher.wait()
+        here = [(index, 0, value + index, value + index) for index in range(3)]
+        assert drive.written == (here if offloaded is None else [(index, 0, 0.5, 0.0) for index in range(3)])
+        assert drive.flushed == [0, 1, 2]
+        drive.written.clear(), drive.flushed.clear()
+    assert rank.versions(DRIVE) == [3, 3, 3] and rank.pool.copies == {}
+    rank.close()
+
+
+def test_a_shard_that_rests_in_host_memory_goes_to_the_drive_from_there():
+    drive = Drive()
+    rank = OneRank(drive=drive, host=False)
+    for group in rank.groups:
+        group.on_host = True
+    rank.publish()
+    rank.publisher.wait()
+    assert [row[0] for row in drive.written] == [0, 1, 2] and rank.versions(DRIVE) == [3 - 1] * 3
+    rank.close()
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_writes_are_recorded_one_behind_the_other(by_thread):
+    recorder = Recorder(0)
+    rank = OneRank(offloaded=(lambda: [(0, torch.ones(128))]) if by_thread else None, recorder=recorder)
+    rank.publish()
+    rank.publisher.wait()
+    rank.close()
+    rows = [event for event in recorder.events() if event.lane == "publish"]
+    assert [event.name for event in rows] == ["publish 0", "publish 1", "publish 2"]
+    assert all(a.start_us + a.duration_us <= b.start_us + 1 for a, b in zip(rows, rows[1:]))
 
 
 def test_a_stale_group_is_the_negative_control():
@@ -108,11 +177,24 @@ def test_a_stale_group_is_the_negative_control():
     rank.close()
 
 
-def test_an_error_while_writing_is_heard_by_who_waits(rank):
-    rank.groups[1].shard = rank.groups[1].shard[:7]  # of another size than its part of the copy
-    rank.pool.copies[1] = rank.pool.copies[1][:3]
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_an_error_while_writing_is_heard_by_who_waits(by_thread, monkeypatch):
+    rank = OneRank(offloaded=(lambda: [(0, torch.ones(128))]) if by_thread else None)
+    monkeypatch.setattr(rank.pool, "slice_of", lambda group, rank: torch.zeros(7))  # of another size than the shard
     rank.publish()
     with pytest.raises(RuntimeError):
         rank.publisher.wait()
-    with pytest.raises(RuntimeError):
-        rank.pool.wait_published(rank.groups[1], 2)
+    if by_thread:
+        with pytest.raises(RuntimeError):
+            rank.pool.is_published(rank.groups[2], 2)
+        assert rank.versions()[2] < 0  # the other ranks hear of it, too
+    rank.close()
+
+
+def test_the_watch_hears_of_a_rank_that_will_never_publish_whoever_writes_the_copy():
+    for offloaded in (None, lambda: [(0, torch.ones(128))]):
+        rank = OneRank(offloaded=offloaded)
+        rank.pool.pids = [(1 << 22) + 1]  # more than any process's number
+        with pytest.raises(PeerLost, match="ended while others waited for it to publish group 0"):
+            rank.pool.check_peers(2)
+        rank.close()

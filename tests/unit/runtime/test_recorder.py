@@ -1,14 +1,16 @@
 """What is recorded of a device lies where its stream was, and of the thread where the clock was. Events are a
 stand-in."""
 
+import contextlib
 import time
 
 import numpy
 import pytest
 import torch
 
-from megatron_ext.runtime.device import CudaDevice, HostDevice
+from megatron_ext.runtime.host_stream import HostCompute
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.streams import CudaStream
 
 
 class Event:
@@ -74,11 +76,15 @@ def test_without_a_device_all_is_by_the_clock():
 
 
 def test_a_copy_says_when_it_was_under_way(on_device, monkeypatch):
-    marks = []
-    device = CudaDevice(torch.device("cuda", 0))
-    monkeypatch.setattr(device, "on_stream", lambda function, stream, after: function())
-    device.copy(torch.zeros(4), torch.ones(4), None, None, marks)
-    assert marks[0].elapsed_time(marks[1]) == 10.0
-    marks = []
-    HostDevice().copy(torch.zeros(4), torch.ones(4), None, None, marks)
-    assert marks[0] <= marks[1]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    for stream in (CudaStream(torch.device("cuda", 0), None), HostCompute()):
+        marks, copied = [], torch.zeros(4)
+        stream.copy(copied, torch.ones(4), marks)
+        assert copied.all() and len(marks) == 2
+        if isinstance(stream, CudaStream):
+            assert marks[0].elapsed_time(marks[1]) == 10.0
+        else:
+            assert marks[0] <= marks[1]
+        stream.copy(copied, torch.zeros(4))
+        assert not copied.any() and len(marks) == 2  # nobody wants to know

@@ -8,6 +8,7 @@ import torch
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import drive, machine, slow_links
 from megatron_ext.runtime.device import HostDevice
+from megatron_ext.runtime.host_stream import HostEvent
 from megatron_ext.workload.drive_reads import DriveReads
 
 BYTES = 1 << 20
@@ -33,13 +34,17 @@ def seconds(function) -> float:
 def test_a_copy_takes_the_time_of_the_link_and_moves_the_same_bytes(rates):
     source, destination, marks = torch.ones(BYTES, dtype=torch.uint8), torch.zeros(BYTES, dtype=torch.uint8), []
 
+    stream = HostDevice().stream("test")
+
     def copy() -> None:
-        HostDevice().copy(destination, source, None, None, marks)
+        stream.copy(destination, source, marks)
+        stream.record(HostEvent()).synchronize()
 
     copy()
     assert marks[1] - marks[0] < 0.05e9  # a link as it is
     rates("host_link_mb=10")
     assert seconds(copy) >= BYTES / 10e6
+    stream.close()
     assert torch.equal(destination, source) and marks[3] - marks[2] >= BYTES / 10e6 * 1e9 - 1e6
 
 

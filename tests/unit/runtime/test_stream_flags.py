@@ -6,9 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_ext.runtime.device import HostDevice
+from megatron_ext.runtime.flags import DeviceFlag, HostFlag
 from megatron_ext.runtime.group import Group
-from megatron_ext.runtime.host_pool import HostPool, PeerLost
+from megatron_ext.runtime.host_pool import DRIVE, FAILED, HostPool, PeerLost
 from megatron_ext.runtime.stream_flags import StreamFlagError, StreamFlags, open_stream_flags
+from megatron_ext.runtime.streams import CudaStream
 
 STREAM = SimpleNamespace(cuda_stream=77)
 
@@ -33,41 +36,69 @@ class Driver:
         return self.code, address + 4096
 
 
-class Device:
+class Device(HostDevice):
+    """Knows page-locked memory by other addresses."""
+
     def __init__(self, driver):
         self.flags = StreamFlags(driver)
 
-    def pin(self, memory):
-        """Nothing to lock."""
-
-    unpin = pin
+    def address_offset(self, memory):
+        return self.flags.offset(memory)
 
 
-def pool_of_two(peer: int) -> tuple[HostPool, Group]:
+def pool_of_two(peer: int, device=HostDevice(), by_thread=frozenset()) -> tuple[HostPool, Group]:  # noqa: B008
     """A pool as its rank 0 sees it; process ``peer`` is rank 1."""
     group = Group(0, "chunk 0", torch.zeros(1 << 10), 0, 2)
 
     def exchange(value):
         return [value, peer if value == os.getpid() else value]
 
-    return HostPool([group], {0}, 0, 2, exchange), group
+    return HostPool([group], {0}, by_thread, 0, 2, exchange, device), group
 
 
-def test_the_driver_is_asked_for_every_rank_at_the_device_s_addresses():
+@pytest.fixture
+def stream(monkeypatch):
+    """``stream(driver)``: a stream of a device that is not there."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: STREAM)
+    return lambda driver: CudaStream(torch.device("cuda", 0), StreamFlags(driver))
+
+
+def check() -> None:
+    """Whoever stores the flag is there."""
+
+
+def test_the_driver_is_asked_for_every_rank_at_the_device_s_addresses(stream):
     driver = Driver()
-    pool, group = pool_of_two(os.getpid())
-    pool.pin(Device(driver))
-    start = pool.memory.data_ptr() + 4096
-    pool.wait_published(group, 5, STREAM)
-    pool.set_published(group, 6, STREAM)
-    pool.set_reads_done(3, STREAM)
+    pool, group = pool_of_two(os.getpid(), Device(driver))
+    pool.pin()
+    start, own = pool.memory.data_ptr() + 4096, stream(driver)
+    for flag in pool.flags[0, 0]:
+        own.wait_flag(flag, 5, check)
+    own.store(pool.flags[0, 0][0], 6)
+    own.store(pool.reads_done[0], 3)
     assert driver.asked == [
         ("wait", 77, start, 5, 0),
         ("wait", 77, start + 64, 5, 0),
         ("store", 77, start, 6, 0),
-        ("store", 77, start + 128, 3, 0),
+        ("store", 77, start + 256, 3, 0),
     ]
-    assert pool.published(group).tolist() == [0, 0]  # the stream does it, not the thread
+    assert pool.published(group) == [0, 0]  # the stream does it, not the thread
+    pool.close()
+
+
+def test_no_stream_waits_for_a_flag_that_a_thread_stores(stream):
+    driver = Driver()
+    pool, _ = pool_of_two(os.getpid(), Device(driver), by_thread={0})
+    streams = [stream(driver), HostDevice().stream("test")]
+    for flag in (*pool.flags[0, 0], *pool.flags[0, DRIVE]):
+        assert type(flag) is HostFlag
+        for own in streams:
+            with pytest.raises(AssertionError):
+                own.wait_flag(flag, 1, check)
+            with pytest.raises(AssertionError):
+                own.store(flag, 1)
+    assert driver.asked == [] and {type(flag) for flag in pool.reads_done} == {DeviceFlag}
+    streams[1].close()
     pool.close()
 
 
@@ -83,20 +114,23 @@ def test_without_the_package_threads_wait():
     assert flags is None and why
 
 
-def test_the_watch_hears_of_a_rank_that_has_gone_or_failed():
+@pytest.mark.parametrize("by_thread", [set(), {0}], ids=["stream", "thread"])
+def test_the_watch_hears_of_a_rank_that_has_gone_or_failed(by_thread):
     gone = (1 << 22) + 1  # more than any process's number
-    pool, group = pool_of_two(gone)
-    pool.set_published(group, 2)
+    pool, _ = pool_of_two(gone, by_thread=by_thread)
+    pool.flags[0, 0][0].store(2)
     with pytest.raises(PeerLost, match=f"process {gone}.* ended"):
         pool.check_peers(2)
-    pool.flags.store(0, 1, 2)
+    pool.flags[0, 0][1].store(2)
     pool.check_peers(2)  # it went after it had published
     pool.close()
     pool.check_peers(3)  # nobody waits any more
-    pool, group = pool_of_two(os.getpid())
-    pool.set_published(group, 2)
+    pool, _ = pool_of_two(os.getpid(), by_thread=by_thread)
+    pool.flags[0, 0][0].store(2)
     pool.check_peers(2)  # late, but there
-    pool.fail(RuntimeError("full"))
-    with pytest.raises(PeerLost, match="could not publish"):
+    pool.flags[0, DRIVE][1].store(FAILED)
+    with pytest.raises(PeerLost, match=r"rank 1 of this node \(process [0-9]+\) could not publish"):
         pool.check_peers(2)
+    pool.fail(RuntimeError("full"))
+    pool.check_peers(2)  # the thread that failed says what went wrong here
     pool.close()

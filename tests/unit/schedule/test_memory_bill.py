@@ -11,12 +11,20 @@ from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
 from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.match import match
-from megatron_ext.schedule.memory_bill import activation_peaks, buffer_bytes, check_run, memory_bill
+from megatron_ext.schedule.memory_bill import (
+    activation_peaks,
+    buffer_bytes,
+    check_run,
+    gradient_bytes,
+    host_add_bytes,
+    memory_bill,
+)
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.bucket_layout import bucket_numel, shard_numels
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.route import shard_pieces
+from megatron_ext.workload.state_layout import GRADIENT_SLOTS
 
 SAVED = (100_000, 50_000)
 
@@ -225,3 +233,17 @@ def test_pieces_and_two_legs_go_through_buffers():
     assert buffer_bytes(registered, on_one_node, 0) == group.bytes + group.bytes // 4
     sharded = with_host_shards(by_cpu_shard(gathered), work)
     assert buffer_bytes(sharded, work, 0) == -(-group.bytes // shard_pieces(group.bytes)) < group.bytes
+
+
+def test_gradients_that_are_added_in_host_memory_come_through_slots_of_the_largest():
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", zero_stage=2, layers=4)
+    schedule = with_gradients(plan(work, make_table(work), policy="all-gpu"), kept="sharded")
+    hosted = lambda *indices: replace(
+        schedule, groups=tuple(replace(g, gradients="host" if i in indices else g.gradients) for i, g in own)
+    )
+    own = list(enumerate(schedule.groups))
+    sizes = [gradient_bytes(group, work) // 2 for group in schedule.groups]
+    for indices in ((), (0,), range(len(own))):
+        held = memory_bill(hosted(*indices), work)[0].memory.host_bytes
+        assert held.get("staging_slots", 0) == GRADIENT_SLOTS * max((sizes[i] for i in indices), default=0)
+        assert host_add_bytes(hosted(*indices).groups, work) == held.get("staging_slots", 0)

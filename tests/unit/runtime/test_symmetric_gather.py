@@ -12,8 +12,8 @@ from symmetric_stand_in import SymmetricStandIn
 from megatron_ext.measure import assemble_table
 from megatron_ext.measure.operations import SymmetricGather
 from megatron_ext.measure.options import Options
-from megatron_ext.runtime import symmetric
 from megatron_ext.runtime.device import HostDevice
+from megatron_ext.runtime.routes import symmetric_gather as symmetric
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_groups_are_gathered_in_memory_that_was_registered_once(stand_in):
     assert gather.buffer_bytes == 2 * (64 * 4 + 32 * 2)  # the group, and the own shard of one rank
     for numel, dtype in ((64, torch.float32), (16, torch.bfloat16), (32, torch.float32)):
         shard, whole = torch.rand(numel).to(dtype), torch.zeros(numel, dtype=dtype)
-        gather.issue(whole, shard).wait()
+        gather.gather(whole, shard, 0).wait()
         assert torch.equal(whole, shard)
     assert stand_in.gathers == [[(1, 0), (1, 256)], [(0, 0), (0, 32)], [(1, 0), (1, 128)]]
     gather.close()

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import shared_flags
-from megatron_ext.runtime.shared_flags import AtomicFlags, OrderedFlags, flags_bytes, keeps_store_order, open_flags
+from megatron_ext.runtime import flags as flags_module
+from megatron_ext.runtime.flags import LINE, AtomicFlags, OrderedFlags, flags_bytes, keeps_store_order, open_flags
 
 ROUNDS = 1_000_000
 DATA = 4096
@@ -34,7 +34,7 @@ def mixtures(flags_class, flag_first: bool = False) -> int:
     writer.start()
     found, seen = 0, 0
     while seen < ROUNDS and writer.exitcode in (None, 0):
-        seen = flags.load(0)[0]
+        seen = flags.load(0, 0)
         found += int(data[0] < seen)
     writer.join()
     assert writer.exitcode == 0
@@ -60,7 +60,9 @@ def test_every_flag_is_its_own(flags_class):
     for row in range(3):
         for rank in range(2):
             flags.store(row, rank, -10 * row - rank)
-    assert [flags.load(row).tolist() for row in range(3)] == [[0, -1], [-10, -11], [-20, -21]]
+    assert [[flags.load(row, rank) for rank in range(2)] for row in range(3)] == [[0, -1], [-10, -11], [-20, -21]]
+    first = flags.address(0, 0)
+    assert [flags.address(row, rank) - first for row in range(3) for rank in range(2)] == list(range(0, 6 * LINE, LINE))
 
 
 @pytest.mark.parametrize("machine, flags_class", [("x86_64", OrderedFlags), ("aarch64", AtomicFlags)])
@@ -74,6 +76,6 @@ def test_without_libatomic_a_machine_of_weak_order_is_refused(monkeypatch):
         raise OSError(name)
 
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    monkeypatch.setattr(shared_flags.ctypes, "PyDLL", missing)
+    monkeypatch.setattr(flags_module.ctypes, "PyDLL", missing)
     with pytest.raises(InputError, match="platform = 'aarch64': .*libatomic"):
         open_flags(mmap.mmap(-1, flags_bytes(1, 1)), 1, 1)

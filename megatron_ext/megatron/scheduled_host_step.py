@@ -44,8 +44,8 @@ from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
-from megatron_ext.runtime.host_step.room import Link, OwnRooms, SharedRooms
-from megatron_ext.runtime.host_step.unit import HostUnit, Piece
+from megatron_ext.runtime.host_step.room import Link, OwnRooms, Piece, SharedRooms
+from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.publisher import Publisher

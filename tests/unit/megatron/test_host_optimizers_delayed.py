@@ -9,7 +9,7 @@ from planning_cases import make_table, make_workload
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import hooks
-from megatron_ext.megatron.delayed_steps import optimizers_on_host
+from megatron_ext.megatron.host_optimizers import optimizers_on_host
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.planner import plan
 from megatron_ext.schedule.match import match

@@ -1,49 +1,44 @@
 """Collectives on a device: one thread issues those of all communicators, and the debug mode compares their order."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.runtime.cpu_shard import ShardGather
 from megatron_ext.runtime.debug import Checks, IssueOrder, OrderedRoute
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.group import Group, ScheduleError
-from megatron_ext.runtime.hierarchical import HierarchicalGather
+from megatron_ext.runtime.host_stream import HostCompute
 from megatron_ext.runtime.node_groups import NodeGroups
+from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
+from megatron_ext.runtime.routes.shard_gather import ShardGather
 
 
-class WithStreams(HostDevice):
+class AtOnce(HostDevice):
     """A device whose streams do at once what they are given."""
 
     kind = "cuda"
 
-    def copy_stream(self):
-        return "stream"
-
-    def on_stream(self, function, stream, after):
-        function()
-        return SimpleNamespace(event=None, wait=lambda: None)
+    def stream(self, name, upward=False):
+        return HostCompute()
 
 
 @pytest.mark.parametrize(
-    ("device", "own_threads"), [(WithStreams(), 0), (HostDevice(), 2)], ids=["device", "host processor"]
+    ("device", "own_threads"), [(AtOnce(), 0), (HostDevice(), 2)], ids=["device", "host processor"]
 )
 def test_on_a_device_no_thread_of_ours_issues_a_collective(monkeypatch, device, own_threads):
     issued = []
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(
         dist, "all_gather_into_tensor", lambda whole, shard, group: issued.append(threading.current_thread())
     )
-    groups = NodeGroups("local", "across", [[0], [1]], 0)
-    whole, shard = torch.zeros(8), torch.zeros(4)
-    gathers = [HierarchicalGather(groups, device), ShardGather("own", device)]
-    gathers[0].issue(whole, shard).wait()
-    gathers[1].issue(whole, 0, shard).wait()
-    assert len(issued) == 3 and len({*issued} - {threading.main_thread()}) == own_threads
+    group = Group(0, "chunk 0", torch.zeros(8), 0, 2)
+    gathers = [HierarchicalGather(NodeGroups("local", "across", [[0], [1]], 0), device), ShardGather("own", device)]
     for gather in gathers:
+        gather.issue(group).wait()
         gather.close()
+    assert len(issued) == 3 and len({*issued} - {threading.main_thread()}) == own_threads
 
 
 class Silent:
