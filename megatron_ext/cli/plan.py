@@ -69,6 +69,7 @@ def plan(
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.cost import environment
     from megatron_ext.formats import json_files
+    from megatron_ext.planner import missing_figures
     from megatron_ext.planner.policies import check_policy
     from megatron_ext.schedule import user_defined_schedule as schedule
 
@@ -88,6 +89,8 @@ def plan(
         )
         digest = json_files.sha256(cost_table)
         planned = planner.plan(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
+        lacking = missing_figures.missing_curves(work, table, planned, extrapolate=extrapolate)
+        missing_figures.refuse_missing(lacking, file=cost_table)
         judged = planner.verdict(work, table, planned, extrapolate=extrapolate)
         delay = planner.delay(planned, work, table, extrapolate=extrapolate)
     schedule.save(out, planned)

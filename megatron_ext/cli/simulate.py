@@ -36,6 +36,7 @@ def simulate(
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.formats import trace as traces
     from megatron_ext.planner.evaluate import evaluate
+    from megatron_ext.planner.missing_figures import interval_of, refuse_missing
     from megatron_ext.planner.other_orders import OtherOrder, evaluate_order
     from megatron_ext.planner.verdict import rule_of
     from megatron_ext.schedule import match, validate
@@ -51,18 +52,25 @@ def simulate(
         match.match(given, work, file=schedule_path)
     with naming_files(cost_table, workload_path):
         table_differences(table, work, this_machine=this_machine, allow=allow_differences, file=cost_table)
-        if order:
-            simulated = evaluate_order(work, table, order, trace=bool(trace), extrapolate=extrapolate)
-        else:
-            result = evaluate(work, table, given, trace=bool(trace), extrapolate=extrapolate)
-            simulated = OtherOrder(result, in_flight(work.parallel))
+
+        def simulated_on(table, trace: bool = False) -> OtherOrder:
+            if order:
+                return evaluate_order(work, table, order, trace=trace, extrapolate=extrapolate)
+            result = evaluate(work, table, given, trace=trace, extrapolate=extrapolate)
+            return OtherOrder(result, in_flight(work.parallel))
+
+        simulated = simulated_on(table, bool(trace))
+        refuse_missing(simulated.result.left_out, file=cost_table)
+        interval = interval_of(table, simulated.result, lambda each: simulated_on(each).result.iteration_time_us)
     result, versions = simulated.result, simulated.weight_versions
     if trace:
         about = {"kind": "simulated", "schedule": by, "iteration_time_us": result.iteration_time_us}
         assert result.events is not None  # asked for above
         traces.save(trace, result.events, about=about)
-    order = order or work.parallel.order
-    in_order = {"order": order, "microbatches_in_flight": simulated.in_flight, "weight_versions": versions}
-    text = f"order        {order}; in flight, by rank: {', '.join(map(str, simulated.in_flight))} micro-batches"
+    given_order = order or work.parallel.order
+    in_order = {"order": given_order, "microbatches_in_flight": simulated.in_flight, "weight_versions": versions}
+    text = f"order        {given_order}; in flight, by rank: {', '.join(map(str, simulated.in_flight))} micro-batches"
     text += f"; weight versions: {versions}"
-    emit(as_json, {"by": by, **in_order, **result.as_json()}, f"by           {by}\n{text}\n{result.as_text()}")
+    figures = {"by": by, **in_order, **result.as_json(), "interval": interval and interval._asdict()}
+    lines = [f"by           {by}", text, result.as_text(), *([interval.text()] if interval else [])]
+    emit(as_json, figures, "\n".join(lines))

@@ -79,7 +79,7 @@ class GroupOverhead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     call_us: float | None = None
 
 
-KINDS = ("compute", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "host_step")
+KINDS = ("compute", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "host_step", "host_add")
 """Activities that can disturb each other; the names that rows of ``contention`` use."""
 
 
@@ -119,6 +119,14 @@ class SetUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     pages_us_per_gib: float | None = None
     pin_us_per_gib: float | None = None
+
+
+class HostMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What one rank's share of host memory reads and writes in a second, by copies and processors together, while the
+    other ranks of its node do the same. ``slow_bytes_per_s``: where it may be as little."""
+
+    bytes_per_s: float
+    slow_bytes_per_s: float | None = None
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -163,12 +171,13 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Everything measured. ``reduce`` (gradient reduce-scatter by group bytes, or by
     bytes of the gradients where it says so) and
     ``optimizer`` (one optimizer step by bytes of whole parameters of one rank) are needed
-    only to predict a whole iteration; a prediction without them says that it leaves them out. ``host_add`` is adding
+    only to predict a whole iteration: ``plan`` and ``simulate`` refuse a table without what they need. ``host_add`` is adding
     one float32 gradient shard to another in host memory, by bytes of the shard. ``host_step`` is the host's optimizer
     step of one group, by bytes of the whole group: gradients to the host, AdamW, parameters back; measured where the
     optimizer steps there, and then ``optimizer`` is the step of all groups with the gradient norm and clipping. Its
     parameters become 16-bit ones on the host, those of its algorithm :data:`CAST_ON_DEVICE` on the device.
     ``device_step`` is the same step of a group whose optimizer states are on the device.
+    ``host_memory`` is shared by host copies, publishing, adding and stepping on the host.
     ``all_reduce`` is no route: it is imported to compare algorithms by size.
     """
 
@@ -187,6 +196,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     host_step: Curve | None = None
     device_step: Curve | None = None
     all_reduce: Curve | None = None
+    host_memory: HostMemory | None = None
     topology: Topology = Topology()
     set_up: SetUp = SetUp()
     host_cpu: HostCpu | None = None
@@ -234,6 +244,12 @@ def check(table: CostTable, *, file=None) -> CostTable:
     checker.duration(table.group_overhead.call_us, "group_overhead.call_us", zero=True)
     for name in ("pages_us_per_gib", "pin_us_per_gib"):
         checker.duration(getattr(table.set_up, name), f"set_up.{name}", zero=True)
+    if table.host_memory is not None:
+        rate, slow = table.host_memory.bytes_per_s, table.host_memory.slow_bytes_per_s
+        checker.positive(rate, "host_memory.bytes_per_s")
+        checker.positive(slow, "host_memory.slow_bytes_per_s")
+        if slow is not None and slow > rate:
+            checker.refuse("must not be above bytes_per_s", "host_memory.slow_bytes_per_s", slow)
     for index, row in enumerate(table.contention):
         _check_contention(row, f"contention[{index}]", checker)
     _check_compute(table, checker)

@@ -73,7 +73,7 @@ def lookup(
     """
     candidates = curves_of(curve)
     if not candidates:
-        raise InputError("has no points", file=file, field=what)
+        raise InputError("has no points; megatron-ext measure or cost estimate gives them", file=file, field=what)
     covering = {name: points for name, points in candidates.items() if covers(points, size_bytes)}
     if not covering and not extrapolate:
         smallest = min(points[0].size_bytes for points in candidates.values())

@@ -10,9 +10,10 @@ from msgspec.structs import replace
 
 from megatron_ext.cost import cost_table
 from megatron_ext.cost.environment import world_sizes
+from megatron_ext.cost.estimated_host import ADAM_BYTES, AROUND_BYTES, CAST_BYTES, GRADIENT_BYTES, HostWork
 from megatron_ext.cost.estimated_links import Line, Links
 from megatron_ext.cost.hardware_sheet import HardwareSheet, drawn, slow_end
-from megatron_ext.cost.layer_work import KERNELS, Work, forward_work, layers_of
+from megatron_ext.cost.layer_work import Work, forward_work, layers_of
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import MicroBatch
@@ -21,11 +22,8 @@ from megatron_ext.workload.workload import SCHEMA_VERSION, Workload
 SIZES = tuple(1 << power for power in range(8, 41, 4))
 """256 bytes to 1 TiB. The curves are straight lines, so that a few points say all of it."""
 
-GRADIENT_BYTES = 4
-"""Megatron reduces gradients in float32."""
-ADAM_BYTES = 28
-"""Bytes that a step of Adam moves for one parameter, beside writing it: float32 gradient, main parameter and both
-moments read, the latter three written."""
+KERNELS = 20
+"""Of an optimizer's step: as many are launched, whatever its size."""
 LEAST_US = 1.0
 """A chunk without parameters takes so long."""
 
@@ -42,14 +40,16 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
     parallel, dtype = workload.parallel, _dtype(workload)
     middle, slow = (_Estimates(each, workload, batch, dtype) for each in (sheet, drawn(sheet, slow_end)))
 
-    def curve(line: Callable[["_Estimates"], Line | None]) -> cost_table.Curve | None:
+    def points(line: Callable[["_Estimates"], Line | None]) -> tuple[cost_table.Point, ...]:
         fast_line, slow_line = line(middle), line(slow)
         if fast_line is None or slow_line is None:
-            return None
-        points = [(size, fast_line.at(size), slow_line.at(size)) for size in SIZES]
-        return cost_table.Curve(
-            points=tuple(cost_table.Point(size_bytes=s, p50_us=us, p95_us=max(us, most)) for s, us, most in points)
-        )
+            return ()
+        times = [(size, fast_line.at(size), slow_line.at(size)) for size in SIZES]
+        return tuple(cost_table.Point(size_bytes=s, p50_us=us, p95_us=max(us, most)) for s, us, most in times)
+
+    def curve(line: Callable[["_Estimates"], Line | None], **algorithms) -> cost_table.Curve | None:
+        found = points(line)
+        return cost_table.Curve(points=found, algorithms=algorithms) if found else None
 
     crossing = curve(lambda e: e.links.between_nodes())
     return cost_table.check(
@@ -73,6 +73,14 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
             p2p=curve(lambda e: e.links.p2p()) or (),
             reduce=curve(lambda e: e.links.gather().scaled(GRADIENT_BYTES / ITEM_BYTES[dtype])),
             optimizer=curve(lambda e: e.optimizer()),
+            host_add=curve(lambda e: e.host.add()),
+            host_step=curve(
+                lambda e: e.host.step("host"), **{cost_table.CAST_ON_DEVICE: points(lambda e: e.host.step("device"))}
+            ),
+            device_step=curve(lambda e: e.device_step()),
+            host_memory=cost_table.HostMemory(
+                bytes_per_s=middle.host.memory_bytes_per_s, slow_bytes_per_s=slow.host.memory_bytes_per_s
+            ),
         )
     )
 
@@ -86,28 +94,44 @@ class _Estimates:
             raise InputError(f"{sheet.title} gives no FLOP/s for it; known: {known}", field="dtype", value=dtype)
         self.workload, self.batch, self.device = workload, batch, sheet.device
         self.links = Links(sheet, workload.parallel)
-        self._item = ITEM_BYTES[dtype]
+        self._item, self._layer_launch_us = ITEM_BYTES[dtype], sheet.host.layer_us.value
+        self.host = HostWork(sheet, self.links, self._item)
         self._us_per_flop = 1e6 / sheet.device.flop_per_s[dtype].value / sheet.device.flop_efficiency.value
         self._us_per_byte = 1e6 / sheet.device.memory_bytes_per_s.value / sheet.device.memory_efficiency.value
         self._all_reduce = self.links.tensor_all_reduce()
 
     def optimizer(self) -> Line:
-        """Adam on the shards, by bytes of one rank's whole parameters."""
-        moved = (ADAM_BYTES / self._item + 1) / self.workload.parallel.dp
+        """The step of one rank's shards with norm and clipping, by bytes of its whole parameters."""
+        if not self.workload.optimizer.on_host:
+            return self._on_device(self._adam_bytes + AROUND_BYTES)
+        around, step = self._on_device(AROUND_BYTES), self.host.whole_step()
+        return Line(around.us + step.us, around.us_per_byte + step.us_per_byte)
+
+    def device_step(self) -> Line:
+        """The step of a group's shard on the device, by bytes of the whole group."""
+        return self._on_device(self._adam_bytes)
+
+    @property
+    def _adam_bytes(self) -> int:
+        """Of one parameter; one of 32 bits is its own main parameter."""
+        return ADAM_BYTES + (CAST_BYTES + self._item if self._item < GRADIENT_BYTES else 0)
+
+    def _on_device(self, bytes_per_parameter: float) -> Line:
+        moved = bytes_per_parameter / self._item / self.workload.parallel.dp
         return Line(self.device.kernel_us.value * KERNELS, moved * self._us_per_byte)
 
-    def us(self, work: Work, kernels: int) -> float:
-        """One layer's forward or backward."""
+    def us(self, work: Work, launches: int) -> float:
+        """One layer's forward or backward, which take ``launches`` times what launching one takes or longer."""
         products = sum(max(flop * self._us_per_flop, size * self._us_per_byte) for flop, size in work.products)
         scores = max(work.score_flop * self._us_per_flop, work.score_bytes * self._us_per_byte)
         alone = products + scores + work.moved_bytes * self._us_per_byte
-        return max(alone, kernels * self.device.kernel_us.value) + sum(map(self._all_reduce.at, work.reduced_bytes))
+        return max(alone, launches * self._layer_launch_us) + sum(map(self._all_reduce.at, work.reduced_bytes))
 
     def _layer_us(self, kind: str | None, used, tp: int) -> tuple[float, float]:
         work = forward_work(kind, used, self.batch, tp)
         recompute = self.batch.recompute if kind in (None, "transformer") else None
         again = 2 if recompute == "full" else 1
-        return self.us(work, KERNELS), self.us(work.backward(recompute), KERNELS * (1 + again))
+        return self.us(work, 1), self.us(work.backward(recompute), again)
 
     def compute(self) -> list[cost_table.Compute]:
         """A row for every chunk, and one for every kind of layer (the mean, where layers of a kind differ)."""

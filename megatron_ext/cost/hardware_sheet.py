@@ -23,11 +23,12 @@ FOLDER = Path(__file__).parent / "hardware"
 class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One figure with the range that it may lie in (``low`` and ``high``; without them it is taken as exact).
 
-    ``origin``: ``published`` by the source, ``derived`` from published figures as ``source`` says, or ``assumed``.
+    ``origin``: ``published`` by the source, ``derived`` from published figures as ``source`` says, ``measured`` on such
+    a machine, or ``assumed``.
     """
 
     value: float
-    origin: Literal["published", "derived", "assumed"]
+    origin: Literal["published", "derived", "measured", "assumed"]
     source: str
     low: float | None = None
     high: float | None = None
@@ -65,16 +66,31 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     hop_us: Figure
 
 
+class Pcie(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The slot of one GPU; its rate must be that of the link."""
+
+    generation: Figure
+    lanes: Figure
+
+    @property
+    def bytes_per_s(self) -> float:
+        """In one direction: generation 3 moves 1 GB/s a lane, each later one twice as much."""
+        return 1e9 * 2 ** (self.generation.value - 3) * self.lanes.value
+
+
 class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The link of a GPU to its host's memory (PCIe, or NVLink-C2C). ``gpus_per_link`` GPUs share its way to memory.
-    ``copy_us`` is the latency of a copy; ``collective_efficiency`` and ``hop_us`` are of collectives without NVLink."""
+    ``copy_us`` is the latency of a copy; ``efficiency`` is of copies of page-locked memory, ``pageable_efficiency`` of
+    others; ``collective_efficiency`` and ``hop_us`` are of collectives without NVLink."""
 
     bytes_per_s: Figure
     efficiency: Figure
+    pageable_efficiency: Figure
     gpus_per_link: Figure
     copy_us: Figure
     collective_efficiency: Figure
     hop_us: Figure
+    pcie: Pcie | None = None
 
 
 class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -87,10 +103,21 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Memory of one node's host."""
+    """Memory and processors of one node's host.
+
+    ``memory_bytes_per_s`` is what all processors and devices of a node read and write together, ``core_bytes_per_s``
+    what one core does while all work. A rank's memory lies on one of ``numa_nodes``. ``adam_efficiency`` is the share
+    of these rates that a fused AdamW reaches. ``layer_us`` is what launching one layer's forward, or its backward, from
+    Python keeps the training thread for.
+    """
 
     memory_bytes: Figure
     memory_bytes_per_s: Figure
+    numa_nodes: Figure
+    cores: Figure
+    core_bytes_per_s: Figure
+    adam_efficiency: Figure
+    layer_us: Figure
 
 
 class Disturbance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -175,6 +202,13 @@ def _check(sheet: HardwareSheet, path) -> HardwareSheet:
             checker.refuse("must not be above 1", f"{field}.high", high)
         if not figure.source.strip():
             checker.refuse("says nothing", f"{field}.source", figure.source)
+    pcie, rate = sheet.host_link.pcie, sheet.host_link.bytes_per_s.value
+    if pcie is not None and not 0.95 <= pcie.bytes_per_s / rate <= 1.05:
+        checker.refuse(
+            f"is not the rate of {pcie.lanes.value:g} lanes of PCIe {pcie.generation.value:g}, {pcie.bytes_per_s:g}",
+            "host_link.bytes_per_s.value",
+            rate,
+        )
     return sheet
 
 
@@ -201,8 +235,8 @@ def slow_end(field: str, figure: Figure) -> float:
 
 
 def more_is_slower(field: str) -> bool:
-    """Whether a larger figure means longer times: latencies, disturbances, and how many share a link."""
-    return field.endswith(("_us", "gpus_per_link")) or field.startswith("disturbance.")
+    """Whether a larger figure means longer times: latencies, disturbances, and how many parts share something."""
+    return field.endswith(("_us", "gpus_per_link", "numa_nodes")) or field.startswith("disturbance.")
 
 
 @functools.cache

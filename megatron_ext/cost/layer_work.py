@@ -21,8 +21,6 @@ SCORE_PASSES = 7
 """Scores written, read and written by the softmax and by dropout with its mask, read by the second product."""
 LOSS_BYTES = 18
 """Bytes moved for one logit: read once in 16 bits, then four passes in 32 bits."""
-KERNELS = 20
-"""Kernels of one layer's forward."""
 
 
 class Work(NamedTuple):

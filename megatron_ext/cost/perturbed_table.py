@@ -22,10 +22,10 @@ from statistics import NormalDist, median
 import numpy
 from msgspec.structs import replace
 
-from megatron_ext.cost.cost_table import Compute, Contention, CostTable, Curve, Point, Publish, Routes
+from megatron_ext.cost.cost_table import Compute, Contention, CostTable, Curve, HostMemory, Point, Publish, Routes
 from megatron_ext.cost.curve import curves_of, residuals
 from megatron_ext.cost.host_cpu import HostCpu
-from megatron_ext.cost.true_curve import noise_of_misses, noise_of_samples, posterior, posterior_of_likes
+from megatron_ext.cost.true_curve import P95, noise_of_misses, noise_of_samples, posterior, posterior_of_likes
 from megatron_ext.workload.route import ROUTES
 
 SYSTEMATIC = 0.05
@@ -33,6 +33,8 @@ SYSTEMATIC = 0.05
 4 % between two measurements in a row (benchmarks/results/cost_repeatability.json)."""
 
 TRANSFERS = ("gpu", "cpu", "nvme", "publish", "reduce")
+ON_HOST = ("host_step", "host_add")
+"""What the host's processors do: it shares host memory with copies, and leaves compute alone."""
 COLLECTIVES = ("gpu", "reduce")
 
 MOST_BESIDE_TRANSFERS = 1.3
@@ -43,6 +45,9 @@ MOST_BESIDE_COMPUTE = 1.1
 GPU."""
 MOST_BESIDE_COPIES = 1.03
 """The same for compute beside a host copy: a PCIe link has some 2 % of the device memory's bandwidth."""
+
+MOST_ON_ONE_LINK = 2.0
+"""Two transfers that share one link evenly. One pair in five without a row lies above what is usual."""
 
 USUAL, SELDOM = 0.8, log(2.0)
 """Part of the measured pairs that slow down by about as much as a pair without a row may; mean logarithm of the others,
@@ -98,12 +103,19 @@ class PerturbedTables:
     def _describe_missing(self) -> tuple[str, ...]:
         by_most: dict[float, list[str]] = {}
         for measured, busy in self._pairs:
-            by_most.setdefault(1 + _most_excess(measured, busy), []).append(f"{measured} beside {busy}")
+            by_most.setdefault(1 + _missing_excess(measured, busy, 1.0), []).append(f"{measured} beside {busy}")
         found = [f"contention, taken as 1.0 to {most:g}: {', '.join(pairs)}" for most, pairs in sorted(by_most.items())]
         found += [f"publish.{name}, taken as 0 to 1 times {source}" for name, source, _ in self._stand_ins]
         if self._most_call_us() is not None:
             found.append(f"{CALL}, taken as 0 to {self._most_call_us():.1f} us")
         return tuple(found)
+
+    def with_missing_at(self, part: float) -> CostTable:
+        """The given table with every slowdown and call that it lacks at ``part`` (0 to 1) of its range."""
+        rows = (Contention(measured=a, busy=b, slowdown=1 + _missing_excess(a, b, part)) for a, b in self._pairs)
+        call_us, most = self._table.group_overhead.call_us, self._most_call_us()
+        overhead = replace(self._table.group_overhead, call_us=call_us if most is None else most * part)
+        return replace(self._table, contention=(*self._table.contention, *rows), group_overhead=overhead)
 
     # -- one table --------------------------------------------------------------------------
 
@@ -125,6 +137,7 @@ class PerturbedTables:
             contention=self._contention(number),
             group_overhead=replace(table.group_overhead, call_us=self._call_us(number)),
             host_cpu=self._host_cpu(number),
+            host_memory=self._host_memory(number),
         )
 
     def _curve(self, curve: Curve | None, name: str, number: Callable[[str], float]) -> Curve | None:
@@ -187,7 +200,7 @@ class PerturbedTables:
             Contention(
                 measured=measured,
                 busy=busy,
-                slowdown=1 + _most_excess(measured, busy) * _part(number(MISSING_CONTENTION)),
+                slowdown=1 + _missing_excess(measured, busy, _part(number(MISSING_CONTENTION))),
             )
             for measured, busy in self._pairs
         ]
@@ -206,6 +219,14 @@ class PerturbedTables:
             return None
         times = [point.p50_us for points in curves_of(gpu).values() for point in points]
         return min(times) / 2 if times else None
+
+    def _host_memory(self, number: Callable[[str], float]) -> HostMemory | None:
+        memory = self._table.host_memory
+        if memory is None:
+            return None
+        slow = memory.slow_bytes_per_s or memory.bytes_per_s
+        spread = sqrt(SYSTEMATIC**2 + (log(memory.bytes_per_s / slow) / P95) ** 2)
+        return HostMemory(bytes_per_s=memory.bytes_per_s * exp(number("host_memory") * spread))
 
     def _host_cpu(self, number: Callable[[str], float]) -> HostCpu | None:
         section = self._table.host_cpu
@@ -273,6 +294,15 @@ def _most_excess(measured: str, busy: str) -> float:
     return (MOST_BESIDE_COMPUTE if busy == "compute" else MOST_BESIDE_TRANSFERS) - 1
 
 
+def _missing_excess(measured: str, busy: str, part: float) -> float:
+    """The excess of a pair without a row at ``part`` (0 to 1) of its range."""
+    usual = _most_excess(measured, busy)
+    if "compute" in (measured, busy):
+        return usual * part
+    rest = MOST_ON_ONE_LINK - 1 - usual
+    return usual * min(part / USUAL, 1.0) + rest * max(part - USUAL, 0.0) / (1 - USUAL)
+
+
 def _missing_pairs(table: CostTable, kinds: Sequence[str]) -> list[tuple[str, str]]:
     """Pairs of activities that occur, can overlap and have no row. Collectives of one rank follow each other on one
     communicator; transfers on one link of the host and a shared PCIe link have their own rules."""
@@ -282,10 +312,11 @@ def _missing_pairs(table: CostTable, kinds: Sequence[str]) -> list[tuple[str, st
     present |= {("gpu", "reduce"), ("reduce", "gpu")}
     if table.host_cpu is not None:
         present |= {("compute", busy) for busy in TRANSFERS}  # the section says what they take of the processors
+    on_host = ON_HOST if table.host_memory is None else ()
     return [
         (measured, busy)
-        for measured in ("compute", *TRANSFERS, "p2p")
-        for busy in ("compute", *TRANSFERS)
+        for measured in ("compute", *TRANSFERS, "p2p", *on_host)
+        for busy in ("compute", *TRANSFERS, *on_host)
         if measured != busy and {measured, busy} <= set(kinds) and (measured, busy) not in present
     ]
 

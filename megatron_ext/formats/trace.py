@@ -13,12 +13,27 @@ import msgspec
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 
-LANES = ("compute", "wait", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "optimizer", "issue", "host_step")
+LANES = (
+    "compute",
+    "wait",
+    "gpu",
+    "cpu",
+    "nvme",
+    "publish",
+    "p2p",
+    "reduce",
+    "optimizer",
+    "issue",
+    "host_step",
+    "host_add",
+)
 """``compute``: steps; ``wait``: exposed time, a step waiting for a group; ``gpu``, ``cpu``,
 ``nvme``, ``p2p``: links; ``issue``: the training thread's own time to issue gathers; ``host_step``: the
 host's optimizer steps a group beside the backward."""
 
-Lane = Literal["compute", "wait", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "optimizer", "issue", "host_step"]
+Lane = Literal[
+    "compute", "wait", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "optimizer", "issue", "host_step", "host_add"
+]
 
 
 END_NOT_KNOWN = "unshard, end not known"

@@ -19,6 +19,7 @@ COLORS = {
     "publish": "#b15928",
     "reduce": "#e7a6c8",
     "host_step": "#a98fd0",
+    "host_add": "#d9c38c",
     "p2p": "#b9b9b9",
 }
 
@@ -36,6 +37,7 @@ MEANING = {
     "publish": "publish to the host copy",
     "reduce": "gradient reduction",
     "host_step": "host's step of a group, beside the backward",
+    "host_add": "gradients added in host memory",
     "p2p": "message between stages",
 }
 

@@ -2,7 +2,7 @@
 
 from megatron_ext.cost.cost_table import KINDS
 
-COMPUTE, GPU, CPU, NVME, PUBLISH, P2P, REDUCE, HOST_STEP = range(len(KINDS))
+COMPUTE, GPU, CPU, NVME, PUBLISH, P2P, REDUCE, HOST_STEP, HOST_ADD = range(len(KINDS))
 """Indices into :data:`megatron_ext.cost.cost_table.KINDS`."""
 
 CURVES = {

@@ -46,7 +46,7 @@ def delayed_steps(workload: Workload, timing: Timing, states_us: Sequence[float]
     parameters are copied to the shards as well. Where states rest on the drive, ``states_us`` is how long they pass to
     it and back on each rank, beside the step; that this slows gathers by route ``nvme`` is left out.
     """
-    if not workload.optimizer.delayed or not timing.offers_host_step:
+    if not workload.optimizer.delayed or not timing.knows_host_step():
         return []
     found = []
     for rank in range(workload.parallel.pp):
@@ -60,7 +60,7 @@ def delayed_steps(workload: Workload, timing: Timing, states_us: Sequence[float]
 
 def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> EarlySteps | None:
     """Of a schedule whose optimizer steps beside the backward; None where it waits, or the table does not know it."""
-    if schedule.rollback_bytes is None or not timing.offers_host_step:
+    if schedule.rollback_bytes is None or not timing.knows_host_step():
         return None
     backwards = workload.parallel.num_microbatches
     cast = schedule.step_slots.cast if schedule.step_slots is not None else "host"

@@ -15,7 +15,8 @@
   as ``overlap_grad_reduce`` does. Those that come and go are reduced behind the backward steps that the schedule says.
   The thread then waits for the one before, because its whole gradient is freed; where a gradient is allocated alone, it
   waits before that. What is added up in host memory is
-  copied there in the direction in which groups are published, and added by a thread of the host.
+  copied there in the direction in which groups are published, and added by the host.
+* What moves bytes in host memory shares its bandwidth (:mod:`megatron_ext.simulator.host_memory_link`).
 * The optimizer step starts when every rank has reduced its gradients, because the gradient norm needs all of them.
   Time 0 is the end of the previous optimizer step.
 * Where the host's optimizer steps beside the backward, it takes one group after another as their gradients are reduced,
@@ -36,6 +37,7 @@ from megatron_ext.formats.trace import Event, Lane
 from megatron_ext.simulator.activity_kinds import COMPUTE, HOST_STEP, NVME, P2P, PUBLISH
 from megatron_ext.simulator.early_units import DelayedStep, EarlySteps
 from megatron_ext.simulator.engine_protocols import HostCpuModel
+from megatron_ext.simulator.host_memory_link import host_memory_link
 from megatron_ext.simulator.links import delay_step, issue_gather, issue_reduce, serve, transport_ended
 from megatron_ext.simulator.lower import ISSUE, REDUCE_GROUP, REDUCE_VISIT, RUN, SETTLE, WAIT, Gather, RankProgram
 from megatron_ext.simulator.rank_state import Activity, RankState
@@ -79,6 +81,7 @@ class Engine:
         self.states_us, self.early, self.delayed = states_us, early, delayed
         self.optimizer_us = optimizer_us
         self.host_cpu: HostCpuModel | None = host_cpu
+        self.host_memory = host_memory_link(workload, timing.table)
         parallel = workload.parallel
         self.pp, self.stages, self.microbatches = parallel.pp, parallel.pp * parallel.vp, parallel.num_microbatches
         self.ranks = [RankState(program) for program in programs]
@@ -359,20 +362,23 @@ class Engine:
 
     def _set_rates(self, rank: RankState) -> None:
         """Set the rates of everything that runs on ``rank`` to what runs beside it."""
-        for activity in rank.active:
-            if activity is not None:
-                self._set_rate(rank, activity)
+        running = [activity for activity in rank.active if activity is not None]
+        memory = self.host_memory
+        speed = memory.speed(sum(activity.memory for activity in running)) if memory is not None else 1.0
+        for activity in running:
+            self._set_rate(rank, activity, speed if activity.memory else 1.0)
 
-    def _set_rate(self, rank: RankState, activity: Activity) -> None:
+    def _set_rate(self, rank: RankState, activity: Activity, speed: float = 1.0) -> None:
+        """``speed``: by what else moves bytes in host memory."""
         kind = activity.kind
-        rate = 1.0
+        rate = speed
         if self.timing.disturbed[kind]:
             slower = 1.0
             active = rank.active
             for other, excess in enumerate(self.timing.excess(kind, activity.size)):
                 if excess and other != kind and (active[other] is not None or (other == P2P and rank.messages)):
                     slower += excess
-            rate = 1.0 / slower
+            rate /= slower
         if kind == COMPUTE and self.host_cpu is not None:
             rate *= self.host_cpu.compute_speed(rank.pp_rank)
         if rate == activity.rate:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from megatron_ext.formats.trace import Lane
 from megatron_ext.simulator.early_units import DelayedStep, EarlySteps
+from megatron_ext.simulator.host_memory_link import HostMemoryLink
 from megatron_ext.simulator.lower import Gather
 from megatron_ext.simulator.rank_state import RankState
 
@@ -17,6 +18,7 @@ class EngineView(Protocol):
     now: float
     ranks: list[RankState]
     host_cpu: HostCpuModel | None
+    host_memory: HostMemoryLink | None
     early: EarlySteps | None
     delayed: Sequence[DelayedStep]
     publish: list[list[tuple[int, int, float]]]

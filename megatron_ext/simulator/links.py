@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.cost.cost_table import KINDS
-from megatron_ext.simulator.activity_kinds import CPU, GPU, HOST_STEP, NVME, PUBLISH, REDUCE
+from megatron_ext.simulator.activity_kinds import CPU, GPU, HOST_ADD, HOST_STEP, NVME, PUBLISH, REDUCE
 from megatron_ext.simulator.engine_protocols import EngineView
 from megatron_ext.simulator.lower import REDUCE_VISIT, SHARD, Gather
 from megatron_ext.simulator.rank_state import Activity, RankState
@@ -66,7 +66,8 @@ def serve(engine: EngineView, rank: RankState, kind: int) -> None:
     share = 0.0
     if engine.host_cpu is not None:
         share = engine.host_cpu.share_of(kind, size, us, head[0] if kind == PUBLISH and len(head) == 3 else None)
-    rank.active[kind] = Activity(rank, kind, size, us, engine.now, head, share)
+    memory = engine.host_memory.rate(kind, head, size, us) if engine.host_memory is not None else 0.0
+    rank.active[kind] = Activity(rank, kind, size, us, engine.now, head, share, memory)
 
 
 def _leg(gather: Gather, kind: int) -> tuple[int, float]:
@@ -99,18 +100,6 @@ def _shard_leg_ended(engine: EngineView, rank: RankState, kind: int, gather: Gat
             rank.queues[GPU].appendleft(gather)
     serve(engine, rank, GPU)
     serve(engine, rank, CPU)
-
-
-def _add_on_host(engine: EngineView, rank: RankState, group: int, add_us: float) -> None:
-    """The host adds one gradient at a time to its shard; the optimizer waits for the last."""
-    rank.adding_until = max(rank.adding_until, engine.now) + add_us
-
-    def added(time: float) -> None:
-        rank.reducing -= 1
-        _reduced(engine, rank, group)
-        engine.start_optimizer(rank)
-
-    engine.call_at(rank.adding_until, added)
 
 
 def _reduced(engine: EngineView, rank: RankState, group: int) -> None:
@@ -167,7 +156,8 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
     elif kind == PUBLISH and len(item) == 4:
         engine.record(rank, "publish", f"gradient {item[0]}", activity.started, lasted)
         engine.gradient_freed(rank)
-        _add_on_host(engine, rank, item[0], item[3])
+        rank.queues[HOST_ADD].append((item[0], item[1], item[3]))
+        serve(engine, rank, HOST_ADD)
     elif kind == PUBLISH:
         engine.record(rank, "publish", str(item[0]), activity.started, lasted)
         rank.published.add(item[0])
@@ -188,6 +178,11 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
                 engine.gradient_freed(rank)
             _reduced(engine, rank, item[1])
             engine.start_optimizer(rank)
+    elif kind == HOST_ADD:  # one gradient at a time; the optimizer waits for the last
+        engine.record(rank, "host_add", str(item[0]), activity.started, lasted)
+        rank.reducing -= 1
+        _reduced(engine, rank, item[0])
+        engine.start_optimizer(rank)
     elif kind == HOST_STEP:
         engine.record(rank, "host_step", "delayed" if engine.delayed else str(item[0]), activity.started, lasted)
         rank.stepped = bool(engine.delayed)

@@ -14,15 +14,38 @@ class Activity:
     """Work in progress on one link (or the compute) of one rank, at a rate that overlaps change.
 
     ``remaining`` is what is left in microseconds of the activity running alone; ``rate`` is how much of that passes in
-    a microsecond. ``share``: processors that a transport asks for at rate 1, where ranks share processors.
+    a microsecond. ``share``: processors that a transport asks for at rate 1, where ranks share processors. ``memory``:
+    bytes that it moves in host memory in a microsecond alone.
     """
 
-    __slots__ = ("rank", "kind", "size", "remaining", "rate", "updated", "version", "started", "item", "share")
+    __slots__ = (
+        "rank",
+        "kind",
+        "size",
+        "remaining",
+        "rate",
+        "updated",
+        "version",
+        "started",
+        "item",
+        "share",
+        "memory",
+    )
 
-    def __init__(self, rank: RankState, kind: int, size: int, work: float, now: float, item: Any, share: float = 0.0):
+    def __init__(
+        self,
+        rank: RankState,
+        kind: int,
+        size: int,
+        work: float,
+        now: float,
+        item: Any,
+        share: float = 0.0,
+        memory: float = 0.0,
+    ):
         self.rank, self.kind, self.size, self.remaining, self.item = rank, kind, size, work, item
         self.rate, self.updated, self.started, self.version = 0.0, now, now, 0
-        self.share = share
+        self.share, self.memory = share, memory
 
 
 class RankState:
@@ -43,14 +66,13 @@ class RankState:
         early_drive_us: what the drive need not do then.
         stepped: the step of a delayed update has ended.
         norm_at: when the gradient norm was known while such a step still ran; -1 before.
-        adding_until: when the host has added up every gradient that was copied to it so far.
     """
 
     __slots__ = (
         *("program", "pp_rank", "index", "position", "operations", "steps_done", "finished_at"),
         *("active", "queues", "busy", "communicator", "messages", "reducing"),
         *("blocked_on", "blocked_since", "exposed", "first_start", "last_end", "compute_us"),
-        *("published", "staged", "slot_busy", "whole_gradient", "settling", "adding_until"),
+        *("published", "staged", "slot_busy", "whole_gradient", "settling"),
         *("early_bytes", "early_us", "early_drive_us", "norm_at", "visits", "stepped"),
     )
 
@@ -71,7 +93,6 @@ class RankState:
         self.staged: set[int] = set()
         self.slot_busy: set[int] = set()
         self.whole_gradient = self.settling = False
-        self.adding_until = 0.0
         self.early_bytes, self.early_us, self.early_drive_us, self.norm_at = 0, 0.0, 0.0, -1.0
         self.visits: dict[int, int] = {}
         self.stepped = False

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, get_args
 
 from msgspec.structs import replace
 
-from megatron_ext.cost.cost_table import CAST_ON_DEVICE, KINDS, CostTable
+from megatron_ext.cost.cost_table import CAST_ON_DEVICE, KINDS, CostTable, Curve
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.gradient_sizes import by_parameter_bytes
@@ -64,7 +64,8 @@ class Timing:
         self._reduce = sorted(
             (p for points in curves_of(table.reduce or ()).values() for p in points), key=lambda p: p.size_bytes
         )
-        self.left_out = tuple(name for name in ("reduce", "optimizer") if not _has(getattr(table, name)))
+        needed = ["reduce"] * (parallel.dp > 1) + ["optimizer"] + ["host_step"] * workload.optimizer.on_host
+        self.left_out = tuple(name for name in needed if not _has(getattr(table, name)))
         self._unshard: dict[tuple[str, int, str | None], float] = {}
         self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
         rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0}
@@ -198,7 +199,10 @@ class Timing:
 
     def _slot_copy_us(self, size_bytes: int) -> float:
         # A staging slot is pinned host memory, as the host copy is: the same copy from there.
-        return self.gather_us("cpu", size_bytes) if self.offers("cpu") else 0.0
+        if self.offers("cpu"):
+            return self.gather_us("cpu", size_bytes)
+        self.leave_out("routes.cpu")
+        return 0.0
 
     def publish_us(self, pp_rank: int, destinations, size_bytes: int) -> float:
         """Microseconds until the group's fresh bytes lie at ``destinations`` (``cpu``, ``nvme``) on every node.
@@ -214,13 +218,13 @@ class Timing:
         for destination in destinations:
             if self.costs.offers_publish(destination):
                 parts.append((destination, size_bytes))
-            elif f"publish.{destination}" not in self.left_out:
-                self.left_out += (f"publish.{destination}",)
+            else:
+                self.leave_out(f"publish.{destination}")
         nodes = self.crosses_nodes[pp_rank]
         if nodes > 1 and parts and self.costs.offers_publish("internode"):
             parts.append(("internode", crossing_bytes(size_bytes, nodes)))
-        elif nodes > 1 and parts and "publish.internode" not in self.left_out:
-            self.left_out += ("publish.internode",)
+        elif nodes > 1 and parts:
+            self.leave_out("publish.internode")
         return parts
 
     def _publish_us(self, destination: str, size_bytes: int) -> float:
@@ -237,20 +241,30 @@ class Timing:
         """Microseconds of copying the own shard of a gradient of ``size_bytes`` to host memory, and of adding it there.
 
         The copy takes as long as publishing the shard to the host copy, or where that was not measured as long as a
-        copy from there. What no curve tells is left out and named in ``left_out``.
+        copy from there (:meth:`shard_to_host_us`). What no curve tells is left out and named in ``left_out``.
         """
-        shard = size_bytes // self.workload.parallel.dp
-        if self.costs.offers_publish("cpu"):
-            copy_us = self._beyond.estimate("publish.cpu", size_bytes).us
-        elif self.offers("cpu"):
-            copy_us = self._beyond.estimate("routes.cpu", shard).us
-        else:
-            copy_us = 0.0
-            self.leave_out("gradients to host memory")
+        shard, copy_us = size_bytes // self.workload.parallel.dp, self.shard_to_host_us(size_bytes)
         if _has(self.table.host_add):
             return copy_us, self._beyond.estimate("host_add", shard).us
         self.leave_out("host_add")
         return copy_us, 0.0
+
+    def shard_to_host_us(self, size_bytes: int) -> float:
+        """Microseconds of copying the own shard of ``size_bytes`` to host memory."""
+        if self.costs.offers_publish("cpu"):
+            return self._beyond.estimate("publish.cpu", size_bytes).us
+        return self._shard_from_host_us(size_bytes)
+
+    def from_host_us(self, size_bytes: int) -> float:
+        """Microseconds of copying the own shard of a group's gradients from host memory to the device; by bytes of the
+        whole group of 16-bit parameters."""
+        return self._shard_from_host_us(size_bytes * self.workload.optimizer.gradient_item_bytes // 2)
+
+    def _shard_from_host_us(self, size_bytes: int) -> float:
+        if self.offers("cpu"):
+            return self._beyond.estimate("routes.cpu", size_bytes // self.workload.parallel.dp).us
+        self.leave_out("routes.cpu")
+        return 0.0
 
     def leave_out(self, name: str) -> None:
         """Name what the table does not know, once."""
@@ -271,6 +285,13 @@ class Timing:
         """Whether the table says what the host's step of one group takes, and what copying its states before."""
         return all(map(_has, (self.table.host_step, self.table.host_add, self.table.optimizer)))
 
+    def knows_host_step(self) -> bool:
+        """:attr:`offers_host_step`, of a schedule that needs it: what is missing is then left out."""
+        for name in ("host_step", "host_add"):
+            if not _has(getattr(self.table, name)):
+                self.leave_out(name)
+        return self.offers_host_step
+
     @property
     def offers_device_step(self) -> bool:
         """Whether the table says what a group's step takes on the host and on the device, and the step of all."""
@@ -283,6 +304,8 @@ class Timing:
             cast: where new parameters become 16-bit ones; where that was not measured on the device, as on the host.
         """
         costs = self._cast_on_device if cast == "device" else self._beyond
+        if cast == "device" and CAST_ON_DEVICE not in (self.table.host_step or Curve()).algorithms:
+            self.leave_out(f"host_step.algorithms.{CAST_ON_DEVICE}")
         return costs.estimate("host_step", size_bytes).us
 
     def device_step_us(self, size_bytes: int) -> float:
@@ -310,8 +333,7 @@ class Timing:
         for what, curve in (("routes.nvme", self.table.routes.nvme), ("publish.nvme", self.table.publish.nvme)):
             points = [point for points in curves_of(curve or ()).values() for point in points]
             if not points:
-                if what not in self.left_out:
-                    self.left_out += (what,)
+                self.leave_out(what)
                 continue
             sizes = [point.size_bytes for point in points]
             piece = min(max(slot_bytes, min(sizes)), max(sizes))

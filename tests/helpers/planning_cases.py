@@ -29,6 +29,10 @@ def line(latency_us: float, bytes_per_us: float) -> cost.Curve:
     return curve(lambda size: latency_us + size / bytes_per_us)
 
 
+WHOLE = {"reduce": line(20.0, 1e4), "optimizer": line(20.0, 1e4)}
+"""What :func:`make_table` needs beside its own curves for a prediction that leaves nothing out."""
+
+
 def make_workload(
     *,
     pp=2,

@@ -8,7 +8,7 @@ import time
 from typing import NamedTuple
 
 import pytest
-from planning_cases import make_table, make_workload
+from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext.cli import main as cli
 from megatron_ext.formats import json_files
@@ -24,7 +24,7 @@ class Ended(NamedTuple):
 def case(tmp_path, capsys):
     """Writes a workload and a table after ``change``; returns a function that runs a verb."""
     work = make_workload()
-    good = {"w": json.loads(json_files.encode(work)), "t": json.loads(json_files.encode(make_table(work)))}
+    good = {"w": json.loads(json_files.encode(work)), "t": json.loads(json_files.encode(make_table(work, **WHOLE)))}
 
     def run(verb: str, change=None, *extra: str, raw: dict | None = None):
         data = json.loads(json.dumps(good))

@@ -8,7 +8,7 @@ import sys
 import msgspec
 import pytest
 from places import ROOT
-from planning_cases import make_table, make_workload
+from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost.environment import world_sizes
@@ -50,7 +50,7 @@ def job(tmp_path):
     corpus.touch()
     work = make_workload()
     good = msgspec.structs.replace(
-        make_table(work), metadata=cost.Metadata(**environment(), world_sizes=world_sizes(work.parallel))
+        make_table(work, **WHOLE), metadata=cost.Metadata(**environment(), world_sizes=world_sizes(work.parallel))
     )
     cost.save(tmp_path / "measured.json", good)
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from planning_cases import make_table, make_workload
+from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table as cost
@@ -15,7 +15,7 @@ WORK = make_workload(pp=2, vp=1, microbatches=4, order="1f1b")
 @pytest.fixture
 def run(tmp_path, capsys):
     workload.save(tmp_path / "w.json", WORK)
-    cost.save(tmp_path / "t.json", make_table(WORK))
+    cost.save(tmp_path / "t.json", make_table(WORK, **WHOLE))
     files = ["--cost-table", str(tmp_path / "t.json"), "--workload", str(tmp_path / "w.json")]
 
     def run(*options: str):
@@ -37,6 +37,16 @@ def test_the_order_is_named_with_what_it_keeps(run, order, in_flight, versions):
     assert figures["iteration_time_us"] >= figures["lower_bound_us"] > 0
     text = f"order        {order or '1f1b'}; in flight, by rank: {', '.join(map(str, in_flight))} micro-batches"
     assert f"{text}; weight versions: {versions}\n" in error
+
+
+def test_what_was_not_measured_makes_an_interval_or_is_refused(run, tmp_path):
+    _, out, error = run("--json")
+    figures = json.loads(out)
+    interval = figures["interval"]
+    assert interval["low_us"] <= figures["iteration_time_us"] < interval["high_us"] and "not measured, so" in error
+    cost.save(tmp_path / "t.json", make_table(WORK, reduce=WHOLE["reduce"]))
+    code, out, error = run("--json")
+    assert (code, out) == (2, "") and "t.json: optimizer: the prediction needs it" in error
 
 
 def test_a_schedule_keeps_its_own_order(run):

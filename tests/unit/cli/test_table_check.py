@@ -4,7 +4,7 @@ import json
 
 import msgspec
 import pytest
-from planning_cases import make_table, make_workload
+from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext import planner
 from megatron_ext.cli import main as cli
@@ -17,7 +17,7 @@ from megatron_ext.workload import workload
 from megatron_ext.workload.drive_reads import DriveReads
 
 WORK = make_workload(p2p_bytes=4096)
-TABLE = make_table(WORK)
+TABLE = make_table(WORK, **WHOLE)
 MODEL = {"hidden_size": 64, "seq_length": 16, "micro_batch_size": 2, "dtype": "bfloat16"}
 
 
@@ -120,7 +120,7 @@ def test_a_schedule_says_on_what_its_costs_were_measured(run):
 
 
 def test_a_run_reads_the_drive_as_it_was_measured_best(run):
-    with_drive = make_table(WORK, nvme=(1.0, 1e5))
+    with_drive = make_table(WORK, nvme=(1.0, 1e5), **WHOLE)
     best = DriveReads(block_bytes=8192, queue_depth=16)
     nvme = msgspec.structs.replace(with_drive.routes.nvme, reads=best)
     table = msgspec.structs.replace(with_drive, routes=msgspec.structs.replace(with_drive.routes, nvme=nvme))

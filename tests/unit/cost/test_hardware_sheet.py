@@ -8,8 +8,8 @@ import pytest
 from megatron_ext.cost import hardware_sheet as sheets
 from megatron_ext.formats.errors import InputError
 
-EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-ethernet h100-nvlink h100-rdma h200-nvlink h200-rdma l40s
-    rtx4090""".split()
+EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-ethernet h100-nvlink h100-rdma h200-nvlink
+    h200-one-gpu h200-rdma l40s rtx4090""".split()
 
 
 def test_the_sheets_of_the_package():
@@ -22,13 +22,14 @@ def test_every_figure_has_its_origin_and_a_range_where_it_is_not_published(name)
     found = sheets.figures(sheet)
     assert len(found) >= 25
     for field, figure in found:
-        assert figure.origin in ("published", "derived", "assumed") and len(figure.source) > 10, field
+        assert figure.origin in ("published", "derived", "measured", "assumed") and len(figure.source) > 10, field
         low, high = figure.ends
         assert low <= figure.value <= high, field
         if field.endswith(("efficiency", "_us")) or field.startswith("disturbance."):
             assert figure.origin != "published" and low < high, f"{field}: nobody publishes it exactly"
     # What a data sheet states is published.
     assert sheet.device.memory_bytes.origin == sheet.host_link.bytes_per_s.origin == "published"
+    assert (sheet.host_link.pcie is None) == (name == "gh200") and sheet.drive is not None
     assert (sheet.nvlink is None) == (name in ("l40s", "rtx4090", "gh200"))
     assert (sheet.network is None) == (not name.endswith(("rdma", "ethernet", "gh200")))
 
@@ -38,7 +39,8 @@ def test_every_figure_at_its_slow_end():
     sheet = sheets.load("h100-rdma")
     assert slow.device.flop_efficiency.value == sheet.device.flop_efficiency.low
     assert slow.network.hop_us.value == sheet.network.hop_us.high
-    assert slow.host_link.gpus_per_link.value == 2 and slow.disturbance.compute_beside_collective.value == 1.25
+    assert slow.host_link.gpus_per_link.value == 2 and slow.host.adam_efficiency.value == 0.45
+    assert slow.disturbance.compute_beside_collective.value == 1.25
 
 
 def test_a_sheet_of_ones_own_extends_a_known_one(tmp_path):
@@ -50,6 +52,22 @@ def test_a_sheet_of_ones_own_extends_a_known_one(tmp_path):
     assert mine.nvlink == base.nvlink and mine.device.flop_per_s == base.device.flop_per_s
     path.write_bytes(msgspec.json.encode(base))
     assert sheets.load(path) == base
+
+
+def test_more_numa_nodes_are_slower_and_more_cores_are_not():
+    l40s = sheets.load("l40s")
+    slow = sheets.drawn(l40s, sheets.slow_end).host
+    assert slow.numa_nodes.value == l40s.host.numa_nodes.high and slow.cores.value == l40s.host.cores.low
+
+
+def test_a_sheet_that_says_nothing_of_its_host_s_processors_is_refused_by_name(tmp_path):
+    raw = msgspec.to_builtins(sheets.load("h100-nvlink"))
+    for name in ("cores", "core_bytes_per_s", "numa_nodes", "adam_efficiency", "layer_us", "memory_bytes_per_s"):
+        file = tmp_path / "sheet.json"
+        host = {key: value for key, value in raw["host"].items() if key != name}
+        file.write_text(json.dumps(raw | {"host": host}))
+        with pytest.raises(InputError, match=f"host.*missing required field `{name}`"):
+            sheets.load(file)
 
 
 def test_an_unknown_name_lists_the_known_ones():
@@ -66,6 +84,10 @@ def test_an_unknown_name_lists_the_known_ones():
         ("nvlink.efficiency.low", 0.85, "nvlink.efficiency.value = 0.8: is not between low and high"),
         ("nvlink.hop_us.source", " ", "nvlink.hop_us.source = ' ': says nothing"),
         ("nvlink.hop_us.origin", "guessed", "nvlink.hop_us.origin = 'guessed': expected 'assumed'"),
+        ("host.cores.value", 0, "host.cores"),
+        ("host.adam_efficiency.high", 1.5, "host.adam_efficiency.high = 1.5: must not be above 1"),
+        ("host_link.pcie.generation.value", 4, "host_link.bytes_per_s.value = 64000000000.0: is not the rate of 16"),
+        ("host.threads", 2, "unknown field `threads`"),
         ("nvlink.colour", 1, "unknown field `colour`"),
         ("extends", "h1000", "extends = 'h1000': is not a machine"),
         ("schema_version", 1, "schema_version = 1"),

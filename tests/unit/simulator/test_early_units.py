@@ -180,3 +180,17 @@ def test_a_delayed_step_waits_for_publishing_and_disturbs_compute():
     assert step.start_us == pytest.approx(max(e.start_us + e.duration_us for e in result.events if e.lane == "publish"))
     (alone,) = delayed_steps(work, Timing(work, table, extrapolate=True))
     assert result.iteration_time_us == pytest.approx(COMPUTE_US + alone.us / 3 + alone.rest_us, rel=1e-3)
+
+
+def test_a_step_that_begins_when_an_addition_in_host_memory_ends_runs_too():
+    """Additions go on when nothing else runs any more. The host steps behind each of the last ones, and the rest at the
+    end."""
+    work, table, schedule = case(150.0, gradients="host")
+    table = replace(table, host_add=line(0.0, 2 * schedule.groups[0].bytes / work.parallel.dp / 900.0))
+    result = evaluate(work, table, schedule, trace=True)
+    steps = [event for event in result.events if event.lane == "host_step"]
+    added = [event.start_us + event.duration_us for event in result.events if event.lane == "host_add"]
+    assert len(added) == 2 * LAYERS and steps and all(any(s.start_us == a for a in added[LAYERS:]) for s in steps[:1])
+    (optimizer,) = [event for event in result.events if event.lane == "optimizer"]
+    assert optimizer.start_us >= max(added[-1], *(step.start_us + step.duration_us for step in steps))
+    assert result.iteration_time_us == pytest.approx(optimizer.start_us + optimizer.duration_us)

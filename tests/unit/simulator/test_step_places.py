@@ -10,6 +10,8 @@ from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
 from megatron_ext.schedule.user_defined_schedule import StepSlots
 from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.step_places import optimizer_us
+from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
@@ -84,3 +86,15 @@ def test_a_table_that_does_not_know_the_device_s_step_has_the_host_step_all():
     result = evaluate(work, replace(table, device_step=None), schedule)
     assert result.left_out == ("device_step",)
     assert result.iteration_time_us == pytest.approx(COMPUTE_US + NORM_US + LAYERS * HOST_US, rel=1e-3)
+
+
+@pytest.mark.parametrize("gradients, shard_rests", [(None, None), ("host", None), ("host", "host")])
+def test_a_step_on_the_device_has_its_gradients_and_shards_cross_to_the_host_and_back(gradients, shard_rests):
+    work, table, schedule = case(0)
+    work = replace(work, optimizer=OptimizerSettings())
+    groups = tuple(replace(g, gradients=gradients, shard_rests=shard_rests) for g in schedule.groups)
+    timing = Timing(work, table)
+    ((whole_us, _),) = optimizer_us(replace(schedule, groups=groups), work, timing)
+    size, dp = schedule.groups[0].bytes, work.parallel.dp
+    copies_us = (10.0 + 2 * size / dp / 5e3) * (gradients is not None) + (5.0 + size / 2e4) * (shard_rests is not None)
+    assert whole_us == pytest.approx(timing.optimizer_us(work.chunks[0].bytes) + LAYERS * copies_us)

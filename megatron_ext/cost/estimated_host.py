@@ -1,0 +1,61 @@
+"""What the host's memory and processors take, from a data sheet, as straight lines in bytes.
+
+[Note: Bytes of the optimizer's step]
+AdamW reads a float32 gradient and reads and writes the main parameter and both moments: 28 bytes a parameter. Around it
+Megatron reads all gradients for their norm, reads and writes them to clip them, writes zeroes into their buffer, and
+reads the main parameter to write the whole one.
+"""
+
+from typing import Literal
+
+from megatron_ext.cost.estimated_links import Line, Links
+from megatron_ext.cost.hardware_sheet import HardwareSheet
+
+GRADIENT_BYTES = 4
+"""Megatron reduces gradients in float32."""
+ADAM_BYTES = 28
+CAST_BYTES = 4
+"""Reading the main parameter; writing the new one comes on top."""
+AROUND_BYTES = 16
+"""The norm, clipping and zeroes."""
+
+
+class HostWork:
+    """Work of one rank on its host, beside the other ranks of its node doing the same.
+
+    Args:
+        item: bytes of one whole parameter.
+
+    Attributes:
+        memory_bytes_per_s: read and written by copies and processors of this rank together.
+    """
+
+    def __init__(self, sheet: HardwareSheet, links: Links, item: int):
+        host, ranks = sheet.host, links.ranks_per_node
+        self.memory_bytes_per_s = host.memory_bytes_per_s.value / max(ranks, host.numa_nodes.value)
+        of_cores = host.cores.value / ranks * host.core_bytes_per_s.value
+        self._us_per_byte = 1e6 / min(self.memory_bytes_per_s, of_cores)
+        self._adam_us_per_byte = self._us_per_byte / host.adam_efficiency.value
+        link = sheet.host_link
+        self._copy = links.host_copy()
+        self._pageable = self._copy.scaled(link.efficiency.value / link.pageable_efficiency.value)
+        self._per_byte = 1 / item / links.parallel.dp
+        self._item, self._call_us = item, sheet.device.kernel_us.value
+
+    def add(self) -> Line:
+        """A float32 gradient shard added to another, by bytes of the shard: both are read, one is written."""
+        return Line(self._call_us, 3 * self._us_per_byte)
+
+    def step(self, cast: Literal["host", "device"]) -> Line:
+        """Gradients to the host, AdamW, new parameters back, one after the other; by bytes of the whole group."""
+        on_host = self._item if cast == "host" else 0
+        back = self._item if cast == "host" else GRADIENT_BYTES
+        moved = (ADAM_BYTES + on_host) * self._adam_us_per_byte + (GRADIENT_BYTES + back) * self._copy.us_per_byte
+        return Line(2 * self._copy.us, moved * self._per_byte)
+
+    def whole_step(self) -> Line:
+        """Megatron's host optimizer without what it does on the device. It sends float32 parameters back, from memory
+        that is not page-locked."""
+        moved = ADAM_BYTES * self._adam_us_per_byte
+        moved += GRADIENT_BYTES * (self._copy.us_per_byte + self._pageable.us_per_byte)
+        return Line(2 * self._copy.us, moved * self._per_byte)

@@ -1,0 +1,72 @@
+"""What a prediction needs and the cost table lacks: refused by name, or taken from a range.
+
+[Note: What is refused and what is not]
+A curve that is missing is refused: nothing says how long its work takes. A pair of activities without a row of
+contention, and the time of a call, have a range (:mod:`megatron_ext.cost.perturbed_table`): a prediction is then an
+interval, and so is the gain of a plan.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.cost.perturbed_table import PerturbedTables
+from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.simulator.simulation import Result, run
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.workload import Workload
+
+_ON_HOST, _DRIVE = "--optimizer-on-host", "--nvme-path DIRECTORY"
+_OPTIONS = {
+    "publish.cpu": "--links publish",
+    "publish.internode": "--links internode",
+    "publish.nvme": _DRIVE,
+    "routes.nvme": _DRIVE,
+    "routes.cpu": "--links cpu",
+    "host_step": _ON_HOST,
+    "host_step.algorithms.cast_on_device": _ON_HOST,
+    "device_step": _ON_HOST,
+}
+"""Of ``measure``, by missing curve; others are links by their names."""
+
+
+class Interval(NamedTuple):
+    """Iteration times with what was not measured at its fastest and at its slowest, and what that is."""
+
+    low_us: float
+    high_us: float
+    missing: tuple[str, ...]
+
+    def text(self) -> str:
+        return f"not measured, so between {self.low_us / 1e3:.3f} and {self.high_us / 1e3:.3f} ms: " + "; ".join(
+            self.missing
+        )
+
+
+def refuse_missing(names: Sequence[str], *, file=None) -> None:
+    """Raises InputError where a curve that the prediction needs is missing, with the commands that give it."""
+    if names:
+        options = " ".join(dict.fromkeys(_OPTIONS.get(name, f"--links {name}") for name in names))
+        raise InputError(
+            f"the prediction needs it and the table lacks it (in all: {', '.join(names)}); megatron-ext measure "
+            f"{options} measures it, cost estimate --hardware NAME estimates it, cost combine puts it into this table",
+            file=file,
+            field=names[0],
+        )
+
+
+def missing_curves(
+    workload: Workload, table: CostTable, schedule: Schedule, *, extrapolate: bool = False
+) -> tuple[str, ...]:
+    """Curves that a prediction of ``schedule`` needs and the table lacks."""
+    return run(workload, Timing(workload, table, extrapolate=extrapolate), schedule, peaks=False).left_out
+
+
+def interval_of(table: CostTable, result: Result, predict: Callable[[CostTable], float]) -> Interval | None:
+    """The interval of a prediction by ``predict``; None where nothing was missing."""
+    tables = PerturbedTables(table, sorted(result.busy_us))
+    if not tables.missing:
+        return None
+    times = [predict(tables.with_missing_at(part)) for part in (0.0, 1.0)]
+    return Interval(min(*times, result.iteration_time_us), max(*times, result.iteration_time_us), tables.missing)

@@ -1,0 +1,46 @@
+"""Host memory as a link: what copies, publishing, adding and stepping on the host move in it, and what they share.
+
+Where the activities of a rank ask for more than its share of the bandwidth, each gets the same part of what it asks
+for.
+"""
+
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.simulator.activity_kinds import CPU, HOST_ADD, HOST_STEP, NVME, PUBLISH
+from megatron_ext.workload.workload import Workload
+
+STEP_BYTES = 36
+"""Of one 16-bit parameter: the gradient arrives and is read, three states are read and written, the new parameter is
+written and leaves."""
+
+
+class HostMemoryLink:
+    """One rank's share of host memory."""
+
+    def __init__(self, workload: Workload, bytes_per_us: float):
+        self.bytes_per_us = bytes_per_us
+        dp, settings = workload.parallel.dp, workload.optimizer
+        self._shard, self._gradient = 1 / dp, settings.gradient_item_bytes / 2 / dp
+
+    def rate(self, kind: int, item, size_bytes: int, us: float) -> float:
+        """Bytes that an activity moves in a microsecond while nothing slows it."""
+        if not us:
+            return 0.0
+        if kind == CPU:  # a part of a shard is as fast as the whole of it
+            return item.shard_bytes / item.shard_us if item.shard_us else size_bytes / us
+        if kind == NVME:
+            return size_bytes / us
+        if kind == PUBLISH:
+            return size_bytes * (self._gradient if len(item) == 4 else self._shard) / us
+        if kind == HOST_STEP:
+            return size_bytes * STEP_BYTES / 2 * self._shard / us
+        return size_bytes * 3 * self._gradient / us if kind == HOST_ADD else 0.0
+
+    def speed(self, asked: float) -> float:
+        """The part of what activities ask for together that each of them gets."""
+        return self.bytes_per_us / asked if asked > self.bytes_per_us else 1.0
+
+
+def host_memory_link(workload: Workload, table: CostTable) -> HostMemoryLink | None:
+    """None where the table does not say what host memory carries."""
+    memory = table.host_memory
+    return HostMemoryLink(workload, memory.bytes_per_s / 1e6) if memory is not None else None
