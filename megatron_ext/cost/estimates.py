@@ -186,15 +186,16 @@ class Costs:
         place = f"pp_rank {pp_rank}, model_chunk_id {model_chunk_id}"
         if not layer_kinds:
             raise InputError(
-                f"no row for {place}, and the workload names no layer_kinds there; megatron-ext measure or cost estimate gives one",
+                f"no row for {place}, and the workload names no layer_kinds there; megatron-ext measure or cost estimate "
+                "gives one",
                 file=self.file,
                 field="compute",
             )
         missing = sorted(set(layer_kinds) - set(self._by_kind))
         if missing:
             raise InputError(
-                f"no row for {place}, and none for layer_kind {', '.join(missing)}; megatron-ext measure or cost estimate "
-                "gives them",
+                f"no row for {place}, and none for layer_kind {', '.join(missing)}; megatron-ext measure or cost "
+                "estimate gives them",
                 file=self.file,
                 field="compute",
             )

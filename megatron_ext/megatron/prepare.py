@@ -63,8 +63,7 @@ def prepare(
     Raises:
         InputError: copies cannot be made; not on every rank of the run.
     """
-    keep_host_blocks()
-    _use_host_threads(schedule, optimizers)
+    _ready_the_host(schedule, optimizers)
     process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     rank = schedule.ranks[pp_rank := parallel_state.get_pipeline_model_parallel_rank()]
     clock, residency, issuer = Clock(), Residency(), Issuer()
@@ -122,8 +121,9 @@ def _say_once(line: str | None) -> None:
         say(line)
 
 
-def _use_host_threads(schedule: Schedule, optimizers: list) -> None:
-    """Let the host's processors take part with all their cores where the schedule or an optimizer needs them."""
+def _ready_the_host(schedule: Schedule, optimizers: list) -> None:
+    """Keep its freed blocks, and use all cores of its processors where the schedule or an optimizer needs them."""
+    keep_host_blocks()
     if has_cuda() and (schedule_needs_host(schedule) or any(map(steps_on_the_host, optimizers))):
         _say_once(host_threads.use(min(schedule.parallel.node_size, schedule.parallel.world_size)))
 
