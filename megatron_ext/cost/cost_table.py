@@ -172,8 +172,8 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     bytes of the gradients where it says so) and
     ``optimizer`` (one optimizer step by bytes of whole parameters of one rank) are needed
     only to predict a whole iteration: ``plan`` and ``simulate`` refuse a table without what they need. ``host_add`` is
-    adding one float32 gradient shard to another in host memory, by bytes of the shard. ``host_step`` is the host's optimizer
-    step of one group, by bytes of the whole group: gradients to the host, AdamW, parameters back; measured where the
+    adding one float32 gradient shard to another in host memory, by bytes of the shard. ``host_step`` is the host's
+    optimizer step of one group, by bytes of the whole group: gradients to the host, AdamW, parameters back; measured where the
     optimizer steps there, and then ``optimizer`` is the step of all groups with the gradient norm and clipping. Its
     parameters become 16-bit ones on the host, those of its algorithm :data:`CAST_ON_DEVICE` on the device.
     ``device_step`` is the same step of a group whose optimizer states are on the device.

@@ -186,8 +186,8 @@ class Costs:
         place = f"pp_rank {pp_rank}, model_chunk_id {model_chunk_id}"
         if not layer_kinds:
             raise InputError(
-                f"no row for {place}, and the workload names no layer_kinds there; megatron-ext measure or cost estimate "
-                "gives one",
+                f"no row for {place}, and the workload names no layer_kinds there; megatron-ext measure or cost "
+                "estimate gives one",
                 file=self.file,
                 field="compute",
             )
