@@ -169,15 +169,14 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Everything measured. ``reduce`` (gradient reduce-scatter by group bytes, or by
-    bytes of the gradients where it says so) and
-    ``optimizer`` (one optimizer step by bytes of whole parameters of one rank) are needed
-    only to predict a whole iteration: ``plan`` and ``simulate`` refuse a table without what they need. ``host_add`` is
-    adding one float32 gradient shard to another in host memory, by bytes of the shard. ``host_step`` is the host's
-    optimizer step of one group, by bytes of the whole group: gradients to the host, AdamW, parameters back; measured where the
-    optimizer steps there, and then ``optimizer`` is the step of all groups with the gradient norm and clipping. Its
-    parameters become 16-bit ones on the host, those of its algorithm :data:`CAST_ON_DEVICE` on the device.
-    ``device_step`` is the same step of a group whose optimizer states are on the device.
-    ``host_memory`` is shared by host copies, publishing, adding and stepping on the host.
+    bytes of the gradients where it says so) and ``optimizer`` (one optimizer step by bytes of whole parameters of
+    one rank) are needed only to predict a whole iteration: ``plan`` and ``simulate`` refuse a table without what
+    they need. ``host_add`` is adding one float32 gradient shard to another in host memory, by bytes of the shard.
+    ``host_step`` is the host's optimizer step of one group, by bytes of the whole group: gradients to the host,
+    AdamW, parameters back; measured where the optimizer steps there, and then ``optimizer`` is the step of all
+    groups with the gradient norm and clipping. Its parameters become 16-bit ones on the host, those of its
+    algorithm :data:`CAST_ON_DEVICE` on the device. ``device_step`` is the same step of a group whose optimizer
+    states are on the device. ``host_memory`` is shared by host copies, publishing, adding and stepping on the host.
     ``all_reduce`` is no route: it is imported to compare algorithms by size.
     """
 
