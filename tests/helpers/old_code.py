@@ -82,20 +82,24 @@ FAULTS = {"W1": (clipped_on_the_host, is_w1), "W2": (read_from_the_drive, is_w2)
 """The case that shows each fault, by order of the streams, and what in an answer is this fault."""
 
 
-def judged(service: ParityService, folder: Path, fault: str) -> tuple[list[str], dict[str, int]]:
-    """What of ``fault`` is reported, and how many reports of each kind there are in all."""
+def judged(service: ParityService, folder: Path, fault: str) -> tuple[list[str], list[str], dict[str, int]]:
+    """What of ``fault`` is reported, why ranks died, and how many reports of each kind there are in all."""
     make, is_fault = FAULTS[fault]
-    said, counts = [], dict.fromkeys(("races", "circles", "stopped", "misplaced", "errors", "differences"), 0)
+    said, deaths, counts = (
+        [],
+        [],
+        dict.fromkeys(("races", "circles", "stopped", "misplaced", "errors", "differences"), 0),
+    )
     for order in ORDERS:
         try:
             answer = service.run(**make(folder, order))
         except Died as died:
-            said.append(f"the ranks died: {str(died)[-800:]}")
+            deaths.append(f"the ranks died, which reports nothing: {str(died)[-800:]}")
             continue
         said = [*dict.fromkeys(said + is_fault(answer))]
         for kind in counts:
             counts[kind] += len(differences(answer) if kind == "differences" else answer["strict"][kind])
-    return said, counts
+    return said, deaths, counts
 
 
 def main() -> int:
@@ -110,10 +114,10 @@ def main() -> int:
         subprocess.run(describe, env=environment(), check=True)
         service, right = ParityService(STRICT, strict=True), True
         for fault in FAULTS:
-            said, counts = judged(service, folder, fault)
-            right = right and bool(said) == (args.expect == "faults")
+            said, deaths, counts = judged(service, folder, fault)
+            right = right and not deaths and bool(said) == (args.expect == "faults")
             print(f"\n{fault}: {'REPORTED' if said else 'not reported'}; {counts}")
-            for text in said[:4]:
+            for text in deaths + said[:4]:
                 print(text)
         service.close()
     return 0 if right else 1

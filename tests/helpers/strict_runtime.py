@@ -3,7 +3,8 @@
 The package changes; what does not exist is left out, see :data:`TABLE`.
 """
 
-import importlib.util
+import contextlib
+import importlib
 import sys
 import threading
 import time
@@ -60,8 +61,9 @@ class Runtime:
     def patches(self):
         for module, path, name in TABLE:
             owner = sys.modules.get(module)
-            if owner is None and ".runtime." in module and importlib.util.find_spec(module) is not None:
-                owner = importlib.import_module(module)
+            if owner is None and ".runtime." in module:
+                with contextlib.suppress(ModuleNotFoundError):  # an older package has it elsewhere
+                    owner = importlib.import_module(module)
             *classes, attribute = path.split(".")
             for part in classes:
                 owner = getattr(owner, part, None)
@@ -201,7 +203,7 @@ class Runtime:
     def to_device(self, original):
         def run(own, index):
             found = original(own, index)
-            if own.device is not None and self.memory.region(found.data_ptr()) is not None:
+            if getattr(own, "device", None) is not None and self.memory.region(found.data_ptr()) is not None:
                 with _disable_current_modes():
                     there = torch.empty_like(found)
                 return there.copy_(found)
