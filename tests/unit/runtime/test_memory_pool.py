@@ -1,0 +1,72 @@
+"""The rehearsal takes and gives back what an iteration does, in its order."""
+
+import pytest
+from one_rank import OneRank
+from planning_cases import make_table, make_workload
+
+from megatron_ext.planner import plan
+from megatron_ext.runtime.memory_pool import rehearse
+
+SHAPES = {
+    "interleaved": dict(pp=2, vp=2, zero_stage=3),
+    "no pipeline": dict(pp=1, vp=1, order="no_pipeline", zero_stage=3),
+}
+
+
+def logged(rank: OneRank) -> list[tuple[int, int]]:
+    """``(group index, new size)`` of every resize from now on."""
+    log = []
+
+    def wrap(index, resize):
+        def run(size):
+            log.append((index, size))
+            return resize(size)
+
+        return run
+
+    for index, group in rank.groups.items():
+        group.resize = wrap(index, group.resize)
+    return log
+
+
+def rehearsed(rank: OneRank) -> None:
+    rehearse(rank.schedule, rank.schedule.ranks[0], rank.groups, rank.clock, rank.layers, None)
+
+
+def held(rank: OneRank) -> int:
+    return sum(group.whole.untyped_storage().nbytes() for group in rank.groups.values())
+
+
+@pytest.mark.parametrize("policy", ["all-gpu", "random:3"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_rehearsal_resizes_what_an_iteration_resizes_in_its_order(shape, policy):
+    work = make_workload(**SHAPES[shape])
+    rank = OneRank(plan(work, make_table(work), policy=policy), work)
+    log = logged(rank)
+    rehearsed(rank)
+    in_rehearsal = log.copy()
+    assert len({size for _, size in in_rehearsal}) > 1 and not held(rank)
+    log.clear()
+    rank.iteration()
+    assert in_rehearsal[: len(log)] == log and rank.events
+
+
+def test_a_device_that_is_full_leaves_no_group_whole():
+    work = make_workload(**SHAPES["no pipeline"])
+    rank = OneRank(plan(work, make_table(work), policy="all-gpu"), work)
+    log, group = logged(rank), next(iter(rank.groups.values()))
+    inner, left = group.resize, 1
+
+    def full(size):
+        nonlocal left
+        if size and not left:
+            raise MemoryError
+        left -= bool(size)
+        return inner(size)
+
+    for one in rank.groups.values():
+        one.resize = full if one is group else one.resize
+    with pytest.raises(MemoryError):
+        rehearsed(rank)
+        rehearsed(rank)
+    assert log and not held(rank)
