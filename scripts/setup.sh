@@ -95,6 +95,13 @@ if [ "$installed_pins" != "$pins" ] || [ -n "$missing" ]; then
     fi
     say "installing pinned versions (constraints.txt)"
     PIP_DISABLE_PIP_VERSION_CHECK=1 "${pip[@]}" install --quiet --progress-bar on -c "$constraints" -e ".[$base$extras]"
+    # Streams wait for flags by it. PyTorch for CUDA 13 brings it; without it, copies between host and device are refused.
+    cuda=$(.venv/bin/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])')
+    if [ -n "$cuda" ] && ! .venv/bin/python -c 'import cuda.bindings' 2> /dev/null; then
+        say "installing cuda-bindings for CUDA $cuda"
+        PIP_DISABLE_PIP_VERSION_CHECK=1 "${pip[@]}" install --quiet "cuda-bindings==$cuda.*" \
+            || say "cuda-bindings could not be installed: schedules that copy between host and device will be refused"
+    fi
     printf '%s %s\n' "$pins" "$base$extras" > .venv/.megatron_ext_stamp
 fi
 

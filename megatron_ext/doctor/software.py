@@ -131,4 +131,6 @@ def _bindings(place: Place) -> Finding:
         return passed("cuda-bindings", here)
     if not place.on_cuda:
         return not_tried("cuda-bindings", "absent; used with a CUDA device only")
-    return not_tried("cuda-bindings", "absent: threads wait for flags, not streams", "pip install cuda-bindings")
+    return not_tried(
+        "cuda-bindings", "absent: schedules that copy between host and device are refused", "pip install cuda-bindings"
+    )

@@ -26,7 +26,7 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
     if not place.on_cuda:
         return [not_tried(NAME, "no CUDA device")]
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return [not_tried(NAME, "no package cuda-bindings: threads wait for flags, not streams", "see cuda-bindings")]
+        return [not_tried(NAME, "no package cuda-bindings", "see cuda-bindings")]
     driver = importlib.import_module("cuda.bindings.driver")
     flag = torch.zeros(8, dtype=torch.int64).pin_memory()
     return [_wait_and_write(driver, flag, place.device)]
