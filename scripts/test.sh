@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Tests run against the pinned release; a checkout is tested by scripts/test_checkouts.sh.
 unset MEGATRON_PATH
 WITH_TESTS=1 scripts/setup.sh
-workers=$(($(nproc) + 1)) # before OMP_NUM_THREADS is set, which nproc obeys
+workers=$(($(nproc) + 2)) # before OMP_NUM_THREADS is set, which nproc obeys
 # These tests are those of a machine without a GPU, on every machine. Behind the set-up, which looks for one.
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PATH="$PWD/.venv/bin:$PATH"
 
@@ -30,7 +30,7 @@ said=$(mktemp -d)
 trap 'rm -rf "$said"' EXIT
 check > "$said/checks" 2>&1 & # beside the first tests, which wait for processes; said after the last one
 checks=$! status=0
-# Tests that wait for processes they have started come first. One worker more than there are processors: each waits
+# Tests that wait for processes they have started come first. Two workers more than there are processors: each waits
 # for much of its time. A file of tests stays in one worker (tests/conftest.py).
 python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder \
     tests/end_to_end/adopting tests/distributed tests/end_to_end/main_job tests/end_to_end/cli tests/end_to_end/checkout \

@@ -7,8 +7,8 @@
 * Times of the same computation in the chunks of one model are alike: what wavers much moves towards their mean.
 * Nothing runs faster beside other work than alone, and most runs little slower: a large slowdown is believed as far as
   its noise allows.
-* What the table lacks is drawn from a range, and named: a pair of activities without a row of contention, the time of
-  a call, the write-back of a route. It is never taken as exactly 1.0 or 0.
+* What the table lacks is drawn from a range, and named: a pair of activities without a row of contention, and the time
+  of a call. It is never taken as exactly 1.0 or 0. A curve that is missing is refused (planner/missing_figures.py).
 Factors are log-normal.
 """
 
@@ -62,17 +62,15 @@ class PerturbedTables:
 
     Args:
         kinds: activities that occur, by the names of ``contention``; others need no row.
-        sends_between_nodes: whether publishing crosses nodes.
 
     Attributes:
         costs: by number of :meth:`table`'s input, the name of the cost that it moves.
         missing: what the table lacks and how it is taken, one text each.
     """
 
-    def __init__(self, table: CostTable, kinds: Sequence[str], *, sends_between_nodes: bool = False):
+    def __init__(self, table: CostTable, kinds: Sequence[str]):
         self._table, self._noise = table, roughness(table)
         self._pairs = _missing_pairs(table, kinds)
-        self._stand_ins = _stand_ins(table, kinds, sends_between_nodes)
         self.costs: list[str] = []
         self.missing = self._describe_missing()
         self._rebuild(self._record)
@@ -105,7 +103,6 @@ class PerturbedTables:
         for measured, busy in self._pairs:
             by_most.setdefault(1 + _missing_excess(measured, busy, 1.0), []).append(f"{measured} beside {busy}")
         found = [f"contention, taken as 1.0 to {most:g}: {', '.join(pairs)}" for most, pairs in sorted(by_most.items())]
-        found += [f"publish.{name}, taken as 0 to 1 times {source}" for name, source, _ in self._stand_ins]
         if self._most_call_us() is not None:
             found.append(f"{CALL}, taken as 0 to {self._most_call_us():.1f} us")
         return tuple(found)
@@ -169,9 +166,6 @@ class PerturbedTables:
         curves = {
             name: self._curve(getattr(given, name), f"publish.{name}", number) for name in ("cpu", "nvme", "internode")
         }
-        for name, _, curve in self._stand_ins:
-            share = max(_part(number(f"publish.{name}")), 1e-6)
-            curves[name] = Curve(points=tuple(replace(p, p50_us=p.p50_us * share) for p in curve))
         return Publish(cpu=curves["cpu"], nvme=curves["nvme"], internode=curves["internode"])
 
     def _compute(self, number: Callable[[str], float]) -> tuple[Compute, ...]:
@@ -319,20 +313,3 @@ def _missing_pairs(table: CostTable, kinds: Sequence[str]) -> list[tuple[str, st
         for busy in ("compute", *TRANSFERS, *on_host)
         if measured != busy and {measured, busy} <= set(kinds) and (measured, busy) not in present
     ]
-
-
-def _stand_ins(
-    table: CostTable, kinds: Sequence[str], sends_between_nodes: bool
-) -> list[tuple[str, str, tuple[Point, ...]]]:
-    """Curves of ``publish`` that are needed and missing: name, the route that bounds it, that route's points."""
-    if "cpu" not in kinds and "nvme" not in kinds:
-        return []
-    sources = {"cpu": "cpu", "nvme": "nvme"} | ({"internode": "gpu"} if sends_between_nodes else {})
-    found = []
-    for name, route in sources.items():
-        if name != "internode" and name not in kinds:
-            continue
-        points = next(iter(curves_of(getattr(table.routes, route) or ()).values()), ())
-        if points and not curves_of(getattr(table.publish, name) or ()):
-            found.append((name, f"routes.{route}", points))
-    return found

@@ -93,7 +93,7 @@ def gain_interval(
     on_table = 1 - ours.iteration_time_us / theirs.iteration_time_us
     if _same(plan, other):
         return Gain(0.0, 0.0, 0.0, 0.0, 0.0, 0, ())
-    tables = _tables(workload, table, ours, theirs, extrapolate)
+    tables = _tables(table, ours, theirs)
     samples = tables_to_draw(workload, plan, other)
     drawn = numpy.array([gains.on(each) for each in tables.draw(samples)])
     centre, lowest, highest = (float(value) for value in numpy.quantile(drawn, (0.5, 0.05, 0.95)))
@@ -110,7 +110,7 @@ def dominant_cost(
 ) -> str | None:
     """The cost whose standard deviation moves the gain most, one cost at a time; None where none moves it."""
     gains = GainOnTables(workload, plan, other, extrapolate)
-    tables = _tables(workload, table, *gains.results(table), extrapolate)
+    tables = _tables(table, *gains.results(table))
     moves = {
         cost: abs(gains.on(tables.shifted(cost, 1.0)) - gains.on(tables.shifted(cost, -1.0)))
         for cost in dict.fromkeys(tables.costs)
@@ -119,10 +119,9 @@ def dominant_cost(
     return cost if cost is not None and moves[cost] > 0 else None
 
 
-def _tables(workload: Workload, table: CostTable, ours: Result, theirs: Result, extrapolate: bool) -> PerturbedTables:
+def _tables(table: CostTable, ours: Result, theirs: Result) -> PerturbedTables:
     """Tables around ``table`` for what occurs in either plan."""
-    crosses = any(count > 1 for count in Timing(workload, table, extrapolate=extrapolate).crosses_nodes)
-    return PerturbedTables(table, sorted(set(ours.busy_us) | set(theirs.busy_us)), sends_between_nodes=crosses)
+    return PerturbedTables(table, sorted(set(ours.busy_us) | set(theirs.busy_us)))
 
 
 def _same(plan: Schedule, other: Schedule) -> bool:

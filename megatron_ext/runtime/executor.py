@@ -111,7 +111,7 @@ class Executor:
             self._out_of_order("forward", virtual_microbatch_id, model_chunk_id)
         self._count_forward = count + 1
         if self._left:
-            self.issuer.poll()
+            self.issuer.turn()
         for action in actions:
             action()
 
@@ -122,7 +122,7 @@ class Executor:
         if chunk != model_chunk_id or count != virtual_microbatch_id:
             self._out_of_order("backward", virtual_microbatch_id, model_chunk_id)
         if self._left:
-            self.issuer.poll()
+            self.issuer.turn()
         for action in actions:
             action()
 
@@ -134,7 +134,7 @@ class Executor:
         for action in actions:
             action()
         if self._left:
-            self.issuer.poll()
+            self.issuer.turn()
 
     def end_iteration(self) -> None:
         """End the iteration: drop its whole copies, and wait until its writes of shards have ended.

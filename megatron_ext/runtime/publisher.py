@@ -114,15 +114,14 @@ class Publisher(Part):
         self._bounces = self._last_ns = 0
 
     def publish(self, iterations: int, from_shards: bool = False) -> None:
-        """Issue the write of every group's shard at the clock's version; returns when those of the version before have
-        ended.
+        """Issue the write of every group's shard at the clock's version, behind :meth:`wait` for the version before.
 
         Args:
             iterations: training iterations that have ended on this rank. What they read is overwritten only when every
                 rank of the node has ended as many.
             from_shards: the shards have values that the host's optimizer does not know.
         """
-        self.join()
+        assert all(job.ended for job in self._jobs)
         self._jobs = []  # only here: a thread that has not looked for them yet must find those that have ended, too
         self._published += 1
         version, stream = self.clock.version, self.stream

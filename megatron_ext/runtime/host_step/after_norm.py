@@ -38,7 +38,7 @@ class AfterNorm:
 
     def _stepped(self, unit: HostUnit) -> None:
         unit.stepped = lambda unit: None
-        unit.leave([self._computed])
+        unit.leave()
         self._fill()
         self._left -= 1
         if not self._left:

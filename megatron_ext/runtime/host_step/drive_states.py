@@ -306,7 +306,5 @@ class DriveStates:
         training; it is gone with this object."""
         for unit in self.units:
             unit.close()
-        for transfer in (*(read for _, read in self._held.values()), *self._writes.values()):
-            self._wait(transfer)
         self._slots.close()
         del self._slots

@@ -141,20 +141,18 @@ class EarlySteps(Part):
         if not self._open or self._used + size > self.memory.numel():
             return
         memory, self._used = self.memory[self._used : self._used + size], self._used + size
-        event = self._reduced[unit]
         if handle is not None:  # gloo's handles write each time they are waited for: not behind the last arrival
             self._link.arriving.run(handle.wait)
-            self._link.arriving.record(event)
-        unit.unit.arrive([event], unit.gradients)
+        unit.unit.arrive([self._reduced[unit]] if handle is None else [], unit.gradients)
         job = self._worker.submit(partial(self._step, unit, memory, behind))
         self._jobs.append((unit, job))
-        self._issuer.when(lambda: job.ended, partial(self._leave, unit, job, event))
+        self._issuer.when(lambda: job.ended, partial(self._leave, unit, job))
 
-    def _leave(self, unit: EarlyUnit, job: Transfer, event) -> None:
+    def _leave(self, unit: EarlyUnit, job: Transfer) -> None:
         """The step has been made, or was left out."""
         job.check()
         if unit in self._stepped:
-            unit.unit.leave([event] if self._publisher is None else [event, self._publisher.copied])
+            unit.unit.leave()
         else:
             unit.unit.give_up()
 
@@ -202,12 +200,11 @@ class EarlySteps(Part):
         self.ready = False
 
     def wait(self) -> None:
-        """For the steps that have begun, and on the device for the parameters that they have written there."""
+        """For the steps that have begun; their parameters are on their way to the device."""
         for _, job in self._jobs:
             self._issuer.join(job)
         self._jobs.clear()
         self._issuer.poll()  # let the last ones leave
-        self._link.wait_for_leaves()
 
     # On the thread.
 

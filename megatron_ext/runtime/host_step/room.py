@@ -4,7 +4,8 @@
 1. The issuing thread queues copies of the unit's gradients into the room (``arrive``), and behind them a flag.
 2. Whoever steps polls for the flag, takes the gradients (``begin``), steps, and rounds the new parameters to 16 bits in
    the room (``end``). That needs host memory and the processor alone, so any thread may do it.
-3. The issuing thread queues copies of the parameters to the device (``leave``), and behind them another flag.
+3. The issuing thread queues copies of the parameters to the device (``leave``). They need no order of their own behind
+   what read the shards there: the gradients were made behind it, and have arrived.
 The two directions have a stream each. The 16-bit parameters lie where the gradients were, or in memory of their own.
 
 Parameters become 16-bit on the host, or on the device: then the optimizer's fp32 parameters, which are page-locked, are
@@ -107,8 +108,8 @@ class Room:
 
     def __init__(self, link: Link, wide: torch.Tensor, half: torch.Tensor | None = None, cast_on_device: bool = False):
         self._link, self._wide, self._half, self._cast_on_device = link, wide, half, cast_on_device
-        self._arrived, self._left = private_flags(2, link.device)
-        self._arrivals = self._leaves = 0
+        (self._arrived,) = private_flags(1, link.device)
+        self._arrivals = 0
         self._last_left = link.device.event()
         self._narrow: list[tuple[torch.Tensor, torch.Tensor]] = []  # a gradient's place, and where it is in 16 bits
 
@@ -148,12 +149,9 @@ class Room:
         """What has arrived is not stepped on any more."""
         self._narrow.clear()
 
-    def leave(self, unit: Unit, behind: Sequence[Any]) -> None:
-        """Queue the copies of the parameters to the device, behind the events ``behind``: what reads the shards there
-        lies before these."""
+    def leave(self, unit: Unit) -> None:
+        """Queue the copies of the parameters to the device."""
         link, stream = self._link, self._link.leaving
-        for event in behind:
-            stream.wait(event)
         for piece, start in zip(unit.pieces, unit.starts, strict=True):
             if piece.shard_on_host:
                 continue
@@ -166,8 +164,6 @@ class Room:
                 stream.copy(piece.shard, self._place(self._leaving, start, shape, piece.shard.dtype))
         stream.record(self._last_left)
         stream.record(link.left)
-        self._leaves += 1
-        stream.store(self._left, self._leaves)
 
     @property
     def _leaving(self) -> torch.Tensor:
@@ -199,8 +195,8 @@ class Room:
 
     @torch.no_grad()
     def end(self, unit: Unit) -> None:
-        """Round what leaves for the device."""
-        poll(partial(self._left.reached, self._leaves))
+        """Round what leaves for the device. What left from the same place before has arrived there: the gradients came
+        behind it."""
         for piece, start in zip(unit.pieces, unit.starts, strict=True):
             if not piece.shard_on_host and not self._cast_on_device:
                 self._place(self._leaving, start, piece.parameter.shape, piece.shard.dtype).copy_(piece.parameter)

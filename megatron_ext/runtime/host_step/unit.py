@@ -70,10 +70,10 @@ class HostUnit:
         self._gradients = [piece.gradient() for piece in self.pieces] if gradients is None else gradients
         self.room.arrive(self, self._gradients, behind)
 
-    def leave(self, behind: Sequence[Any]) -> None:
+    def leave(self) -> None:
         """Let the parameters leave, and give the room up."""
         assert self.room is not None
-        self.room.leave(self, behind)
+        self.room.leave(self)
         self.give_up()
 
     def give_up(self) -> None:
@@ -97,14 +97,14 @@ class HostUnit:
         self.room.wait()
 
     def begin(self) -> None:
-        """Give the parameters their gradients; the step follows."""
-        self.wait_for_gradients()
+        """Give the parameters their gradients, behind :meth:`wait_for_gradients`; the step follows."""
         assert self.room is not None
         self.room.begin(self, self._gradients, self._in_place)
         self._begun = True
 
     def _before_step(self) -> None:
         if self._rooms is not None and not self._begun:
+            self.wait_for_gradients()
             self.begin()
 
     @torch.no_grad()

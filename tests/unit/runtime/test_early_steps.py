@@ -62,6 +62,7 @@ class Training:
             self.early.reduced(index)
         self.early.wait()
         self.early.end()
+        self.link.left.synchronize()
 
     def close(self) -> None:
         self.early.close()

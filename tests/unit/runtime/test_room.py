@@ -171,17 +171,23 @@ def test_a_room_that_parameters_leave_from_is_not_overwritten(training, halves, 
         ours.parameters[i].copy_(theirs.parameters[i])
     room.end(unit)
     ours.link.leaving.run(lambda: go_on.wait(10))
-    room.leave(unit, [])
+    room.leave(unit)
     before = [memory.clone() for memory in held]
-    room.arrive(unit, [gradient + 1 for gradient in gradients], [])
-    ends = threading.Thread(target=room.end, args=(unit,))
+    more = [gradient + 1 for gradient in gradients]
+    room.arrive(unit, more, [])
+
+    def step() -> None:
+        room.wait()
+        room.begin(unit, more, in_place=True)
+        room.end(unit)
+
+    ends = threading.Thread(target=step)
     ends.start()
     ends.join(0.1)
     assert ends.is_alive() and all(map(torch.equal, held, before))
     go_on.set()
     ends.join(10)
     assert not ends.is_alive() and all(torch.equal(ours.shards[i], theirs.shards[i]) for i in numbers)
-    room.wait()
 
 
 class Beside(Training):
