@@ -11,10 +11,11 @@ table. ``until`` is the part of the budget in which a job's cases begin, so that
 all others; what it left is tried again at the end. Host memory: 30 GB for 1B parameters on one rank, as much on two.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 from covering import Row, covering_rows
+from timed_rows import TIMINGS
 
 BUDGET_SECONDS = 570.0
 """Ten minutes, but for what ending and the last lines take."""
@@ -166,41 +167,21 @@ def _small(layout: str, rows: list[Row]) -> Job:
     return Job(name=f"small, {layout}", cases=tuple(cases), layout=layout, until=0.6)
 
 
-TIMED = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --micro-batch-size 4"
-DRY_TIMED = "--num-layers 8 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1"
-MICRO_BATCHES = 4
-ON_HOST = "--optimizer-cpu-offload"
 PLANS = "plans of what is timed"
 TWO_RANKS = ", 2 ranks on the device"
 """Ends the names of programs that are run by so many."""
 
 
-class Timed(NamedTuple):
-    """A training that is timed: its options beside ``TIMED``, and the device bytes for which it is planned; None where
-    Megatron gathers."""
-
-    name: str
-    options: str = ""
-    limit_device_bytes: int | None = None
-
-
-TIMINGS = (
-    Timed("timing: stock, all on the device"),
-    Timed("timing: stock, optimizer on the host", ON_HOST),
-    Timed("timing: optimizer, gradients, shards on the host", ON_HOST, 12_000_000_000),
-    Timed("timing: gradients, shards on the host, optimizer on the device", "", 30_360_000_000),
-)
-"""1.6B parameters, 4 micro-batches of 8,192 tokens."""
-
-PLANNED = tuple(row.name for row in TIMINGS if row.limit_device_bytes is not None)
-"""What cannot be timed without the plans, which last as long as one run of the tier."""
+SPARE_PLANS = "plans of offload"
+PLANNED = {row.name: SPARE_PLANS if row.spare else PLANS for row in TIMINGS if row.system == "ours"}
+"""What cannot be timed without plans, and which they are. They last as long as one run of the tier."""
 
 LINKS = "timing: host memory and copies"
 
 
-def _timings() -> tuple[Program, ...]:
-    rows = [Program(name=row.name, seconds=30 if row.options else 15, limit=90) for row in TIMINGS]
-    return (Program(name=LINKS, seconds=10, limit=60), *rows)
+def _timings(*, spare: bool) -> tuple[Program, ...]:
+    rows = [row for row in TIMINGS if row.spare is spare]
+    return tuple(Program(name=row.name, seconds=row.seconds(), limit=60 + 3 * row.seconds()) for row in rows)
 
 
 def jobs() -> list[Job]:
@@ -240,11 +221,19 @@ def jobs() -> list[Job]:
         _small("4 ranks", rows),
         Job(name="kill and resume", cases=program("kill and resume", 60, 200), until=0.65),
         Job(name="doctor", cases=program("doctor", 90, 180), alone=True, until=0.8),
-        Job(name="timings", cases=_timings(), layout=one, script="timings.py", alone=True),
+        Job(
+            name="timings",
+            cases=(Program(name=LINKS, seconds=10, limit=60), *_timings(spare=False)),
+            layout=one,
+            script="timings.py",
+            alone=True,
+        ),
         Job(name="measure", cases=program("measure --seconds 20", 50, 150), alone=True),
         *(
             Job(name=f"{name}{TWO_RANKS}", cases=program(f"{name}{TWO_RANKS}", 60, 180), alone=True, spare=True)
             for name in ("doctor", "measure --seconds 20")
         ),
+        Job(name="plans of offload", cases=program(SPARE_PLANS, 60, 240), alone=True, spare=True),
+        Job(name="offload", cases=_timings(spare=True), layout=one, script="timings.py", alone=True, spare=True),
         Job(name="CPU suite", cases=program("CPU suite, devices hidden", 240, 900), alone=True, spare=True),
     ]

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 import torch
-from case_table import PLANNED, PLANS
+from case_table import PLANNED
 from msgspec.structs import replace
 
 from megatron_ext.formats import json_files
@@ -137,8 +137,10 @@ def _taken_over(report: GpuReport, earlier: GpuReport) -> GpuReport:
         if result.status in FINAL:
             known = report.of(result.case) is not None
             report = report.with_result(result) if known else replace(report, results=(*report.results, result))
-    if any(known.status not in FINAL for name in PLANNED if (known := report.of(name)) is not None):
-        report = report.with_result(Result(case=PLANS, status="NOT RUN"))
+    for name, plans in PLANNED.items():
+        planned, made = report.of(name), report.of(plans)
+        if made is not None and planned is not None and planned.status not in FINAL:
+            report = report.with_result(Result(case=plans, status="NOT RUN", spare=made.spare))
     return report
 
 

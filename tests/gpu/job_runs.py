@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from case_table import LAYOUTS, ON_HOST, PLANS, TIMINGS, TWO_RANKS, Job, Program, Training
+from case_table import LAYOUTS, PLANS, SPARE_PLANS, TWO_RANKS, Job, Program, Training
 from gpu_report import Result, Status
 from job_process import JobProcess
 from msgspec.structs import replace
+from timed_rows import TIMINGS
 
 from megatron_ext.cpubench.launcher import LOOPBACK
 from megatron_ext.formats import json_files
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
+from megatron_ext.runtime import host_memory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -88,12 +90,16 @@ class Place(NamedTuple):
 def untried(case: Training | Program, place: Place) -> Result | None:
     """The result of a case that cannot be tried here."""
     why = ""
-    timed_on_host = [row.name for row in TIMINGS if ON_HOST in row.options]
-    on_host = case.on_host if isinstance(case, Training) else case.name in ("kill and resume", *timed_on_host)
+    timed = next((row for row in TIMINGS if row.name == case.name), None)
+    on_host = (
+        case.on_host if isinstance(case, Training) else case.name == "kill and resume" or bool(timed and timed.on_host)
+    )
     if on_host and not place.dry_run and not place.engine:
         why = "Megatron's host optimizer needs Transformer Engine"
     if place.no_drive and (case.name == "kill and resume" or (isinstance(case, Training) and case.needs_drive)):
         why = f"no directory on a drive that takes direct reads (--drive): {place.no_drive}"
+    if timed is not None and not place.dry_run and timed.host_bytes > host_memory.available_bytes():
+        why = f"takes up to {timed.host_bytes / 1e9:.0f} GB of host memory"
     tests = ("pytest", "hypothesis", "xdist", "pytest_timeout")
     if case.name.startswith("CPU suite") and not all(map(find_spec, tests)):
         why = "what tests need is not installed: WITH_TESTS=1"
@@ -251,7 +257,8 @@ def _program(name: str, place: Place, folder: Path) -> list[str]:
         hidden = ["env", "CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=1"]
         return [*hidden, *python, "-m", "pytest", *workers, "-p", "no:cacheprovider", *tests]
     how = [*(["--dry-run"] if place.dry_run else []), *(["--engine"] if place.engine else [])]
-    if name == PLANS:
+    if name in (PLANS, SPARE_PLANS):
+        how += ["--spare"] if name == SPARE_PLANS else []
         return ["env", "CUDA_VISIBLE_DEVICES=", *python, str(HERE / "timed_plans.py"), str(place.work), *how]
     return [*python, str(HERE / "kill_and_resume.py"), str(folder), str(place.drive), *how]
 

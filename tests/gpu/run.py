@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent)]
 
 import drive_place
-from case_table import BUDGET_SECONDS, PLANNED, PLANS, Job, jobs
+from case_table import BUDGET_SECONDS, PLANNED, Job, jobs
 from drive_place import LEAST_FREE_BYTES
 from gpu_report import machine_facts, new_report, resumed, table
 from job_runs import Place
@@ -65,8 +65,8 @@ def chosen(args: argparse.Namespace) -> list[Job]:
     """All jobs with the cases that are asked for. Raises InputError where there are none."""
 
     texts = args.only or [""]
-    if any(text in name for text in texts for name in PLANNED):
-        texts = [*texts, PLANS]  # without which they cannot be
+    # Without plans what is planned cannot be timed.
+    texts = [*texts, *{plans for name, plans in PLANNED.items() if any(text in name for text in texts)}]
 
     def wanted(job: Job):
         for case in job.cases:

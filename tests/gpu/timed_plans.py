@@ -1,43 +1,133 @@
 """Plans what ``timings.py`` trains, as a user does without a GPU: describe, estimate from a data sheet, plan.
 
-``timed_plans.py FOLDER [--dry-run] [--engine]`` writes ``FOLDER/NUMBER.schedule.json`` for the planned ones of
-``case_table.TIMINGS``. With ``--dry-run`` there is no limit of device bytes.
+``timed_plans.py FOLDER [--dry-run] [--engine] [--spare]`` writes ``FOLDER/NUMBER.host.schedule.json`` or
+``NUMBER.device.schedule.json``, by where the optimizer steps, for our rows of ``timed_rows.TIMINGS``; or
+``NUMBER.refused`` with the reason. ``--spare``: for the rows that need not be timed, else for the others. Where an
+optimizer on the device fits as well, the faster plan is taken.
 """
 
-import subprocess
+import argparse
+import os
+import re
 import sys
+import traceback
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from case_table import DRY_TIMED, MICRO_BATCHES, TIMED, TIMINGS, Timed
+from msgspec.structs import replace
+from timed_rows import LEAST, ON_HOST, TIMINGS, Timed, model_options
 
-HARDWARE = "h200-nvlink"
+from megatron_ext import planner
+from megatron_ext.cli import main
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.schedule import user_defined_schedule as schedule_file
+from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.workload import workload as workload_file
+from megatron_ext.workload.workload import Limits, Workload
+
+HARDWARE = "h200-one-gpu"
 """The data sheet: of the machine on which the figures were made that these are held against."""
 
-
-def model_options(row: Timed, *, dry_run: bool, engine: bool) -> list[str]:
-    """Options of ``describe``, and of the example."""
-    text = f"{DRY_TIMED if dry_run else TIMED} --untie-embeddings-and-output-weights --bf16 --data-parallel-size 1 "
-    text += "--transformer-impl transformer_engine " if engine else ""
-    options = f"{text} {row.options}".split()
-    micro_batch = int(options[options.index("--micro-batch-size") + 1])
-    return [*options, "--global-batch-size", str(MICRO_BATCHES * micro_batch)]
+LEFT_PROCESSORS = 2
 
 
-def plan(folder: Path, number: int, row: Timed, *, dry_run: bool, engine: bool) -> None:
+def _run(*words: object) -> None:
+    """``megatron-ext`` in this process: another would import everything anew."""
+    if code := main.main(list(map(str, words))):
+        raise InputError(f"megatron-ext {words[0]} ended with exit code {code}")
+
+
+def describe(folder: Path, row: Timed, *, dry_run: bool, engine: bool) -> Workload:
+    """The workload of a row's model, whose optimizer is where its options say."""
+    path = folder / f"{row.size}.{row.micro_batches}.{ON_HOST in row.options}.workload.json"
+    if not path.exists():
+        own = folder / f"{os.getpid()}.workload.json"
+        _run("describe", "--out", own, *model_options(row, dry_run=dry_run, engine=engine), "--zero-stage", "3")
+        own.replace(path)
+    return workload_file.load(path)
+
+
+def stock_bytes(work: Workload) -> int:
+    """What stock Megatron holds on the device with everything there, activations included."""
+    assert work.optimizer is not None
+    everything = replace(work, zero_stage=1, optimizer=replace(work.optimizer, on_host=False))
+    return memory_bill(stock_schedule(everything), everything)[0].memory.device_total_bytes
+
+
+def _table(folder: Path, name: str, work: Workload, options: list[str]) -> cost.CostTable:
+    """The estimate for a workload."""
+    workload, table = folder / f"{name}.workload.json", folder / f"{name}.table.json"
+    workload_file.save(workload, work)
+    sizes = [options[options.index(one) + at] for one in ("--seq-length", "--micro-batch-size") for at in (0, 1)]
+    _run("cost", "estimate", "--hardware", HARDWARE, "--workload", workload, "--out", table, *sizes)
+    return cost.load(table)
+
+
+def _planned(work: Workload, table: cost.CostTable, limit: int | None):
+    """The plan within ``limit``, or within the least that fits for 0. Raises InputError where nothing does."""
+    within = lambda size: planner.plan(replace(work, limits=Limits(device_bytes=size)), table)
+    if limit != LEAST:
+        return within(limit)
+    try:
+        return within(1)
+    except InputError as error:
+        found = re.search(r"holds at least (\d+) bytes", str(error))
+        if found is None:
+            raise
+        return within(int(found[1]))
+
+
+def plan(folder: Path, number: int, *, dry_run: bool, engine: bool) -> None:
     """Write the schedule of a row."""
-    workload, table, schedule = (folder / f"{number}.{kind}.json" for kind in ("workload", "table", "schedule"))
-    options = model_options(row, dry_run=dry_run, engine=engine)
-    sizes = [options[options.index(name) + at] for name in ("--seq-length", "--micro-batch-size") for at in (0, 1)]
-    limit = [] if dry_run else ["--limit-device-bytes", str(row.limit_device_bytes)]
-    for words in (
-        ["describe", "--out", workload, *options, "--zero-stage", "3", *limit],
-        ["cost", "estimate", "--hardware", HARDWARE, "--workload", workload, "--out", table, *sizes],
-        ["plan", "--cost-table", table, "--workload", workload, "--out", schedule],
-    ):
-        subprocess.run([sys.executable, "-m", "megatron_ext", *map(str, words)], check=True)
+    row = TIMINGS[number]
+    options, work = (
+        model_options(row, dry_run=dry_run, engine=engine),
+        describe(folder, row, dry_run=dry_run, engine=engine),
+    )
+    assert work.optimizer is not None
+    if row.percent is None:
+        limit, places = None if dry_run else row.limit_device_bytes, (work.optimizer.on_host,)
+    else:
+        limit, places = stock_bytes(work) * row.percent // 100, (False, True)
+    plans, refused = [], None
+    for on_host in places:
+        own = replace(work, optimizer=replace(work.optimizer, on_host=on_host))
+        try:
+            made = _planned(own, _table(folder, f"{number}.{on_host}", own, options), limit)
+        except InputError as error:
+            refused = error
+            continue
+        plans.append((limit == LEAST and on_host is False, made.predicted.iteration_time_us, on_host, made))
+    if not plans:
+        raise refused or AssertionError(row)
+    _, _, on_host, made = min(plans, key=lambda one: one[:3])
+    schedule_file.save(folder / f"{number}.{'host' if on_host else 'device'}.schedule.json", made)
+
+
+def _try(folder: Path, number: int, dry_run: bool, engine: bool) -> bool:
+    try:
+        plan(folder, number, dry_run=dry_run, engine=engine)
+    except InputError as error:
+        traceback.print_exc()
+        (folder / f"{number}.refused").write_text(str(error))
+        return False
+    return True
+
+
+def plan_all() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    for name in ("--dry-run", "--engine", "--spare"):
+        parser.add_argument(name, action="store_true")
+    args = parser.parse_args()
+    numbers = [number for number, row in enumerate(TIMINGS) if row.system == "ours" and row.spare is args.spare]
+    processes = max(1, len(os.sched_getaffinity(0)) - LEFT_PROCESSORS)
+    with ProcessPoolExecutor(min(processes, len(numbers))) as pool:
+        jobs = [pool.submit(_try, args.folder, number, args.dry_run, args.engine) for number in numbers]
+    return 0 if any(job.result() for job in jobs) else 1
 
 
 if __name__ == "__main__":
-    for number, row in enumerate(TIMINGS):
-        if row.limit_device_bytes is not None:
-            plan(Path(sys.argv[1]), number, row, dry_run="--dry-run" in sys.argv, engine="--engine" in sys.argv)
+    sys.exit(plan_all())

@@ -4,6 +4,7 @@
 its first forward to that of the next one, so that nothing is waited for which training does not wait for.
 """
 
+import contextlib
 import statistics
 import sys
 import time
@@ -14,11 +15,14 @@ import msgspec
 from rank_setup import leave, start
 
 import trained_model  # isort: skip - Megatron is imported by it
+import fsdp2_training
+import model_and_optimizer
 import torch
-from case_table import LINKS, TIMINGS, Program
+from case_table import LINKS, Program
 from copy_rates import copy_rates
+from model_flop import iteration_flop
 from progress import Progress
-from timed_plans import model_options
+from timed_rows import ON_HOST, TIMINGS, Timed, model_options
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
@@ -39,12 +43,16 @@ class TimeJob(msgspec.Struct, frozen=True, kw_only=True):
     begin_by: float
 
 
+class NoPlan(Exception):
+    """Nothing fits, or planning has failed."""
+
+
 class Clock:
     """Times of the iterations of one training, and the most bytes that the device held in those that count."""
 
     def __init__(self):
         self.begun: list[float] = []
-        self.peak_bytes = self.peak_bytes_before = 0
+        self.peak_bytes = self.peak_bytes_before = self.host_bytes = 0
 
     def __call__(self, iteration: int, micro_batch: int) -> None:
         """A forward begins."""
@@ -53,7 +61,7 @@ class Clock:
             if iteration == 1:
                 self.peak_bytes_before = torch.cuda.max_memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
-            self.peak_bytes = torch.cuda.max_memory_allocated()
+            self.peak_bytes, self.host_bytes = torch.cuda.max_memory_allocated(), host_bytes()
 
     def figures(self) -> dict:
         """In milliseconds and bytes."""
@@ -66,19 +74,61 @@ class Clock:
         }
 
 
+@contextlib.contextmanager
+def host_optimizer_of(row: Timed):
+    """Megatron's host optimizer as the row has it: the example has no option for its overlap."""
+    options = model_and_optimizer.offload_options
+    if ON_HOST in row.options:
+        more = {"overlap_cpu_optimizer_d2h_h2d": row.overlapped}
+        model_and_optimizer.offload_options = lambda: options() | more
+    try:
+        yield
+    finally:
+        model_and_optimizer.offload_options = options
+
+
+def host_bytes() -> int:
+    """Resident bytes of this process that are no file: page-locked and shared memory count."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def schedule_of(job: TimeJob, number: int) -> tuple[str, list[str]]:
+    """The path of a row's schedule, and the options that it needs besides. Raises NoPlan where it is not there."""
+    for place, options in (("device", []), ("host", [ON_HOST])):
+        path = Path(job.plans) / f"{number}.{place}.schedule.json"
+        if path.exists():
+            return str(path), [] if ON_HOST in TIMINGS[number].options else options
+    refused = Path(job.plans) / f"{number}.refused"
+    raise NoPlan(refused.read_text() if refused.exists() else "plans were not made: see what planning printed")
+
+
 def timed(job: TimeJob, name: str) -> dict:
-    """Figures of one row. Raises InputError where its schedule is not there or cannot be trained by."""
+    """Figures of one row. Raises NoPlan where it has no schedule, InputError where that cannot be trained by."""
     number = next(number for number, row in enumerate(TIMINGS) if row.name == name)
     row = TIMINGS[number]
     options = model_options(row, dry_run=job.dry_run, engine=job.engine)
-    args = trained_model.parse([*options, "--train-iters", str(ITERATIONS), "--gpus-per-node", "1"])
     path, predicted, clock = None, None, Clock()
-    if row.limit_device_bytes is not None:
-        path = str(Path(job.plans) / f"{number}.schedule.json")
-        predicted = validate.load(path).predicted
+    if row.system == "ours":
+        path, more = schedule_of(job, number)
+        predicted, options = validate.load(path).predicted, [*options, *more]
+    args = trained_model.parse([*options, "--train-iters", str(ITERATIONS), "--gpus-per-node", "1"])
     trained_model.free_caches()
-    run = trained_model.train(args, path, stock=False, at_micro_batch=clock)
-    figures = clock.figures() | {"losses": [losses[0] for losses in run.losses], "seconds_in_all": run.seconds}
+    before, begun = host_bytes(), time.monotonic()
+    if row.system == "fsdp2":
+        losses = fsdp2_training.train(args, clock)
+    else:
+        with host_optimizer_of(row):
+            losses = trained_model.train(args, path, stock=False, at_micro_batch=clock).losses
+    figures = clock.figures()
+    seconds, tokens = figures["iteration_ms"] / 1e3, args.global_batch_size * args.seq_length
+    figures |= {
+        "losses": [one[0] for one in losses],
+        "seconds_in_all": round(time.monotonic() - begun, 1),
+        "host_bytes": clock.host_bytes - before,
+        "tokens_per_s": round(tokens / seconds),
+        "tflop_per_s": round(iteration_flop(args) / seconds / 1e12, 1),
+    }
     if predicted is not None:
         figures |= {"predicted_iteration_ms": predicted.iteration_time_us / 1e3}
         figures |= {"predicted_device_bytes": predicted.memory[0].device_total_bytes if predicted.memory else None}
@@ -96,6 +146,9 @@ def main() -> int:
         progress.begins(case.name)
         try:
             figures = copy_rates(job.dry_run) if case.name == LINKS else timed(job, case.name)
+        except NoPlan as error:
+            progress.ends(case.name, status="could not try", said=str(error), figures={})
+            continue
         except InputError as error:
             traceback.print_exc()
             progress.ends(case.name, status="FAIL", said=str(error), figures={})

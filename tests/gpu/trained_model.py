@@ -148,7 +148,7 @@ def run_schedule(args, model, iteration: int, at_micro_batch=None) -> list[dict]
         mask = example.causal_mask(length, tokens.device)
         return chunk(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), _loss
 
-    iterators: list[Iterator] = [_batches(args, iteration) for _ in model]
+    iterators: list[Iterator] = [batches(args, iteration) for _ in model]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(model) > 1 else iterators[0],
@@ -160,7 +160,8 @@ def run_schedule(args, model, iteration: int, at_micro_batch=None) -> list[dict]
     )
 
 
-def _batches(args, iteration: int) -> Iterator[torch.Tensor]:
+def batches(args, iteration: int) -> Iterator[torch.Tensor]:
+    """Tokens of this rank's micro-batches, int64, (micro-batch size, sequence + 1), drawn on the device."""
     replica = dist.get_rank() % args.data_parallel_size
     device = "cuda" if has_cuda() else "cpu"  # drawn there: a copy of pageable memory waits for all that is queued
     generator = torch.Generator(device).manual_seed(1000 * iteration + replica)

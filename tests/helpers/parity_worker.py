@@ -39,6 +39,7 @@ from megatron_ext.runtime import debug, faults
 
 ITERATIONS = 3
 HANGS_AFTER = 80  # seconds; less than the service waits
+IDLE = ("--distributed-timeout-minutes", "600")  # between two cases of its layout a rank waits in a broadcast
 TIMES_TOLD = {"silent": 0, "told": 1, "told twice": 2}
 
 
@@ -264,7 +265,7 @@ def run_case(example, layout: list[str], case: dict) -> dict:
 def main() -> int:
     address, *layout = sys.argv[1:]
     example = pretrain_gpt_hybrid
-    sys.argv = ["parity", "--data-path", "none", *layout]
+    sys.argv = ["parity", "--data-path", "none", *IDLE, *layout]
     args = example.parse_args()
     example.gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
     example.initialize(args)
