@@ -345,6 +345,30 @@ def strict_device(result: dict):
     return figure
 
 
+def gpu_offload(result: dict):
+    """Iteration time over device bytes, a panel for each size and number of micro-batches, a line for each system."""
+    panels = list(dict.fromkeys((row["size"], row["micro_batches"]) for row in result["rows"]))
+    high, wide = -(-len(panels) // 3), min(len(panels), 3)
+    figure, axes = figure_of(4.2 * wide, 3.4 * high, high, wide)
+    for axis, (size, count) in zip(axes, panels):
+        rows = [row for row in result["rows"] if (row["size"], row["micro_batches"]) == (size, count)]
+        for line, mark in zip(dict.fromkeys(row["line"] for row in result["rows"]), "sovD"):
+            own = sorted((row for row in rows if row["line"] == line), key=lambda row: row["device_peak_bytes"])
+            x, y = [row["device_peak_bytes"] / 1e9 for row in own], [row["iteration_ms"] for row in own]
+            axis.plot(x, y, marker=mark, label=line, color=OURS if line == "ours" else None)
+            if line == "ours":
+                predicted = [row["predicted_iteration_ms"] for row in own]
+                axis.plot(x, predicted, marker=mark, linestyle=":", color=LIGHT, label="ours, predicted")
+        axis.set_title(f"{size}, {count} micro-batch{'es' if count > 1 else ''}", fontsize=9)
+        axis.set_xlim(left=0)
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("device, GB")
+        axis.set_ylabel("iteration, ms")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=7)
+    return figure
+
+
 def balance_measured(result: dict):
     """Iteration time of both placements: predicted by two tables, and measured."""
     figure, (axis,) = figure_of(6, 3.2)
@@ -538,6 +562,7 @@ PICTURES = {
         endurance,
         robustness,
         strict_device,
+        gpu_offload,
         balance_measured,
         runtime_claims,
         states_on_drive,
