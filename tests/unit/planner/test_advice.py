@@ -77,7 +77,8 @@ def test_what_does_not_fit_is_said():
     rtx = hardware_sheet.load("rtx4090")
     outcome = advice.judged(setting(), rtx)
     assert outcome.short is not None and "bytes short" in outcome.short
-    with pytest.raises(InputError, match="limits.device_bytes = 22080000000: cannot fit: .* bytes short"):
+    limit = int(advice.DEVICE_PART * rtx.device.memory_bytes.value)
+    with pytest.raises(InputError, match=f"limits.device_bytes = {limit}: cannot fit: .* bytes short"):
         advice.judged(setting(zero_stage=3), rtx)
 
 
