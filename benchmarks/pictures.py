@@ -345,6 +345,9 @@ def strict_device(result: dict):
     return figure
 
 
+COLOURS = {"ours": OURS, "Megatron": "black", "Megatron, optimizer on the host": OTHER, "FSDP2, CPU offload": BAD}
+
+
 def gpu_offload(result: dict):
     """Iteration time over device bytes, a panel for each size and number of micro-batches, a line for each system."""
     panels = list(dict.fromkeys((row["size"], row["micro_batches"]) for row in result["rows"]))
@@ -355,7 +358,7 @@ def gpu_offload(result: dict):
         for line, mark in zip(dict.fromkeys(row["line"] for row in result["rows"]), "sovD"):
             own = sorted((row for row in rows if row["line"] == line), key=lambda row: row["device_peak_bytes"])
             x, y = [row["device_peak_bytes"] / 1e9 for row in own], [row["iteration_ms"] for row in own]
-            axis.plot(x, y, marker=mark, label=line, color=OURS if line == "ours" else None)
+            axis.plot(x, y, marker=mark, label=line, color=COLOURS[line])
             if line == "ours":
                 predicted = [row["predicted_iteration_ms"] for row in own]
                 axis.plot(x, predicted, marker=mark, linestyle=":", color=LIGHT, label="ours, predicted")

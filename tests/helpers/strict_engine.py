@@ -87,6 +87,7 @@ class Engine:
         order: ``late`` (when somebody waits, or after some milliseconds, so that other ranks get on), ``early``,
             ``drawn``, or :data:`ONE_QUEUE`.
         stuck_seconds: after so long a wait for the device is an error.
+        thread_seconds: at most; so long a thread pauses before each thing that it is given to do.
         circle_seconds: after so long without progress a wait that holds the driver's lock while another thread wants it
             is a circle.
         one_issuer: whether device calls of other threads are errors; else all may call, and nobody waits for a lock.
@@ -101,11 +102,13 @@ class Engine:
         seed: int,
         order: str,
         stuck_seconds: float,
+        thread_seconds: float = 0.0,
         circle_seconds: float = 3,
         bytes_per_second: float = 1e9,
         one_issuer: bool = True,
     ):
         self.rank, self.order, self._draw, self.stuck_seconds = rank, order, random.Random(seed), stuck_seconds
+        self.thread_seconds, self._pauses = thread_seconds, random.Random(seed)
         self.circle_seconds, self.bytes_per_second, self.one_issuer = circle_seconds, bytes_per_second, one_issuer
         self.changed, self.streams, self.by_handle = threading.Condition(), [], {}
         self.queue: list[Stream] = []  # of what has not ended, in the order in which it was given
@@ -119,6 +122,11 @@ class Engine:
         self.default = Stream(self, "default stream")
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
+
+    def pause(self) -> None:
+        """On a thread that has been given something to do."""
+        if self.thread_seconds:
+            time.sleep(self._pauses.random() ** 8 * self.thread_seconds)  # mostly short, seldom long
 
     # What was asked for, for the happens-before check.
 

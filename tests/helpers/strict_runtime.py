@@ -83,6 +83,7 @@ class Runtime:
             self.engine.log(("out", token))
 
             def run(transfer):
+                self.engine.pause()
                 self.engine.log(("in", token))
                 return function(transfer)
 
