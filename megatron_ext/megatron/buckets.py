@@ -315,6 +315,10 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
             raise ScheduleError(WITHOUT_SCHEDULE)
         if self.gradient is None:
             super().start_grad_sync(*args, **kwargs)
+            if self.executor.recorder is not None:
+                size = self.buckets[0].grad_data.nbytes
+                others = size - size // self.intra_distributed_optimizer_instance_size
+                self.executor.recorder.moved("gradient", "network", others)
             if self.reduced is not None:
                 self.reduced(self.grad_reduce_handle)
 

@@ -235,7 +235,7 @@ class Run:
                 self._agree(self._try_to_prepare(nvme_path, begun))
                 self._begin()
                 assert self.executor is not None
-                self._steps = OptimizerSteps(optimizer, self.executor.step_skipped)
+                self._steps = OptimizerSteps(optimizer, self._step_skipped)
         if self.trace_path is not None and self.recorder is not None:
             stock_trace.record_optimizer(optimizer, self.recorder)
 
@@ -355,7 +355,7 @@ class Run:
         if self.executor is None:
             return
         if not update_successful:
-            self.executor.step_skipped()
+            self._step_skipped()
             return
         self._optimizers_pending.add(id(optimizer))
         if len(self._optimizers_pending) < len(self._optimizers):
@@ -363,7 +363,15 @@ class Run:
         self._optimizers_pending.clear()
         assert self._steps is not None
         self._steps.told += 1
+        if self.recorder is not None:
+            self.recorder.end_count()
         self.executor.params_updated()
+
+    def _step_skipped(self) -> None:
+        assert self.executor is not None
+        if self.recorder is not None:
+            self.recorder.end_count()
+        self.executor.step_skipped()
 
     def params_changed(self) -> None:
         """Parameters were changed by anything but the optimizer: publish them again."""
@@ -409,10 +417,11 @@ class Run:
         trained = self.state in (State.READY, State.REFERENCE)
         self._move_to(State.CLOSED)
         if self.trace_path is not None and self.recorder is not None:
-            everybody = gather_objects(self.recorder.events())
+            everybody = gather_objects((self.recorder.events(), list(self.recorder.counted.values())))
             if dist.get_rank() == 0:
-                events = [event for events in everybody for event in events]
-                about = {"kind": "measured", "scheduled": self.schedule is not None}
+                events = [event for events, _ in everybody for event in events]
+                moved = [counted for _, counted in everybody]
+                about = {"kind": "measured", "scheduled": self.schedule is not None, "moved_bytes": moved}
                 try:
                     trace_file.save(self.trace_path, events, about=about)
                 except InputError as error:  # what was trained, and its metrics, are worth more

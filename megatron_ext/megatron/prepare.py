@@ -11,6 +11,7 @@ from megatron_ext.megatron.boundaries import Boundaries, bare
 from megatron_ext.megatron.collective_routes import collective_routes
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.describe_model import describe_chunk
+from megatron_ext.megatron.own_step_bytes import count_own_steps
 from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
 from megatron_ext.megatron.run_summary import say
@@ -69,8 +70,8 @@ def prepare(
     clock, residency, issuer = Clock(), Residency(), Issuer()
     groups = make_groups(schedule, bucket_groups, process_group, residency)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
-    host_shards = _hold_shards_only(schedule, ddps, groups, optimizers, buckets)
     links = recorder if recorder and recorder.iterations is None else None
+    host_shards = _hold_shards_only(schedule, ddps, groups, optimizers, buckets, links)
     routes = collective_routes(schedule, groups, process_group, faults, links)
     copied = (groups, _offloaded(schedule, optimizers, buckets), process_group, issuer, clock, faults, links)
     copies = Copies(schedule, *copied, nvme_path)
@@ -79,8 +80,12 @@ def prepare(
     how = (copies.publisher, issuer, faults, links, nvme_path, delay)
     stepped = groups and (delay is not None or _steps_on_host(schedule))
     host_step = HostStep(schedule, optimizers, bucket_groups, groups, *how) if stepped else None
+    if links is not None:
+        units = [unit.optimizer for unit in host_step.units] if host_step is not None else []
+        count_own_steps(schedule, optimizers, buckets, links, units)
     boundaries = _boundaries(schedule, ddps, pp_rank)
-    reducer = _reducer(schedule, bucket_groups, optimizers, process_group, issuer, faults, routes.order, host_step)
+    counted = routes.order, host_step, links
+    reducer = _reducer(schedule, bucket_groups, optimizers, process_group, issuer, faults, *counted)
     kept = (routes.buffered, reducer, [] if host_shards is None else [host_shards.buffer])
     resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, *kept)
     turn = issuer.turn if any((copies.publisher, host_step, reducer)) else None
@@ -177,13 +182,13 @@ def keep_host_blocks() -> None:
 
 
 def _hold_shards_only(
-    schedule: Schedule, ddps: list, groups: dict[int, Group], optimizers: list, buckets: list
+    schedule: Schedule, ddps: list, groups: dict[int, Group], optimizers: list, buckets: list, recorder: Recorder | None
 ) -> HostShards | None:
     """At zero stage 3 the optimizers work on shards, and the state of a freed chunk is refused. Returns what
     :func:`hold_shards` does."""
     if schedule.zero_stage != 3:
         return None
-    host_shards = hold_shards(optimizers, buckets)
+    host_shards = hold_shards(optimizers, buckets, recorder)
     for chunk_id, ddp in enumerate(ddps):
         freed = [group for index, group in groups.items() if schedule.groups[index].model_chunk_id == chunk_id]
         refuse_state_of_freed(bare(ddp), freed)
@@ -199,6 +204,7 @@ def _reducer(
     faults: Faults,
     order: debug.IssueOrder | None,
     host_step: HostStep | None,
+    recorder: Recorder | None,
 ) -> Reducer | None:
     """Of this rank's gradients that come and go, whose shards the optimizers then read; None where all stay whole."""
     gradients = {
@@ -213,9 +219,9 @@ def _reducer(
         HeldGradient(bucket_groups[index].params, one.shard, one.shard_start, index in on_host, one.whole.device)
         for index, one in gradients.items()
     ]
-    hold_gradients(optimizers, held)
+    hold_gradients(optimizers, held, recorder)
     device = device_of(next(iter(gradients.values())).whole)
-    reducer = Reducer(gradients, on_host, device, issuer, faults, dist.get_rank(process_group), order)
+    reducer = Reducer(gradients, on_host, device, issuer, faults, dist.get_rank(process_group), order, recorder)
     reducer.complete = host_step.early.reduced if host_step is not None and host_step.early is not None else None
     return reducer
 

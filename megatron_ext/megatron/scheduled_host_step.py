@@ -36,6 +36,7 @@ from megatron_ext.megatron.host_optimizers import (
     without,
 )
 from megatron_ext.megatron.late_memory import take_over
+from megatron_ext.megatron.own_step_bytes import delayed_rows
 from megatron_ext.megatron.shards import places_of_groups
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.faults import Faults
@@ -112,12 +113,15 @@ class HostStep:
         )
         if delay is not None:
             self.delayed = DelayedUpdate(staged, *delay, publisher, **common)
+            self.delayed.rows = delayed_rows(schedule, real, self._buckets())
         elif schedule.rollback_bytes is not None:
             self._make_early(units, publisher, common)
         for optimizer, own in units.items():
             if own:
                 self._replace_step(optimizer.optimizer, own)
         self.units = [unit for own in units.values() for unit in own]
+        for unit in self.units:
+            unit.recorder = recorder
 
     @property
     def parts(self) -> list[Part]:
@@ -153,7 +157,7 @@ class HostStep:
             numels = [p.numel() for index in on_drive for p in self._bucket_groups[index].params]
             largest = tensor_bytes(min(max(numels), max(self._groups[index].shard.numel() for index in on_drive)))
         place = next(iter(self._groups.values())).whole.device
-        return Link(self.device, place, on_device, max(on_device, largest) if narrow else 0)
+        return Link(self.device, place, on_device, max(on_device, largest) if narrow else 0, self._recorder)
 
     def _make_rooms(self) -> OwnRooms | SharedRooms | None:
         slots = self._schedule.step_slots
@@ -167,11 +171,13 @@ class HostStep:
 
     # Units.
 
+    def _buckets(self) -> list[tuple[object, Group]]:
+        return [(self._bucket_groups[index].buckets[0], group) for index, group in self._chosen.items()]
+
     def _units_of(self, optimizer) -> list[HostUnit]:
         """The units of Megatron's ``optimizer``, in the order in which they are stepped."""
         hybrid, schedule = optimizer.optimizer, self._schedule
-        buckets = [(self._bucket_groups[index].buckets[0], group) for index, group in self._chosen.items()]
-        places = list(places_of_groups([optimizer], buckets))
+        places = list(places_of_groups([optimizer], self._buckets()))
         if not places:
             return []
         copies = copies_of(hybrid, [shard for *_, shard in places], "the schedule's steps of the host need", "groups[]")

@@ -17,6 +17,7 @@ import torch
 from megatron_ext.megatron.host_gradients import rest_on_host
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.group import FreedGroup, Group, ScheduleError, State
+from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.shards_on_host import HostShards
 from megatron_ext.workload.state_layout import ROUNDING_BYTES
 
@@ -31,6 +32,7 @@ class ShardOf:
         numel: of the whole.
         device: what is taken is copied there where it is elsewhere; None: nothing is copied.
         write: ``write(shard, values)``, in place of copies to what is taken; None: they are made.
+        recorder: where copies to ``device`` are counted, or None.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class ShardOf:
         numel: int,
         device: torch.device | None = None,
         write: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+        recorder: Recorder | None = None,
     ):
         self._shard, self._start, self._numel, self.device, self._write = shard, start, numel, device, write
+        self._recorder = recorder
 
     def numel(self) -> int:
         return self._numel
@@ -55,7 +59,12 @@ class ShardOf:
         assert 0 <= start <= stop <= self._shard.numel(), "indexed outside of the own shard"
         if self._write is not None:
             return _Written(self._shard[start:stop], self._write)
-        return self._shard[start:stop] if self.device is None else self._shard[start:stop].to(self.device)
+        found = self._shard[start:stop]
+        if self.device is None:
+            return found
+        if self._recorder is not None:
+            self._recorder.moved("gradient", "to_device", found.nbytes)
+        return found.to(self.device)
 
 
 class _Written:
@@ -72,7 +81,9 @@ class _Written:
         self._write(self._shard, values)
 
 
-def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]]) -> HostShards | None:
+def hold_shards(
+    optimizers, groups: list[tuple[object, FreedGroup]], recorder: Recorder | None = None
+) -> HostShards | None:
     """Point the optimizers' views of buckets at the shards of their groups.
 
     Args:
@@ -84,7 +95,7 @@ def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]]) -> HostShar
     """
     for _, group, start, end, shard in _pieces(optimizers, groups):
         shard.data = group.shard[start:end]
-    writer = _writer(optimizers, groups)
+    writer = _writer(optimizers, groups, recorder)
     for bucket, group in groups:
         write = writer.write if writer is not None and group.on_host else None
         shard = ShardOf(group.shard, group.shard_start, group.whole.numel(), write=write)
@@ -92,7 +103,7 @@ def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]]) -> HostShar
     return writer
 
 
-def _writer(optimizers, groups: list[tuple[object, FreedGroup]]) -> HostShards | None:
+def _writer(optimizers, groups: list[tuple[object, FreedGroup]], recorder: Recorder | None) -> HostShards | None:
     on_host = [(bucket, group) for bucket, group in groups if group.on_host]
     real = [optimizer for optimizer in optimizers if not getattr(optimizer, "is_stub_optimizer", False)]
     if not on_host or any(steps_on_the_host(optimizer) for optimizer in real):
@@ -104,7 +115,7 @@ def _writer(optimizers, groups: list[tuple[object, FreedGroup]]) -> HostShards |
         for parameter in getattr(bucket, "params_list")  # noqa: B009 - upstream's attribute
     )
     numel = min(longest, ROUNDING_BYTES // whole.element_size())
-    return HostShards(numel, whole.dtype, whole.device, device_of(whole))
+    return HostShards(numel, whole.dtype, whole.device, device_of(whole), recorder)
 
 
 class HeldGradient(NamedTuple):
@@ -124,7 +135,7 @@ class HeldGradient(NamedTuple):
     device: torch.device
 
 
-def hold_gradients(optimizers, held: list[HeldGradient]) -> None:
+def hold_gradients(optimizers, held: list[HeldGradient], recorder: Recorder | None = None) -> None:
     """Let the optimizers take gradients that come and go from their shards.
 
     An optimizer that steps on the host reads shards in host memory there, where the processor norms and clips them, see
@@ -145,9 +156,8 @@ def hold_gradients(optimizers, held: list[HeldGradient]) -> None:
             for parameter in own:
                 whole: torch.Tensor = getattr(parameter, "main_grad")  # noqa: B009 - Megatron's attribute
                 start, device = gradient.start - int(whole.storage_offset()), gradient.device
-                standing[parameter] = ShardOf(
-                    gradient.shard, start, parameter.numel(), None if steps_on_host else device
-                )
+                device = device if gradient.on_host and not steps_on_host else None
+                standing[parameter] = ShardOf(gradient.shard, start, parameter.numel(), device, recorder=recorder)
         if standing:
             optimizer._copy_model_grads_to_main_grads = _with_shards(
                 optimizer._copy_model_grads_to_main_grads, standing

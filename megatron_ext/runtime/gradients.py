@@ -23,14 +23,17 @@ empty again.
 from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
+from time import perf_counter_ns
 
 import torch
 
+from megatron_ext.formats.moved_bytes import ADD_PASSES
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.group import Residency, ScheduleError
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.part import Part
+from megatron_ext.runtime.recorder import Recorder, log_of
 from megatron_ext.runtime.worker import Transfer, Waitable, Worker
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS
 
@@ -85,10 +88,11 @@ class Gradient:
 class _ToHost:
     """The slots through which gradients reach their shards in host memory."""
 
-    def __init__(self, largest_bytes: int, device, issuer: Issuer, delay: Callable | None):
+    def __init__(self, largest_bytes: int, device, issuer: Issuer, delay: Callable | None, recorder: Recorder | None):
         self._slots = [device.host_tensor(largest_bytes, torch.uint8) for _ in range(GRADIENT_SLOTS)]
         self.bytes = GRADIENT_SLOTS * largest_bytes
         self._worker, self._stream = Worker("gradients"), device.stream("gradients", upward=True)
+        self._stream.log, self._recorder = log_of(recorder, "gradient", "to_host", "publish", "gradient"), recorder
         self._arrived, self._copied = private_flags(GRADIENT_SLOTS, device), device.event()
         self._device, self._issuer, self._delay = device, issuer, delay
         self._adds: list[Transfer | None] = [None] * GRADIENT_SLOTS  # the last one out of each slot
@@ -119,8 +123,12 @@ class _ToHost:
         poll(partial(self._arrived[slot].reached, number))
         if self._delay is not None:
             self._delay()
+        begin = perf_counter_ns()
         with torch.no_grad():
             add(staged)
+        if self._recorder is not None:
+            self._recorder.moved("host_add", "host_memory", ADD_PASSES * staged.nbytes)
+            self._recorder.add("host_add", "gradient", begin, perf_counter_ns())
 
     def wait_for_copy(self) -> None:
         """What the compute stream is given from now on comes behind the last copy."""
@@ -149,6 +157,7 @@ class Reducer(Part):
         device: see :mod:`megatron_ext.runtime.device`.
         rank: of the data-parallel group; injected delays differ by it.
         order: counts collectives in debug mode, or None.
+        recorder: where copies and additions in host memory are recorded, or None.
 
     Attributes:
         complete: told of a group whose last reduce of the iteration is on its way, with the transfer behind which the
@@ -164,6 +173,7 @@ class Reducer(Part):
         faults: Faults,
         rank: int,
         order=None,
+        recorder: Recorder | None = None,
     ):
         self.gradients, self.on_host, self.device, self.order = gradients, frozenset(on_host), device, order
         self.residency = Residency()
@@ -175,7 +185,8 @@ class Reducer(Part):
         self._in_flight: tuple[Gradient, Waitable, bool] | None = None
         parts = [gradients[index].part for index in self.on_host]
         largest = max((part.numel() * part.element_size() for part in parts), default=0)
-        self._to_host = _ToHost(largest, device, issuer, self._delay) if parts else None
+        self._to_host = _ToHost(largest, device, issuer, self._delay, recorder) if parts else None
+        self._recorder = recorder
 
     @property
     def staging_bytes(self) -> int:
@@ -210,6 +221,8 @@ class Reducer(Part):
             return
         gradient.state = _REDUCING
         reduced = gradient.issue()
+        if self._recorder is not None:
+            self._recorder.moved("gradient", "network", gradient.bytes - gradient.part.nbytes)
         self._in_flight = gradient, reduced, last
         if gradient.index in self.on_host:
             assert self._to_host is not None

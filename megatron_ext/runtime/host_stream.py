@@ -12,6 +12,7 @@ import torch
 
 from megatron_ext.runtime import slow_links
 from megatron_ext.runtime.flags import DeviceFlag, poll
+from megatron_ext.runtime.recorder import CopyLog
 from megatron_ext.runtime.worker import Transfer, Worker
 
 
@@ -32,15 +33,19 @@ class HostEvent:
 class HostStream:
     """See the note above. ``upward``: its copies leave the device, see slow_links.py."""
 
+    log: CopyLog | None = None
+
     def __init__(self, name: str, upward: bool = False):
         self._worker, self._upward = Worker(name), upward
 
     def run(self, function: Callable[[], object]) -> None:
         self._worker.submit(partial(_run, function))
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, marks: list | None = None) -> None:
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
         assert destination.dtype is source.dtype
-        self.run(partial(_copy, destination, source, marks, self._upward))
+        if self.log is not None:
+            self.log.count(source.nbytes)
+        self.run(partial(_copy, destination, source, None if name is None else self.log, name or "", self._upward))
 
     def wait(self, event: HostEvent | None) -> None:
         if event is not None and event.mark is not None:
@@ -69,14 +74,16 @@ class HostStream:
 class HostCompute:
     """The calling thread itself: what it has been given is done."""
 
+    log: CopyLog | None = None
+
     def run(self, function: Callable[[], object]) -> None:
         with torch.no_grad():
             function()
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, marks: list | None = None) -> None:
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
         assert destination.dtype is source.dtype
         with torch.no_grad():
-            _copy(destination, source, marks, upward=False)
+            _copy(destination, source, None, "", upward=False)
 
     def wait(self, event: HostEvent | None) -> None:
         if event is not None:
@@ -109,9 +116,9 @@ def _nothing(transfer: Transfer) -> None:
     """Behind everything that was given before."""
 
 
-def _copy(destination: torch.Tensor, source: torch.Tensor, marks: list | None, upward: bool) -> None:
+def _copy(destination: torch.Tensor, source: torch.Tensor, log: CopyLog | None, name: str, upward: bool) -> None:
     with slow_links.host_link(source.nbytes, upward):
-        start = perf_counter_ns() if marks is not None else 0
+        start = perf_counter_ns() if log is not None else 0
         destination.copy_(source)
-    if marks is not None:
-        marks += [start, perf_counter_ns()]
+    if log is not None:
+        log.add(name, start, perf_counter_ns())

@@ -24,6 +24,7 @@ from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.part import Part
+from megatron_ext.runtime.recorder import log_of
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
@@ -99,6 +100,7 @@ class Publisher(Part):
         self.device, self.issuer, self.clock, self.faults, self.recorder = device, issuer, clock, faults, recorder
         self.worker, self.arrivals = Worker("publisher"), Worker("publisher-arrivals") if nodes.crosses_nodes else None
         self.stream = device.stream("publish", upward=True)
+        self.stream.log = log_of(recorder, "publish", "to_host", "publish")
         self.copied = device.event()
         """Behind the last copy of a shard on the device that is queued."""
         self._taken, self._flags = device.event(), private_flags(len(targets), device)
@@ -130,6 +132,7 @@ class Publisher(Part):
             stream.wait_flag(flag, iterations, partial(self.pool.check_reads_done, iterations))
         for number, target in enumerate(self.targets):
             shard, before = self._place(number, target, version, from_shards), None
+            self._count(shard)
             if target.nvme or self.pool.by_thread(target.group):
                 job = self.worker.submit(partial(self._write, shard, version, iterations))
                 self._jobs.append(job)
@@ -159,18 +162,28 @@ class Publisher(Part):
             return _Shard(number, target, own, pieces, copied, stale, bounce=True)
         return _Shard(number, target, own, pieces, copied, stale)
 
+    def _count(self, shard: _Shard) -> None:
+        """What a thread moves of a shard; its copy from the device is counted by its stream."""
+        recorder, own, target = self.recorder, shard.own, shard.target
+        if recorder is None or shard.stale:
+            return
+        nodes = max(len(self.nodes.dp_ranks), 1)
+        if shard.pieces is not None:
+            recorder.moved("publish", "host_memory", sum(copy.nbytes for _, copy in shard.pieces) + own.nbytes)
+        elif target.group.on_host and own is not target.group.shard:
+            recorder.moved("publish", "host_memory", 2 * own.nbytes)
+        recorder.moved("publish", "network", (nodes - 1) * own.nbytes)
+        recorder.moved("publish", "drive_write", nodes * own.nbytes if target.nvme else 0)
+
     def _copy(self, shard: _Shard, version: int) -> None:
         """Queue the copy of a shard on the device, and its flags."""
         stream, target = self.stream, shard.target
-        recorder, name = self.recorder, f"publish {target.group.index}"
-        marks = [] if recorder is not None else None
+        by_thread = target.nvme or self.pool.by_thread(target.group)
         if not shard.stale and not target.group.on_host:
             stream.delay(self._delay)
-            stream.copy(shard.own, target.group.shard, marks)
-        if target.nvme or self.pool.by_thread(target.group):
+            stream.copy(shard.own, target.group.shard, None if by_thread else f"publish {target.group.index}")
+        if by_thread:
             stream.store(self._flags[shard.number], self._published)
-        elif recorder is not None and not shard.stale:
-            stream.run(lambda: recorder.add("publish", name, *marks or ()))
         if target.host and not self.pool.by_thread(target.group):
             flag = self.pool.flags[target.group.index, COPY][self.pool.rank]
             assert isinstance(flag, DeviceFlag)

@@ -14,10 +14,12 @@ Source: cudaEventElapsedTime, whose result is a float. This half has not yet bee
 """
 
 import time
+from typing import NamedTuple
 
 import torch
 
-from megatron_ext.formats.trace import Event
+from megatron_ext.formats.moved_bytes import Kind, Link, MovedBytes, Row, add_up
+from megatron_ext.formats.trace import Event, Lane
 
 
 class Recorder:
@@ -25,7 +27,10 @@ class Recorder:
 
     Args:
         on_device: whether :meth:`now` is where the current CUDA stream is, see [Note: Time on a device].
-        iterations: those that are recorded, counted from 1; None records everything.
+        iterations: those that are recorded, counted from 1; None records everything, and counts bytes.
+
+    Attributes:
+        counted: by iteration, what was moved from the end of the optimizer step before it to the end of its own.
     """
 
     def __init__(self, rank: int, on_device: bool = False, iterations: range | None = None):
@@ -36,6 +41,8 @@ class Recorder:
         self.epoch_offset_ns = time.time_ns() - time.perf_counter_ns()
         self._bases: dict[int, torch.cuda.Event] = {}  # by iteration, in order
         self._first_base_ns = 0
+        self.counted: dict[int, MovedBytes] = {}
+        self._moved: list[Row] = []
 
     def now(self):
         """The time at which the compute is now, for :meth:`add`: nanoseconds, or an event on the current stream. Call
@@ -90,6 +97,17 @@ class Recorder:
 
         return run
 
+    def moved(self, kind: Kind, link: Link, size_bytes: int) -> None:
+        """Count bytes that move once; where everything is recorded."""
+        if self.iterations is None:
+            self._moved.append((kind, link, size_bytes))
+
+    def end_count(self) -> None:
+        """The optimizer has made its step, or has skipped it: what moves from now on is of the next iteration."""
+        if self.iterations is None and self.iteration not in self.counted:
+            rows, self._moved = self._moved, []
+            self.counted[self.iteration] = add_up(rows)
+
     def events(self) -> list[Event]:
         """Everything recorded so far, in microseconds since the epoch offset."""
         if self._bases:
@@ -125,6 +143,33 @@ def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
 
 def _us(start, end) -> float:
     return (end - start if isinstance(start, int) else _ns(start, end)) / 1e3
+
+
+class CopyLog(NamedTuple):
+    """Counts and records the copies of one stream.
+
+    Attributes:
+        lane, name: of their events; a copy may have a name of its own.
+    """
+
+    recorder: Recorder
+    kind: Kind
+    link: Link
+    lane: Lane
+    name: str
+
+    def count(self, size_bytes: int) -> None:
+        """A copy is issued."""
+        self.recorder.moved(self.kind, self.link, size_bytes)
+
+    def add(self, name: str, begin, end) -> None:
+        """A copy was under way from ``begin`` to ``end``, as :meth:`Recorder.add` takes them."""
+        self.recorder.add(self.lane, name or self.name, begin, end)
+
+
+def log_of(recorder: Recorder | None, kind: Kind, link: Link, lane: Lane, name: str = "") -> CopyLog | None:
+    """For :attr:`Stream.log`; None where nothing is recorded."""
+    return None if recorder is None else CopyLog(recorder, kind, link, lane, name)
 
 
 def event_here() -> torch.cuda.Event:

@@ -11,6 +11,7 @@ import torch
 
 from megatron_ext.runtime.device import Device
 from megatron_ext.runtime.part import Part
+from megatron_ext.runtime.recorder import Recorder, log_of
 
 
 class HostShards(Part):
@@ -19,10 +20,14 @@ class HostShards(Part):
     Args:
         numel: elements of the buffer; longer parameters pass through it in pieces.
         place: the device of the optimizer's parameters.
+        recorder: where copies are recorded, or None.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, place: torch.device, device: Device):
+    def __init__(
+        self, numel: int, dtype: torch.dtype, place: torch.device, device: Device, recorder: Recorder | None = None
+    ):
         self._device, self._stream = device, device.stream("parameters-to-host", upward=True)
+        self._stream.log = log_of(recorder, "shard", "to_host", "publish", "parameters")
         self.buffer = torch.empty(numel, dtype=dtype, device=place)
         self._taken, self._written, self._begun = device.event(), device.event(), False
 

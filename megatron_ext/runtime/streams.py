@@ -18,20 +18,26 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ext.runtime.flags import DeviceFlag
-from megatron_ext.runtime.recorder import event_here
+from megatron_ext.runtime.recorder import CopyLog, event_here
 from megatron_ext.runtime.stream_flags import StreamFlags
 
 
 class Stream(Protocol):
-    """What both kinds of device offer."""
+    """What both kinds of device offer.
+
+    Attributes:
+        log: of its copies, or None.
+    """
+
+    log: CopyLog | None
 
     def run(self, function: Callable[[], object]) -> None:
         """Queue the work that ``function`` gives to the current stream."""
         ...
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, marks: list | None = None) -> None:
-        """Queue a copy between tensors of one dtype; host memory is page-locked. ``marks``: begin and end are appended,
-        as :meth:`Recorder.add` takes them."""
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
+        """Queue a copy between tensors of one dtype; host memory is page-locked. ``name``: in traces; None: it is
+        counted alone."""
         ...
 
     def wait(self, event: Any) -> None:
@@ -62,6 +68,8 @@ class CudaStream:
     """A stream of a CUDA device, in which copies come before kernels of other streams: they are short, and a step waits
     for them."""
 
+    log: CopyLog | None = None
+
     def __init__(self, device: torch.device, flags: StreamFlags | None):
         self.stream, self._flags = torch.cuda.Stream(device, priority=-1), flags
 
@@ -69,15 +77,16 @@ class CudaStream:
         with torch.no_grad(), torch.cuda.stream(self.stream):
             function()
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, marks: list | None = None) -> None:
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
         assert destination.dtype is source.dtype  # torch casts through memory that is not page-locked
         with torch.no_grad(), torch.cuda.stream(self.stream):
-            if marks is None:
-                destination.copy_(source, non_blocking=True)
-                return
-            begin = event_here()
+            log = self.log
+            begin = event_here() if log is not None and name is not None else None
             destination.copy_(source, non_blocking=True)
-            marks += [begin, event_here()]
+            if log is not None:
+                log.count(source.nbytes)
+                if name is not None:
+                    log.add(name, begin, event_here())
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None:

@@ -36,7 +36,7 @@ from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.step_slots import largest_gradient, step_slots_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
-from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels
+from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels, shard_parts
 from megatron_ext.workload.nodes import ranks_of_copy
 from megatron_ext.workload.route import piece_buffer_bytes
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS, ROUNDING_BYTES, gradient_slot_bytes, region_bytes
@@ -111,7 +111,7 @@ def resting_bytes(
     on_device, on_host = (tuple([0] * dp for _ in range(3)) for _ in range(2))
     following = [0] * dp  # of a delayed update
     for group in groups:
-        dtype, numels = _members(workload, group)
+        dtype, numels = members_of(workload, group)
         if workload.zero_stage == 3:
             (host if group.shard_rests == "host" else device)["shards"] += group.bytes // dp
         whole = gradient_bytes(group, workload)
@@ -223,9 +223,10 @@ def check_run(schedule: Schedule, workload: Workload, *, file=None) -> None:
 
 
 _shard_numels = lru_cache(maxsize=4096)(shard_numels)
+_shard_parts = lru_cache(maxsize=4096)(shard_parts)
 
 
-def _members(workload: Workload, group: Group) -> tuple[str, tuple[int, ...]]:
+def members_of(workload: Workload, group: Group) -> tuple[str, tuple[int, ...]]:
     """Dtype and elements of a group's parameters."""
     names = set(group.parameters)
     members = [p for p in workload.chunk(group.pp_rank, group.model_chunk_id).parameters if p.name in names]
@@ -238,8 +239,8 @@ def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
     held = [0] * dp
     for group in groups:
         if group.states_rest == "nvme":
-            for rank, numel in enumerate(_shard_numels(_members(workload, group)[1], dp)):
-                held[rank] += region_bytes(numel, moments)
+            for rank, parts in enumerate(_shard_parts(members_of(workload, group)[1], dp)):
+                held[rank] += sum(region_bytes(numel, moments) for numel in parts)
     return max(held)
 
 

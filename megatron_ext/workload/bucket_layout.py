@@ -45,12 +45,17 @@ def shard_numels(numels: Sequence[int], data_parallel_size: int) -> list[int]:
     Args:
         numels: as for :func:`bucket_numel`.
     """
+    return [sum(parts) for parts in shard_parts(numels, data_parallel_size)]
+
+
+def shard_parts(numels: Sequence[int], data_parallel_size: int) -> list[list[int]]:
+    """The same, for each parameter that its shard has a part of."""
     size = bucket_numel(numels, data_parallel_size) // data_parallel_size
-    held = [0] * data_parallel_size
+    held: list[list[int]] = [[] for _ in range(data_parallel_size)]
     end = 0
     for numel in reversed(numels):
         begin = _round_up(end, PARAMETER_ALIGNMENT)
         end = begin + numel
         for rank in range(begin // size, -(-end // size)):
-            held[rank] += min(end, (rank + 1) * size) - max(begin, rank * size)
+            held[rank].append(min(end, (rank + 1) * size) - max(begin, rank * size))
     return held

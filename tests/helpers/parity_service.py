@@ -36,7 +36,8 @@ class ParityService:
     def run(self, **case) -> dict:
         """``{"reference": metrics, "scheduled": metrics}`` of a case: ``options``, ``schedule``
         (a path), ``environment`` of the scheduled run, ``reference`` (default True), ``reference_schedule`` (another),
-        ``iterations`` (default: the worker's), ``meddle`` (see the worker), ``strict`` (arguments of
+        ``iterations`` (default: the worker's), ``meddle`` (see the worker), ``trace`` (a path for the scheduled run's,
+        which then counts bytes), ``strict`` (arguments of
         ``strict_device.StrictDevice`` for the scheduled run; the answer says then what it has found).
 
         Raises:

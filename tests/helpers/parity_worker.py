@@ -138,6 +138,7 @@ def train(
     environment: dict[str, str],
     iterations: int,
     meddle: str | None = None,
+    trace: str | None = None,
 ) -> dict:
     """Train a new model; returns this rank's metrics. ``meddle``: ``told``, ``told twice`` (and once more at the end)
     or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``replay``: the
@@ -153,7 +154,7 @@ def train(
     example.set_seeds(args)
     args.user_defined_schedule = schedule
     drive = args.user_defined_schedule_nvme_path
-    example.hooks.configure(schedule, delay=args.delayed_parameter_update, nvme_path=drive)
+    example.hooks.configure(schedule, trace, delay=args.delayed_parameter_update, nvme_path=drive)
     meddled = overflowing(example) if meddle == "overflow" else fused() if meddle == "fused" else None
     with meddled or contextlib.nullcontext():
         return _train_model(example, args, meddle)
@@ -237,7 +238,7 @@ def run_case(example, layout: list[str], case: dict) -> dict:
     if case.get("reference", True):
         path = case.get("reference_schedule", case["schedule"])
         found["reference"] = train(example, options, path, {lifecycle.STOCK_GATHER: "1"}, iterations, meddle)
-    rest = (example, options, case["schedule"], case.get("environment", {}), iterations, meddle)
+    rest = (example, options, case["schedule"], case.get("environment", {}), iterations, meddle, case.get("trace"))
     judged = {}
     if "strict" in case:
         found["scheduled"], judged["strict"] = train_strictly(case["strict"], *rest)

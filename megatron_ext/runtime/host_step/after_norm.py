@@ -2,6 +2,7 @@
 the last ones leave, while one is stepped."""
 
 from collections import deque
+from time import perf_counter_ns
 
 from megatron_ext.runtime.host_step.room import Link
 from megatron_ext.runtime.host_step.unit import HostUnit
@@ -37,6 +38,8 @@ class AfterNorm:
             self._expected.popleft().arrive([self._computed])
 
     def _stepped(self, unit: HostUnit) -> None:
+        if self._link.recorder is not None:
+            self._link.recorder.add("host_step", str(unit.group), unit.begun_ns, perf_counter_ns())
         unit.stepped = lambda unit: None
         unit.leave()
         self._fill()

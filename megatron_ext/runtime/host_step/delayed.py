@@ -20,6 +20,7 @@ from time import perf_counter_ns
 
 import torch
 
+from megatron_ext.formats.moved_bytes import Row
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.group import ScheduleError
@@ -41,6 +42,9 @@ class DelayedUpdate(Part):
         device: see :mod:`megatron_ext.runtime.device`.
         rank: injected delays differ by it.
         recorder: where steps are recorded, or None.
+
+    Attributes:
+        rows: what :meth:`write_shards` moves.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class DelayedUpdate(Part):
         recorder=None,
     ):
         self.staged, self.applied = staged, 0
+        self.rows: list[Row] = []
         self._iteration, self._after = begun, after
         self._publisher, self._device, self._issuer, self._recorder = publisher, device, issuer, recorder
         self._delay = faults.delayer(faults.step_delay_ms, salt=131 + rank)
@@ -118,6 +123,9 @@ class DelayedUpdate(Part):
             self._device.synchronize(self._device.compute.record(self._copied))
         for staging, shard in self.staged:
             shard.copy_(staging, non_blocking=True)
+        if self._recorder is not None:
+            for row in self.rows:
+                self._recorder.moved(*row)
 
     def _step(self, steps: list[Callable[[], None]], number: int, transfer: Transfer) -> None:
         """On the thread."""

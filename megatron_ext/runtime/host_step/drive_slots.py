@@ -6,6 +6,7 @@ from time import perf_counter_ns
 
 import torch
 
+from megatron_ext.formats.moved_bytes import Link
 from megatron_ext.runtime.drive import DriveFile
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
@@ -39,6 +40,7 @@ class DriveSlots:
     def read(self, slot: int, place: int, size_bytes: int, what: str, after: Transfer | None) -> Transfer:
         """Begin to read what lies at ``place``, behind ``after`` and the last write out of the slot."""
         before = self._writes[slot], after
+        self._count("drive_read", size_bytes)
 
         def read(transfer: Transfer):
             for write in before:
@@ -53,6 +55,7 @@ class DriveSlots:
     def write(self, slot: int, place: int, size_bytes: int, what: str) -> Transfer:
         """Begin to write the slot to ``place``."""
         self._writes[slot] = transfer = Transfer()
+        self._count("drive_write", size_bytes)
         recorded = self._recorded("states write")
         self._file.start(self._piece(slot, size_bytes), place, what, transfer, recorded, write=True)
         return transfer
@@ -73,6 +76,10 @@ class DriveSlots:
 
     def _piece(self, slot: int, size_bytes: int) -> memoryview:
         return self._memory[slot * self._piece_bytes : slot * self._piece_bytes + size_bytes]
+
+    def _count(self, link: Link, size_bytes: int) -> None:
+        if self._recorder is not None:
+            self._recorder.moved("states", link, size_bytes)
 
     def _recorded(self, name: str):
         recorder, begin = self._recorder, perf_counter_ns()

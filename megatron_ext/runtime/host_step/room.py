@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_ext.runtime.flags import poll, private_flags
+from megatron_ext.runtime.recorder import Recorder, log_of
 
 HALF_PER_WIDE = 2
 """fp32 bytes for each byte of 16 bits."""
@@ -66,12 +67,22 @@ class Link:
         place: the device of shards and gradients.
         inward_bytes, outward_bytes: of the staging buffers there: of parameters that become 16-bit on the device, and
             of gradients that become fp32 there; 0: none do.
+        recorder: where copies and steps are recorded, or None.
     """
 
-    def __init__(self, device, place: torch.device, inward_bytes: int = 0, outward_bytes: int = 0):
-        self.device = device
+    def __init__(
+        self,
+        device,
+        place: torch.device,
+        inward_bytes: int = 0,
+        outward_bytes: int = 0,
+        recorder: Recorder | None = None,
+    ):
+        self.device, self.recorder = device, recorder
         self.arriving = device.stream("gradients-arrive", upward=True)
         self.leaving = device.stream("parameters-leave")
+        self.arriving.log = log_of(recorder, "gradient", "to_host", "publish", "gradient")
+        self.leaving.log = log_of(recorder, "shard", "to_device", "cpu", "parameters")
         self.arrived, self.left = device.event(), device.event()
         # One a direction: each direction's copies have an order on their stream.
         self._inward, self._outward = (
@@ -107,7 +118,7 @@ class Room:
     """
 
     def __init__(self, link: Link, wide: torch.Tensor, half: torch.Tensor | None = None, cast_on_device: bool = False):
-        self._link, self._wide, self._half, self._cast_on_device = link, wide, half, cast_on_device
+        self._link, self._wide, self._half, self.cast_on_device = link, wide, half, cast_on_device
         (self._arrived,) = private_flags(1, link.device)
         self._arrivals = 0
         self._last_left = link.device.event()
@@ -156,7 +167,7 @@ class Room:
             if piece.shard_on_host:
                 continue
             shape = piece.parameter.shape
-            if self._cast_on_device:
+            if self.cast_on_device:
                 staged = link.staging(True, shape)
                 stream.copy(staged, piece.parameter)
                 stream.run(partial(piece.shard.copy_, staged))
@@ -181,6 +192,7 @@ class Room:
         are stepped on where they are; otherwise they are copied."""
         for own, half in self._narrow:
             own.copy_(half)
+            self._count_passes(own, half)
         self._narrow.clear()
         for piece, start, gradient in zip(unit.pieces, unit.starts, gradients, strict=True):
             parameter = piece.parameter
@@ -192,13 +204,19 @@ class Room:
                 own = parameter.grad = self._place(self._wide, start, parameter.shape, torch.float32)
                 if piece.gradient_on_host:
                     own.copy_(gradient.view(parameter.shape))
+                    self._count_passes(own, gradient)
+
+    def _count_passes(self, *tensors: torch.Tensor) -> None:
+        """The processor has gone through ``tensors``."""
+        if self._link.recorder is not None:
+            self._link.recorder.moved("step", "host_memory", sum(tensor.nbytes for tensor in tensors))
 
     @torch.no_grad()
     def end(self, unit: Unit) -> None:
         """Round what leaves for the device. What left from the same place before has arrived there: the gradients came
         behind it."""
         for piece, start in zip(unit.pieces, unit.starts, strict=True):
-            if not piece.shard_on_host and not self._cast_on_device:
+            if not piece.shard_on_host and not self.cast_on_device:
                 self._place(self._leaving, start, piece.parameter.shape, piece.shard.dtype).copy_(piece.parameter)
             piece.parameter.grad = None
 

@@ -1,11 +1,13 @@
 """A unit of the host's optimizer: parameters that one optimizer steps together."""
 
 from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 from typing import Any, Protocol
 
 import torch
 
 from megatron_ext.runtime.host_step.room import HALF_PER_WIDE, Piece, Room
+from megatron_ext.runtime.recorder import Recorder
 
 ALIGNMENT = 64
 """Bytes at which each copy of a state begins."""
@@ -31,7 +33,12 @@ class HostUnit:
 
     Attributes:
         stepped: called behind each step of the optimizer, on the thread that has made it.
+        recorder: where bytes are counted, or None.
+        begun_ns: when the last step began.
     """
+
+    recorder: Recorder | None = None
+    begun_ns = 0
 
     def __init__(
         self, group: int, optimizer: torch.optim.Optimizer, pieces: list[Piece], rooms: Rooms | None, alignment: int = 4
@@ -106,9 +113,12 @@ class HostUnit:
         if self._rooms is not None and not self._begun:
             self.wait_for_gradients()
             self.begin()
+        self.begun_ns = perf_counter_ns()
 
     @torch.no_grad()
     def _after_step(self) -> None:
+        if self.recorder is not None:
+            self.recorder.moved("step", "host_memory", self._step_bytes())
         for piece in self.pieces:
             if piece.shard_on_host:
                 piece.shard.copy_(piece.parameter)
@@ -118,6 +128,17 @@ class HostUnit:
         self._begun = False
         self._let_go()
         self.stepped(self)
+
+    def _step_bytes(self) -> int:
+        """Gradients are read, states read and written, 16-bit parameters written where the host makes them."""
+        cast, total = self.room is None or not self.room.cast_on_device, 0
+        for piece in self.pieces:
+            if piece.parameter.grad is not None:
+                states = [piece.parameter, *self.optimizer.state[piece.parameter].values()]
+                held = {id(t): t.nbytes for t in states if isinstance(t, torch.Tensor) and t.dim()}
+                total += piece.parameter.grad.nbytes + 2 * sum(held.values())
+                total += piece.shard.nbytes if cast or piece.shard_on_host else 0
+        return total
 
     def _let_go(self) -> None:
         """The states are not needed until the next step."""
@@ -142,6 +163,8 @@ class HostUnit:
         start = 0
         for tensor in self._tensors():
             copy = memory[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+            if self.recorder is not None and tensor.dim():
+                self.recorder.moved("states", "host_memory", 2 * tensor.nbytes)
             self._saved.append((tensor, copy.copy_(tensor)))
             start += _aligned(tensor)
         self.optimizer.step()

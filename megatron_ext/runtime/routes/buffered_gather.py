@@ -38,6 +38,8 @@ class BufferedGather(ABC):
         arrival = (arrival or Arrival(self.device)).begin()
         self.stream.wait(arrival.taken)
         self._queue(whole, shard, start, arrival.taken, name)
+        if self.recorder is not None:
+            self.recorder.moved("gather", "network", whole.nbytes - shard.nbytes)
         return arrival.end(self.stream)
 
     @abstractmethod

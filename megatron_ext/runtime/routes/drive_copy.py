@@ -3,6 +3,7 @@
 from functools import partial
 from time import perf_counter_ns
 
+from megatron_ext.runtime import drive
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.flags import poll
 from megatron_ext.runtime.group import Clock, Group
@@ -45,6 +46,8 @@ class DriveCopy:
         """Begin to read ``group`` into ``slot`` at the clock's version; returns at once."""
         read = partial(self._read, group, slot, self.clock.version, self._copied_out[slot])
         self._staged[group.index] = slot, self.reader.submit(read)
+        if self.recorder is not None:
+            self.recorder.moved("gather", "drive_read", drive.aligned(group.bytes))
 
     def _read(self, group: Group, slot: int, version: int, copied_out: int, transfer: Transfer):
         """On the thread that reads."""

@@ -9,7 +9,7 @@ from megatron_ext.runtime.flags import DeviceFlag
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import COPY, HostPool
 from megatron_ext.runtime.issuer import Issuer
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recorder import Recorder, log_of
 from megatron_ext.runtime.streams import Arrival, Stream
 
 
@@ -23,7 +23,8 @@ class Copies:
 
     def __init__(self, name: str, device, issuer: Issuer | None = None, recorder: Recorder | None = None):
         self.stream: Stream = device.stream(name)
-        self._device, self._issuer, self._recorder = device, issuer, recorder
+        self.stream.log = log_of(recorder, "gather", "to_device", "cpu")
+        self._device, self._issuer = device, issuer
         self._arrivals: dict[int, Arrival] = {}
 
     def arrival(self, index: int) -> Arrival:
@@ -35,13 +36,9 @@ class Copies:
 
     def copy(self, index: int, destination: torch.Tensor, source: torch.Tensor, arrival: Arrival) -> None:
         """Issue the copy of group ``index`` behind what the stream has been given."""
-        stream, recorder = self.stream, self._recorder
-        marks = [] if recorder is not None else None
-        stream.wait(arrival.taken)
-        stream.copy(destination, source, marks)
-        arrival.end(stream)
-        if recorder is not None:
-            stream.run(lambda: recorder.add("cpu", f"unshard {index}", *marks or ()))
+        self.stream.wait(arrival.taken)
+        self.stream.copy(destination, source, f"unshard {index}")
+        arrival.end(self.stream)
 
     def close(self) -> None:
         self.stream.close()

@@ -65,6 +65,8 @@ class ShardGather(BufferedGather):
         ends = [shard.numel() * number // pieces for number in range(pieces + 1)]
         self._copies.wait(taken)
         self._copies.delay(self._delay)
+        if self.recorder is not None:
+            self.recorder.moved("gather", "to_device", shard.nbytes)
         for begin, end in zip(ends, ends[1:]):
             copy = partial(_copy, whole[start + begin : start + end], shard[begin:end])
             self._recorded("cpu", name, self._copies, copy)

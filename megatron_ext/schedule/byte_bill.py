@@ -1,0 +1,145 @@
+"""The byte bill: what every rank moves in an iteration by a schedule, by kind and link.
+
+[Note: What is billed]
+* What the run issues, as it counts it (:class:`megatron_ext.runtime.recorder.Recorder`): in the dtype in which it
+  crosses a link, with Megatron's padding where whole shards move, and without where parameters do.
+* Of the host's step each gradient is read, each state read and written, each 16-bit parameter written where the host
+  makes it. What an optimizer that is not fused reads again is not billed. Whether all of it misses the processor's
+  caches is not asked.
+* Steps beside the backward as if each had its turn, found room for the states from before, and counted.
+
+Not billed: messages between stages; zeroing, the norm and the clipping of gradients; and buffers on the device.
+"""
+
+from collections.abc import Iterator
+
+from megatron_ext.formats.moved_bytes import ADD_PASSES, MovedBytes, Row, add_up
+from megatron_ext.schedule.memory_bill import gradient_bytes, members_of
+from megatron_ext.schedule.rollback import can_step_early
+from megatron_ext.schedule.user_defined_schedule import Group, Schedule
+from megatron_ext.workload.bucket_layout import ITEM_BYTES as ITEMS
+from megatron_ext.workload.bucket_layout import shard_parts
+from megatron_ext.workload.drive_reads import SECTOR_BYTES
+from megatron_ext.workload.state_layout import ITEM_BYTES, LINE_BYTES, region_bytes, tensor_bytes
+from megatron_ext.workload.workload import Workload
+
+
+def byte_bill(schedule: Schedule, workload: Workload) -> list[list[MovedBytes]]:
+    """By pipeline rank and data-parallel rank. The schedule must be valid and match the workload."""
+    return [
+        [_RankBill(schedule, workload, pp_rank, dp_rank).bill() for dp_rank in range(workload.parallel.dp)]
+        for pp_rank in range(workload.parallel.pp)
+    ]
+
+
+class _RankBill:
+    """The rows of one rank."""
+
+    def __init__(self, schedule: Schedule, workload: Workload, pp_rank: int, dp_rank: int):
+        self.schedule, self.workload, self.pp_rank, self.dp_rank = schedule, workload, pp_rank, dp_rank
+        self.dp, self.settings, self.slots = workload.parallel.dp, workload.optimizer, schedule.step_slots
+        self.rollback_left = schedule.rollback_bytes
+
+    def bill(self) -> MovedBytes:
+        rows = [*self._gathers(), *self._published()]
+        for group in reversed(self.schedule.groups):  # as a backward reduces them
+            if group.pp_rank == self.pp_rank:
+                rows += [*self._gradients(group), *(self._host_step(group) if self._on_host(group) else ())]
+                if group.shard_rests == "host" and not self.settings.on_host:
+                    rows.append(("shard", "to_host", sum(self._parts(group)) * self._item(group)))
+        return add_up(rows)
+
+    def _parts(self, group: Group) -> list[int]:
+        """Elements of each parameter of which the rank has a part."""
+        return shard_parts(members_of(self.workload, group)[1], self.dp)[self.dp_rank]
+
+    def _item(self, group: Group) -> int:
+        return ITEMS[members_of(self.workload, group)[0]]
+
+    def _on_host(self, group: Group) -> bool:
+        return self.settings.on_host and group.states_rest != "device"
+
+    def _gathers(self) -> Iterator[Row]:
+        groups, rank = self.schedule.groups, self.schedule.ranks[self.pp_rank]
+        for entry in (rank.start, *rank.steps):
+            for action in entry.stage_in:
+                yield "gather", "drive_read", -(-groups[action.group].bytes // SECTOR_BYTES) * SECTOR_BYTES
+            for action in entry.unshard:
+                size = groups[action.group].bytes
+                if action.route in ("gpu", "cpu_shard"):
+                    yield "gather", "network", size - size // self.dp
+                if action.route != "gpu":
+                    yield "gather", "to_device", size // self.dp if action.route == "cpu_shard" else size
+
+    def _published(self) -> Iterator[Row]:
+        parallel = self.workload.parallel
+        nodes = len({parallel.node_of(self.pp_rank, dp_rank) for dp_rank in range(self.dp)})
+        for entry in self.schedule.publish:
+            group = self.schedule.groups[entry.group]
+            if group.pp_rank != self.pp_rank:
+                continue
+            own = group.bytes // self.dp
+            if self.settings.on_host and group.states_rest is None:  # from the host's optimizer, whose copies are fp32
+                yield "publish", "host_memory", sum(self._parts(group)) * ITEM_BYTES + own
+            elif group.shard_rests != "host":
+                yield "publish", "to_host", own
+            elif "cpu" in entry.to:
+                yield "publish", "host_memory", 2 * own
+            yield "publish", "network", (nodes - 1) * own
+            if "nvme" in entry.to:
+                yield "publish", "drive_write", nodes * own
+
+    def _gradients(self, group: Group) -> Iterator[Row]:
+        """Reduces, and what is added up in host memory."""
+        whole, visits = gradient_bytes(group, self.workload), 1
+        if group.gradients is not None:
+            visits = -(-self.workload.parallel.num_microbatches // group.reduce_every)
+        yield "gradient", "network", visits * (whole - whole // self.dp)
+        if group.gradients == "host":
+            yield "gradient", "to_host", visits * (whole // self.dp)
+            yield "host_add", "host_memory", visits * ADD_PASSES * (whole // self.dp)
+            if not self.settings.on_host:
+                yield "gradient", "to_device", sum(self._parts(group)) * self.settings.gradient_item_bytes
+
+    def _host_step(self, group: Group) -> Iterator[Row]:
+        numel, item, gradient = sum(self._parts(group)), self._item(group), self.settings.gradient_item_bytes
+        may_be_early = self.rollback_left is not None and can_step_early(group, self.workload)
+        early = may_be_early and self._saves_states(group)
+        through_slots = self.slots is not None and group.states_rest is None
+        in_rooms = not self.settings.delayed and (through_slots or may_be_early or group.states_rest == "nvme")
+        cast_on_device = self.slots is not None and self.slots.cast == "device" and through_slots
+        narrow = gradient < ITEM_BYTES and through_slots and not cast_on_device
+        if group.gradients == "host":
+            copied = early or not in_rooms or gradient < ITEM_BYTES
+            yield "step", "host_memory", numel * (gradient + ITEM_BYTES) if copied else 0
+        else:
+            yield "gradient", "to_host", numel * (gradient if narrow else ITEM_BYTES)
+            yield "step", "host_memory", numel * (gradient + ITEM_BYTES) if narrow else 0
+        states = self.settings.main_item_bytes("float32") + self.settings.state_item_bytes
+        on_host = group.shard_rests == "host"
+        cast = item if on_host or (not cast_on_device and item < ITEM_BYTES) else 0
+        yield "step", "host_memory", numel * (ITEM_BYTES + 2 * states + cast)
+        if not on_host:
+            yield "shard", "to_device", numel * (ITEM_BYTES if cast_on_device else item)
+        elif self.settings.delayed:
+            yield "shard", "host_memory", 2 * numel * item
+        yield from self._states(group, early)
+
+    def _saves_states(self, group: Group) -> bool:
+        """Take memory for its states from before the step, where there is some left."""
+        assert self.rollback_left is not None
+        tensors = 1 + len(self.settings.moment_dtypes)
+        parts = self._parts(group) if group.states_rest is None else []
+        saved = sum(tensors * tensor_bytes(numel) + LINE_BYTES for numel in parts)
+        fits = saved <= self.rollback_left
+        self.rollback_left -= saved if fits else 0
+        return fits
+
+    def _states(self, group: Group, early: bool) -> Iterator[Row]:
+        moments = len(self.settings.moment_dtypes)
+        if group.states_rest == "nvme":
+            size = sum(region_bytes(numel, moments) for numel in self._parts(group))
+            yield "states", "drive_read", size
+            yield "states", "drive_write", size
+        elif early:
+            yield "states", "host_memory", 2 * sum(self._parts(group)) * (1 + moments) * ITEM_BYTES
