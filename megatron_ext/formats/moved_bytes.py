@@ -49,9 +49,10 @@ def by_link(moved: MovedBytes) -> dict[Link, int]:
 
 def differences(planned: MovedBytes, counted: MovedBytes) -> list[tuple[Kind, Link, int, int]]:
     """``(kind, link, planned, counted)`` where these are not equal."""
-    return [
-        (kind, link, *both)
-        for kind in KINDS
-        for link in LINKS
-        if len(set(both := [moved.get(kind, {}).get(link, 0) for moved in (planned, counted)])) == 2
-    ]
+    found = []
+    for kind in KINDS:
+        for link in LINKS:
+            ours, theirs = (moved.get(kind, {}).get(link, 0) for moved in (planned, counted))
+            if ours != theirs:
+                found.append((kind, link, ours, theirs))
+    return found

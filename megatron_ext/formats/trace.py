@@ -29,7 +29,8 @@ LANES = (
 )
 """``compute``: steps; ``wait``: exposed time, a step waiting for a group; ``gpu``, ``cpu``,
 ``nvme``, ``p2p``: links; ``issue``: the training thread's own time to issue gathers; ``host_step``: the
-host's optimizer steps a group beside the backward."""
+host's optimizer steps a group. Copies of gradients and new parameters to the host are in ``publish``, those of new
+parameters to the device in ``cpu``."""
 
 Lane = Literal[
     "compute", "wait", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "optimizer", "issue", "host_step", "host_add"

@@ -10,8 +10,10 @@ from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.verdict import Verdict, verdict
 from megatron_ext.report.equality import Equality, compare, largest_loss_difference
+from megatron_ext.report.hidden_work import Hidden, hidden, over_iterations
 from megatron_ext.report.links_busy import shares
-from megatron_ext.report.measured_trace import MeasuredTrace
+from megatron_ext.report.measured_trace import MeasuredTrace, Window
+from megatron_ext.report.moved import Moved, moved
 from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.spread import Spread, summarize, warm_up
 from megatron_ext.report.turn_ratio import TurnRatio, counted, turn_ratio
@@ -52,6 +54,9 @@ class Report(NamedTuple):
     ``states_bytes_per_s``: at which all ranks together read and wrote optimizer states on drives while they did; None
     where none rest there. ``links_busy``: of the scheduled iteration, ``measured`` and ``simulated``, the share
     in which each link carries bytes and that in which all do (:func:`megatron_ext.report.links_busy.shares`).
+    ``hidden``: of it, ``measured`` and ``simulated``, what was hidden behind compute
+    (:mod:`megatron_ext.report.hidden_work`). ``moved``: by rank, the bytes that it moves as billed and as counted;
+    empty where the trace has no counts.
     """
 
     run: RunDir
@@ -69,6 +74,8 @@ class Report(NamedTuple):
     routes: dict[str, int]
     simulated: dict[str, list[Event]]
     links_busy: dict[str, dict[str, float]]
+    hidden: dict[str, dict[str, Hidden]]
+    moved: list[Moved]
     memory: tuple[tuple[RankMemory, RankMemory], ...] = ()
     states_bytes_per_s: float | None = None
 
@@ -93,6 +100,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     measured = {"stock": run.stock_trace, "scheduled": run.scheduled_trace}
     turn_iterations = run.turn_iterations
     indices = counted(run.iterations, turn_iterations)
+    windows = [run.scheduled_trace.window(index + 1) for index in indices]
 
     def spread(values) -> Spread:
         return summarize([values[index] for index in indices])
@@ -119,14 +127,18 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         memory=_memory(run, [bill.memory for bill in ours.memory]),
         states_bytes_per_s=_states_bytes_per_s(run),
         links_busy={
-            "measured": _links_busy(run, indices),
+            "measured": _links_busy(run, windows),
             "simulated": shares(ours.events, ours.iteration_time_us, run.workload.parallel),
         },
+        hidden={
+            "measured": over_iterations([hidden(window.events) for window in windows]),
+            "simulated": hidden(ours.events, run.workload.optimizer.on_host),
+        },
+        moved=moved(run.schedule, run.workload, run.scheduled_trace.moved_bytes, indices),
     )
 
 
-def _links_busy(run: RunDir, indices: list[int]) -> dict[str, float]:
-    windows = [run.scheduled_trace.window(index + 1) for index in indices]
+def _links_busy(run: RunDir, windows: list[Window]) -> dict[str, float]:
     found = [shares(window.events, window.end_us, run.workload.parallel) for window in windows]
     # A link that is not in every iteration is in none: on CUDA all-gathers are not recorded.
     return {name: median(share[name] for share in found) for name in found[0] if all(name in share for share in found)}

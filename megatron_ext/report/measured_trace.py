@@ -11,8 +11,11 @@ are placed by time alone.
 from collections import defaultdict
 from typing import NamedTuple
 
+import msgspec
+
 from megatron_ext.formats import trace as traces
 from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.moved_bytes import MovedBytes
 from megatron_ext.formats.trace import Event
 from megatron_ext.report.links_busy import union
 from megatron_ext.workload.parallel import Parallel
@@ -42,6 +45,9 @@ class MeasuredTrace:
         parallel: parallel sizes of the run.
         iterations: training iterations that the trace must hold.
 
+    Attributes:
+        moved_bytes: by rank and iteration, what was counted; empty where nothing was.
+
     Raises:
         InputError: not a measured trace, other ranks or iterations, or steps in another order.
     """
@@ -53,6 +59,7 @@ class MeasuredTrace:
             raise InputError(
                 "expected the trace of a training run", file=path, field="otherData.kind", value=about.get("kind")
             )
+        self.moved_bytes = _moved_bytes(path, about, parallel.world_size, iterations)
         by_rank: dict[int, list[Event]] = defaultdict(list)
         for event in events:
             by_rank[event.rank].append(event)
@@ -104,6 +111,23 @@ class MeasuredTrace:
             ]
         end = max(trace.end_us(iteration) for trace in self._ranks.values())
         return Window(iteration, sorted(events, key=lambda e: (e.rank, e.start_us)), end - zero)
+
+
+def _moved_bytes(path, about: dict, ranks: int, iterations: int) -> list[list[MovedBytes]]:
+    try:
+        found = msgspec.convert(about.get("moved_bytes", []), list[list[MovedBytes]])
+    except msgspec.ValidationError as error:
+        raise InputError(str(error), file=path, field="otherData.moved_bytes") from None
+    if not any(found):  # not scheduled, or not counted
+        return []
+    if [len(own) for own in found] != [iterations] * ranks:
+        raise InputError(
+            f"expected {iterations} iterations of {ranks} ranks",
+            file=path,
+            field="otherData.moved_bytes",
+            value=sorted({len(own) for own in found}),
+        )
+    return found
 
 
 class _RankTrace:

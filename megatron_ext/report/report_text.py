@@ -10,7 +10,9 @@ from rich.table import Table
 from megatron_ext.formats.facts import EMULATED, RANKS_PER_DEVICE, shared_device
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
 from megatron_ext.planner.stock import OVERLAPPED
+from megatron_ext.report import moved
 from megatron_ext.report.build_report import Pair, Report
+from megatron_ext.report.hidden_work import NAMES, Hidden
 from megatron_ext.report.run_dir import READ, WRITTEN
 from megatron_ext.report.spread import Spread
 
@@ -31,6 +33,14 @@ EXPLAINED = {
     "links": (
         "the mean over ranks; an all-gather counts from when all of its ranks have issued it, `nvme` is the drive and "
         "`cpu` the host link"
+    ),
+    "hidden": (
+        "how long each rank was at it, the mean, and the share of that in which a step of its computed; on a GPU "
+        "all-gathers and reduces are not recorded"
+    ),
+    "bytes moved": (
+        "as billed before training, and as counted where the run issued them; `host memory` is what the processor "
+        "reads and writes and each byte of other copies once, `network` what a rank receives of collectives"
     ),
     "predicted": "by the simulator from the cost table; the error is relative to the measured median",
 }
@@ -54,6 +64,8 @@ def as_json(report: Report) -> dict:
         "verdict": {name: report.verdict.figures[name] for name in ("answer", "gain", "gain_low", "gain_high")},
         "states_bytes_per_s": report.states_bytes_per_s,
         "links_busy": report.links_busy,
+        "hidden": {how: {name: one._asdict() for name, one in own.items()} for how, own in report.hidden.items()},
+        "moved_bytes": moved.as_json(report.moved),
         "memory": [
             {
                 "pp_rank": rank,
@@ -201,6 +213,17 @@ def links_lines(report: Report) -> list[str]:
     ]
 
 
+def hidden_lines(report: Report) -> list[str]:
+    """Of each kind of copy and of the host's step, how long it took and what was hidden; measured beside simulated."""
+    measured, simulated = (report.hidden[how] for how in ("measured", "simulated"))
+
+    def of(found: dict[str, Hidden], name: str) -> str:
+        return f"{_ms(found[name].us)} ms, {found[name].share:.0%}" if name in found else "-"
+
+    names = [name for name in NAMES.values() if name in measured or name in simulated]
+    return [f"{name}: measured {of(measured, name)}; simulated {of(simulated, name)}" for name in names]
+
+
 def _whose(report: Report) -> str:
     return "stock's" if report.run.gathers_only is None else "the best all-gathers'"
 
@@ -248,7 +271,7 @@ def as_text(report: Report, width: int | None = None) -> str:
     memory = Table(box=box.SIMPLE_HEAD, show_header=False)
     for justify in ("left", "right", "right", "right"):
         memory.add_column(justify=justify, no_wrap=True)
-    for row in memory_rows(report):
+    for row in (*memory_rows(report), *moved.rows(report.moved)):
         memory.add_row(*row)
     detail = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     detail.add_column(no_wrap=True)
@@ -260,6 +283,10 @@ def as_text(report: Report, width: int | None = None) -> str:
     detail.add_row("routes", _routes(report))
     for line in links_lines(report):
         detail.add_row("links", line)
+    for line in hidden_lines(report):
+        detail.add_row("hidden", line)
+    for line in moved.lines(report.moved):
+        detail.add_row("bytes", line)
     detail.add_row("plan", report.verdict.text)
     detail.add_row("verdict", verdict_line(report))
     files = {**{name: report.run.file(name) for name in WRITTEN}, "all files": report.run.path}
@@ -267,7 +294,7 @@ def as_text(report: Report, width: int | None = None) -> str:
     console = Console(file=text, width=width or max(Console().width, 96))
     console.print(_title(report), soft_wrap=True)
     console.print(table)
-    if report.memory:
+    if report.memory or report.moved:
         console.print(memory)
     console.print(detail)
     for name, path in files.items():  # paths are copied from here, so they are not wrapped
@@ -283,10 +310,10 @@ def as_markdown(report: Report) -> str:
     lines += [f"Compared with {compared_with(report)}.", ""]
     lines += [f"| | {other} | scheduled | ratio |", "|---|---:|---:|---:|"]
     lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows(report)]
-    if report.memory:
-        head, *rest = memory_rows(report)
-        lines += ["", f"| {' | '.join((*head[:3], 'bill / census'))} |", "|---|---:|---:|---:|"]
-        lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rest]
+    for found in (memory_rows(report), moved.rows(report.moved)):
+        for head in found[:1]:
+            lines += ["", f"| {' | '.join((*head[:3], f'{head[1]} / {head[2]}'))} |", "|---|---:|---:|---:|"]
+        lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in found[1:]]
     lines += ["", *(f"- **{word}**: {meaning}." for word, meaning in EXPLAINED.items())]
     lines += ["", *(f"Note: {note}." for note in cautions(report))]
     lines += ["", "## Equality", "", f"{report.equality.text[0].upper()}{report.equality.text[1:]}."]
@@ -304,6 +331,8 @@ def as_markdown(report: Report) -> str:
         "",
         f"- {_routes(report)}",
         *(f"- links {line}" for line in links_lines(report)),
+        *(f"- hidden {line}" for line in hidden_lines(report)),
+        *(f"- bytes {line}" for line in moved.lines(report.moved)),
         *(f"- {line}" for line in report.verdict.text.splitlines()),
         f"- {verdict_line(report)}",
     ]

@@ -36,7 +36,7 @@ MEANING = {
     "nvme": "stage in from nvme",
     "publish": "publish to the host copy",
     "reduce": "gradient reduction",
-    "host_step": "host's step of a group, beside the backward",
+    "host_step": "host's step of a group",
     "host_add": "gradients added in host memory",
     "p2p": "message between stages",
 }

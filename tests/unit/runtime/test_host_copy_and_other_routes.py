@@ -26,9 +26,9 @@ def alone(value):
 
 
 class SlowStream(HostStream):
-    def copy(self, destination, source, marks=None):
+    def copy(self, destination, source, name=""):
         self.run(lambda: time.sleep(0.05))
-        super().copy(destination, source, marks)
+        super().copy(destination, source, name)
 
 
 class SlowDevice(HostDevice):

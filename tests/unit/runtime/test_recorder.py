@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 
-from megatron_ext.runtime.host_stream import HostCompute
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.host_stream import HostStream
+from megatron_ext.runtime.recorder import Recorder, log_of
 from megatron_ext.runtime.streams import CudaStream
 
 
@@ -78,13 +78,42 @@ def test_without_a_device_all_is_by_the_clock():
 def test_a_copy_says_when_it_was_under_way(on_device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    for stream in (CudaStream(torch.device("cuda", 0), None), HostCompute()):
-        marks, copied = [], torch.zeros(4)
-        stream.copy(copied, torch.ones(4), marks)
-        assert copied.all() and len(marks) == 2
-        if isinstance(stream, CudaStream):
-            assert marks[0].elapsed_time(marks[1]) == 10.0
-        else:
-            assert marks[0] <= marks[1]
+    by_the_clock, host = Recorder(0), HostStream("test")
+    for stream, recorder in ((CudaStream(torch.device("cuda", 0), None), on_device), (host, by_the_clock)):
+        copied = torch.zeros(4)
+        stream.copy(copied, torch.ones(4))  # nobody wants to know
+        stream.log = log_of(recorder, "gather", "to_device", "cpu", "parameters")
         stream.copy(copied, torch.zeros(4))
-        assert not copied.any() and len(marks) == 2  # nobody wants to know
+        stream.copy(copied, torch.ones(4), "unshard 3")
+        stream.copy(copied, torch.ones(4), None)  # counted alone
+        if stream is host:
+            stream.close()
+        found = [event for event in recorder.events() if event.lane == "cpu"]
+        assert copied.all() and [event.name for event in found] == ["parameters", "unshard 3"]
+        assert all(event.duration_us == 10e3 if stream is not host else event.duration_us >= 0 for event in found)
+        recorder.end_count()
+        assert recorder.counted[0] == {"gather": {"to_device": 48, "host_memory": 48}}
+
+
+def test_bytes_belong_to_the_iteration_whose_step_ends_them():
+    recorder = Recorder(0)
+    recorder.moved("publish", "to_host", 5)
+    recorder.begin_iteration()
+    recorder.moved("gather", "network", 7)
+    recorder.end_count()
+    recorder.end_count()  # the hook and the result of a step that is skipped both say so
+    recorder.moved("publish", "to_host", 6)
+    recorder.begin_iteration()
+    recorder.end_count()
+    assert recorder.counted == {
+        1: {"gather": {"network": 7}, "publish": {"to_host": 5, "host_memory": 5}},
+        2: {"publish": {"to_host": 6, "host_memory": 6}},
+    }
+
+
+def test_a_run_without_a_trace_counts_nothing():
+    recorder = Recorder(0, iterations=range(1, 3))
+    recorder.begin_iteration()
+    recorder.moved("gather", "network", 7)
+    recorder.end_count()
+    assert recorder.counted == {}

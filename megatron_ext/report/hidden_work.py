@@ -1,0 +1,75 @@
+"""Which share of the host's step, and of each kind of copy, was hidden behind compute.
+
+[Note: What is hidden]
+A rank's work on a link, or on the host, is hidden as far as one of its steps computes meanwhile: forwards and
+backwards without the time in which they wait for a group. The simulator makes a step of the host that nothing hides in
+the lane of the optimizer, a trace in that of the host's steps.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from statistics import median
+from typing import NamedTuple
+
+from megatron_ext.formats.trace import END_NOT_KNOWN, Event
+from megatron_ext.report.links_busy import Intervals, in_all, union
+
+STEP = "host's step"
+
+NAMES = {
+    ("cpu", ""): "copies to the device",
+    ("cpu", "parameters"): "new parameters to the device",
+    ("gpu", ""): "all-gathers",
+    ("host_add", ""): "gradients added in host memory",
+    ("host_step", ""): STEP,
+    ("nvme", ""): "drive to staging slots",
+    ("nvme", "states"): "optimizer states, drive",
+    ("publish", ""): "publishing",
+    ("publish", "gradient"): "gradients to the host",
+    ("publish", "parameters"): "new parameters to the host",
+    ("reduce", ""): "reduces",
+}
+"""What events are called, by lane and first word of their names; else by the lane alone."""
+
+
+class Hidden(NamedTuple):
+    """``us``: of all intervals of one kind, the mean over ranks; ``share``: of it, hidden."""
+
+    us: float
+    share: float
+
+
+def hidden(events: Iterable[Event], simulated_on_host: bool = False) -> dict[str, Hidden]:
+    """By name of :data:`NAMES`. ``simulated_on_host``: the lane of the optimizer is the host's step."""
+    spans: dict[str, dict[int, Intervals]] = defaultdict(lambda: defaultdict(list))
+    for event in events:
+        spans[_name(event, simulated_on_host)][event.rank].append((event.start_us, event.start_us + event.duration_us))
+    compute, waits = spans.pop("compute", {}), spans.pop("wait", {})
+    ranks, found = len({rank for own in (compute, *spans.values()) for rank in own}), {}
+    for name in (name for name in NAMES.values() if name in spans):
+        total = behind = 0.0
+        for rank, intervals in spans[name].items():
+            own, steps = union(intervals), union(compute.get(rank, []))
+            waited = in_all([own, steps, union(waits.get(rank, []))])
+            total += _length(own)
+            behind += _length(in_all([own, steps])) - _length(waited)
+        if total:
+            found[name] = Hidden(total / ranks, behind / total)
+    return found
+
+
+def over_iterations(found: list[dict[str, Hidden]]) -> dict[str, Hidden]:
+    """Medians of several iterations. What is not in each of them is left out."""
+    names = [name for name in NAMES.values() if all(name in one for one in found)]
+    return {name: Hidden(*(median(one[name][n] for one in found) for n in range(2))) for name in names}
+
+
+def _name(event: Event, simulated_on_host: bool) -> str:
+    if event.name == END_NOT_KNOWN:
+        return END_NOT_KNOWN
+    lane = "host_step" if event.lane == "optimizer" and simulated_on_host else event.lane
+    return NAMES.get((lane, event.name.partition(" ")[0])) or NAMES.get((lane, "")) or lane
+
+
+def _length(intervals: Intervals) -> float:
+    return sum(end - begin for begin, end in intervals)
