@@ -4,13 +4,14 @@ It copies every gradient to host memory in fp32, and every new parameter back, w
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
 
 from megatron_ext.formats.moved_bytes import Row
 from megatron_ext.megatron.shards import places_of_groups, steps_on_the_host
+from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.user_defined_schedule import Group as Planned
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -55,13 +56,20 @@ def gradient_row(shard: torch.Tensor, size_bytes: int, group: Planned) -> Row:
     return "gradient", "to_host", size_bytes
 
 
-def delayed_rows(schedule: Schedule, optimizers: list, buckets: list) -> list[Row]:
-    """What applying a delayed update moves, and before it copying the gradients for the next."""
-    rows: list[Row] = []
+def count_delayed(
+    schedule: Schedule, optimizers: list, buckets: list, recorder: Recorder, delayed: DelayedUpdate
+) -> None:
+    """Count what applying a delayed update moves, and copying the gradients of all parameters for the next."""
     for optimizer in optimizers:
-        for group, _, _, shard in places_of_groups([optimizer], buckets):
-            planned = schedule.groups[group.index]
-            on_host = planned.shard_rests == "host"
-            rows.append(("shard", "host_memory", 2 * shard.nbytes) if on_host else ("shard", "to_device", shard.nbytes))
-            rows.append(gradient_row(shard, shard.numel() * torch.float32.itemsize, planned))
-    return rows
+        places = [(shard, schedule.groups[group.index]) for group, *_, shard in places_of_groups([optimizer], buckets)]
+        for shard, group in places:
+            passes = 2 if group.shard_rests == "host" else 1
+            delayed.rows.append(("shard", "host_memory" if passes == 2 else "to_device", passes * shard.nbytes))
+        copy = optimizer.optimizer._set_sub_optimizer_grads
+        vars(optimizer.optimizer)["_set_sub_optimizer_grads"] = partial(_copy_counted, copy, places, recorder)
+
+
+def _copy_counted(copy: Callable[[], None], places: list[tuple[torch.Tensor, Planned]], recorder: Recorder) -> None:
+    copy()
+    for shard, group in places:
+        recorder.moved(*gradient_row(shard, shard.numel() * torch.float32.itemsize, group))

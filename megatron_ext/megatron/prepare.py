@@ -78,14 +78,10 @@ def prepare(
     checks = _checks(schedule, pp_rank, process_group, routes.order)
     leave_step_out(optimizers, buckets, faults.skip_step)
     how = (copies.publisher, issuer, faults, links, nvme_path, delay)
-    stepped = groups and (delay is not None or _steps_on_host(schedule))
-    host_step = HostStep(schedule, optimizers, bucket_groups, groups, *how) if stepped else None
-    if links is not None:
-        units = [unit.optimizer for unit in host_step.units] if host_step is not None else []
-        count_own_steps(schedule, optimizers, buckets, links, units)
+    host_step = _host_step(schedule, optimizers, bucket_groups, groups, buckets, links, *how)
     boundaries = _boundaries(schedule, ddps, pp_rank)
-    counted = routes.order, host_step, links
-    reducer = _reducer(schedule, bucket_groups, optimizers, process_group, issuer, faults, *counted)
+    of_run = (process_group, issuer, faults, routes.order, host_step, links)
+    reducer = _reducer(schedule, bucket_groups, optimizers, *of_run)
     kept = (routes.buffered, reducer, [] if host_shards is None else [host_shards.buffer])
     resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, *kept)
     turn = issuer.turn if any((copies.publisher, host_step, reducer)) else None
@@ -105,6 +101,18 @@ def prepare(
     )
     _say_once(executor.fill_memory(partial(rehearse, schedule, rank, groups, clock, boundaries, reducer)))
     return _closing_at_the_end(executor, groups, boundaries, copies, routes.buffered, host_step)
+
+
+def _host_step(
+    schedule: Schedule, optimizers: list, bucket_groups: dict, groups: dict, buckets: list, recorder, *how
+) -> HostStep | None:
+    """None where Megatron makes the host's step alone, or there is none."""
+    stepped = groups and (how[-1] is not None or _steps_on_host(schedule))
+    host_step = HostStep(schedule, optimizers, bucket_groups, groups, *how) if stepped else None
+    if recorder is not None:
+        units = [] if host_step is None else [unit.optimizer for unit in host_step.units]
+        count_own_steps(schedule, optimizers, buckets, recorder, units)
+    return host_step
 
 
 def _parts(reducer, host_shards, publisher, host_step: HostStep | None) -> list:

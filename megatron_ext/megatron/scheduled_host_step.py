@@ -36,7 +36,7 @@ from megatron_ext.megatron.host_optimizers import (
     without,
 )
 from megatron_ext.megatron.late_memory import take_over
-from megatron_ext.megatron.own_step_bytes import delayed_rows
+from megatron_ext.megatron.own_step_bytes import count_delayed
 from megatron_ext.megatron.shards import places_of_groups
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.faults import Faults
@@ -113,7 +113,8 @@ class HostStep:
         )
         if delay is not None:
             self.delayed = DelayedUpdate(staged, *delay, publisher, **common)
-            self.delayed.rows = delayed_rows(schedule, real, self._buckets())
+            if recorder is not None:
+                count_delayed(schedule, real, self._buckets(), recorder, self.delayed)
         elif schedule.rollback_bytes is not None:
             self._make_early(units, publisher, common)
         for optimizer, own in units.items():

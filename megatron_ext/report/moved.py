@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median_low
 from typing import NamedTuple
 
-from megatron_ext.formats.moved_bytes import KINDS, LINKS, MovedBytes, by_link, differences
+from megatron_ext.formats.moved_bytes import KINDS, LINKS, Kind, Link, MovedBytes, by_link, differences
 from megatron_ext.schedule.byte_bill import byte_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.workload import Workload
@@ -36,13 +36,14 @@ def moved(
     for rank, own in enumerate(counts):
         planned = bills[rank // ranks][rank % ranks // workload.parallel.tensor_model_parallel_size]
         chosen = [own[index] for index in indices]
-        counted = {kind: {link: size for link in LINKS if (size := _median(chosen, kind, link))} for kind in KINDS}
-        found.append(Moved(rank, planned, {kind: links for kind, links in counted.items() if links}))
+        counted: MovedBytes = {kind: links for kind in KINDS if (links := _medians(chosen, kind))}
+        found.append(Moved(rank, planned, counted))
     return found
 
 
-def _median(chosen: list[MovedBytes], kind, link) -> int:
-    return median_low(one.get(kind, {}).get(link, 0) for one in chosen)
+def _medians(chosen: list[MovedBytes], kind: Kind) -> dict[Link, int]:
+    of_links = {link: median_low(one.get(kind, {}).get(link, 0) for one in chosen) for link in LINKS}
+    return {link: size for link, size in of_links.items() if size}
 
 
 def as_json(found: list[Moved]) -> list[dict]:
@@ -66,15 +67,13 @@ def rows(found: list[Moved]) -> list[tuple[str, str, str, str]]:
         return []
     most = max(found, key=lambda one: sum(by_link(one.counted).values()))
     lines = [(f"bytes moved in an iteration, rank {most.rank}", "planned", "counted", "")]
-    both = [{(kind, link): size for kind, own in m.items() for link, size in own.items()} for m in most[1:]]
-    totals = [{("all", link): size for link, size in by_link(m).items()} for m in most[1:]]
-    for planned, counted in (both, totals):
-        keys = [(kind, link) for kind in (*KINDS, "all") for link in LINKS if (kind, link) in planned | counted]
-        for kind, link in keys:
-            sizes = [one.get((kind, link), 0) for one in (planned, counted)]
-            ratio = f"{sizes[0] / sizes[1]:.3f}" if sizes[1] else ""
-            what = f"  {kind}, {link}".replace("_", " ")
-            lines.append((f"{what}, MB", *(f"{size / 1e6:.3f}" for size in sizes), ratio))
+    kinds = [(kind, most.planned.get(kind, {}), most.counted.get(kind, {})) for kind in KINDS]
+    for kind, *both in (*kinds, ("all", by_link(most.planned), by_link(most.counted))):
+        for link in LINKS:
+            planned, counted = (links.get(link, 0) for links in both)
+            if planned or counted:
+                what, ratio = f"  {kind}, {link}, MB".replace("_", " "), f"{planned / counted:.3f}" if counted else ""
+                lines.append((what, f"{planned / 1e6:.3f}", f"{counted / 1e6:.3f}", ratio))
     return lines
 
 

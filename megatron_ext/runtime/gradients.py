@@ -164,6 +164,8 @@ class Reducer(Part):
             shard in host memory holds all of its gradient, or with None: behind what the compute stream has been given.
     """
 
+    _recorder: Recorder | None = None
+
     def __init__(
         self,
         gradients: dict[int, Gradient],

@@ -226,6 +226,8 @@ def train_strictly(strict: dict, *case) -> tuple[dict, dict]:
         "errors": together("errors"),
         "misplaced": together("misplaced"),
         "host_waits": together("host_waits"),
+        "dear": together("dear"),
+        "dear_looked_at": [found["dear_looked_at"] for found in everybody],
         "symmetric_gathers": [found["gathers"] for found in everybody],
         "accesses": order.accesses,
         "reached": sorted(orderings.switch.reached),

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from strict_collectives import Collectives
+from strict_copies import DearCopies
 from strict_engine import Engine, where
 from strict_kernels import Kernels
 from strict_memory import Memory, tensors_in
@@ -54,12 +55,21 @@ class StrictDevice:
 
     Args:
         stream_flags: whether the device has them.
+        dear: arguments of :class:`DearCopies`.
         others: of :class:`Engine`.
     """
 
     def __init__(
-        self, rank: int, seed: int, order: str, stream_flags: bool = True, stuck_seconds: float = 20, **others
+        self,
+        rank: int,
+        seed: int,
+        order: str,
+        stream_flags: bool = True,
+        stuck_seconds: float = 20,
+        dear: dict | None = None,
+        **others,
     ):
+        self.dear = DearCopies(**dear or {})
         self.rank, self.engine = rank, Engine(rank, seed, order, stuck_seconds, **others)
         self.memory = Memory(rank, self.engine.error)
         self.engine.name_of_flag = self.memory.name_of
@@ -74,6 +84,7 @@ class StrictDevice:
         engine = self.engine
         kinds = ("entries", "errors", "misplaced", "host_waits", "stacks")
         found = {kind: getattr(engine, kind) for kind in kinds}
+        found |= {"dear": self.dear.seen, "dear_looked_at": self.dear.looked_at}
         return found | {"stopped": engine.lock.circles, "gathers": self.symmetric.gathers}
 
     # Operations of torch.
@@ -104,6 +115,7 @@ class StrictDevice:
         accesses = [(*place, is_written) for _, place, is_written in found]
         issuer = threading.get_ident() == self.engine.main or not self.engine.one_issuer
         if all(region is not None for region in regions) and (found or not issuer):
+            self.dear.on_host(label, [tensor for tensor, _, _ in found])
             return self._on_host(func, args, kwargs, label, accesses)
         return self._on_device(func, args, kwargs, name, label, found, regions, accesses)
 
@@ -124,6 +136,7 @@ class StrictDevice:
         on_host = any(region is not None for region in regions)
         blocking = name == "copy_" and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         if on_host:
+            self.dear.between(label, found, regions)
             scalars = all(region is None or tensor.dim() == 0 for (tensor, *_), region in zip(found, regions))
             if name != "copy_" and not scalars:
                 engine.error(f"{label} mixes host and device memory")
@@ -209,7 +222,7 @@ class StrictDevice:
         ):
             yield mock.patch.object(owner, name, wrap(getattr(owner, name)))
         yield from self.symmetric.patches()
-        for part in (Collectives(self), Kernels(self), Runtime(self)):
+        for part in (Collectives(self), Kernels(self), Runtime(self), self.dear):
             yield from part.patches()
 
     def __enter__(self):

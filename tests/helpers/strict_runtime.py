@@ -278,6 +278,8 @@ class Runtime:
 
     def _step(self, original, begins: bool):
         def run(own, *args, **kwargs):
+            if original.__name__ != "params_updated":  # what publishes, and begins the next iteration
+                self.strict.dear.training = begins
             result = original(own, *args, **kwargs)
             self.engine.in_step = begins
             return result
