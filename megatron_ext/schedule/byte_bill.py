@@ -32,6 +32,14 @@ def byte_bill(schedule: Schedule, workload: Workload) -> list[list[MovedBytes]]:
     ]
 
 
+def publish_passes(group: Group, workload: Workload) -> float:
+    """Bytes that publishing a shard to a host copy moves in host memory, for each of its own: a copy from the device
+    writes them; those that rest in host memory are read before; those of the host's optimizer are read in fp32."""
+    if workload.optimizer.on_host and group.states_rest is None:
+        return 1 + ITEM_BYTES / ITEMS[members_of(workload, group)[0]]
+    return 2 if group.shard_rests == "host" else 1
+
+
 class _RankBill:
     """The rows of one rank."""
 

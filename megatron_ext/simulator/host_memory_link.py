@@ -14,10 +14,14 @@ written and leaves."""
 
 
 class HostMemoryLink:
-    """One rank's share of host memory."""
+    """One rank's share of host memory.
+
+    Attributes:
+        publish_passes: by group, bytes that publishing moves for each byte of a shard; 1 of those that are not there.
+    """
 
     def __init__(self, workload: Workload, bytes_per_us: float):
-        self.bytes_per_us = bytes_per_us
+        self.bytes_per_us, self.publish_passes = bytes_per_us, dict[int, float]()
         dp, settings = workload.parallel.dp, workload.optimizer
         self._shard, self._gradient = 1 / dp, settings.gradient_item_bytes / 2 / dp
 
@@ -30,7 +34,8 @@ class HostMemoryLink:
         if kind == NVME:
             return size_bytes / us
         if kind == PUBLISH:
-            return size_bytes * (self._gradient if len(item) == 4 else self._shard) / us
+            shares = self._gradient if len(item) == 4 else self._shard * self.publish_passes.get(item[0], 1)
+            return size_bytes * shares / us
         if kind == HOST_STEP:
             return size_bytes * STEP_BYTES / 2 * self._shard / us
         return size_bytes * 3 * self._gradient / us if kind == HOST_ADD else 0.0

@@ -7,6 +7,7 @@ import msgspec
 from megatron_ext.cost.cost_table import KINDS
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.trace import Event
+from megatron_ext.schedule.byte_bill import publish_passes
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes, slot_bytes
 from megatron_ext.schedule.memory_bill import Bill, states_on_drive_bytes
 from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
@@ -124,6 +125,9 @@ def run(
     how = {"states_us": [] if delayed else states_us, "early": early, "delayed": delayed}
     how["optimizer_us"] = optimizer_us(schedule, workload, timing)
     engine = Engine(programs, workload, timing, publish, trace=trace, host_cpu=host_cpu, **how)
+    if engine.host_memory is not None:
+        passes = {entry.group: publish_passes(schedule.groups[entry.group], workload) for entry in schedule.publish}
+        engine.host_memory.publish_passes = passes
     iteration_time = engine.run()
     spans = [rank.last_end - rank.first_start for rank in engine.ranks]
     longest = max(range(len(spans)), key=lambda index: (spans[index], -index))

@@ -60,7 +60,7 @@ def test_nothing_is_pageable_and_nothing_is_left_to_one_thread(train, case):
 
 def test_threads_that_nobody_sets_are_seen(train):
     dear = train(**CASES["slots"], set_threads=False)["strict"]["dear"]
-    assert any("room.py" in one and "by one thread" in one for one in dear)
+    assert any("unit.py" in one and "by one thread" in one for one in dear)
     assert any("gradients.py" in one and "by one thread" in one for one in dear)
 
 

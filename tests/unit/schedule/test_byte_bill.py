@@ -11,7 +11,7 @@ from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.byte_bill import byte_bill
 from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.memory_bill import states_on_drive_bytes
-from megatron_ext.schedule.user_defined_schedule import PublishGroup, StepSlots
+from megatron_ext.schedule.user_defined_schedule import PublishGroup, StateSlots, StepSlots
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator import links
 from megatron_ext.simulator.activity_kinds import CPU, GPU, HOST_ADD, NVME, PUBLISH, REDUCE
@@ -115,7 +115,7 @@ def simulated(work, schedule, monkeypatch) -> dict:
             elif kind == PUBLISH and len(item) == 4:
                 rows.append(("gradient", "to_host", round(size * gradient)))
             elif kind == PUBLISH:
-                rows.append(("publish", "to_host", size // DP))
+                rows.append(("publish", "host_memory", round(memory * us)))
             elif kind == HOST_ADD:
                 rows.append(("host_add", "host_memory", round(memory * us)))
 
@@ -123,6 +123,15 @@ def simulated(work, schedule, monkeypatch) -> dict:
     table = make_table(work, nvme=(10.0, 5e3), host_add=line(1.0, 1e4), reduce=line(1.0, 1e4))
     evaluate(work, replace(table, host_memory=cost.HostMemory(bytes_per_s=1e12)), validate(schedule))
     return add_up(rows)
+
+
+def with_all_by_cpu(schedule):
+    """Every group is published to a host copy and comes from there."""
+    to = tuple(PublishGroup(group=index, to=("cpu",)) for index in range(LAYERS))
+    by_copy = lambda entry: replace(entry, unshard=tuple(replace(a, route="cpu") for a in entry.unshard))
+    rank = schedule.ranks[0]
+    rank = replace(rank, start=by_copy(rank.start), steps=tuple(map(by_copy, rank.steps)))
+    return replace(schedule, publish=to, ranks=(rank,))
 
 
 @pytest.mark.parametrize("kept", ["host", "sharded"])
@@ -136,10 +145,24 @@ def test_the_simulator_moves_what_is_billed(kept, monkeypatch):
     schedule = replace(schedule, publish=to, ranks=(replace(schedule.ranks[0], steps=by_copy),))
     (bill, _), moved = byte_bill(schedule, work)[0], simulated(work, schedule, monkeypatch)
     bill["gradient"].pop("to_device", None)  # for the optimizer's step, whose time has it
-    assert moved["gather"] == bill["gather"] and moved["publish"] == bill["publish"]
+    assert moved["gather"] == bill["gather"]
+    assert moved["publish"]["host_memory"] == bill["publish"]["host_memory"] == bill["publish"]["to_host"]
     for link in ("to_host", "network"):
         assert moved["gradient"].get(link) == bill["gradient"].get(link)
     assert moved.get("host_add") == bill.get("host_add")
+
+
+@pytest.mark.parametrize("of_groups, passes", [({}, 3), ({"shard_rests": "host", "states_rest": "nvme"}, 2)])
+def test_the_simulator_publishes_from_host_memory_as_billed(of_groups, passes, monkeypatch):
+    """From the host's optimizer 16 bits are made of fp32, from a shard in host memory they are copied."""
+    work, schedule = case(zero_stage=3, on_host=True, **of_groups)
+    schedule = with_all_by_cpu(schedule)
+    if of_groups:
+        schedule = replace(schedule, state_slots=StateSlots(slots=2, slot_bytes=1 << 20))
+    (bill, _), moved = byte_bill(schedule, work)[0], simulated(work, schedule, monkeypatch)
+    own = sum(group.bytes for group in schedule.groups) // DP
+    assert bill["publish"]["host_memory"] == pytest.approx(passes * own, rel=0.01)  # fp32 has no padding
+    assert moved["publish"]["host_memory"] == passes * own
 
 
 def test_the_simulator_copies_shards_as_billed(monkeypatch):
