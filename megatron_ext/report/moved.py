@@ -42,7 +42,7 @@ def moved(
 
 
 def _medians(chosen: list[MovedBytes], kind: Kind) -> dict[Link, int]:
-    of_links = {link: median_low(one.get(kind, {}).get(link, 0) for one in chosen) for link in LINKS}
+    of_links: dict[Link, int] = {link: median_low(one.get(kind, {}).get(link, 0) for one in chosen) for link in LINKS}
     return {link: size for link, size in of_links.items() if size}
 
 

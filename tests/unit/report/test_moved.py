@@ -78,10 +78,9 @@ def test_a_trace_without_counts_has_no_figures(tmp_path):
     assert "bytes moved in" not in report_text.as_text(built)
 
 
-@pytest.mark.parametrize("value", [[[]], [[{"gather": {"to_device": 1}}]] * 4, [[{"gather": {"warp": 1}}] * 6] * 4])
+@pytest.mark.parametrize("value", [[[{"gather": {"to_device": 1}}]] * 4, [[{"gather": {"warp": 1}}] * 6] * 4])
 def test_damaged_counts_are_refused(tmp_path, value):
     make_run(tmp_path)
     change(tmp_path / "scheduled.trace.json", lambda trace: trace["otherData"].update(moved_bytes=value))
-    if any(value):
-        with pytest.raises(InputError, match="otherData.moved_bytes"):
-            report.load(tmp_path)
+    with pytest.raises(InputError, match="otherData.moved_bytes"):
+        report.load(tmp_path)
