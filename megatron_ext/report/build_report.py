@@ -131,8 +131,8 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
             "simulated": shares(ours.events, ours.iteration_time_us, run.workload.parallel),
         },
         hidden={
-            "measured": over_iterations([hidden(window.events) for window in windows]),
-            "simulated": hidden(ours.events, run.workload.optimizer.on_host),
+            "measured": over_iterations([hidden(window.events, run.workload.parallel) for window in windows]),
+            "simulated": hidden(ours.events, run.workload.parallel, run.workload.optimizer.on_host),
         },
         moved=moved(run.schedule, run.workload, run.scheduled_trace.moved_bytes, indices),
     )

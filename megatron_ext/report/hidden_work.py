@@ -3,16 +3,18 @@
 [Note: What is hidden]
 A rank's work on a link, or on the host, is hidden as far as one of its steps computes meanwhile: forwards and
 backwards without the time in which they wait for a group. The simulator makes a step of the host that nothing hides in
-the lane of the optimizer, a trace in that of the host's steps.
+the lane of the optimizer, a trace in that of the host's steps. Of all-gathers see links_busy.py, [Note: When an
+all-gather moves bytes].
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from megatron_ext.formats.trace import END_NOT_KNOWN, Event
-from megatron_ext.report.links_busy import Intervals, in_all, union
+from megatron_ext.formats.trace import Event
+from megatron_ext.report.links_busy import LINKS, Intervals, in_all, moving, union
+from megatron_ext.workload.parallel import Parallel
 
 STEP = "host's step"
 
@@ -39,10 +41,10 @@ class Hidden(NamedTuple):
     share: float
 
 
-def hidden(events: Iterable[Event], simulated_on_host: bool = False) -> dict[str, Hidden]:
+def hidden(events: Sequence[Event], parallel: Parallel, simulated_on_host: bool = False) -> dict[str, Hidden]:
     """By name of :data:`NAMES`. ``simulated_on_host``: the lane of the optimizer is the host's step."""
     spans: dict[str, dict[int, Intervals]] = defaultdict(lambda: defaultdict(list))
-    for event in events:
+    for event in (*(event for event in events if event.lane not in LINKS), *moving(events, parallel)):
         spans[_name(event, simulated_on_host)][event.rank].append((event.start_us, event.start_us + event.duration_us))
     compute, waits = spans.pop("compute", {}), spans.pop("wait", {})
     ranks, found = len({rank for own in (compute, *spans.values()) for rank in own}), {}
@@ -65,8 +67,6 @@ def over_iterations(found: list[dict[str, Hidden]]) -> dict[str, Hidden]:
 
 
 def _name(event: Event, simulated_on_host: bool) -> str:
-    if event.name == END_NOT_KNOWN:
-        return END_NOT_KNOWN
     lane = "host_step" if event.lane == "optimizer" and simulated_on_host else event.lane
     return NAMES.get((lane, event.name.partition(" ")[0])) or NAMES.get((lane, "")) or lane
 

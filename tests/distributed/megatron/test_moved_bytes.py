@@ -4,13 +4,22 @@ import pytest
 from cases import MODELS, STRICT
 from msgspec.structs import replace
 from placed_schedules import ALL, SHARDS, beside_backward, everything, on_drive, slots, some_on_device
+from planning_cases import line, make_table
+from run_files import make_metrics
+from variations import some
 
+from megatron_ext import report
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.formats import json_files
 from megatron_ext.formats import trace as traces
 from megatron_ext.formats.moved_bytes import differences
+from megatron_ext.report import moved
+from megatron_ext.report.hidden_work import STEP
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.byte_bill import byte_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.workload import Limits, Workload
 
@@ -49,19 +58,19 @@ NOT_CLIPPED = ["--clip-grad", "1e9"]
 DELAYED = ["--delayed-parameter-update", "0"]
 CASES = {
     "routes and gradients": dict(name="bf16-tied", make=ALL),
-    "shards on the host": dict(name="bf16-tied", make=SHARDS),
-    "shards gathered": dict(name="bf16-tied", make=everything(("cpu_shard",), shards=True)),
     "two nodes": dict(name="bf16-tied", make=everything(("gpu", "cpu", "nvme"), shards=True), nodes=2),
-    "zero stage 1": dict(name="fp32", make=everything(("gpu", "cpu", "nvme")), zero_stage=1),
-    "Megatron's step": OFFLOAD | dict(make=ALL),
-    "Megatron's step, shards": OFFLOAD | dict(make=SHARDS),
     "slots": OFFLOAD | dict(make=slots("host", ALL)),
     "slots, cast on the device": OFFLOAD | dict(make=slots("device", SHARDS)),
     "states on the drive": OFFLOAD | dict(make=on_drive(SHARDS)),
+    "Megatron's step": OFFLOAD | dict(make=ALL),
+    "delayed": OFFLOAD | dict(make=SHARDS, options=DELAYED),
+    "shards on the host": dict(name="bf16-tied", make=SHARDS),
+    "shards gathered": dict(name="bf16-tied", make=everything(("cpu_shard",), shards=True)),
+    "zero stage 1": dict(name="fp32", make=everything(("gpu", "cpu", "nvme")), zero_stage=1),
+    "Megatron's step, shards": OFFLOAD | dict(make=SHARDS),
     "states on the device": OFFLOAD | dict(make=some_on_device(everything(("gpu", "cpu"), ("sharded",)))),
     "beside the backward": OFFLOAD | dict(make=beside_backward(SHARDS), options=NOT_CLIPPED),
     "beside the backward, on the drive": OFFLOAD | dict(make=on_drive(beside_backward(ALL)), options=NOT_CLIPPED),
-    "delayed": OFFLOAD | dict(make=SHARDS, options=DELAYED),
     "delayed, on the drive": OFFLOAD | dict(make=on_drive(ALL), options=DELAYED),
 }
 MOVED = {
@@ -92,7 +101,7 @@ def said(schedule: Schedule, workload: Workload, counted) -> list:
     ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(list(CASES), 7))
 def test_what_is_moved_is_what_is_billed(train, case):
     schedule, workload, counted = train(**CASES[case])
     assert [len(moved) for moved in counted] == [ITERATIONS] * 2
@@ -102,3 +111,21 @@ def test_what_is_moved_is_what_is_billed(train, case):
     assert unlike == []
     held = {f"{kind} {link}" for own in counted for kind, links in own[-1].items() for link in links}
     assert not {one for one in MOVED.get(case, "").split(", ") if one} - held
+
+
+def test_a_report_of_such_a_run_says_it_and_what_was_hidden(train, tmp_path):
+    schedule, work, _ = train("bf16-offload", slots("host", ALL), on_host=True)
+    workload_file.save(tmp_path / "workload.json", work)
+    lines = {name: line(5.0, 1e3) for name in ("host_add", "host_step", "reduce", "optimizer")}
+    cost.save(tmp_path / "cost_table.json", make_table(work, nvme=(9.0, 1e3), **lines))
+    for name in ("stock", "scheduled"):  # whatever it is compared with
+        json_files.save(tmp_path / f"{name}.metrics.json", make_metrics(ITERATIONS, 2))
+        (tmp_path / f"{name}.trace.json").write_bytes((tmp_path / "trace.json").read_bytes())
+    built = report.build(report.load(tmp_path), extrapolate=True)
+    assert moved.lines(built.moved) == ["each rank has moved what was planned, by kind and link"]
+    measured, simulated = built.hidden["measured"], built.hidden["simulated"]
+    both = {STEP, "publishing", "gradients to the host", "gradients added in host memory", "copies to the device"}
+    assert both <= set(measured) & set(simulated)
+    assert measured[STEP] == (measured[STEP].us, 0.0) and measured[STEP].us > 0  # it waits for the norm
+    assert all(0 <= one.share <= 1 for found in (measured, simulated) for one in found.values())
+    assert {"new parameters to the device", "drive to staging slots"} <= set(measured)

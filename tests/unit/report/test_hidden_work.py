@@ -1,12 +1,15 @@
 """What was hidden behind compute: by hand, and in a report."""
 
 import pytest
+from planning_cases import make_workload
 from run_files import make_run
 
 from megatron_ext import report
 from megatron_ext.formats.trace import END_NOT_KNOWN, Event
 from megatron_ext.report import report_text
 from megatron_ext.report.hidden_work import NAMES, STEP, Hidden, hidden, over_iterations
+
+PARALLEL = make_workload(pp=1, vp=1, dp=2, order="no_pipeline").parallel
 
 
 def test_work_is_hidden_while_its_own_rank_computes_and_does_not_wait():
@@ -22,16 +25,19 @@ def test_work_is_hidden_while_its_own_rank_computes_and_does_not_wait():
         Event(0, "cpu", "unshard 1", 0.0, 15.0),
         Event(0, "cpu", "unshard 2", 5.0, 15.0),  # beside the first: 20 us in all
         Event(0, "gpu", END_NOT_KNOWN, 0.0, 100.0),
+        Event(0, "gpu", "unshard 3", 0.0, 50.0),
+        Event(1, "gpu", "unshard 3", 30.0, 20.0),  # before, no byte moves
         Event(0, "nvme", "states read", 55.0, 10.0),
         Event(0, "optimizer", "step", 60.0, 30.0),
         Event(0, "host_step", "2", 30.0, 10.0),
     ]
-    found = hidden(events)
+    found = hidden(events, PARALLEL)
     assert found == {
         "publishing": Hidden(10.0, 0.75),  # means over two ranks
         "gradients to the host": Hidden(20.0, 0.25),
         "new parameters to the device": Hidden(2.5, 0.0),
         "copies to the device": Hidden(10.0, 0.75),
+        "all-gathers": Hidden(20.0, 0.5),  # rank 1 computes no more
         "optimizer states, drive": Hidden(5.0, 0.5),
         STEP: Hidden(5.0, 1.0),
     }
@@ -44,8 +50,8 @@ def test_a_simulated_step_between_two_iterations_is_the_hosts_where_it_steps():
         Event(0, "host_step", "2", 20.0, 10.0),
         Event(0, "optimizer", "optimizer", 40.0, 30.0),
     ]
-    assert hidden(events, simulated_on_host=True) == {STEP: Hidden(40.0, 0.25)}
-    assert hidden(events) == {STEP: Hidden(10.0, 1.0)}
+    assert hidden(events, PARALLEL, simulated_on_host=True) == {STEP: Hidden(40.0, 0.25)}
+    assert hidden(events, PARALLEL) == {STEP: Hidden(10.0, 1.0)}
 
 
 def test_iterations_are_told_by_their_median():
