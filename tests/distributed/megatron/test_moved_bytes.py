@@ -129,3 +129,10 @@ def test_a_report_of_such_a_run_says_it_and_what_was_hidden(train, tmp_path):
     assert measured[STEP] == (measured[STEP].us, 0.0) and measured[STEP].us > 0  # it waits for the norm
     assert all(0 <= one.share <= 1 for found in (measured, simulated) for one in found.values())
     assert {"new parameters to the device", "drive to staging slots"} <= set(measured)
+
+
+def test_a_gradient_that_is_not_reduced_is_missed(train):
+    """Negative control: group 1 is left out."""
+    found = said(*train(**CASES["slots"], environment={"MEGATRON_EXT_FAULTS": "skip_reduce=1"}))
+    missed = {(kind, link) for _, _, kind, link, planned, counted in found if counted < planned}
+    assert ("gradient", "network") in missed and len(missed) == len({one[2:4] for one in found})
