@@ -78,6 +78,7 @@ def test_without_a_device_all_is_by_the_clock():
 def test_a_copy_says_when_it_was_under_way(on_device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    on_device.now()  # as the training thread does
     by_the_clock, host = Recorder(0), HostStream("test")
     for stream, recorder in ((CudaStream(torch.device("cuda", 0), None), on_device), (host, by_the_clock)):
         copied = torch.zeros(4)
