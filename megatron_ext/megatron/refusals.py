@@ -67,21 +67,6 @@ def refuse_unsupported(args) -> None:
             raise InputError("--user-defined-schedule needs it", field="--" + name.replace("_", "-"), value=False)
 
 
-def refuse_at_zero_stage_3(args) -> None:
-    """What only a schedule of zero stage 3 cannot be combined with.
-
-    Raises:
-        InputError: naming the option.
-    """
-    if getattr(args, "log_params_norm", False) and not getattr(args, "bf16", False):
-        raise InputError(
-            "reads whole parameters after every step; a schedule of zero stage 3 has freed them (with --bf16 it "
-            "reads the optimizer's)",
-            field="--log-params-norm",
-            value=True,
-        )
-
-
 def warnings_at_start(args, schedule: Schedule) -> list[str]:
     """Lines about options that are accepted and cost memory or time beside a schedule."""
     lines = []
@@ -98,8 +83,9 @@ def warnings_at_start(args, schedule: Schedule) -> list[str]:
     beyond = _beyond_the_limit(schedule)
     if beyond > 0:
         lines.append(
-            "evaluation, checkpoints and hashes bring all parameters of a rank onto its device at once, as does the "
-            f"time before the first iteration: up to {beyond} bytes more than limits.device_bytes"
+            "evaluation, checkpoints and whatever reads parameters between two iterations bring all parameters of a "
+            "rank onto its device at once, as does the time before the first iteration: up to "
+            f"{beyond} bytes more than limits.device_bytes"
         )
     return lines
 

@@ -94,6 +94,31 @@ def meddling(example, told: int):
 
 
 @contextlib.contextmanager
+def reading(example):
+    """Read all parameters before every iteration, as a norm that is logged does and through views taken at the start;
+    yields what was read and what they are when all are gathered."""
+    run_schedule, reads, views = example.run_schedule, [], []
+
+    def values(tensors) -> list[str]:
+        return [tensor.sum().item().hex() for tensor in tensors]
+
+    def run(args, model, iterators, forward_only: bool = False):
+        parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+        views.extend([] if views else [parameter.data.view(-1) for parameter in parameters])
+        if not forward_only:
+            noticed = values(views if len(reads) % 2 else parameters)
+            example.force_param_sync(model, args)
+            reads.append((noticed, values(parameters)))
+        return run_schedule(args, model, iterators, forward_only)
+
+    example.run_schedule = run
+    try:
+        yield reads
+    finally:
+        example.run_schedule = run_schedule
+
+
+@contextlib.contextmanager
 def overflowing(example):
     """Before every third iteration set a loss scale at which gradients overflow, before the others one at which they do
     not; yields nothing."""
@@ -143,8 +168,8 @@ def train(
     """Train a new model; returns this rank's metrics. ``meddle``: ``told``, ``told twice`` (and once more at the end)
     or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``replay``: the
     optimizer's hook is not called, as in the replay of a CUDA graph; ``overflow``: see :func:`overflowing`;
-    ``fused``: see :func:`fused`; ``gradients``: those of the first iteration are returned as the optimizer steps on
-    them."""
+    ``fused``: see :func:`fused`; ``read``: see :func:`reading`; ``gradients``: those of the first iteration are
+    returned as the optimizer steps on them."""
     for name in (lifecycle.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -174,6 +199,10 @@ def _train_model(example, args, meddle: str | None) -> dict:
         with meddling(example, TIMES_TOLD[meddle]) as hashes:
             metrics = example.train(args, model, optimizer, config, (rows, rows))
         metrics["parameter_sha256"] += hashes[0]
+    elif meddle == "read":
+        with reading(example) as reads:
+            metrics = example.train(args, model, optimizer, config, (rows, rows))
+        metrics["reads"] = reads
     else:
         metrics = example.train(args, model, optimizer, config, (rows, rows))
     executor = getattr(example.hooks.active(), "executor", None)
@@ -260,6 +289,7 @@ def run_case(example, layout: list[str], case: dict) -> dict:
             "census": [rank[name]["census"] for rank in everybody],
             "early_steps": [rank[name]["early_steps"] for rank in everybody],
             "gradient_difference": [rank[name].get("gradient_difference") for rank in everybody],
+            "reads": [rank[name].get("reads") for rank in everybody],
         }
         for name in found
     }

@@ -12,7 +12,6 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import device_environment
 from megatron_ext.megatron.refusals import (
     environment_mismatch,
-    refuse_at_zero_stage_3,
     refuse_unsupported,
     refuse_with_states_on_drive,
     require_hooks,
@@ -90,12 +89,6 @@ def test_defaults_of_options_that_are_refused_are_accepted():
     refuse_unsupported(
         options(cuda_graph_impl="none", enable_cuda_graph=False, qk_clip=False, cuda_graph_scope=["attn", "mlp"])
     )
-
-
-def test_norms_of_freed_parameters_are_refused():
-    refuse_at_zero_stage_3(options(log_params_norm=True, bf16=True))
-    with pytest.raises(InputError, match="--log-params-norm = True: reads whole parameters"):
-        refuse_at_zero_stage_3(options(log_params_norm=True, bf16=False))
 
 
 def test_an_unpatched_tree_is_refused(tmp_path):
