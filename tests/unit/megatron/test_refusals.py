@@ -112,10 +112,16 @@ def test_parallel_sizes_of_megatrons_own_arguments(monkeypatch):
     assert workload_of_run(single).parallel.order == "no_pipeline"
 
 
-@pytest.mark.parametrize("name", ["rampup_batch_size", "decrease_batch_size_if_needed"])
+@pytest.mark.parametrize("name", ["rampup_batch_size", "step_batch_size_schedule"])
 def test_a_growing_batch_is_refused(name):
     with pytest.raises(InputError, match="one number of micro-batches"):
         workload_of_run(options(**{name: ["8", "8", "100"]}))
+
+
+def test_a_batch_that_is_decreased_is_so_in_every_iteration():
+    given = options(decrease_batch_size_if_needed=True)
+    given.global_batch_size += given.micro_batch_size * given.data_parallel_size - 1
+    assert workload_of_run(given).parallel == workload_of_run(options()).parallel
 
 
 def planned(measured_on: MeasuredOn | None = None) -> Schedule:
