@@ -37,7 +37,7 @@ from megatron_ext.megatron import (
 from megatron_ext.megatron.agreement import agree, gather_objects
 from megatron_ext.megatron.boundaries import bare
 from megatron_ext.megatron.describe_model import describe_chunk
-from megatron_ext.megatron.equality_check import EqualityCheck, parameter_digest
+from megatron_ext.megatron.equality_check import EqualityCheck, iterations_ahead, parameter_digest
 from megatron_ext.megatron.gather_on_read import GatherOnRead
 from megatron_ext.megatron.optimizer_steps import OptimizerSteps
 from megatron_ext.megatron.pre_hooks import replace_pre_hooks
@@ -132,6 +132,7 @@ class Run:
         self._reference: ReferenceGradients | None = None
         self._reference_delay: ReferenceDelay | None = None
         self._reads: GatherOnRead | None = None
+        self._unfinished = False  # an iteration has begun, and the optimizer has not been called since
         if schedule is not None:
             self.sha256 = json_files.sha256(schedule)
             self.schedule = validate.load(schedule)
@@ -225,7 +226,7 @@ class Run:
             if dist.get_rank() == 0:
                 self._announce(args)
             if self.check is not None:
-                self.check.watch(optimizer)
+                self.check.watch(optimizer, iterations_ahead(args))
             begun = getattr(args, "iteration", 0)
             if self.stock_gather:
                 self._agree(self._try_to_delay_reference(optimizer, begun))
@@ -241,6 +242,18 @@ class Run:
             self._watch_reads(optimizer)
         if self.trace_path is not None and self.recorder is not None:
             stock_trace.record_optimizer(optimizer, self.recorder)
+        self._end_iterations_by(optimizer)
+
+    def _end_iterations_by(self, optimizer) -> None:
+        """Megatron's rerun machinery may run the steps of an iteration several times: it ends with the optimizer."""
+        step = optimizer.step
+
+        def ending(*args, **kwargs):
+            result = step(*args, **kwargs)
+            self._unfinished = False
+            return result
+
+        optimizer.step = ending
 
     def _agree(self, error: str | None) -> None:
         kind = f"{'reference' if self.stock_gather else 'scheduled'} {self.delay}"
@@ -351,12 +364,17 @@ class Run:
         """Called by Megatron's schedules; returns the object that its steps call."""
         if self._reads is not None:
             self._reads.close()
+        again = self._unfinished
+        self._unfinished = again or not forward_only
         if self.recorder is not None and not forward_only:
-            self.recorder.begin_iteration()
-            self.sample.begin_iteration(self.recorder.iteration)
+            if again:
+                self.sample.run_again(self.recorder.iteration)
+            else:
+                self.recorder.begin_iteration()
+                self.sample.begin_iteration(self.recorder.iteration)
         if self.state is State.BUILDING and not forward_only and not self.stock_gather:
             raise ScheduleError("training begins before megatron_ext.megatron.hooks.on_train_setup was called")
-        if self._reference_delay is not None and not forward_only:
+        if self._reference_delay is not None and not forward_only and not again:
             self._reference_delay.begin()
         if self._reference is not None and self.state is State.REFERENCE and not forward_only:
             self._reference.begin()
@@ -376,6 +394,7 @@ class Run:
 
     def on_params_updated(self, optimizer, update_successful: bool) -> None:
         """One of the run's optimizers has written new shards; publish after the last one."""
+        self._unfinished = False
         if update_successful:
             self._optimizers_pending.add(id(optimizer))
             if len(self._optimizers_pending) < len(self._optimizers):
