@@ -35,6 +35,7 @@ FLAGS = """
     no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-optim no-save-rng
     no-scatter-gather-tensors-in-pipeline no-use-tokenizer-model-from-checkpoint-args optimizer-cpu-offload
     overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce overlap-p2p-communication-warmup-flush overlap-param-gather
+    overlap-param-gather-with-optimizer-step
     override-opt_param-scheduler profile recompute-activations reset-attention-mask reset-position-ids
     rotary-interleaved skip-train squared-relu te-rng-tracker test-mode tp-comm-overlap
     use-checkpoint-opt_param-scheduler use-cpu-initialization use-distributed-optimizer use-flash-attn use-mcore-models

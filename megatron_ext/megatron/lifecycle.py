@@ -511,6 +511,8 @@ class Run:
         warning = refusals.environment_mismatch(self.schedule, self.path)
         if warning is not None:
             lines.append(warning)
+        if not self.stock_gather:
+            lines += refusals.replaced_options(args)
         if self.delay is not None:
             lines.append(host_optimizers.delay_line(self.delay))
         if self.check is not None:

@@ -19,7 +19,6 @@ NEUTRAL = {
     "reuse_grad_buf_for_mxfp8_param_ag": False,
     "use_layer_wise_distributed_optimizer": False,
     "num_distributed_optimizer_instances": 1,
-    "overlap_param_gather_with_optimizer_step": False,
     "overlap_moe_expert_parallel_comm": False,
     "use_tp_pp_dp_mapping": False,  # it numbers the ranks of a node in another way
     "hybrid_context_parallel": False,
@@ -65,6 +64,13 @@ def refuse_unsupported(args) -> None:
     for name, absent in (("use_distributed_optimizer", False), ("overlap_param_gather", True)):
         if not getattr(args, name, absent):
             raise InputError("--user-defined-schedule needs it", field="--" + name.replace("_", "-"), value=False)
+
+
+def replaced_options(args) -> list[str]:
+    """Lines about options whose part the schedule takes."""
+    option = "--overlap-param-gather-with-optimizer-step"
+    given = getattr(args, "overlap_param_gather_with_optimizer_step", False)
+    return [f"{option}: the schedule says when gathers begin, in place of it"] if given else []
 
 
 def warnings_at_start(args, schedule: Schedule) -> list[str]:

@@ -29,6 +29,7 @@ from megatron_ext.megatron import cpu_compat
 cpu_compat.install()
 
 sys.path.insert(0, str(ROOT / "examples"))
+import model_and_optimizer
 import pretrain_gpt_hybrid
 from engine_stand_in import FusedAdam
 from megatron.core import optimizer as megatron_optimizer
@@ -156,6 +157,18 @@ def fused():
         yield
 
 
+@contextlib.contextmanager
+def split(example):
+    """--overlap-param-gather-with-optimizer-step: the first chunk has an optimizer of its own, after whose step
+    Megatron begins to gather it; yields nothing."""
+    config = functools.partial(megatron_optimizer.OptimizerConfig, overlap_param_gather_with_optimizer_step=True)
+    with mock.patch.object(model_and_optimizer, "OptimizerConfig", config):
+        yield
+
+
+SURROUNDINGS = {"overflow": overflowing, "fused": lambda example: fused(), "split": split}
+
+
 def train(
     example,
     options: list[str],
@@ -168,8 +181,8 @@ def train(
     """Train a new model; returns this rank's metrics. ``meddle``: ``told``, ``told twice`` (and once more at the end)
     or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``replay``: the
     optimizer's hook is not called, as in the replay of a CUDA graph; ``overflow``: see :func:`overflowing`;
-    ``fused``: see :func:`fused`; ``read``: see :func:`reading`; ``gradients``: those of the first iteration are
-    returned as the optimizer steps on them."""
+    ``fused``: see :func:`fused`; ``split``: see :func:`split`; ``read``: see :func:`reading`; ``gradients``: those of
+    the first iteration are returned as the optimizer steps on them."""
     for name in (lifecycle.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -180,8 +193,7 @@ def train(
     args.user_defined_schedule = schedule
     drive = args.user_defined_schedule_nvme_path
     example.hooks.configure(schedule, trace, delay=args.delayed_parameter_update, nvme_path=drive)
-    meddled = overflowing(example) if meddle == "overflow" else fused() if meddle == "fused" else None
-    with meddled or contextlib.nullcontext():
+    with SURROUNDINGS[meddle](example) if meddle in SURROUNDINGS else contextlib.nullcontext():
         return _train_model(example, args, meddle)
 
 

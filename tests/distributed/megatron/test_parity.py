@@ -158,6 +158,21 @@ def test_whoever_reads_between_two_iterations_reads_what_the_step_wrote(
         assert [read for read, _ in reads] == [true for _, true in reads]
 
 
+@pytest.mark.parametrize("zero_stage", some([3, 1, 2], 1))
+def test_a_first_chunk_with_an_optimizer_of_its_own_trains_bitwise_like_megatron(
+    workloads, interleaved, tmp_path, zero_stage
+):
+    """--overlap-param-gather-with-optimizer-step."""
+    hosted(workloads["interleaved", "bf16-tied"], zero_stage, tmp_path / "s.json")
+    answer = interleaved.run(
+        options=MODELS["bf16-tied"],
+        schedule=tmp_path / "s.json",
+        meddle="split",
+        environment={"MEGATRON_EXT_FAULTS": "publish_delay_ms=8,copy_delay_ms=4", "MEGATRON_EXT_DEBUG": "1"},
+    )
+    assert differences(answer) == []
+
+
 @pytest.mark.parametrize("zero_stage", some([3, 1], 1))
 @pytest.mark.parametrize("attempt", some(range(2), 1))
 def test_without_waiting_for_shards_training_differs(workloads, interleaved, tmp_path, zero_stage, attempt):

@@ -14,6 +14,7 @@ from megatron_ext.megatron.refusals import (
     environment_mismatch,
     refuse_unsupported,
     refuse_with_states_on_drive,
+    replaced_options,
     require_hooks,
     schedule_without_hooks,
     warnings_at_start,
@@ -62,7 +63,6 @@ def test_a_usual_run_is_accepted():
         ("nccl_ub", True),
         ("fp8_param_gather", True),
         ("num_distributed_optimizer_instances", 2),
-        ("overlap_param_gather_with_optimizer_step", True),
         ("overlap_moe_expert_parallel_comm", True),
         ("ddp_param_name_patterns_for_fp32_local_accumulation", ["all"]),
         ("use_layer_wise_distributed_optimizer", True),
@@ -116,6 +116,15 @@ def test_parallel_sizes_of_megatrons_own_arguments(monkeypatch):
 def test_a_growing_batch_is_refused(name):
     with pytest.raises(InputError, match="one number of micro-batches"):
         workload_of_run(options(**{name: ["8", "8", "100"]}))
+
+
+def test_an_option_whose_part_the_schedule_takes_is_accepted_and_named():
+    given = options(overlap_param_gather_with_optimizer_step=True)
+    refuse_unsupported(given)
+    assert replaced_options(given) == [
+        "--overlap-param-gather-with-optimizer-step: the schedule says when gathers begin, in place of it"
+    ]
+    assert replaced_options(options()) == []
 
 
 def test_a_batch_that_is_decreased_is_so_in_every_iteration():
