@@ -135,6 +135,6 @@ class ParamReads(TorchFunctionMode):
 
 def _place() -> str:
     """File, line and function of the innermost caller that is not torch, this package, or Python's library."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent), f"{sysconfig.get_path('stdlib')}/copy")
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), f"{sysconfig.get_path('stdlib')}/copy")
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown"
