@@ -6,7 +6,8 @@
 #   MEGATRON_PATH=DIR         patch this checkout instead of the megatron-core release
 #   WITH_CHECKOUT=1           also install what megatron/training of a checkout imports
 #   WITH_TESTS=1              also install what scripts/test.sh runs
-#   MEGATRON_CORE=0.16.1      release to unpack into .megatron (site-packages is never edited)
+#   MEGATRON_CORE=0.16.1      release to unpack into .megatron (site-packages is never edited); default: the newest that
+#                             is supported and has a package for the interpreter, see constraints.txt
 #
 # On a machine whose PyTorch already sees a CUDA device, that PyTorch is used, with the image's own versions of it and numpy.
 # USE_SYSTEM_TORCH=1 does so without a device.
@@ -46,8 +47,9 @@ find_python() {
     die "no Python 3.10 or newer found${PYTHON:+ (PYTHON = $PYTHON)}"
 }
 
-release=${MEGATRON_CORE:-$(sed -n 's/^megatron-core==//p' constraints.txt)}
 python=$(find_python)
+than=$("$python" -c 'import sys; print("<" if sys.version_info < (3, 12) else ">=")')
+release=${MEGATRON_CORE:-$(sed -n "s/^megatron-core==\([^;]*\); python_version $than .*/\1/p" constraints.txt)}
 
 # What is asked for beyond training the example; what an earlier call installed stays.
 extras=""

@@ -11,7 +11,7 @@ sys.path[:0] = [str(Path(__file__).parent / "helpers"), str(Path(__file__).paren
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before anything looks for a device: the same tests on every machine
 
-from places import MEGATRON, ROOT
+from places import MEGATRON, pinned_core
 from variations import ALL
 
 pytest_plugins = ["checkout_fixtures"]
@@ -49,11 +49,7 @@ def megatron_tree() -> Path:
     """The patched megatron-core tree that scripts/setup.sh makes; made here where it is not."""
     from megatron_ext.checkout import private_tree
 
-    release = next(
-        line.partition("==")[2].strip()
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if line.startswith("megatron-core==")
-    )
+    release = pinned_core()
     with (MEGATRON.parent / ".megatron.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of the processes of pytest-xdist one at a time looks at the tree
         private_tree.prepare(release, MEGATRON)

@@ -128,7 +128,9 @@ def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) ->
         if freed > 0:
             settings.append(f"--zero-stage 3 frees up to {freed}")
     if held["activations"] and not any(map(_recomputes_layers, workload.chunks)):
-        settings.append(f"--recompute-granularity full frees a part of the activations' {held['activations']}")
+        settings.append(
+            f"--recompute-granularity full of every layer frees a part of the activations' {held['activations']}"
+        )
     settings.append("more pipeline or tensor parallel ranks divide what a rank holds")
     return "; " + ", ".join(settings)
 

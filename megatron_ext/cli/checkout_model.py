@@ -15,6 +15,8 @@ from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 
 LAYER_RUNNERS = "megatron_ext.megatron.layer_runners:layer_runners"
 
+ESTIMATE = "describe the model, and plan with a table of `cost estimate --hardware NAME`, which needs no layers"
+
 checkout_option = click.option(
     "--checkout",
     help="A Megatron-LM checkout: its own pretrain_gpt.py reads the arguments behind -- and builds the model.",
@@ -59,14 +61,31 @@ def refuse_script(script: ScriptArguments, verb: str):
     script_arguments.refuse_none(script)
     if verb in ("measure", "prepare"):  # they run the layers; describing and planning need their shapes alone
         cpu_options.refuse_absent_engine(script.transformer_impl)
-        if (size := script.sizes.context_parallel_size or 1) > 1:
-            raise InputError(
-                f"{verb} times layers that have the whole sequence; describe the model, and plan with a cost table",
-                field="--context-parallel-size",
-                value=size,
-            )
+        _refuse_parts_of_sequences(script, verb)
     known = {"data_parallel_size": said(script)["data_parallel_size"], "gpus_per_node": script.ours.gpus_per_node}
     return ignored_options.refuse_at_once(script.megatron, verb=verb, **known)
+
+
+def _refuse_parts_of_sequences(script: ScriptArguments, verb: str) -> None:
+    if (size := script.sizes.context_parallel_size or 1) > 1:
+        why = f"{verb} times layers that have the whole sequence; {ESTIMATE}"
+        raise InputError(why, field="--context-parallel-size", value=size)
+
+
+def why_not_measured(script: ScriptArguments, model) -> str | None:
+    """Why ``measure`` refuses to time this model's layers; None where it does not.
+
+    Args:
+        model: as of :func:`for_workload`.
+    """
+    from megatron_ext.megatron.layer_options import require_known_layers
+
+    try:
+        _refuse_parts_of_sequences(script, "measure")
+        require_known_layers(model.layer_options, model.workload)
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def refuse_early(script: ScriptArguments, options: Options) -> None:

@@ -33,10 +33,11 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
     from megatron_ext.workload import workload
     from megatron_ext.workload import workload_text as showing
 
+    refused = None
     warnings.simplefilter("ignore", UserWarning)  # Megatron's, on what is not installed: nothing is trained here
     json_files.check_writable(out)
     if checkout:
-        from megatron_ext.cli.checkout_model import refuse_script
+        from megatron_ext.cli.checkout_model import refuse_script, why_not_measured
         from megatron_ext.megatron import describe_from_checkout, script_arguments
 
         describe_from_checkout.require_script(checkout)
@@ -44,7 +45,8 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
         refuse_script(script, "describe")
         if script.ours.data_parallel_size is None and "WORLD_SIZE" not in os.environ:
             click.echo("describe: not given, taken to be: --data-parallel-size 1", err=True)
-        described = describe_from_checkout.describe_command_line(checkout, megatron_options).workload
+        model = describe_from_checkout.describe_command_line(checkout, megatron_options)
+        described, refused = model.workload, why_not_measured(script, model)
     else:
         from megatron_ext.megatron import cpu_compat, engine_modules, script_arguments
 
@@ -76,8 +78,15 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
         ),
     ]
     if not described.counts_activations:
-        lines.append("activations are not counted: this model cannot run without data here; `measure` counts them")
+        lines.append(f"activations are not counted: this model cannot run without data here{_who_counts(refused)}")
     emit(as_json, {"workload": out, **showing.summary(described), "memory": to_builtins(memory)}, "\n".join(lines))
+
+
+def _who_counts(refused: str | None) -> str:
+    """Who does count activations; ``refused``: why `measure` does not."""
+    if refused is None:
+        return "; `measure` counts them"
+    return f", and `measure` refuses it ({refused}); leave room for them in --limit-device-bytes"
 
 
 def _stock_memory(described: Workload) -> list[RankMemory]:

@@ -1,8 +1,9 @@
 """Logs of nvbandwidth as cost curves: host copies, write-back, and both at once.
 
 nvbandwidth reports rates at one buffer size, without latency, so each curve has one point:
-other sizes are extrapolated at the same rate, and only where that is asked for.
-Source: https://github.com/NVIDIA/nvbandwidth.
+other sizes are extrapolated at the same rate, and only where that is asked for. Its text is read, and its JSON
+(``--json``). Copies by kernels (``_sm``) are not what a route does, which copies by the copy engine (``_ce``).
+Source: https://github.com/NVIDIA/nvbandwidth, output.cpp, json_output.cpp.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import math
 import re
 from statistics import median
+from typing import NamedTuple
+
+import msgspec
 
 from megatron_ext.cost.cost_table import (
     SCHEMA_VERSION,
@@ -43,12 +47,28 @@ PAIRS = (
 READ = {*TO_DEVICE, *TO_HOST, *(name for pair in PAIRS for name in pair[2:])}
 
 
+class Log(NamedTuple):
+    """What a log says: GB/s of every device (or pair) by test that is read, names of all tests that have run, devices,
+    versions, bytes of the buffer."""
+
+    tests: dict[str, list[float]]
+    found: list[str]
+    devices: list[str]
+    versions: dict[str, str]
+    size: int
+
+
 def read(path) -> CostTable:
-    """Read one log. Raises InputError naming the line that is wrong."""
+    """Read one log. Raises InputError naming the line that is wrong, or which test has to be run."""
     lines = lines_of(path)
-    tests = _tests(path, lines)
-    size = _buffer_bytes(path, lines)
-    devices = [match[1].strip() for line in lines if (match := re.match(r"\s*Device \d+:\s*(.*)", line))]
+    text = "\n".join(lines).strip()
+    log = _of_json(path, text) if text.startswith("{") else _of_text(path, lines)
+    tests, size, devices = log.tests, log.size, log.devices
+    if not any(name in tests for name in TO_DEVICE + TO_HOST):
+        found = f"holds {', '.join(log.found)} and no" if log.found else "no nvbandwidth results: it holds no finished"
+        tests_to_run = f"{TO_DEVICE[1]} {TO_HOST[1]} {PAIRS[0][2]}"
+        why = f"{found} copy of host memory by the copy engine; run `nvbandwidth -t {tests_to_run}`"
+        raise InputError(why, file=path)
     count = len(devices) or max(len(rates) for rates in tests.values())
 
     def curve(names: tuple[str, ...], size_bytes: int, copied: int) -> Curve | None:
@@ -62,8 +82,10 @@ def read(path) -> CostTable:
     cpu = curve(TO_DEVICE, size, size)
     # A rank writes back its shard: of a group of (devices * buffer) bytes, one buffer.
     publish = curve(TO_HOST, size * count, size)
-    if cpu is None and publish is None:
-        raise InputError(f"has none of the tests {', '.join(TO_DEVICE + TO_HOST)}", file=path)
+    notes = ["nvbandwidth: rates at one buffer size, without latency; other sizes are extrapolated"]
+    for missing, name in ((cpu, TO_DEVICE[1]), (publish, TO_HOST[1])):
+        if missing is None:
+            notes.append(f"nvbandwidth: the log has no {name}; run that test for the other direction")
     contention = tuple(
         Contention(measured=measured, busy=busy, slowdown=median(tests[alone]) / median(tests[both]), size_bytes=size)
         for measured, busy, both, alone in PAIRS
@@ -76,8 +98,8 @@ def read(path) -> CostTable:
             metadata=Metadata(
                 source=Source(program="nvbandwidth", description=f"tests {', '.join(sorted(tests))}"),
                 hardware={"device": devices[0], "devices": len(devices)} if devices else None,
-                software=_versions(lines) or None,
-                notes=("nvbandwidth: rates at one buffer size, without latency; other sizes are extrapolated",),
+                software=log.versions or None,
+                notes=tuple(notes),
             ),
             routes=Routes(cpu=cpu),
             publish=Publish(cpu=publish),
@@ -85,6 +107,64 @@ def read(path) -> CostTable:
         ),
         file=path,
     )
+
+
+class _Case(msgspec.Struct):
+    name: str
+    status: str = ""
+    bandwidth_description: str = ""
+    bandwidth_matrix: list[list[str | float]] = []
+    sum: float | None = None
+
+
+class _Report(msgspec.Struct):
+    testcases: list[_Case] = []
+    error: str | None = None
+    version: str | None = None
+    driver: str | None = msgspec.field(default=None, name="Driver Version")
+    cuda: str | int | None = msgspec.field(default=None, name="CUDA Runtime Version")
+    devices: list[str] = msgspec.field(default_factory=list, name="GPU Device list")
+
+
+class _File(msgspec.Struct):
+    nvbandwidth: _Report
+
+
+def _of_json(path, text: str) -> Log:
+    """A log of ``nvbandwidth --json``, whose rates are texts."""
+    try:
+        report = msgspec.json.decode(text, type=_File).nvbandwidth
+    except msgspec.MsgspecError as error:
+        raise InputError(f"is no JSON of nvbandwidth, or cut off: {error}", file=path) from None
+    if report.error is not None and not report.testcases:
+        raise InputError(f"nvbandwidth ended with an error: {report.error}", file=path)
+    tests = {}
+    for case in report.testcases:
+        if case.name not in READ or case.status != "Passed":
+            continue
+        if "(GB/s)" not in case.bandwidth_description:
+            raise InputError("rates are not in (GB/s)", file=path, field=case.name, value=case.bandwidth_description)
+        rates = [_rate(path, case.name, str(cell)) for row in case.bandwidth_matrix for cell in row if cell != "N/A"]
+        # A test prints at most six digits of a rate.
+        if not rates or case.sum is None or abs(case.sum - sum(rates)) > 0.01 * sum(rates):
+            raise InputError(
+                f"its rates add up to {sum(rates):.2f}", file=path, field=f"{case.name}.sum", value=case.sum
+            )
+        tests[case.name] = rates
+    versions = {"nvbandwidth": report.version, "driver": report.driver, "cuda": report.cuda}
+    return Log(
+        tests,
+        [f"{case.name} ({case.status.lower()})" for case in report.testcases],
+        [device.split(":")[1].strip() if ":" in device else device for device in report.devices],
+        {name: str(version) for name, version in versions.items() if version is not None},
+        BUFFER_BYTES,
+    )
+
+
+def _of_text(path, lines: list[str]) -> Log:
+    names = [match[1] for line in lines if (match := re.match(r"(?:Running|Waived:?) (\w+?)\.?\s*$", line))]
+    devices = [match[1].strip() for line in lines if (match := re.match(r"\s*Device \d+:\s*(.*)", line))]
+    return Log(_tests(path, lines), list(dict.fromkeys(names)), devices, _versions(lines), _buffer_bytes(path, lines))
 
 
 def _tests(path, lines: list[str]) -> dict[str, list[float]]:
@@ -109,30 +189,28 @@ def _tests(path, lines: list[str]) -> dict[str, list[float]]:
         elif match := re.match(rf"(SUM|MIN|MAX|AVG|MEDIAN) {name}\s+(\S+)", line):
             if not rates or not unit_seen:
                 raise line_error(path, number, line, "a sum without rates in (GB/s) above it")
-            total = _rate(path, number, line, match[2])
+            total = _rate(path, f"line {number}", match[2], line)
             if match[1] == "SUM" and abs(total - sum(rates)) > 0.01 * total + 0.01 * len(rates):
                 raise line_error(
                     path, number, line, f"the rates above it add up to {sum(rates):.2f}: a part is missing"
                 )
             tests[name], name = rates, None
         elif unit_seen and re.match(r"\s*\d+\s+(N/A|-?\d+\.\d|nan|inf)", line):  # a row: its index, then rates
-            rates += [_rate(path, number, line, text) for text in line.split()[1:] if text != "N/A"]
+            rates += [_rate(path, f"line {number}", text, line) for text in line.split()[1:] if text != "N/A"]
     if name is not None:
         raise line_error(path, start, lines[start - 1], "this test ends without its SUM line: cut off")
     if start and not any(line.strip() for line in lines[start:]):  # also in the middle of a test's name
         raise line_error(path, start, lines[start - 1], "the log ends where this test begins: cut off")
-    if not tests:
-        raise InputError("no nvbandwidth results: no line 'Running <test>.' with its SUM in it", file=path)
     return tests
 
 
-def _rate(path, number: int, line: str, text: str) -> float:
+def _rate(path, field: str, text: str, line: str | None = None) -> float:
     try:
         rate = float(text)
     except ValueError:
         rate = math.nan
     if not math.isfinite(rate) or rate <= 0:
-        raise line_error(path, number, line, f"rate {text} must be a positive number")
+        raise InputError(f"rate {text} must be a positive number", file=path, field=field, value=line)
     return rate
 
 

@@ -253,7 +253,7 @@ def _build_helpers_for_this_python() -> None:
 
 def _replace_in_megatron() -> None:
     """What torch cannot answer for; each step names the releases that need it."""
-    _import_kernels_without_triton()
+    import_kernels_without_triton()
     _keep_sent_tensors()
     _offload_to_the_host()
     if _exists("megatron.legacy.fused_kernels"):  # up to 0.17: compiles with nvcc
@@ -332,7 +332,7 @@ _KERNELS = (
 """Modules that import triton unasked, in some release, and are imported by pretrain_gpt.py."""
 
 
-def _import_kernels_without_triton() -> None:
+def import_kernels_without_triton() -> None:
     """0.16 and from 0.18 on import kernels written for triton, also where none of them is used.
 
     A CPU build of torch does not bring triton. While those modules are imported a stand-in takes

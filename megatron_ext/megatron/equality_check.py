@@ -5,6 +5,8 @@ FILE holds what came of it. The same command again trains by the schedule and is
 Compared are the gradient norms of all iterations and all parameters of every rank at the end. As a control, with
 MEGATRON_EXT_STOCK_GATHER=1 a further run is the reference once more, compared with itself: where that differs, this
 training is not the same twice, with or without a schedule.
+A run that ends before its options say so (a signal, a limit of time, a result that Megatron's rerun machinery has not
+found again) writes no reference and is compared with none.
 """
 
 import hashlib
@@ -51,6 +53,7 @@ class EqualityCheck:
         self.path, self.schedule_sha256 = Path(path), schedule_sha256
         self.reference: ReferenceRun | None = None
         self.grad_norms: list[str] = []
+        self.iterations: int | None = None
         if self.path.exists():
             self.reference = json_files.load(path, ReferenceRun)
             if self.reference.schedule_sha256 != schedule_sha256:
@@ -74,8 +77,10 @@ class EqualityCheck:
             return [f"equality check: this run is the reference and writes {self.path}", LAYOUT_NOTE]
         return [f"equality check: this run is compared with {self.path} when training ends"]
 
-    def watch(self, optimizer) -> None:
-        """Note the gradient norm of every ``optimizer.step()``."""
+    def watch(self, optimizer, iterations: int | None = None) -> None:
+        """Note the gradient norm of every ``optimizer.step()``, of which there are to be ``iterations``; None: that is
+        not known."""
+        self.iterations = iterations
         step = optimizer.step
 
         def noted(*args, **kwargs):
@@ -92,6 +97,10 @@ class EqualityCheck:
         Raises:
             InputError: the run differs from its reference.
         """
+        if self.iterations is not None and len(self.grad_norms) < self.iterations:
+            what = "writes no" if self.reference is None else "is not compared with"
+            ended = f"this run ended after {len(self.grad_norms)} of {self.iterations} iterations"
+            return [f"equality check: {ended} and {what} {self.path}; give the same command again"]
         mine = ReferenceRun(
             kind="reference_run",
             schedule_sha256=self.schedule_sha256,
@@ -109,6 +118,16 @@ class EqualityCheck:
             f"equal to the reference in {self.path} to the last bit: gradient norms of {len(mine.grad_norms)} "
             f"iterations, parameters of {len(digests)} ranks"
         ]
+
+
+def iterations_ahead(args) -> int | None:
+    """How many iterations a run is to train by Megatron's validated arguments; None where they do not say."""
+    begun, last = getattr(args, "iteration", None) or 0, getattr(args, "train_iters", None)
+    if last is None:
+        return None
+    if interval := getattr(args, "exit_interval", None):
+        last = min(last, (begun // interval + 1) * interval)
+    return last - begun - sum(begun <= one < last for one in getattr(args, "iterations_to_skip", None) or ())
 
 
 def _difference(reference: ReferenceRun, mine: ReferenceRun) -> str | None:

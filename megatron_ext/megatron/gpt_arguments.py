@@ -250,7 +250,10 @@ def _fill_batch(args) -> None:
     dp = args.data_parallel_size
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * dp * 2 * pp
-    if args.global_batch_size % (args.micro_batch_size * dp):
+    left = args.global_batch_size % (args.micro_batch_size * dp)
+    if getattr(args, "decrease_batch_size_if_needed", False) and left < args.global_batch_size:
+        args.global_batch_size -= left
+    elif left:
         _refuse(
             args,
             "global_batch_size",

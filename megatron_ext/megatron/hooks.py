@@ -92,9 +92,7 @@ def _configure_from(args) -> None:
     trace, check = (getattr(args, f"user_defined_schedule_{name}", None) for name in ("trace", "check"))
     delay = getattr(args, "delayed_parameter_update", None)
     nvme_path = getattr(args, "user_defined_schedule_nvme_path", None)
-    run = configure(schedule, trace, parallel=parallel, check=check, delay=delay, nvme_path=nvme_path)
-    if run is not None and run.schedule is not None and run.schedule.zero_stage == 3:
-        refusals.refuse_at_zero_stage_3(args)
+    configure(schedule, trace, parallel=parallel, check=check, delay=delay, nvme_path=nvme_path)
 
 
 def on_pretrain() -> None:

@@ -22,7 +22,8 @@ FLAGS = """
     auto-detect-ckpt-format calculate-per-token-loss check-for-large-grads check-for-spiky-loss
     ckpt-assume-constant-structure ckpt-fully-parallel-load ckpt-fully-parallel-save cross-entropy-loss-fusion
     data-parallel-random-init ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw
-    defer-embedding-wgrad-compute deterministic-mode disable-gloo-process-groups dist-ckpt-optim-fully-reshardable
+    decrease-batch-size-if-needed defer-embedding-wgrad-compute deterministic-mode disable-gloo-process-groups
+    dist-ckpt-optim-fully-reshardable
     distribute-saved-activations eod-mask-loss exit-on-missing-checkpoint exit-signal-handler fim-data
     finetune flash-decode fp16-lm-cross-entropy grad-reduce-in-bf16 init-model-with-meta-device log-device-memory-used
     log-energy log-max-attention-logit log-memory-to-tensorboard log-num-zeros-in-grad log-params-norm log-progress
@@ -34,6 +35,7 @@ FLAGS = """
     no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-optim no-save-rng
     no-scatter-gather-tensors-in-pipeline no-use-tokenizer-model-from-checkpoint-args optimizer-cpu-offload
     overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce overlap-p2p-communication-warmup-flush overlap-param-gather
+    overlap-param-gather-with-optimizer-step
     override-opt_param-scheduler profile recompute-activations reset-attention-mask reset-position-ids
     rotary-interleaved skip-train squared-relu te-rng-tracker test-mode tp-comm-overlap
     use-checkpoint-opt_param-scheduler use-cpu-initialization use-distributed-optimizer use-flash-attn use-mcore-models
@@ -89,7 +91,7 @@ REFUSED = """
 """.split()
 """Options that change parameters, who holds them, or the order of steps."""
 
-BATCH = "decrease-batch-size-if-needed rampup-batch-size step-batch-size-schedule".split()
+BATCH = "rampup-batch-size step-batch-size-schedule".split()
 """Options that change the number of micro-batches in the course of training."""
 
 
@@ -211,7 +213,9 @@ def check_other_options(args) -> None:
         if name.replace("-", "_") in given:
             _refuse(given, name.replace("-", "_"), "a schedule holds for one number of micro-batches")
     for name in REFUSED:
-        if given.get(name.replace("-", "_")) not in (None, ["1"]):
+        # One rank of a kind is what there is without the option; one layer of a kind, or one expert, is not.
+        without = (None, ["1"]) if name.endswith(("parallel-size", "weight-shards")) else (None,)
+        if given.get(name.replace("-", "_")) not in without:
             _refuse(
                 given,
                 name.replace("-", "_"),

@@ -37,7 +37,8 @@ from megatron_ext.megatron import (
 from megatron_ext.megatron.agreement import agree, gather_objects
 from megatron_ext.megatron.boundaries import bare
 from megatron_ext.megatron.describe_model import describe_chunk
-from megatron_ext.megatron.equality_check import EqualityCheck, parameter_digest
+from megatron_ext.megatron.equality_check import EqualityCheck, iterations_ahead, parameter_digest
+from megatron_ext.megatron.gather_on_read import GatherOnRead
 from megatron_ext.megatron.optimizer_steps import OptimizerSteps
 from megatron_ext.megatron.pre_hooks import replace_pre_hooks
 from megatron_ext.megatron.prepare import prepare
@@ -130,6 +131,8 @@ class Run:
         self._steps: OptimizerSteps | None = None
         self._reference: ReferenceGradients | None = None
         self._reference_delay: ReferenceDelay | None = None
+        self._reads: GatherOnRead | None = None
+        self._unfinished = False  # an iteration has begun, and the optimizer has not been called since
         if schedule is not None:
             self.sha256 = json_files.sha256(schedule)
             self.schedule = validate.load(schedule)
@@ -223,7 +226,7 @@ class Run:
             if dist.get_rank() == 0:
                 self._announce(args)
             if self.check is not None:
-                self.check.watch(optimizer)
+                self.check.watch(optimizer, iterations_ahead(args))
             begun = getattr(args, "iteration", 0)
             if self.stock_gather:
                 self._agree(self._try_to_delay_reference(optimizer, begun))
@@ -236,8 +239,21 @@ class Run:
                 self._begin()
                 assert self.executor is not None
                 self._steps = OptimizerSteps(optimizer, self._step_skipped)
+            self._watch_reads(optimizer)
         if self.trace_path is not None and self.recorder is not None:
             stock_trace.record_optimizer(optimizer, self.recorder)
+        self._end_iterations_by(optimizer)
+
+    def _end_iterations_by(self, optimizer) -> None:
+        """Megatron's rerun machinery may run the steps of an iteration several times: it ends with the optimizer."""
+        step = optimizer.step
+
+        def ending(*args, **kwargs):
+            result = step(*args, **kwargs)
+            self._unfinished = False
+            return result
+
+        optimizer.step = ending
 
     def _agree(self, error: str | None) -> None:
         kind = f"{'reference' if self.stock_gather else 'scheduled'} {self.delay}"
@@ -323,16 +339,42 @@ class Run:
         if self.schedule.zero_stage == 3:
             self.executor.unshard_all()  # Megatron may hash its weights before the first iteration
 
+    def _watch_reads(self, optimizer) -> None:
+        """See [Note: Reads between iterations]."""
+        parameters = (parameter for bucket_group in self._bucket_groups.values() for parameter in bucket_group.params)
+        storages = {parameter.untyped_storage()._cdata for parameter in parameters}
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._reads = reads = GatherOnRead(storages, self._make_whole, replicas)
+        optimizer.zero_grad = reads.unnoticed(optimizer.zero_grad)  # it asks every parameter for its gradient
+        if self.executor is not None:
+            self.executor.reads = reads
+        else:
+            for ddp in self._ddps:
+                ddp.start_param_sync = reads.unnoticed(ddp.start_param_sync)
+
+    def _make_whole(self) -> None:
+        self.unshard_all()
+        if self.executor is None:
+            for ddp in self._ddps:
+                ddp.start_param_sync(force_sync=True)
+
     # Every iteration.
 
     def begin_iteration(self, num_microbatches: int, forward_only: bool) -> StepCalls:
         """Called by Megatron's schedules; returns the object that its steps call."""
+        if self._reads is not None:
+            self._reads.close()
+        again = self._unfinished
+        self._unfinished = again or not forward_only
         if self.recorder is not None and not forward_only:
-            self.recorder.begin_iteration()
-            self.sample.begin_iteration(self.recorder.iteration)
+            if again:
+                self.sample.run_again(self.recorder.iteration)
+            else:
+                self.recorder.begin_iteration()
+                self.sample.begin_iteration(self.recorder.iteration)
         if self.state is State.BUILDING and not forward_only and not self.stock_gather:
             raise ScheduleError("training begins before megatron_ext.megatron.hooks.on_train_setup was called")
-        if self._reference_delay is not None and not forward_only:
+        if self._reference_delay is not None and not forward_only and not again:
             self._reference_delay.begin()
         if self._reference is not None and self.state is State.REFERENCE and not forward_only:
             self._reference.begin()
@@ -352,20 +394,23 @@ class Run:
 
     def on_params_updated(self, optimizer, update_successful: bool) -> None:
         """One of the run's optimizers has written new shards; publish after the last one."""
+        self._unfinished = False
+        if update_successful:
+            self._optimizers_pending.add(id(optimizer))
+            if len(self._optimizers_pending) < len(self._optimizers):
+                return
+            self._optimizers_pending.clear()
         if self.executor is None:
-            return
-        if not update_successful:
+            if self._reads is not None:
+                self._reads.open()
+        elif not update_successful:
             self._step_skipped()
-            return
-        self._optimizers_pending.add(id(optimizer))
-        if len(self._optimizers_pending) < len(self._optimizers):
-            return
-        self._optimizers_pending.clear()
-        assert self._steps is not None
-        self._steps.told += 1
-        if self.recorder is not None:
-            self.recorder.end_count()
-        self.executor.params_updated()
+        else:
+            assert self._steps is not None
+            self._steps.told += 1
+            if self.recorder is not None:
+                self.recorder.end_count()
+            self.executor.params_updated()
 
     def _step_skipped(self) -> None:
         assert self.executor is not None
@@ -393,7 +438,10 @@ class Run:
     def census(self) -> RankMemory | None:
         """What this rank held at the peak of the last iteration; None where nothing is scheduled."""
         census = self.executor.census if self.executor is not None else None
-        return census.memory() if census is not None else None
+        if census is None or self._reads is None:
+            return None
+        with self._reads.suspended():
+            return census.memory()
 
     # At the end.
 
@@ -403,6 +451,8 @@ class Run:
         Raises:
             InputError: on every rank, where the run differs from the reference of its equality check.
         """
+        if self._reads is not None:
+            self._reads.close()
         self.unshard_all()
         digest = self._parameter_digest() if self.check is not None else ""
         early = self.executor.part(EarlySteps) if self.executor is not None else None
@@ -430,10 +480,8 @@ class Run:
             self._report(digest, steps)
 
     def _parameter_digest(self) -> str:
-        """Of this rank's parameters; collective. Those of a reference are made whole by Megatron first."""
-        if self.executor is None:
-            for ddp in self._ddps:
-                ddp.start_param_sync(force_sync=True)
+        """Of this rank's parameters; collective."""
+        self._make_whole()
         return parameter_digest(self._ddps)
 
     def _report(self, digest: str, steps: tuple[int, int]) -> None:
@@ -463,6 +511,8 @@ class Run:
         warning = refusals.environment_mismatch(self.schedule, self.path)
         if warning is not None:
             lines.append(warning)
+        if not self.stock_gather:
+            lines += refusals.replaced_options(args)
         if self.delay is not None:
             lines.append(host_optimizers.delay_line(self.delay))
         if self.check is not None:

@@ -12,7 +12,7 @@ def optimizer_settings(args) -> OptimizerSettings:
 
     Raises:
         InputError: the host optimizer is asked for float32 parameters, which it cannot take (torch: "can't optimize a
-            non-leaf Tensor"), or updates are delayed that are made on the device.
+            non-leaf Tensor"), a part of it steps on the host, or updates are delayed that are made on the device.
     """
     half = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     given = getattr(args, "optimizer", "adam")
@@ -24,16 +24,23 @@ def optimizer_settings(args) -> OptimizerSettings:
     momentum = float(getattr(args, "sgd_momentum", 0.9))
     moments = 2 if name == "adam" else int(momentum > 0)
     states = [_dtype(getattr(args, f"exp_avg{part}_dtype", None)) for part in ("", "_sq")][:moments]
-    fraction = float(getattr(args, "optimizer_offload_fraction", 1.0))
     if half is None and getattr(args, "optimizer_cpu_offload", False):
         raise InputError(
             "Megatron's host optimizer takes no float32 parameters; train with --bf16 or --fp16",
             field="--optimizer-cpu-offload",
         )
-    on_host = bool(getattr(args, "optimizer_cpu_offload", False)) and fraction == 1.0
+    on_host = bool(getattr(args, "optimizer_cpu_offload", False))
+    fraction = getattr(args, "optimizer_offload_fraction", 1.0)
+    if on_host and str(fraction) not in ("1", "1.0"):
+        raise InputError(
+            "no bill counts states that are on the host in part; give 1.0, or leave --optimizer-cpu-offload out (a "
+            "schedule may keep states of chosen groups on the device: states_rest)",
+            field="--optimizer-offload-fraction",
+            value=fraction,
+        )
     if not on_host and getattr(args, "delayed_parameter_update", None) is not None:
         raise InputError(
-            "needs an optimizer that steps on the host: --optimizer-cpu-offload with --optimizer-offload-fraction 1.0",
+            "needs an optimizer that steps on the host: --optimizer-cpu-offload",
             field="--delayed-parameter-update",
             value=args.delayed_parameter_update,
         )

@@ -19,7 +19,6 @@ NEUTRAL = {
     "reuse_grad_buf_for_mxfp8_param_ag": False,
     "use_layer_wise_distributed_optimizer": False,
     "num_distributed_optimizer_instances": 1,
-    "overlap_param_gather_with_optimizer_step": False,
     "overlap_moe_expert_parallel_comm": False,
     "use_tp_pp_dp_mapping": False,  # it numbers the ranks of a node in another way
     "hybrid_context_parallel": False,
@@ -67,19 +66,11 @@ def refuse_unsupported(args) -> None:
             raise InputError("--user-defined-schedule needs it", field="--" + name.replace("_", "-"), value=False)
 
 
-def refuse_at_zero_stage_3(args) -> None:
-    """What only a schedule of zero stage 3 cannot be combined with.
-
-    Raises:
-        InputError: naming the option.
-    """
-    if getattr(args, "log_params_norm", False) and not getattr(args, "bf16", False):
-        raise InputError(
-            "reads whole parameters after every step; a schedule of zero stage 3 has freed them (with --bf16 it "
-            "reads the optimizer's)",
-            field="--log-params-norm",
-            value=True,
-        )
+def replaced_options(args) -> list[str]:
+    """Lines about options whose part the schedule takes."""
+    option = "--overlap-param-gather-with-optimizer-step"
+    given = getattr(args, "overlap_param_gather_with_optimizer_step", False)
+    return [f"{option}: the schedule says when gathers begin, in place of it"] if given else []
 
 
 def warnings_at_start(args, schedule: Schedule) -> list[str]:
@@ -98,8 +89,9 @@ def warnings_at_start(args, schedule: Schedule) -> list[str]:
     beyond = _beyond_the_limit(schedule)
     if beyond > 0:
         lines.append(
-            "evaluation, checkpoints and hashes bring all parameters of a rank onto its device at once, as does the "
-            f"time before the first iteration: up to {beyond} bytes more than limits.device_bytes"
+            "evaluation, checkpoints and whatever reads parameters between two iterations bring all parameters of a "
+            "rank onto its device at once, as does the time before the first iteration: up to "
+            f"{beyond} bytes more than limits.device_bytes"
         )
     return lines
 

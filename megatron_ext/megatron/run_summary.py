@@ -47,10 +47,15 @@ class Sample:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self._began_us: dict[int, float] = {}
+        self._run_again: set[int] = set()
 
     def begin_iteration(self, iteration: int) -> None:
         if iteration <= SAMPLED.stop:
             self._began_us[iteration] = time.perf_counter() * 1e6
+
+    def run_again(self, iteration: int) -> None:
+        """The steps of ``iteration`` run once more (Megatron's rerun machinery): its times are not those of one."""
+        self._run_again.add(iteration)
 
     def of_rank(self) -> dict[int, tuple[float, float, float]]:
         """By iteration: its time, exposed time and gather time in microseconds. An iteration without an end is left
@@ -61,7 +66,7 @@ class Sample:
         return {
             i: (self._began_us[i + 1] - self._began_us[i], lanes[i, "wait"], lanes[i, "wait"] + lanes[i, "issue"])
             for i in SAMPLED
-            if {i, i + 1} <= self._began_us.keys()
+            if {i, i + 1} <= self._began_us.keys() and i not in self._run_again
         }
 
 
@@ -126,7 +131,7 @@ def end_lines(
 ) -> list[str]:
     """What was measured, beside the prediction; ``compared`` is of the reference run, where there was one."""
     if measured is None:
-        return [f"nothing measured: fewer than {SAMPLED.start + 1} iterations were trained"]
+        return [f"nothing measured: fewer than {SAMPLED.start + 1} iterations were trained, or all were run again"]
     whose = "Megatron's own gather" if reference else "the schedule"
     lines = [f"measured with {whose}, median of {measured.iterations} iterations: {_figures(measured)}"]
     if reference:

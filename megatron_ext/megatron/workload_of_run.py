@@ -32,11 +32,12 @@ def parallel_of_megatron(args) -> Parallel:
     Raises:
         InputError: the number of micro-batches changes during the run, or this release orders them otherwise.
     """
-    for name in ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"):
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if getattr(args, name, None):
             field = "--" + name.replace("_", "-")
             raise InputError("a schedule holds for one number of micro-batches", field=field, value=getattr(args, name))
     pp, vp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    # With --decrease-batch-size-if-needed a rest is left out, in every iteration alike.
     num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     # core_v0.9.0 has no such option: its groups have PP micro-batches, and with no more than these in an
     # iteration it runs all forwards before the first backward.

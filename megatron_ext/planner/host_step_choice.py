@@ -226,6 +226,7 @@ def offload_note(schedule: Schedule, workload: Workload, table: CostTable) -> st
     or nothing asks for it."""
     if workload.optimizer.on_host or not any(group.gradients for group in schedule.groups):
         return None
+    missing = "--optimizer-cpu-offload" + " and --zero-stage 3" * (workload.zero_stage < 3)
     workload = with_activations(workload, table)
     settings = replace(workload.optimizer, on_host=True)
     try:
@@ -234,5 +235,5 @@ def offload_note(schedule: Schedule, workload: Workload, table: CostTable) -> st
         return None
     return (
         "Gradients are reduced at every visit of their chunk, since whole ones have no room beside the optimizer. With "
-        "--optimizer-cpu-offload and --zero-stage 3 they would: describe and plan that too, and compare."
+        f"{missing} they would: describe and plan that too, and compare."
     )

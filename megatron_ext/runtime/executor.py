@@ -10,6 +10,7 @@ from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, S
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.memory_pool import MemoryPool
+from megatron_ext.runtime.param_reads import ParamReads
 from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.program import Program
 
@@ -68,6 +69,7 @@ class Executor:
         self._left = issuer.left  # empty in most steps
         self._undisturbed = True
         self.busy = False  # between the begin of an iteration and the update of parameters
+        self.reads: ParamReads | None = None  # watched for from the update of parameters to the begin of an iteration
         self._close: list[Callable[[], None]] = []
 
     def part(self, kind: type[Kind]) -> Kind | None:
@@ -84,6 +86,7 @@ class Executor:
 
     def begin_iteration(self) -> None:
         """Begin a training iteration: issue what the schedule issues at its start, unless that is done."""
+        self._watch_reads(False)
         self.busy = True
         if not self._undisturbed:  # something gathered outside the program; begin anew
             self._drop_all()
@@ -175,6 +178,7 @@ class Executor:
 
     def params_updated(self, by_optimizer: bool = True) -> None:
         """Publish the shards, which have new values, and issue what the next iteration's start issues."""
+        self._watch_reads(False)
         start = time.perf_counter_ns()
         self._drop_all()
         self.clock.version += 1
@@ -184,13 +188,20 @@ class Executor:
             self.recorder.add("issue", "publish", start, time.perf_counter_ns())
         self.start()
         self._undisturbed, self.busy = True, False
+        self._watch_reads(True)
 
     def step_skipped(self) -> None:
         """The optimizer has skipped its step."""
+        self._watch_reads(False)
         self.busy = False
         for part in self.parts:
             part.skipped()
         self.apply_pending()
+        self._watch_reads(True)
+
+    def _watch_reads(self, watch: bool) -> None:
+        if self.reads is not None:
+            self.reads.open() if watch else self.reads.close()
 
     def apply_pending(self) -> None:
         """Apply the delayed update between two iterations, if there is one. Collective."""
@@ -209,6 +220,7 @@ class Executor:
     def params_changed(self) -> None:
         """Whole parameters have new values that the optimizer did not write: take the shards
         from them, and go on as after an optimizer step. Collective."""
+        self._watch_reads(False)
         for part in self.parts:
             part.changed()
         for group in self.groups.values():
@@ -225,9 +237,11 @@ class Executor:
         Collective over the data-parallel group where anything has to be gathered: all its
         ranks must call it.
         """
+        self._watch_reads(False)
         for part in self.parts:
             part.skipped()
         self.apply_pending()
+        self._watch_reads(False)  # as an update that was pending began to
         for part in self.parts:
             part.settled()
         self._undisturbed, self.busy = False, True
@@ -272,6 +286,7 @@ class Executor:
 
     def close(self) -> None:
         """End threads and unmap host memory."""
+        self._watch_reads(False)
         for part in reversed(self.parts):
             part.close()
         while self._close:

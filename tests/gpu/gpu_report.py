@@ -18,6 +18,7 @@ import torch
 from case_table import PLANNED
 from msgspec.structs import replace
 
+from megatron_ext.checkout.tree import Tree
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.facts import Facts
@@ -153,10 +154,7 @@ def machine_facts(environment: dict[str, Facts], root: Path, drive: Path | None)
             packages[name] = version(name)
         except PackageNotFoundError:
             packages[name] = None
-    pinned = (root / "constraints.txt").read_text().splitlines()
-    packages["megatron-core"] = next(
-        (line.partition("==")[2] for line in pinned if line.startswith("megatron-core")), ""
-    )
+    packages["megatron-core"] = Tree(root / ".megatron").version if (root / ".megatron").is_dir() else None
     packages["cudnn"] = torch.backends.cudnn.version()
     locked, shared = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], shutil.disk_usage("/dev/shm")
     host = {

@@ -29,6 +29,7 @@ from megatron_ext.megatron import cpu_compat
 cpu_compat.install()
 
 sys.path.insert(0, str(ROOT / "examples"))
+import model_and_optimizer
 import pretrain_gpt_hybrid
 from engine_stand_in import FusedAdam
 from megatron.core import optimizer as megatron_optimizer
@@ -94,6 +95,31 @@ def meddling(example, told: int):
 
 
 @contextlib.contextmanager
+def reading(example):
+    """Read all parameters before every iteration, as a norm that is logged does and through views taken at the start;
+    yields what was read and what they are when all are gathered."""
+    run_schedule, reads, views = example.run_schedule, [], []
+
+    def values(tensors) -> list[str]:
+        return [tensor.sum().item().hex() for tensor in tensors]
+
+    def run(args, model, iterators, forward_only: bool = False):
+        parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+        views.extend([] if views else [parameter.data.view(-1) for parameter in parameters])
+        if not forward_only:
+            noticed = values(views if len(reads) % 2 else parameters)
+            example.force_param_sync(model, args)
+            reads.append((noticed, values(parameters)))
+        return run_schedule(args, model, iterators, forward_only)
+
+    example.run_schedule = run
+    try:
+        yield reads
+    finally:
+        example.run_schedule = run_schedule
+
+
+@contextlib.contextmanager
 def overflowing(example):
     """Before every third iteration set a loss scale at which gradients overflow, before the others one at which they do
     not; yields nothing."""
@@ -131,6 +157,18 @@ def fused():
         yield
 
 
+@contextlib.contextmanager
+def split(example):
+    """--overlap-param-gather-with-optimizer-step: the first chunk has an optimizer of its own, after whose step
+    Megatron begins to gather it; yields nothing."""
+    config = functools.partial(megatron_optimizer.OptimizerConfig, overlap_param_gather_with_optimizer_step=True)
+    with mock.patch.object(model_and_optimizer, "OptimizerConfig", config):
+        yield
+
+
+SURROUNDINGS = {"overflow": overflowing, "fused": lambda example: fused(), "split": split}
+
+
 def train(
     example,
     options: list[str],
@@ -143,8 +181,8 @@ def train(
     """Train a new model; returns this rank's metrics. ``meddle``: ``told``, ``told twice`` (and once more at the end)
     or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``replay``: the
     optimizer's hook is not called, as in the replay of a CUDA graph; ``overflow``: see :func:`overflowing`;
-    ``fused``: see :func:`fused`; ``gradients``: those of the first iteration are returned as the optimizer steps on
-    them."""
+    ``fused``: see :func:`fused`; ``split``: see :func:`split`; ``read``: see :func:`reading`; ``gradients``: those of
+    the first iteration are returned as the optimizer steps on them."""
     for name in (lifecycle.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -155,8 +193,7 @@ def train(
     args.user_defined_schedule = schedule
     drive = args.user_defined_schedule_nvme_path
     example.hooks.configure(schedule, trace, delay=args.delayed_parameter_update, nvme_path=drive)
-    meddled = overflowing(example) if meddle == "overflow" else fused() if meddle == "fused" else None
-    with meddled or contextlib.nullcontext():
+    with SURROUNDINGS[meddle](example) if meddle in SURROUNDINGS else contextlib.nullcontext():
         return _train_model(example, args, meddle)
 
 
@@ -174,6 +211,10 @@ def _train_model(example, args, meddle: str | None) -> dict:
         with meddling(example, TIMES_TOLD[meddle]) as hashes:
             metrics = example.train(args, model, optimizer, config, (rows, rows))
         metrics["parameter_sha256"] += hashes[0]
+    elif meddle == "read":
+        with reading(example) as reads:
+            metrics = example.train(args, model, optimizer, config, (rows, rows))
+        metrics["reads"] = reads
     else:
         metrics = example.train(args, model, optimizer, config, (rows, rows))
     executor = getattr(example.hooks.active(), "executor", None)
@@ -260,6 +301,7 @@ def run_case(example, layout: list[str], case: dict) -> dict:
             "census": [rank[name]["census"] for rank in everybody],
             "early_steps": [rank[name]["early_steps"] for rank in everybody],
             "gradient_difference": [rank[name].get("gradient_difference") for rank in everybody],
+            "reads": [rank[name].get("reads") for rank in everybody],
         }
         for name in found
     }

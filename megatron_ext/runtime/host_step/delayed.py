@@ -69,11 +69,15 @@ class DelayedUpdate(Part):
         (self._arrived,) = private_flags(1, device)
         self._steps: list[Callable[[], None]] = []
         self._job: Transfer | None = None
-        self._handed_over = 0
+        self._handed_over, self._counted = 0, False
         self._on_host = device.kind == "cuda" and any(shard.device.type == "cpu" for _, shard in staged)
 
     def begin(self) -> None:
-        self._iteration += 1
+        self._iteration += not self._counted  # Megatron's rerun machinery may run an iteration again
+        self._counted = True
+
+    def skipped(self) -> None:
+        self._counted = False
 
     @property
     def delays(self) -> bool:
@@ -92,6 +96,7 @@ class DelayedUpdate(Part):
 
     def updated(self, iterations: int, by_optimizer: bool) -> None:
         """Let the thread make the steps that were taken, if any."""
+        self._counted = False
         if self._steps:
             assert self._job is None
             steps, self._steps = self._steps, []

@@ -139,6 +139,40 @@ def test_an_offloaded_optimizer_changes_parameters(workloads, interleaved, tmp_p
     assert all(a != b for a, b in zip(once["scheduled"]["parameter_sha256"], twice["scheduled"]["parameter_sha256"]))
 
 
+@pytest.mark.parametrize("zero_stage, route", some([(1, "gpu"), (3, "cpu"), (2, "gpu"), (1, "cpu"), (3, "gpu")], 2))
+def test_whoever_reads_between_two_iterations_reads_what_the_step_wrote(
+    workloads, interleaved, tmp_path, zero_stage, route
+):
+    """As a norm that is logged does, an average of weights, a hook of the user's; in the reference, too."""
+    workload = workloads["interleaved", "fp32"]
+    if route == "cpu":
+        hosted(workload, zero_stage, tmp_path / "s.json")
+    else:
+        schedule = stock_schedule(replace(workload, zero_stage=zero_stage))
+        schedule_file.save(tmp_path / "s.json", validate.validate(schedule))
+    answer = interleaved.run(options=MODELS["fp32"], schedule=tmp_path / "s.json", meddle="read", iterations=4)
+    assert differences(answer) == []
+    assert answer["reference"]["reads"] == answer["scheduled"]["reads"]
+    for reads in answer["scheduled"]["reads"]:
+        assert len({str(true) for _, true in reads}) == 4, "every step changes parameters"
+        assert [read for read, _ in reads] == [true for _, true in reads]
+
+
+@pytest.mark.parametrize("zero_stage", some([3, 1, 2], 1))
+def test_a_first_chunk_with_an_optimizer_of_its_own_trains_bitwise_like_megatron(
+    workloads, interleaved, tmp_path, zero_stage
+):
+    """--overlap-param-gather-with-optimizer-step."""
+    hosted(workloads["interleaved", "bf16-tied"], zero_stage, tmp_path / "s.json")
+    answer = interleaved.run(
+        options=MODELS["bf16-tied"],
+        schedule=tmp_path / "s.json",
+        meddle="split",
+        environment={"MEGATRON_EXT_FAULTS": "publish_delay_ms=8,copy_delay_ms=4", "MEGATRON_EXT_DEBUG": "1"},
+    )
+    assert differences(answer) == []
+
+
 @pytest.mark.parametrize("zero_stage", some([3, 1], 1))
 @pytest.mark.parametrize("attempt", some(range(2), 1))
 def test_without_waiting_for_shards_training_differs(workloads, interleaved, tmp_path, zero_stage, attempt):

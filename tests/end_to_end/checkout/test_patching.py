@@ -4,12 +4,14 @@ import errno
 import json
 import os
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import toy_megatron
+from places import ROOT, pinned_core
 from toy_megatron import git, snapshot
 
 from megatron_ext.checkout import apply, check, revert, transaction, verify, verify_hooks
@@ -452,3 +454,12 @@ def test_bad_input_is_one_line_that_says_what_to_do(spoil, names, advice, archiv
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("megatron-ext: ")
     assert names in err and advice in err and snapshot(archive) == before
+
+
+def test_set_up_finds_the_default_release():
+    """It has no package of ours yet, so it reads the file by itself."""
+    line = next(line for line in (ROOT / "scripts/setup.sh").read_text().split("\n") if line.startswith("than="))
+    release = next(line for line in (ROOT / "scripts/setup.sh").read_text().split("\n") if line.startswith("release="))
+    script = f"python={sys.executable}\n{line}\n{release}\necho $release"
+    found = subprocess.run(["bash", "-ec", script], cwd=ROOT, capture_output=True, text=True, env={}, check=True)
+    assert found.stdout.strip() == pinned_core()

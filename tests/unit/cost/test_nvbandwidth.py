@@ -1,5 +1,7 @@
 """nvbandwidth's output: what is read from it, and that a broken one is refused with its line."""
 
+import json
+
 import logs
 import pytest
 
@@ -63,4 +65,67 @@ BROKEN_NV = {
 def test_broken_nvbandwidth_logs(tmp_path, case):
     text, message = BROKEN_NV[case]
     with pytest.raises(InputError, match=message):
+        importers.read("nvbandwidth", logs.write(tmp_path, text))
+
+
+def as_json(sum_of_all=110.6, unit="GB/s", status="Passed", name="host_to_device_memcpy_ce") -> str:
+    """In the form of json_output.cpp of nvbandwidth 0.8, whose rates are texts."""
+    case = {"name": name, "status": status}
+    if status == "Passed":
+        case |= {
+            "bandwidth_description": f"memcpy CE CPU(row) -> GPU(column) bandwidth ({unit})",
+            "bandwidth_matrix": [["55.4", "55.2", "N/A"]],
+            "sum": sum_of_all,
+        }
+    report = {
+        "CUDA Runtime Version": 12040,
+        "Driver Version": "550.54.15",
+        "GPU Device list": [f"{n}: NVIDIA H200: 00000000:0{n}:00:(node-a)" for n in (0, 1)],
+        "testcases": [case, {"name": "device_local_copy", "status": "Waived"}],
+        "version": "v0.8",
+    }
+    return json.dumps({"nvbandwidth": report}, indent=3)
+
+
+def test_json_is_read_like_text(tmp_path):
+    of_text = importers.read("nvbandwidth", logs.write(tmp_path, logs.nvbandwidth()))
+    of_json = importers.read("nvbandwidth", logs.write(tmp_path, as_json()))
+    assert of_json.routes == of_text.routes
+    assert of_json.metadata.hardware == of_text.metadata.hardware == {"device": "NVIDIA H200", "devices": 2}
+    assert of_json.metadata.software == {"nvbandwidth": "v0.8", "driver": "550.54.15", "cuda": "12040"}
+    assert of_json.publish.cpu is None
+    assert of_json.metadata.notes[-1].endswith("has no device_to_host_memcpy_ce; run that test for the other direction")
+
+
+SM = NV[: NV.index("Running")] + NV[NV.index("Running host_to_device_memcpy_ce") : NV.index("Running device_to_host")]
+RUN = "run `nvbandwidth -t host_to_device_memcpy_ce device_to_host_memcpy_ce host_to_device_bidirectional_memcpy_ce`"
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        (SM.replace("_ce", "_sm"), "holds host_to_device_memcpy_sm and no"),
+        (as_json(name="host_to_device_memcpy_sm"), r"memcpy_sm \(passed\), device_local_copy \(waived\) and no"),
+        (as_json(status="Waived"), r"holds host_to_device_memcpy_ce \(waived\), device"),
+        ("hello\n", "no nvbandwidth results"),
+    ],
+)
+def test_a_log_without_copies_of_the_copy_engine_says_what_it_has_and_what_to_run(tmp_path, text, found):
+    with pytest.raises(InputError, match=f"{found}.*{RUN}"):
+        importers.read("nvbandwidth", logs.write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        (as_json()[:-40], "is no JSON of nvbandwidth, or cut off"),
+        (as_json(sum_of_all=221.2), "host_to_device_memcpy_ce.sum = 221.2: its rates add up to 110.60"),
+        (as_json(unit="MB/s"), r"not in \(GB/s\)"),
+        (as_json().replace("55.2", "nan"), "rate nan must be a positive number"),
+        ('{"nvbandwidth": {"error": "no device"}}', "ended with an error: no device"),
+        ("{}", "is no JSON of nvbandwidth"),
+    ],
+)
+def test_broken_json(tmp_path, text, why):
+    with pytest.raises(InputError, match=why):
         importers.read("nvbandwidth", logs.write(tmp_path, text))

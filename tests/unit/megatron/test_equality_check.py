@@ -1,20 +1,22 @@
 """Two runs are compared to the last bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import hooks
-from megatron_ext.megatron.equality_check import EqualityCheck, parameter_digest
+from megatron_ext.megatron.equality_check import EqualityCheck, iterations_ahead, parameter_digest
 from megatron_ext.megatron.run_summary import Measured
 
 MEASURED = Measured(10, 100e3, 20e3, 30e3)
 
 
-def finish(check: EqualityCheck, norms=(1.0, 0.5), digests=("a", "b"), measured=MEASURED):
+def finish(check: EqualityCheck, norms=(1.0, 0.5), digests=("a", "b"), measured=MEASURED, iterations=None):
     step = iter([(True, norm, 0) for norm in norms])
     optimizer = type("Optimizer", (), {"step": lambda self: next(step)})()
-    check.watch(optimizer)
+    check.watch(optimizer, iterations)
     for _ in norms:
         optimizer.step()
     return check.finish(list(digests), measured)
@@ -43,6 +45,37 @@ def test_one_bit_is_a_difference(name, tmp_path):
     change, expected = DIFFERENT[name]
     with pytest.raises(InputError, match=expected):
         finish(EqualityCheck(tmp_path / "r.json", "sha"), **change)
+
+
+def test_a_run_that_was_aborted_is_no_reference_and_is_compared_with_none(tmp_path):
+    """Megatron's rerun machinery ends training with exit code 17 in its midst; a signal does so, too."""
+    (line,) = finish(EqualityCheck(tmp_path / "r.json", "sha"), iterations=6)
+    assert "this run ended after 2 of 6 iterations and writes no " in line
+    assert not (tmp_path / "r.json").exists()
+    assert EqualityCheck(tmp_path / "r.json", "sha").is_reference
+    finish(EqualityCheck(tmp_path / "r.json", "sha"), norms=(1.0, 0.5, 0.25), iterations=3)
+    (line,) = finish(EqualityCheck(tmp_path / "r.json", "sha"), iterations=3)
+    assert "this run ended after 2 of 3 iterations and is not compared with " in line
+    assert (
+        "equal to the reference"
+        in finish(EqualityCheck(tmp_path / "r.json", "sha"), norms=(1.0, 0.5, 0.25), iterations=3)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "given, ahead",
+    [
+        ({"train_iters": 10}, 10),
+        ({"train_iters": 10, "iteration": 4}, 6),
+        ({"train_iters": 10, "iteration": 4, "exit_interval": 4}, 4),
+        ({"train_iters": 10, "iteration": 4, "exit_interval": 100}, 6),
+        ({"train_iters": 10, "iteration": 4, "iterations_to_skip": [3, 4, 9, 10]}, 4),
+        ({"train_iters": None}, None),
+        ({}, None),
+    ],
+)
+def test_how_long_a_run_is_to_train(given, ahead):
+    assert iterations_ahead(SimpleNamespace(**given)) == ahead
 
 
 def test_a_reference_of_another_schedule_is_refused_at_the_start(tmp_path):

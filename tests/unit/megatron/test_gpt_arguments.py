@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron import gpt_arguments
+from megatron_ext.megatron import gpt_arguments, ignored_options
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 
 
@@ -29,6 +29,39 @@ def test_sizes_beyond_any_model_are_refused(name, value, said):
 
 def test_the_defaults_train():
     assert isinstance(parse(), argparse.Namespace)
+
+
+@pytest.mark.parametrize("fraction", ["0.5", 0.5, 0.0, "0", 0.999])
+def test_states_on_the_host_in_part_are_not_billed_as_all_or_nothing(fraction):
+    args = SimpleNamespace(bf16=True, fp16=False, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+    with pytest.raises(InputError, match=f"--optimizer-offload-fraction = '?{fraction}'?: no bill counts states .*1.0"):
+        optimizer_settings(args)
+    args.optimizer_offload_fraction = 1.0
+    assert optimizer_settings(args).on_host
+    args.optimizer_cpu_offload, args.optimizer_offload_fraction = False, fraction
+    assert not optimizer_settings(args).on_host
+
+
+def test_a_batch_that_is_decreased_leaves_the_rest_out():
+    sizes = "--data-parallel-size 2 --micro-batch-size 3 --global-batch-size 20".split()
+    with pytest.raises(InputError, match="--global-batch-size = 20: is no multiple"):
+        ignored_options.parse(sizes)
+    args = ignored_options.parse([*sizes, "--decrease-batch-size-if-needed"])
+    assert (args.num_microbatches, args.global_batch_size) == (3, 18)
+    with pytest.raises(InputError, match="--global-batch-size = 5: is no multiple"):
+        ignored_options.parse([*sizes[:-1], "5", "--decrease-batch-size-if-needed"])
+
+
+@pytest.mark.parametrize(
+    "name", "mtp-num-layers num-experts decoder-first-pipeline-num-layers q-lora-rank moe-router-topk".split()
+)
+def test_one_of_a_kind_is_not_none(name):
+    with pytest.raises(InputError, match=f"--{name} = '?1'?: changes parameters or the order of steps"):
+        ignored_options.parse([f"--{name}", "1"])
+
+
+def test_one_rank_of_a_kind_is_what_there_is():
+    ignored_options.parse("--context-parallel-size 1 --expert-model-parallel-size 1".split())
 
 
 def test_the_host_optimizer_takes_no_float32_parameters():

@@ -30,7 +30,7 @@ def test_a_delay_needs_a_schedule_without_other_steps_of_the_host():
 def test_every_parameter_is_stepped_on_the_host():
     args = SimpleNamespace(bf16=True, fp16=False, optimizer_cpu_offload=True, delayed_parameter_update=0)
     assert optimizer_settings(args).delayed
-    args.optimizer_offload_fraction = 0.5
+    args.optimizer_cpu_offload = False
     with pytest.raises(InputError, match="--delayed-parameter-update = 0: needs an optimizer that steps on the host"):
         optimizer_settings(args)
     parameters = [torch.zeros(2), torch.zeros(3)]

@@ -32,6 +32,21 @@ def test_a_run_without_a_schedule_leaves_megatron_alone_and_ends_once():
         run.finish()
 
 
+def test_an_iteration_ends_with_the_optimizer_however_often_its_steps_run(tmp_path, monkeypatch):
+    """Megatron's rerun machinery runs them up to three times."""
+    monkeypatch.setattr(lifecycle, "agree", lambda error, fact, file: None)
+    monkeypatch.setattr(lifecycle.stock_trace, "record_steps", lambda recorder: None)
+    optimizer = SimpleNamespace(step=lambda: (True, 1.0, 0))
+    run = Run(None, tmp_path / "trace.json")
+    run.on_train_setup(SimpleNamespace(), [], optimizer, None)
+    for passes in (1, 3, 2):
+        for _ in range(passes):
+            run.begin_iteration(4, forward_only=False)
+        run.begin_iteration(4, forward_only=True)  # an evaluation
+        optimizer.step()
+    assert run.recorder.iteration == 3
+
+
 def test_a_trace_that_cannot_be_written_costs_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(lifecycle, "gather_objects", lambda value: [value])
     monkeypatch.setattr(lifecycle.dist, "get_rank", lambda: 0)

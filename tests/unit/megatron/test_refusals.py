@@ -12,9 +12,9 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import device_environment
 from megatron_ext.megatron.refusals import (
     environment_mismatch,
-    refuse_at_zero_stage_3,
     refuse_unsupported,
     refuse_with_states_on_drive,
+    replaced_options,
     require_hooks,
     schedule_without_hooks,
     warnings_at_start,
@@ -63,7 +63,6 @@ def test_a_usual_run_is_accepted():
         ("nccl_ub", True),
         ("fp8_param_gather", True),
         ("num_distributed_optimizer_instances", 2),
-        ("overlap_param_gather_with_optimizer_step", True),
         ("overlap_moe_expert_parallel_comm", True),
         ("ddp_param_name_patterns_for_fp32_local_accumulation", ["all"]),
         ("use_layer_wise_distributed_optimizer", True),
@@ -92,12 +91,6 @@ def test_defaults_of_options_that_are_refused_are_accepted():
     )
 
 
-def test_norms_of_freed_parameters_are_refused():
-    refuse_at_zero_stage_3(options(log_params_norm=True, bf16=True))
-    with pytest.raises(InputError, match="--log-params-norm = True: reads whole parameters"):
-        refuse_at_zero_stage_3(options(log_params_norm=True, bf16=False))
-
-
 def test_an_unpatched_tree_is_refused(tmp_path):
     place = tmp_path / "megatron/core/distributed/distributed_data_parallel.py"
     place.parent.mkdir(parents=True)
@@ -119,10 +112,25 @@ def test_parallel_sizes_of_megatrons_own_arguments(monkeypatch):
     assert workload_of_run(single).parallel.order == "no_pipeline"
 
 
-@pytest.mark.parametrize("name", ["rampup_batch_size", "decrease_batch_size_if_needed"])
+@pytest.mark.parametrize("name", ["rampup_batch_size", "step_batch_size_schedule"])
 def test_a_growing_batch_is_refused(name):
     with pytest.raises(InputError, match="one number of micro-batches"):
         workload_of_run(options(**{name: ["8", "8", "100"]}))
+
+
+def test_an_option_whose_part_the_schedule_takes_is_accepted_and_named():
+    given = options(overlap_param_gather_with_optimizer_step=True)
+    refuse_unsupported(given)
+    assert replaced_options(given) == [
+        "--overlap-param-gather-with-optimizer-step: the schedule says when gathers begin, in place of it"
+    ]
+    assert replaced_options(options()) == []
+
+
+def test_a_batch_that_is_decreased_is_so_in_every_iteration():
+    given = options(decrease_batch_size_if_needed=True)
+    given.global_batch_size += given.micro_batch_size * given.data_parallel_size - 1
+    assert workload_of_run(given).parallel == workload_of_run(options()).parallel
 
 
 def planned(measured_on: MeasuredOn | None = None) -> Schedule:

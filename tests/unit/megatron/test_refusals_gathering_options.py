@@ -19,7 +19,7 @@ WORDS = re.compile("graph|offload|param_gather|param_ag")
 REFUSED = """
     cpu_offloading cpu_offloading_weights cuda_graph_impl enable_cuda_graph external_cuda_graph
     fine_grained_activation_offloading fp4_param_gather fp8_param_gather optimizer_cuda_graph
-    overlap_param_gather_with_optimizer_step reuse_grad_buf_for_mxfp8_param_ag
+    reuse_grad_buf_for_mxfp8_param_ag
 """.split()
 
 HARMLESS = {
@@ -46,7 +46,7 @@ HARMLESS = {
         optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload
     """,
     "needed, or says when Megatron's own gathers begin, which a schedule replaces": """
-        align_param_gather no_align_param_gather overlap_param_gather
+        align_param_gather no_align_param_gather overlap_param_gather overlap_param_gather_with_optimizer_step
     """,
 }
 

@@ -26,6 +26,14 @@ def test_only_sampled_iterations_are_recorded_and_the_largest_rank_counts():
     assert run_summary.combine([{}, slow]) is None
 
 
+def test_an_iteration_that_was_run_again_is_not_timed():
+    sample = Sample(Recorder(0, iterations=run_summary.SAMPLED))
+    for iteration in range(1, 8):
+        sample.begin_iteration(iteration)
+    sample.run_again(4)
+    assert set(sample.of_rank()) == {2, 3, 5, 6}
+
+
 def test_the_end_says_what_was_gained_and_what_is_not_known():
     schedule = all_gpu(make_workload())
     alone = "\n".join(run_summary.end_lines(schedule, MEASURED, None, reference=False))

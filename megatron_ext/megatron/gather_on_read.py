@@ -1,0 +1,68 @@
+"""Between two iterations all ranks gather together, or none does: what a use of parameters there leads to."""
+
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_ext.megatron.run_summary import say
+from megatron_ext.runtime.group import ScheduleError
+from megatron_ext.runtime.param_reads import ParamReads
+
+PEERS_SECONDS = 60
+"""How long a rank that uses parameters waits for its replicas to do so. They come from the same optimizer step, a
+collective; more apart than this they are in nothing but checkpoints, which gather by themselves."""
+
+_RUNS = itertools.count()
+"""Runs of this process, which are the same on all ranks: their keys in the store are apart."""
+
+
+class GatherOnRead(ParamReads):
+    """Gathers all parameters before their first use between two iterations, on all data-parallel ranks at once.
+
+    A rank that gathered alone would wait for ever, or pair its gathers with others of its replicas. So ranks tell each
+    other through the store that they use parameters, and where a replica does not, the run ends and says so.
+
+    Args:
+        storages: of whole parameters, as :class:`ParamReads` takes them.
+        gather: makes all parameters of this rank whole and fresh; collective over ``process_group``.
+        process_group: the data-parallel group.
+        seconds: how long to wait for its other ranks.
+    """
+
+    def __init__(self, storages, gather: Callable[[], None], process_group, seconds: float = PEERS_SECONDS):
+        super().__init__(storages, self._gather_together)
+        self._gather_all, self._process_group, self._seconds = gather, process_group, seconds
+        self._keys, self._said = f"megatron_ext/reads/{next(_RUNS)}", False
+        self._last: str | None = None
+
+    def _gather_together(self, place: str) -> None:
+        self._wait_for_replicas(place)
+        self._gather_all()
+        if not self._said and dist.get_rank() == 0:
+            self._said = True
+            say(
+                f"{place} uses parameters between the optimizer's step and the next forward: all are gathered for it, "
+                "beside the schedule, each time"
+            )
+
+    def _wait_for_replicas(self, place: str) -> None:
+        ranks = dist.get_process_group_ranks(self._process_group)
+        if len(ranks) == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        key, last = f"{self._keys}/{ranks[0]}/{self.count}", self._last
+        if store.add(key, 1) == len(ranks):
+            store.set(f"{key}/all", "")
+            for old in (last, f"{last}/all") if last else ():  # all have passed it
+                store.delete_key(old)
+        self._last = key
+        try:
+            store.wait([f"{key}/all"], timedelta(seconds=self._seconds))
+        except RuntimeError as error:
+            raise ScheduleError(
+                f"{place} uses parameters between the optimizer's step and the next forward on rank {dist.get_rank()} "
+                f"and within {self._seconds:g} seconds not on all of its data-parallel ranks {ranks}, which have to be "
+                "gathered from; use them on all ranks, or call megatron_ext.megatron.hooks.unshard_all() there"
+            ) from error

@@ -1,0 +1,140 @@
+"""Notices that somebody uses parameters between the optimizer's step and the next forward.
+
+[Note: Reads between iterations]
+After a step each rank has new values of its own shards only. What the schedule has not gathered yet is half old and
+half new at zero stages 1 and 2, and has no bytes at stage 3. Norms that are logged, averages of weights, hashes and
+hooks of users read there. Which option or which script does so is not asked: from the step to the begin of the next
+iteration every call of torch's passes a mode (torch's ``TorchFunctionMode``), which looks at the storages of its
+tensors. The first call that uses one of a group, by a parameter or by a view taken long before, has all groups gathered
+first. Within an iteration there is no mode, so that a step costs what it did.
+What does not go through torch is not noticed: another thread's use, and a kernel of an extension that is given nothing
+but views taken earlier.
+"""
+
+import contextlib
+import sysconfig
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+
+def _accessors(name: str) -> tuple:
+    """What gets and sets a property of tensors."""
+    found = getattr(torch.Tensor, name)
+    return found.__get__, found.__set__
+
+
+_PROPERTIES = """
+    device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_quantized is_sparse itemsize layout name nbytes ndim
+    output_nr requires_grad retains_grad shape
+""".split()
+_METHODS = """
+    dim element_size get_device is_complex is_contiguous is_floating_point is_pinned is_shared ndimension nelement numel
+    register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride __hash__
+    __len__
+""".split()
+OF_NO_VALUE = frozenset(
+    [getattr(torch.Tensor, name) for name in _METHODS]
+    + [accessor for name in _PROPERTIES for accessor in _accessors(name)]
+    + [torch.is_complex, torch.is_floating_point, torch.numel]
+)
+"""Calls that neither read nor write a tensor's elements, nor give anybody an address or a view of them."""
+
+
+class ParamReads(TorchFunctionMode):
+    """Lets ``gather`` make parameters whole before their first use between two iterations.
+
+    Args:
+        storages: ``_cdata`` of the untyped storages of all whole parameters.
+        gather: ``gather(place)`` makes them whole and fresh; ``place`` is the file and line that uses one.
+    """
+
+    def __init__(self, storages: Collection[int], gather: Callable[[str], None]):
+        super().__init__()
+        self.storages, self.gather = frozenset(storages), gather
+        self.count = 0
+        self._watching = self._gathering = False
+
+    def open(self) -> None:
+        """Parameters have new values, which are not everywhere yet: watch from now on, if not done already."""
+        if self._gathering or not self.storages:
+            return
+        self.count += not self._watching
+        self._watching = True
+        self._replace(self)
+
+    def close(self) -> None:
+        """What follows is the schedule's business, or all parameters are whole."""
+        self._watching = False
+        if not self._gathering:  # else torch has taken the mode off while it runs, and puts it back
+            self._replace(None)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within, nothing is noticed."""
+        watching, self._watching = self._watching, False
+        self._replace(None)
+        try:
+            yield
+        finally:
+            self._watching = watching
+            self._replace(self if watching else None)
+
+    def unnoticed(self, function: Callable) -> Callable:
+        """``function``, whose uses of parameters are not noticed."""
+
+        def call(*args, **kwargs):
+            with self.suspended():
+                return function(*args, **kwargs)
+
+        return call
+
+    def _replace(self, mode: "ParamReads | None") -> None:
+        """Put ``mode`` under all modes but torch's default device, or take this one off.
+
+        Others enter and leave modes as they like, and leaving takes the topmost off, whosever it is: only at the bottom
+        is this one in nobody's way. ``torch.set_default_device`` wants its own below all, and finds it by that.
+        """
+        stack = _get_current_function_mode_stack()
+        if (self in stack) == (mode is self):
+            return
+        others = [one for one in stack if one is not self]
+        for _ in stack:
+            _pop_mode()
+        # The mode of ``with torch.device(...)`` is of the same class, was not entered, and leaves from the top.
+        below = [one for one in others[:1] if isinstance(one, DeviceContext) and hasattr(one, "old_device")]
+        for one in [*below, *([] if mode is None else [mode]), *others[len(below) :]]:
+            _push_mode(one)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self._watching and func not in OF_NO_VALUE and (self._uses(args) or self._uses(kwargs.values())):
+            self._watching, self._gathering = False, True
+            try:
+                with torch.no_grad():
+                    self.gather(_place())
+            finally:
+                self._watching = self._gathering = False
+        return func(*args, **kwargs)
+
+    def _uses(self, values, depth: int = 3) -> bool:
+        """Whether a tensor among ``values``, or in lists of them, lies in a group's storage."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                with contextlib.suppress(NotImplementedError, RuntimeError):  # tensors without a storage of their own
+                    if value.untyped_storage()._cdata in self.storages:
+                        return True
+            elif depth and isinstance(value, (list, tuple)) and self._uses(value, depth - 1):
+                return True
+        return False
+
+
+def _place() -> str:
+    """File, line and function of the innermost caller that is not torch, this package, or Python's library."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), f"{sysconfig.get_path('stdlib')}/copy")
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown"

@@ -1,0 +1,64 @@
+"""Ranks that use parameters between two iterations wait for each other, or say who does not."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.megatron import gather_on_read
+from megatron_ext.megatron.gather_on_read import GatherOnRead
+from megatron_ext.runtime.group import ScheduleError
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """Both ranks are threads of this process."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3, 7])
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    return store
+
+
+def make_pair(monkeypatch, store, seconds):
+    made = []
+    for _ in range(2):
+        monkeypatch.setattr(gather_on_read, "_RUNS", iter([0]))
+        whole, gathered = torch.zeros(4), []
+        reads = GatherOnRead({whole.untyped_storage()._cdata}, lambda g=gathered: g.append(1), None, seconds)
+        made.append((reads, whole, gathered))
+    return made
+
+
+def use(reads, whole, times):
+    for _ in range(times):
+        reads.open()
+        whole.sum()
+        reads.close()
+
+
+def test_ranks_gather_together_and_leave_nothing_in_the_store(monkeypatch, store):
+    pair = make_pair(monkeypatch, store, 60)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(use, reads, whole, 5) for reads, whole, _ in pair]:
+            done.result()
+    assert [len(gathered) for *_, gathered in pair] == [5, 5]
+    assert store.num_keys() == 2, "of the last time"
+
+
+def test_a_rank_that_reads_alone_says_where(monkeypatch, store):
+    (reads, whole, gathered), _ = make_pair(monkeypatch, store, 0.05)
+    with pytest.raises(
+        ScheduleError, match=r"test_gather_on_read.py:\d+ in use uses parameters .* \[3, 7\].*unshard_all"
+    ):
+        use(reads, whole, 1)
+    assert gathered == []
+    reads.close()
+
+
+def test_a_rank_without_replicas_asks_nobody(monkeypatch, store):
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3])
+    (reads, whole, gathered), _ = make_pair(monkeypatch, store, 0.05)
+    use(reads, whole, 2)
+    assert gathered == [1, 1] and store.num_keys() == 0
