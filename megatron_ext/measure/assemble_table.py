@@ -97,6 +97,8 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
         host_step=_host_step(curve, f"gradients to the host, AdamW there, parameters back, {at_once}"),
         device_step=curve("device_step", f"AdamW on the device, parameters cast, {at_once}"),
         host_add=curve("host_add", f"one float32 gradient shard added to another in host memory, {at_once}"),
+        host_memory=cost_table.HostMemory(**raw["host_memory"]) if raw.get("host_memory") else None,
+        launches=_launches(options, curves),
         host_cpu=_host_cpu(options, curves, compute),
     )
     return cost_table.check(table)
@@ -190,6 +192,17 @@ def _nvme(raw: dict, name: str, source: str) -> cost_table.Curve | None:
 def _call_us(rows: list[dict]) -> float | None:
     """What issuing costs the calling thread, whatever the size: the median over the curve."""
     return median(row["issued_us"] for row in rows) if rows else None
+
+
+def _launches(options: Options, curves: dict) -> cost_table.Launches | None:
+    """What the training thread takes for a reduce and for one parameter of the optimizer's step; None without a
+    device, which alone has launches, and where either was not measured."""
+    last = (curves.get("optimizer") or [{}])[-1]
+    if "issued_us" not in last or "reduce" not in curves or options.optimizer_on_host:
+        return None
+    shard = options.elements(last["size_bytes"]) // options.data_parallel_size
+    tensors = -(-shard // max(min(options.hidden_size**2, shard), 1))
+    return cost_table.Launches(reduce_us=_call_us(curves["reduce"]) or 0.0, tensor_us=last["issued_us"] / tensors)
 
 
 def notes(raw: dict) -> list[str]:

@@ -19,7 +19,7 @@ COPIES = ("gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "publish", "in
 STEPS = ("host_step", "host_step_cast_on_device", "device_step")
 """Steps of one group, measured where the optimizer steps on the host."""
 
-LINKS = (*COPIES, "p2p", "optimizer", "host_add", *STEPS, "nvme", "contention", "compute")
+LINKS = (*COPIES, "p2p", "optimizer", "host_add", "host_memory", *STEPS, "nvme", "contention", "compute")
 """What can be measured; ``--links`` picks among them."""
 
 MOST_THREADS, MOST_SECONDS = 4096, 86_400

@@ -27,7 +27,7 @@ from time import monotonic
 import torch.distributed as dist
 
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
-from megatron_ext.measure import contention, nvme_route, size_grid
+from megatron_ext.measure import contention, host_memory_rate, nvme_route, size_grid
 from megatron_ext.measure.completion import sets_of_ranks, until_last
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep, HostStepCastOnDevice
@@ -38,7 +38,7 @@ from megatron_ext.measure.options import COPIES, MIB, STEPS, Options
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 
 PASSES, MAX_PASSES, QUARTERS = 5, 20, 4
-CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.25, 0.25, 0.1
+CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE, MEMORY_SHARE = 0.25, 0.25, 0.1, 0.02
 """Shares of the time; the curves have the rest. Of an iteration, compute is most, and processors that are
 shared change their speed for seconds."""
 
@@ -58,7 +58,7 @@ and up to 12 % with four of 5, in three measurements of two models each; all-gat
 it."""
 
 ISSUED = {*COPIES, "nvme", "publish_nvme"}
-"""Operations that return before they are complete."""
+"""Operations that return before they are complete; on a device the optimizer does, too."""
 
 TRANSPORTS = {*ISSUED, "p2p", "host_step"}
 """Operations beside compute whose processor time is missing to it, on machines without a device."""
@@ -191,18 +191,23 @@ class Measurement:
         self.done += len(self.pairs)
         if self.compute_rounds is not None:
             compute = self.compute_rounds.result()
+        host_memory = None
+        if "host_memory" in fabric.options.links:
+            self._say("host_memory")
+            host_memory = host_memory_rate.measure(fabric, fabric.options.seconds * MEMORY_SHARE)
         set_up = set_up_of(fabric)
         us_per_byte = self.softirq.us_per_byte(shared_processors.kernel_of(fabric))
         if fabric.rank != 0:
             return None
         known = {(row["measured"], row["busy"]) for row in rows}
         return {
-            "curves": curves_of(self.merged, self.refined, us_per_byte),
+            "curves": curves_of(self.merged, self.refined, us_per_byte, fabric.torch_device.type == "cuda"),
             "contention": rows,
             "unmeasured_pairs": [pair for pair in self.pairs if pair not in known],
             "unsafe_pairs": contention.unsafe_pairs(fabric.torch_device.type) if self.pairs else [],
             "compute": compute,
             "set_up": set_up,
+            "host_memory": host_memory,
             "symmetric_refused": self.refused if fabric.torch_device.type == "cuda" else "",
             "nvme": self.drive,
             RANKS_PER_DEVICE: fabric.ranks_per_device,
@@ -347,7 +352,7 @@ def _refined(fabric: Fabric, visits: list, medians: dict) -> list:
     return sorted({*visits, *added}, key=lambda visit: (CURVES.index(visit[0]), visit[1]))
 
 
-def curves_of(merged: dict, refined: set, softirq: dict[str, float]) -> dict[str, list[dict]]:
+def curves_of(merged: dict, refined: set, softirq: dict[str, float], on_device: bool = False) -> dict[str, list[dict]]:
     """Medians and 95th percentiles, by name then size; what a table is made of. ``softirq``: by name,
     softirq time of a byte, in microseconds."""
     curves: dict[str, list[dict]] = {}
@@ -364,7 +369,7 @@ def curves_of(merged: dict, refined: set, softirq: dict[str, float]) -> dict[str
         }
         if (name, size) in refined:
             point["refined"] = True
-        if name in ISSUED:
+        if name in ISSUED or (name == "optimizer" and on_device):
             point["issued_us"] = median(value for _, issued, _ in passes for value in issued)
         used = median(value for _, _, used in passes for value in used)
         if name in TRANSPORTS and used > 0:
