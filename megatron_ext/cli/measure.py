@@ -180,8 +180,6 @@ def measure(
         first = os.environ.get("RANK", "0") == "0"
         if first:
             click.echo(announcement(wanted), err=True)
-            if os.path.exists(kept):
-                click.echo(f"goes on from {kept} where that was measured for the same", err=True)
         with bar(first, wanted.seconds) as progress:
             table = run(wanted, progress)
         if table is None:  # under a launcher, and not rank 0

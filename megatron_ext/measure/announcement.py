@@ -1,5 +1,7 @@
 """What will be measured and how long it takes, before it begins."""
 
+import os
+
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.rank_program import curves_asked, sizes_of
 
@@ -8,14 +10,15 @@ MOST_OVER = 1.2
 
 
 def announcement(options: Options) -> str:
-    """Two lines for people."""
+    """Two lines for people, and a third where something was kept."""
     curves = ", ".join(f"{name} ({len(sizes_of(name, options))})" for name in curves_asked(options))
     others = ["host memory"] * ("host_memory" in options.links) + ["compute"] * ("compute" in options.links)
     others += ["contention"] * ("contention" in options.links)
-    most = MOST_OVER * options.seconds
+    most, kept = MOST_OVER * options.seconds, options.keep_path
+    goes_on = f"\ngoes on from {kept} where that was measured for the same" if kept and os.path.exists(kept) else ""
     return (
         f"measures with {options.world_size} ranks: curves (sizes) {curves or 'none'}; "
         f"{', '.join(others) or 'nothing else'}\n"
         f"takes about {options.seconds:.0f} s and at most {most:.0f} s once the ranks have started; "
-        "sizes that do not fit in it are scaled from smaller ones, and the table says which"
+        f"sizes that do not fit in it are scaled from smaller ones, and the table says which{goes_on}"
     )

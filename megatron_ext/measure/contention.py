@@ -123,7 +123,16 @@ def run(
     """
     if not wanted or fabric.agree(int(seconds <= 0)):
         return []
-    operations, (largest, least) = kinds(fabric), SIZES[fabric.torch_device.type]
+    largest, least = SIZES[fabric.torch_device.type]
+    known = {name: expected_us(name, size_of(fabric, name, largest)) for pair in wanted for name in pair}
+    return _measured(fabric, wanted, seconds, report, fabric.agree(fitting(known, wanted, seconds, largest, least)))
+
+
+def _measured(
+    fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: Callable, largest: int
+) -> list[dict]:
+    """The rows, at ``largest`` bytes where there is time for that."""
+    operations, (_, least) = kinds(fabric), SIZES[fabric.torch_device.type]
     measured = {name: operations[name](fabric) for name in sorted({pair[0] for pair in wanted})}
     deadline = monotonic() + seconds
     beside: dict[tuple[str, str], list[float]] = {}
@@ -141,8 +150,6 @@ def run(
             visits -= 1
         return taken
 
-    known = {name: expected_us(name, size_of(fabric, name, largest)) for name in measured}
-    largest = fabric.agree(fitting(known, wanted, seconds, largest, least))
     first = each_alone(largest)
     most = fabric.agree(
         fitting(

@@ -45,7 +45,7 @@ def processors_of_rank(fabric: Fabric) -> int:
     return max(min(len(os.sched_getaffinity(0)), share), 1)
 
 
-class _Adder(threading.Thread):
+class Adder(threading.Thread):
     """Adds one array to another until it is told to stop; ``moved`` bytes so far."""
 
     def __init__(self, size_bytes: int):
@@ -74,7 +74,7 @@ def measure(fabric: Fabric, seconds: float) -> dict[str, float]:
     """
     copies = [kind(fabric) for kind in (HostCopy, CopyBack)] if fabric.torch_device.type == "cuda" else []
     lasts = min(max(seconds, LEAST_SECONDS), MOST_SECONDS) / ROUNDS
-    own = [_rate(fabric, copies, lasts) for _ in range(ROUNDS)]
+    own = [rate(fabric, copies, lasts) for _ in range(ROUNDS)]
     for operation in copies:
         operation.close()
     everyone: list = [None] * fabric.world_size
@@ -83,11 +83,11 @@ def measure(fabric: Fabric, seconds: float) -> dict[str, float]:
     return {"bytes_per_s": median(rounds), "slow_bytes_per_s": min(*rounds, *ranks)}
 
 
-def _rate(fabric: Fabric, copies: list[HostCopy], seconds: float) -> float:
+def rate(fabric: Fabric, copies: list[HostCopy], seconds: float) -> float:
     """Bytes a second in one round."""
     count = processors_of_rank(fabric)
     size = max(NODE_BYTES // (count * fabric.options.node_size), LEAST_BYTES)
-    adders = [_Adder(size) for _ in range(count)]
+    adders = [Adder(size) for _ in range(count)]
     fabric.barrier()
     for adder in adders:
         adder.start()

@@ -107,10 +107,10 @@ def _told(error: BaseException) -> str:
 
 def clock() -> Callable[[], float]:
     """Seconds of what compute is timed by, see [Note: Processor time]."""
-    return thread_time if not _on_cuda() and torch.get_num_threads() == 1 else perf_counter
+    return thread_time if not on_cuda() and torch.get_num_threads() == 1 else perf_counter
 
 
-def _on_cuda() -> bool:
+def on_cuda() -> bool:
     return has_cuda() and torch.cuda.is_initialized()
 
 
@@ -125,7 +125,7 @@ def measure_compute(
             of the model touches between two visits: a layer that is run again and again would
             be found in the caches, in training it is not.
     """
-    now, timer = clock(), DeviceTimer() if _on_cuda() else None
+    now, timer = clock(), DeviceTimer() if on_cuda() else None
     evict = torch.ones(max(evict_bytes // 4, 1))
 
     visits = {kind: visits_of(runner) for kind, runner in runners.items()}
@@ -169,14 +169,15 @@ def measure_compute(
                 backward_p95_us=backward_us[last],
                 activation_bytes=saved[kind][0],
                 recompute_bytes=saved[kind][1],
-                **{
-                    f"{way}_launch_us": median(launches[kind, way][warmup * visits[kind] :])
-                    for way in ("forward", "backward")
-                    if timer is not None
-                },
+                **(launch_us(launches, kind, warmup * visits[kind]) if timer is not None else {}),
             )
         )
     return rows
+
+
+def launch_us(launches: Mapping[tuple[str, str], list[float]], kind: str, warmup: int) -> dict[str, float]:
+    """What launching a layer of a kind took, the median of all but the first ``warmup``; by field of its row."""
+    return {f"{way}_launch_us": median(launches[kind, way][warmup:]) for way in ("forward", "backward")}
 
 
 def saved_bytes(runner: Runner) -> tuple[int | None, int]:

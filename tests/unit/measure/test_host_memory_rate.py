@@ -52,8 +52,8 @@ def test_what_threads_and_copies_move_counts_together(monkeypatch):
             issued.append(size_bytes)
             return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(host_memory_rate, "_Adder", Adder)
-    rate = host_memory_rate._rate(fabric_of(), [Copy(), Copy()], 1.0)
+    monkeypatch.setattr(host_memory_rate, "Adder", Adder)
+    rate = host_memory_rate.rate(fabric_of(), [Copy(), Copy()], 1.0)
     copied = sum(size for size in issued if isinstance(size, int))
     assert copied == 2 * host_memory_rate.ROW * 64 * MIB and issued[0] == "start" and issued[-1] == "stop"
     assert rate == pytest.approx((copied + 6000) / 1.5)
@@ -61,7 +61,7 @@ def test_what_threads_and_copies_move_counts_together(monkeypatch):
 
 def test_the_table_has_the_mean_rank_and_the_slowest_round(monkeypatch):
     rates = iter((10e9, 14e9, 12e9, 2e9, 13e9))
-    monkeypatch.setattr(host_memory_rate, "_rate", lambda *_: next(rates))
+    monkeypatch.setattr(host_memory_rate, "rate", lambda *_: next(rates))
     monkeypatch.setattr(
         host_memory_rate.dist, "all_gather_object", lambda every, own: every.__setitem__(slice(2), [own, [6e9] * 5])
     )
@@ -72,7 +72,7 @@ def test_the_table_has_the_mean_rank_and_the_slowest_round(monkeypatch):
 
 
 def test_a_thread_adds_all_of_its_memory_in_turn(monkeypatch):
-    adder = host_memory_rate._Adder(4 * MIB)
+    adder = host_memory_rate.Adder(4 * MIB)
     adder.stopped = SimpleNamespace(is_set=lambda: adder.moved >= 2 * 3 * 4 * MIB)
     adder.run()
     assert adder.moved == 2 * 3 * 4 * MIB and set(adder._sum) == {3.0}
@@ -91,7 +91,7 @@ def test_what_launching_a_layer_takes_is_kept_beside_what_the_device_takes(monke
     from megatron_ext.measure import layer_times
 
     launches = iter([9.0] * 4 + [1.0, 3.0, 5.0, 7.0] * 3)  # the first micro-batch warms up
-    monkeypatch.setattr(layer_times, "_on_cuda", lambda: True)
+    monkeypatch.setattr(layer_times, "on_cuda", lambda: True)
     monkeypatch.setattr(
         layer_times, "DeviceTimer", lambda: SimpleNamespace(time=lambda key, call: (100.0, next(launches)))
     )
