@@ -169,15 +169,16 @@ def measure_compute(
                 backward_p95_us=backward_us[last],
                 activation_bytes=saved[kind][0],
                 recompute_bytes=saved[kind][1],
-                **(launch_us(launches, kind, warmup * visits[kind]) if timer is not None else {}),
+                forward_launch_us=launch_us(launches[kind, "forward"], warmup * visits[kind]),
+                backward_launch_us=launch_us(launches[kind, "backward"], warmup * visits[kind]),
             )
         )
     return rows
 
 
-def launch_us(launches: Mapping[tuple[str, str], list[float]], kind: str, warmup: int) -> dict[str, float]:
-    """What launching a layer of a kind took, the median of all but the first ``warmup``; by field of its row."""
-    return {f"{way}_launch_us": median(launches[kind, way][warmup:]) for way in ("forward", "backward")}
+def launch_us(times: list[float], warmup: int) -> float | None:
+    """What launching a layer took, the median of all but the first ``warmup``; None without a device."""
+    return median(times[warmup:]) if times else None
 
 
 def saved_bytes(runner: Runner) -> tuple[int | None, int]:

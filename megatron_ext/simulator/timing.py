@@ -62,7 +62,8 @@ class Timing:
             [self.costs.launches_us(rank, chunk.model_chunk_id, chunk.layer_kinds) for chunk in parallel_chunks]
             for rank, parallel_chunks in enumerate(map(workload.chunks_of_rank, range(parallel.pp)))
         ]
-        self.launches = None if any(None in of_rank for of_rank in launches) else launches
+        known = [[each for each in of_rank if each is not None] for of_rank in launches]
+        self.launches = known if [*map(len, known)] == [*map(len, launches)] else None
         """(forward, backward) of each chunk by pipeline rank: what the training thread takes to launch it; None where
         the table does not say."""
         self.launch_path_us: float | None = None  # kept by thread_path.py
