@@ -107,6 +107,38 @@ def cost_compare(first_path: str, second_path: str, as_json: bool) -> None:
     emit(as_json, changes, compare_tables.text(changes))
 
 
+@cost_group.command("calibrate")
+@click.argument("run_dir", metavar="RUN_DIR")
+@click.option("--cost-table", "table_path", help="The table to correct, in place of the run's own.")
+@click.option("--out", help="Where the corrected table is written; by default RUN_DIR/calibrated.cost_table.json.")
+@click.option("--extrapolate", is_flag=True, help="Read cost curves outside their measured range.")
+@json_option
+def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrapolate: bool, as_json: bool) -> None:
+    """Take a run's own figures back into its cost table, so that the next plan knows better."""
+    import os
+
+    from megatron_ext import report as reports
+    from megatron_ext.cli.table_check import naming_files
+    from megatron_ext.cost import cost_table
+    from megatron_ext.formats import json_files
+    from megatron_ext.report.calibrate import calibrate
+
+    run = reports.load(run_dir)
+    path = out or os.path.join(run_dir, "calibrated.cost_table.json")
+    json_files.check_writable(path)
+    with naming_files(table_path or str(run.file("cost_table")), str(run.file("workload"))):
+        table = cost_table.load(table_path) if table_path is not None else None
+        found = calibrate(run, table, extrapolate=extrapolate)
+    cost_table.save(path, found.table)
+    lines = [f"{name} x {factor:.3g}" for name, factor in found.factors.items()]
+    lines.append(
+        f"the run's iteration time was predicted {found.error_before:+.1%} off, by the corrected table "
+        f"{found.error_after:+.1%}; wrote {path}"
+    )
+    figures = {"cost_table": path, "factors": found.factors}
+    emit(as_json, figures | {"error": [found.error_before, found.error_after]}, "\n".join(lines))
+
+
 @cost_group.command("estimate")
 @click.option("--hardware", required=True, help="A machine's name (see: cost hardware), or a data sheet's path.")
 @click.option("--workload", "workload_path", required=True, help="What is trained.")

@@ -153,6 +153,7 @@ def measure(
     """
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.formats import json_files
+    from megatron_ext.measure import kept_measurement
 
     refuse_unread(imported[0] if imported else None)
     if imported:
@@ -163,6 +164,7 @@ def measure(
         )
     else:
         from megatron_ext.measure import measure as run
+        from megatron_ext.measure.announcement import announcement
         from megatron_ext.measure.options import LINKS, Options
         from megatron_ext.measure.progress_bar import bar
 
@@ -173,12 +175,17 @@ def measure(
         chosen = tuple(links.split(",")) if links else LINKS
         if os.environ.get("RANK", "0") == "0":
             json_files.check_writable(out)
-        wanted = _of_script(Options(links=chosen, **options), checkout)
-        with bar(os.environ.get("RANK", "0") == "0") as progress:
+        kept = kept_measurement.path_of(out)
+        wanted = _of_script(Options(links=chosen, keep_path=kept, **options), checkout).check()
+        first = os.environ.get("RANK", "0") == "0"
+        if first:
+            click.echo(announcement(wanted), err=True)
+        with bar(first, wanted.seconds) as progress:
             table = run(wanted, progress)
         if table is None:  # under a launcher, and not rank 0
             return
     cost.save(out, table)
+    kept_measurement.remove(out)
     emit(
         as_json,
         {"cost_table": out, "notes": list(table.metadata.notes)},

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import click
+import msgspec
 
 from megatron_ext.cli.checkout_model import for_workload, refuse_early, refuse_script, use_megatron_of, with_sizes
 from megatron_ext.cli.output import emit, json_option
@@ -100,14 +101,16 @@ class Preparation:
             self._keep(self.table_path)
             return self.is_first
         self._say(f"measuring for {options.seconds:g} s on {options.world_size} ranks{reason}")
-        from megatron_ext.measure import measure
+        from megatron_ext.measure import kept_measurement, measure
         from megatron_ext.measure.progress_bar import bar
 
-        with bar(self.is_first) as progress:
+        options = msgspec.structs.replace(options, keep_path=kept_measurement.path_of(str(self.table_path)))
+        with bar(self.is_first, options.seconds) as progress:
             table = measure(options, progress)
         if table is None:
             return False
         cost_table.save(self.table_path, table)
+        kept_measurement.remove(str(self.table_path))
         return True
 
     def _table_differs(self, options: Options) -> str | None:

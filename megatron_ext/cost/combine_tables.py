@@ -39,7 +39,7 @@ LINKS = (
     "set_up.pages_us_per_gib",
     "set_up.pin_us_per_gib",
 )
-COMPUTE = ("compute", "optimizer", "host_add", "host_step", "device_step", "host_cpu", "host_memory")
+COMPUTE = ("compute", "optimizer", "host_add", "host_step", "device_step", "host_cpu", "host_memory", "launches")
 PARTS = LINKS + COMPUTE
 
 _STRUCTS = {

@@ -99,7 +99,8 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Forward and backward of one micro-batch through one chunk (``pp_rank`` and
     ``model_chunk_id``) or through one layer of a kind (``layer_kind``). The kind ``step`` is what
     every step of a chunk takes beside its layers. ``activation_bytes`` is what autograd saves in one such layer
-    for the backward of one micro-batch, ``recompute_bytes`` what that backward makes anew."""
+    for the backward of one micro-batch, ``recompute_bytes`` what that backward makes anew. ``forward_launch_us`` and
+    ``backward_launch_us``: what launching it from Python keeps the training thread for."""
 
     forward_us: float
     backward_us: float
@@ -111,6 +112,17 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     backward_p95_us: float | None = None
     activation_bytes: int | None = None
     recompute_bytes: int = 0
+    forward_launch_us: float | None = None
+    backward_launch_us: float | None = None
+
+
+class Launches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What the training thread takes beside launching layers: for the reduce of one group, and for the optimizer's step
+    of one parameter. ``slowest``: how many times as long all launches may take, those of layers included."""
+
+    reduce_us: float = 0.0
+    tensor_us: float = 0.0
+    slowest: float = 1.0
 
 
 class SetUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -177,6 +189,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     groups with the gradient norm and clipping. Its parameters become 16-bit ones on the host, those of its
     algorithm :data:`CAST_ON_DEVICE` on the device. ``device_step`` is the same step of a group whose optimizer
     states are on the device. ``host_memory`` is shared by host copies, publishing, adding and stepping on the host.
+    ``launches`` and the launches of layers are the training thread's time, which a device does not need.
     ``all_reduce`` is no route: it is imported to compare algorithms by size.
     """
 
@@ -196,6 +209,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     device_step: Curve | None = None
     all_reduce: Curve | None = None
     host_memory: HostMemory | None = None
+    launches: Launches | None = None
     topology: Topology = Topology()
     set_up: SetUp = SetUp()
     host_cpu: HostCpu | None = None
@@ -249,6 +263,11 @@ def check(table: CostTable, *, file=None) -> CostTable:
         checker.positive(slow, "host_memory.slow_bytes_per_s")
         if slow is not None and slow > rate:
             checker.refuse("must not be above bytes_per_s", "host_memory.slow_bytes_per_s", slow)
+    if table.launches is not None:
+        for name in ("reduce_us", "tensor_us"):
+            checker.duration(getattr(table.launches, name), f"launches.{name}", zero=True)
+        if not 1 <= table.launches.slowest <= MOST_SLOWDOWN:
+            checker.refuse(f"expected 1 to {MOST_SLOWDOWN:g}", "launches.slowest", table.launches.slowest)
     for index, row in enumerate(table.contention):
         _check_contention(row, f"contention[{index}]", checker)
     _check_compute(table, checker)
@@ -274,7 +293,8 @@ def _check_compute(table: CostTable, checker: Checker) -> None:
         by_place = row.pp_rank is not None and row.model_chunk_id is not None
         if by_place == (row.layer_kind is not None) or (row.pp_rank is None) != (row.model_chunk_id is None):
             checker.refuse("give either pp_rank and model_chunk_id, or layer_kind", field)
-        for name in ("forward_us", "backward_us", "forward_p95_us", "backward_p95_us"):
+        times = ("forward_us", "backward_us", "forward_p95_us", "backward_p95_us")
+        for name in (*times, "forward_launch_us", "backward_launch_us"):
             checker.duration(getattr(row, name), f"{field}.{name}")
         checker.not_below("forward_us", row.forward_us, row.forward_p95_us, f"{field}.forward_p95_us")
         checker.not_below("backward_us", row.backward_us, row.backward_p95_us, f"{field}.backward_p95_us")

@@ -95,7 +95,7 @@ def summary(table: CostTable) -> dict:
         "curves": curves,
         "contention": len(table.contention),
         "compute": len(table.compute),
-        "host_cpu": msgspec.to_builtins(table.host_cpu),
+        **{name: msgspec.to_builtins(getattr(table, name)) for name in ("host_cpu", "host_memory", "launches")},
         "synthetic": metadata.synthetic,
         "created_at": metadata.created_at,
         "hardware": metadata.hardware,

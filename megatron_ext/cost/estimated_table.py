@@ -4,7 +4,7 @@
 is estimated (``metadata.synthetic``); measured parts replace its parts by ``megatron-ext cost combine``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -23,7 +23,7 @@ SIZES = tuple(1 << power for power in range(8, 41, 4))
 """256 bytes to 1 TiB. The curves are straight lines, so that a few points say all of it."""
 
 KERNELS = 20
-"""Of an optimizer's step: as many are launched, whatever its size."""
+"""Of one layer's forward, and of an optimizer's step: as many are launched, whatever their size."""
 LEAST_US = 1.0
 """A chunk without parameters takes so long."""
 
@@ -78,6 +78,11 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
                 lambda e: e.host.step("host"), **{cost_table.CAST_ON_DEVICE: points(lambda e: e.host.step("device"))}
             ),
             device_step=curve(lambda e: e.device_step()),
+            launches=cost_table.Launches(
+                reduce_us=sheet.call_us.value,
+                tensor_us=sheet.host.tensor_us.value,
+                slowest=sheet.host.layer_us.ends[1] / sheet.host.layer_us.value,
+            ),
             host_memory=cost_table.HostMemory(
                 bytes_per_s=middle.host.memory_bytes_per_s, slow_bytes_per_s=slow.host.memory_bytes_per_s
             ),
@@ -120,43 +125,44 @@ class _Estimates:
         moved = bytes_per_parameter / self._item / self.workload.parallel.dp
         return Line(self.device.kernel_us.value * KERNELS, moved * self._us_per_byte)
 
-    def us(self, work: Work, launches: int) -> float:
-        """One layer's forward or backward, which take ``launches`` times what launching one takes or longer."""
+    def us(self, work: Work, again: int) -> float:
+        """One layer's forward or backward, which has ``again`` times the kernels of a forward."""
         products = sum(max(flop * self._us_per_flop, size * self._us_per_byte) for flop, size in work.products)
         scores = max(work.score_flop * self._us_per_flop, work.score_bytes * self._us_per_byte)
         alone = products + scores + work.moved_bytes * self._us_per_byte
-        return max(alone, launches * self._layer_launch_us) + sum(map(self._all_reduce.at, work.reduced_bytes))
+        return max(alone, again * KERNELS * self.device.kernel_us.value) + sum(
+            map(self._all_reduce.at, work.reduced_bytes)
+        )
 
-    def _layer_us(self, kind: str | None, used, tp: int) -> tuple[float, float]:
+    def _layer_us(self, kind: str | None, used, tp: int) -> tuple[float, float, float, float]:
+        """Forward and backward, on the device and of the thread that launches them."""
         work = forward_work(kind, used, self.batch, tp)
         recompute = self.batch.recompute if kind in (None, "transformer") else None
-        again = 2 if recompute == "full" else 1
-        return self.us(work, 1), self.us(work.backward(recompute), again)
+        again, launch_us = 2 if recompute == "full" else 1, self._layer_launch_us
+        backward_us = self.us(work.backward(recompute), 1 + again)
+        return self.us(work, 1), backward_us, launch_us, again * launch_us
 
     def compute(self) -> list[cost_table.Compute]:
         """A row for every chunk, and one for every kind of layer (the mean, where layers of a kind differ)."""
         tp, rows, kinds, seen = self.workload.parallel.tensor_model_parallel_size, [], {}, {}
         for chunk in self.workload.chunks:
-            forward = backward = 0.0
+            times = [(LEAST_US, LEAST_US, 0.0, 0.0)][bool(chunk.parameters) :]
             for kind, used in layers_of(chunk) if chunk.parameters else ():
                 key = kind, tuple((*p.name.split(".")[-2:], p.shape) for p in used)
                 if key not in seen:
                     seen[key] = self._layer_us(kind, used, tp)
-                forward, backward = forward + seen[key][0], backward + seen[key][1]
+                times.append(seen[key])
                 if kind is not None:
                     kinds.setdefault(kind, []).append(seen[key])
-            rows.append(
-                cost_table.Compute(
-                    pp_rank=chunk.pp_rank,
-                    model_chunk_id=chunk.model_chunk_id,
-                    forward_us=max(forward, LEAST_US),
-                    backward_us=max(backward, LEAST_US),
-                )
-            )
+            rows.append(_row(map(sum, zip(*times)), pp_rank=chunk.pp_rank, model_chunk_id=chunk.model_chunk_id))
         for kind, times in kinds.items():
-            forward, backward = (sum(column) / len(times) for column in zip(*times))
-            rows.append(cost_table.Compute(layer_kind=kind, forward_us=forward, backward_us=backward))
+            rows.append(_row((sum(column) / len(times) for column in zip(*times)), layer_kind=kind))
         return rows
+
+
+def _row(times: Iterable[float], **place) -> cost_table.Compute:
+    names = ("forward_us", "backward_us", "forward_launch_us", "backward_launch_us")
+    return cost_table.Compute(**place, **dict(zip(names, times)))
 
 
 def _with_p95(row: cost_table.Compute, slow: cost_table.Compute) -> cost_table.Compute:

@@ -182,6 +182,24 @@ class Costs:
         count = num_layers or len(layer_kinds) or 1
         return [(row.forward_us / count, row.backward_us / count)] * count
 
+    def launches_us(
+        self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str] = ()
+    ) -> tuple[float, float] | None:
+        """(forward, backward): what launching one micro-batch through a chunk keeps the training thread for; None where
+        the table does not say it of all layers."""
+        row = self._by_place.get((pp_rank, model_chunk_id))
+        rows = [row] if row is not None else [self._by_kind.get(kind) for kind in (*layer_kinds, STEP)]
+        if row is None and rows[-1] is None:
+            rows.pop()
+        known = [
+            (row.forward_launch_us, row.backward_launch_us)
+            for row in rows
+            if row is not None and row.forward_launch_us is not None and row.backward_launch_us is not None
+        ]
+        if not known or len(known) < len(rows):
+            return None
+        return sum(forward for forward, _ in known), sum(backward for _, backward in known)
+
     def _rows(self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str]) -> list[Compute]:
         place = f"pp_rank {pp_rank}, model_chunk_id {model_chunk_id}"
         if not layer_kinds:

@@ -108,7 +108,7 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ``memory_bytes_per_s`` is what all processors and devices of a node read and write together, ``core_bytes_per_s``
     what one core does while all work. A rank's memory lies on one of ``numa_nodes``. ``adam_efficiency`` is the share
     of these rates that a fused AdamW reaches. ``layer_us`` is what launching one layer's forward, or its backward, from
-    Python keeps the training thread for.
+    Python keeps the training thread for, ``tensor_us`` what Megatron's optimizer does for one parameter there.
     """
 
     memory_bytes: Figure
@@ -118,6 +118,7 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     core_bytes_per_s: Figure
     adam_efficiency: Figure
     layer_us: Figure
+    tensor_us: Figure
 
 
 class Disturbance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -22,7 +22,17 @@ from statistics import NormalDist, median
 import numpy
 from msgspec.structs import replace
 
-from megatron_ext.cost.cost_table import Compute, Contention, CostTable, Curve, HostMemory, Point, Publish, Routes
+from megatron_ext.cost.cost_table import (
+    Compute,
+    Contention,
+    CostTable,
+    Curve,
+    HostMemory,
+    Launches,
+    Point,
+    Publish,
+    Routes,
+)
 from megatron_ext.cost.curve import curves_of, residuals
 from megatron_ext.cost.host_cpu import HostCpu
 from megatron_ext.cost.true_curve import P95, noise_of_misses, noise_of_samples, posterior, posterior_of_likes
@@ -53,7 +63,12 @@ USUAL, SELDOM = 0.8, log(2.0)
 """Part of the measured pairs that slow down by about as much as a pair without a row may; mean logarithm of the others,
 which share a link."""
 
+MOST_LAUNCH_US = 1500.0
+"""Launching one layer's forward, or its backward, from Python, where it was not measured: the slow end of the data
+sheets."""
+
 CONTENTION, MISSING_CONTENTION, CALL = "contention", "missing contention rows", "group_overhead.call_us"
+LAUNCHES = "launches"
 """Names of costs that are no curve."""
 
 
@@ -105,6 +120,8 @@ class PerturbedTables:
         found = [f"contention, taken as 1.0 to {most:g}: {', '.join(pairs)}" for most, pairs in sorted(by_most.items())]
         if self._most_call_us() is not None:
             found.append(f"{CALL}, taken as 0 to {self._most_call_us():.1f} us")
+        if self._lacks_launches:
+            found.append(f"{LAUNCHES} of a layer, taken as 0 to {MOST_LAUNCH_US:g} us")
         return tuple(found)
 
     def with_missing_at(self, part: float) -> CostTable:
@@ -112,7 +129,8 @@ class PerturbedTables:
         rows = (Contention(measured=a, busy=b, slowdown=1 + _missing_excess(a, b, part)) for a, b in self._pairs)
         call_us, most = self._table.group_overhead.call_us, self._most_call_us()
         overhead = replace(self._table.group_overhead, call_us=call_us if most is None else most * part)
-        return replace(self._table, contention=(*self._table.contention, *rows), group_overhead=overhead)
+        table = replace(self._table, contention=(*self._table.contention, *rows), group_overhead=overhead)
+        return _launched(table, MOST_LAUNCH_US * part) if self._lacks_launches else table
 
     # -- one table --------------------------------------------------------------------------
 
@@ -120,7 +138,7 @@ class PerturbedTables:
         """Visit every uncertain figure in one order; ``number(cost)`` says how many standard deviations it is off."""
         table = self._table
         routes = Routes(**{name: self._curve(getattr(table.routes, name), f"routes.{name}", number) for name in ROUTES})
-        return replace(
+        made = replace(
             table,
             routes=routes,
             publish=self._publish(number),
@@ -136,6 +154,7 @@ class PerturbedTables:
             host_cpu=self._host_cpu(number),
             host_memory=self._host_memory(number),
         )
+        return self._with_launches(made, number)
 
     def _curve(self, curve: Curve | None, name: str, number: Callable[[str], float]) -> Curve | None:
         if curve is None or not curves_of(curve):
@@ -214,6 +233,29 @@ class PerturbedTables:
         times = [point.p50_us for points in curves_of(gpu).values() for point in points]
         return min(times) / 2 if times else None
 
+    def _with_launches(self, table: CostTable, number: Callable[[str], float]) -> CostTable:
+        """All launches move together: one thread makes them."""
+        if self._lacks_launches:
+            return _launched(table, MOST_LAUNCH_US * _part(number(LAUNCHES)))
+        if all(row.forward_launch_us is None for row in table.compute):
+            return table
+        launches = table.launches or Launches()
+        factor = exp(number(LAUNCHES) * sqrt(SYSTEMATIC**2 + (log(launches.slowest) / P95) ** 2))
+        names = ("forward_launch_us", "backward_launch_us")
+        rows = [
+            replace(row, **{name: us * factor for name in names if (us := getattr(row, name)) is not None})
+            for row in table.compute
+        ]
+        own = replace(launches, reduce_us=launches.reduce_us * factor, tensor_us=launches.tensor_us * factor)
+        return replace(table, compute=tuple(rows), launches=own)
+
+    @property
+    def _lacks_launches(self) -> bool:
+        """Layers were measured on a device, and what launching them takes was not."""
+        backend = (self._table.metadata.software or {}).get("backend")
+        rows = [row for row in self._table.compute if row.layer_kind is not None]
+        return backend == "nccl" and bool(rows) and all(row.forward_launch_us is None for row in rows)
+
     def _host_memory(self, number: Callable[[str], float]) -> HostMemory | None:
         memory = self._table.host_memory
         if memory is None:
@@ -233,6 +275,15 @@ class PerturbedTables:
             processor_us[name] = tuple(replace(point, us=point.us * factor) for point in points)
         processors = section.processors_per_node * exp(number("host_cpu.processors_per_node") * SYSTEMATIC)
         return replace(section, processors_per_node=processors, processor_us=processor_us)
+
+
+def _launched(table: CostTable, us: float) -> CostTable:
+    """The table with ``us`` for launching each layer, either way."""
+    rows = (
+        replace(row, forward_launch_us=us, backward_launch_us=us) if row.layer_kind is not None else row
+        for row in table.compute
+    )
+    return replace(table, compute=tuple(rows))
 
 
 def roughness(table: CostTable) -> float:

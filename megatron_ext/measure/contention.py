@@ -109,11 +109,30 @@ def fitting(us: dict[str, float], wanted: list[tuple[str, str]], seconds: float,
     return size
 
 
-def run(fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: Callable) -> list[dict]:
-    """Rows ``{measured, busy, size_bytes, p50_us, slowdown}`` for ``wanted``."""
-    if not wanted:
+def run(
+    fabric: Fabric,
+    wanted: list[tuple[str, str]],
+    seconds: float,
+    report: Callable,
+    expected_us: Callable[[str, int], float] = lambda name, size: 0.0,
+) -> list[dict]:
+    """Rows ``{measured, busy, size_bytes, p50_us, slowdown}`` for ``wanted``.
+
+    Args:
+        expected_us: about how long a transfer of a link and a size takes alone, as far as it is known.
+    """
+    if not wanted or fabric.agree(int(seconds <= 0)):
         return []
-    operations, (largest, least) = kinds(fabric), SIZES[fabric.torch_device.type]
+    largest, least = SIZES[fabric.torch_device.type]
+    known = {name: expected_us(name, size_of(fabric, name, largest)) for pair in wanted for name in pair}
+    return _measured(fabric, wanted, seconds, report, fabric.agree(fitting(known, wanted, seconds, largest, least)))
+
+
+def _measured(
+    fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: Callable, largest: int
+) -> list[dict]:
+    """The rows, at ``largest`` bytes where there is time for that."""
+    operations, (_, least) = kinds(fabric), SIZES[fabric.torch_device.type]
     measured = {name: operations[name](fabric) for name in sorted({pair[0] for pair in wanted})}
     deadline = monotonic() + seconds
     beside: dict[tuple[str, str], list[float]] = {}

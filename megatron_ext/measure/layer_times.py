@@ -40,8 +40,10 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from time import perf_counter, thread_time
 from typing import Protocol
 
@@ -105,10 +107,10 @@ def _told(error: BaseException) -> str:
 
 def clock() -> Callable[[], float]:
     """Seconds of what compute is timed by, see [Note: Processor time]."""
-    return thread_time if not _on_cuda() and torch.get_num_threads() == 1 else perf_counter
+    return thread_time if not on_cuda() and torch.get_num_threads() == 1 else perf_counter
 
 
-def _on_cuda() -> bool:
+def on_cuda() -> bool:
     return has_cuda() and torch.cuda.is_initialized()
 
 
@@ -123,14 +125,19 @@ def measure_compute(
             of the model touches between two visits: a layer that is run again and again would
             be found in the caches, in training it is not.
     """
-    now, timer = clock(), DeviceTimer() if _on_cuda() else None
+    now, timer = clock(), DeviceTimer() if on_cuda() else None
     evict = torch.ones(max(evict_bytes // 4, 1))
 
     visits = {kind: visits_of(runner) for kind, runner in runners.items()}
 
-    def timed(call) -> float:
+    launches: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+
+    def timed(kind: str, way: str) -> float:
+        call = getattr(runners[kind], way)
         if timer is not None:
-            return timer.time(call, call)[0]
+            us, launch_us = timer.time(call, call)
+            launches[kind, way].append(launch_us)
+            return us
         if evict_bytes:
             evict.sum()  # read, not written: lines still to be written back would be charged to the layer
         start = now()
@@ -139,10 +146,8 @@ def measure_compute(
 
     times: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in runners}
     for micro_batch in range(warmup + repeats):
-        forwards = {kind: [timed(runner.forward) for _ in range(visits[kind])] for kind, runner in runners.items()}
-        backwards = {
-            kind: [timed(runners[kind].backward) for _ in range(visits[kind])] for kind in reversed(list(runners))
-        }
+        forwards = {kind: [timed(kind, "forward") for _ in range(visits[kind])] for kind in runners}
+        backwards = {kind: [timed(kind, "backward") for _ in range(visits[kind])] for kind in reversed(list(runners))}
         if micro_batch >= warmup:
             for kind, (forward_us, backward_us) in times.items():
                 forward_us += forwards[kind]
@@ -158,15 +163,22 @@ def measure_compute(
             Compute(
                 layer_kind=kind,
                 samples=count,
-                forward_us=_median(forward_us),
+                forward_us=median(forward_us),
                 forward_p95_us=forward_us[last],
-                backward_us=_median(backward_us),
+                backward_us=median(backward_us),
                 backward_p95_us=backward_us[last],
                 activation_bytes=saved[kind][0],
                 recompute_bytes=saved[kind][1],
+                forward_launch_us=launch_us(launches[kind, "forward"], warmup * visits[kind]),
+                backward_launch_us=launch_us(launches[kind, "backward"], warmup * visits[kind]),
             )
         )
     return rows
+
+
+def launch_us(times: list[float], warmup: int) -> float | None:
+    """What launching a layer took, the median of all but the first ``warmup``; None without a device."""
+    return median(times[warmup:]) if times else None
 
 
 def saved_bytes(runner: Runner) -> tuple[int | None, int]:
@@ -188,11 +200,6 @@ def saved_bytes(runner: Runner) -> tuple[int | None, int]:
         for _ in range(visits - 1):
             runner.backward()
     return activation_bytes, recompute_bytes
-
-
-def _median(ordered: list[float]) -> float:
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def visits_of(runner: Runner) -> int:

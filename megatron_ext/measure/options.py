@@ -19,7 +19,7 @@ COPIES = ("gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "publish", "in
 STEPS = ("host_step", "host_step_cast_on_device", "device_step")
 """Steps of one group, measured where the optimizer steps on the host."""
 
-LINKS = (*COPIES, "p2p", "optimizer", "host_add", *STEPS, "nvme", "contention", "compute")
+LINKS = (*COPIES, "p2p", "optimizer", "host_add", "host_memory", *STEPS, "nvme", "contention", "compute")
 """What can be measured; ``--links`` picks among them."""
 
 MOST_THREADS, MOST_SECONDS = 4096, 86_400
@@ -47,6 +47,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         evict_bytes: bytes touched between two visits of a layer, as layers would that the runners lack.
         optimizer_on_host: the optimizer steps in host memory, as with ``--optimizer-cpu-offload``.
         nvme_path: a directory on the drive; without it the ``nvme`` route is not measured.
+        keep_path: where what was measured is kept until all is; see kept_measurement.py.
         ranks_per_node: ranks that share a node; None is all of them. A launcher says it.
     """
 
@@ -71,6 +72,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     optimizer_on_host: bool = False
     nvme_path: str | None = None
     ranks_per_node: int | None = None
+    keep_path: str | None = None
 
     @property
     def node_size(self) -> int:

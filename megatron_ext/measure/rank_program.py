@@ -4,7 +4,7 @@
 The whole grid is measured several times, for a machine that is shared changes its speed for seconds:
 samples of one size that lie far apart say more than as many in a row. All count together; where the
 medians of quarters of the time differ, the table says so itself. Sizes are refined behind the first
-pass, where neighbours disagree. Every pass has another order. A visit takes so many rounds at most that where
+pass, where neighbours disagree. Every later pass has another order. A visit takes so many rounds at most that where
 transfers are short time is left after these passes: further ones use it. A visit that took far longer than its share
 (a host step of a whole model makes its states anew) is not made again where less time is left. Host copies that took
 less than ``SHORT_US`` in the first pass are visited ``SHORT_VISITS`` times in each later one, for as many rounds
@@ -27,7 +27,7 @@ from time import monotonic
 import torch.distributed as dist
 
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
-from megatron_ext.measure import contention, nvme_route, size_grid
+from megatron_ext.measure import contention, host_memory_rate, kept_measurement, nvme_route, scaled_sizes, size_grid
 from megatron_ext.measure.completion import sets_of_ranks, until_last
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep, HostStepCastOnDevice
@@ -38,7 +38,7 @@ from megatron_ext.measure.options import COPIES, MIB, STEPS, Options
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 
 PASSES, MAX_PASSES, QUARTERS = 5, 20, 4
-CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE = 0.25, 0.25, 0.1
+CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE, MEMORY_SHARE = 0.25, 0.25, 0.1, 0.02
 """Shares of the time; the curves have the rest. Of an iteration, compute is most, and processors that are
 shared change their speed for seconds."""
 
@@ -58,7 +58,7 @@ and up to 12 % with four of 5, in three measurements of two models each; all-gat
 it."""
 
 ISSUED = {*COPIES, "nvme", "publish_nvme"}
-"""Operations that return before they are complete."""
+"""Operations that return before they are complete; on a device the optimizer does, too."""
 
 TRANSPORTS = {*ISSUED, "p2p", "host_step"}
 """Operations beside compute whose processor time is missing to it, on machines without a device."""
@@ -114,7 +114,7 @@ class Measurement:
     """
 
     def __init__(self, fabric: Fabric, report: Report):
-        self.fabric, self.report, self.begun = fabric, report, monotonic()
+        self.fabric, self.report = fabric, report
         self.overlong: dict[tuple[str, int], float] = {}
         self.spent: defaultdict[str, float] = defaultdict(float)
         options = fabric.options
@@ -122,7 +122,7 @@ class Measurement:
         kinds = dict(OPERATIONS)
         if options.optimizer_on_host:
             kinds |= {kind.name: kind for kind in (HostOptimizer, HostStep, HostStepCastOnDevice, DeviceStep)}
-        names = [name for name in CURVES if name in kinds and name in options.links and not _missing(name, fabric)]
+        names = [name for name in curves_asked(options) if name in kinds]
         symmetric, self.refused = SymmetricGather.tried(fabric) if SymmetricGather.name in names else (None, "")
         self.operations: dict[str, Operation] = {}
         for name in names:
@@ -139,10 +139,13 @@ class Measurement:
             names += ["nvme", "publish_nvme"]
             self.drive = nvme_route.sweep(fabric, read, options.seconds * SWEEP_SHARE)
         self.grid = [(name, size) for name in names for size in sizes_of(name, options)]
-        self.visits = [shuffled(self.grid, number) for number in range(PASSES)]
+        self.merged, seconds_before = self._kept()
+        self.visits = [scaled_sizes.upwards([visit for visit in self.grid if visit not in self.merged])]
+        self.visits += [shuffled(self.grid, number) for number in range(1, PASSES)]
         self.pairs = contention.pairs(fabric) if "contention" in options.links else []
         self.contention_seconds = options.seconds * CONTENTION_SHARE if self.pairs else 0.0
-        self.merged: dict = {}
+        self.needs: scaled_sizes.Needs = {}
+        self.kept_at = monotonic()
         self.refined: set[tuple[str, int]] = set()
         self.short: set[tuple[str, int]] = set()
         self.done = 0
@@ -156,8 +159,12 @@ class Measurement:
             self.compute_rounds = shared_processors.ComputeRounds(fabric, runners, compute_seconds, PASSES, self._say)
         # From here: what making a large model takes must not be taken from the curves.
         sweep_seconds = options.seconds * SWEEP_SHARE if self.drive else 0.0
-        self.curves_seconds = options.seconds - self.contention_seconds - compute_seconds - sweep_seconds
-        self.curves_end, self.compute_taken = monotonic() + self.curves_seconds, 0
+        curves = options.seconds * (1 - MEMORY_SHARE) - self.contention_seconds - compute_seconds - sweep_seconds
+        self.curves_seconds = max(curves - seconds_before, curves / 2)
+        self._first_use()
+        self.ready, self.compute_taken = monotonic(), 0
+        self.curves_end = self.ready + self.curves_seconds
+        self.seconds_before, self.end = seconds_before, self.ready + options.seconds
 
     def take_passes(self) -> None:
         """Visit every curve at every size ``PASSES`` times, and again while there is time."""
@@ -169,7 +176,7 @@ class Measurement:
                     break
                 self.visits.append(shuffled(self.visits[-1], number))
                 self._count()
-            merge_visits(self.fabric, self._pass(number), self.merged)
+            self._pass(number)
             if self.compute_rounds is not None:
                 self._take_compute()
 
@@ -178,13 +185,21 @@ class Measurement:
         fabric, compute = self.fabric, {}
         if self.compute_rounds is not None:
             for part in range(self.compute_taken, PASSES):
-                self.compute_rounds.take(part)
+                if not fabric.agree(int(monotonic() > self.end)):
+                    self.compute_rounds.take(part)
+
+        host_memory = None
+        if "host_memory" in fabric.options.links:
+            self._say("host_memory")
+            host_memory = host_memory_rate.measure(fabric, fabric.options.seconds * MEMORY_SHARE)
 
         def beside(pair: tuple[str, str]) -> None:
             self.report(self.done + self.pairs.index(pair), self.total, f"{pair[0]} beside {pair[1]}")
 
         begun = monotonic()
-        rows = contention.run(fabric, self.pairs, self.contention_seconds, beside)
+        # As long as the curves have left for it.
+        seconds = min(self.contention_seconds, self.end - begun)
+        rows = contention.run(fabric, self.pairs, seconds, beside, self._expected_us)
         self.spent["contention"] = monotonic() - begun
         for operation in self.operations.values():
             operation.close()
@@ -197,16 +212,18 @@ class Measurement:
             return None
         known = {(row["measured"], row["busy"]) for row in rows}
         return {
-            "curves": curves_of(self.merged, self.refined, us_per_byte),
+            "curves": self._curves(us_per_byte),
+            "largest": dict(sorted(self.grid, key=lambda visit: visit[1])),
             "contention": rows,
             "unmeasured_pairs": [pair for pair in self.pairs if pair not in known],
             "unsafe_pairs": contention.unsafe_pairs(fabric.torch_device.type) if self.pairs else [],
             "compute": compute,
             "set_up": set_up,
+            "host_memory": host_memory,
             "symmetric_refused": self.refused if fabric.torch_device.type == "cuda" else "",
             "nvme": self.drive,
             RANKS_PER_DEVICE: fabric.ranks_per_device,
-            "seconds": {"asked": fabric.options.seconds, "taken": monotonic() - self.begun, "of": dict(self.spent)},
+            "seconds": {"asked": fabric.options.seconds, "taken": monotonic() - self.ready, "of": dict(self.spent)},
         }
 
     def _say(self, what: str) -> None:
@@ -230,8 +247,8 @@ class Measurement:
         self.visits[1:] = [shuffled(finer, later) for later in range(1, PASSES)]
         self._count()
 
-    def _pass(self, number: int) -> dict[tuple[str, int], Samples]:
-        """One pass; what this rank has measured in it."""
+    def _pass(self, number: int) -> None:
+        """One pass, merged every few seconds."""
         own: dict[tuple[str, int], Samples] = {}
         for position, (name, size) in enumerate(self.visits[number]):
             self._say(f"{name} {_text(size)}")
@@ -242,6 +259,9 @@ class Measurement:
                 if enough == 0:
                     break  # every size has been visited once; the table says so
                 continue
+            if (name, size) not in self.merged and (name, size) not in own and self._left_out(name, size, left):
+                self.done += 1
+                continue
             still = sum(
                 self._weight(visit)
                 for later in (self.visits[number][position:], *self.visits[number + 1 :])
@@ -250,13 +270,60 @@ class Measurement:
             often = SHORT_VISITS if number and (name, size) in self.short else 1
             seconds, most = max(left, 0.0) * self._weight((name, size)) / still, MAX_ROUNDS // often
             visit = partial(sample, self.fabric, self.operations[name], size, seconds, max_rounds=most)
-            own.setdefault((name, size), Samples()).add(self.softirq.watch(name, size, visit))
+            found = self.softirq.watch(name, size, visit)
+            own.setdefault((name, size), Samples()).add(found)
             taken = monotonic() - begun
+            self.needs[name] = size, scaled_sizes.need_of(found, taken, self.operations[name].computes)
             self.spent[name] += taken
             if taken > 2 * seconds:
                 self.overlong[name, size] = taken
             self.done += 1
-        return own
+            if self.fabric.agree(int(monotonic() > self.kept_at + kept_measurement.KEEP_SECONDS)):
+                self._merge(own)
+                own = {}
+        self._merge(own)
+
+    def _first_use(self) -> None:
+        """Make communicators, load what an operation needs once: this is a part of starting, and takes any time."""
+        for name, operation in self.operations.items():
+            self._say(f"first use of {name}")
+            self.fabric.barrier()
+            operation.issue(min(size for own, size in self.grid if own == name), 0).wait()
+            self.fabric.device.settle()
+
+    def _merge(self, own: dict[tuple[str, int], Samples]) -> None:
+        merge_visits(self.fabric, own, self.merged)
+        self.kept_at = monotonic()
+        if self.fabric.rank == 0:
+            taken = self.kept_at - self.ready - self.spent["compute"]
+            kept_measurement.write(self.fabric.options, self.merged, self.seconds_before + taken)
+
+    def _kept(self) -> tuple[kept_measurement.Visits, float]:
+        """What an earlier call has measured of the grid, and how long it took; the same on all ranks."""
+        everyone: list = [None] * self.fabric.world_size
+        own = kept_measurement.read(self.fabric.options) if self.fabric.rank == 0 else ({}, 0.0)
+        dist.all_gather_object(everyone, own)
+        visits, seconds = everyone[0]
+        return {visit: passes for visit, passes in visits.items() if visit in self.grid}, seconds
+
+    def _left_out(self, name: str, size: int, left: float) -> bool:
+        """Whether a size is not visited for the first time, see [Note: What a visit needs]."""
+        need = scaled_sizes.needed(self.needs, name, size)
+        most = min(max(left, 0.0), scaled_sizes.LONGEST_SHARE * self.fabric.options.seconds)
+        return bool(self.fabric.agree(int(need > most)))
+
+    def _curves(self, softirq: dict[str, float]) -> dict[str, list[dict]]:
+        """Rows of every curve, with those sizes for which there was no time."""
+        curves = curves_of(self.merged, self.refined, softirq, self.fabric.torch_device.type == "cuda")
+        for name, rows in curves.items():
+            curves[name] = scaled_sizes.add_scaled(rows, [size for own, size in self.grid if own == name])
+        return curves
+
+    def _expected_us(self, name: str, size: int) -> float:
+        """What a transfer of ``size`` takes alone by the nearest smaller size that was measured; 0 where none was."""
+        known = [(own, us) for (curve, own), us in _medians(self.merged).items() if curve == name]
+        own, us = max((pair for pair in known if pair[0] <= size), default=(size, 0.0))
+        return us * size / own
 
     def _take_compute(self) -> None:
         """The rounds of compute that are due at this part of the time."""
@@ -289,6 +356,14 @@ def parts_due(used: float) -> int:
     return min(PASSES, 1 + int(used * (PASSES - 1)))
 
 
+def curves_asked(options: Options) -> list[str]:
+    """Curves of the links that are asked for and that the run has, without those of the drive."""
+    steps = STEPS if options.optimizer_on_host else ()
+    drive = ("nvme", "publish_nvme")
+    names = [name for name in CURVES if name in options.links and (name not in STEPS or name in steps)]
+    return [name for name in names if name not in drive and not _missing(name, options)]
+
+
 def shuffled(visits: list, number: int) -> list:
     """Pass ``number`` in an order of its own, the same on all ranks: what a gather costs depends on what
     went before it, and no size may always come behind the same."""
@@ -300,13 +375,13 @@ def _weight(size: int) -> float:
     return 1.0 + min(size / (4 * MIB), 8.0)
 
 
-def _missing(name: str, fabric: Fabric) -> bool:
+def _missing(name: str, options: Options) -> bool:
     """Whether the run has no such link."""
     return {
-        "p2p": fabric.pipe is None,
-        "internode": fabric.options.nodes < 2,
-        "hierarchical": not fabric.options.has_hierarchy,
-        "cpu_shard": fabric.options.data_parallel_size < 2,
+        "p2p": options.pipeline_model_parallel_size < 2,
+        "internode": options.nodes < 2,
+        "hierarchical": not options.has_hierarchy,
+        "cpu_shard": options.data_parallel_size < 2,
     }.get(name, False)
 
 
@@ -347,7 +422,7 @@ def _refined(fabric: Fabric, visits: list, medians: dict) -> list:
     return sorted({*visits, *added}, key=lambda visit: (CURVES.index(visit[0]), visit[1]))
 
 
-def curves_of(merged: dict, refined: set, softirq: dict[str, float]) -> dict[str, list[dict]]:
+def curves_of(merged: dict, refined: set, softirq: dict[str, float], on_device: bool = False) -> dict[str, list[dict]]:
     """Medians and 95th percentiles, by name then size; what a table is made of. ``softirq``: by name,
     softirq time of a byte, in microseconds."""
     curves: dict[str, list[dict]] = {}
@@ -364,7 +439,7 @@ def curves_of(merged: dict, refined: set, softirq: dict[str, float]) -> dict[str
         }
         if (name, size) in refined:
             point["refined"] = True
-        if name in ISSUED:
+        if name in ISSUED or (name == "optimizer" and on_device):
             point["issued_us"] = median(value for _, issued, _ in passes for value in issued)
         used = median(value for _, _, used in passes for value in used)
         if name in TRANSPORTS and used > 0:

@@ -5,17 +5,8 @@ import msgspec
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.advice import Advice, Outcome
+from megatron_ext.planner.limit import WORDS, limit_of, limit_text
 from megatron_ext.planner.verdict import option_hint
-
-LINKS = {
-    "compute": "compute",
-    "gpu": "all-gathers",
-    "cpu": "host copies",
-    "nvme": "the drive",
-    "publish": "publishing",
-    "p2p": "messages between stages",
-    "reduce": "gradient reduction",
-}
 
 
 def as_json(advice: Advice) -> dict:
@@ -49,7 +40,7 @@ def figures(outcome: Outcome) -> dict:
         "stock_by_option_us": outcome.by_option_us or None,
         "gain_of_routes": _of_routes(outcome),
         "plan": outcome.best.name,
-        "limit": limit_of(outcome),
+        "limit": limit_of(times.busy_us, times.iteration_time_us),
         "busy_us": times.busy_us,
         "exposed_us": times.exposed_us,
         "memory": msgspec.to_builtins(outcome.memory),
@@ -61,12 +52,6 @@ def _of_routes(outcome: Outcome) -> float:
     """The part of the gain that better timing of all-gathers does not give."""
     gathers, other = (plan.times.iteration_time_us for plan in (outcome.gathers, outcome.other))
     return (gathers - outcome.best.times.iteration_time_us) / other
-
-
-def limit_of(outcome: Outcome) -> str:
-    """The link, or compute, that is busy longest by the plan."""
-    busy = outcome.best.times.busy_us
-    return max(busy, key=lambda link: busy[link])
 
 
 def as_text(advice: Advice) -> str:
@@ -85,7 +70,8 @@ def as_text(advice: Advice) -> str:
         f"iteration time {times.iteration_time_us / 1e3:.0f} ms ({advice.iteration_us.low / 1e3:.0f} to "
         f"{advice.iteration_us.high / 1e3:.0f}); {outcome.compared_with} {other.iteration_time_us / 1e3:.0f} ms",
         f"intervals: {advice.draws} machines drawn from the ranges of the sheet",
-        f"limit: {LINKS[limit_of(outcome)]}; busy: {_shares(outcome)} of the iteration",
+        limit_text(limit_of(times.busy_us, times.iteration_time_us)),
+        f"busy: {_shares(outcome)} of the iteration",
         f"compute waits for parameters {times.exposed_us / times.iteration_time_us:.0%} of the iteration, "
         f"without the plan {other.exposed_us / other.iteration_time_us:.0%}",
         f"memory: {rank_memory.text(outcome.memory)}",
@@ -121,7 +107,7 @@ def _how(outcome: Outcome) -> str:
 def _shares(outcome: Outcome) -> str:
     times = outcome.best.times
     ordered = sorted(times.busy_us.items(), key=lambda item: -item[1])
-    return ", ".join(f"{LINKS[link]} {us / times.iteration_time_us:.0%}" for link, us in ordered if us)
+    return ", ".join(f"{WORDS[link]} {us / times.iteration_time_us:.0%}" for link, us in ordered if us)
 
 
 def _row(name: str, other: Outcome | InputError) -> str:

@@ -77,7 +77,7 @@ def _without_flush(workload: Workload, table: CostTable, trace: bool, extrapolat
         return grows + max(first - _ITERATIONS * grows, 0.0)
 
     timing = Timing(workload, table, extrapolate=extrapolate)
-    busy = {link: once(us, many.busy_us[link]) for link, us in few.busy_us.items()}
+    busy = {link: once(us, many.busy_us.get(link, us)) for link, us in few.busy_us.items()}
     compute = [parallel.num_microbatches * sum(map(sum, (times.forward, times.backward))) for (times,) in timing.layers]
     sizes = [sum(chunk.bytes for chunk in workload.chunks_of_rank(rank)) for rank in range(parallel.pp)]
     optimizer_us = max(map(timing.optimizer_us, sizes))

@@ -17,7 +17,7 @@ from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
 
 EFFORT = {1: 400_000, 2: 400_000, 3: 1_200_000}
-"""By zero stage: steps, block uses and gathers that one search may place and simulate."""
+"""By zero stage: steps, block uses, gathers and visits of gradients that one search may place and simulate."""
 
 CLOSE_ENOUGH = 5e-4
 """A plan this near to the proven bound, relatively, is not searched further (small cases: proven)."""
@@ -105,12 +105,12 @@ class Search:
     def judge(self, schedule: Schedule) -> float:
         """Simulated iteration time; counts against the effort."""
         unshards = sum(len(r.start.unshard) + sum(len(e.unshard) for e in r.steps) for r in schedule.ranks)
-        self._count(unshards)
+        self._count(unshards + visits_of_gradients(schedule))
         return run(self.workload, self.timing, schedule, peaks=False).iteration_time_us
 
-    def _count(self, unshards: int) -> None:
+    def _count(self, transfers: int) -> None:
         self.tried += 1
-        self.effort -= self.steps + 4 * unshards
+        self.effort -= self.steps + 4 * transfers
 
     def time_of(self, blocks: Blocks, choices: Choices) -> float:
         """Simulated iteration time with these choices; the best schedule so far is kept. Infinite where a node's host
@@ -135,6 +135,17 @@ class Search:
         if mark < self.best_mark * (1 - 1e-9):
             self.best_mark, self.best_us, self.best = mark, us, schedule
         return us
+
+
+def visits_of_gradients(schedule: Schedule) -> int:
+    """Transfers of gradients that come and go: each reduce, and in host memory the copy there and the addition. Where
+    memory is short they are most of what is simulated."""
+    backwards = schedule.parallel.num_microbatches
+    return sum(
+        -(-backwards // group.reduce_every) * (3 if group.gradients == "host" else 1)
+        for group in schedule.groups
+        if group.gradients is not None
+    )
 
 
 def is_tiny(workload: Workload) -> bool:

@@ -12,6 +12,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import best_of_gathers
 from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
 from megatron_ext.planner.host_step_choice import with_states_placed
+from megatron_ext.planner.limit import limit_of, limit_text
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule, synchronous_schedule
 from megatron_ext.planner.within_memory import plan_within_memory
 from megatron_ext.schedule.footprint import pinned_host_bytes
@@ -53,7 +54,7 @@ class Verdict(NamedTuple):
     * ``stock_us`` (zero stage 1), ``layers_anew_us`` (zero stage 3), ``gathers_only`` (a name), ``gathers_only_us``,
       ``gain_of_timing``, ``gain_of_routes``: parts of ``gain_on_table``.
     * ``missing``, what the table lacks; ``measure_better``, what to measure better if the answer is ``cannot tell``.
-    * ``iteration_time_us``, ``lower_bound_us``, ``distance_to_bound``, ``limit`` (the busiest resource), ``left_out``,
+    * ``iteration_time_us``, ``lower_bound_us``, ``distance_to_bound``, ``limit`` (a name of ``busy_us``), ``left_out``,
       ``memory`` (the memory bill by pipeline rank).
     """
 
@@ -189,7 +190,7 @@ def _of_plan(predicted: Predicted) -> dict:
         **dict.fromkeys(names.split()),
         "lower_bound_us": bound,
         "distance_to_bound": ours / bound - 1 if bound else None,
-        "limit": limiting_resource(predicted),
+        "limit": limit_of(predicted.busy_us, ours),
         "left_out": list(predicted.left_out),
         "memory": msgspec.to_builtins(predicted.memory),
     }
@@ -274,7 +275,7 @@ def _plan_lines(figures: dict, schedule: Schedule, predicted: Predicted) -> list
     lines = []
     if figures["distance_to_bound"] is not None:
         lines.append(f"distance to the lower bound {figures['distance_to_bound']:.2%} (no schedule is nearer than 0 %)")
-    lines.append(f"limit: {figures['limit']} (what is busy longest)")
+    lines.append(limit_text(figures["limit"]))
     lines.append(f"bytes to bring an iteration, all ranks of a pipeline: {bytes_by_route(schedule)}")
     if schedule.publish:
         need, limit = max(pinned_host_bytes(schedule)), schedule.limits.pinned_host_bytes
@@ -284,8 +285,3 @@ def _plan_lines(figures: dict, schedule: Schedule, predicted: Predicted) -> list
     if figures["left_out"]:
         lines.append(f"left out, because the cost table has no curve: {', '.join(figures['left_out'])}")
     return lines
-
-
-def limiting_resource(predicted: Predicted) -> str:
-    """The link or the compute that is busy longest."""
-    return max(predicted.busy_us, key=lambda link: (predicted.busy_us[link], link)) if predicted.busy_us else "compute"

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from megatron_ext.formats import picture
 from megatron_ext.planner.advice import Advice, Outcome
-from megatron_ext.planner.advice_text import LINKS
+from megatron_ext.planner.limit import WORDS
 
 
 def save(advice: Advice, path) -> None:
@@ -29,7 +29,7 @@ def _times(axes, advice: Advice) -> None:
     names = [
         outcome.compared_with.replace("Megatron with", "Megatron\nwith").partition(" (")[0],
         "plan",
-        *(LINKS[link] for link in times.busy_us),
+        *(WORDS[link] for link in times.busy_us),
     ]
     values = [outcome.other.times.iteration_time_us, middle, *times.busy_us.values()]
     colours = ["tab:grey", "tab:blue"] + ["tab:cyan"] * len(times.busy_us)

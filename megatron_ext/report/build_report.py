@@ -14,6 +14,7 @@ from megatron_ext.report.hidden_work import Hidden, hidden, over_iterations
 from megatron_ext.report.links_busy import shares
 from megatron_ext.report.measured_trace import MeasuredTrace, Window
 from megatron_ext.report.moved import Moved, moved
+from megatron_ext.report.parts import Part, parts
 from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.spread import Spread, summarize, warm_up
 from megatron_ext.report.turn_ratio import TurnRatio, counted, turn_ratio
@@ -57,6 +58,7 @@ class Report(NamedTuple):
     ``hidden``: of it, ``measured`` and ``simulated``, what was hidden behind compute
     (:mod:`megatron_ext.report.hidden_work`). ``moved``: by rank, the bytes that it moves as billed and as counted;
     empty where the trace has no counts.
+    ``parts``: of the scheduled iteration, measured and simulated (:mod:`megatron_ext.report.parts`).
     """
 
     run: RunDir
@@ -78,6 +80,12 @@ class Report(NamedTuple):
     moved: list[Moved]
     memory: tuple[tuple[RankMemory, RankMemory], ...] = ()
     states_bytes_per_s: float | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def missed_us(self) -> float:
+        """How much longer the scheduled iteration took than predicted."""
+        return self.iteration_time_us.scheduled.median_us - self.predicted_iteration_time_us.scheduled
 
     def relative_error(self, which: str) -> float:
         """How far the prediction is from the measured median, relative to the measured one."""
@@ -126,6 +134,13 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         simulated={"stock": stock.events, "scheduled": ours.events},
         memory=_memory(run, [bill.memory for bill in ours.memory]),
         states_bytes_per_s=_states_bytes_per_s(run),
+        parts=parts(
+            ours.events,
+            ours.iteration_time_us,
+            [window.events for window in windows],
+            spread(run.scheduled.iteration_us).median_us,
+            on_device=run.on_device,
+        ),
         links_busy={
             "measured": _links_busy(run, windows),
             "simulated": shares(ours.events, ours.iteration_time_us, run.workload.parallel),

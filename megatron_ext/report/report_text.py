@@ -10,7 +10,7 @@ from rich.table import Table
 from megatron_ext.formats.facts import EMULATED, RANKS_PER_DEVICE, shared_device
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
 from megatron_ext.planner.stock import OVERLAPPED
-from megatron_ext.report import moved
+from megatron_ext.report import moved, parts
 from megatron_ext.report.build_report import Pair, Report
 from megatron_ext.report.hidden_work import NAMES, Hidden
 from megatron_ext.report.run_dir import READ, WRITTEN
@@ -66,6 +66,7 @@ def as_json(report: Report) -> dict:
         "links_busy": report.links_busy,
         "hidden": {how: {name: one._asdict() for name, one in own.items()} for how, own in report.hidden.items()},
         "moved_bytes": moved.as_json(report.moved),
+        **parts.as_json(report.parts, report.missed_us),
         "memory": [
             {
                 "pp_rank": rank,
@@ -287,6 +288,8 @@ def as_text(report: Report, width: int | None = None) -> str:
         detail.add_row("hidden", line)
     for line in moved.lines(report.moved):
         detail.add_row("bytes", line)
+    for line in parts.lines(report.parts, report.missed_us):
+        detail.add_row("part", line)
     detail.add_row("plan", report.verdict.text)
     detail.add_row("verdict", verdict_line(report))
     files = {**{name: report.run.file(name) for name in WRITTEN}, "all files": report.run.path}
@@ -333,6 +336,7 @@ def as_markdown(report: Report) -> str:
         *(f"- links {line}" for line in links_lines(report)),
         *(f"- hidden {line}" for line in hidden_lines(report)),
         *(f"- bytes {line}" for line in moved.lines(report.moved)),
+        *(f"- {line}" for line in parts.lines(report.parts, report.missed_us)),
         *(f"- {line}" for line in report.verdict.text.splitlines()),
         f"- {verdict_line(report)}",
     ]

@@ -60,6 +60,11 @@ class RunDir(NamedTuple):
         return "stock" if self.workload.zero_stage < 3 else "zero stage 1"
 
     @property
+    def on_device(self) -> bool:
+        """Whether ranks compute on devices of their own, beside which the training thread issues."""
+        return (self.table.metadata.software or {}).get("backend") == "nccl"
+
+    @property
     def iterations(self) -> int:
         """Iterations that the scheduled run trained."""
         return self.scheduled.iterations

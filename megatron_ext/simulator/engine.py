@@ -279,7 +279,7 @@ class Engine:
         else:
             us = max(all_us - rank.early_us, drive_us - rank.early_drive_us, least_us)
             rank.early_us = max(all_us, drive_us) - us
-        rank.finished_at = begin + us
+        rank.finished_at, rank.optimizer_us = begin + us, us
         if us:
             self.record(rank, "optimizer", "optimizer", begin, us)
 
@@ -364,7 +364,12 @@ class Engine:
         """Set the rates of everything that runs on ``rank`` to what runs beside it."""
         running = [activity for activity in rank.active if activity is not None]
         memory = self.host_memory
-        speed = memory.speed(sum(activity.memory for activity in running)) if memory is not None else 1.0
+        speed = 1.0
+        if memory is not None:
+            speed = memory.speed(sum(activity.memory for activity in running))
+            if rank.memory_full:
+                rank.memory_full_us += self.now - rank.memory_since
+            rank.memory_full, rank.memory_since = speed < 1.0, self.now
         for activity in running:
             self._set_rate(rank, activity, speed if activity.memory else 1.0)
 

@@ -64,6 +64,9 @@ class RankState:
         early_us: what the host's optimizer need not do at the end because of them; when it has ended, by how much it is
             shorter because of them or of a delay.
         early_drive_us: what the drive need not do then.
+        memory_full, memory_full_us, memory_since: whether activities ask for more than host memory carries, for how
+            long they have, and since when either is so.
+        optimizer_us: what the optimizer takes at the end.
         stepped: the step of a delayed update has ended.
         norm_at: when the gradient norm was known while such a step still ran; -1 before.
     """
@@ -74,6 +77,7 @@ class RankState:
         *("blocked_on", "blocked_since", "exposed", "first_start", "last_end", "compute_us"),
         *("published", "staged", "slot_busy", "whole_gradient", "settling"),
         *("early_bytes", "early_us", "early_drive_us", "norm_at", "visits", "stepped"),
+        *("memory_full", "memory_full_us", "memory_since", "optimizer_us"),
     )
 
     def __init__(self, program: RankProgram):
@@ -95,7 +99,8 @@ class RankState:
         self.whole_gradient = self.settling = False
         self.early_bytes, self.early_us, self.early_drive_us, self.norm_at = 0, 0.0, 0.0, -1.0
         self.visits: dict[int, int] = {}
-        self.stepped = False
+        self.stepped = self.memory_full = False
+        self.memory_full_us = self.memory_since = self.optimizer_us = 0.0
 
     @property
     def step_name(self) -> str:

@@ -17,6 +17,7 @@ from megatron_ext.simulator.engine import Engine
 from megatron_ext.simulator.host_processors import HostProcessors
 from megatron_ext.simulator.lower import lower
 from megatron_ext.simulator.step_places import optimizer_us
+from megatron_ext.simulator.thread_path import LAUNCHES, least_thread_us, thread_us
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
@@ -26,8 +27,9 @@ class Result(NamedTuple):
     the end of the next.
 
     ``exposed_us``: by pipeline rank, compute steps waiting for groups; ``group_exposed_us``
-    the same by group. ``busy_us``: by link, the largest over ranks. ``gather_us``: the largest
-    over ranks of the summed time of all its gathers. ``peak_bytes``: ``device`` by pipeline
+    the same by group. ``busy_us``: by link, the largest over ranks; of ``host_memory`` the time in
+    which it was full, of ``launches`` what the training thread takes. ``gather_us``: the largest over ranks of the
+    summed time of all its gathers. ``peak_bytes``: ``device`` by pipeline
     rank, ``pinned_host`` by node, ``staging`` by pipeline rank. ``memory``: the memory bill by pipeline
     rank, where it was asked for. ``left_out`` names what the cost table does not know. ``hidden_step_us``: by pipeline
     rank, by how much the host's optimizer step is shorter than one that waits, because of its steps beside the
@@ -128,10 +130,14 @@ def run(
     if engine.host_memory is not None:
         passes = {entry.group: publish_passes(schedule.groups[entry.group], workload) for entry in schedule.publish}
         engine.host_memory.publish_passes = passes
-    iteration_time = engine.run()
+    launches = thread_us(schedule, workload, timing, programs)
+    iteration_time, bound_us = max(engine.run(), launches), max(bound_us, least_thread_us(workload, timing))
     spans = [rank.last_end - rank.first_start for rank in engine.ranks]
     longest = max(range(len(spans)), key=lambda index: (spans[index], -index))
     busy = {KINDS[kind]: max(rank.busy[kind] for rank in engine.ranks) for kind in range(len(KINDS))}
+    busy["optimizer"] = max(rank.optimizer_us for rank in engine.ranks)
+    busy["host_memory"] = max(rank.memory_full_us for rank in engine.ranks)
+    busy[LAUNCHES] = launches
     gathers = [sum(g.end_us - g.start_us for g in rank.program.gathers) for rank in engine.ranks]
     return Result(
         iteration_time_us=iteration_time,

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, get_args
 
 from msgspec.structs import replace
 
-from megatron_ext.cost.cost_table import CAST_ON_DEVICE, KINDS, CostTable, Curve
+from megatron_ext.cost.cost_table import CAST_ON_DEVICE, KINDS, CostTable, Curve, Launches
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.gradient_sizes import by_parameter_bytes
@@ -58,6 +58,17 @@ class Timing:
         self.layers = [
             [self._layer_times(chunk) for chunk in workload.chunks_of_rank(rank)] for rank in range(parallel.pp)
         ]
+        launches = [
+            [self.costs.launches_us(rank, chunk.model_chunk_id, chunk.layer_kinds) for chunk in parallel_chunks]
+            for rank, parallel_chunks in enumerate(map(workload.chunks_of_rank, range(parallel.pp)))
+        ]
+        known = [[each for each in of_rank if each is not None] for of_rank in launches]
+        self.launches = known if [*map(len, known)] == [*map(len, launches)] else None
+        """(forward, backward) of each chunk by pipeline rank: what the training thread takes to launch it; None where
+        the table does not say."""
+        self.launch_path_us: float | None = None  # kept by thread_path.py
+        own = table.launches or Launches()
+        self.tensor_us, self.reduce_call_us = own.tensor_us, own.reduce_us
         self.crosses_nodes = [
             len({parallel.node_of(rank, dp) for dp in range(parallel.dp)}) for rank in range(parallel.pp)
         ]

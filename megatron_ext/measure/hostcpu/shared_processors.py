@@ -248,6 +248,7 @@ def _alone(fabric: Fabric, runners, repeats: int, warmup: int) -> list:
 
 def _middle(rounds: Sequence[Compute]) -> Compute:
     """One layer kind measured in several rounds: the median of each figure, samples of all."""
-    fields = ("forward_us", "backward_us", "forward_p95_us", "backward_p95_us")
+    fields = ["forward_us", "backward_us", "forward_p95_us", "backward_p95_us"]
+    fields += ["forward_launch_us", "backward_launch_us"] * (rounds[0].forward_launch_us is not None)
     medians = {name: median(getattr(row, name) for row in rounds) for name in fields}
     return msgspec.structs.replace(rounds[0], **medians, samples=sum(row.samples for row in rounds))

@@ -145,12 +145,16 @@ def test_ranks_of_a_node_share_cores_and_memory():
     assert per_byte(estimate(few, *run_of()).host_add) == pytest.approx(3 * 8 / 160e3)
 
 
-def test_a_small_layer_takes_as_long_as_its_launches():
+def test_a_small_layer_takes_as_long_as_its_kernels_and_its_launches_are_the_thread_s():
     sheet = sheets.load("h200-one-gpu")
-    rows = {row.layer_kind: row for row in estimate(sheet, *run_of(dp=1)).compute}
-    assert rows["transformer"].forward_us == rows["transformer"].backward_us == sheet.host.layer_us.value
+    table = estimate(sheet, *run_of(dp=1))
+    row = {row.layer_kind: row for row in table.compute}["transformer"]
+    assert (row.forward_us, row.backward_us) == (20 * sheet.device.kernel_us.value, 40 * sheet.device.kernel_us.value)
+    assert row.forward_launch_us == row.backward_launch_us == sheet.host.layer_us.value
+    assert table.launches is not None and table.launches.tensor_us == sheet.host.tensor_us.value
     again = run_of(dp=1, batch=MicroBatch(64, 2, recompute="full"))
-    assert {row.layer_kind: row for row in estimate(sheet, *again).compute}["transformer"].backward_us == 1200
+    row = {row.layer_kind: row for row in estimate(sheet, *again).compute}["transformer"]
+    assert row.backward_launch_us == 2 * sheet.host.layer_us.value
 
 
 def test_measured_parts_replace_estimated_ones():

@@ -1,6 +1,7 @@
 """How often a size is visited, and for how many rounds."""
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,11 @@ from megatron_ext.measure.rank_program import PASSES, parts_due, shuffled, sizes
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples
 
 TIMES_US = {("cpu", 8192): 100.0, ("cpu", 65536): 5000.0, ("gpu", 8192): 100.0}
+
+
+def operation_of(name, fabric):
+    done = SimpleNamespace(wait=lambda: None)
+    return SimpleNamespace(name=name, computes=False, close=lambda: None, issue=lambda size, round_index: done)
 
 
 @pytest.fixture
@@ -27,11 +33,7 @@ def visits(monkeypatch):
 
     monkeypatch.setattr(rank_program, "sample", sample)
     monkeypatch.setattr(rank_program, "monotonic", lambda: 0.0)
-    monkeypatch.setattr(
-        rank_program,
-        "OPERATIONS",
-        {name: lambda fabric, name=name: SimpleNamespace(name=name, close=lambda: None) for name in ("cpu", "gpu")},
-    )
+    monkeypatch.setattr(rank_program, "OPERATIONS", {name: partial(operation_of, name) for name in ("cpu", "gpu")})
     monkeypatch.setattr(rank_program.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(0, own))
     monkeypatch.setattr(rank_program, "MAX_PASSES", rank_program.PASSES)
     options = Options(data_parallel_size=1, sizes=(8192, 65536), links=("cpu", "gpu"))
@@ -41,6 +43,7 @@ def visits(monkeypatch):
 def fabric_of(options):
     return SimpleNamespace(
         ranks_per_device=1,
+        device=SimpleNamespace(settle=lambda: None),
         options=options,
         rank=0,
         world_size=1,

@@ -6,10 +6,13 @@ from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
+from megatron_ext.cost.host_cpu import HostCpu
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.limit import limit_of
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.host_memory_link import host_memory_link
 from megatron_ext.workload.bucket_rules import layer_buckets
 
 WORK = make_workload(pp=1, vp=1, dp=1, layers=4, order="no_pipeline", zero_stage=2, microbatches=3, p2p_bytes=0)
@@ -61,3 +64,17 @@ def test_host_memory_of_no_bandwidth_is_refused(given, message):
 @pytest.mark.parametrize("name, on_host", [("stock", False), ("stock, optimizer on the host", True)])
 def test_runs_of_one_h200_are_predicted_within_a_tenth(name, on_host):
     assert h200_runs.predicted_ms(on_host=on_host) == pytest.approx(h200_runs.measured_ms(name), rel=0.1)
+
+
+def test_how_long_host_memory_is_full_is_what_a_plan_calls_its_limit():
+    asked = 2 * GROUP / COPY_US + 3 * 2 * GROUP / ADD_US
+    full, enough = hosted(asked / 2).busy_us, hosted(2 * asked).busy_us
+    assert "host_memory" not in enough and full["host_memory"] > 0.8 * full["publish"]
+    assert limit_of(full, hosted(asked / 2).iteration_time_us) == "host_memory"
+
+
+def test_ranks_that_compute_on_shared_processors_have_no_such_link():
+    """What their processors do at once is in ``host_cpu``."""
+    table = replace(make_table(WORK), host_memory=cost.HostMemory(bytes_per_s=1.0))
+    assert host_memory_link(WORK, table) is not None
+    assert host_memory_link(WORK, replace(table, host_cpu=HostCpu(processors_per_node=2.0))) is None

@@ -1,0 +1,24 @@
+"""What will be measured and how long it takes, before it begins."""
+
+import os
+
+from megatron_ext.measure.options import Options
+from megatron_ext.measure.rank_program import curves_asked, sizes_of
+
+MOST_OVER = 1.2
+"""How many times the time that was asked for a measurement may take, once its ranks have started."""
+
+
+def announcement(options: Options) -> str:
+    """Two lines for people, and a third where something was kept."""
+    curves = ", ".join(f"{name} ({len(sizes_of(name, options))})" for name in curves_asked(options))
+    others = ["host memory"] * ("host_memory" in options.links) + ["compute"] * ("compute" in options.links)
+    others += ["contention"] * ("contention" in options.links)
+    most, kept = MOST_OVER * options.seconds, options.keep_path
+    goes_on = f"\ngoes on from {kept} where that was measured for the same" if kept and os.path.exists(kept) else ""
+    return (
+        f"measures with {options.world_size} ranks: curves (sizes) {curves or 'none'}; "
+        f"{', '.join(others) or 'nothing else'}\n"
+        f"takes about {options.seconds:.0f} s and at most {most:.0f} s once the ranks have started; "
+        f"sizes that do not fit in it are scaled from smaller ones, and the table says which{goes_on}"
+    )

@@ -1,0 +1,90 @@
+"""Sizes for which there is no time: scaled by their bytes from those of the same curve that were measured.
+
+[Note: What a visit needs]
+The first pass goes from small sizes to large ones, all curves together. What a visit needs at the least (making its
+tensors, warming up, one round) is taken to grow with the bytes, from the visit before it. A size that needs more than
+its share of the time, or more than is left, is not visited. The table holds it all the same, on a straight line through
+the two largest sizes that were measured; its 95th percentile is the larger of this line and of what grows with the
+bytes alone, and more by :data:`OFF_PER_DOUBLING`. The notes name such sizes and how much that is. Less than
+:data:`LEAST_BYTES` says nothing of more: such a curve ends where it was measured.
+"""
+
+from __future__ import annotations
+
+from math import log2
+from statistics import median
+
+from megatron_ext.measure.options import MIB
+from megatron_ext.measure.sampling import Samples
+
+ROUNDS = 3
+"""That warm up and count, at the least."""
+
+LONGEST_SHARE = 0.1
+"""Of all the time, what one visit may need."""
+
+LEAST_BYTES, OFF_PER_DOUBLING = MIB, 0.1
+"""From what sizes others are scaled, and by how much they are off for each doubling: copies, the drive and AdamW of one
+H200 at sizes of 2 to 256 MiB were off by up to 0.12 at twice the size, 0.23 at eight times."""
+
+Needs = dict[str, tuple[int, float]]
+"""By curve, the size of its last visit and the seconds that this needed at the least."""
+
+
+def needed(needs: Needs, name: str, size: int) -> float:
+    """Seconds that a visit needs at the least; 0 for the first of its curve."""
+    last = needs.get(name)
+    return 0.0 if last is None else last[1] * max(size / last[0], 1.0)
+
+
+def need_of(samples: Samples, seconds: float, builds: bool) -> float:
+    """What a visit of ``seconds`` needs at the least.
+
+    Args:
+        builds: whether the operation makes tensors for every size; what else takes time beside the rounds (the first
+            use of a communicator) comes once.
+    """
+    rounds = median(samples.us) / 1e6 * ROUNDS
+    return max(seconds - sum(samples.us) / 1e6 + rounds if builds else rounds, 1e-6)
+
+
+def upwards(visits: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Small sizes first, the curves in turns."""
+    return sorted(visits, key=lambda visit: visit[1])
+
+
+def add_scaled(points: list[dict], sizes: list[int]) -> list[dict]:
+    """The rows of one curve with those of ``sizes`` that are larger than the measured ones."""
+    last, before = points[-1], points[-2] if len(points) > 1 else None
+    if last["size_bytes"] < LEAST_BYTES:
+        return points
+    slope = last["p50_us"] / last["size_bytes"]
+    if before is not None and last["p50_us"] > before["p50_us"]:
+        slope = (last["p50_us"] - before["p50_us"]) / (last["size_bytes"] - before["size_bytes"])
+    scaled = []
+    for size in (size for size in sizes if size > last["size_bytes"]):
+        times = size / last["size_bytes"]
+        us = last["p50_us"] + slope * (size - last["size_bytes"])
+        most = max(last["p95_us"] * times, us) * (1 + OFF_PER_DOUBLING * log2(times))
+        row = last | {"size_bytes": size, "p50_us": us, "p95_us": most, "samples": 1, "medians_us": [us], "passes": 0}
+        if "processor_us" in last:
+            row["processor_us"] = last["processor_us"] * us / last["p50_us"]
+        scaled.append(row | {"scaled_from": last["size_bytes"]})
+    return points + scaled
+
+
+def notes(name: str, rows: list[dict], asked: int | None) -> list[str]:
+    """What of a curve there was no time for, and what that costs in certainty. ``asked``: its largest size."""
+    scaled = [row for row in rows if "scaled_from" in row]
+    if scaled:
+        off = max(row["p95_us"] / row["p50_us"] - 1 for row in scaled)
+        return [
+            f"out of time, {name}: {len(scaled)} sizes to {scaled[-1]['size_bytes'] / MIB:.4g} MiB are scaled by their "
+            f"bytes from {scaled[0]['scaled_from'] / MIB:.4g} MiB; they may take {off:.0%} longer"
+        ]
+    if asked is not None and rows[-1]["size_bytes"] < asked:
+        return [
+            f"out of time, {name}: ends at {rows[-1]['size_bytes']} bytes, which say nothing of {asked}; a "
+            "longer --seconds, or --links with fewer names, measures it"
+        ]
+    return []

@@ -1,0 +1,173 @@
+"""A run's own figures taken back into its cost table, so that the next plan knows better.
+
+[Note: What is calibrated]
+The run's schedule is simulated on the table. Where a part was measured, the figures of the table that it was simulated
+from are multiplied by what was measured over what was simulated: compute of each chunk and direction, each route, the
+reduce, messages, publishing, the optimizer and the host's step. So what a run does with a curve counts, with all that
+runs beside it, and the shape of the curve stays. An all-gather or a reduce that waits for its slowest rank counts as
+the run has met it. Links slow each other down, so one call may not be enough: calibrate, plan and run again until the
+error is that of the machine.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from statistics import median
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.cost.cost_table import Compute, CostTable, Curve, Point
+from megatron_ext.cost.environment import run_differences
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.trace import Event
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.report.links_busy import LINKS, moving
+from megatron_ext.report.parts import BACKWARD, FORWARD, apart, part_of
+from megatron_ext.report.run_dir import RunDir
+from megatron_ext.report.turn_ratio import counted
+
+CURVES = {
+    "gpu": "routes.gpu",
+    "cpu": "routes.cpu",
+    "nvme": "routes.nvme",
+    "publish": "publish.cpu",
+    "p2p": "p2p",
+    "reduce": "reduce",
+    "optimizer": "optimizer",
+    "host_step": "host_step",
+    "host_add": "host_add",
+}
+"""By part, the curve that its time comes from."""
+
+MOST = 100.0
+"""No figure is moved by more than this factor at once: the run was then not one of this table."""
+
+Times = dict[tuple[str, int, int], float]
+"""Microseconds by part, pipeline rank and model chunk (0 but of compute)."""
+
+
+class Calibrated(NamedTuple):
+    """``factors``: by figure of the table, what it was multiplied by; errors: predicted over measured iteration time,
+    less one."""
+
+    table: CostTable
+    factors: dict[str, float]
+    error_before: float
+    error_after: float
+
+
+def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool = False) -> Calibrated:
+    """The table (by default the run's own) with the figures of the scheduled training of ``run``.
+
+    Raises:
+        InputError: the table is of other sizes or of another model than the run, or the run measured no part of it.
+    """
+    given = run.table if table is None else table
+    differ = run_differences(given.metadata, run.workload)
+    if differ:
+        raise InputError("; ".join(differ) + "; calibrate takes the table of the same run", field="metadata")
+    indices = counted(run.iterations, run.turn_iterations)
+    windows = [_times(run.scheduled_trace.window(index + 1).events, run) for index in indices]
+    measured = {key: median(each.get(key, 0.0) for each in windows) for key in {key for one in windows for key in one}}
+    measured_us = median(run.scheduled.iteration_us[index] for index in indices)
+
+    def simulated(by: CostTable) -> tuple[Times, float]:
+        result = evaluate(run.workload, by, run.schedule, trace=True, extrapolate=extrapolate)
+        return _times(result.events or (), run), result.iteration_time_us
+
+    predicted, before_us = simulated(given)
+    factors = _factors(measured, predicted)
+    if not factors:
+        raise InputError("no part of it was measured and simulated", file=run.path, field="scheduled_trace")
+    made = _scaled(given, factors)
+    after_us = simulated(made)[1]
+    named = {_name(*key): factor for key, factor in sorted(factors.items())}
+    return Calibrated(made, named, before_us / measured_us - 1, after_us / measured_us - 1)
+
+
+def _times(events: Iterable[Event], run: RunDir) -> Times:
+    """Means over the ranks of a pipeline rank. A transfer by a link counts from when all of its ranks take part."""
+    parallel, given = run.workload.parallel, apart(events, run.on_device)
+    links = [event for event in moving(given, parallel) if not event.name.startswith("states ")]
+    given = [event for event in given if event.lane not in LINKS] + links
+    found: defaultdict[tuple[str, int, int], float] = defaultdict(float)
+    ranks: defaultdict[int, set[int]] = defaultdict(set)
+    for event in given:
+        pp_rank = event.rank // (parallel.dp * parallel.tensor_model_parallel_size)
+        part = part_of(event)
+        chunk = _stage(event.name) // parallel.pp if part in (FORWARD, BACKWARD) else 0
+        ranks[pp_rank].add(event.rank)
+        found[part, pp_rank, chunk] += event.duration_us
+    return {key: us / len(ranks[key[1]]) for key, us in found.items()}
+
+
+def _stage(step: str) -> int:
+    """Of a step's text form, such as ``3B0``."""
+    return int(step.partition("B" if "B" in step else "F")[0])
+
+
+def _factors(measured: Times, predicted: Times) -> Times:
+    """Measured over simulated: of compute by chunk, of other parts the mean over pipeline ranks."""
+    both = {key: (measured[key], us) for key, us in predicted.items() if us > 0 and measured.get(key, 0.0) > 0}
+    sums: defaultdict[tuple[str, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for (part, pp_rank, chunk), (theirs, ours) in both.items():
+        key = (part, pp_rank, chunk) if part in (FORWARD, BACKWARD) else (part, -1, 0)
+        if key[1] >= 0 or part in CURVES:
+            sums[key][0] += theirs
+            sums[key][1] += ours
+    return {key: min(max(theirs / ours, 1 / MOST), MOST) for key, (theirs, ours) in sums.items()}
+
+
+def _name(part: str, pp_rank: int, chunk: int) -> str:
+    return CURVES[part] if pp_rank < 0 else f"compute.{part} of rank {pp_rank}, chunk {chunk}"
+
+
+def _scaled(table: CostTable, factors: Times) -> CostTable:
+    by_curve = {CURVES[part]: factor for (part, pp_rank, _), factor in factors.items() if pp_rank < 0}
+
+    def curve(what: str, given: Curve | None) -> Curve | None:
+        factor = by_curve.get(what)
+        if given is None or factor is None:
+            return given
+        others = {name: _points(points, factor) for name, points in given.algorithms.items()}
+        return replace(given, points=_points(given.points, factor), algorithms=others)
+
+    named = ("reduce", "optimizer", "host_step", "host_add")
+    routes = {name: curve(f"routes.{name}", getattr(table.routes, name)) for name in ("gpu", "cpu", "nvme")}
+    changes = {name: curve(name, getattr(table, name)) for name in named}
+    told = ", ".join(f"{_name(*key)} x {factor:.3g}" for key, factor in sorted(factors.items()))
+    metadata = replace(table.metadata, notes=(*table.metadata.notes, f"calibrated by a run: {told}"))
+    return cost.check(
+        replace(
+            table,
+            metadata=metadata,
+            routes=replace(table.routes, **routes),
+            publish=replace(table.publish, cpu=curve("publish.cpu", table.publish.cpu)),
+            p2p=curve("p2p", table.p2p if isinstance(table.p2p, Curve) else None) or table.p2p,
+            compute=tuple(_row(row, factors) for row in table.compute),
+            **changes,
+        )
+    )
+
+
+def _points(points: tuple[Point, ...], factor: float) -> tuple[Point, ...]:
+    return tuple(
+        replace(p, p50_us=p.p50_us * factor, p95_us=None if p.p95_us is None else p.p95_us * factor) for p in points
+    )
+
+
+def _row(row: Compute, factors: Times) -> Compute:
+    """A chunk's row by its own factor; that of a kind of layer by the mean over chunks."""
+    changes = {}
+    for way in (FORWARD, BACKWARD):
+        own = [
+            factor
+            for (part, pp_rank, chunk), factor in factors.items()
+            if part == way and (row.layer_kind is not None or (pp_rank, chunk) == (row.pp_rank, row.model_chunk_id))
+        ]
+        for name in (f"{way}_us", f"{way}_p95_us"):
+            value = getattr(row, name)
+            if own and value is not None:
+                changes[name] = value * sum(own) / len(own)
+    return replace(row, **changes)

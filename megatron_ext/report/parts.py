@@ -1,0 +1,136 @@
+"""What every part of an iteration took beside its prediction, and which part explains the difference.
+
+[Note: Parts]
+A part is one kind of activity: forwards, backwards, each lane of a trace. Its time is the largest over ranks of the sum
+of its durations, of a measured iteration as of the simulated one. Forwards, backwards, waits, issuing and the optimizer
+are the training thread's, one after another; on a device they are the compute stream's, beside which the thread issues.
+A step that is recorded holds its waits and what it issues, which are taken out of it. What of an iteration is in none
+of these parts is ``rest``: the pipeline's bubble, and what no table knows. The parts of links run beside them: where
+waits differ most, the link that differs most is named, too.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import NamedTuple
+
+from megatron_ext.formats.trace import Event
+from megatron_ext.report.links_busy import union
+
+FORWARD, BACKWARD, REST, WAIT = "forward", "backward", "rest", "wait"
+ON_THREAD = (FORWARD, BACKWARD, WAIT, "optimizer")
+"""One after another; issuing too, without a device."""
+ISSUE = "issue"
+BY_LINK = ("gpu", "cpu", "nvme", "publish", "p2p", "reduce", "host_step", "host_add")
+PARTS = (*ON_THREAD, ISSUE, REST, *BY_LINK)
+
+
+class Part(NamedTuple):
+    """Microseconds of one part in one iteration; ``measured_us`` is None where the run does not record it."""
+
+    name: str
+    predicted_us: float
+    measured_us: float | None
+
+    @property
+    def difference_us(self) -> float:
+        return 0.0 if self.measured_us is None else self.measured_us - self.predicted_us
+
+
+def part_of(event: Event) -> str:
+    """The part that an event belongs to; compute is named as its step, such as ``3B0``."""
+    if event.lane != "compute":
+        return event.lane
+    return BACKWARD if "B" in event.name else FORWARD
+
+
+def apart(events: Iterable[Event], on_device: bool) -> list[Event]:
+    """The events with steps and the optimizer without the waits and the issuing inside them."""
+    events, inner = list(events), defaultdict(list)
+    for event in events:
+        if event.lane == WAIT or (event.lane == ISSUE and not on_device):
+            inner[event.rank].append((event.start_us, event.start_us + event.duration_us))
+    spans = {rank: union(found) for rank, found in inner.items()}
+    ends = {rank: [end for _, end in found] for rank, found in spans.items()}
+
+    def alone(event: Event) -> Event:
+        begin, end, within = event.start_us, event.start_us + event.duration_us, 0.0
+        own = spans.get(event.rank, [])
+        for place in range(bisect_right(ends.get(event.rank, []), begin), len(own)):
+            if own[place][0] >= end:
+                break
+            within += min(own[place][1], end) - max(own[place][0], begin)
+        return event._replace(duration_us=event.duration_us - within)
+
+    return [alone(event) if event.lane in ("compute", "optimizer") else event for event in events]
+
+
+def totals(events: Iterable[Event], on_device: bool) -> dict[str, float]:
+    """By part, the largest over ranks of the sum of its durations."""
+    found: defaultdict[tuple[str, int], float] = defaultdict(float)
+    for event in apart(events, on_device):
+        found[part_of(event), event.rank] += event.duration_us
+    return {name: max(us for (part, _), us in found.items() if part == name) for name, _ in found}
+
+
+def parts(
+    predicted: Iterable[Event],
+    predicted_us: float,
+    measured: Iterable[Iterable[Event]],
+    measured_us: float,
+    *,
+    on_device: bool = False,
+) -> tuple[Part, ...]:
+    """Parts of the predicted iteration, which takes ``predicted_us``, beside medians over the measured ones, of which
+    the median takes ``measured_us``."""
+    own, others = totals(predicted, on_device), [totals(events, on_device) for events in measured]
+    path = (*ON_THREAD, *[ISSUE] * (not on_device))
+    seen = {name for found in others for name in found}
+    found = {name: median(each.get(name, 0.0) for each in others) for name in seen}
+    own[REST] = max(predicted_us - sum(own.get(name, 0.0) for name in path), 0.0)
+    found[REST] = max(measured_us - sum(found.get(name, 0.0) for name in path), 0.0)
+    return tuple(Part(name, own.get(name, 0.0), found.get(name)) for name in PARTS if name in own or name in found)
+
+
+def explains(found: Iterable[Part], difference_us: float) -> tuple[Part, Part | None] | None:
+    """The part that explains most of a difference (measured less predicted), and where that is waiting the link that
+    differs most the same way; None where no part differs that way."""
+    sign = 1.0 if difference_us >= 0 else -1.0
+    by_name = {part.name: part for part in found}
+
+    def most(names: Iterable[str]) -> Part | None:
+        known = [by_name[name] for name in names if name in by_name and sign * by_name[name].difference_us > 0]
+        return max(known, key=lambda part: sign * part.difference_us, default=None)
+
+    part = most((*ON_THREAD, ISSUE, REST))
+    if part is None:
+        return None
+    return part, most(BY_LINK) if part.name == WAIT else None
+
+
+def lines(found: Iterable[Part], difference_us: float) -> list[str]:
+    """For people, one line a part, and what explains the difference."""
+    rows = []
+    for part in found:
+        measured = "not recorded" if part.measured_us is None else f"{part.measured_us / 1e3:.3f} measured"
+        rows.append(f"{part.name}: {part.predicted_us / 1e3:.3f} ms predicted, {measured}")
+    cause = explains(found, difference_us)
+    if cause is not None:
+        part, link = cause
+        share = min(part.difference_us / difference_us, 1.0) if difference_us else 1.0
+        by = f", of links most by {link.name} ({link.difference_us / 1e3:+.3f} ms)" if link is not None else ""
+        rows.append(
+            f"{part.name} explains most of the difference of {difference_us / 1e3:+.3f} ms: "
+            f"{part.difference_us / 1e3:+.3f} ms ({share:.0%}){by}"
+        )
+    return rows
+
+
+def as_json(found: Iterable[Part], difference_us: float) -> dict:
+    """``parts`` by name, and ``explains``: the name of the part that explains most, or None."""
+    cause = explains(found, difference_us)
+    by_name: Mapping[str, dict] = {
+        part.name: {"predicted_us": part.predicted_us, "measured_us": part.measured_us} for part in found
+    }
+    return {"parts": by_name, "explains": cause[0].name if cause is not None else None}

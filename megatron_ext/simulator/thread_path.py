@@ -1,0 +1,75 @@
+"""How long the training thread takes to issue an iteration, whatever the device does meanwhile.
+
+[Note: Two paths]
+On a device the training thread runs ahead: it launches the kernels of a layer while earlier ones compute. An iteration
+takes as long as the device's path or the thread's, whichever is longer. The thread's path is the launches of all steps,
+in the order of the pipeline and with its messages, then the calls of one rank (gathers, reduces) and its optimizer,
+which Megatron's Python visits tensor by tensor. A table that says nothing of launches has no such path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.simulator.engine import Engine
+from megatron_ext.simulator.lower import RUN, RankProgram
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.workload import Workload
+
+LAUNCHES = "launches"
+"""Its name among the links that are busy."""
+
+
+def least_thread_us(workload: Workload, timing: Timing) -> float:
+    """What the thread takes for all steps and the optimizer, by any schedule; 0 where the table does not say."""
+    if timing.launches is None:
+        return 0.0
+    if timing.launch_path_us is None:
+        timing.launch_path_us = _path_us(workload, timing) + max(
+            _tensors(workload, rank) * timing.tensor_us for rank in range(workload.parallel.pp)
+        )
+    return timing.launch_path_us
+
+
+def thread_us(schedule: Schedule, workload: Workload, timing: Timing, programs: Sequence[RankProgram]) -> float:
+    """What it takes by ``schedule``, lowered to ``programs``; 0 where the table does not say."""
+    least_us = least_thread_us(workload, timing)
+    return least_us and least_us + max(_calls_us(schedule, workload, timing, program) for program in programs)
+
+
+def _path_us(workload: Workload, timing: Timing) -> float:
+    """Of all steps, in the order of the pipeline. Where the device takes longer for every step, its path is the longer
+    one as well, and the busiest rank's own launches will do."""
+    assert timing.launches is not None
+    of_device = [[(sum(times.forward), sum(times.backward)) for times in rank] for rank in timing.layers]
+    pairs = [(a, b) for ours, theirs in zip(timing.launches, of_device) for a, b in zip(ours, theirs)]
+    if all(ours <= theirs for a, b in pairs for ours, theirs in zip(a, b)):
+        return workload.parallel.num_microbatches * max(sum(map(sum, of_rank)) for of_rank in timing.launches)
+    programs = [RankProgram(rank) for rank in range(workload.parallel.pp)]
+    for program, steps in zip(programs, steps_of_ranks(workload.parallel)):
+        of_rank = timing.launches[program.pp_rank]
+        for step in steps:
+            backward = step.kind == "B"
+            us = of_rank[step.stage // workload.parallel.pp][backward]
+            program.steps.append((step.stage, backward, step.microbatch, ((RUN, us),)))
+    nothing = [(0.0, 0.0)] * len(programs)
+    return Engine(programs, workload, timing, [[] for _ in programs], optimizer_us=nothing).run()
+
+
+def _tensors(workload: Workload, pp_rank: int) -> int:
+    """Parameters that one rank's optimizer visits: its part of those of its pipeline rank."""
+    count = sum(len(chunk.parameters) for chunk in workload.chunks_of_rank(pp_rank))
+    return -(-count // workload.parallel.dp)
+
+
+def _calls_us(schedule: Schedule, workload: Workload, timing: Timing, program: RankProgram) -> float:
+    """Gathers, and reduces, which every group has once or behind its visits."""
+    visits = workload.parallel.num_microbatches
+    reduces = sum(
+        1 if group.gradients is None else -(-visits // group.reduce_every)
+        for group in schedule.groups
+        if group.pp_rank == program.pp_rank
+    )
+    return sum(gather.call_us for gather in program.gathers) + reduces * timing.reduce_call_us

@@ -1,0 +1,153 @@
+"""A measurement ends in its time whatever is measured, says what it left out, and goes on after a kill."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from megatron_ext.measure import kept_measurement, rank_program, scaled_sizes
+from megatron_ext.measure.announcement import announcement
+from megatron_ext.measure.assemble_table import assemble
+from megatron_ext.measure.options import MIB, Options
+from megatron_ext.measure.sampling import Samples
+
+LINKS = ("cpu", "publish", "optimizer", "host_add", "host_step", "host_step_cast_on_device", "device_step")
+LARGE = Options(
+    data_parallel_size=1,
+    device="cpu",
+    seconds=20.0,
+    optimizer_on_host=True,
+    max_bytes=400 * MIB,
+    max_rank_bytes=3200 * MIB,
+    links=LINKS,
+)
+"""Of 1.6 billion parameters: with these rates a visit of all of them takes a minute."""
+
+SECONDS_PER_BYTE = {"optimizer": 4e-9, "host_step": 2e-9, "host_step_cast_on_device": 2e-9, "cpu": 2e-11}
+BUILD_PER_BYTE = {"optimizer": 1e-8, "host_step": 5e-9, "host_step_cast_on_device": 5e-9}
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """One whose clock runs by what is measured; it is killed after ``kill_after`` visits."""
+    state = SimpleNamespace(now=0.0, visits=[], kill_after=None)
+
+    def sample(fabric, operation, size, seconds, max_rounds):
+        state.visits.append((operation.name, size))
+        if len(state.visits) == state.kill_after:
+            raise Killed
+        us = 20.0 + size * SECONDS_PER_BYTE.get(operation.name, 1e-10) * 1e6
+        built = size * BUILD_PER_BYTE.get(operation.name, 0.0) + 2 * us / 1e6
+        rounds = max(1, min(max_rounds, int((seconds - built) * 1e6 / us)))
+        state.now += built + rounds * us / 1e6
+        found = Samples()
+        found.us = found.issued_us = found.processor_us = [us] * rounds
+        return found
+
+    def operation(name):
+        made = SimpleNamespace(name=name, computes=name != "cpu", close=lambda: None)
+        made.issue = lambda size, index: SimpleNamespace(wait=lambda: None)
+        return type(name, (), {"name": name, "__new__": lambda cls, fabric: made})
+
+    monkeypatch.setattr(rank_program, "sample", sample)
+    monkeypatch.setattr(rank_program, "monotonic", lambda: state.now)
+    monkeypatch.setattr(rank_program, "OPERATIONS", {name: operation(name) for name in LINKS[:4]})
+    for kind, name in (
+        ("HostOptimizer", "optimizer"),
+        ("HostStep", "host_step"),
+        ("HostStepCastOnDevice", "host_step_cast_on_device"),
+        ("DeviceStep", "device_step"),
+    ):
+        monkeypatch.setattr(rank_program, kind, operation(name))
+    monkeypatch.setattr(rank_program.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(0, own))
+    monkeypatch.setattr(rank_program, "SoftirqTime", NoSoftirq)
+    return state
+
+
+class NoSoftirq:
+    def __init__(self, *_):
+        pass
+
+    def watch(self, name, size, visit):
+        return visit()
+
+    def us_per_byte(self, kernel):
+        return {}
+
+
+def run(options):
+    fabric = SimpleNamespace(
+        ranks_per_device=1,
+        options=options,
+        rank=0,
+        world_size=1,
+        agree=lambda value: value,
+        barrier=lambda: None,
+        torch_device=torch.device("cpu"),
+        device=SimpleNamespace(settle=lambda: None),
+        set_up_seconds=None,
+        set_up_bytes=0,
+    )
+    return rank_program.run(fabric, lambda *_: None)
+
+
+@pytest.mark.parametrize("seconds", (10.0, 20.0, 120.0))
+def test_a_large_model_with_its_optimizer_on_the_host_is_measured_in_time(machine, seconds):
+    options = replace(LARGE, seconds=seconds)
+    table = assemble(options, run(options))
+    assert machine.now <= 1.2 * seconds
+    notes = [note for note in table.metadata.notes if note.startswith("out of time, optimizer: ")]
+    measured = max(size for name, size in machine.visits if name == "optimizer")
+    assert measured < 3200 * MIB and len(notes) == 1 and f"from {measured / MIB:.4g} MiB" in notes[0]
+    # What there was no time for is in the table: near what it takes, and not surer than it can be.
+    (*_, last) = table.optimizer.points
+    truth = 20.0 + last.size_bytes * SECONDS_PER_BYTE["optimizer"] * 1e6
+    assert last.size_bytes == options.rounded(3200 * MIB) and last.p50_us == pytest.approx(truth, rel=0.02)
+    assert last.p95_us > 1.05 * last.p50_us and last.samples == 1
+    assert not any("out of time, cpu" in note for note in table.metadata.notes)
+
+
+def test_a_kill_keeps_what_was_measured_and_the_next_call_goes_on(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_measurement, "KEEP_SECONDS", 0.1)
+    out = str(tmp_path / "table.json")
+    options = replace(LARGE, keep_path=kept_measurement.path_of(out))
+    machine.kill_after = 50
+    with pytest.raises(Killed):
+        run(options)
+    before = machine.visits[:40]
+    machine.visits, machine.kill_after, machine.now = [], None, 0.0
+    raw = run(options)
+    assert not set(machine.visits[:5]) & set(before)  # the first pass goes on behind them
+    sizes = {(name, row["size_bytes"]) for name, rows in raw["curves"].items() for row in rows}
+    assert set(before) <= sizes and machine.now <= 1.2 * LARGE.seconds
+    kept_measurement.remove(out)
+    assert kept_measurement.read(options) == ({}, 0.0)
+
+
+@pytest.mark.parametrize("changed", ({"threads": 2}, {"max_bytes": 8 * MIB}))
+def test_what_was_kept_of_another_measurement_is_not_taken(tmp_path, changed):
+    given = {"device": "cpu", "keep_path": str(tmp_path / "kept")}
+    visits = {("cpu", 4096): [[[[1.0]], [1.0], [1.0]]]}
+    kept_measurement.write(Options(**given), visits, 3.0)
+    assert kept_measurement.read(Options(**given, seconds=7.0)) == (visits, 3.0)
+    assert kept_measurement.read(Options(**given | changed)) == ({}, 0.0)
+    (tmp_path / "kept").write_text("{")
+    assert kept_measurement.read(Options(**given)) == ({}, 0.0)
+
+
+def test_nothing_is_scaled_from_sizes_that_say_nothing_of_it():
+    rows = [{"size_bytes": 4096, "p50_us": 9.0, "p95_us": 9.0, "samples": 3, "passes": 1}]
+    assert scaled_sizes.add_scaled(rows, [4096, 64 * MIB]) == rows
+    (note,) = scaled_sizes.notes("cpu", rows, 64 * MIB)
+    assert "--seconds" in note and "ends at 4096 bytes" in note
+    assert scaled_sizes.notes("cpu", rows, 4096) == []
+
+
+def test_what_is_measured_and_how_long_it_takes_is_said_before():
+    text = announcement(LARGE)
+    assert "optimizer (12)" in text and "20 s and at most 24 s" in text and "p2p" not in text

@@ -1,0 +1,139 @@
+"""Parts of an iteration beside their predictions; a run's own figures go back into its table, and the error falls."""
+
+import pytest
+from msgspec.structs import replace
+from planning_cases import WHOLE, make_table, make_workload
+from run_files import EPOCH_US, make_metrics, make_run
+
+from megatron_ext import planner, report
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.formats import json_files
+from megatron_ext.formats import trace as traces
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.trace import Event
+from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.report import parts
+from megatron_ext.report.calibrate import calibrate
+from megatron_ext.schedule import user_defined_schedule as schedule
+from megatron_ext.workload import workload
+from megatron_ext.workload.step_order import steps_of_ranks
+
+WORK = make_workload(pp=2, vp=2, dp=2, microbatches=4, hidden=256, zero_stage=3)
+TRUTH = make_table(
+    WORK, gpu=(20.0, 2e3), cpu=(10.0, 3e3), contention=(("gpu", "cpu", 1.1), ("cpu", "gpu", 1.2)), **WHOLE
+)
+WRONG = {"compute": 0.4, "gpu": 2.5, "cpu": 0.5, "optimizer": 0.2, "reduce": 3.0, "publish": 0.5}
+"""How many times what it truly takes the first table says."""
+
+
+def times(curve, factor):
+    return replace(curve, points=tuple(replace(p, p50_us=p.p50_us * factor) for p in curve.points))
+
+
+def wrong_table():
+    rows = tuple(
+        replace(row, forward_us=row.forward_us * WRONG["compute"], backward_us=row.backward_us * WRONG["compute"])
+        for row in TRUTH.compute
+    )
+    routes = {name: times(getattr(TRUTH.routes, name), WRONG[name]) for name in ("gpu", "cpu")}
+    named = {name: times(getattr(TRUTH, name), WRONG[name]) for name in ("optimizer", "reduce")}
+    publish = replace(TRUTH.publish, cpu=times(TRUTH.publish.cpu, WRONG["publish"]))
+    return replace(TRUTH, compute=rows, routes=replace(TRUTH.routes, **routes), publish=publish, **named)
+
+
+def trained(path, table, number):
+    """A run directory: planned by ``table``, and trained on a machine that takes what :data:`TRUTH` says."""
+    path = path / f"run{number}"
+    path.mkdir()
+    cost.save(path / "cost_table.json", table)
+    workload.save(path / "workload.json", WORK)
+    planned = planner.plan(
+        WORK, table, policy="share-50", cost_table_sha256=json_files.sha256(path / "cost_table.json")
+    )
+    schedule.save(path / "schedule.json", planned)
+    truth = evaluate(WORK, TRUTH, planned, trace=True)
+    metrics = make_metrics(6, WORK.parallel.world_size, step_us=truth.iteration_time_us)
+    for name in ("stock", "scheduled"):
+        json_files.save(path / f"{name}.metrics.json", metrics)
+        traces.save(path / f"{name}.trace.json", recorded(truth), about={"kind": "measured"})
+    return report.load(path)
+
+
+def recorded(truth):
+    """The simulated iteration six times over, on every rank, each step as one event that holds its waits."""
+    steps, events, dp = steps_of_ranks(WORK.parallel), [], WORK.parallel.dp
+    for rank in range(WORK.parallel.world_size):
+        own = [event for event in truth.events if event.rank == rank // dp * dp]
+        spans = {}
+        for event in own:
+            if event.lane == "compute":
+                begin, end = spans.get(event.name, (event.start_us, 0.0))
+                spans[event.name] = min(begin, event.start_us), max(end, event.start_us + event.duration_us)
+        rows = [(str(step), *spans[str(step)]) for step in steps[rank // dp]]
+        for iteration in range(1, 7):
+            zero = EPOCH_US + iteration * 2 * truth.iteration_time_us
+            events += [
+                event._replace(rank=rank, start_us=event.start_us + zero, iteration=iteration)
+                for event in own
+                if event.lane != "compute"
+            ]
+            for name, begin, end in rows:
+                kind = "B" if "B" in name else "F"
+                events.append(Event(rank, "compute", kind, begin + zero, end - begin, iteration))
+    return events
+
+
+def test_the_error_falls_to_nothing_by_running_and_calibrating(tmp_path):
+    """The machine repeats itself to the microsecond that iterations differ by."""
+    table, errors = wrong_table(), []
+    for number in range(2):
+        found = calibrate(trained(tmp_path, table, number))
+        errors.append(abs(found.error_before))
+        table = found.table
+    errors.append(abs(found.error_after))
+    assert errors[0] > 0.3 and errors[1] < 0.05 and errors[-1] < 0.015
+    assert {"routes.gpu", "routes.cpu", "publish.cpu", "reduce", "optimizer"} < set(found.factors)
+    assert all(
+        row.forward_us == pytest.approx(truth.forward_us, rel=0.02) for row, truth in zip(table.compute, TRUTH.compute)
+    )
+    assert table.optimizer.points[0].p50_us == pytest.approx(TRUTH.optimizer.points[0].p50_us, rel=0.02)
+    assert "optimizer x 5" in " ".join(table.metadata.notes)
+
+
+def test_what_explains_the_difference_is_named(tmp_path):
+    slow = replace(TRUTH, compute=tuple(replace(row, backward_us=row.backward_us / 3) for row in TRUTH.compute))
+    built = report.build(trained(tmp_path, slow, 0))
+    found = report.report_text.as_json(built)
+    assert found["explains"] == "backward" and found["parts"]["backward"]["measured_us"] > 0
+    text = report.report_text.as_text(built)
+    assert "backward explains most of the difference" in text.replace("\n", " ") and "ms predicted" in text
+
+
+def test_waits_and_issuing_are_no_compute():
+    """On a device the thread issues beside the stream."""
+    events = [
+        Event(0, "compute", "0F0", 0.0, 100.0),
+        Event(0, "wait", "wait 0", 10.0, 30.0),
+        Event(0, "issue", "unshard 0", 50.0, 5.0),
+        Event(0, "compute", "0B0", 100.0, 50.0),
+        Event(1, "wait", "wait 0", 100.0, 50.0),
+    ]
+    assert parts.totals(events, False) == {"forward": 65.0, "wait": 50.0, "issue": 5.0, "backward": 50.0}
+    assert parts.totals(events, True)["forward"] == 70.0
+
+
+@pytest.mark.parametrize("measured_us, name, link", [(9.0, "wait", "gpu"), (2.0, "backward", None)])
+def test_the_part_that_differs_the_same_way_explains_it_and_of_waits_a_link(measured_us, name, link):
+    rows = [("forward", 2.0, 2.5), ("backward", 4.0, 2.0), ("wait", 0.0, 3.0), ("gpu", 5.0, 9.0), ("cpu", 5.0, 6.0)]
+    found = [parts.Part(*row) for row in rows]
+    part, by = parts.explains(found, measured_us - 6.0)
+    assert part.name == name and (by.name if by else None) == link
+    assert parts.explains([parts.Part("forward", 1.0, 1.0)], 5.0) is None
+
+
+def test_a_table_of_another_run_is_refused(tmp_path):
+    make_run(tmp_path)
+    run = report.load(tmp_path)
+    other = replace(run.table, metadata=cost.Metadata(world_sizes={"data_parallel_size": 16}))
+    with pytest.raises(InputError, match="metadata.*calibrate takes the table of the same run"):
+        calibrate(run, other)
