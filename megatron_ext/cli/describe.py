@@ -78,11 +78,11 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
         ),
     ]
     if not described.counts_activations:
-        lines.append(f"activations are not counted: this model cannot run without data here{_who_counts(refused)}")
+        lines.append(f"activations are not counted: this model cannot run without data here{who_counts(refused)}")
     emit(as_json, {"workload": out, **showing.summary(described), "memory": to_builtins(memory)}, "\n".join(lines))
 
 
-def _who_counts(refused: str | None) -> str:
+def who_counts(refused: str | None) -> str:
     """Who does count activations; ``refused``: why `measure` does not."""
     if refused is None:
         return "; `measure` counts them"

@@ -226,12 +226,12 @@ class PerturbedTables:
         return given if most is None else most * _part(number(CALL))
 
     def _most_call_us(self) -> float | None:
-        """Where the time of a call is missing: a call takes less than half of the smallest all-gather."""
+        """Where the time of a call is missing: the smallest all-gather's own time contains it."""
         gpu = self._table.routes.gpu
         if self._table.group_overhead.call_us is not None or gpu is None:
             return None
         times = [point.p50_us for points in curves_of(gpu).values() for point in points]
-        return min(times) / 2 if times else None
+        return min(times, default=None)
 
     def _with_launches(self, table: CostTable, number: Callable[[str], float]) -> CostTable:
         """All launches move together: one thread makes them."""

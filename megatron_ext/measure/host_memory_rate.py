@@ -50,8 +50,8 @@ class Adder(threading.Thread):
 
     def __init__(self, size_bytes: int):
         super().__init__(daemon=True)
-        self._sum, self._part = (numpy.zeros(size_bytes // 4, numpy.float32) for _ in range(2))
-        self._sum += 1.0  # zeroes have no pages of their own before they are written
+        self.sum, self._part = (numpy.zeros(size_bytes // 4, numpy.float32) for _ in range(2))
+        self.sum += 1.0  # zeroes have no pages of their own before they are written
         self._part += 1.0
         self.moved, self.stopped = 0, threading.Event()
 
@@ -59,10 +59,10 @@ class Adder(threading.Thread):
         """Without the interpreter's lock while it adds."""
         piece = PIECE_BYTES // 4
         while True:
-            for start in range(0, len(self._sum), piece):
+            for start in range(0, len(self.sum), piece):
                 part = slice(start, start + piece)
-                numpy.add(self._sum[part], self._part[part], out=self._sum[part])
-                self.moved += ADD_BYTES * self._sum[part].nbytes
+                numpy.add(self.sum[part], self._part[part], out=self.sum[part])
+                self.moved += ADD_BYTES * self.sum[part].nbytes
                 if self.stopped.is_set():
                     return
 

@@ -14,7 +14,7 @@ PEERS_SECONDS = 60
 """How long a rank that uses parameters waits for its replicas to do so. They come from the same optimizer step, a
 collective; more apart than this they are in nothing but checkpoints, which gather by themselves."""
 
-_RUNS = itertools.count()
+RUNS = itertools.count()
 """Runs of this process, which are the same on all ranks: their keys in the store are apart."""
 
 
@@ -34,7 +34,7 @@ class GatherOnRead(ParamReads):
     def __init__(self, storages, gather: Callable[[], None], process_group, seconds: float = PEERS_SECONDS):
         super().__init__(storages, self._gather_together)
         self._gather_all, self._process_group, self._seconds = gather, process_group, seconds
-        self._keys, self._said = f"megatron_ext/reads/{next(_RUNS)}", False
+        self._keys, self._said = f"megatron_ext/reads/{next(RUNS)}", False
         self._last: str | None = None
 
     def _gather_together(self, place: str) -> None:
@@ -51,7 +51,10 @@ class GatherOnRead(ParamReads):
         ranks = dist.get_process_group_ranks(self._process_group)
         if len(ranks) == 1:
             return
-        store = dist.distributed_c10d._get_default_store()
+        try:
+            store = dist.distributed_c10d._get_default_store()
+        except AttributeError:  # this release has no store to ask in: replicas are believed to do the same
+            return
         key, last = f"{self._keys}/{ranks[0]}/{self.count}", self._last
         if store.add(key, 1) == len(ranks):
             store.set(f"{key}/all", "")

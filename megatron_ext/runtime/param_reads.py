@@ -18,8 +18,13 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
+from torch.overrides import TorchFunctionMode
+
+try:
+    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+    from torch.utils._device import DeviceContext
+except ImportError:  # in this release the mode is entered on top, as everybody's are
+    _get_current_function_mode_stack = None
 
 
 def _accessors(name: str) -> tuple:
@@ -57,7 +62,7 @@ class ParamReads(TorchFunctionMode):
         super().__init__()
         self.storages, self.gather = frozenset(storages), gather
         self.count = 0
-        self._watching = self._gathering = False
+        self._watching = self._gathering = self._entered = False
 
     def open(self) -> None:
         """Parameters have new values, which are not everywhere yet: watch from now on, if not done already."""
@@ -99,6 +104,11 @@ class ParamReads(TorchFunctionMode):
         Others enter and leave modes as they like, and leaving takes the topmost off, whosever it is: only at the bottom
         is this one in nobody's way. ``torch.set_default_device`` wants its own below all, and finds it by that.
         """
+        if _get_current_function_mode_stack is None:
+            if self._entered is not (mode is self):
+                self._entered = mode is self
+                self.__enter__() if self._entered else self.__exit__(None, None, None)
+            return
         stack = _get_current_function_mode_stack()
         if (self in stack) == (mode is self):
             return

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_ext.cli import checkout_model
-from megatron_ext.cli.describe import _who_counts
+from megatron_ext.cli.describe import who_counts
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import gpt_arguments, ignored_options
 from megatron_ext.workload.gpt_shapes import gpt_workload
@@ -28,7 +28,7 @@ def script(context_parallel_size=1):
 
 def test_a_plain_model_is_measured(model):
     assert checkout_model.why_not_measured(script(), model) is None
-    assert _who_counts(None) == "; `measure` counts them"
+    assert who_counts(None) == "; `measure` counts them"
 
 
 def test_parts_of_sequences_and_other_layers_are_not_measured_and_nobody_is_sent_there(model):
@@ -41,7 +41,7 @@ def test_parts_of_sequences_and_other_layers_are_not_measured_and_nobody_is_sent
         checkout_model.why_not_measured(script(2), model),
         checkout_model.why_not_measured(script(), other),
     ):
-        line = _who_counts(refused)
+        line = who_counts(refused)
         assert "`measure` counts" not in line and "`measure` refuses it (" in line
         assert "cost estimate --hardware NAME`, which needs no layers" in line and "--limit-device-bytes" in line
 

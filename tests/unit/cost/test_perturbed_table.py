@@ -148,7 +148,7 @@ def test_every_part_of_a_table_that_holds_times_moves():
     table = with_host_cpu(make_table(WORK, contention=(("gpu", "cpu", 1.2),)), 2.0, {"routes.gpu": 5.0})
     curves = ("reduce", "optimizer", "host_add", "host_step", "device_step")
     times = dict.fromkeys(curves, some) | {"group_overhead": cost.GroupOverhead(call_us=1.0)}
-    times |= {"host_memory": cost.HostMemory(bytes_per_s=1e11)}
+    times |= {"host_memory": cost.HostMemory(bytes_per_s=1e11), "launches": cost.Launches(reduce_us=1.0, tensor_us=1.0)}
     table = replace(table, routes=cost.Routes(**dict.fromkeys(cost.Routes.__struct_fields__, some)), **times)
     table = replace(table, publish=cost.Publish(cpu=some, nvme=some, internode=some))
     drawn = PerturbedTables(table, cost.KINDS).draw(1)[0]

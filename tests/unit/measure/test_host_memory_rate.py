@@ -75,7 +75,7 @@ def test_a_thread_adds_all_of_its_memory_in_turn(monkeypatch):
     adder = host_memory_rate.Adder(4 * MIB)
     adder.stopped = SimpleNamespace(is_set=lambda: adder.moved >= 2 * 3 * 4 * MIB)
     adder.run()
-    assert adder.moved == 2 * 3 * 4 * MIB and set(adder._sum) == {3.0}
+    assert adder.moved == 2 * 3 * 4 * MIB and set(adder.sum) == {3.0}
 
 
 class Runner:

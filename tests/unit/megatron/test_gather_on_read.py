@@ -24,7 +24,7 @@ def store(monkeypatch):
 def make_pair(monkeypatch, store, seconds):
     made = []
     for _ in range(2):
-        monkeypatch.setattr(gather_on_read, "_RUNS", iter([0]))
+        monkeypatch.setattr(gather_on_read, "RUNS", iter([0]))
         whole, gathered = torch.zeros(4), []
         reads = GatherOnRead({whole.untyped_storage()._cdata}, lambda g=gathered: g.append(1), None, seconds)
         made.append((reads, whole, gathered))

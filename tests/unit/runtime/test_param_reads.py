@@ -6,8 +6,18 @@ import pickle
 import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack as modes
+from torch.overrides import _pop_mode, _push_mode
 
 from megatron_ext.runtime.param_reads import ParamReads
+
+
+@pytest.fixture(autouse=True)
+def no_other_modes():
+    """Another test of this process may have entered the mode that lets Megatron train without a device."""
+    before = [_pop_mode() for _ in modes()]
+    yield
+    for mode in reversed(before):
+        _push_mode(mode)
 
 
 @pytest.fixture
