@@ -7,7 +7,7 @@
    program is compiled, host copies are published. The run is READY: every iteration runs the program.
    With MEGATRON_EXT_STOCK_GATHER=1, or as the first run of an equality check, it is REFERENCE instead: Megatron
    gathers at the schedule's bucket layout.
-3. ``finish``: parameters are whole, threads and mappings are gone. The run is CLOSED.
+3. ``finish``: parameters are whole where somebody reads them, threads and mappings are gone. The run is CLOSED.
 A run without a schedule is UNSCHEDULED from the start: Megatron gathers, and a trace is recorded.
 An error while BUILDING is kept until ``on_train_setup``: a single rank that gave up earlier would leave the others
 waiting for it in a collective.
@@ -445,15 +445,24 @@ class Run:
 
     # At the end.
 
-    def finish(self) -> None:
-        """Leave all parameters whole, end threads and mappings, write the trace, say what was measured; collective.
+    def finish(self, read_later: bool = True) -> None:
+        """End threads and mappings, write the trace, say what was measured; collective.
+
+        Args:
+            read_later: parameters are left whole, for whoever reads them next. Otherwise those that zero stage 3 has
+                freed stay so, but for an equality check; at other stages a stale one would not be noticed.
 
         Raises:
             InputError: on every rank, where the run differs from the reference of its equality check.
         """
         if self._reads is not None:
             self._reads.close()
-        self.unshard_all()
+        if self.executor is None or read_later or self.check is not None or getattr(self.schedule, "zero_stage", 0) < 3:
+            self.unshard_all()
+        else:
+            self.executor.let_go()
+            for ddp in self._ddps:
+                ddp.module.register_forward_pre_hook(_refuse_forward)
         digest = self._parameter_digest() if self.check is not None else ""
         early = self.executor.part(EarlySteps) if self.executor is not None else None
         steps = (early.taken, early.taken_back) if early is not None else (0, 0)
@@ -520,6 +529,13 @@ class Run:
         if has_cuda():
             lines += refusals.warnings_at_start(args, self.schedule)
         run_summary.say(*lines)
+
+
+def _refuse_forward(*_) -> None:
+    raise ScheduleError(
+        "training has ended and its parameters were freed, because neither a checkpoint nor an evaluation was to "
+        "follow: end it by megatron_ext.megatron.hooks.finish(), called before the end of Megatron's train"
+    )
 
 
 def _step_seconds(args) -> float:
