@@ -17,6 +17,7 @@ import os
 from enum import Enum
 
 import msgspec
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -47,7 +48,7 @@ from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.step_calls import IDLE, StepCalls
 from megatron_ext.megatron.workload_of_run import workload_of_run
-from megatron_ext.runtime import faults, host_memory
+from megatron_ext.runtime import block_pages, faults, host_memory, host_threads
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import ScheduleError
@@ -126,6 +127,7 @@ class Run:
         self._ddps: list = []
         self._bucket_groups: dict = {}
         self._error: str | None = None
+        self._host_bytes = 0  # that this node needs
         self._optimizers: list = []
         self._optimizers_pending: set[int] = set()
         self._steps: OptimizerSteps | None = None
@@ -168,6 +170,8 @@ class Run:
         assert self.schedule is not None
         chunk = len(self._ddps)
         self._ddps.append(ddp)
+        if has_cuda():  # before host memory is made
+            host_threads.bind(host_threads.numa_node(torch.device("cuda", torch.cuda.current_device())))
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         groups = {
             index: group
@@ -296,8 +300,8 @@ class Run:
             )
             loaded = any(getattr(getattr(one, "optimizer", None), "state", None) for one in self._optimizers)
             taken = host_bytes_taken(self.schedule, workload, loaded)
-            node = dist.get_rank() // self.schedule.parallel.node_size
-            host_memory.require(taken[node], "host copies, staging slots, shards and optimizer states")
+            self._host_bytes = taken[dist.get_rank() // self.schedule.parallel.node_size]
+            host_memory.require(self._host_bytes, "host copies, staging slots, shards and optimizer states")
             memory_bill.check_run(self.schedule, workload, file=self.path)
             check_recompute(self.schedule, workload, self._ddps[0].config, file=self.path)
         except InputError as error:
@@ -528,6 +532,9 @@ class Run:
             lines += self.check.start_lines()
         if has_cuda():
             lines += refusals.warnings_at_start(args, self.schedule)
+            groups, entries = self.schedule.groups, self.schedule.publish
+            shared = min(sum(groups[one.group].bytes for one in entries if "cpu" in one.to), self._host_bytes)
+            lines += block_pages.small_page_lines(self._host_bytes - shared, shared)
         run_summary.say(*lines)
 
 

@@ -179,8 +179,8 @@ def train(
     trace: str | None = None,
 ) -> dict:
     """Train a new model; returns this rank's metrics. ``meddle``: ``told``, ``told twice`` (and once more at the end)
-    or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``leave``: nobody
-    asks for parameters at the end, and then an evaluation does; ``replay``: the
+    or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``leave``:
+    nobody asks for parameters at the end, and then an evaluation does; ``replay``: the
     optimizer's hook is not called, as in the replay of a CUDA graph; ``overflow``: see :func:`overflowing`;
     ``fused``: see :func:`fused`; ``split``: see :func:`split`; ``read``: see :func:`reading`; ``gradients``: those of
     the first iteration are returned as the optimizer steps on them."""

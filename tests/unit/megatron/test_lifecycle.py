@@ -1,5 +1,6 @@
 """States of a run. Needs no process group."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -115,14 +116,12 @@ def test_parameters_are_brought_at_the_end_where_somebody_reads_them(
     schedule_path, monkeypatch, zero_stage, options, first
 ):
     """At zero stage 1 a stale parameter would look like a whole one, so there they are always brought."""
-    run = Run(schedule_path, None)
+    monkeypatch.setattr(hooks, "ended", False)
+    run = hooks.configure(schedule_path)
     run.schedule = replace(run.schedule, zero_stage=zero_stage)
     run.executor = executor = Left()
-    monkeypatch.setattr(hooks, "_run", run)
-    monkeypatch.setattr(hooks, "ended", False)
-    defaults = {"save": None, "do_valid": False, "do_test": False}
-    monkeypatch.setattr(
-        hooks, "_megatron_args", lambda: None if options is None else SimpleNamespace(**defaults | options)
-    )
+    arguments = None if options is None else SimpleNamespace(**dict(save=None, do_valid=False, do_test=False) | options)
+    module = SimpleNamespace(_GLOBAL_ARGS=arguments)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
     hooks.on_train_end()
     assert executor.done == [first, "close"] and hooks.ended and run.state is State.CLOSED
