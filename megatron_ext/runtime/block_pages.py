@@ -155,8 +155,8 @@ def make(
     with ThreadPoolExecutor(host_threads.share()) as threads:
         for begin in range(start, stop, PIECE_BYTES):
             end = min(begin + PIECE_BYTES, stop)
-            parts = _cut(memory, begin, end)
-            any((map if len(parts) == 1 else threads.map)(_populate, parts))
+            cuts = _cut(memory, begin, end)
+            any((map if len(cuts) == 1 else threads.map)(_populate, cuts))
             progress(end - start, stop - start)
 
 

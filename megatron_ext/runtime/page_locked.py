@@ -34,14 +34,23 @@ def page_locked(numel: int, dtype: torch.dtype, device) -> torch.Tensor:
     unlock_unused(device)
     if numel == 0:
         return torch.zeros(0, dtype=dtype)
-    try:
-        memory = block_pages.private(numel * dtype.itemsize)
-    except OSError as error:
-        raise InputError(str(error.strerror), field="host memory") from None
+    memory = _memory(numel, dtype)
     tensor = torch.frombuffer(memory, dtype=dtype)
     device.pin(tensor)
     weakref.finalize(tensor.untyped_storage(), _unused.append, (tensor.data_ptr(), memory)).atexit = False
     return tensor
+
+
+def large_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in memory of the same kind that nobody has locked; not empty. Raises InputError: there is no memory."""
+    return torch.frombuffer(_memory(numel, dtype), dtype=dtype)
+
+
+def _memory(numel: int, dtype: torch.dtype) -> mmap.mmap:
+    try:
+        return block_pages.private(numel * dtype.itemsize)
+    except OSError as error:
+        raise InputError(str(error.strerror), field="host memory") from None
 
 
 def unlock_unused(device) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_ext.runtime.flags import poll, private_flags
+from megatron_ext.runtime.host_step.flat_adamw import joined, runs
 from megatron_ext.runtime.recorder import Recorder, log_of
 
 HALF_PER_WIDE = 2
@@ -215,9 +216,15 @@ class Room:
     def end(self, unit: Unit) -> None:
         """Round what leaves for the device. What left from the same place before has arrived there: the gradients came
         behind it."""
-        for piece, start in zip(unit.pieces, unit.starts, strict=True):
-            if not piece.shard_on_host and not self.cast_on_device:
-                self._place(self._leaving, start, piece.parameter.shape, piece.shard.dtype).copy_(piece.parameter)
+        rounded = [
+            (self._place(self._leaving, start, piece.parameter.shape, piece.shard.dtype), piece.parameter)
+            for piece, start in zip(unit.pieces, unit.starts, strict=True)
+            if not piece.shard_on_host and not self.cast_on_device
+        ]
+        for begin, end in runs(rounded) if rounded else ():
+            place, parameter = joined(rounded[begin:end])
+            place.copy_(parameter)
+        for piece in unit.pieces:
             piece.parameter.grad = None
 
 
