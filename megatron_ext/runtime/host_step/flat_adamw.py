@@ -11,6 +11,7 @@ Source: ATen, ``native/cpu/FusedAdamKernel.cpp``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
@@ -25,9 +26,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class FlatAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` on the host with ``fused=True``, without ``amsgrad``, ``maximize`` and closures; see the
-    note above. States have the names, shapes and dtypes of torch's."""
+    note above. States have the names, shapes and dtypes of torch's.
+
+    Attributes:
+        whole: behind :func:`lay_out`, all parameters, moments and step counts, a 1D tensor each.
+        gradients_at: set for one step: all gradients are there, and where they were when it was set to the same object
+            before, so that what is one tensor needs not be found again.
+    """
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.whole: list[torch.Tensor] = []
+        self.gradients_at: object = None
+        self._calls: dict[tuple[object, int], _Call] = {}
 
     def state_of(self, parameter: torch.Tensor) -> dict:
+        """The states of ``parameter``, made where it has none."""
         state = self.state[parameter]
         if MOMENTS[0] not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -38,56 +52,87 @@ class FlatAdamW(torch.optim.AdamW):
     def step(self, closure=None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step the parameters that have a gradient."""
         assert closure is None
-        for group in self.param_groups:
-            stepped = [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
-            if stepped:
-                self._step(group, stepped)
+        place, self.gradients_at = self.gradients_at if self.whole else None, None
+        for number, group in enumerate(self.param_groups):
+            call = self._calls.get((place, number)) or self._call(group)
+            if call is None:
+                continue
+            if place is not None:
+                self._calls[place, number] = call
+            _make(call, group)
+        if place is None:
+            self._calls.clear()  # step counts may differ from now on
 
-    def _step(self, group: dict, stepped: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _call(self, group: dict) -> "_Call | None":
+        stepped = [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
+        if not stepped:
+            return None
         states = [self.state_of(parameter) for parameter, _ in stepped]
         rows = [(*pair, *(state[name] for name in MOMENTS)) for pair, state in zip(stepped, states, strict=True)]
         steps = [state["step"] for state in states]
         found = list(runs(rows, torch.stack(steps).tolist()))
         first = {begin for begin, _ in found}
-        for number, step in enumerate(steps):
-            if number not in first:
-                step += 1
-        parameters, gradients, *moments = map(list, zip(*(joined(rows[begin:end]) for begin, end in found)))
-        adamw(
-            parameters,
-            gradients,
-            moments[0],
-            moments[1],
-            [],
-            [steps[begin] for begin, _ in found],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        columns = [list(column) for column in zip(*(joined(rows[begin:end]) for begin, end in found))]
+        others = [step for number, step in enumerate(steps) if number not in first]
+        return _Call(columns, [steps[number] for number in sorted(first)], others)
+
+
+class _Call(NamedTuple):
+    """What a parameter group gives the kernel.
+
+    Attributes:
+        columns: tensors of parameters, gradients and moments.
+        steps: step count of the first parameter of each tensor, which the kernel counts.
+        others: those of the others.
+    """
+
+    columns: list[list[torch.Tensor]]
+    steps: list[torch.Tensor]
+    others: list[torch.Tensor]
+
+
+def _make(call: _Call, group: dict) -> None:
+    if call.others:
+        torch._foreach_add_(call.others, 1)  # pyright: ignore[reportPrivateImportUsage]
+    parameters, gradients, averages, squares = call.columns
+    adamw(
+        parameters,
+        gradients,
+        averages,
+        squares,
+        [],
+        call.steps,
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 @torch.no_grad()
 def lay_out(optimizer: torch.optim.Optimizer, make: Callable[[int, torch.dtype], torch.Tensor]) -> None:
     """Move the parameters of ``optimizer``, fp32, to memory where they lie behind each other, and where they are
-    stepped as one tensor their moments, too.
+    stepped as one tensor their states, too.
 
     Args:
         make: memory for the parameters, 1D, of so many elements.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sizes = [parameter.numel() for parameter in parameters]
-    for parameter, own in zip(parameters, make(sum(sizes), torch.float32).split(sizes), strict=True):
+    whole = [make(sum(sizes), torch.float32)]
+    for parameter, own in zip(parameters, whole[0].split(sizes), strict=True):
         parameter.data = own.view(parameter.shape).copy_(parameter)
     if isinstance(optimizer, FlatAdamW):
         states = [optimizer.state_of(parameter) for parameter in parameters]
-        for name in MOMENTS:
-            for state, own in zip(states, large_tensor(sum(sizes), torch.float32).split(sizes), strict=True):
+        for name, one in (*((name, sizes) for name in MOMENTS), ("step", [1] * len(sizes))):
+            whole.append(large_tensor(sum(one), torch.float32))
+            for state, own in zip(states, whole[-1].split(one), strict=True):
                 state[name] = own.view(state[name].shape).copy_(state[name])
+        optimizer.whole = whole
 
 
 def runs(rows: Sequence[tuple[torch.Tensor, ...]], keys: Sequence | None = None) -> Iterator[tuple[int, int]]:
