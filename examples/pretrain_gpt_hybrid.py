@@ -189,7 +189,7 @@ def parameter_hash(model) -> str:
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
