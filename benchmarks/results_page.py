@@ -125,7 +125,10 @@ def host_step(result: dict) -> str:
         for case in cases:
             row = case["rows"]["step"]
             low, high = row["share_quartiles"]
-            parts.append(f"{name}, {case['threads']} threads: {row['share']:.2f} ({low:.2f} to {high:.2f})")
+            parts.append(
+                f"{name}, {case['threads']} threads: {row['share_of_least']:.2f} by least times, {row['share']:.2f} "
+                f"({low:.2f} to {high:.2f}) by round"
+            )
     made = {name: row["least_s"] for name, row in result["pages"]["s_per_gib"].items()}
     return (
         f"of a plain loop's bytes/s: {'; '.join(parts)}; 1 GiB of pages {made['as a run makes them']:.2f} s, a plain "

@@ -118,6 +118,8 @@ def _host_step(
 
 def _parts(reducer, host_shards, publisher, host_step: HostStep | None) -> list:
     steps = host_step.parts if host_step is not None else ()
+    if host_step is not None and any(unit.stay for unit in host_step.units):
+        _say_once("the host steps by torch's fused AdamW on joined parameters: the bits of Megatron's own host step")
     return [part for part in (reducer, host_shards, publisher, *steps) if part is not None]
 
 
