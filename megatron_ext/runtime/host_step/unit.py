@@ -168,12 +168,16 @@ class HostUnit:
             found += [piece.parameter, *states]
         return found
 
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is all step counts, which no bill has."""
+        return isinstance(self.optimizer, FlatAdamW) and any(tensor is own for own in self.optimizer.whole[-1:])
+
     def step_early(self, memory: torch.Tensor) -> None:
         """Copy the states into ``memory`` (1D uint8), and step; on the thread."""
         start = 0
         for tensor in self._tensors():
             copy = memory[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-            if self.recorder is not None and tensor.dim():
+            if self.recorder is not None and tensor.dim() and not self._counts(tensor):
                 self.recorder.moved("states", "host_memory", 2 * tensor.nbytes)
             self._saved.append((tensor, copy.copy_(tensor)))
             start += _aligned(tensor)
