@@ -192,6 +192,31 @@ def hot_path(result: dict):
     return figure
 
 
+def host_step(result: dict):
+    """Share of plain memory traffic, with quartiles; and seconds for a GiB of pages."""
+    rows = [
+        (f"{case.partition(':')[0]}, {one['threads']} threads: {who}", row)
+        for case, found in result["step"].items()
+        for one in found
+        for who, row in one["rows"].items()
+        if who != "plain loop"
+    ]
+    figure, (shares, pages) = figure_of(11, 1 + 0.25 * len(rows), 1, 2)
+    values = [row["share"] for _, row in rows]
+    low, high = zip(*(row["share_quartiles"] for _, row in rows))
+    spread = [[v - a for v, a in zip(values, low)], [b - v for v, b in zip(values, high)]]
+    colours = [OURS if text.endswith(": step") else LIGHT if "by tensor" in text else OTHER for text, _ in rows]
+    shares.barh(range(len(rows)), values, xerr=spread, color=colours, error_kw={"elinewidth": 1, "ecolor": "#444444"})
+    shares.axvline(0.8, color="black", linestyle=":", linewidth=1)
+    shares.set_yticks(range(len(rows)), [text for text, _ in rows], fontsize=7)
+    shares.set_xlabel("bytes/s to those of a plain loop (dotted: 0.8)")
+    made = result["pages"]["s_per_gib"]
+    pages.barh(range(len(made)), [row["s"] for row in made.values()], color=LIGHT)
+    pages.set_yticks(range(len(made)), list(made), fontsize=7)
+    pages.set_xlabel("s to make 1 GiB of pages")
+    return figure
+
+
 def planner_suite(result: dict):
     """By row: gain over all-gathers, and how far the plan is from the proven bound."""
     rows = result["rows"]
@@ -554,6 +579,7 @@ PICTURES = {
         cost_repeatability,
         main_job,
         hot_path,
+        host_step,
         planner_suite,
         exact_gaps,
         verdict,

@@ -119,6 +119,23 @@ def hot_path(result: dict) -> str:
     )
 
 
+def host_step(result: dict) -> str:
+    parts = []
+    for name, cases in result["step"].items():
+        for case in cases:
+            row = case["rows"]["step"]
+            low, high = row["share_quartiles"]
+            parts.append(
+                f"{name}, {case['threads']} threads: {row['share_of_least']:.2f} by least times, {row['share']:.2f} "
+                f"({low:.2f} to {high:.2f}) by round"
+            )
+    made = {name: row["least_s"] for name, row in result["pages"]["s_per_gib"].items()}
+    return (
+        f"of a plain loop's bytes/s: {'; '.join(parts)}; 1 GiB of pages {made['as a run makes them']:.2f} s, a plain "
+        f"loop {made['plain loop']:.2f} s (least times)"
+    )
+
+
 def three_links(result: dict) -> str:
     measured, simulated = result["measured"], result["simulated"]
     each = ", ".join(f"{lane} {measured[lane]:.0%}" for lane in ("gpu", "cpu", "nvme"))
@@ -362,6 +379,9 @@ ROWS = {
         ),
     ),
     "planner_scale": Row("How does planning grow?", "benchmarks/planner_scale.py", planner_scale),
+    "host_step": Row(
+        "Is the host's step as fast as memory, and how long do pages take?", "benchmarks/host_step.py", host_step
+    ),
     "hot_path": Row("What does our Python cost the training thread?", "benchmarks/hot_path.py", hot_path),
     "step_beside_backward": Row(
         "What of the host's step and of publishing is hidden beside the backward, without a delay?",

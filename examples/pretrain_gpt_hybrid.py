@@ -189,7 +189,7 @@ def parameter_hash(model) -> str:
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -250,10 +250,12 @@ def train(args, model, optimizer, config, datasets) -> dict:
             checkpoint.save(args.save, iteration, model, optimizer)
             saved = iteration
     log.close()
-    force_param_sync(model, args)
-    if args.save and saved != iteration:
+    to_save = bool(args.save) and saved != iteration
+    if to_save or args.metrics_path:  # whole parameters take time, and may not fit
+        force_param_sync(model, args)
+    if to_save:
         checkpoint.save(args.save, iteration, model, optimizer)
-    metrics["parameter_sha256"] = parameter_hash(model)
+    metrics["parameter_sha256"] = parameter_hash(model) if args.metrics_path else None
     metrics["cuda_peak_bytes"] = torch.cuda.max_memory_allocated() if has_cuda() else 0
     return metrics
 
@@ -305,7 +307,7 @@ def main() -> int:
     if args.save:
         checkpoint.claim(args.save)
     metrics = train(args, model, optimizer, config, build_datasets(args))
-    hooks.finish()
+    hooks.finish(read_later=False)
     save_metrics(args, metrics)  # last: where the metrics are, the run is complete
     dist.destroy_process_group()
     return 0

@@ -100,8 +100,8 @@ HOOKS = (
         "training.end",
         TRAINING,
         IMPORT + "hooks.on_train_end()",
-        "all parameters whole again for whoever reads them next; writes the trace and lets go of "
-        "threads and host memory",
+        "all parameters whole again where a checkpoint or an evaluation follows; writes the trace "
+        "and lets go of threads and host memory",
         "train, after its loop, before it may leave the process",
     ),
     Hook(

@@ -19,7 +19,6 @@ SIZES = {"cpu": 64 << 20, "cuda": 1 << 30}
 """Bytes of the block, by kind of device."""
 
 PLACES = Path("/proc/self/numa_maps")
-HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def check(place: Place, options: DoctorOptions) -> list[Finding]:
@@ -34,7 +33,7 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
         advice = "run the ranks of a node in one container, or with --pid=host and --cap-add SYS_PTRACE"
         return [failed(name, error.message, advice), not_tried("pinning", "memory cannot be shared")]
     found = [passed(name, f"{place.ranks_per_node} ranks of a node share memory")]
-    found.append(huge_pages(HUGE))
+    found.append(huge_pages(block_pages.SHARED_PAGES))
     with contextlib.closing(_mapped(descriptor, size)) as block:
         found += _pages(place, block)
         found.append(_pin(place, block))
@@ -73,14 +72,13 @@ def huge_pages(setting: Path) -> Finding:
     """Whether shared memory may have large pages: page-locking them takes a small part of what it takes otherwise."""
     name = "huge pages"
     try:
-        text = setting.read_text()
+        large, chosen = block_pages.large_pages(setting)
     except OSError as error:
         return not_tried(name, f"{setting}: {error.strerror}")
-    chosen = text.partition("[")[2].partition("]")[0]
-    if chosen in ("always", "within_size", "advise", "force"):
+    if large:
         return passed(name, f"shared memory: {chosen}")
     advice = f"faster set-up, as root on the host: echo advise > {setting}"
-    return passed(name, f"shared memory: {chosen or text.strip()}; pages have {mmap.PAGESIZE} bytes", advice)
+    return passed(name, f"shared memory: {chosen}; pages have {mmap.PAGESIZE} bytes", advice)
 
 
 def pages_of_nodes(maps: Path, name: str) -> dict[int, int]:

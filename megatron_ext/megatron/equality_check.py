@@ -156,5 +156,5 @@ def parameter_digest(ddps: list[torch.nn.Module]) -> str:
     for ddp in ddps:
         for name, parameter in ddp.named_parameters():
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -127,10 +127,10 @@ def on_train_setup(args, model, optimizer, config) -> None:
 
 
 def on_train_end() -> None:
-    """Training is over; evaluation and saving may follow, and find whole parameters."""
-    if _run is not None:
-        _run.unshard_all()
-        finish()
+    """Training is over. Where saving or evaluation may follow, they find whole parameters; bringing all of them takes
+    time, and more memory than training."""
+    args = _megatron_args()
+    finish(args is None or any(getattr(args, name, True) for name in ("save", "do_valid", "do_test")))
 
 
 def on_params_updated(optimizer, update_successful: bool) -> None:
@@ -197,10 +197,11 @@ def census():
     return _run.census() if _run is not None else None
 
 
-def finish() -> None:
-    """End of training: collective; writes the trace and frees threads and host memory."""
+def finish(read_later: bool = True) -> None:
+    """End of training: collective; writes the trace and frees threads and host memory. ``read_later``: parameters are
+    whole when this returns."""
     global _run, ended
     if _run is not None:
         run, _run = _run, None
-        run.finish()
+        run.finish(read_later)
         ended = True

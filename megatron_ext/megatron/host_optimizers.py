@@ -15,6 +15,7 @@ import torch
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.group import ScheduleError
+from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW
 
 chosen_storages: dict[int, tuple[torch.UntypedStorage, str]] = {}
 """By address, storages whose parameters are treated apart, and how. They are held while a model is built, and no
@@ -76,7 +77,9 @@ def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimize
     Returns:
         The new optimizers, with the states that their parameters had.
     """
-    new = [_without_device_calls(hybrid.cpu_optimizer_cls(groups)) for groups in units]
+    kind = hybrid.cpu_optimizer_cls
+    flat = kind is torch.optim.AdamW and all(group["fused"] for groups in units for group in groups)
+    new = [FlatAdamW(groups) if flat else _without_device_calls(kind(groups)) for groups in units]
     states = {parameter: own for one in hybrid.cpu_optimizers for parameter, own in one.state.items()}
     for one in new:
         for group in one.param_groups:

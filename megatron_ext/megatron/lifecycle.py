@@ -7,7 +7,7 @@
    program is compiled, host copies are published. The run is READY: every iteration runs the program.
    With MEGATRON_EXT_STOCK_GATHER=1, or as the first run of an equality check, it is REFERENCE instead: Megatron
    gathers at the schedule's bucket layout.
-3. ``finish``: parameters are whole, threads and mappings are gone. The run is CLOSED.
+3. ``finish``: parameters are whole where somebody reads them, threads and mappings are gone. The run is CLOSED.
 A run without a schedule is UNSCHEDULED from the start: Megatron gathers, and a trace is recorded.
 An error while BUILDING is kept until ``on_train_setup``: a single rank that gave up earlier would leave the others
 waiting for it in a collective.
@@ -17,6 +17,7 @@ import os
 from enum import Enum
 
 import msgspec
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -47,7 +48,7 @@ from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.step_calls import IDLE, StepCalls
 from megatron_ext.megatron.workload_of_run import workload_of_run
-from megatron_ext.runtime import faults, host_memory
+from megatron_ext.runtime import block_pages, faults, host_memory, host_threads
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import ScheduleError
@@ -126,6 +127,7 @@ class Run:
         self._ddps: list = []
         self._bucket_groups: dict = {}
         self._error: str | None = None
+        self._host_bytes = 0  # that this node needs
         self._optimizers: list = []
         self._optimizers_pending: set[int] = set()
         self._steps: OptimizerSteps | None = None
@@ -168,6 +170,8 @@ class Run:
         assert self.schedule is not None
         chunk = len(self._ddps)
         self._ddps.append(ddp)
+        if has_cuda():  # before host memory is made
+            host_threads.bind(host_threads.numa_node(torch.device("cuda", torch.cuda.current_device())))
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         groups = {
             index: group
@@ -296,8 +300,8 @@ class Run:
             )
             loaded = any(getattr(getattr(one, "optimizer", None), "state", None) for one in self._optimizers)
             taken = host_bytes_taken(self.schedule, workload, loaded)
-            node = dist.get_rank() // self.schedule.parallel.node_size
-            host_memory.require(taken[node], "host copies, staging slots, shards and optimizer states")
+            self._host_bytes = taken[dist.get_rank() // self.schedule.parallel.node_size]
+            host_memory.require(self._host_bytes, "host copies, staging slots, shards and optimizer states")
             memory_bill.check_run(self.schedule, workload, file=self.path)
             check_recompute(self.schedule, workload, self._ddps[0].config, file=self.path)
         except InputError as error:
@@ -445,15 +449,24 @@ class Run:
 
     # At the end.
 
-    def finish(self) -> None:
-        """Leave all parameters whole, end threads and mappings, write the trace, say what was measured; collective.
+    def finish(self, read_later: bool = True) -> None:
+        """End threads and mappings, write the trace, say what was measured; collective.
+
+        Args:
+            read_later: parameters are left whole, for whoever reads them next. Otherwise those that zero stage 3 has
+                freed stay so, but for an equality check; at other stages a stale one would not be noticed.
 
         Raises:
             InputError: on every rank, where the run differs from the reference of its equality check.
         """
         if self._reads is not None:
             self._reads.close()
-        self.unshard_all()
+        if self.executor is None or read_later or self.check is not None or getattr(self.schedule, "zero_stage", 0) < 3:
+            self.unshard_all()
+        else:
+            self.executor.let_go()
+            for ddp in self._ddps:
+                ddp.module.register_forward_pre_hook(_refuse_forward)
         digest = self._parameter_digest() if self.check is not None else ""
         early = self.executor.part(EarlySteps) if self.executor is not None else None
         steps = (early.taken, early.taken_back) if early is not None else (0, 0)
@@ -519,7 +532,17 @@ class Run:
             lines += self.check.start_lines()
         if has_cuda():
             lines += refusals.warnings_at_start(args, self.schedule)
+            groups, entries = self.schedule.groups, self.schedule.publish
+            shared = min(sum(groups[one.group].bytes for one in entries if "cpu" in one.to), self._host_bytes)
+            lines += block_pages.small_page_lines(self._host_bytes - shared, shared)
         run_summary.say(*lines)
+
+
+def _refuse_forward(*_) -> None:
+    raise ScheduleError(
+        "training has ended and its parameters were freed, because neither a checkpoint nor an evaluation was to "
+        "follow: end it by megatron_ext.megatron.hooks.finish(), called before the end of Megatron's train"
+    )
 
 
 def _step_seconds(args) -> float:

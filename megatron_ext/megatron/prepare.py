@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -25,7 +26,7 @@ from megatron_ext.megatron.shards import (
     steps_on_the_host,
 )
 from megatron_ext.megatron.states_on_device import leave_step_out
-from megatron_ext.runtime import debug, host_threads
+from megatron_ext.runtime import block_pages, debug, host_threads
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
@@ -117,6 +118,8 @@ def _host_step(
 
 def _parts(reducer, host_shards, publisher, host_step: HostStep | None) -> list:
     steps = host_step.parts if host_step is not None else ()
+    if host_step is not None and any(unit.stay for unit in host_step.units):
+        _say_once("the host steps by torch's fused AdamW on joined parameters: the bits of Megatron's own host step")
     return [part for part in (reducer, host_shards, publisher, *steps) if part is not None]
 
 
@@ -137,8 +140,20 @@ def _say_once(line: str | None) -> None:
 def _ready_the_host(schedule: Schedule, optimizers: list) -> None:
     """Keep its freed blocks, and use all cores of its processors where the schedule or an optimizer needs them."""
     keep_host_blocks()
-    if has_cuda() and (schedule_needs_host(schedule) or any(map(steps_on_the_host, optimizers))):
-        _say_once(host_threads.use(min(schedule.parallel.node_size, schedule.parallel.world_size)))
+    if not has_cuda():
+        return
+    numa_node, lines = host_threads.numa_node(torch.device("cuda", torch.cuda.current_device())), []
+    nodes = gather_objects(beside := (dist.get_rank() // schedule.parallel.node_size, numa_node))
+    if schedule_needs_host(schedule) or any(map(steps_on_the_host, optimizers)):
+        lines += host_threads.use(nodes.count(beside))
+    for line in lines:
+        _say_once(line)
+    with_memory = block_pages.memory_nodes()
+    if numa_node is not None and with_memory and numa_node not in with_memory:
+        say(
+            f"rank {dist.get_rank()}: NUMA node {numa_node}, beside its GPU, has no memory that this process may use; "
+            f"all its host memory is on nodes {with_memory} and crosses the link between sockets"
+        )
 
 
 def _memory_pool(groups: dict[int, Group], reducer: Reducer | None) -> MemoryPool | None:

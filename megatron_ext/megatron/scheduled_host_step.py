@@ -45,9 +45,11 @@ from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
+from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
 from megatron_ext.runtime.host_step.room import Link, OwnRooms, Piece, SharedRooms
 from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.page_locked import large_tensor
 from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.publisher import Publisher
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -210,8 +212,9 @@ class HostStep:
             for piece in own if self.rooms is not None else ():
                 hybrid.cpu_copy_map_grad.pop(piece.parameter, None)
                 piece.parameter.grad = None
-            if slots is not None and slots.cast == "device":
-                self._lock_pages(own)
+            locked = slots is not None and slots.cast == "device"
+            if locked or isinstance(optimizer, FlatAdamW):
+                lay_out(optimizer, self.device.host_tensor if locked else large_tensor)
             if isinstance(self.rooms, OwnRooms):
                 self.rooms.take(units[-1])  # its memory is allocated now
         return units
@@ -228,14 +231,6 @@ class HostStep:
             for unit in divide(hybrid, {p for index in indices for p in members[index]}, size, most)
         ]
         return [unit for unit, _ in divided], [group for _, group in divided]
-
-    @torch.no_grad()
-    def _lock_pages(self, pieces: list[Piece]) -> None:
-        """Move the parameters to page-locked memory."""
-        sizes = [piece.parameter.numel() for piece in pieces]
-        memory = self.device.host_tensor(sum(sizes), torch.float32)
-        for piece, own in zip(pieces, memory.split(sizes), strict=True):
-            piece.parameter.data = own.view(piece.parameter.shape).copy_(piece.parameter)
 
     def _on_drive(self, optimizer, members: dict[int, list], pieces: dict) -> list[HostUnit]:
         hybrid, slots, schedule = optimizer.optimizer, self._schedule.state_slots, self._schedule

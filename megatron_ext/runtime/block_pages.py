@@ -1,4 +1,5 @@
-"""Pages of a shared block: made before the first step, by all ranks at once, spread over the machine's memory.
+"""Pages of host memory: made before the first step, by all ranks and several threads at once, large where the system
+has large ones; those of a shared block are spread over the machine's memory.
 
 [Note: Where pages lie]
 Without a policy a page lies in the memory of the processor socket that touches it first. A host copy that all GPUs of a
@@ -6,29 +7,49 @@ node read would then load one socket's memory and the link between sockets. So p
 that this process may use (MPOL_INTERLEAVE, which a shared mapping keeps for every process that maps it), on machines
 that have several. Pages in the memory of the rank that writes them would make writes local, but the node's ranks read
 as many times more bytes, and all of them read a group from its first shard to its last: one socket's memory would
-serve all of them, then the other's. Pages are large where the kernel may make them so (``shmem_enabled`` is ``advise``
-or more); the doctor says where pages lie and whether they are large.
-Both concern speed alone, so a kernel that refuses is not an error.
-Sources: mbind(2), madvise(2).
+serve all of them, then the other's. Memory of one process lies where its threads run, see host_threads.py.
+
+Pages are large where the kernel may make them so: of shared memory where ``shmem_enabled`` is ``advise`` or more, of
+memory of one process alone where ``enabled`` is, which most systems have. So what one process alone uses is private;
+a child that it forks finds zeros there, or the kernel would copy a page that is written after the fork, away from
+under the device. The doctor says where pages lie and whether they are large.
+All of it concerns speed alone, so a kernel that refuses is not an error.
+Sources: mbind(2), madvise(2), the kernel's documentation of transparent huge pages.
 """
 
 import contextlib
 import ctypes
 import errno
+import itertools
 import mmap
+import os
 import platform
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from megatron_ext.runtime import host_threads
+
 STATUS = Path("/proc/self/status")
+SHARED_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+OWN_PAGES = SHARED_PAGES.with_name("enabled")
+ALLOWING = ("always", "within_size", "advise", "madvise", "force")
+"""Settings of these files with which pages of memory that asks for it are large."""
+
 PIECE_BYTES = 1 << 30
 """Pages are made in pieces of so many bytes, so that progress can be said."""
+
+LARGE_PAGE_BYTES = 2 << 20
+THREAD_BYTES = 8 * LARGE_PAGE_BYTES
+"""Of a piece, what one thread makes at a time: no two threads make the same large page."""
 
 MPOL_INTERLEAVE = 3
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 MADV_POPULATE_WRITE = 23  # Linux 5.14
+MADV_WIPEONFORK = 18  # Linux 4.14
+_LIBC = ctypes.CDLL(None, use_errno=True)  # its calls leave the interpreter to other threads, mmap.madvise does not
 
 
 def memory_nodes() -> list[int]:
@@ -38,19 +59,56 @@ def memory_nodes() -> list[int]:
     except OSError:
         return []
     text = next((line.partition(":")[2].strip() for line in lines if line.startswith("Mems_allowed_list:")), "")
-    return [
-        node
-        for part in text.split(",")
-        if part
-        for node in range(int(part.partition("-")[0]), int(part.rpartition("-")[2]) + 1)
-    ]
+    return host_threads.numbers(text)
+
+
+def large_pages(setting: Path) -> tuple[bool, str]:
+    """Whether pages may be large by ``setting``, one of the files above, and what it says. Raises OSError."""
+    text = setting.read_text().strip()
+    chosen = text.partition("[")[2].partition("]")[0] or text
+    return chosen in ALLOWING, chosen
+
+
+def small_page_lines(own_bytes: int, shared_bytes: int) -> list[str]:
+    """What small pages cost where so many bytes are needed, in one line each; none where pages may be large."""
+    lines = []
+    for setting, size, value in ((OWN_PAGES, own_bytes, "madvise"), (SHARED_PAGES, shared_bytes, "advise")):
+        with contextlib.suppress(OSError):
+            large, chosen = large_pages(setting)
+            if size and not large:
+                lines.append(
+                    f"up to {size / 2**30:.1f} GiB of host memory are {size // mmap.PAGESIZE:,} pages to make and lock "
+                    f"before the first step, not {-(-size // LARGE_PAGE_BYTES):,}, because {setting} is {chosen}; as "
+                    f"root on the host: echo {value} > {setting}"
+                )
+    return lines
+
+
+def private(size: int) -> mmap.mmap:
+    """``size`` zeroed bytes of this process alone, whose pages are made.
+
+    Raises:
+        OSError: there is no memory for them.
+    """
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        block.madvise(MADV_WIPEONFORK)
+    except OSError:
+        block = mmap.mmap(-1, size)  # shared with children: its pages stay, too
+    _advise(block)
+    make(block, 0, 1)
+    return block
+
+
+def _advise(block: mmap.mmap) -> None:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # this kernel has none
+            block.madvise(mmap.MADV_HUGEPAGE)
 
 
 def spread(block: mmap.mmap) -> bool:
     """Interleave the pages of ``block`` over all memory nodes, before any is made. Returns whether they will."""
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # this kernel has none
-            block.madvise(mmap.MADV_HUGEPAGE)
+    _advise(block)
     nodes, number = memory_nodes(), _SYS_MBIND.get(platform.machine())
     if len(nodes) < 2 or number is None:
         return False
@@ -58,10 +116,9 @@ def spread(block: mmap.mmap) -> bool:
     for node in nodes:
         mask[node // 64] |= 1 << node % 64
     start = (ctypes.c_char * len(block)).from_buffer(block)
-    libc = ctypes.CDLL(None, use_errno=True)
     # The kernel reads one bit less than it is told of.
     bits = ctypes.c_ulong(64 * len(mask) + 1)
-    failed = libc.syscall(
+    failed = _LIBC.syscall(
         ctypes.c_long(number),
         ctypes.c_void_p(ctypes.addressof(start)),
         ctypes.c_ulong(len(block)),
@@ -92,13 +149,29 @@ def make(
     first, length = region or (0, len(block))
     pages = -(-length // mmap.PAGESIZE)
     start, stop = (first + pages * index // parts * mmap.PAGESIZE for index in (part, part + 1))
-    for begin in range(start, stop, PIECE_BYTES):
-        size = min(PIECE_BYTES, stop - begin)
-        try:
-            block.madvise(MADV_POPULATE_WRITE, begin, size)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise OSError(error.errno, f"{size} bytes of host memory cannot be had: {error.strerror}") from None
-            words = np.frombuffer(block, dtype=np.uint8)[begin : begin + size : mmap.PAGESIZE]
-            words |= 0  # an older kernel makes a page when it is written to
-        progress(begin + size - start, stop - start)
+    if start == stop:
+        return
+    memory = np.frombuffer(block, dtype=np.uint8)
+    with ThreadPoolExecutor(host_threads.share()) as threads:
+        for begin in range(start, stop, PIECE_BYTES):
+            end = min(begin + PIECE_BYTES, stop)
+            cuts = _cut(memory, begin, end)
+            any((map if len(cuts) == 1 else threads.map)(_populate, cuts))
+            progress(end - start, stop - start)
+
+
+def _cut(memory: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
+    """Parts for threads, which meet where large pages do."""
+    first = -(memory.ctypes.data + begin) % LARGE_PAGE_BYTES + begin
+    cuts = [begin, *range(first, end, THREAD_BYTES), end]
+    return [memory[low:high] for low, high in itertools.pairwise(cuts) if low < high]
+
+
+def _populate(memory: np.ndarray) -> None:
+    address, size = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.size)
+    if not _LIBC.madvise(address, size, MADV_POPULATE_WRITE):
+        return
+    why = ctypes.get_errno()
+    if why != errno.EINVAL:
+        raise OSError(why, f"{memory.size} bytes of host memory cannot be had: {os.strerror(why)}")
+    memory[:: mmap.PAGESIZE] |= 0  # an older kernel makes a page when it is written to

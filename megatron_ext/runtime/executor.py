@@ -255,6 +255,15 @@ class Executor:
                     group.wait(self.clock)
         self.busy = False
 
+    def let_go(self) -> None:
+        """Nobody reads parameters any more: what is on its way arrives, and nothing else is brought. A delayed update
+        that is pending is not applied."""
+        for part in self.parts:
+            part.skipped()
+        self._drop_all()
+        for part in self.parts:
+            part.settled()
+
     def fill_memory(self, rehearsal: Callable[[], None]) -> str | None:
         """Take the memory of an iteration from the device, see :meth:`MemoryPool.fill`; before the first one."""
         self._drop_all()

@@ -1,21 +1,82 @@
-"""How many threads add gradients and step on the host.
+"""Which processors this rank's threads run on, and how many of them make pages, add gradients and step on the host.
 
+[Note: Processors of a rank]
+A rank with a GPU is bound to the processors beside it (its NUMA node), and with them the pages that it makes, unless it
+was bound already: the other socket's memory is farther, and the link between sockets slower. The processors that a rank
+may use are divided among the ranks that share them.
 Launchers set OMP_NUM_THREADS=1, which leaves one processor to what moves tens of gigabytes an iteration. Sums and steps
 go element by element, so the number of threads changes no result.
+Source: the kernel's documentation of sysfs (``numa_node`` of PCI devices, ``devices/system/node``).
 """
 
+import contextlib
 import os
+from pathlib import Path
 
 import torch
 
+SYSTEM = Path("/sys")
+THREADS = Path("/proc/self/task")
 
-def use(ranks_of_node: int) -> str | None:
-    """Let torch use this rank's share of the processors that it may run on, where it would use fewer. To be called
-    before threads are started. Returns what was changed, in one line, or None."""
-    share = max(len(os.sched_getaffinity(0)) // ranks_of_node, 1)
-    share -= share // 8  # for the threads that issue, read and publish
-    before = torch.get_num_threads()
-    if before >= share:
+
+def numbers(text: str) -> list[int]:
+    """Of a list as the kernel writes it: ``0-2,8`` are 0, 1, 2 and 8."""
+    ends = [part.partition("-") for part in text.strip().split(",") if part]
+    return [number for low, _, high in ends for number in range(int(low), int(high or low) + 1)]
+
+
+def share() -> int:
+    """Threads that this rank may use before it knows how many ranks there are beside it: as the launcher says."""
+    return max(len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
+
+
+def numa_node(device: torch.device) -> int | None:
+    """The NUMA node of a GPU; None where there is only one, or the system does not say."""
+    gpu = torch.cuda.get_device_properties(device)
+    try:
+        if len(numbers((SYSTEM / "devices/system/node/online").read_text())) < 2:
+            return None
+        bus = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        node = int((SYSTEM / "bus/pci/devices" / bus / "numa_node").read_text())
+    except (AttributeError, OSError):  # an older torch does not know the bus
         return None
-    torch.set_num_threads(share)
-    return f"the host adds gradients and steps with {share} threads a rank ({before} before; OMP_NUM_THREADS)"
+    return node if node >= 0 else None
+
+
+def bind(node: int | None) -> None:
+    """Let all threads of this process run on the processors of a NUMA node, where some of those that they may use are
+    there."""
+    if node is None:
+        return
+    with contextlib.suppress(OSError):
+        own = os.sched_getaffinity(0) & {*numbers((SYSTEM / f"devices/system/node/node{node}/cpulist").read_text())}
+        for thread in THREADS.iterdir() if own else ():
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread.name), own)
+
+
+def use(ranks: int) -> list[str]:
+    """Let torch use this rank's share of the processors that it may run on, where it would use fewer. To be called
+    before threads are started.
+
+    Args:
+        ranks: of this node that run on the same processors.
+
+    Returns:
+        What was changed, or what is missing; a line each.
+    """
+    processors, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    lines, threads = [], max(processors // ranks, 1)
+    threads -= threads // 8  # for the threads that issue, read and publish
+    if processors < ranks:
+        lines.append(
+            f"{ranks} ranks share {processors} processors: what the host adds and steps takes up to "
+            f"{ranks / processors:.1f} times as long as with one for each"
+        )
+    if before < threads:
+        torch.set_num_threads(threads)
+        lines.append(
+            f"the host adds gradients and steps with {threads} threads a rank; OMP_NUM_THREADS would have left it "
+            f"{before} of its {processors // ranks} processors"
+        )
+    return lines

@@ -7,7 +7,7 @@ import os
 import torch
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import drive
+from megatron_ext.runtime import block_pages, drive
 from megatron_ext.runtime.flags import private_flags
 from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.worker import Transfer
@@ -52,7 +52,7 @@ class NvmePool:
         self.bytes = size
         self.file = _open_shared(directory, size, rank, exchange, settings)
         self.slot_bytes = drive.aligned(slot_bytes)
-        self._map = mmap.mmap(-1, max(slots * self.slot_bytes, mmap.PAGESIZE))
+        self._map = block_pages.private(max(slots * self.slot_bytes, mmap.PAGESIZE))
         self._memory = memoryview(self._map)
         self._slots = torch.frombuffer(self._map, dtype=torch.uint8)
         self._device = device

@@ -3,8 +3,8 @@
 [Note: Why not torch's]
 ``torch.zeros(..., pin_memory=True)`` rounds every block up to a power of two bytes, so shards, gradients and optimizer
 states in host memory would take up to twice what the memory bill counts (torch 2.13 can be told not to, by
-``pinned_max_round_threshold_mb``). The mapping is shared, although nobody else has it: pages that a device copies to
-must stay the same when the process forks, as data loaders do.
+``pinned_max_round_threshold_mb``), and in small pages, which one thread makes. Pages that a device copies to must stay
+the same when the process forks, as data loaders do; :func:`block_pages.private` sees to it.
 Source: ATen, ``CachingHostAllocator.h``.
 
 [Note: Who unlocks]
@@ -18,6 +18,9 @@ from collections import deque
 
 import torch
 
+from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import block_pages
+
 _unused: deque[tuple[int, mmap.mmap]] = deque()
 """Address and memory of blocks without a tensor that are still locked."""
 
@@ -26,16 +29,28 @@ def page_locked(numel: int, dtype: torch.dtype, device) -> torch.Tensor:
     """Zeros in memory that ``device`` has page-locked.
 
     Raises:
-        InputError: the driver refuses.
+        InputError: there is no memory, or the driver refuses.
     """
     unlock_unused(device)
     if numel == 0:
         return torch.zeros(0, dtype=dtype)
-    memory = mmap.mmap(-1, numel * dtype.itemsize)
+    memory = _memory(numel, dtype)
     tensor = torch.frombuffer(memory, dtype=dtype)
     device.pin(tensor)
     weakref.finalize(tensor.untyped_storage(), _unused.append, (tensor.data_ptr(), memory)).atexit = False
     return tensor
+
+
+def large_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in memory of the same kind that nobody has locked; not empty. Raises InputError: there is no memory."""
+    return torch.frombuffer(_memory(numel, dtype), dtype=dtype)
+
+
+def _memory(numel: int, dtype: torch.dtype) -> mmap.mmap:
+    try:
+        return block_pages.private(numel * dtype.itemsize)
+    except OSError as error:
+        raise InputError(str(error.strerror), field="host memory") from None
 
 
 def unlock_unused(device) -> None:

@@ -179,7 +179,8 @@ def train(
     trace: str | None = None,
 ) -> dict:
     """Train a new model; returns this rank's metrics. ``meddle``: ``told``, ``told twice`` (and once more at the end)
-    or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``replay``: the
+    or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``leave``:
+    nobody asks for parameters at the end, and then an evaluation does; ``replay``: the
     optimizer's hook is not called, as in the replay of a CUDA graph; ``overflow``: see :func:`overflowing`;
     ``fused``: see :func:`fused`; ``split``: see :func:`split`; ``read``: see :func:`reading`; ``gradients``: those of
     the first iteration are returned as the optimizer steps on them."""
@@ -191,6 +192,8 @@ def train(
     example.gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
     example.set_seeds(args)
     args.user_defined_schedule = schedule
+    if meddle != "leave":
+        args.metrics_path = args.metrics_path or "not written"  # hashes of parameters are wanted
     drive = args.user_defined_schedule_nvme_path
     example.hooks.configure(schedule, trace, delay=args.delayed_parameter_update, nvme_path=drive)
     with SURROUNDINGS[meddle](example) if meddle in SURROUNDINGS else contextlib.nullcontext():
@@ -223,7 +226,10 @@ def _train_model(example, args, meddle: str | None) -> dict:
     metrics["early_steps"] = None if early is None else (early.taken, early.taken_back)
     if meddle == "told twice":  # what it publishes and issues is under way while everything is closed
         example.hooks.params_changed()
-    example.hooks.finish()
+    example.hooks.finish(read_later=meddle != "leave")
+    if meddle == "leave":
+        assert any(p.untyped_storage().nbytes() == 0 for chunk in model for p in chunk.parameters())
+        example.run_schedule(args, model, [example.batches_of(args, rows) for _ in model], forward_only=True)
     if meddle == "go on":
         for chunk in model:
             chunk.zero_grad_buffer()

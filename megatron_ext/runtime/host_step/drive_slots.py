@@ -1,12 +1,12 @@
 """Host memory, slot by slot, through which pieces of a drive's file pass to the host's optimizer and back."""
 
-import mmap
 from collections import deque
 from time import perf_counter_ns
 
 import torch
 
 from megatron_ext.formats.moved_bytes import Link
+from megatron_ext.runtime import block_pages
 from megatron_ext.runtime.drive import DriveFile
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
@@ -28,7 +28,7 @@ class DriveSlots:
 
     def __init__(self, file: DriveFile, count: int, piece_bytes: int, recorder=None):
         self.bytes = count * piece_bytes
-        self._map = mmap.mmap(-1, self.bytes)
+        self._map = block_pages.private(self.bytes)
         self._memory, self._piece_bytes = memoryview(self._map), piece_bytes
         self._everything = torch.frombuffer(self._map, dtype=torch.uint8)
         self.pieces = list(self._everything.split(piece_bytes))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_ext.runtime.flags import poll, private_flags
+from megatron_ext.runtime.host_step.flat_adamw import joined, runs
 from megatron_ext.runtime.recorder import Recorder, log_of
 
 HALF_PER_WIDE = 2
@@ -52,11 +53,15 @@ class Unit(Protocol):
     Attributes:
         starts: by piece, byte at which its gradient begins in a room.
         bytes: of all gradients, in fp32.
+        stay: its parameters never move.
     """
 
     pieces: list[Piece]
     starts: list[int]
     bytes: int
+
+    @property
+    def stay(self) -> bool: ...
 
 
 class Link:
@@ -122,6 +127,8 @@ class Room:
         (self._arrived,) = private_flags(1, link.device)
         self._arrivals = 0
         self._last_left = link.device.event()
+        self._places: dict[Unit, list[torch.Tensor]] = {}
+        self._rounded: dict[Unit, list[tuple[torch.Tensor, ...]]] = {}  # where to, and the parameter
         self._narrow: list[tuple[torch.Tensor, torch.Tensor]] = []  # a gradient's place, and where it is in 16 bits
 
     def _place(self, memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -187,24 +194,29 @@ class Room:
         poll(partial(self._arrived.reached, self._arrivals))
 
     @torch.no_grad()
-    def begin(self, unit: Unit, gradients: Sequence[torch.Tensor | None], in_place: bool) -> None:
+    def begin(self, unit: Unit, gradients: Sequence[torch.Tensor | None], in_place: bool) -> bool:
         """Give the parameters their gradients, behind :meth:`wait`. ``in_place``: those that are fp32 in host memory
-        are stepped on where they are; otherwise they are copied."""
+        are stepped on where they are; otherwise they are copied. Returns whether all are there, in the room."""
         for own, half in self._narrow:
             own.copy_(half)
             self._count_passes(own, half)
         self._narrow.clear()
-        for piece, start, gradient in zip(unit.pieces, unit.starts, gradients, strict=True):
+        if unit not in self._places:
+            pairs = zip(unit.pieces, unit.starts, strict=True)
+            self._places[unit] = [self._place(self._wide, n, own.parameter.shape, torch.float32) for own, n in pairs]
+        in_room = True
+        for piece, gradient, own in zip(unit.pieces, gradients, self._places[unit], strict=True):
             parameter = piece.parameter
             if gradient is None:
-                parameter.grad = None
-            elif piece.gradient_on_host and in_place and gradient.dtype is torch.float32:
-                parameter.grad = gradient.view(parameter.shape)
+                parameter.grad, in_room = None, False
+            elif in_place and piece.gradient_on_host and gradient.dtype is torch.float32:
+                parameter.grad, in_room = gradient.view(parameter.shape), False
             else:
-                own = parameter.grad = self._place(self._wide, start, parameter.shape, torch.float32)
+                parameter.grad = own
                 if piece.gradient_on_host:
                     own.copy_(gradient.view(parameter.shape))
                     self._count_passes(own, gradient)
+        return in_room
 
     def _count_passes(self, *tensors: torch.Tensor) -> None:
         """The processor has gone through ``tensors``."""
@@ -215,10 +227,21 @@ class Room:
     def end(self, unit: Unit) -> None:
         """Round what leaves for the device. What left from the same place before has arrived there: the gradients came
         behind it."""
-        for piece, start in zip(unit.pieces, unit.starts, strict=True):
-            if not piece.shard_on_host and not self.cast_on_device:
-                self._place(self._leaving, start, piece.parameter.shape, piece.shard.dtype).copy_(piece.parameter)
+        rounded = self._rounded.get(unit) or self._to_round(unit)
+        if unit.stay:
+            self._rounded[unit] = rounded
+        for place, parameter in rounded:
+            place.copy_(parameter)
+        for piece in unit.pieces:
             piece.parameter.grad = None
+
+    def _to_round(self, unit: Unit) -> list[tuple[torch.Tensor, ...]]:
+        rows = [
+            (self._place(self._leaving, start, piece.parameter.shape, piece.shard.dtype), piece.parameter)
+            for piece, start in zip(unit.pieces, unit.starts, strict=True)
+            if not piece.shard_on_host and not self.cast_on_device
+        ]
+        return [joined(rows[begin:end]) for begin, end in runs(rows)] if rows else []
 
 
 class OwnRooms:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW
 from megatron_ext.runtime.host_step.room import HALF_PER_WIDE, Piece, Room
 from megatron_ext.runtime.recorder import Recorder
 
@@ -59,6 +60,11 @@ class HostUnit:
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
 
+    @property
+    def stay(self) -> bool:
+        """Whether its parameters and states never move."""
+        return isinstance(self.optimizer, FlatAdamW) and bool(self.optimizer.whole)
+
     # On the issuing thread.
 
     def has_room(self) -> bool:
@@ -106,7 +112,9 @@ class HostUnit:
     def begin(self) -> None:
         """Give the parameters their gradients, behind :meth:`wait_for_gradients`; the step follows."""
         assert self.room is not None
-        self.room.begin(self, self._gradients, self._in_place)
+        in_room = self.room.begin(self, self._gradients, self._in_place)
+        if isinstance(self.optimizer, FlatAdamW):
+            self.optimizer.gradients_at = self.room if in_room else None
         self._begun = True
 
     def _before_step(self) -> None:
@@ -150,6 +158,8 @@ class HostUnit:
         return sum(_aligned(tensor) for tensor in self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:
+        if isinstance(self.optimizer, FlatAdamW) and self.optimizer.whole:
+            return self.optimizer.whole
         found = []
         for piece in self.pieces:
             # Megatron's host optimizer lists the parameter itself among its states.
@@ -158,12 +168,16 @@ class HostUnit:
             found += [piece.parameter, *states]
         return found
 
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is all step counts, which no bill has."""
+        return isinstance(self.optimizer, FlatAdamW) and any(tensor is own for own in self.optimizer.whole[-1:])
+
     def step_early(self, memory: torch.Tensor) -> None:
         """Copy the states into ``memory`` (1D uint8), and step; on the thread."""
         start = 0
         for tensor in self._tensors():
             copy = memory[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-            if self.recorder is not None and tensor.dim():
+            if self.recorder is not None and tensor.dim() and not self._counts(tensor):
                 self.recorder.moved("states", "host_memory", 2 * tensor.nbytes)
             self._saved.append((tensor, copy.copy_(tensor)))
             start += _aligned(tensor)

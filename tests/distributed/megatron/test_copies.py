@@ -68,6 +68,19 @@ def test_training_that_goes_on_without_its_schedule(workloads, services, tmp_pat
         )
 
 
+def test_parameters_that_nobody_asked_for_are_not_brought_at_the_end(workloads, services, tmp_path):
+    """The run ends while copies are still published; who then computes with freed parameters is told so."""
+    hosted(workloads["interleaved", "fp32"], 3, tmp_path / "s.json")
+    with pytest.raises(Died, match="ScheduleError: training has ended and its parameters were freed"):
+        services("interleaved").run(
+            options=MODELS["fp32"],
+            schedule=tmp_path / "s.json",
+            meddle="leave",
+            environment={"MEGATRON_EXT_FAULTS": "publish_delay_ms=8"},
+            reference=False,
+        )
+
+
 def test_an_optimizer_step_that_the_schedule_is_not_told_of_stops_training(workloads, services, tmp_path):
     """Else the next iteration would compute on parameters of the step before, without an error."""
     hosted(workloads["interleaved", "fp32"], 1, tmp_path / "s.json")

@@ -1,13 +1,15 @@
 """States of a run. Needs no process group."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from planning_cases import make_workload
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron import lifecycle, refusals
+from megatron_ext.megatron import hooks, lifecycle, refusals
 from megatron_ext.megatron.lifecycle import Run, State
 from megatron_ext.megatron.step_calls import IDLE
 from megatron_ext.planner.baselines import all_gpu
@@ -88,3 +90,38 @@ def test_frozen_parameters_are_refused_by_name(schedule_path, monkeypatch):
     assert laid_out == [ddp]
     with pytest.raises(InputError, match="^1.bias: takes no gradient: frozen parameters cannot be scheduled$"):
         refusals.refuse_frozen(model)
+
+
+class Left(SimpleNamespace):
+    """An executor that notes how it was left."""
+
+    def __init__(self):
+        super().__init__(parts=[], done=[], part=lambda kind: None)
+        for name in ("unshard_all", "let_go", "close"):
+            setattr(self, name, lambda name=name: self.done.append(name))
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "options", "first"),
+    [
+        (3, {}, "let_go"),
+        (3, {"save": "/checkpoints"}, "unshard_all"),
+        (3, {"do_valid": True}, "unshard_all"),
+        (3, {"do_test": True}, "unshard_all"),
+        (3, None, "unshard_all"),
+        (1, {}, "unshard_all"),
+    ],
+)
+def test_parameters_are_brought_at_the_end_where_somebody_reads_them(
+    schedule_path, monkeypatch, zero_stage, options, first
+):
+    """At zero stage 1 a stale parameter would look like a whole one, so there they are always brought."""
+    monkeypatch.setattr(hooks, "ended", False)
+    run = hooks.configure(schedule_path)
+    run.schedule = replace(run.schedule, zero_stage=zero_stage)
+    run.executor = executor = Left()
+    arguments = None if options is None else SimpleNamespace(**dict(save=None, do_valid=False, do_test=False) | options)
+    module = SimpleNamespace(_GLOBAL_ARGS=arguments)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+    hooks.on_train_end()
+    assert executor.done == [first, "close"] and hooks.ended and run.state is State.CLOSED

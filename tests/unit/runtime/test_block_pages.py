@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,3 +102,31 @@ def test_the_whole_pool_is_page_locked_at_once_and_released_at_once():
     assert size >= groups[0].bytes + groups[2].bytes and locked == [size]
     pool.close()
     assert locked == [size, -size]
+
+
+def test_pages_that_several_threads_make_are_large_where_they_may_be(monkeypatch):
+    """Each part begins at a large page; what is asked of the kernel stands in its description of the mapping."""
+    monkeypatch.setattr(block_pages.host_threads, "share", lambda: 3)
+    monkeypatch.setattr(block_pages, "THREAD_BYTES", block_pages.LARGE_PAGE_BYTES)
+    size = 5 * block_pages.LARGE_PAGE_BYTES + 3 * mmap.PAGESIZE
+    block = block_pages.private(size)
+    memory = torch.frombuffer(block, dtype=torch.uint8)
+    start = memory.data_ptr()
+    text = Path("/proc/self/smaps").read_text().partition(f"{start:x}-")[2].partition("VmFlags:")
+    flags = text[2].splitlines()[0].split()
+    resident = int(text[0].partition("Rss:")[2].split()[0]) * 1024
+    assert {"wf", "hg"} <= {*flags} and "sh" not in flags
+    assert resident >= size and not memory.any()
+
+
+def test_small_pages_cost_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(block_pages, "OWN_PAGES", tmp_path / "enabled")
+    monkeypatch.setattr(block_pages, "SHARED_PAGES", tmp_path / "shmem_enabled")
+    assert block_pages.small_page_lines(1 << 30, 1 << 30) == []  # the system does not say
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    (tmp_path / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
+    assert block_pages.small_page_lines(1 << 30, 0) == []
+    assert block_pages.small_page_lines(1 << 30, 2 << 30) == [
+        "up to 2.0 GiB of host memory are 524,288 pages to make and lock before the first step, not 1,024, because "
+        f"{tmp_path}/shmem_enabled is never; as root on the host: echo advise > {tmp_path}/shmem_enabled"
+    ]

@@ -1,9 +1,14 @@
-"""The operations by which the host copies, casts, adds and steps take all threads that they may."""
+"""Threads of the host: its copies, casts, additions and steps take all that they may, and each rank its share of the
+processors beside its GPU."""
 
+import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from megatron_ext.runtime import host_threads
 
 NUMEL, TIMES = 1 << 22, 12
 """16 MB in fp32: far more than torch gives to one thread alone."""
@@ -42,3 +47,79 @@ def test_no_thread_works_alone_where_there_are_two(threads, number):
         "step": share_of_others(step),
     }
     assert all(share > 0.3 if number == 2 else share < 0.2 for share in shares.values()), shares
+
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Two NUMA nodes of four processors; the GPU is beside node 1. Gives the affinity of each thread."""
+    bound = dict.fromkeys((os.getpid(), 7), set(range(8)))
+    (tmp_path / "sys/devices/system/node").mkdir(parents=True)
+    (tmp_path / "sys/devices/system/node/online").write_text("0-1\n")
+    for node, own in ((0, "0-3"), (1, "4-6,7")):
+        (tmp_path / f"sys/devices/system/node/node{node}").mkdir()
+        (tmp_path / f"sys/devices/system/node/node{node}/cpulist").write_text(own + "\n")
+    for thread in bound:
+        (tmp_path / f"task/{thread}").mkdir(parents=True)
+    gpu = tmp_path / "sys/bus/pci/devices/0000:81:00.0"
+    gpu.mkdir(parents=True)
+    (gpu / "numa_node").write_text("1\n")
+    monkeypatch.setattr(host_threads, "SYSTEM", tmp_path / "sys")
+    monkeypatch.setattr(host_threads, "THREADS", tmp_path / "task")
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x81, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: bound[thread or os.getpid()])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, own: bound.update({thread: own}))
+    return SimpleNamespace(bound=bound, properties=properties, sys=tmp_path / "sys", gpu=gpu)
+
+
+def test_all_threads_run_beside_the_gpu(machine):
+    assert host_threads.numa_node(DEVICE) == 1
+    host_threads.bind(1)
+    assert set(map(frozenset, machine.bound.values())) == {frozenset({4, 5, 6, 7})}
+
+
+def test_who_is_bound_elsewhere_stays_there(machine):
+    machine.bound[os.getpid()] = {0, 1}
+    host_threads.bind(1)
+    host_threads.bind(None)
+    host_threads.bind(9)  # not there
+    assert machine.bound[os.getpid()] == {0, 1}
+
+
+def test_a_machine_that_does_not_say_is_left_alone(machine):
+    (machine.gpu / "numa_node").write_text("-1\n")
+    assert host_threads.numa_node(DEVICE) is None
+    del machine.properties.pci_domain_id  # an older torch
+    assert host_threads.numa_node(DEVICE) is None
+    (machine.sys / "devices/system/node/online").write_text("0\n")
+    assert host_threads.numa_node(DEVICE) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks", "threads", "line"),
+    [
+        (1, 1, 7, "the host adds gradients and steps with 7 threads a rank; OMP_NUM_THREADS would have left it 1 of"),
+        (1, 2, 4, "the host adds gradients and steps with 4 threads a rank; OMP_NUM_THREADS would have left it 1 of"),
+        (8, 1, None, None),
+        (1, 16, None, "16 ranks share 8 processors: what the host adds and steps takes up to 2.0 times as long as"),
+    ],
+)
+def test_threads_are_the_ranks_share(machine, monkeypatch, before, ranks, threads, line):
+    given = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: before)
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    lines = host_threads.use(ranks)
+    assert given == ([] if threads is None else [threads])
+    assert [own[: len(line or "")] for own in lines] == ([] if line is None else [line])
+
+
+def test_threads_that_make_pages_know_the_launchers_ranks(machine, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert host_threads.share() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert host_threads.share() == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
+    assert host_threads.share() == 1

@@ -10,9 +10,11 @@ from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
+from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
 from megatron_ext.runtime.host_step.room import Link, OwnRooms, Room, SharedRooms
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.page_locked import large_tensor
 from megatron_ext.workload.state_layout import LINE_BYTES
 
 SHAPES = [(3, 5), (7,), (64, 33), (1,), (4096,), (129, 2)]
@@ -23,12 +25,14 @@ ROOM_BYTES = 1 << 15
 class Plain:
     """Parameters, an optimizer for each unit of them, and 16-bit shards that a step writes."""
 
+    kind = torch.optim.AdamW
+
     def __init__(self, dtype=torch.float32, half=torch.bfloat16):
         generator = torch.Generator().manual_seed(0)
         self.parameters = [torch.randn(shape, generator=generator) for shape in SHAPES]
         self.shards = [parameter.to(half) for parameter in self.parameters]
         self.gradients = [torch.zeros(parameter.numel(), dtype=dtype) for parameter in self.parameters]
-        self.optimizers = [torch.optim.AdamW([self.parameters[i] for i in unit], lr=1e-2, fused=True) for unit in UNITS]
+        self.optimizers = [self.kind([self.parameters[i] for i in unit], lr=1e-2, fused=True) for unit in UNITS]
 
     def draw(self, iteration: int) -> None:
         generator = torch.Generator().manual_seed(100 + iteration)
@@ -53,10 +57,14 @@ class Plain:
 
 
 class Training(Plain):
-    """The same through rooms: ``rooms`` shared ones, or 0: one for each unit."""
+    """The same through rooms: ``rooms`` shared ones, or 0: one for each unit. ``flat``: what lies behind each other is
+    stepped as one tensor."""
 
-    def __init__(self, rooms=2, cast="host", dtype=torch.float32, half=torch.bfloat16, on_host=False):
+    def __init__(self, rooms=2, cast="host", dtype=torch.float32, half=torch.bfloat16, on_host=False, flat=True):
+        self.kind = FlatAdamW if flat else torch.optim.AdamW
         super().__init__(dtype, half)
+        for optimizer in self.optimizers if flat else ():
+            lay_out(optimizer, large_tensor)
         self.issuer, device, casts = Issuer(), HostDevice(), cast == "device"
         inward, outward = ROOM_BYTES * casts, ROOM_BYTES * (casts and dtype is not torch.float32)
         self.link = Link(device, device.device, inward, outward)
@@ -102,10 +110,10 @@ def assert_same(ours: Plain, theirs: Plain) -> None:
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "resting on the host"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cast", ["host", "device"])
-@pytest.mark.parametrize("rooms", [2, 3, 7])
-def test_steps_are_those_of_the_same_optimizers(training, rooms, cast, dtype, on_host):
+@pytest.mark.parametrize(("rooms", "flat"), [(2, True), (3, False), (7, True)])
+def test_steps_are_those_of_the_same_optimizers(training, rooms, flat, cast, dtype, on_host):
     half = torch.bfloat16 if dtype is torch.float32 else dtype
-    ours, theirs = training(rooms, cast, dtype, half, on_host), Plain(dtype, half)
+    ours, theirs = training(rooms, cast, dtype, half, on_host, flat), Plain(dtype, half)
     for iteration in range(3):
         ours.step(iteration)
         theirs.step(iteration)
