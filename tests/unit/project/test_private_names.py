@@ -25,6 +25,7 @@ OWN = {"_asdict", "_replace", "_fields", "_make", "_exit"}
 """Private names of Python's that are none."""
 
 WITHOUT = {
+    "_foreach_add_": "named so in every release since 1.9; torch's own optimizers count steps by it",
     "_cdata": "by which torch itself tells storages apart; one of a tensor without data has no address",
     ("runtime/routes/symmetric_gather.py", "torch.distributed._symmetric_memory"): "missing() looks for it first",
     ("megatron/boundaries.py", "_backward_hooks"): "only where nodes have the method that goes with it",
