@@ -404,7 +404,7 @@ ROWS = {
     ),
     "strict_device": Row(
         "Would a missing event or wait on CUDA be seen?",
-        "benchmarks/strict_device.py --cases 200 --tries 4",
+        "benchmarks/strict_device.py --cases 300 --tries 8",
         strict_device,
     ),
     "delayed_update": Row(
