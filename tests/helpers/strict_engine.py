@@ -28,7 +28,10 @@ HELD_SECONDS, KERNEL_HELD_SECONDS = 0.004, 0.02
 stays longer, unless somebody waits for this stream."""
 
 
-PLACES, NOT = ("/megatron_ext/", "/megatron/", "/examples/"), ("/megatron_ext/cpubench/", "/cpu_compat.py")
+PLACES, NOT = (
+    ("/megatron_ext/", "/megatron/", "/examples/"),
+    ("/megatron_ext/cpubench/", "/cpu_compat.py", "/param_reads.py"),
+)
 
 
 def frame_here():

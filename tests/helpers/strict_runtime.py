@@ -37,6 +37,7 @@ TABLE = (
     ("megatron_ext.runtime.node_exchange", "NodeExchange.buffer", "exchange_buffer"),
     ("megatron_ext.runtime.node_exchange", "NodeExchange.begin", "exchange"),
     ("megatron_ext.runtime.node_exchange", "Arriving.wait", "arrived"),
+    ("megatron_ext.runtime.host_step.flat_adamw", "FlatAdamW.state_of", "states"),
     ("megatron_ext.runtime.drive", "DriveFile.write", "drive_write"),
     ("megatron_ext.runtime.drive", "DriveFile.start", "drive_start"),
     ("megatron_ext.runtime.executor", "Executor.begin_iteration", "step_begins"),
@@ -129,6 +130,18 @@ class Runtime:
             slot.__set__(transfer, value)
 
         return property(read, write)
+
+    def states(self, original):
+        """Of a host optimizer that makes them itself: they lie on the host."""
+
+        def state_of(own, parameter):
+            state = original(own, parameter)
+            for value in state.values():
+                if self.memory.region(value.data_ptr()) is None:
+                    self.memory.to_host(value)
+            return state
+
+        return state_of
 
     # Flags in memory that threads store and load.
 

@@ -150,7 +150,8 @@ def test_every_part_of_a_table_that_holds_times_moves():
     times = dict.fromkeys(curves, some) | {"group_overhead": cost.GroupOverhead(call_us=1.0)}
     times |= {"host_memory": cost.HostMemory(bytes_per_s=1e11), "launches": cost.Launches(reduce_us=1.0, tensor_us=1.0)}
     table = replace(table, routes=cost.Routes(**dict.fromkeys(cost.Routes.__struct_fields__, some)), **times)
-    table = replace(table, publish=cost.Publish(cpu=some, nvme=some, internode=some))
+    compute = tuple(replace(row, forward_launch_us=1.0, backward_launch_us=1.0) for row in table.compute)
+    table = replace(table, publish=cost.Publish(cpu=some, nvme=some, internode=some), compute=compute)
     drawn = PerturbedTables(table, cost.KINDS).draw(1)[0]
     # The last two: no iteration contains them.
     constant = {"schema_version", "kind", "metadata", "topology", "all_reduce", "set_up"}
