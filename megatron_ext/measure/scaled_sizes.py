@@ -32,9 +32,11 @@ Needs = dict[str, tuple[int, float]]
 
 
 def needed(needs: Needs, name: str, size: int) -> float:
-    """Seconds that a visit needs at the least; 0 for the first of its curve."""
+    """Seconds that a visit needs at the least; 0 where the curve has no size yet from which others can be scaled."""
     last = needs.get(name)
-    return 0.0 if last is None else last[1] * max(size / last[0], 1.0)
+    if last is None or last[0] < LEAST_BYTES and size <= 4 * LEAST_BYTES:  # from it larger ones can be scaled
+        return 0.0
+    return last[1] * max(size / last[0], 1.0)
 
 
 def need_of(samples: Samples, seconds: float, builds: bool) -> float:
