@@ -33,10 +33,10 @@ Needs = dict[str, tuple[int, float]]
 
 def needed(needs: Needs, name: str, size: int) -> float:
     """Seconds that a visit needs at the least; 0 where the curve has no size yet from which others can be scaled."""
-    last = needs.get(name)
-    if last is None or last[0] < LEAST_BYTES and size <= 4 * LEAST_BYTES:  # from it larger ones can be scaled
+    last_size, seconds = needs.get(name, (0, 0.0))
+    if last_size < LEAST_BYTES and (not last_size or size <= 4 * LEAST_BYTES):  # from it larger ones can be scaled
         return 0.0
-    return last[1] * max(size / last[0], 1.0)
+    return seconds * max(size / last_size, 1.0)
 
 
 def need_of(samples: Samples, seconds: float, builds: bool) -> float:
