@@ -287,8 +287,7 @@ class Run:
         )
         try:
             _check_copies(self.schedule, nvme_path, file=self.path)
-            if self.schedule.state_slots is not None:
-                refusals.refuse_with_states_on_drive(args)
+            refusals.refuse_async_save(self.schedule, args)
             if any(group.gradients for group in self.schedule.groups):
                 on_host = any(group.gradients == "host" for group in self.schedule.groups)
                 refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)

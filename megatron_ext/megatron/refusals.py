@@ -185,10 +185,15 @@ def refuse_host_shards_of_aware_optimizer(schedule: Schedule, args, *, file) -> 
         )
 
 
-def refuse_with_states_on_drive(args) -> None:
-    """What a schedule cannot be combined with that keeps optimizer states on a drive. Raises InputError."""
-    if getattr(args, "async_save", False):
+def refuse_async_save(schedule: Schedule, args) -> None:
+    """A process that is forked writes the checkpoint: it sees neither the drive as it was, nor page-locked memory.
+    Raises InputError."""
+    why, slots = None, schedule.step_slots
+    if slots is not None and slots.cast == "device":
+        why = "the writing process does not see the page-locked parameters that the device casts; leave it out"
+    if schedule.state_slots is not None:
         why = "would write states that the next step has changed; leave it out, or keep optimizer states in memory"
+    if why is not None and getattr(args, "async_save", False):
         raise InputError(why, field="--async-save", value=True)
 
 

@@ -10,9 +10,10 @@ as many times more bytes, and all of them read a group from its first shard to i
 serve all of them, then the other's. Memory of one process lies where its threads run, see host_threads.py.
 
 Pages are large where the kernel may make them so: of shared memory where ``shmem_enabled`` is ``advise`` or more, of
-memory of one process alone where ``enabled`` is, which most systems have. So what one process alone uses is private;
-a child that it forks finds zeros there, or the kernel would copy a page that is written after the fork, away from
-under the device. The doctor says where pages lie and whether they are large.
+memory of one process alone where ``enabled`` is, which most systems have. So what one process alone uses is private.
+Where a device copies to it a child that is forked finds zeros, or the kernel would copy a page that is written after
+the fork, away from under the device; other memory children see as it was. The doctor says where pages lie and whether
+they are large.
 All of it concerns speed alone, so a kernel that refuses is not an error.
 Sources: mbind(2), madvise(2), the kernel's documentation of transparent huge pages.
 """
@@ -84,15 +85,16 @@ def small_page_lines(own_bytes: int, shared_bytes: int) -> list[str]:
     return lines
 
 
-def private(size: int) -> mmap.mmap:
-    """``size`` zeroed bytes of this process alone, whose pages are made.
+def private(size: int, *, wiped: bool = True) -> mmap.mmap:
+    """``size`` zeroed bytes of this process alone, whose pages are made. ``wiped``: a child that is forked finds zeros.
 
     Raises:
         OSError: there is no memory for them.
     """
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
-        block.madvise(MADV_WIPEONFORK)
+        if wiped:
+            block.madvise(MADV_WIPEONFORK)
     except OSError:
         block = mmap.mmap(-1, size)  # shared with children: its pages stay, too
     _advise(block)

@@ -42,13 +42,14 @@ def page_locked(numel: int, dtype: torch.dtype, device) -> torch.Tensor:
 
 
 def large_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in memory of the same kind that nobody has locked; not empty. Raises InputError: there is no memory."""
-    return torch.frombuffer(_memory(numel, dtype), dtype=dtype)
+    """Zeros in memory of the same kind that nobody has locked, and that a forked process sees, for example one that
+    writes a checkpoint; not empty. Raises InputError: there is no memory."""
+    return torch.frombuffer(_memory(numel, dtype, wiped=False), dtype=dtype)
 
 
-def _memory(numel: int, dtype: torch.dtype) -> mmap.mmap:
+def _memory(numel: int, dtype: torch.dtype, *, wiped: bool = True) -> mmap.mmap:
     try:
-        return block_pages.private(numel * dtype.itemsize)
+        return block_pages.private(numel * dtype.itemsize, wiped=wiped)
     except OSError as error:
         raise InputError(str(error.strerror), field="host memory") from None
 

@@ -81,12 +81,13 @@ class CudaStream:
         assert destination.dtype is source.dtype  # torch casts through memory that is not page-locked
         with torch.no_grad(), torch.cuda.stream(self.stream):
             log = self.log
-            begin = event_here() if log is not None and name is not None else None
+            timed = log is not None and name is not None and log.recorder.recording  # events cost microseconds each
+            begin = event_here() if timed else None
             destination.copy_(source, non_blocking=True)
             if log is not None:
                 log.count(source.nbytes)
-                if name is not None:
-                    log.add(name, begin, event_here())
+                if begin is not None:
+                    log.add(name or "", begin, event_here())
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None:

@@ -4,7 +4,10 @@ import ctypes
 import mmap
 import os
 
+import torch
+
 from megatron_ext.runtime import block_pages
+from megatron_ext.runtime.page_locked import large_tensor
 
 
 def test_a_child_does_not_take_pages_away():
@@ -18,6 +21,21 @@ def test_a_child_does_not_take_pages_away():
     block[:4] = b"more"
     assert os.waitpid(child, 0)[1] == 0
     assert frame(block) == page and block[:4] == b"more"
+
+
+def test_a_child_sees_states_that_no_device_touches():
+    """It writes a checkpoint of them (--async-save), while the parent goes on."""
+    states = large_tensor(8, torch.float32).fill_(3)
+    begin, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(begin, 1)
+        os._exit(not all(value == 3 for value in memoryview(states.numpy())))
+    states.fill_(4)
+    os.write(end, b"!")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(begin)
+    os.close(end)
 
 
 def frame(block: mmap.mmap) -> bytes:

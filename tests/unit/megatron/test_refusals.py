@@ -12,8 +12,8 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import device_environment
 from megatron_ext.megatron.refusals import (
     environment_mismatch,
+    refuse_async_save,
     refuse_unsupported,
-    refuse_with_states_on_drive,
     replaced_options,
     require_hooks,
     schedule_without_hooks,
@@ -234,8 +234,15 @@ def test_what_evaluation_holds_beyond_the_limit_is_said(limit, more):
     assert bool(lines) == more and (not more or f"up to {everything - limit} bytes more" in lines[0])
 
 
-def test_a_save_beside_training_is_refused_with_states_on_the_drive():
-    refuse_with_states_on_drive(SimpleNamespace(async_save=False))
-    refuse_with_states_on_drive(SimpleNamespace())
-    with pytest.raises(InputError, match="--async-save = True: would write states that the next step has changed"):
-        refuse_with_states_on_drive(SimpleNamespace(async_save=True))
+def test_a_save_beside_training_is_refused_where_the_writer_does_not_see_the_states():
+    schedule = lambda slots, cast: SimpleNamespace(state_slots=slots, step_slots=cast and SimpleNamespace(cast=cast))
+    for own in (schedule(None, None), schedule(None, "host")):
+        refuse_async_save(own, SimpleNamespace(async_save=True))
+    for own, why in (
+        (schedule(1, None), "would write states that the next step has changed"),
+        (schedule(None, "device"), "does not see the page-locked parameters"),
+    ):
+        refuse_async_save(own, SimpleNamespace(async_save=False))
+        refuse_async_save(own, SimpleNamespace())
+        with pytest.raises(InputError, match=f"--async-save = True: .*{why}"):
+            refuse_async_save(own, SimpleNamespace(async_save=True))
