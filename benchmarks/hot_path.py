@@ -34,7 +34,6 @@ import pictures
 import torch
 import torch.distributed as dist
 from cases import LAYOUTS
-from issued_copy import issued_copy
 from machine import about_this_machine
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -208,8 +207,6 @@ def main() -> int:
     schedules["layer by layer, zero stage 3"] = (tight, random_schedule(tight, ("gpu", "cpu"), 1))
     found = {name: scheduled(*pair, args.rounds) for name, pair in schedules.items()}
     found["Megatron's pre-hooks"] = stock(size, args.rounds)
-    copy = issued_copy()
-    print(f"a copy issued on CUDA, calls of torch and driver left out: {copy['own_us_per_copy']:.2f} us")
     for name, row in found.items():
         own = f", our own Python {row['own_us_per_parameter_and_step']:.4f}" if "hooks" in row else ""
         print(f"{name:32} {row['us_per_parameter_and_step']:.4f} us a parameter and step{own}")
@@ -218,7 +215,6 @@ def main() -> int:
         {
             "command": f"python benchmarks/hot_path.py --layers {args.layers}",
             "machine": about_this_machine(load_before=os.getloadavg()[0]),
-            "a copy issued on CUDA": copy,
             **found,
         },
         indent=1,

@@ -177,18 +177,6 @@ def interleave(
         signal.signal(signal.SIGTERM, previous)
 
 
-class Pair(NamedTuple):
-    """Adjacent slices of two runs: medians of a figure, and how many iterations each is of."""
-
-    first: float
-    second: float
-    iterations: tuple[int, int]
-
-    @property
-    def ratio(self) -> float:
-        return self.second / self.first
-
-
 def whole_iterations(
     run: Run, iteration_us: Sequence[float], slice_s: float, warm_up: int = WARM_UP
 ) -> dict[int, list[int]]:
@@ -270,21 +258,3 @@ def ratio_of(values: Sequence[float]) -> Ratio:
     return Ratio(
         spread.median_us, spread.p10_us, spread.p90_us, 1.2533 * stdev(values) / len(values) ** 0.5, len(values)
     )
-
-
-def pairs(
-    first: tuple[Run, Sequence[float], Sequence[float]],
-    second: tuple[Run, Sequence[float], Sequence[float]],
-    slice_s: float,
-    least: int = 2,
-) -> list[Pair]:
-    """Adjacent slices of two runs, given as ``(run, iteration_us, figure of every iteration)``."""
-    one, two = (whole_iterations(run, us, slice_s) for run, us, _ in (first, second))
-    found = []
-    for time_slice, mine in sorted(one.items()):
-        other = two.get(time_slice + 1, [])
-        if min(len(mine), len(other)) >= least:
-            found.append(
-                Pair(median(first[2][i] for i in mine), median(second[2][i] for i in other), (len(mine), len(other)))
-            )
-    return found

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ext.cost.combine_tables import combine
-from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.measured_sizes import largest_group_bytes, largest_rank_bytes, likely_group_bytes
@@ -15,12 +13,6 @@ from megatron_ext.workload.measured_sizes import largest_group_bytes, largest_ra
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = str(ROOT / "examples" / "example_layers.py") + ":layer_runners"
 """Who makes the layers whose compute is measured."""
-PROCESSORS_LINKS = "compute,optimizer"
-"""What is measured interleaved with training runs: it follows the speed of the processors, which changes by the minute.
-Gathers do not belong here: a transfer with a stop in it is longer by seconds."""
-STRETCH = 2
-"""The slices of a measurement are longer than those of training: what is timed with a stop in it must be the lesser
-part."""
 CORPUS = "runs/corpus/stdlib"
 """The example's data set, which scripts/pretrain_gpt_hybrid.sh builds."""
 
@@ -116,8 +108,3 @@ def describe(
     if done.returncode:
         raise InputError(done.stderr.strip().splitlines()[-1], field="describe", value=done.returncode)
     return workload_file.load(path)
-
-
-def interleaved_and_before(interleaved: CostTable, before: CostTable) -> CostTable:
-    """What was measured interleaved with training runs, completed from a table measured before."""
-    return combine({"interleaved": interleaved, "before": before})

@@ -84,70 +84,6 @@ def emulated_cluster(result: dict):
     return figure
 
 
-def cost_prediction(result: dict):
-    """Errors of iterations as bars, of gathers over their size, with the limits asked for."""
-    figure, (iterations, gathers) = figure_of(12, 4.5, 1, 2)
-    rows = result["rows"]
-    iterations.axhspan(-10, 10, color="#e8f0e8")
-    errors = [100 * row["error"] for row in rows]
-    iterations.bar(range(len(rows)), errors, color=[OURS if abs(error) <= 10 else BAD for error in errors])
-    iterations.set_xticks(
-        range(len(rows)), [f"{row['model']} {row['layout']} {row['run']}" for row in rows], rotation=90, fontsize=7
-    )
-    iterations.set_ylabel("predicted over measured iteration, %\n(by the table planned from)")
-    gathers.axhspan(-15, 15, color="#e8f0e8")
-    for route, mark in (("gpu", "o"), ("cpu", "s")):
-        for inside, colour in ((True, OURS), (False, BAD)):
-            found = [
-                g
-                for row in rows
-                if row["run"] == "stock"
-                for g in row["gathers"]
-                if g["route"] == route and g["in_interval"] == inside
-            ]
-            label = f"{route}, {'in' if inside else 'outside'} the table's interval"
-            gathers.scatter(
-                [g["size_bytes"] / 2**20 for g in found],
-                [100 * g["error_by_other_sizes"] for g in found],
-                marker=mark,
-                color=colour,
-                label=label,
-            )
-    gathers.set_xscale("log")
-    gathers.set_xlabel("group, MiB")
-    gathers.set_ylabel("predicted over measured gather, %")
-    gathers.legend(fontsize=7)
-    return figure
-
-
-def cost_repeatability(result: dict):
-    """Two measurements of every size over each other; what the table said wavers is hollow."""
-    figure, (axis,) = figure_of(6, 5.5)
-    for said, face in ((True, "none"), (False, OURS)):
-        rows = [row for row in result["rows"] if row["said"] == said]
-        axis.scatter(
-            [row["first_us"] for row in rows],
-            [row["second_us"] for row in rows],
-            facecolors=face,
-            edgecolors=OURS,
-            label="the table says it wavers" if said else "steady",
-        )
-    ends = [min(row["first_us"] for row in result["rows"]), max(row["first_us"] for row in result["rows"])]
-    axis.plot(ends, ends, color="black", linewidth=0.8)
-    axis.fill_between(
-        ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="#e8f0e8", label="within 10 %"
-    )
-    axis.set(
-        xscale="log",
-        yscale="log",
-        xlabel="first measurement, us",
-        ylabel="second, us",
-        title="Two measurements in a row, sizes of 1 MiB and more",
-    )
-    axis.legend(fontsize=8)
-    return figure
-
-
 def main_job(result: dict):
     """Stock beside scheduled: iteration, thread's time in gathers, what of it is exposed."""
     figure, axes = figure_of(9, 3.6, 1, 3)
@@ -397,63 +333,6 @@ def gpu_offload(result: dict):
     return figure
 
 
-def balance_measured(result: dict):
-    """Iteration time of both placements: predicted by two tables, and measured."""
-    figure, (axis,) = figure_of(6, 3.2)
-    rows = [(f"predicted: {row['means'].split(':')[0]}", row) for row in result["predicted"].values()]
-    measured = result["measured_us"]
-    rows.append(("measured", {"even_us": measured["even"], "balanced_us": measured["balanced"]}))
-    for shift, name, title, colour in ((-0.2, "even_us", "even", OTHER), (0.2, "balanced_us", result["layout"], OURS)):
-        places = [number + shift for number in range(len(rows))]
-        axis.barh(places, [row[name] / 1e3 for _, row in rows], height=0.4, color=colour, label=title)
-    axis.set_yticks(
-        range(len(rows)), [title.replace(", as", ",\nas").replace("measuring", "\nmeasuring") for title, _ in rows]
-    )
-    axis.set_xlabel("iteration time, ms")
-    axis.invert_yaxis()
-    axis.legend(fontsize=8)
-    return figure
-
-
-def runtime_claims(result: dict):
-    """Ratios of adjacent slices, 10th to 90th percentile, and the limit of each."""
-    parts = [
-        (name, title)
-        for name, title in (
-            ("overhead", "all-gpu to stock, iteration time"),
-            ("nvme", "our reads to a plain reader's, bytes a second"),
-        )
-        if name in result
-    ]
-    figure, axes = figure_of(4.5 * len(parts), 3.4, 1, len(parts))
-    for axis, (name, title) in zip(axes, parts):
-        rows = {key: row for key, row in result[name].items() if isinstance(row, dict)}
-        medians = [row["median"] for row in rows.values()]
-        distances = [
-            [row["median"] - row["p10"] for row in rows.values()],
-            [row["p90"] - row["median"] for row in rows.values()],
-        ]
-        axis.bar(
-            range(len(rows)),
-            medians,
-            color=[OURS if row["holds"] else BAD for row in rows.values()],
-            yerr=distances,
-            error_kw={"elinewidth": 1, "ecolor": "#444444"},
-        )
-        limit = "at_most" if "at_most" in result[name] else "at_least"
-        axis.axhline(
-            result[name][limit],
-            color="black",
-            linestyle=":",
-            linewidth=1,
-            label=f"asked: {limit.replace('_', ' ')} {result[name][limit]:g}",
-        )
-        axis.set_xticks(range(len(rows)), [key.replace("_", " ") for key in rows], fontsize=8)
-        axis.set_title(title, fontsize=9)
-        axis.legend(fontsize=7, loc="lower right")
-    return figure
-
-
 def device_limits(result: dict):
     """Iteration time over device memory in all, a line a layout; bill to census; losses beside stock's."""
     figure, (times, bills, losses) = figure_of(12, 3.6, 3)
@@ -514,20 +393,6 @@ def delayed_update(result: dict):
     return figure
 
 
-def step_beside_backward(result: dict):
-    """Iteration time with and without; what is hidden, by rank and iteration."""
-    figure, (times, hidden) = figure_of(8, 3.4, 1, 2)
-    names = {"waits": "the step waits", "beside": "beside the backward"}
-    times.bar(range(2), [result["iteration_us"][name] / 1e3 for name in names], color=(OTHER, OURS))
-    times.set_xticks(range(2), list(names.values()), fontsize=8)
-    times.set(ylabel="iteration, ms")
-    hidden.plot(sorted(100 * share for share in result["by_iteration"]), "o", color=OURS)
-    hidden.axhline(50, color="black", linestyle=":", linewidth=1, label="asked: at least half")
-    hidden.set(xlabel="ranks and iterations, in order", ylabel="step and publishing hidden, %", ylim=(0, 100))
-    hidden.legend(fontsize=7)
-    return figure
-
-
 def states_on_drive(result: dict):
     """Rates by slice; iteration times beside ZeRO-Infinity's; where the bytes of the larger model were."""
     figure, (rates, times, places) = figure_of(12, 3.6, 1, 3)
@@ -554,29 +419,10 @@ def states_on_drive(result: dict):
     return figure
 
 
-def three_links(result: dict):
-    """When each of three links is busy in one iteration, simulated and measured; shaded: all of them at once."""
-    figure, axes = figure_of(11, 4.6, 2, 1)
-    for axis, kind in zip(axes, ("simulated", "measured")):
-        rows, share = result["busy_us"][kind], result[kind]
-        for place, (lane, colour) in enumerate((("nvme", OTHER), ("cpu", LIGHT), ("gpu", OURS))):
-            spans = [(begin / 1e3, (end - begin) / 1e3) for begin, end in rows[lane]]
-            axis.broken_barh(spans, (place - 0.35, 0.7), color=colour)
-        for begin, end in rows["all at once"]:
-            axis.axvspan(begin / 1e3, end / 1e3, color=BAD, alpha=0.15, linewidth=0)
-        axis.set_yticks(range(3), [f"{lane}: {share[lane]:.0%}" for lane in ("nvme", "cpu", "gpu")])
-        axis.set_title(f"{kind}: all at once {share['all at once']:.0%} of the iteration", fontsize=10)
-        axis.set_xlim(left=0)
-    axes[-1].set_xlabel("ms of one iteration, rank 0; network, host link and drive are emulated")
-    return figure
-
-
 PICTURES = {
     function.__name__: function
     for function in (
         emulated_cluster,
-        cost_prediction,
-        cost_repeatability,
         main_job,
         hot_path,
         host_step,
@@ -586,16 +432,12 @@ PICTURES = {
         parity,
         device_limits,
         delayed_update,
-        three_links,
         patched_iteration_time,
         endurance,
         robustness,
         strict_device,
         gpu_offload,
-        balance_measured,
-        runtime_claims,
         states_on_drive,
-        step_beside_backward,
     )
 }
 

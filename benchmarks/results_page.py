@@ -136,19 +136,6 @@ def host_step(result: dict) -> str:
     )
 
 
-def three_links(result: dict) -> str:
-    measured, simulated = result["measured"], result["simulated"]
-    each = ", ".join(f"{lane} {measured[lane]:.0%}" for lane in ("gpu", "cpu", "nvme"))
-    # Of two ranks each receives half of what is gathered.
-    by_bytes = result["routes_bytes"]["gpu"] / 2 / result["options"]["network_mb"] / result["iteration_us"]
-    return (
-        f"links emulated; transfers of all three under way at once {measured['all at once']:.0%} of the iteration, "
-        f"simulated {simulated['all at once']:.0%}; each {each}; an all-gather counts from when both ranks have issued "
-        f"it, and its bytes at the link's rate take {by_bytes:.0%} of the iteration; iteration predicted "
-        f"{result['predicted_iteration_us'] / result['iteration_us'] - 1:+.0%} off"
-    )
-
-
 def endurance(result: dict) -> str:
     grown = max(rank["anonymous_bytes"]["late"] / rank["anonymous_bytes"]["early"] - 1 for rank in result["ranks"])
     files = max(rank["open_files"]["late"] - rank["open_files"]["early"] for rank in result["ranks"])
@@ -210,44 +197,6 @@ def planner_scale(result: dict) -> str:
         "over the lower bound "
         + ", ".join(f"{row['over_bound']:.1%} ({name})" for name, row in result["in_little_memory"].items())
     )
-
-
-def runtime_claims(result: dict) -> str:
-    overhead, nvme = result["overhead"], result["nvme"]
-    return (
-        f"all-gpu schedule to stock: {overhead['pp2']['median']:.2f} (PP 2), {overhead['dp4']['median']:.2f} (DP 4); "
-        f"drive reads to a plain reader's rate: {nvme['reads']['median']:.2f}"
-    )
-
-
-def step_beside_backward(r: dict) -> str:
-    def share(kind: str, ours: str, theirs: str, of: dict = r) -> str:
-        one, other = of[kind][ours], of[kind][theirs]
-        return f"{sum(one.values()) / sum(other.values()) if isinstance(one, dict) else one / other:.2f}"
-
-    def compared(of: dict) -> str:
-        return (
-            f"losses {'equal' if of['losses_equal'] else 'DIFFER'}; iteration time "
-            f"{share('iteration_us', 'beside', 'waits', of)} of that of the step that waits (predicted "
-            f"{share('predicted_us', 'beside', 'waits', of)})"
-        )
-
-    low, high = r["spread"]
-    text = f"{r['hidden']:.0%} ({low:.0%} to {high:.0%}) at PP 2 x VP 2 with 8 micro-batches; {compared(r)}"
-    if "waits, slots" in r["iteration_us"]:
-        memory, time = (share(kind, "waits, slots", "waits") for kind in ("host_bytes", "optimizer_us"))
-        device = share("optimizer_us", "waits, slots, cast on the device", "waits")
-        text += (
-            f". With gradients and parameters through slots: host memory {memory}, time in the optimizer at the end "
-            f"{time} of those without ({device} cast on the device), where copies are the processor's own"
-        )
-    if "nvme" in r:
-        drive = r["nvme"]["drive_hidden"]
-        text += (
-            f". With all states on the drive: of its time {drive['beside']:.0%} hidden, without {drive['waits']:.0%}; "
-            f"{compared(r['nvme'])}"
-        )
-    return text
 
 
 def states_on_drive(result: dict) -> str:
@@ -360,16 +309,6 @@ ROWS = {
             f"true gain in the 90 % interval in {result['summary']['covered']:.0%}"
         ),
     ),
-    "balance_measured": Row(
-        "Are stages that `balance` has placed faster, in a real checkout?",
-        "benchmarks/balance_measured.py MIRROR",
-        lambda r: (
-            f"`{r['layout']}` to an even placement, {r['release']}: "
-            f"{r['measured_ratio']['median']:.2f} ± {2 * r['measured_ratio']['standard_error']:.2f}; predicted "
-            f"{r['predicted']['own_processors']['ratio']:.2f} with a processor to each rank, "
-            f"{r['predicted']['costs']['ratio']:.2f} with the {r['processors_while_measured']:.1f} that were free"
-        ),
-    ),
     "exact_gaps": Row(
         "How far is hybrid from the exact solver on random small cases?",
         "benchmarks/exact_gaps.py",
@@ -383,17 +322,11 @@ ROWS = {
         "Is the host's step as fast as memory, and how long do pages take?", "benchmarks/host_step.py", host_step
     ),
     "hot_path": Row("What does our Python cost the training thread?", "benchmarks/hot_path.py", hot_path),
-    "step_beside_backward": Row(
-        "What of the host's step and of publishing is hidden beside the backward, without a delay?",
-        "benchmarks/step_beside_backward.py",
-        step_beside_backward,
-    ),
     "states_on_drive": Row(
         "What do optimizer states on a drive cost, and what can be trained by them?",
         "benchmarks/states_on_drive.py",
         states_on_drive,
     ),
-    "runtime_claims": Row("What do the runtime and drive reads cost?", "benchmarks/runtime_claims.py", runtime_claims),
     "patched_iteration_time": Row(
         "Patched without the option, to unpatched", "benchmarks/patched_iteration_time.py MIRROR", patched
     ),
@@ -412,25 +345,7 @@ ROWS = {
         "benchmarks/delayed_update.py",
         delayed_update,
     ),
-    "three_links": Row("Are network, host link and drive busy at once?", "benchmarks/three_links.py", three_links),
     "endurance": Row("Does anything grow?", "benchmarks/endurance.py", endurance),
-    "cost_prediction": Row(
-        "Are gathers and iterations what the cost table predicts?",
-        "benchmarks/cost_prediction.py",
-        lambda r: (
-            f"iterations within 10 %: {r['iterations_within_10_percent']}; gathers within 15 %: "
-            f"{r['gathers_within_15_percent']}"
-        ),
-    ),
-    "cost_repeatability": Row(
-        "Do two measurements in a row agree?",
-        "benchmarks/cost_repeatability.py",
-        lambda r: (
-            f"{r['within_10_percent']} of {r['sizes']} sizes within 10 %; {r['off_and_said']} are off and the table "
-            "says so; "
-            f"{r['off_and_silent']} are off without a word"
-        ),
-    ),
 }
 
 

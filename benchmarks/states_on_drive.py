@@ -35,7 +35,6 @@ import torch
 from machine import about_this_machine
 from measuring import CORPUS, describe, training_command
 from msgspec.structs import replace
-from runtime_claims import united
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats import trace as traces
@@ -293,6 +292,17 @@ def larger(args, folder: Path) -> dict:
         "left_on_drive": os.listdir(args.nvme),
     }
     return found | {"holds": finite and not found["left_on_drive"] and (args.layers or found["states_bytes"] > memory)}
+
+
+def united(spans) -> list[tuple[float, float]]:
+    """The union of intervals, in order."""
+    found: list[tuple[float, float]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return found
 
 
 def drive_rates(events: list, size_bytes: int) -> dict[str, float]:

@@ -40,7 +40,7 @@ from megatron_ext.workload.route import ROUTES
 
 SYSTEMATIC = 0.05
 """Standard deviation of what all figures of one curve are off by together, beyond what their own noise explains. It was
-4 % between two measurements in a row (benchmarks/results/cost_repeatability.json)."""
+4 % between two measurements in a row on the CPU test bench."""
 
 TRANSFERS = ("gpu", "cpu", "nvme", "publish", "reduce")
 ON_HOST = ("host_step", "host_add")
