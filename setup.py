@@ -16,5 +16,9 @@ setup(
     packages=[*find_packages(include=["megatron_ext", "megatron_ext.*"]), "megatron_ext.patches"],
     # The patch files lie at the top of the repository, where people look for them.
     package_dir={"megatron_ext.patches": "patches"},
-    package_data={"megatron_ext.patches": ["*.patch", "*.json"], "megatron_ext.cost": ["hardware/*.json"]},
+    package_data={
+        "megatron_ext": ["py.typed"],
+        "megatron_ext.patches": ["*.patch", "*.json"],
+        "megatron_ext.cost": ["hardware/*.json"],
+    },
 )

@@ -12,7 +12,7 @@ import sys
 
 import click
 
-from megatron_ext import __version__
+from megatron_ext.cli import said_version
 from megatron_ext.cli.advise import advise
 from megatron_ext.cli.balance import balance
 from megatron_ext.cli.cost import cost_group
@@ -32,7 +32,7 @@ from megatron_ext.formats.errors import InputError, one_line
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="megatron-ext")
+@said_version.option
 def cli() -> None:
     """Measure gather routes, plan a user_defined_schedule, patch and train Megatron by it."""
 
