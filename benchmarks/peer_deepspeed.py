@@ -3,11 +3,7 @@
     peer_deepspeed.py WAY OPTIONS      WAY: zero3, offload, infinity
 
 [Note: how DeepSpeed is set]
-Transformer layers are leaf modules, so a layer is gathered in one collective instead of one for
-each of its small modules; Megatron's layers also use the bias of a linear module outside of it,
-which ZeRO-3 must know of. A layer is prefetched ahead. Vectors stay whole
-(stage3_param_persistence_threshold, the value that DeepSpeed's integrations choose: ten times the
-hidden size), and at most half of the parameters may be live, as for our zero stage 3.
+As tests/helpers/deepspeed_zero3.py says.
 
 ``infinity`` is ZeRO-Infinity: parameters and optimizer states rest on the drive at PEER_NVME, read and written by
 DeepSpeed's own asynchronous I/O and stepped by its own Adam; both are built by g++, the first with libaio-dev (Debian).
@@ -15,25 +11,17 @@ Buffers are as many as reading and writing ahead need, and as large as the large
 """
 
 import os
+import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("DS_BUILD_OPS", "0")
 
 from peer_training import Peer, adam, batch_loss, main, states_of  # noqa: I001  first: it makes Megatron work without a GPU
 
 import deepspeed
-from deepspeed.utils import set_z3_leaf_modules
-from megatron.core.transformer.transformer_layer import TransformerLayer
-
-
-def pass_hidden_states_by_position() -> None:
-    """DeepSpeed sees only positional inputs of a module; Megatron calls its layers by keywords, and
-    DeepSpeed would reduce a layer's gradients before they are there."""
-    call = TransformerLayer.__call__
-    TransformerLayer.__call__ = lambda layer, *args, hidden_states=None, **kwargs: call(
-        layer, *((hidden_states,) if hidden_states is not None else ()), *args, **kwargs
-    )
-
+import deepspeed_zero3
 
 AIO = {
     "block_size": 1 << 20,
@@ -61,40 +49,19 @@ class DeepSpeed(Peer):
         super().__init__(args, way, config, chunks)
         (model,) = chunks
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-        pass_hidden_states_by_position()
-        set_z3_leaf_modules(model, [TransformerLayer])
-        layer = sum(p.numel() for p in model.decoder.layers[0].parameters())
-        zero = {
-            "stage": 3,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "reduce_bucket_size": layer,
-            "stage3_prefetch_bucket_size": layer,
-            "stage3_param_persistence_threshold": 10 * args.hidden_size,
-            "stage3_max_live_parameters": sum(p.numel() for p in model.parameters()) // 2,
-            "stage3_max_reuse_distance": 0,
-        }
+        deepspeed_zero3.pass_hidden_states_by_position()
+        zero = {}
         if way == "offload":  # without DeepSpeedCPUAdam, which must be built: torch's AdamW, as for everybody
-            zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+            zero = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
         if way == "infinity":
-            zero |= on_drive(max(p.numel() for p in model.parameters()))
-        settings = {
-            **({"aio": AIO} if way == "infinity" else {}),
-            "train_micro_batch_size_per_gpu": args.micro_batch_size,
-            "gradient_accumulation_steps": args.num_microbatches,
-            "gradient_clipping": args.clip_grad,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 1 << 30,
-            "bf16": {"enabled": args.bf16},
-        }
+            zero = on_drive(max(p.numel() for p in model.parameters()))
         optimizer = adam(args, model.named_parameters())
         if way == "infinity":
             from deepspeed.ops.adam import DeepSpeedCPUAdam  # builds it
 
             optimizer = DeepSpeedCPUAdam(optimizer.param_groups, lr=args.lr, betas=(0.9, 0.999), eps=1e-8)
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        more = {"aio": AIO} if way == "infinity" else {}
+        self.engine = deepspeed_zero3.initialize(model, optimizer, args, zero, **more)
 
     def on_host(self):
         """Shards, gradients and optimizer states of the ``offload`` way, by the names that ZeRO-3 gives them."""

@@ -306,7 +306,13 @@ def strict_device(result: dict):
     return figure
 
 
-COLOURS = {"ours": OURS, "Megatron": "black", "Megatron, optimizer on the host": OTHER, "FSDP2, CPU offload": BAD}
+COLOURS = {
+    "ours": OURS,
+    "Megatron": "black",
+    "Megatron, optimizer on the host": OTHER,
+    "FSDP2, CPU offload": BAD,
+    "DeepSpeed ZeRO-3, CPU offload": "tab:orange",
+}
 
 
 def gpu_offload(result: dict):
@@ -316,7 +322,7 @@ def gpu_offload(result: dict):
     figure, axes = figure_of(4.2 * wide, 3.4 * high, high, wide)
     for axis, (size, count) in zip(axes, panels):
         rows = [row for row in result["rows"] if (row["size"], row["micro_batches"]) == (size, count)]
-        for line, mark in zip(dict.fromkeys(row["line"] for row in result["rows"]), "sovD"):
+        for line, mark in zip(dict.fromkeys(row["line"] for row in result["rows"]), "sovD^"):
             own = sorted((row for row in rows if row["line"] == line), key=lambda row: row["device_peak_bytes"])
             x, y = [row["device_peak_bytes"] / 1e9 for row in own], [row["iteration_ms"] for row in own]
             axis.plot(x, y, marker=mark, label=line, color=COLOURS[line])

@@ -1,4 +1,5 @@
-"""Trainings that the tier times: the same model by stock Megatron, by plans within less memory, and by FSDP2.
+"""Trainings that the tier times: the same model by stock Megatron, by plans within less memory, by FSDP2
+and by DeepSpeed.
 
 The first four are the case whose figures docs/gpu.md has. The others are those of ``benchmarks/gpu_offload.py``.
 """
@@ -40,7 +41,7 @@ class Timed(NamedTuple):
     size: str = "1.6B"
     micro_batches: int = 4
     options: str = ""
-    system: Literal["megatron", "ours", "fsdp2"] = "megatron"
+    system: Literal["megatron", "ours", "fsdp2", "deepspeed"] = "megatron"
     overlapped: bool = False
     limit_device_bytes: int | None = None
     percent: int | None = None
@@ -64,9 +65,9 @@ class Timed(NamedTuple):
 
     def seconds(self) -> float:
         """It may take, on one H200: building, and six iterations at 3.3 times the time of stock Megatron, or with FSDP2
-        at 26 times (docs/gpu.md)."""
+        at 26 times (docs/gpu.md), which DeepSpeed gets as well."""
         iteration = 0.65 * self.micro_batches / 4 * self.parameters / 1.6e9
-        slower = 26.0 if self.system == "fsdp2" else 3.3
+        slower = 26.0 if self.system in ("fsdp2", "deepspeed") else 3.3
         return 8 + 6 * iteration * slower + 5 * self.parameters / 1.6e9
 
 
@@ -82,6 +83,7 @@ def _rows(size: str, micro_batches: int, percents: tuple[int, ...], *, peers: bo
     if peers:
         found += [row("stock, optimizer on the host, overlapped", options=ON_HOST, overlapped=True)]
         found += [row("FSDP2, CPU offload", system="fsdp2")]
+        found += [row("DeepSpeed ZeRO-3, CPU offload", system="deepspeed")]
     for percent in percents:
         what = f"ours within {percent} %" if percent else "ours, the least"
         found.append(row(what, system="ours", percent=percent))

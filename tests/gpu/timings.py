@@ -15,6 +15,7 @@ import msgspec
 from rank_setup import leave, start
 
 import trained_model  # isort: skip - Megatron is imported by it
+import deepspeed_training
 import fsdp2_training
 import model_and_optimizer
 import torch
@@ -44,7 +45,7 @@ class TimeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoPlan(Exception):
-    """Nothing fits, or planning has failed."""
+    """Nothing fits, planning has failed, or what trains is not installed."""
 
 
 class Clock:
@@ -117,6 +118,11 @@ def timed(job: TimeJob, name: str) -> dict:
     before, begun = host_bytes(), time.monotonic()
     if row.system == "fsdp2":
         losses = fsdp2_training.train(args, clock)
+    elif row.system == "deepspeed":
+        try:
+            losses = deepspeed_training.train(args, clock)
+        except ImportError as error:
+            raise NoPlan(f"pip install deepspeed into .venv: {error}") from error
     else:
         with host_optimizer_of(row):
             losses = trained_model.train(args, path, stock=False, at_micro_batch=clock).losses
