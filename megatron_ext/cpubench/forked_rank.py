@@ -7,6 +7,7 @@ Only on the CPU, because CUDA does not survive a fork, and only for scripts whos
 """
 
 import atexit
+import gc
 import importlib
 import os
 import runpy
@@ -44,6 +45,7 @@ def import_script(script: str) -> bool:
         importlib.import_module(Path(script).stem)
     except BaseException:  # SystemExit too: the ranks end as they would without this
         return False
+    gc.freeze()  # collections in ranks do not look at what was imported
     return threading.active_count() == 1
 
 
