@@ -4,6 +4,7 @@ import random
 
 import pytest
 from planning_cases import make_table, make_workload, uneven_case
+from variations import some
 
 from megatron_ext.bounds.critical_path import compute_durations, earliest, tails
 from megatron_ext.bounds.device_memory import step_us, with_device_memory
@@ -107,7 +108,7 @@ def test_back_and_forth_through_one_chunk_needs_no_more_than_its_steps():
     assert plan(work, table).predicted.iteration_time_us == pytest.approx(lower_bound(work, timing), rel=0.01)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", some(range(5), 3))
 def test_nothing_is_faster(seed):
     draw = random.Random(seed)
     pp, vp = draw.choice(((1, 1), (2, 1), (3, 1), (2, 2), (3, 2)))
