@@ -24,7 +24,7 @@ def check_fits(workload: Workload) -> None:
     for pp_rank in range(parallel.pp):
         if workload.zero_stage < 3:
             need = sum(
-                group_bytes(part, parallel.dp) for chunk in workload.chunks_of_rank(pp_rank) for part in buckets(chunk)
+                group_bytes(part, parallel) for chunk in workload.chunks_of_rank(pp_rank) for part in buckets(chunk)
             )
             where = f"pipeline rank {pp_rank} keeps {need} bytes of whole parameters from its first step on"
         else:
@@ -72,7 +72,7 @@ def _layers(workload: Workload, pp_rank: int):
     for chunk in workload.chunks_of_rank(pp_rank):
         layers: dict[int, int] = {}
         for part in layer_buckets(chunk):
-            size = group_bytes(part, workload.parallel.dp)
+            size = group_bytes(part, workload.parallel)
             for layer in range(part[0].layer, max(p.uses[-1] for p in part) + 1):  # what others borrow stays until then
                 layers[layer] = layers.get(layer, 0) + size
         for layer, size in sorted(layers.items()):

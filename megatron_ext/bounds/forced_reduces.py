@@ -38,15 +38,18 @@ def forced_reduce_us(workload: Workload, timing: Timing, pp_rank: int) -> float:
 
 
 def _always_there(workload: Workload, pp_rank: int) -> int:
-    groups = [
-        Group(
-            pp_rank=pp_rank,
-            model_chunk_id=chunk.model_chunk_id,
-            parameters=tuple(p.name for p in chunk.parameters if p.dtype == dtype),
-            bytes=sum(p.bytes for p in chunk.parameters if p.dtype == dtype),
-        )
-        for chunk in workload.chunks_of_rank(pp_rank)
-        for dtype in sorted({p.dtype for p in chunk.parameters})
-    ]
+    groups = []
+    for chunk in workload.chunks_of_rank(pp_rank):
+        for expert, dtype in sorted({(p.expert, p.dtype) for p in chunk.parameters}):
+            members = [p for p in chunk.parameters if (p.expert, p.dtype) == (expert, dtype)]
+            groups.append(
+                Group(
+                    pp_rank=pp_rank,
+                    model_chunk_id=chunk.model_chunk_id,
+                    parameters=tuple(p.name for p in members),
+                    bytes=sum(p.bytes for p in members),
+                    ranks=workload.parallel.ranks_of(expert),
+                )
+            )
     held, _ = resting_bytes(groups, workload)
     return held.get("main_parameters", 0) + held.get("optimizer_states", 0)

@@ -9,7 +9,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.memory_bill import activation_peaks, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.bucket_rules import buckets
-from megatron_ext.workload.workload import Chunk, Workload, group_bytes
+from megatron_ext.workload.workload import Chunk, Workload, group_bytes, group_ranks
 
 
 def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None) -> Workload:
@@ -64,13 +64,13 @@ def groups_of_rank(workload: Workload, pp_rank: int, shard_rests, *, single: boo
     for chunk in workload.chunks_of_rank(pp_rank):
         for part in [(p,) for p in chunk.parameters] if single else buckets(chunk):
             names = tuple(p.name for p in part)
-            size = group_bytes(part, workload.parallel.dp)
             groups.append(
                 Group(
                     pp_rank=pp_rank,
                     model_chunk_id=chunk.model_chunk_id,
                     parameters=names,
-                    bytes=size,
+                    bytes=group_bytes(part, workload.parallel),
+                    ranks=group_ranks(part, workload.parallel),
                     shard_rests=shard_rests,
                 )
             )

@@ -11,7 +11,10 @@ COMMANDS = {
 """By kind of file, the command that makes it."""
 
 SCHEMA_VERSION = 2
-"""Of cost tables, workloads and schedules."""
+"""Of cost tables and workloads."""
+
+SCHEDULE_VERSION = 3
+"""Of schedules: groups say their ranks."""
 
 
 def check_version(kind: str, version: int, *, file=None, error: type[InputError] = InputError) -> None:
@@ -20,6 +23,7 @@ def check_version(kind: str, version: int, *, file=None, error: type[InputError]
     Raises:
         InputError: naming the version and the command that makes the file anew.
     """
-    if version != SCHEMA_VERSION:
-        message = f"this release reads version {SCHEMA_VERSION}; make the file anew: {COMMANDS[kind]}"
+    ours = SCHEDULE_VERSION if kind == "user_defined_schedule" else SCHEMA_VERSION
+    if version != ours:
+        message = f"this release reads version {ours}; make the file anew: {COMMANDS[kind]}"
         raise error(message, file=file, field="schema_version", value=version)

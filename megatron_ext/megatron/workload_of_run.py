@@ -57,4 +57,6 @@ def parallel_of_megatron(args) -> Parallel:
         group=group,
         gpus_per_node=ranks_on_this_node(),
         order="interleaved" if vp else None,
+        ep=getattr(args, "expert_model_parallel_size", 1),
+        etp=getattr(args, "expert_tensor_parallel_size", None),
     )

@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 from megatron_ext.schedule.user_defined_schedule import (
-    SCHEMA_VERSION,
+    SCHEDULE_VERSION,
     Group,
     Metadata,
     Model,
@@ -19,7 +19,7 @@ from megatron_ext.schedule.user_defined_schedule import (
 )
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.step_order import steps_of_ranks
-from megatron_ext.workload.workload import Workload, fingerprint, group_bytes
+from megatron_ext.workload.workload import Workload, fingerprint, group_bytes, group_ranks
 
 
 class Placed(NamedTuple):
@@ -48,12 +48,13 @@ def make_group(workload: Workload, pp_rank: int, model_chunk_id: int, parameters
 
     ``algorithm(pp_rank, bytes)`` says how it goes by ``gpu``; without it, by one all-gather.
     """
-    size = group_bytes(parameters, workload.parallel.dp)
+    size = group_bytes(parameters, workload.parallel)
     return Group(
         pp_rank=pp_rank,
         model_chunk_id=model_chunk_id,
         parameters=tuple(p.name for p in parameters),
         bytes=size,
+        ranks=group_ranks(parameters, workload.parallel),
         algorithm=algorithm(pp_rank, size) if algorithm else None,
     )
 
@@ -103,7 +104,7 @@ def assemble(
         start = Start(tuple(stages.get(-1, ())), tuple(unshards.get(-1, ())))
         ranks.append(Rank(pp_rank=pp_rank, start=start, steps=entries))
     return Schedule(
-        schema_version=SCHEMA_VERSION,
+        schema_version=SCHEDULE_VERSION,
         kind="user_defined_schedule",
         metadata=Metadata(planner=planner, options=options or PlanOptions()),
         parallel=workload.parallel,

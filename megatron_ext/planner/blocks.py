@@ -70,7 +70,7 @@ def _padded_bytes(workload: Workload, chunk: Chunk, first: int, last: int) -> in
         if parameter.uses[-1] >= first and parameter.layer <= last:
             alone = parameter.shared_embedding or parameter.borrowed_by
             members.setdefault((parameter.dtype, parameter.name if alone else None), []).append(parameter)
-    return sum(group_bytes(part, workload.parallel.dp) for part in members.values())
+    return sum(group_bytes(part, workload.parallel) for part in members.values())
 
 
 def make_blocks(

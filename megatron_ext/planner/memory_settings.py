@@ -36,7 +36,7 @@ def _whole_bytes(workload: Workload) -> list[int | None]:
         return [None]
     parallel = workload.parallel
     everything = max(
-        sum(group_bytes([p], parallel.dp) for chunk in workload.chunks_of_rank(rank) for p in chunk.parameters)
+        sum(group_bytes([p], parallel) for chunk in workload.chunks_of_rank(rank) for p in chunk.parameters)
         for rank in range(parallel.pp)
     )
     least = max(largest_layers(workload))

@@ -59,7 +59,7 @@ def _must_stream(workload: Workload, pp_rank: int) -> bool:
     if workload.zero_stage < 3 or limit is None:
         return False
     chunks = workload.chunks_of_rank(pp_rank)
-    return max(sum(group_bytes([p], workload.parallel.dp) for p in chunk.parameters) for chunk in chunks) > limit
+    return max(sum(group_bytes([p], workload.parallel) for p in chunk.parameters) for chunk in chunks) > limit
 
 
 def _must_not_part(workload: Workload, pp_rank: int) -> bool:
@@ -68,11 +68,7 @@ def _must_not_part(workload: Workload, pp_rank: int) -> bool:
     if workload.zero_stage == 3 or limit is None:
         return False
     return (
-        sum(
-            group_bytes([p], workload.parallel.dp)
-            for chunk in workload.chunks_of_rank(pp_rank)
-            for p in chunk.parameters
-        )
+        sum(group_bytes([p], workload.parallel) for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters)
         > limit
     )
 

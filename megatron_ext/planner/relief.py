@@ -26,7 +26,7 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.nodes import ranks_of_copy
 from megatron_ext.workload.route import piece_buffer_bytes
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS
-from megatron_ext.workload.workload import Workload, group_bytes
+from megatron_ext.workload.workload import Workload, group_bytes, group_ranks
 
 Relief = Literal["sharded", "host", "alone", "shards"]
 """Gradients added up in shards on the device, or in host memory; of these, gradients that are allocated when the one
@@ -349,7 +349,8 @@ def _fixed_bytes(workload: Workload, rank: int) -> int:
             pp_rank=rank,
             model_chunk_id=chunk.model_chunk_id,
             parameters=(p.name,),
-            bytes=group_bytes([p], workload.parallel.dp),
+            bytes=group_bytes([p], workload.parallel),
+            ranks=group_ranks([p], workload.parallel),
         )
         for chunk in workload.chunks_of_rank(rank)
         for p in chunk.parameters

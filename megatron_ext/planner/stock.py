@@ -12,7 +12,7 @@ release from core_v0.9.0 to core_v0.19.0 does so.
 """
 
 from megatron_ext.schedule.user_defined_schedule import (
-    SCHEMA_VERSION,
+    SCHEDULE_VERSION,
     Group,
     Metadata,
     Model,
@@ -25,7 +25,7 @@ from megatron_ext.schedule.user_defined_schedule import (
 )
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets, stock_buckets
 from megatron_ext.workload.step_order import schedule_table, steps_of_ranks
-from megatron_ext.workload.workload import Workload, fingerprint, group_bytes
+from megatron_ext.workload.workload import Workload, fingerprint, group_bytes, group_ranks
 
 STOCK = "stock Megatron"
 OVERLAPPED, SYNCHRONOUS = f"{STOCK} with --overlap-param-gather", f"{STOCK} without --overlap-param-gather"
@@ -43,7 +43,8 @@ def groups_of(workload: Workload, cut=buckets) -> tuple[tuple[Group, ...], list[
                     pp_rank=chunk.pp_rank,
                     model_chunk_id=chunk.model_chunk_id,
                     parameters=tuple(p.name for p in members),
-                    bytes=group_bytes(members, workload.parallel.dp),
+                    bytes=group_bytes(members, workload.parallel),
+                    ranks=group_ranks(members, workload.parallel),
                 )
             )
         of_stage.append(ids)
@@ -171,7 +172,7 @@ def stream(
 
 def _schedule(workload: Workload, groups, ranks) -> Schedule:
     return Schedule(
-        schema_version=SCHEMA_VERSION,
+        schema_version=SCHEDULE_VERSION,
         kind="user_defined_schedule",
         metadata=Metadata(planner="stock"),
         parallel=workload.parallel,

@@ -11,7 +11,7 @@ from megatron_ext.schedule.state_placement import check_states
 from megatron_ext.schedule.step_slots import check_steps_through_slots
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import Workload, fingerprint, group_bytes
+from megatron_ext.workload.workload import Workload, fingerprint, group_bytes, group_ranks
 
 
 def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
@@ -67,6 +67,8 @@ def match_parallel(schedule: Schedule, parallel: Parallel, *, file=None) -> None
         "vp",
         "dp",
         "tensor_model_parallel_size",
+        "ep",
+        "etp",
         "num_microbatches",
         "order",
         "microbatch_group_size",
@@ -78,6 +80,8 @@ def match_parallel(schedule: Schedule, parallel: Parallel, *, file=None) -> None
                 "pp": "pipeline_model_parallel_size",
                 "vp": "virtual_pipeline_model_parallel_size",
                 "dp": "data_parallel_size",
+                "ep": "expert_model_parallel_size",
+                "etp": "expert_tensor_parallel_size",
                 "microbatch_group_size": "microbatch_group_size_per_vp_stage",
                 "node_size": "gpus_per_node",
             }.get(name, name)
@@ -174,11 +178,18 @@ def _match_groups(schedule: Schedule, workload: Workload, file) -> None:
             raise InputError(
                 f"mixes dtypes {sorted({p.dtype for p in members})}; a bucket has one", file=file, field=field
             )
+        if len({p.expert for p in members}) > 1:
+            raise InputError(
+                "mixes parameters of experts with others: they are sharded among other ranks", file=file, field=field
+            )
+        if group.ranks != group_ranks(members, workload.parallel):
+            said = f"in the model these parameters are sharded among {group_ranks(members, workload.parallel)} ranks"
+            raise InputError(said, file=file, field=f"groups[{index}].ranks", value=group.ranks)
         if len(members) > 1 and any(p.shared_embedding for p in members):
             raise InputError("the shared embedding must be a group of its own", file=file, field=field)
-        if group.bytes != group_bytes(members, workload.parallel.dp):
+        if group.bytes != group_bytes(members, workload.parallel):
             raise InputError(
-                f"in the model these parameters take {group_bytes(members, workload.parallel.dp)} (with Megatron's "
+                f"in the model these parameters take {group_bytes(members, workload.parallel)} (with Megatron's "
                 "padding): another size or precision",
                 file=file,
                 field=f"groups[{index}].bytes",

@@ -29,7 +29,7 @@ import msgspec
 from megatron_ext.formats import json_files
 from megatron_ext.formats.facts import Facts
 from megatron_ext.formats.rank_memory import RankMemory
-from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
+from megatron_ext.formats.versions import SCHEDULE_VERSION as SCHEDULE_VERSION
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import Algorithm, Route
@@ -87,7 +87,9 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Parameters that travel together: names as in the workload, in execution order.
 
     ``bytes`` is the whole bucket with Megatron's padding. A group lies in one chunk and has
-    one dtype. The group's id is its index in ``groups``.
+    one dtype. The group's id is its index in ``groups``. ``ranks`` share its shards: the data-parallel ranks or, of a
+    group of experts, the expert-data-parallel ranks (:meth:`Parallel.replicas` says which). A group holds parameters
+    of experts alone or of none.
 
     ``algorithm`` says how route ``gpu`` gathers it: one all-gather over the data-parallel group
     (left out); ``hierarchical``, between nodes first and inside them after; or ``symmetric``, by copy engines through
@@ -113,6 +115,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     model_chunk_id: int
     parameters: tuple[str, ...]
     bytes: int
+    ranks: int
     algorithm: Algorithm | None = None
     shard_rests: Literal["host"] | None = None
     gradients: Literal["sharded", "host"] | None = None

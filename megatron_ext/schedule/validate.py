@@ -108,7 +108,13 @@ def _check_groups(schedule: Schedule, file) -> None:
         parallel.check_place(group.pp_rank, group.model_chunk_id, file=file, field=field, error=InvalidSchedule)
         if group.bytes <= 0:
             raise InvalidSchedule("must be positive", file=file, field=f"{field}.bytes", value=group.bytes)
-        if group.algorithm not in (None, algorithm_of_nodes(parallel, group.pp_rank)):
+        if group.ranks not in (parallel.dp, parallel.expert_dp):
+            ours = f"{parallel.dp} data-parallel ranks" + f" or {parallel.expert_dp} expert-data-parallel" * (
+                parallel.expert_dp != parallel.dp
+            )
+            said = f"expected {ours}, which share its shards"
+            raise InvalidSchedule(said, file=file, field=f"{field}.ranks", value=group.ranks)
+        if group.algorithm not in (None, algorithm_of_nodes(parallel, group.pp_rank, group.ranks)):
             message = _NEEDS[group.algorithm]
             raise InvalidSchedule(message, file=file, field=f"{field}.algorithm", value=group.algorithm)
         if group.shard_rests == "host" and schedule.zero_stage < 3:
@@ -338,7 +344,7 @@ class _RankCheck:
                 action.at,
                 index,
             )
-        if action.route == "cpu_shard" and (self.groups[group].shard_rests != "host" or self.schedule.parallel.dp == 1):
+        if action.route == "cpu_shard" and (self.groups[group].shard_rests != "host" or self.groups[group].ranks == 1):
             self._fail(
                 f"group {group} needs a shard that rests in host memory, and several data-parallel ranks",
                 f"{field}.route",

@@ -1,8 +1,8 @@
 """Which parameters of a chunk share a bucket, by Megatron's own rule and cut at layers.
 
-Source: Megatron-LM ``megatron/core/distributed/param_and_grad_buffer.py`` (one buffer a dtype; the shared
-embedding has a bucket of its own; a bucket is closed when it is full, from the last parameter on) and
-``distributed_data_parallel.py`` (the size of a bucket; one bucket a chunk except in the first stage).
+Source: Megatron-LM ``megatron/core/distributed/param_and_grad_buffer.py`` (one buffer a dtype, experts apart;
+the shared embedding has a bucket of its own; a bucket is closed when it is full, from the last parameter on) and
+``distributed_data_parallel.py`` (the size of a bucket, for experts too; one bucket a chunk except in the first stage).
 """
 
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
@@ -36,10 +36,10 @@ def stock_buckets(chunk: Chunk, data_parallel_size: int, elements: int | None = 
 
 
 def buckets(chunk: Chunk) -> list[list]:
-    """Parameters that may share a bucket: by dtype, the shared embedding apart."""
+    """Parameters that may share a bucket: by dtype, experts and the shared embedding apart."""
     found: dict[tuple, list] = {}
     for parameter in chunk.parameters:
-        key = (parameter.dtype, parameter.name if parameter.shared_embedding else None)
+        key = (parameter.expert, parameter.dtype, parameter.name if parameter.shared_embedding else None)
         found.setdefault(key, []).append(parameter)
     return list(found.values())
 
@@ -49,6 +49,6 @@ def layer_buckets(chunk: Chunk) -> list[list]:
     found: dict[tuple, list] = {}
     for parameter in chunk.parameters:
         alone = parameter.shared_embedding or parameter.borrowed_by
-        key = (parameter.layer, parameter.dtype, parameter.name if alone else None)
+        key = (parameter.layer, parameter.expert, parameter.dtype, parameter.name if alone else None)
         found.setdefault(key, []).append(parameter)
     return list(found.values())

@@ -5,17 +5,25 @@ with commas those of likely groups.
 """
 
 import sys
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
-from megatron_ext.workload.workload import Workload, group_bytes, load
+from megatron_ext.workload.workload import Parameter, Workload, group_bytes, load
 
 
 def largest_group_bytes(workload: Workload) -> int:
     """The largest chunk as one group: nothing larger is gathered at once."""
-    largest = max((group_bytes(chunk.parameters, workload.parallel.dp) for chunk in workload.chunks), default=0)
-    return max(largest, 512)
+    parts = [part for chunk in workload.chunks for part in _by_kind(chunk.parameters)]
+    return max(512, *(group_bytes(part, workload.parallel) for part in parts))
+
+
+def _by_kind(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
+    """Parameters of experts and all others: they never share a group."""
+    for expert in (False, True):
+        if part := [parameter for parameter in parameters if parameter.expert is expert]:
+            yield part
 
 
 def largest_rank_bytes(workload: Workload) -> int:
@@ -35,13 +43,13 @@ def likely_group_bytes(workload: Workload, at_most: int = 8) -> list[int]:
     """Sizes that groups will often have: one layer of each kind, and one chunk. Gathers are best measured at these
     too, for a cost read between other sizes may be off: shards that are a power of two apart, as a weight's often are,
     share sets of a processor's caches (megatron_ext/measure/size_grid.py)."""
-    dp, found = workload.parallel.dp, set()
+    found = set()
     for chunk in workload.chunks:
         parts = [
             chunk.parameters,
             *(tuple(layer) for _, layer in groupby(chunk.parameters, key=lambda parameter: parameter.layer)),
         ]
-        found |= {size for part in parts if (size := group_bytes(part, dp))}
+        found |= {group_bytes(kind, workload.parallel) for part in parts for kind in _by_kind(part)}
     return sorted(found, reverse=True)[:at_most][::-1]
 
 

@@ -8,19 +8,24 @@ from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC, Algorithm
 
 
-def nodes_of_replicas(parallel: Parallel, pp_rank: int, tp_rank: int = 0) -> list[list[int]]:
+def nodes_of_replicas(parallel: Parallel, pp_rank: int, which: int = 0, ranks: int | None = None) -> list[list[int]]:
     """Data-parallel ranks of a pipeline rank by node.
+
+    Args:
+        which, ranks: of the sets of ``ranks`` ranks that :meth:`Parallel.replicas` gives, this one: by default the
+            tensor-parallel rank; of experts, expert-tensor-parallel rank + its size * expert-parallel rank.
 
     Raises:
         InputError: the nodes hold different numbers of them.
     """
     nodes: dict[int, list[int]] = {}
-    for dp_rank in range(parallel.dp):
-        nodes.setdefault(parallel.node_of(pp_rank, dp_rank, tp_rank), []).append(dp_rank)
+    for dp_rank, node in enumerate(parallel.nodes_of(parallel.replicas(pp_rank, ranks)[which])):
+        nodes.setdefault(node, []).append(dp_rank)
     sizes = {len(ranks) for ranks in nodes.values()}
     if len(sizes) > 1:
+        kind = f"{'' if ranks in (None, parallel.dp) else 'expert-'}data-parallel"
         raise InputError(
-            f"spreads the {parallel.dp} data-parallel ranks of pipeline rank {pp_rank} unevenly over {len(nodes)} "
+            f"spreads the {ranks or parallel.dp} {kind} ranks of pipeline rank {pp_rank} unevenly over {len(nodes)} "
             "nodes; host copies need the same number on each",
             field="parallel.gpus_per_node",
             value=parallel.gpus_per_node,
@@ -28,39 +33,38 @@ def nodes_of_replicas(parallel: Parallel, pp_rank: int, tp_rank: int = 0) -> lis
     return list(nodes.values())
 
 
-def ranks_of_copy(parallel: Parallel, pp_rank: int) -> int:
-    """The least data-parallel ranks of a node that share a host copy."""
-    nodes = [parallel.node_of(pp_rank, dp_rank) for dp_rank in range(parallel.dp)]
+def ranks_of_copy(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> int:
+    """The least data-parallel ranks of a node that share a host copy of a group of ``ranks`` ranks (default: DP)."""
+    nodes = parallel.nodes_of(parallel.replicas(pp_rank, ranks)[0])
     return min(map(nodes.count, nodes))
 
 
-def check_spread(parallel: Parallel) -> None:
+def check_spread(parallel: Parallel, ranks: int | None = None) -> None:
     """Refuse nodes that hold different numbers of any group's replicas, as :func:`nodes_of_replicas` does."""
-    for pp_rank, tp_rank in product(range(parallel.pp), range(parallel.tensor_model_parallel_size)):
-        nodes_of_replicas(parallel, pp_rank, tp_rank)
+    for pp_rank in range(parallel.pp):
+        for which in range(len(parallel.replicas(pp_rank, ranks))):
+            nodes_of_replicas(parallel, pp_rank, which, ranks)
 
 
-def has_hierarchy(parallel: Parallel, pp_rank: int) -> bool:
+def has_hierarchy(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> bool:
     """Whether the data-parallel groups of a pipeline rank span nodes with several ranks on each, as
     many on one as on another: then a gather can go between nodes first and inside them after."""
+    sets = range(len(parallel.replicas(pp_rank, ranks)))
     try:
-        nodes = [
-            nodes_of_replicas(parallel, pp_rank, tp_rank) for tp_rank in range(parallel.tensor_model_parallel_size)
-        ]
+        nodes = [nodes_of_replicas(parallel, pp_rank, which, ranks) for which in sets]
     except InputError:
         return False
-    return all(len(ranks) > 1 and len(ranks[0]) > 1 for ranks in nodes)
+    return all(len(of_nodes) > 1 and len(of_nodes[0]) > 1 for of_nodes in nodes)
 
 
-def algorithm_of_nodes(parallel: Parallel, pp_rank: int) -> Algorithm | None:
-    """The algorithm of route ``gpu`` that the nodes of a pipeline rank allow beside one plain all-gather."""
-    if has_hierarchy(parallel, pp_rank):
+def algorithm_of_nodes(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> Algorithm | None:
+    """The algorithm of route ``gpu`` that the nodes of a pipeline rank allow beside one plain all-gather of a group of
+    ``ranks`` ranks (default: DP)."""
+    if has_hierarchy(parallel, pp_rank, ranks):
         return HIERARCHICAL
-    on_one = all(
-        len({parallel.node_of(pp_rank, dp_rank, tp_rank) for dp_rank in range(parallel.dp)}) == 1
-        for tp_rank in range(parallel.tensor_model_parallel_size)
-    )
-    return SYMMETRIC if on_one and parallel.dp > 1 else None
+    sets = parallel.replicas(pp_rank, ranks)
+    on_one = all(len({*parallel.nodes_of(members)}) == 1 for members in sets)
+    return SYMMETRIC if on_one and len(sets[0]) > 1 else None
 
 
 def pinned_bytes_of_nodes(parallel: Parallel, copies: Sequence[int], of_ranks: Sequence[int]) -> list[int]:

@@ -1,5 +1,6 @@
 """Parallel sizes of a run, in Megatron's words, and which combinations Megatron accepts."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -25,6 +26,9 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     (``interleaved``), 1F1B (``1f1b``), no pipelining (``no_pipeline``: forward and backward
     alternate), all forwards before all backwards (``gpipe``) or alpa's 1F1B with twice the
     forwards before the first backward (``eager_1f1b``). Megatron trains by the first three.
+
+    ``data_parallel_size`` counts context-parallel ranks. Experts are spread over ``expert_model_parallel_size`` ranks,
+    each cut in ``expert_tensor_parallel_size`` parts (None: as the other parameters, by tensor-parallel size).
     """
 
     pipeline_model_parallel_size: int
@@ -35,6 +39,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     microbatch_group_size_per_vp_stage: int | None = None
     gpus_per_node: int | None = None
     order: Order = "interleaved"
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
 
     @classmethod
     def of(
@@ -48,6 +54,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         group: int | None = None,
         gpus_per_node: int | None = None,
         order: Order | None = None,
+        ep: int = 1,
+        etp: int | None = None,
     ) -> "Parallel":
         """Sizes by their short names. ``vp`` of None is one chunk; ``order`` of None is Megatron's for these sizes."""
         return cls(
@@ -59,6 +67,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             microbatch_group_size_per_vp_stage=group,
             gpus_per_node=gpus_per_node,
             order=order or megatron_order(pp, vp),
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
         )
 
     @property
@@ -72,6 +82,41 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def dp(self) -> int:
         return self.data_parallel_size
+
+    @property
+    def ep(self) -> int:
+        return self.expert_model_parallel_size
+
+    @property
+    def etp(self) -> int:
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks that share the shards of the same experts, Megatron's ``expert_data_parallel_size``."""
+        return self.world_size // (self.pp * self.etp * self.ep)
+
+    def ranks_of(self, expert: bool) -> int:
+        """Ranks among which a parameter is sharded."""
+        return self.expert_dp if expert else self.dp
+
+    def replicas(self, pp_rank: int, ranks: int | None = None) -> list[range]:
+        """Sets of global ranks of a pipeline rank that share the shards of the same parameters.
+
+        The order is Megatron's, ``tp-cp-ep-dp-pp``: dense parameters have one set for each tensor-parallel rank;
+        experts one for each expert-parallel and expert-tensor-parallel rank, the latter fastest. A rank's place in its
+        set is its (expert) data-parallel rank.
+
+        Args:
+            ranks: of a set: ``dp`` (the default) or ``expert_dp``.
+        """
+        of_stage = self.world_size // self.pp
+        first, apart = pp_rank * of_stage, of_stage // (ranks or self.dp)
+        return [range(first + start, first + of_stage, apart) for start in range(apart)]
+
+    def nodes_of(self, ranks: Iterable[int]) -> list[int]:
+        """The node of each of these global ranks."""
+        return [rank // self.node_size for rank in ranks]
 
     @property
     def microbatch_group_size(self) -> int:
@@ -124,15 +169,20 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "data_parallel_size",
             "tensor_model_parallel_size",
             "num_microbatches",
+            "expert_model_parallel_size",
         ):
             if not 1 <= getattr(self, name) <= LARGEST:
                 refuse(name, f"must be between 1 and {LARGEST}")
-        for name in ("microbatch_group_size_per_vp_stage", "gpus_per_node"):
+        for name in ("microbatch_group_size_per_vp_stage", "gpus_per_node", "expert_tensor_parallel_size"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= LARGEST:
                 refuse(name, f"must be between 1 and {LARGEST}")
         if self.world_size > LARGEST:
             refuse("data_parallel_size", f"more than {LARGEST} ranks")
+        if self.world_size % (model := self.etp * self.ep * self.pp):
+            # Megatron's words (parallel_state.py, initialize_model_parallel).
+            said = f"not divisible by expert_tensor_model_pipeline_parallel size ({model})"
+            refuse("expert_model_parallel_size", f"world_size ({self.world_size}) is {said}")
         if self.pp * self.vp * self.num_microbatches > MOST_STEPS:
             refuse("num_microbatches", f"more than {MOST_STEPS} forward steps in one iteration")
         if self.order == "no_pipeline" and self.pp != 1:

@@ -31,6 +31,9 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     share: Megatron keeps it in a bucket of its own, so it must be a group of its own.
     ``borrowed_by`` are further layers of the chunk that compute with it: an output layer that
     is tied to the embedding of the same chunk.
+    ``expert`` marks a parameter of the rank's own experts (Megatron: ``allreduce`` is False; it lies in
+    ``expert_parallel_buffers``), sharded among the ranks that hold the same experts. Other expert-parallel ranks hold
+    others of the same names and shapes.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     bytes: int
     layer: int = 0
     shared_embedding: bool = False
+    expert: bool = False
     borrowed_by: tuple[int, ...] = ()
 
     @property
@@ -149,12 +153,17 @@ def make_workload(
     )
 
 
-def group_bytes(parameters, data_parallel_size: int) -> int:
-    """Bytes of the bucket that ``parameters`` (execution order, one dtype) fill, with padding."""
+def group_ranks(parameters, parallel: Parallel) -> int:
+    """Ranks among which a bucket of ``parameters``, all of experts or none, is sharded."""
+    return parallel.ranks_of(bool(parameters) and parameters[0].expert)
+
+
+def group_bytes(parameters, parallel: Parallel) -> int:
+    """Bytes of the bucket, with padding, of ``parameters`` (execution order, one dtype, all of experts or none)."""
     if not parameters:
         return 0
     item = ITEM_BYTES[parameters[0].dtype]
-    return bucket_numel([p.bytes // item for p in parameters], data_parallel_size) * item
+    return bucket_numel([p.bytes // item for p in parameters], group_ranks(parameters, parallel)) * item
 
 
 def fingerprint(workload: Workload) -> str:

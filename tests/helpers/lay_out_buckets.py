@@ -27,7 +27,9 @@ def main() -> None:
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(**overlap), module)
     (buffer,) = ddp.buffers
     before = buffer.numel
-    groups = {i: Group(pp_rank=0, model_chunk_id=0, parameters=(name,), bytes=0) for i, name in enumerate(values)}
+    groups = {
+        i: Group(pp_rank=0, model_chunk_id=0, parameters=(name,), bytes=0, ranks=1) for i, name in enumerate(values)
+    }
     lay_out(ddp, groups, file="schedule.json")
     kept = all(torch.equal(parameter, values[name]) for name, parameter in module.named_parameters())
     print(json.dumps({"before": before, "after": buffer.numel, "buckets": len(buffer.buckets), "kept": kept}))

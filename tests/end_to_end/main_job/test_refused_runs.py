@@ -114,7 +114,7 @@ def edit_need_by_before_unshard(schedule):
 
 def edit_version(schedule):
     schedule["schema_version"] = 99
-    return "schema_version = 99", "this release reads version 2"
+    return "schema_version = 99", "this release reads version 3"
 
 
 def edit_order_of_steps(schedule):

@@ -135,7 +135,7 @@ def test_a_batch_that_is_decreased_is_so_in_every_iteration():
 
 def planned(measured_on: MeasuredOn | None = None) -> Schedule:
     return Schedule(
-        schema_version=2,
+        schema_version=3,
         kind="user_defined_schedule",
         metadata=Metadata(planner="hybrid", options=PlanOptions(measured_on=measured_on)),
         zero_stage=1,

@@ -10,6 +10,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.workload import workload
+from megatron_ext.workload.parallel import Parallel
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -42,7 +43,12 @@ def test_sizes_of_a_hierarchical_curve_do_not_matter_without_a_hierarchy():
 def test_room_for_stock_buckets_and_not_for_more_padding():
     made = make_workload(microbatches=2, pp=1, vp=1, order="no_pipeline")
     work = workload.check(
-        replace(made, limits=workload.Limits(whole_parameter_bytes=workload.group_bytes(made.chunks[0].parameters, 2)))
+        replace(
+            made,
+            limits=workload.Limits(
+                whole_parameter_bytes=workload.group_bytes(made.chunks[0].parameters, made.parallel)
+            ),
+        )
     )
     table = make_table(work)
     for policy in ("hybrid", "all-gpu", "random:0", "random:1"):
@@ -56,7 +62,9 @@ def test_what_later_layers_borrow_needs_room_beside_them():
     work = work_of(
         [(replace(own[0], borrowed_by=(2,)), *own[1:])],
         ("e", "t", "o"),
-        limits=workload.Limits(whole_parameter_bytes=workload.group_bytes(own[:1], 2) + 100),
+        limits=workload.Limits(
+            whole_parameter_bytes=workload.group_bytes(own[:1], Parallel.of(dp=2, microbatches=1)) + 100
+        ),
         zero_stage=3,
         **ONE,
     )

@@ -37,7 +37,7 @@ def test_one_layer_of_each_kind_and_one_chunk():
     assert all(0 <= size - 4 * numel <= 4096 for size, numel in zip(found, sorted(wanted))), (
         "as large as the bucket, with its padding"
     )
-    assert found[-1] == largest_group_bytes(work) == group_bytes(work.chunks[0].parameters, 2)
+    assert found[-1] == largest_group_bytes(work) == group_bytes(work.chunks[0].parameters, work.parallel)
 
 
 def test_the_largest_where_there_are_too_many_and_none_without_parameters():

@@ -44,3 +44,10 @@ def test_a_hierarchy_has_several_nodes_and_several_ranks_on_each():
     assert not has_hierarchy(
         sizes(pipeline_model_parallel_size=2, data_parallel_size=3, gpus_per_node=2, order="1f1b"), 0
     )
+
+
+def test_experts_are_spread_over_nodes_by_their_own_ranks():
+    experts = sizes(expert_model_parallel_size=2, gpus_per_node=2)
+    assert nodes_of_replicas(experts, 0) == [[0, 1], [2, 3]]
+    assert [nodes_of_replicas(experts, 0, which, experts.expert_dp) for which in (0, 1)] == [[[0], [1]], [[0], [1]]]
+    assert has_hierarchy(experts, 0) and not has_hierarchy(experts, 0, experts.expert_dp)

@@ -1,0 +1,35 @@
+"""Parallel sizes: which ranks share the shards of dense parameters and of experts, and what Megatron refuses."""
+
+import pytest
+from megatron.core.parallel_state import RankGenerator
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.parallel import Parallel
+
+
+@pytest.mark.parametrize(
+    "pp, dp, tp, ep, etp", [(1, 4, 1, 2, None), (2, 4, 2, 2, 1), (2, 4, 2, 4, None), (1, 2, 4, 2, 2), (2, 3, 2, 1, 1)]
+)
+def test_replicas_are_megatrons_groups(pp, dp, tp, ep, etp):
+    sizes = Parallel.of(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, microbatches=4)
+    sizes.check()
+    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+    expert = RankGenerator(tp=sizes.etp, ep=ep, dp=sizes.expert_dp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+    for ranks, generator in ((sizes.dp, dense), (sizes.expert_dp, expert)):
+        ours = [list(members) for pp_rank in range(pp) for members in sizes.replicas(pp_rank, ranks)]
+        assert sorted(ours) == sorted(generator.get_ranks("dp"))
+    assert [sizes.ranks_of(kind) for kind in (False, True)] == [dp, tp * dp // (sizes.etp * ep)]
+
+
+def test_a_rank_is_in_the_set_of_its_tensor_parallel_rank():
+    sizes = Parallel.of(pp=2, dp=3, tp=2, microbatches=4)
+    for pp_rank, dp_rank, tp_rank in ((0, 2, 1), (1, 0, 1), (1, 2, 0)):
+        assert sizes.replicas(pp_rank)[tp_rank][dp_rank] == sizes.global_rank(pp_rank, dp_rank, tp_rank)
+
+
+def test_experts_that_do_not_divide_the_ranks_are_refused_in_megatrons_words():
+    with pytest.raises(InputError) as refused:
+        Parallel.of(dp=4, ep=3, microbatches=4).check()
+    assert refused.value.field == "parallel.expert_model_parallel_size"
+    said = "world_size (4) is not divisible by expert_tensor_model_pipeline_parallel size (3)"
+    assert said in str(refused.value)
