@@ -59,6 +59,7 @@ def test_room_for_stock_buckets_and_not_for_more_padding():
 
 def test_what_later_layers_borrow_needs_room_beside_them():
     own = parameters(1000, 1000, 1000)
+    group = workload.group_bytes(own[:1], Parallel.of(dp=2, microbatches=1))
     work = work_of(
         [(replace(own[0], borrowed_by=(2,)), *own[1:])],
         ("e", "t", "o"),
