@@ -2,7 +2,7 @@
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets
-from megatron_ext.workload.nodes import pinned_bytes_of_nodes
+from megatron_ext.workload.nodes import copies_of_nobody, pinned_bytes_of_nodes
 from megatron_ext.workload.workload import Workload, group_bytes
 
 
@@ -84,12 +84,12 @@ def pinned_need(workload: Workload, groups, routed) -> list[int]:
     ``nvme``, and shards that rest in host memory; ``routed[i]`` is the route of ``groups[i]``."""
     parallel = workload.parallel
     limits = workload.limits
-    copies, staging, shards = ([0] * parallel.pp for _ in range(3))
+    copies, (staging, shards) = copies_of_nobody(parallel), ([0] * parallel.pp for _ in range(2))
     for group, route in zip(groups, routed):
         if group.shard_rests == "host":
-            shards[group.pp_rank] += group.bytes // parallel.dp
+            shards[group.pp_rank] += group.bytes // group.ranks
         if route == "cpu":
-            copies[group.pp_rank] += group.bytes
+            copies[group.ranks][group.pp_rank] += group.bytes
         elif route == "nvme":
             slots = limits.nvme_slots * (limits.nvme_slot_bytes or group.bytes)
             staging[group.pp_rank] = max(staging[group.pp_rank], slots)

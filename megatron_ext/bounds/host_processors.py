@@ -69,8 +69,8 @@ def _gathering(workload: Workload, timing: Timing, times: ProcessorTimes, rank: 
 def _reducing(workload: Workload, timing: Timing, times: ProcessorTimes, rank: int) -> float:
     """Processor time of reducing all gradients of the rank, in the cheapest groups."""
 
-    def cost(size: int) -> float:
-        return times.of_kind(REDUCE, size) if timing.reduce_us(size) else 0.0
+    def cost(own: Timing, size: int) -> float:
+        return times.of_kind(REDUCE, size) if own.reduce_us(size) else 0.0
 
     chunks = workload.chunks_of_rank(rank)
     return sum(us for chunk in chunks for _, us in least_cost_of_groups(workload, chunk, timing, cost))

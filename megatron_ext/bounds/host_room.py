@@ -17,13 +17,14 @@ from megatron_ext.workload.workload import Workload
 def optimizer_on_host(workload: Workload, *, on_drive: bool) -> list[int]:
     """Host memory of each node that the optimizer takes, with its states in memory or all of them on the drive; 0
     where it steps on the device."""
-    of_ranks, dp = [0] * workload.parallel.pp, workload.parallel.dp
+    of_ranks = [0] * workload.parallel.pp
     for pp_rank in range(workload.parallel.pp if workload.optimizer.on_host else 0):
         groups = groups_of_rank(workload, pp_rank, None, single=False)
         if on_drive:
             parameters = [p for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters]
             moments = len(workload.optimizer.moment_dtypes)
-            largest = max((region_bytes(-(-p.numel // dp), moments) for p in parameters), default=0)
+            parts = [-(-p.numel // workload.parallel.ranks_of(p.expert)) for p in parameters]
+            largest = max((region_bytes(numel, moments) for numel in parts), default=0)
             room = 0 if workload.optimizer.delayed else gradient_slot_bytes(largest, moments)
             of_ranks[pp_rank] = LEAST_SLOTS * (largest + room)
             groups = [replace(group, states_rest="nvme") for group in groups]
@@ -64,7 +65,7 @@ def pinned_limit(workload: Workload, groups: Sequence[Group], states_in_memory: 
     of_ranks = [0] * workload.parallel.pp
     for pp_rank in range(workload.parallel.pp):
         own = [group for group in groups if group.pp_rank == pp_rank and group.gradients == "host"]
-        of_ranks[pp_rank] = sum(gradient_bytes(group, workload) // workload.parallel.dp for group in own)
+        of_ranks[pp_rank] = sum(gradient_bytes(group, workload) // group.ranks for group in own)
         of_ranks[pp_rank] += host_add_bytes(own, workload)
     optimizer = optimizer_on_host(workload, on_drive=False) if states_in_memory else least_of_optimizer(workload)
     held = max(map(sum, zip(on_nodes(workload, of_ranks), optimizer)))

@@ -18,11 +18,12 @@ class Need(NamedTuple):
     fresh: float
 
 
-def layer_bytes(chunk: Chunk) -> list[int]:
-    """Bytes of each layer of a chunk, without padding."""
+def layer_bytes(chunk: Chunk, expert: bool | None = None) -> list[int]:
+    """Bytes of each layer of a chunk, without padding; with ``expert``, of experts or of other parameters alone."""
     sizes = [0] * chunk.num_layers
     for parameter in chunk.parameters:
-        sizes[parameter.layer] += parameter.bytes
+        if expert in (None, parameter.expert):
+            sizes[parameter.layer] += parameter.bytes
     return sizes
 
 

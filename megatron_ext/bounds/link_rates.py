@@ -14,6 +14,7 @@
 import contextlib
 from collections.abc import Callable
 from itertools import combinations
+from math import inf
 
 from megatron_ext.bounds.group_sizes import best_rate_sizes, largest_group
 from megatron_ext.cost.curve import curves_of
@@ -151,32 +152,40 @@ def _kinds(route: str) -> tuple[int, ...]:
 def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float]]:
     """(bytes, us) at which a gather by ``route`` can have its best rate: the measured points up to
     the largest group, and that group."""
-    curve = getattr(timing.table.routes, route)
-    sizes = {point.size_bytes for points in curves_of(curve).values() for point in points if point.size_bytes > 0}
-    found = {}
-    for size in best_rate_sizes(sizes, largest):
-        with contextlib.suppress(InputError):  # not by this rank's algorithms, or beyond what was measured
-            found[size] = timing.fastest_us(route, size)
+    curves = [getattr(own.table.routes, route) for own in timing.kinds]
+    sizes = {
+        p.size_bytes for curve in curves for points in curves_of(curve).values() for p in points if p.size_bytes > 0
+    }
+    return _least(timing, best_rate_sizes(sizes, largest), lambda own, size: own.fastest_us(route, size))
+
+
+def _least(timing: Timing, sizes: set[int], us_of: Callable[[Timing, int], float]) -> list[tuple[float, float]]:
+    """(bytes, us), at each size of the cheaper kind of group. Between two sizes the times of both kinds are linear, so
+    the lesser of them is not below the line through the points."""
+    found: dict[int, float] = {}
+    for own in timing.kinds:
+        for size in sizes:
+            with contextlib.suppress(InputError):  # not by this rank's algorithms, or beyond what was measured
+                found[size] = min(us_of(own, size), found.get(size, inf))
     return sorted(found.items())
 
 
 def _publish_points(timing: Timing, pp_rank: int, route: str, largest: int) -> list[tuple[float, float]]:
     """(bytes, us) at which publishing for ``route`` can have its best rate; empty where the table cannot say."""
-    nodes, publish = timing.crosses_nodes[pp_rank], timing.table.publish
-    if not timing.costs.offers_publish(route) or (nodes > 1 and not timing.costs.offers_publish("internode")):
-        return []
-    sizes = {
-        p.size_bytes
-        for curve in (getattr(publish, route), publish.internode)
-        for points in curves_of(curve or ()).values()
-        for p in points
-    }
-    sizes |= {-(-size * nodes // (nodes - 1)) for size in sizes} if nodes > 1 else set()
-    found = {}
-    for size in best_rate_sizes(sizes, largest):
-        with contextlib.suppress(InputError):  # beyond what was measured
-            found[size] = timing.publish_us(pp_rank, (route,), size)
-    return sorted((size, us) for size, us in found.items() if us)
+    sizes: set[int] = set()
+    for own in timing.kinds:
+        nodes, publish = own.crosses_nodes[pp_rank], own.table.publish
+        if not own.costs.offers_publish(route) or (nodes > 1 and not own.costs.offers_publish("internode")):
+            return []
+        of_kind = {
+            p.size_bytes
+            for curve in (getattr(publish, route), publish.internode)
+            for points in curves_of(curve or ()).values()
+            for p in points
+        }
+        sizes |= of_kind | ({-(-size * nodes // (nodes - 1)) for size in of_kind} if nodes > 1 else set())
+    found = _least(timing, best_rate_sizes(sizes, largest), lambda own, size: own.publish_us(pp_rank, (route,), size))
+    return [(size, us) for size, us in found if us]
 
 
 def _best_rate_within(points: list[tuple[float, float]], us: float) -> float:

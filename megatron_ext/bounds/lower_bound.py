@@ -33,7 +33,7 @@ from megatron_ext.bounds.reduce_tail import LastBackward, last_backwards, least_
 from megatron_ext.bounds.whole_parameters import LeastWait
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step_order import steps_of_ranks
-from megatron_ext.workload.workload import Workload
+from megatron_ext.workload.workload import Workload, optimizer_bytes
 
 REFINED = 24
 """Moments for which ``t(n)`` is computed from the curves; the others use the links' best rates."""
@@ -73,7 +73,7 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
             bound = max(bound, of_rank)
     if workload.optimizer.on_host and (timing.offers_host_step or timing.offers_device_step):
         return bound
-    return bound + max(timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(rank))) for rank in range(pp))
+    return bound + max(timing.optimizer_us(optimizer_bytes(workload, rank)) for rank in range(pp))
 
 
 def _ends_by_links(rates: LinkRates, needs: list[Need]) -> dict[int, float]:

@@ -123,7 +123,9 @@ def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) ->
     if workload.zero_stage == 1 and held["gradients"]:
         settings.append(f"--zero-stage 2 frees a part of the gradients' {held['gradients']}")
     if workload.zero_stage < 3:
-        shards = sum(chunk.bytes for chunk in workload.chunks) // workload.parallel.pp // workload.parallel.dp
+        parallel = workload.parallel
+        shards = sum(p.bytes // parallel.ranks_of(p.expert) for c in workload.chunks for p in c.parameters)
+        shards //= parallel.pp
         freed = held["whole_parameters"] - largest_layer - shards
         if freed > 0:
             settings.append(f"--zero-stage 3 frees up to {freed}")

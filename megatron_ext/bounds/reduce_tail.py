@@ -92,7 +92,7 @@ def rest_us(done_us: float, step: int, last: list[LastBackward]) -> float:
 def least_reduce_us(workload: Workload, chunk: Chunk, timing: Timing) -> list[float]:
     """By layer: no grouping of a chunk's parameters is reduced in less time, alone; 0 without such a curve."""
     found = [0.0] * chunk.num_layers
-    for parameter, us in least_cost_of_groups(workload, chunk, timing, timing.reduce_us):
+    for parameter, us in least_cost_of_groups(workload, chunk, timing, Timing.reduce_us):
         found[parameter.layer] += us
     return found
 
@@ -101,21 +101,23 @@ def least_cost_of_groups(workload: Workload, chunk: Chunk, timing: Timing, cost)
     """For each parameter, its bytes times the least cost a byte of any group that can hold it.
 
     Args:
-        cost: bytes of a group -> its cost; raises InputError for sizes that were not measured.
+        cost: durations among a group's ranks and bytes of the group -> its cost; raises InputError for sizes that were
+            not measured.
     """
     if timing.table.reduce is None or not chunk.bytes:
         return
-    largest = largest_group(workload, (chunk,))
-    measured = {point.size_bytes for points in curves_of(timing.table.reduce).values() for point in points}
-    sizes = best_rate_sizes(measured, largest) | {parameter.bytes for parameter in chunk.parameters}
-    per_byte, least = inf, {}
-    for size in sorted(sizes, reverse=True):
-        with contextlib.suppress(InputError):  # larger groups than measured cannot be planned
-            per_byte = min(per_byte, cost(size) / size)
-        least[size] = per_byte
+    largest, least = largest_group(workload, (chunk,)), {}
+    for expert in {parameter.expert for parameter in chunk.parameters}:
+        own, per_byte = timing.among(workload.parallel.ranks_of(expert)), inf
+        measured = {point.size_bytes for points in curves_of(own.table.reduce or ()).values() for point in points}
+        sizes = best_rate_sizes(measured, largest) | {parameter.bytes for parameter in chunk.parameters}
+        for size in sorted(sizes, reverse=True):
+            with contextlib.suppress(InputError):  # larger groups than measured cannot be planned
+                per_byte = min(per_byte, cost(own, size) / size)
+            least[expert, size] = per_byte
     for parameter in chunk.parameters:
-        if 0 < least[parameter.bytes] < inf:
-            yield parameter, parameter.bytes * least[parameter.bytes]
+        if 0 < least[parameter.expert, parameter.bytes] < inf:
+            yield parameter, parameter.bytes * least[parameter.expert, parameter.bytes]
 
 
 def _from_start_us(compute_us: float, waiting: list[tuple[float, float]], timing: Timing, tail_us: float) -> float:

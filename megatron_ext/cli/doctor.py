@@ -77,9 +77,13 @@ def _need(schedule_path: str | None, workload_path: str | None) -> tuple[int | N
         from megatron_ext.workload import nodes, workload
 
         described = workload.load(workload_path)
-        ranks = range(described.parallel.pp)
-        whole = [sum(p.bytes for c in described.chunks_of_rank(rank) for p in c.parameters) for rank in ranks]
-        return max(nodes.pinned_bytes_of_nodes(described.parallel, whole, [0] * len(whole))), "a host copy of the model"
+        parallel = described.parallel
+        whole = nodes.copies_of_nobody(parallel)
+        for chunk in described.chunks:
+            for p in chunk.parameters:
+                whole[parallel.ranks_of(p.expert)][chunk.pp_rank] += p.bytes
+        alone = [0] * parallel.pp
+        return max(nodes.pinned_bytes_of_nodes(parallel, whole, alone)), "a host copy of the model"
     return None, ""
 
 

@@ -73,6 +73,16 @@ class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     points: tuple[Point, ...] = ()
 
 
+class ExpertCurves(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Collectives among the ``ranks`` that share the shards of the same experts, where these are others than the
+    data-parallel ranks: all-gathers (``gpu``) and reduce-scatters (``reduce``), as ``routes.gpu`` and ``reduce`` are of
+    the latter."""
+
+    ranks: int
+    gpu: Curve | None = None
+    reduce: Curve | None = None
+
+
 class GroupOverhead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What a gather costs beyond its bytes: ``call_us`` per issued call on the calling thread."""
 
@@ -198,6 +208,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     metadata: Metadata = Metadata()
     routes: Routes = Routes()
     publish: Publish = Publish()
+    experts: ExpertCurves | None = None
     group_overhead: GroupOverhead = GroupOverhead()
     contention: tuple[Contention, ...] = ()
     compute: tuple[Compute, ...] = ()
@@ -253,6 +264,12 @@ def check(table: CostTable, *, file=None) -> CostTable:
         nvme=curve(publish.nvme, "publish.nvme"),
         internode=curve(publish.internode, "publish.internode"),
     )
+    experts = table.experts
+    if experts is not None:
+        checker.at_least(1, experts.ranks, "experts.ranks")
+        experts = ExpertCurves(
+            ranks=experts.ranks, gpu=curve(experts.gpu, "experts.gpu"), reduce=curve(experts.reduce, "experts.reduce")
+        )
     p2p = curve(table.p2p if isinstance(table.p2p, Curve) else Curve(points=table.p2p), "p2p")
     checker.duration(table.group_overhead.call_us, "group_overhead.call_us", zero=True)
     for name in ("pages_us_per_gib", "pin_us_per_gib"):
@@ -275,6 +292,7 @@ def check(table: CostTable, *, file=None) -> CostTable:
         table,
         routes=routes,
         publish=publish,
+        experts=experts,
         p2p=p2p,
         reduce=curve(table.reduce, "reduce"),
         optimizer=curve(table.optimizer, "optimizer"),

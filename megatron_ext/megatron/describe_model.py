@@ -37,6 +37,7 @@ def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) ->
                     bytes=parameter.numel() * parameter.element_size(),
                     layer=index,
                     shared_embedding=bool(getattr(parameter, "shared_embedding", False)),
+                    expert=not getattr(parameter, "allreduce", True),
                     borrowed_by=tuple(borrowers.get(name, ())),
                 )
             )

@@ -276,6 +276,8 @@ def parallel_of(args):
         group=args.microbatch_group_size_per_virtual_pipeline_stage if vp else None,
         gpus_per_node=args.gpus_per_node,
         order="interleaved" if vp else None,
+        ep=getattr(args, "expert_model_parallel_size", 1),
+        etp=getattr(args, "expert_tensor_parallel_size", None),
     )
 
 

@@ -46,16 +46,16 @@ class Freed(NamedTuple):
 def make_group(workload: Workload, pp_rank: int, model_chunk_id: int, parameters, algorithm=None) -> Group:
     """A group of ``parameters`` (execution order, one dtype) with Megatron's padding.
 
-    ``algorithm(pp_rank, bytes)`` says how it goes by ``gpu``; without it, by one all-gather.
+    ``algorithm(pp_rank, bytes, ranks)`` says how it goes by ``gpu``; without it, by one all-gather.
     """
-    size = group_bytes(parameters, workload.parallel)
+    size, ranks = group_bytes(parameters, workload.parallel), group_ranks(parameters, workload.parallel)
     return Group(
         pp_rank=pp_rank,
         model_chunk_id=model_chunk_id,
         parameters=tuple(p.name for p in parameters),
         bytes=size,
-        ranks=group_ranks(parameters, workload.parallel),
-        algorithm=algorithm(pp_rank, size) if algorithm else None,
+        ranks=ranks,
+        algorithm=algorithm(pp_rank, size, ranks) if algorithm else None,
     )
 
 

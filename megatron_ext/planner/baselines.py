@@ -16,6 +16,7 @@ gathers-only              our own search with all-gathers alone
 
 """
 
+from functools import cache, partial
 from math import inf
 from typing import Any
 
@@ -145,16 +146,17 @@ def hierarchical(workload: Workload, timing: Timing) -> Schedule:
         InputError: nowhere, or the table has no curve of it.
     """
     schedule = stock_schedule(workload)
-    ranks = [rank for rank in range(workload.parallel.pp) if has_hierarchy(workload.parallel, rank)]
-    if not ranks:
+    has = cache(partial(has_hierarchy, workload.parallel))
+    found = [has(group.pp_rank, group.ranks) for group in schedule.groups]
+    if not any(found):
         raise InputError(
             "no data-parallel group spans nodes with several ranks on each",
             field="parallel.gpus_per_node",
             value=workload.parallel.gpus_per_node,
         )
     groups = tuple(
-        msgspec.structs.replace(group, algorithm=HIERARCHICAL if group.pp_rank in ranks else None)
-        for group in schedule.groups
+        msgspec.structs.replace(group, algorithm=HIERARCHICAL if here else None)
+        for group, here in zip(schedule.groups, found)
     )
     return _named(msgspec.structs.replace(schedule, groups=groups), "hierarchical")
 

@@ -12,9 +12,9 @@ from megatron_ext.workload.workload import Chunk, Parameter, Workload, group_byt
 
 
 class Block(NamedTuple):
-    """Layers ``first`` to ``last`` of a chunk and the ``groups`` that they compute with (one a dtype, and the shared
-    embedding apart); ``bytes`` of all of them, with padding. A parameter that layers of several blocks use is a group
-    of its own and belongs to all blocks from its first use to its last: within a step it stays."""
+    """Layers ``first`` to ``last`` of a chunk and the ``groups`` that they compute with (one a dtype, experts and the
+    shared embedding apart); ``bytes`` of all of them, with padding. A parameter that layers of several blocks use is a
+    group of its own and belongs to all blocks from its first use to its last: within a step it stays."""
 
     pp_rank: int
     model_chunk_id: int
@@ -69,7 +69,8 @@ def _padded_bytes(workload: Workload, chunk: Chunk, first: int, last: int) -> in
     for parameter in chunk.parameters:
         if parameter.uses[-1] >= first and parameter.layer <= last:
             alone = parameter.shared_embedding or parameter.borrowed_by
-            members.setdefault((parameter.dtype, parameter.name if alone else None), []).append(parameter)
+            key = parameter.expert, parameter.dtype, parameter.name if alone else None
+            members.setdefault(key, []).append(parameter)
     return sum(group_bytes(part, workload.parallel) for part in members.values())
 
 
@@ -78,7 +79,7 @@ def make_blocks(
 ) -> Blocks:
     """Blocks whose first layers are ``cuts[stage]``; stages without parameters have none.
 
-    ``split`` divides the parameters of one dtype of a block into groups that can go by
+    ``split`` divides the parameters of one dtype of a block, of experts or others, into groups that can go by
     different links at once; by default they are one group. ``algorithm``: see :func:`make_group`.
     """
     groups: list[Group] = []
@@ -92,7 +93,8 @@ def make_blocks(
             for parameter in chunk.parameters:
                 if first <= parameter.layer < end:
                     alone = parameter.shared_embedding or parameter.uses[-1] >= end
-                    members.setdefault((parameter.dtype, parameter.name if alone else None), []).append(parameter)
+                    key = parameter.expert, parameter.dtype, parameter.name if alone else None
+                    members.setdefault(key, []).append(parameter)
             own = [group for group, last in lasting.items() if last >= first]
             if not members and not own:  # layers without parameters belong to the block before, or else behind
                 if ids:

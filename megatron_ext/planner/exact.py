@@ -32,7 +32,7 @@ from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.step_order import steps_of_ranks
-from megatron_ext.workload.workload import Workload
+from megatron_ext.workload.workload import Workload, optimizer_bytes
 
 UNITS = 2_000_000
 """Whole units of time in the longest schedule considered."""
@@ -209,10 +209,7 @@ class _Model:
 
     def _optimizer(self) -> float:
         workload = self.workload
-        return max(
-            self.timing.optimizer_us(sum(c.bytes for c in workload.chunks_of_rank(rank)))
-            for rank in range(workload.parallel.pp)
-        )
+        return max(self.timing.optimizer_us(optimizer_bytes(workload, rank)) for rank in range(workload.parallel.pp))
 
     def _pipeline(self) -> None:
         """Uses in order, inputs before steps."""
@@ -258,10 +255,12 @@ class _Model:
                 if place >= 0:
                     model.add(start >= self.reach[gap.rank][place]).only_enforce_if(chosen)
             by: dict[Route, cp_model.IntVar] = {}
+            group = groups[gap.group]
+            own = self.timing.among(group.ranks)
             for route in self.choices.routes:
                 if route == "nvme":
                     continue
-                us = self._units(self.timing.unshard_us(route, groups[gap.group].bytes, groups[gap.group].algorithm))
+                us = self._units(own.unshard_us(route, group.bytes, group.algorithm))
                 chosen = by[route] = model.new_bool_var(f"{route}{name}")
                 lanes.setdefault((gap.rank, route), []).append(
                     model.new_optional_fixed_size_interval_var(start, us, chosen, f"l{route}{name}")
@@ -307,7 +306,8 @@ class _Model:
     def _published(self, gap: Gap, published, lanes, chosen):
         """End of the group's publishing, which takes its time on the publish link if it is needed."""
         if gap.group not in published:
-            us = self._units(self.timing.publish_us(gap.rank, ("cpu",), self.blocks.groups[gap.group].bytes))
+            group = self.blocks.groups[gap.group]
+            us = self._units(self.timing.among(group.ranks).publish_us(gap.rank, ("cpu",), group.bytes))
             start = self._time(f"p{gap.group}")
             there = self.model.new_bool_var(f"P{gap.group}")
             lanes.setdefault((gap.rank, "publish"), []).append(

@@ -86,7 +86,7 @@ def _within_host_memory(
     )
     if limits.host_bytes is None or not has_drive or not is_small(workload) or not _can_step_early(workload, timing):
         return us, best
-    copies = max(pinned_bytes_of_nodes(workload.parallel, [0] * workload.parallel.pp, _copies(schedule, workload)))
+    copies = max(pinned_bytes_of_nodes(workload.parallel, {}, _copies(schedule, workload)))
     seen = [placed]
     for order, part in product((None, first), PARTS):
         left = replace(limits, host_bytes=limits.host_bytes - int(part * copies))
@@ -133,7 +133,7 @@ def _room(schedule: Schedule, workload: Workload) -> int:
     if limit is None:
         return room
     schedule = replace(schedule, rollback_bytes=0)  # slots of states on the drive become larger
-    ranks_of_nodes = pinned_bytes_of_nodes(workload.parallel, [0] * workload.parallel.pp, [1] * workload.parallel.pp)
+    ranks_of_nodes = pinned_bytes_of_nodes(workload.parallel, {}, [1] * workload.parallel.pp)
     held = host_bytes_of_nodes(schedule, workload)
     return min(room, *((limit - taken) // ranks for taken, ranks in zip(held, ranks_of_nodes) if ranks))
 

@@ -145,7 +145,7 @@ class _Model:
         }
 
     def _ways(self, one: Weighed) -> list[Way]:
-        dp, zero_3, size = self.workload.parallel.dp, self.workload.zero_stage == 3, one.group.bytes
+        dp, zero_3, size = one.group.ranks, self.workload.zero_stage == 3, one.group.bytes
         ways = []
         for kept, cost in one.ways.items():
             route: Route = "gpu" if "gpu" in self.routes else "cpu"
@@ -158,7 +158,7 @@ class _Model:
             throughout += {None: one.gradient, "sharded": one.gradient // dp, "host": 0}[kept.gradients]
             buffer = piece_buffer_bytes(size) if route == "cpu_shard" else 0
             around = one.gradient if kept.gradients is not None else 0
-            copies = size // self.placer.sharing if route == "cpu" and not kept.shard_on_host else 0
+            copies = size // self.placer.sharing[dp] if route == "cpu" and not kept.shard_on_host else 0
             slots = GRADIENT_SLOTS * (one.gradient // dp) if kept.gradients == "host" else 0
             rounding = self.placer.rounding(one.group) if kept.shard_on_host else 0
             ways.append(

@@ -12,7 +12,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import CPU, GPU
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route
-from megatron_ext.workload.workload import Parameter
+from megatron_ext.workload.workload import Parameter, group_ranks
 
 _KIND = {"gpu": GPU, "cpu": CPU}
 
@@ -85,12 +85,14 @@ def part_of(
 def splitter(timing: Timing, routes: tuple[Route, ...]):
     """A rule for :func:`megatron_ext.planner.blocks.make_blocks`: one group for each link."""
 
-    shares_of = lru_cache(maxsize=None)(lambda size: equal_finish(timing, size, routes))  # layers are alike
+    # Layers are alike.
+    shares_of = lru_cache(maxsize=None)(lambda size, ranks: equal_finish(timing.among(ranks), size, routes))
 
     def split(parameters: list[Parameter]) -> list[list[Parameter]]:
         if len(parameters) < 2:
             return [parameters]
-        shares = shares_of(sum(p.bytes for p in parameters))
+        ranks = group_ranks(parameters, timing.workload.parallel)
+        own, shares = timing.among(ranks), shares_of(sum(p.bytes for p in parameters), ranks)
         parts, rest = [], parameters
         *others, largest = sorted(shares, key=lambda name: (shares[name], name))
 
@@ -98,7 +100,7 @@ def splitter(timing: Timing, routes: tuple[Route, ...]):
             sizes = [sum(p.bytes for p in part) for part in cut]
             sizes[1] -= sum(shares[other] for other in others[others.index(route) + 1 :])  # goes by these later
             try:
-                return max(finish_us(timing, name, size, len(others)) for name, size in zip((route, largest), sizes))
+                return max(finish_us(own, name, size, len(others)) for name, size in zip((route, largest), sizes))
             except InputError:  # a size that was not measured
                 return inf
 

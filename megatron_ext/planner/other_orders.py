@@ -21,7 +21,7 @@ from megatron_ext.simulator.simulation import Result
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.step_order import in_flight
-from megatron_ext.workload.workload import Workload
+from megatron_ext.workload.workload import Workload, optimizer_bytes
 
 _ITERATIONS = 2
 """Simulated in a row, and twice as many: behind the first the pipeline is full."""
@@ -79,7 +79,7 @@ def _without_flush(workload: Workload, table: CostTable, trace: bool, extrapolat
     timing = Timing(workload, table, extrapolate=extrapolate)
     busy = {link: once(us, many.busy_us.get(link, us)) for link, us in few.busy_us.items()}
     compute = [parallel.num_microbatches * sum(map(sum, (times.forward, times.backward))) for (times,) in timing.layers]
-    sizes = [sum(chunk.bytes for chunk in workload.chunks_of_rank(rank)) for rank in range(parallel.pp)]
+    sizes = [optimizer_bytes(workload, rank) for rank in range(parallel.pp)]
     optimizer_us = max(map(timing.optimizer_us, sizes))
     pipeline_us = (many.iteration_time_us - few.iteration_time_us) / _ITERATIONS
     pipeline_us = max(pipeline_us, busy.get("gpu", 0.0) + busy.get("reduce", 0.0))

@@ -20,7 +20,8 @@ def pipelined_cut(timing: Timing, chunk: Chunk, route: str, limit: int | None = 
     Args:
         limit: most bytes of a group of several layers; None is unlimited.
     """
-    sizes = layer_bytes(chunk)
+    sizes, parallel = layer_bytes(chunk), timing.workload.parallel
+    kinds = [(timing.among(parallel.ranks_of(expert)), layer_bytes(chunk, expert)) for expert in (False, True)]
     compute = timing.layers[chunk.pp_rank][chunk.model_chunk_id].forward
     # By number of layers: (end of compute, end of transfer, first layers of the groups).
     fronts: list[list[tuple[float, float, tuple[int, ...]]]] = [[(0.0, 0.0, ())]]
@@ -30,7 +31,8 @@ def pipelined_cut(timing: Timing, chunk: Chunk, route: str, limit: int | None = 
             size = sum(sizes[begin:end])
             if limit is not None and size > limit and end - begin > 1:
                 continue
-            gather = timing.gather_us(route, size) if size else 0.0
+            parts = [(own, sum(of_kind[begin:end])) for own, of_kind in kinds]
+            gather = sum(own.gather_us(route, part) for own, part in parts if part)
             work = sum(compute[begin:end])
             found += [
                 (max(computed, moved + gather) + work, moved + gather, (*starts, begin))

@@ -169,11 +169,11 @@ class RankPlacement:
         self.freed_at = max(self.now, self.reduced)
         if self.blocks.groups[group].gradients == "host":
             size = gradient_bytes(self.blocks.groups[group], self.workload)
-            self.freed_at += self.timing.to_host_us(size)[0]
+            self.freed_at += self._timing(group).to_host_us(size)[0]
 
     def _reduce(self, groups: Iterable[int]) -> None:
         """Reduce the gradients of ``groups``, behind what was issued before."""
-        us = sum(self.timing.reduce_us(self.blocks.groups[group].bytes) for group in groups)
+        us = sum(self._timing(group).reduce_us(self.blocks.groups[group].bytes) for group in groups)
         if us:
             self.reduced = max(self.now, self.reduced, self.link_free.get("gpu", 0.0)) + us
 
@@ -261,7 +261,7 @@ class RankPlacement:
             other = "cpu" if route == "gpu" else "gpu"
             self.link_free[other] += delay
         if route == "cpu_shard":
-            copied = max(self.now, self.link_free.get("cpu", 0.0)) + self.timing.shard_copy_us(size)
+            copied = max(self.now, self.link_free.get("cpu", 0.0)) + self._timing(group).shard_copy_us(size)
             self.link_free |= {"cpu": copied, "gpu": arrival}
         slot = -1
         if route == "nvme":
@@ -292,9 +292,9 @@ class RankPlacement:
             if route == "gpu" and self.blocks.groups[group].algorithm is None:
                 begin = max(begin, self.reduced)
             if route == "cpu_shard":
-                us, delay = self._by_shard(size) - begin, 0.0
+                us, delay = self._by_shard(group, size) - begin, 0.0
             else:
-                alone_us = self.timing.unshard_us(route, size, self.blocks.groups[group].algorithm)
+                alone_us = self._timing(group).unshard_us(route, size, self.blocks.groups[group].algorithm)
                 us, delay = self._beside(route, size, begin, alone_us)
             found = route, begin + us, delay
             if route == forced:
@@ -304,13 +304,16 @@ class RankPlacement:
         assert best is not None, "every group has a route"
         return best
 
-    def _by_shard(self, size: int) -> float:
+    def _by_shard(self, group: int, size: int) -> float:
         """When a group is whole whose shards are copied from the host and gathered, piece after piece."""
-        pieces, gather_us = shard_pieces(size), self.timing.unshard_us("cpu_shard", size)
-        copy_us = self.timing.shard_copy_us(size)
+        own, pieces = self._timing(group), shard_pieces(size)
+        gather_us, copy_us = own.unshard_us("cpu_shard", size), own.shard_copy_us(size)
         begin = max(self.now, self.link_free.get("cpu", 0.0))
         gathered = max(begin + copy_us / pieces, self.link_free.get("gpu", 0.0)) + gather_us
         return max(gathered, begin + copy_us + gather_us / pieces)
+
+    def _timing(self, group: int) -> Timing:
+        return self.timing.among(self.blocks.groups[group].ranks)
 
     def _has_slot(self, group: int, issue: int) -> bool:
         staged = self.staged.get(issue, ())
@@ -319,7 +322,7 @@ class RankPlacement:
     def _published_at(self, group: int, size: int) -> float:
         ready = self.published.get(group)
         if ready is None:
-            ready = self.publish_free + self.timing.publish_us(self.pp_rank, ("cpu",), size)
+            ready = self.publish_free + self._timing(group).publish_us(self.pp_rank, ("cpu",), size)
             self.published[group] = self.publish_free = ready
         return ready
 

@@ -74,15 +74,16 @@ def _must_not_part(workload: Workload, pp_rank: int) -> bool:
 
 
 def random_groups(chunk: Chunk, draw: random.Random) -> list[list]:
-    """Parameters of a chunk cut into groups at random; each group has one dtype, in execution order."""
+    """Parameters of a chunk cut into groups at random; each group has one dtype, and experts alone or none, in
+    execution order."""
     parts = []
-    by_dtype: dict[str, list] = {}
+    by_kind: dict[tuple[bool, str], list] = {}
     for parameter in chunk.parameters:
         if parameter.shared_embedding:
             parts.append([parameter])
         else:
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    for members in by_dtype.values():
+            by_kind.setdefault((parameter.expert, parameter.dtype), []).append(parameter)
+    for members in by_kind.values():
         number = draw.randint(1, min(len(members), draw.choice((1, 2, 4, 8))))
         if draw.random() < 0.5:  # contiguous
             cuts = sorted(draw.sample(range(1, len(members)), number - 1))

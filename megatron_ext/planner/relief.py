@@ -87,7 +87,8 @@ class Placer:
         assert limit is not None
         self.limit = limit
         self.fixed = [_fixed_bytes(workload, rank) for rank in range(workload.parallel.pp)]
-        self.optimizer, self.sharing = least_of_optimizer(workload), ranks_of_copy(workload.parallel, 0)
+        self.optimizer, parallel = least_of_optimizer(workload), workload.parallel
+        self.sharing = {ranks: ranks_of_copy(parallel, 0, ranks) for ranks in (parallel.dp, parallel.expert_dp)}
         self.by_shards = timing is None or timing.offers_cpu_shard
         self._costs: dict[tuple, dict[Kept, float]] = {}
         self._rounding: dict[tuple, int] = {}
@@ -131,12 +132,12 @@ class Placer:
         """What each rank holds in host memory, and how much of that is pinned: gradients and shards that rest there,
         the slots by which these gradients come, and its part of the host copies without which these shards do not come
         back."""
-        own = [one.gradient // self.workload.parallel.dp for one, way in zip(weighed, kept) if way.gradients == "host"]
+        own = [one.gradient // one.group.ranks for one, way in zip(weighed, kept) if way.gradients == "host"]
         gradients, shards = sum(own) + GRADIENT_SLOTS * max(own, default=0), 0
         for one, way in zip(weighed, kept):
             if way.shard_on_host:
-                shards += one.group.bytes // self.workload.parallel.dp
-                shards += 0 if self.by_shards else one.group.bytes // self.sharing
+                shards += one.group.bytes // one.group.ranks
+                shards += 0 if self.by_shards else one.group.bytes // self.sharing[one.group.ranks]
         return gradients + shards, shards
 
     def filled(self, groups: Sequence[Group]) -> Rule:
@@ -165,31 +166,32 @@ class Placer:
         gradient = gradient_bytes(group, self.workload)
         gradients: list = [None]
         if not first.shared_embedding:
-            gradients += ["sharded", "host"] if self.workload.parallel.dp > 1 else ["host"]
+            gradients += ["sharded", "host"] if group.ranks > 1 else ["host"]
         on_host = "shards" in self.rule.reliefs and steps_on_host_shards(self.workload.optimizer, first.dtype)
         rests = (False, True) if on_host else (False,)
-        key = group.bytes, gradient, len(gradients), on_host  # layers are alike
+        key = group.bytes, group.ranks, gradient, len(gradients), on_host  # layers are alike
         if key not in self._costs:
             hows = list(product(rests, (False, True)))
             ways = [Kept(kept, *how) for kept in gradients for how in hows if kept or not how[1]]
-            self._costs[key] = {way: self._cost_us(group.bytes, gradient, way) for way in ways}
+            self._costs[key] = {way: self._cost_us(group, gradient, way) for way in ways}
         return Weighed(group, span, gradient, self._costs[key])
 
-    def _cost_us(self, size: int, gradient: int, way: Kept) -> float:
+    def _cost_us(self, group: Group, gradient: int, way: Kept) -> float:
         if self.timing is None:
             return 0.0
+        timing, size = self.timing.among(group.ranks), group.bytes
         visits, us = self.workload.parallel.num_microbatches, 0.0
         reduces = ceil(visits / self.rule.reduce_every)
         try:
             if way.gradients is not None:
-                us += (reduces - 1) * self.timing.reduce_us(size)
+                us += (reduces - 1) * timing.reduce_us(size)
             if way.gradients == "host":
-                us += reduces * sum(self.timing.to_host_us(gradient))
+                us += reduces * sum(timing.to_host_us(gradient))
             if way.alone:
-                us += reduces * self.timing.reduce_us(size)
-                us += reduces * self.timing.to_host_us(gradient)[0] if way.gradients == "host" else 0.0
-            if way.shard_on_host and self.timing.offers("cpu"):
-                us += 2 * visits * self.timing.shard_copy_us(size)
+                us += reduces * timing.reduce_us(size)
+                us += reduces * timing.to_host_us(gradient)[0] if way.gradients == "host" else 0.0
+            if way.shard_on_host and timing.offers("cpu"):
+                us += 2 * visits * timing.shard_copy_us(size)
         except InputError:  # of a size that was not measured
             return inf
         return us
@@ -265,7 +267,7 @@ class Placer:
 
     def held(self, rank: int, weighed: list[Weighed], kept: list[Kept]) -> dict[str, int]:
         """By kind, at least what the rank holds at its peak: all kinds are taken to be largest at once."""
-        dp, zero_3 = self.workload.parallel.dp, self.workload.zero_stage == 3
+        zero_3 = self.workload.zero_stage == 3
         both = list(zip(weighed, kept))
         whole = self.rule.whole_bytes
         pieces = max((piece_buffer_bytes(one.group.bytes) for one, way in both if way.shard_on_host), default=0)
@@ -276,10 +278,10 @@ class Placer:
         coming = [(one, way.alone) for one, way in both if way.gradients is not None]
         return {
             "whole_parameters": sum(one.group.bytes for one in weighed) if whole is None else whole,
-            "shards": sum(one.group.bytes // dp for one, way in both if not way.shard_on_host) if zero_3 else 0,
+            "shards": sum(one.group.bytes // one.group.ranks for one, way in both if zero_3 and not way.shard_on_host),
             "gradients": sum(one.gradient for one, way in both if way.gradients is None)
             + self._coming_and_going(coming),
-            "gradient_shards": sum(one.gradient // dp for one, way in both if way.gradients == "sharded"),
+            "gradient_shards": sum(one.gradient // one.group.ranks for one, way in both if way.gradients == "sharded"),
             "optimizer": self.fixed[rank],
             "activations": self.activations[rank],
             "buffers": pieces + legs + rounding,

@@ -13,7 +13,7 @@ def set_up_line(schedule: Schedule, workload: Workload, table: CostTable) -> str
     """One line of it, of the node with the most; None where the schedule has no host copies, or the table no figure."""
     bills = memory_bill(schedule, workload)
     copies = [bill.memory.host_bytes.get("host_copies", 0) for bill in bills]
-    most = max(pinned_bytes_of_nodes(workload.parallel, [0] * len(bills), copies))
+    most = max(pinned_bytes_of_nodes(workload.parallel, {}, copies))
     pages, pin = table.set_up.pages_us_per_gib, table.set_up.pin_us_per_gib
     if not most or pages is None:
         return None

@@ -126,14 +126,17 @@ class StageCosts:
             return compute
         # What fits is gathered once an iteration, the rest for every forward and every backward.
         again = max(size - self.headroom, 0.0)
-        us = sum(self._gather_us(layer.bytes) for layer in layers if layer.bytes)
+        us = sum(map(self._gather_us, layers))
         share = again / size
         return max(compute, us * (2.0 * share + (1.0 - share) / self.workload.parallel.num_microbatches))
 
-    def _gather_us(self, size: int) -> float:
-        return min(
-            self.timing.fastest_us(route, size) for route in self.routes if route != "nvme" or len(self.routes) == 1
-        )
+    def _gather_us(self, layer: ModelLayer) -> float:
+        us, routes = 0.0, [route for route in self.routes if route != "nvme" or len(self.routes) == 1]
+        for expert in (False, True):
+            own = self.timing.among(self.workload.parallel.ranks_of(expert))
+            if size := sum(p.bytes for p in layer.parameters if p.expert is expert):
+                us += min(own.fastest_us(route, size) for route in routes)
+        return us
 
 
 def place(num_layers: int, stages: int, cost) -> tuple[int, ...] | None:

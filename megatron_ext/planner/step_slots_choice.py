@@ -32,13 +32,14 @@ def with_step_slots(schedule: Schedule, workload: Workload, timing: Timing) -> S
         return schedule
     largest = max(largest_gradient(group, workload) for group in on_host)
     in_all = max(
-        sum(2 * group.bytes for group in on_host if group.pp_rank == rank) for rank in range(workload.parallel.pp)
+        sum(2 * group.bytes // group.ranks for group in on_host if group.pp_rank == rank)
+        for rank in range(workload.parallel.pp)
     )
-    size = max(largest, min(LARGE_SLOT_BYTES, in_all // workload.parallel.dp // PART))
+    size = max(largest, min(LARGE_SLOT_BYTES, in_all // PART))
     size = -(-size // LINE_BYTES) * LINE_BYTES
 
     def step_us(cast: Literal["host", "device"]) -> float:
-        return sum(timing.host_step_us(group.bytes, cast) for group in on_host)
+        return sum(timing.among(group.ranks).host_step_us(group.bytes, cast) for group in on_host)
 
     casts: list[Literal["host", "device"]] = ["host", "device"]
     limit = workload.limits.host_bytes

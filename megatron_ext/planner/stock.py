@@ -74,7 +74,8 @@ def stock_schedule(workload: Workload, cut=None) -> Schedule:
         return _stock_zero3(workload, cut or layer_buckets)
     parallel = workload.parallel
     cut = cut or (lambda chunk: stock_buckets(chunk, parallel.dp))
-    first_layers = [min(p.layer for p in part) for chunk in workload.chunks for part in cut(chunk)]
+    parts = [part for chunk in workload.chunks for part in cut(chunk)]
+    first_layers, of_experts = [min(p.layer for p in part) for part in parts], [part[0].expert for part in parts]
     groups, of_stage = groups_of(workload, cut)
     ranks = []
     for pp_rank, steps in enumerate(steps_of_ranks(parallel)):
@@ -95,9 +96,13 @@ def stock_schedule(workload: Workload, cut=None) -> Schedule:
                 issue, unshards = need_by, []
                 for group in mine:
                     # Of a layer's buckets the next one is under way while the one before is used: within the layer,
-                    # where a schedule has no place. The layer before is the nearest place that is not slower.
-                    earlier = [first_layers[other] for other in mine if first_layers[other] < first_layers[group]]
-                    unshards.append(Unshard(group, "gpu", need_by, max(earlier, default=0) or -1))
+                    # where a schedule has no place. The layer before is the nearest place that is not slower. Buckets
+                    # of experts follow each other alone: the first of them is gathered when its layer needs it.
+                    alike = [other for other in mine if of_experts[other] == of_experts[group]]
+                    earlier = [first_layers[other] for other in alike if first_layers[other] < first_layers[group]]
+                    first = first_layers[group] if of_experts[group] else 0
+                    unshards.append(Unshard(group, "gpu", need_by, max(earlier, default=first) or -1))
+                unshards.sort(key=lambda action: action.at)
             (start if issue < 0 else at_step.setdefault(issue, [])).extend(unshards)
         entries = tuple(
             StepActions(str(step), unshard=tuple(at_step.get(index, ()))) for index, step in enumerate(steps)

@@ -20,12 +20,14 @@ from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES as ITEMS
 from megatron_ext.workload.bucket_layout import shard_parts
 from megatron_ext.workload.drive_reads import SECTOR_BYTES
+from megatron_ext.workload.nodes import nodes_spanned
 from megatron_ext.workload.state_layout import ITEM_BYTES, LINE_BYTES, region_bytes, tensor_bytes
 from megatron_ext.workload.workload import Workload
 
 
 def byte_bill(schedule: Schedule, workload: Workload) -> list[list[MovedBytes]]:
-    """By pipeline rank and data-parallel rank. The schedule must be valid and match the workload."""
+    """By pipeline rank and data-parallel rank; of its tensor-parallel ranks, whose shards of experts may differ, the
+    first. The schedule must be valid and match the workload."""
     return [
         [_RankBill(schedule, workload, pp_rank, dp_rank).bill() for dp_rank in range(workload.parallel.dp)]
         for pp_rank in range(workload.parallel.pp)
@@ -45,7 +47,7 @@ class _RankBill:
 
     def __init__(self, schedule: Schedule, workload: Workload, pp_rank: int, dp_rank: int):
         self.schedule, self.workload, self.pp_rank, self.dp_rank = schedule, workload, pp_rank, dp_rank
-        self.dp, self.settings, self.slots = workload.parallel.dp, workload.optimizer, schedule.step_slots
+        self.settings, self.slots = workload.optimizer, schedule.step_slots
         self.rollback_left = schedule.rollback_bytes
 
     def bill(self) -> MovedBytes:
@@ -59,7 +61,10 @@ class _RankBill:
 
     def _parts(self, group: Group) -> list[int]:
         """Elements of each parameter of which the rank has a part."""
-        return shard_parts(members_of(self.workload, group)[1], self.dp)[self.dp_rank]
+        parallel = self.workload.parallel
+        apart = parallel.world_size // parallel.pp // group.ranks
+        place = self.dp_rank * parallel.tensor_model_parallel_size // apart
+        return shard_parts(members_of(self.workload, group)[1], group.ranks)[place]
 
     def _item(self, group: Group) -> int:
         return ITEMS[members_of(self.workload, group)[0]]
@@ -73,20 +78,18 @@ class _RankBill:
             for action in entry.stage_in:
                 yield "gather", "drive_read", -(-groups[action.group].bytes // SECTOR_BYTES) * SECTOR_BYTES
             for action in entry.unshard:
-                size = groups[action.group].bytes
+                size, own = groups[action.group].bytes, groups[action.group].bytes // groups[action.group].ranks
                 if action.route in ("gpu", "cpu_shard"):
-                    yield "gather", "network", size - size // self.dp
+                    yield "gather", "network", size - own
                 if action.route != "gpu":
-                    yield "gather", "to_device", size // self.dp if action.route == "cpu_shard" else size
+                    yield "gather", "to_device", own if action.route == "cpu_shard" else size
 
     def _published(self) -> Iterator[Row]:
-        parallel = self.workload.parallel
-        nodes = len({parallel.node_of(self.pp_rank, dp_rank) for dp_rank in range(self.dp)})
         for entry in self.schedule.publish:
             group = self.schedule.groups[entry.group]
             if group.pp_rank != self.pp_rank:
                 continue
-            own = group.bytes // self.dp
+            own, nodes = group.bytes // group.ranks, nodes_spanned(self.workload.parallel, self.pp_rank, group.ranks)
             if self.settings.on_host and group.states_rest is None:  # from the host's optimizer, whose copies are fp32
                 yield "publish", "host_memory", sum(self._parts(group)) * ITEM_BYTES + own
             elif group.shard_rests != "host":
@@ -102,10 +105,10 @@ class _RankBill:
         whole, visits = gradient_bytes(group, self.workload), 1
         if group.gradients is not None:
             visits = -(-self.workload.parallel.num_microbatches // group.reduce_every)
-        yield "gradient", "network", visits * (whole - whole // self.dp)
+        yield "gradient", "network", visits * (whole - whole // group.ranks)
         if group.gradients == "host":
-            yield "gradient", "to_host", visits * (whole // self.dp)
-            yield "host_add", "host_memory", visits * ADD_PASSES * (whole // self.dp)
+            yield "gradient", "to_host", visits * (whole // group.ranks)
+            yield "host_add", "host_memory", visits * ADD_PASSES * (whole // group.ranks)
             if not self.settings.on_host:
                 yield "gradient", "to_device", sum(self._parts(group)) * self.settings.gradient_item_bytes
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.workload.nodes import pinned_bytes_of_nodes
+from megatron_ext.workload.nodes import copies_of_nobody, pinned_bytes_of_nodes
 
 
 def over_limit(needs: Iterable[int], limit: int | None) -> Iterator[tuple[int, int, int]]:
@@ -71,13 +71,13 @@ def pinned_host_bytes(schedule: Schedule) -> list[int]:
     """Pinned bytes of each node: one host copy of every published group of the pipeline
     ranks on the node, plus the staging slots of its ranks and their shards that rest in host memory."""
     parallel = schedule.parallel
-    copies = [0] * parallel.pp
+    copies = copies_of_nobody(parallel)
     for entry in schedule.publish:
         if "cpu" in entry.to:
             group = schedule.groups[entry.group]
-            copies[group.pp_rank] += group.bytes
+            copies[group.ranks][group.pp_rank] += group.bytes
     of_ranks = [slot_bytes(schedule, pp_rank) * schedule.limits.nvme_slots for pp_rank in range(parallel.pp)]
     for group in schedule.groups:
         if group.shard_rests == "host":
-            of_ranks[group.pp_rank] += group.bytes // parallel.dp
+            of_ranks[group.pp_rank] += group.bytes // group.ranks
     return pinned_bytes_of_nodes(parallel, copies, of_ranks)

@@ -77,9 +77,9 @@ def with_host_shards(schedule: Schedule, workload: Workload) -> Schedule:
         if not rests(index):
             continue
         more = list(pinned)
-        for tp_rank in range(parallel.tensor_model_parallel_size):
-            for dp_rank in range(parallel.dp):
-                more[parallel.node_of(group.pp_rank, dp_rank, tp_rank)] += group.bytes // parallel.dp
+        for members in parallel.replicas(group.pp_rank, group.ranks):
+            for node in parallel.nodes_of(members):
+                more[node] += group.bytes // group.ranks
         if limit is None or max(more) <= limit:
             pinned, groups[index] = more, replace(group, shard_rests="host")
     return replace(schedule, groups=tuple(groups))

@@ -37,7 +37,8 @@ from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.step_slots import largest_gradient, step_slots_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels, shard_parts
-from megatron_ext.workload.nodes import ranks_of_copy
+from megatron_ext.workload.nodes import nodes_spanned, ranks_of_copy
+from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import piece_buffer_bytes
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS, ROUNDING_BYTES, gradient_slot_bytes, region_bytes
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -100,18 +101,46 @@ def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict
     return device, host | copies, nvme_bytes
 
 
+class _Held(NamedTuple):
+    """Of the optimizer, by rank: gradients that it copies, main parameters and states, on the device and in host
+    memory; and what follows a delayed update."""
+
+    on_device: tuple[list[int], ...]
+    on_host: tuple[list[int], ...]
+    following: list[int]
+
+    @classmethod
+    def of_ranks(cls, ranks: int) -> "_Held":
+        on_device, on_host = (tuple([0] * ranks for _ in range(3)) for _ in range(2))
+        return cls(on_device, on_host, [0] * ranks)
+
+
+def _of_every_rank(parallel: Parallel, held: dict[int, _Held]) -> _Held:
+    """By rank of a pipeline rank, what it holds of dense groups and of experts; of ranks that hold alike, one."""
+    if len(held) == 1:
+        return held[parallel.dp]
+    of_stage = parallel.world_size // parallel.pp
+    places = dict.fromkeys(tuple(rank * ranks // of_stage for ranks in held) for rank in range(of_stage))
+
+    def summed(*by_rank: list[int]) -> list[int]:
+        return [sum(values[index] for values, index in zip(by_rank, place)) for place in places]
+
+    kinds = list(held.values())
+    on_device, on_host = (tuple(map(summed, *(kind[where] for kind in kinds))) for where in (0, 1))
+    return _Held(on_device, on_host, summed(*(kind.following for kind in kinds)))
+
+
 def resting_bytes(
     groups: Iterable[Group], workload: Workload, step_slots: bool = False
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What a rank holds of its ``groups`` throughout the iteration: by kind on the device, and in host memory. With
     ``step_slots`` the host's optimizer keeps no copy of the gradients; the slots themselves are not counted."""
-    settings, dp = workload.optimizer, workload.parallel.dp
+    settings, parallel = workload.optimizer, workload.parallel
     device, host = {"shards": 0, "gradients": 0, "gradient_shards": 0}, {"shards": 0, "gradients": 0}
-    # Of the optimizer, by data-parallel rank: gradients that it copies, main parameters, states.
-    on_device, on_host = (tuple([0] * dp for _ in range(3)) for _ in range(2))
-    following = [0] * dp  # of a delayed update
+    held = {ranks: _Held.of_ranks(ranks) for ranks in (parallel.dp, parallel.expert_dp)}
     for group in groups:
         dtype, numels = members_of(workload, group)
+        dp, (on_device, on_host, following) = group.ranks, held[group.ranks]
         if workload.zero_stage == 3:
             (host if group.shard_rests == "host" else device)["shards"] += group.bytes // dp
         whole = gradient_bytes(group, workload)
@@ -135,12 +164,13 @@ def resting_bytes(
                 gradients[rank] += numel * settings.main_item_bytes(dtype) if copied else 0
             elif settings.delayed:  # Megatron copies all gradients
                 on_host[0][rank] += numel * settings.main_item_bytes(dtype)
-    for held, optimizer, kind in ((device, on_device, "gradient_shards"), (host, on_host, "gradients")):
+    every = _of_every_rank(parallel, held)
+    for where, optimizer, kind in ((device, every.on_device, "gradient_shards"), (host, every.on_host, "gradients")):
         gradients, main, states = max(zip(*optimizer), key=sum)
-        held |= {"main_parameters": main, "optimizer_states": states}
-        held[kind] += gradients
+        where |= {"main_parameters": main, "optimizer_states": states}
+        where[kind] += gradients
     if settings.delayed:
-        host["next_parameters"] = max(following)
+        host["next_parameters"] = max(every.following)
     return device, host
 
 
@@ -154,7 +184,6 @@ def gradient_bytes(group: Group, workload: Workload) -> int:
 def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
     """Bytes on the device that gathers of a rank go through: for each dtype, as large as the largest group needs."""
     parallel, rank = schedule.parallel, schedule.ranks[pp_rank]
-    nodes = len({parallel.node_of(pp_rank, dp_rank) for dp_rank in range(parallel.dp)})
     most: dict[tuple[str, str], int] = {}
     for entry in (rank.start, *rank.steps):
         for action in entry.unshard:
@@ -162,7 +191,7 @@ def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
             if action.route == "cpu_shard":
                 size = piece_buffer_bytes(group.bytes)
             elif action.route == "gpu" and group.algorithm is not None:
-                size = group.bytes + group.bytes // parallel.dp * nodes
+                size = group.bytes + group.bytes // group.ranks * nodes_spanned(parallel, pp_rank, group.ranks)
             else:
                 continue
             parameters = workload.chunk(pp_rank, group.model_chunk_id).parameters
@@ -235,13 +264,13 @@ def members_of(workload: Workload, group: Group) -> tuple[str, tuple[int, ...]]:
 
 def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
     """What the drive holds of the optimizer states of a rank's ``groups``."""
-    moments, dp = len(workload.optimizer.moment_dtypes), workload.parallel.dp
-    held = [0] * dp
+    moments, parallel = len(workload.optimizer.moment_dtypes), workload.parallel
+    held = {ranks: _Held.of_ranks(ranks) for ranks in (parallel.dp, parallel.expert_dp)}
     for group in groups:
         if group.states_rest == "nvme":
-            for rank, parts in enumerate(_shard_parts(members_of(workload, group)[1], dp)):
-                held[rank] += sum(region_bytes(numel, moments) for numel in parts)
-    return max(held)
+            for rank, parts in enumerate(_shard_parts(members_of(workload, group)[1], group.ranks)):
+                held[group.ranks].following[rank] += sum(region_bytes(numel, moments) for numel in parts)
+    return max(_of_every_rank(parallel, held).following)
 
 
 def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> int:
@@ -257,7 +286,7 @@ def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group
 
 def host_add_bytes(groups: Iterable[Group], workload: Workload) -> int:
     """Of the slots through which gradients reach their sums in host memory, on a rank with ``groups``."""
-    shards = [gradient_bytes(g, workload) // workload.parallel.dp for g in groups if g.gradients == "host"]
+    shards = [gradient_bytes(g, workload) // g.ranks for g in groups if g.gradients == "host"]
     return GRADIENT_SLOTS * max(shards, default=0)
 
 
@@ -278,17 +307,19 @@ def rounding_bytes(groups: Iterable[Group], workload: Workload) -> int:
 
 def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:
     """This rank's part of the node's host copies and staging slots, and of the copies on the drive."""
-    sharing = ranks_of_copy(schedule.parallel, pp_rank)
-    copies = dict.fromkeys(("cpu", "nvme"), 0)
+    parallel = schedule.parallel
+    copies = {where: dict.fromkeys((parallel.dp, parallel.expert_dp), 0) for where in ("cpu", "nvme")}
     for entry in schedule.publish:
         group = schedule.groups[entry.group]
         if group.pp_rank == pp_rank:
             for destination in entry.to:
-                copies[destination] += group.bytes
+                copies[destination][group.ranks] += group.bytes
     slots = slot_bytes(schedule, pp_rank) * schedule.limits.nvme_slots
-    return {"host_copies": copies["cpu"] // sharing, "staging_slots": slots}, copies[
-        "nvme"
-    ] // sharing + states_on_drive
+    own = {
+        where: sum(size // ranks_of_copy(parallel, pp_rank, ranks) for ranks, size in sizes.items())
+        for where, sizes in copies.items()
+    }
+    return {"host_copies": own["cpu"], "staging_slots": slots}, own["nvme"] + states_on_drive
 
 
 def _moments(schedule: Schedule, workload: Workload, pp_rank: int) -> Iterator[_Moment]:

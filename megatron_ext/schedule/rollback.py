@@ -28,5 +28,5 @@ def saved_bytes(group: Group, workload: Workload) -> int:
     chosen = set(group.parameters)
     members = [p for p in workload.chunk(group.pp_rank, group.model_chunk_id).parameters if p.name in chosen]
     tensors = 1 + len(workload.optimizer.moment_dtypes)
-    shard = group.bytes // ITEM_BYTES[members[0].dtype] // workload.parallel.dp
+    shard = group.bytes // ITEM_BYTES[members[0].dtype] // group.ranks
     return tensors * tensor_bytes(shard) + len(members) * (tensors + 1) * LINE_BYTES

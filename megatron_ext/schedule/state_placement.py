@@ -105,7 +105,7 @@ def largest_region(schedule: Schedule, workload: Workload, index: int) -> int:
     group, moments = schedule.groups[index], len(workload.optimizer.moment_dtypes)
     chunk = workload.chunk(group.pp_rank, group.model_chunk_id)
     members = [p for p in chunk.parameters if p.name in set(group.parameters)]
-    shard = group.bytes // ITEM_BYTES[members[0].dtype] // workload.parallel.dp
+    shard = group.bytes // ITEM_BYTES[members[0].dtype] // group.ranks
     return max(region_bytes(min(p.numel, shard), moments) for p in members)
 
 
@@ -183,7 +183,7 @@ def short_of_host(schedule: Schedule, workload: Workload, why: str = "") -> Inpu
 
 def on_nodes(workload: Workload, of_ranks: list[int]) -> list[int]:
     """By node, the sum over its ranks of what every rank of a pipeline rank has."""
-    return pinned_bytes_of_nodes(workload.parallel, [0] * len(of_ranks), of_ranks)
+    return pinned_bytes_of_nodes(workload.parallel, {}, of_ranks)
 
 
 def host_bytes_of_nodes(schedule: Schedule, workload: Workload) -> list[int]:
@@ -211,7 +211,7 @@ def _move(
         groups[index] = replace(groups[index], states_rest="nvme")
     largest = max(largest_region(schedule, workload, index) for index in chosen)
     moments = len(workload.optimizer.moment_dtypes)
-    in_all = sum(region_bytes(groups[i].bytes // workload.parallel.dp // 2, moments) for i in chosen)
+    in_all = sum(region_bytes(groups[i].bytes // groups[i].ranks // 2, moments) for i in chosen)
     size = max(largest, min(most, in_all // (8 * SLOTS) // SECTOR_BYTES * SECTOR_BYTES))
     slots = slots or min(max(in_all // (8 * size), FEW_SLOTS), SLOTS)
     return replace(schedule, groups=tuple(groups), state_slots=StateSlots(slots=slots, slot_bytes=size))

@@ -62,7 +62,7 @@ def largest_gradient(group: Group, workload: Workload) -> int:
     """The most bytes that one parameter of ``group`` takes in a slot: its part in one shard, in fp32."""
     chosen = set(group.parameters)
     members = [p for p in workload.chunk(group.pp_rank, group.model_chunk_id).parameters if p.name in chosen]
-    shard = group.bytes // ITEM_BYTES[members[0].dtype] // workload.parallel.dp
+    shard = group.bytes // ITEM_BYTES[members[0].dtype] // group.ranks
     return max(tensor_bytes(min(p.numel, shard)) for p in members)
 
 

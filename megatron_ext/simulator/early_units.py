@@ -7,7 +7,7 @@ from megatron_ext.schedule.memory_bill import states_on_drive_bytes
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.workload import Workload
+from megatron_ext.workload.workload import Workload, optimizer_bytes
 
 
 class EarlyUnit(NamedTuple):
@@ -50,7 +50,7 @@ def delayed_steps(workload: Workload, timing: Timing, states_us: Sequence[float]
         return []
     found = []
     for rank in range(workload.parallel.pp):
-        size = sum(chunk.bytes for chunk in workload.chunks_of_rank(rank))
+        size = optimizer_bytes(workload, rank)
         step_us, (copy_us, _) = timing.host_step_us(size), timing.to_host_us(2 * size)
         apply_us = timing.to_host_us(size)[0]
         rest_us = max(timing.optimizer_us(size) - step_us, 0.0) + copy_us + apply_us
@@ -67,14 +67,15 @@ def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> Early
     units = {}
     for index, group in enumerate(schedule.groups):
         if can_step_early(group, workload):
-            step_us = timing.host_step_us(group.bytes, cast)
+            size = workload.parallel.as_dense(group.bytes, group.ranks)
+            step_us = timing.host_step_us(size, cast)
             if group.states_rest == "nvme" and schedule.state_slots is not None:
                 # Beside the step of one slot the drive writes the last and reads the next.
                 drive_us = timing.states_us(states_on_drive_bytes([group], workload), schedule.state_slots.slot_bytes)
                 us = max(step_us, drive_us)
             else:
-                drive_us, us = 0.0, step_us + timing.saved_states_us(group.bytes)
+                drive_us, us = 0.0, step_us + timing.saved_states_us(size)
             visits = -(-backwards // group.reduce_every) if group.gradients is not None else 1
             saved = saved_bytes(group, workload)
-            units[index] = EarlyUnit(group.bytes, us, saved, step_us, drive_us, visits)
+            units[index] = EarlyUnit(size, us, saved, step_us, drive_us, visits)
     return EarlySteps(units, schedule.rollback_bytes)

@@ -16,7 +16,7 @@ def issue_gather(engine: EngineView, rank: RankState, gather: Gather) -> None:
     link = GPU if gather.route == GPU else CPU
     rank.queues[link].append(gather)
     if gather.flat:
-        rank.communicator.append(GPU)
+        rank.communicator_of(gather.group).append(GPU)
     serve(engine, rank, link)
 
 
@@ -24,7 +24,7 @@ def issue_reduce(engine: EngineView, rank: RankState, operation: tuple) -> None:
     """Put the reduction of a group's gradients into its queue."""
     rank.reducing += 1
     rank.queues[REDUCE].append(operation)
-    rank.communicator.append(REDUCE)
+    rank.communicator_of(operation[1]).append(REDUCE)
     serve(engine, rank, REDUCE)
 
 
@@ -32,13 +32,13 @@ def serve(engine: EngineView, rank: RankState, kind: int) -> None:
     """Start the head of a link's queue if the link is idle and nothing holds the head back.
 
     A ``cpu`` gather waits until its group is published, a ``nvme`` gather until it is staged in, a stage-in until its
-    slot is empty, and what goes over the data-parallel communicator until everything issued before it has ended.
+    slot is empty, and what goes over a data-parallel communicator until everything issued to it before has ended.
     """
     if rank.active[kind] is not None or not rank.queues[kind]:
         return
     head = rank.queues[kind][0]
     if kind in (GPU, CPU):
-        if head.flat and rank.communicator[0] != GPU:
+        if head.flat and rank.communicator_of(head.group)[0] != GPU:
             return
         if head.route == SHARD:
             size, us = _leg(head, kind)
@@ -54,9 +54,9 @@ def serve(engine: EngineView, rank: RankState, kind: int) -> None:
             return
         rank.slot_busy.add(slot)
     elif kind == REDUCE:
-        if rank.communicator[0] != REDUCE:
+        _, group, size, us, *_ = head
+        if rank.communicator_of(group)[0] != REDUCE:
             return
-        _, _, size, us, *_ = head
     else:
         _, size, us, *_ = head
     rank.queues[kind].popleft()
@@ -139,7 +139,7 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
     if kind in (GPU, CPU):
         engine.record(rank, KINDS[kind], str(item.group), activity.started, lasted)
         if item.flat:
-            rank.communicator.popleft()
+            rank.communicator_of(item.group).popleft()
             serve(engine, rank, REDUCE)
         if item.route == SHARD:
             _shard_leg_ended(engine, rank, kind, item)
@@ -166,11 +166,10 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
         serve(engine, rank, NVME)
     elif kind == REDUCE:
         engine.record(rank, "reduce", str(item[1]), activity.started, lasted)
-        rank.communicator.popleft()
+        rank.communicator_of(item[1]).popleft()
         serve(engine, rank, GPU)
         if item[0] == REDUCE_VISIT and item[4] is not None:
-            copy_us, add_us = item[4]
-            rank.queues[PUBLISH].append((item[1], item[2], copy_us, add_us))
+            rank.queues[PUBLISH].append((item[1], *item[4]))
             serve(engine, rank, PUBLISH)
         else:
             rank.reducing -= 1

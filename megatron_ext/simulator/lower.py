@@ -18,13 +18,14 @@ from megatron_ext.workload.workload import Workload
 RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP, REDUCE_VISIT, SETTLE = range(7)
 """``(RUN, us)``; ``(WAIT, gather)``; ``(ISSUE, gather)``; ``(STAGE, group,
 slot, bytes, us)``; ``(REDUCE_GROUP, group, bytes, us)``; ``(REDUCE_VISIT, group, bytes, us, to_host)``, where
-``to_host`` is what copying to host memory and adding there take, or None; ``(SETTLE,)`` waits for the last of them."""
+``to_host`` is None or says what is copied to host memory and added there: bytes, as of a dense group, and what both
+take; ``(SETTLE,)`` waits for the last of them."""
 
 
 class Gather:
     """One unshard of one group: the engine's unit of work on a link.
 
-    ``flat``: one all-gather over the communicator that gradients are reduced over, too. ``shard_bytes`` and
+    ``flat``: one all-gather over the communicator that the group's gradients are reduced over, too. ``shard_bytes`` and
     ``shard_us``: the copies of ``cpu_shard``, of which the first of ``pieces`` is copied before anything is gathered,
     and the last is gathered when everything is copied. ``copied`` and ``gathered``: legs over each link that have
     ended.
@@ -49,13 +50,14 @@ class RankProgram:
     """What one pipeline rank does in one iteration.
 
     ``start`` are operations before the first step; ``steps[i]`` is ``(stage, backward,
-    microbatch, operations)``; ``gathers`` are all unshards in issue order.
+    microbatch, operations)``; ``gathers`` are all unshards in issue order; ``experts`` are groups whose collectives
+    have a communicator of their own.
     """
 
-    __slots__ = ("pp_rank", "start", "steps", "gathers")
+    __slots__ = ("pp_rank", "start", "steps", "gathers", "experts")
 
-    def __init__(self, pp_rank: int):
-        self.pp_rank = pp_rank
+    def __init__(self, pp_rank: int, experts: frozenset[int] = frozenset()):
+        self.pp_rank, self.experts = pp_rank, experts
         self.start: list[tuple] = []
         self.steps: list[tuple] = []
         self.gathers: list[Gather] = []
@@ -77,25 +79,26 @@ _ROUTE_KIND = {"gpu": 1, "cpu": 2, "nvme": 3, "cpu_shard": SHARD}
 
 
 def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgram:
-    program = RankProgram(pp_rank)
+    dp = workload.parallel.dp
+    program = RankProgram(pp_rank, frozenset(n for n, group in enumerate(schedule.groups) if group.ranks != dp))
     groups, gathers, pp = schedule.groups, program.gathers, workload.parallel.pp
     waits: dict[int, list[tuple[int, int]]] = {}  # step index -> (group, gather)
     slot_of: dict[int, int] = {}
-    costs: dict[tuple[str, int, str | None], tuple[float, float]] = {}
+    costs: dict[tuple[str, int, str | None, int], tuple[float, float]] = {}
 
     def gather(action, index: int) -> tuple:
-        size, algorithm = groups[action.group].bytes, groups[action.group].algorithm
-        key = (action.route, size, algorithm)
+        size, algorithm, ranks = groups[action.group].bytes, groups[action.group].algorithm, groups[action.group].ranks
+        own, key = timing.among(ranks), (action.route, size, algorithm, ranks)
         if key not in costs:
-            costs[key] = timing.unshard_us(action.route, size, algorithm), timing.issue_us(action.route, size)
+            costs[key] = own.unshard_us(action.route, size, algorithm), own.issue_us(action.route, size)
         slot = slot_of.get(action.group, -1) if action.route == "nvme" else -1
         need_by = index if action.need_by < 0 else action.need_by
         waits.setdefault(need_by, []).append((action.group, len(gathers)))
         flat = action.route == "gpu" and algorithm is None
         gathers.append(Gather(action.group, _ROUTE_KIND[action.route], size, *costs[key], slot, flat))
         if action.route == "cpu_shard":
-            gathers[-1].shard_bytes = size // workload.parallel.dp
-            gathers[-1].shard_us, gathers[-1].pieces = timing.shard_copy_us(size), shard_pieces(size)
+            gathers[-1].shard_bytes = size // ranks
+            gathers[-1].shard_us, gathers[-1].pieces = own.shard_copy_us(size), shard_pieces(size)
         return (ISSUE, len(gathers) - 1)
 
     def stage(action) -> tuple:
@@ -164,12 +167,16 @@ def _reduces(
     for number, group in enumerate(groups):
         if group.pp_rank != pp_rank:
             continue
-        us, visits = timing.reduce_us(group.bytes), backwards[group.model_chunk_id]
+        own = timing.among(group.ranks)
+        us, visits = own.reduce_us(group.bytes), backwards[group.model_chunk_id]
         if group.gradients is None:
             operation = (REDUCE_GROUP, number, group.bytes, us)
             due = visits[-1:] if us else []
         else:
-            to_host = timing.to_host_us(gradient_bytes(group, workload)) if group.gradients == "host" else None
+            to_host = None
+            if group.gradients == "host":
+                as_dense = workload.parallel.as_dense(group.bytes, group.ranks)
+                to_host = (as_dense, *own.to_host_us(gradient_bytes(group, workload)))
             operation = (REDUCE_VISIT, number, group.bytes, us, to_host)
             due = [*visits[group.reduce_every - 1 : -1 : group.reduce_every], visits[-1]]
             for index in visits[:: group.reduce_every] if group.alone else ():

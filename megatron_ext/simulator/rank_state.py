@@ -56,7 +56,8 @@ class RankState:
         active, queues, busy: by kind: the activity in progress, what waits for it to end, and the busy time so far.
         blocked_on: number of the gather that compute waits for; -1 for none.
         messages: messages to or from other ranks that are on their way.
-        communicator: kinds of what was issued to the data-parallel communicator and has not ended, in issue order.
+        communicators: of dense groups and of experts, kinds of what was issued to the data-parallel communicator and
+            has not ended, in issue order.
         visits: by group, reduces of a gradient that comes and goes so far.
         whole_gradient, settling: whether a gradient that comes and goes is on its way to its shard, and whether the
             thread waits for it.
@@ -73,7 +74,7 @@ class RankState:
 
     __slots__ = (
         *("program", "pp_rank", "index", "position", "operations", "steps_done", "finished_at"),
-        *("active", "queues", "busy", "communicator", "messages", "reducing"),
+        *("active", "queues", "busy", "communicators", "messages", "reducing"),
         *("blocked_on", "blocked_since", "exposed", "first_start", "last_end", "compute_us"),
         *("published", "staged", "slot_busy", "whole_gradient", "settling"),
         *("early_bytes", "early_us", "early_drive_us", "norm_at", "visits", "stepped"),
@@ -88,7 +89,7 @@ class RankState:
         self.active: list[Activity | None] = [None] * len(KINDS)
         self.queues: list[deque] = [deque() for _ in KINDS]
         self.busy = [0.0] * len(KINDS)
-        self.communicator: deque[int] = deque()
+        self.communicators: tuple[deque[int], deque[int]] = deque(), deque()
         self.messages = self.reducing = 0
         self.blocked_on, self.blocked_since = -1, 0.0
         self.exposed = self.compute_us = 0.0
@@ -101,6 +102,10 @@ class RankState:
         self.visits: dict[int, int] = {}
         self.stepped = self.memory_full = False
         self.memory_full_us = self.memory_since = self.optimizer_us = 0.0
+
+    def communicator_of(self, group: int) -> deque[int]:
+        """That of the ranks which share the group's shards."""
+        return self.communicators[group in self.program.experts]
 
     @property
     def step_name(self) -> str:

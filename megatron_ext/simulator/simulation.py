@@ -116,10 +116,11 @@ def run(
     times, processor_us = timing.host_cpu, {}
     for entry in schedule.publish:
         group = schedule.groups[entry.group]
-        us = timing.publish_us(group.pp_rank, entry.to, group.bytes)
-        publish[group.pp_rank].append((entry.group, group.bytes, us))
+        own, as_dense = timing.among(group.ranks), workload.parallel.as_dense(group.bytes, group.ranks)
+        us = own.publish_us(group.pp_rank, entry.to, group.bytes)
+        publish[group.pp_rank].append((entry.group, as_dense, us))
         if times is not None:
-            parts = timing.publish_parts(group.pp_rank, entry.to, group.bytes)
+            parts = own.publish_parts(group.pp_rank, entry.to, group.bytes)
             processor_us[entry.group] = times.of_publish(parts)
     host_cpu = HostProcessors(times, processor_us) if times is not None else None
     states_us = _states_us(schedule, workload, timing)

@@ -2,7 +2,7 @@
 
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.workload import Workload
+from megatron_ext.workload.workload import Workload, optimizer_bytes
 
 
 def optimizer_us(schedule: Schedule, workload: Workload, timing: Timing) -> list[tuple[float, float]]:
@@ -22,18 +22,18 @@ def optimizer_us(schedule: Schedule, workload: Workload, timing: Timing) -> list
 
 
 def _of_rank(pp_rank: int, schedule: Schedule, workload: Workload, timing: Timing) -> tuple[float, float]:
-    whole_us = timing.optimizer_us(sum(chunk.bytes for chunk in workload.chunks_of_rank(pp_rank)))
+    whole_us = timing.optimizer_us(optimizer_bytes(workload, pp_rank))
     bytes_of: dict[str | None, int] = {"device": 0, None: 0}
     own = [group for group in schedule.groups if group.pp_rank == pp_rank]
     for group in own:
         if group.states_rest in bytes_of:
-            bytes_of[group.states_rest] += group.bytes
+            bytes_of[group.states_rest] += workload.parallel.as_dense(group.bytes, group.ranks)
     on_device, on_host = bytes_of["device"], bytes_of[None]
     if workload.optimizer.on_host:
         stepped = [group for group in own if group.states_rest == "device"]
     else:
         stepped, on_host = own, 0
-    moved_us = sum(_moved_us(group, timing) for group in stepped)
+    moved_us = sum(_moved_us(group, timing.among(group.ranks)) for group in stepped)
     if on_host and schedule.step_slots is not None and timing.offers_curve("host_step"):
         whole_us += timing.host_step_us(on_host, schedule.step_slots.cast) - timing.host_step_us(on_host)
     if not on_device:

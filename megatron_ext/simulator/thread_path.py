@@ -60,8 +60,8 @@ def _path_us(workload: Workload, timing: Timing) -> float:
 
 def _tensors(workload: Workload, pp_rank: int) -> int:
     """Parameters that one rank's optimizer visits: its part of those of its pipeline rank."""
-    count = sum(len(chunk.parameters) for chunk in workload.chunks_of_rank(pp_rank))
-    return -(-count // workload.parallel.dp)
+    own = [parameter.expert for chunk in workload.chunks_of_rank(pp_rank) for parameter in chunk.parameters]
+    return sum(-(-own.count(expert) // workload.parallel.ranks_of(expert)) for expert in (False, True))
 
 
 def _calls_us(schedule: Schedule, workload: Workload, timing: Timing, program: RankProgram) -> float:

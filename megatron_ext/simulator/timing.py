@@ -8,13 +8,14 @@ from msgspec.structs import replace
 from megatron_ext.cost.cost_table import CAST_ON_DEVICE, KINDS, CostTable, Curve, Launches
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.cost.estimates import Costs
+from megatron_ext.cost.expert_curves import table_of_experts
 from megatron_ext.cost.gradient_sizes import by_parameter_bytes
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import COMPUTE
 from megatron_ext.simulator.processor_times import ProcessorTimes
-from megatron_ext.workload.nodes import algorithm_of_nodes, crossing_bytes
+from megatron_ext.workload.nodes import algorithm_of_nodes, crossing_bytes, nodes_spanned
 from megatron_ext.workload.route import Algorithm, shard_pieces
-from megatron_ext.workload.workload import Chunk, Workload
+from megatron_ext.workload.workload import Chunk, Workload, expert_ranks
 
 PADDING_SHARE = 64
 """Megatron's padding makes a group at most about this fraction larger than its parameters."""
@@ -33,20 +34,26 @@ class Timing:
     Every duration is what the activity takes alone; :meth:`excess` says what overlapping
     adds. ``left_out`` names what the table cannot say and the prediction therefore lacks.
 
+    Attributes:
+        ranks: that share the shards of the groups whose sizes are asked for; :meth:`among` gives those of others.
+
     Raises:
         InputError: the table has no figure for something that every run needs.
     """
 
-    def __init__(self, workload: Workload, table: CostTable, *, extrapolate: bool = False):
+    def __init__(
+        self, workload: Workload, table: CostTable, *, extrapolate: bool = False, dense: "Timing | None" = None
+    ):
         table = by_parameter_bytes(table, workload)
         self.workload, self.table, self.extrapolate = workload, table, extrapolate
+        self.ranks = workload.parallel.ranks_of(dense is not None)
         flat, others = _by_algorithm(table)
         flat, cast_on_device = _by_cast(flat)
         self.costs = Costs(flat, extrapolate=extrapolate)
         self._beyond = Costs(flat, extrapolate=True)
         self._cast_on_device = Costs(cast_on_device, extrapolate=True)
         parallel = workload.parallel
-        allowed = [algorithm_of_nodes(parallel, rank) for rank in range(parallel.pp)]
+        allowed = [algorithm_of_nodes(parallel, rank, self.ranks) for rank in range(parallel.pp)]
         self._algorithms = [name if name in others else None for name in allowed]
         self._others = {
             name: (Costs(other, extrapolate=extrapolate), Costs(other, extrapolate=True))
@@ -69,19 +76,22 @@ class Timing:
         self.launch_path_us: float | None = None  # kept by thread_path.py
         own = table.launches or Launches()
         self.tensor_us, self.reduce_call_us = own.tensor_us, own.reduce_us
-        self.crosses_nodes = [
-            len({parallel.node_of(rank, dp) for dp in range(parallel.dp)}) for rank in range(parallel.pp)
-        ]
+        self.crosses_nodes = [nodes_spanned(parallel, rank, self.ranks) for rank in range(parallel.pp)]
         self._reduce = sorted(
             (p for points in curves_of(table.reduce or ()).values() for p in points), key=lambda p: p.size_bytes
         )
         needed = ["reduce"] * (parallel.dp > 1) + ["optimizer"] + ["host_step"] * workload.optimizer.on_host
-        self.left_out = tuple(name for name in needed if not _has(getattr(table, name)))
+        self._left_out = (
+            [name for name in needed if not _has(getattr(table, name))] if dense is None else dense._left_out
+        )
         self._unshard: dict[tuple[str, int, str | None], float] = {}
         self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
         rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0}
-        if table.topology.nic_shares_pcie:
-            rows |= {(a, b) for a, b in _SHARED_PCIE}
+        self._shared = _SHARED_PCIE if table.topology.nic_shares_pcie else ()
+        other_experts = dense is not None or expert_ranks(workload) not in (None, parallel.dp)
+        if other_experts:
+            self._shared += _SHARED_LINKS
+        rows |= {*self._shared}
         self._pairs = [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
         self.host_cpu = ProcessorTimes(workload, table) if table.host_cpu is not None else None
         """Processor time of transports, where ranks compute on shared processors; None on machines with GPUs."""
@@ -92,6 +102,24 @@ class Timing:
         self.disturbed = tuple(any(pairs) for pairs in self._pairs)
         """By kind: whether anything slows it at all, so that undisturbed kinds cost no look-ups."""
         self.disturbs = tuple(any(pairs[kind] for pairs in self._pairs) for kind in range(len(KINDS)))
+        self.experts = self
+        """Durations of groups of experts."""
+        if other_experts and dense is None:
+            of_experts = table_of_experts(table, parallel)
+            self.experts = Timing(workload, of_experts, extrapolate=extrapolate, dense=self)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return tuple(self._left_out)
+
+    @property
+    def kinds(self) -> tuple["Timing", ...]:
+        """Of dense groups and, where they are others, of experts."""
+        return (self,) if self.experts is self else (self, self.experts)
+
+    def among(self, ranks: int) -> "Timing":
+        """Durations of groups whose shards ``ranks`` ranks share: the data-parallel or expert-data-parallel ranks."""
+        return self if ranks == self.ranks else self.experts
 
     def disturbs_kind(self, measured: int, busy: int) -> bool:
         """Whether ``busy`` slows ``measured`` by a row of ``contention``."""
@@ -117,8 +145,11 @@ class Timing:
             )
         return self._estimate(f"routes.{route}", size_bytes, costs).us
 
-    def algorithm(self, pp_rank: int, size_bytes: int) -> str | None:
-        """The fastest way a group of this pipeline rank can go by ``gpu``; None: one all-gather."""
+    def algorithm(self, pp_rank: int, size_bytes: int, ranks: int | None = None) -> str | None:
+        """The fastest way a group of this pipeline rank, of ``ranks`` ranks, can go by ``gpu``; None: one
+        all-gather."""
+        if ranks not in (None, self.ranks):
+            return self.experts.algorithm(pp_rank, size_bytes)
         other = self._algorithms[pp_rank]
         if other is None:
             return None
@@ -168,8 +199,9 @@ class Timing:
 
     @property
     def offers_cpu_shard(self) -> bool:
-        """Whether a shard can come from the host and be gathered: its parts were measured, or the route itself."""
-        return self.workload.parallel.dp > 1 and self.offers("gpu") and self.offers("cpu")
+        """Whether a shard can come from the host and be gathered: its parts were measured, or the route itself. Not
+        where groups of experts have no shards, for one route serves all."""
+        return min(self.ranks, self.experts.ranks) > 1 and self.offers("gpu") and self.offers("cpu")
 
     def shard_copy_us(self, size_bytes: int) -> float:
         """Microseconds of the first part of ``cpu_shard``: copying the own shard of a group of ``size_bytes`` over the
@@ -177,7 +209,7 @@ class Timing:
         copies = self.table.routes.cpu
         assert copies is not None  # the route is offered only where it was measured
         least = min(point.size_bytes for points in curves_of(copies).values() for point in points)
-        return self.gather_us("cpu", max(size_bytes // self.workload.parallel.dp, least))
+        return self.gather_us("cpu", max(size_bytes // self.ranks, least))
 
     def _shard_gather_us(self, size_bytes: int) -> float:
         """Its second part: all-gathers of all pieces, and whatever the route as it was measured takes beyond both
@@ -254,7 +286,7 @@ class Timing:
         The copy takes as long as publishing the shard to the host copy, or where that was not measured as long as a
         copy from there (:meth:`shard_to_host_us`). What no curve tells is left out and named in ``left_out``.
         """
-        shard, copy_us = size_bytes // self.workload.parallel.dp, self.shard_to_host_us(size_bytes)
+        shard, copy_us = size_bytes // self.ranks, self.shard_to_host_us(size_bytes)
         if _has(self.table.host_add):
             return copy_us, self._beyond.estimate("host_add", shard).us
         self.leave_out("host_add")
@@ -273,19 +305,19 @@ class Timing:
 
     def _shard_from_host_us(self, size_bytes: int) -> float:
         if self.offers("cpu"):
-            return self._beyond.estimate("routes.cpu", size_bytes // self.workload.parallel.dp).us
+            return self._beyond.estimate("routes.cpu", size_bytes // self.ranks).us
         self.leave_out("routes.cpu")
         return 0.0
 
     def leave_out(self, name: str) -> None:
         """Name what the table does not know, once."""
-        if name not in self.left_out:
-            self.left_out += (name,)
+        if name not in self._left_out:
+            self._left_out.append(name)
 
     @property
     def least_reduce_us(self) -> float:
         """Microseconds that reducing any group takes at least."""
-        return min((point.p50_us for point in self._reduce), default=0.0)
+        return min((point.p50_us for own in self.kinds for point in own._reduce), default=0.0)
 
     def optimizer_us(self, size_bytes: int) -> float:
         """Microseconds of an optimizer step on ``size_bytes`` of parameters; 0 where the table lacks it."""
@@ -328,7 +360,7 @@ class Timing:
         """Copying the states of a group of ``size_bytes`` of 16-bit parameters, its float32 parameters and moments, in
         host memory. A copy moves as many bytes as an addition in place: the written lines are read before."""
         tensors = 1 + len(self.workload.optimizer.moment_dtypes)
-        return tensors * self._beyond.estimate("host_add", 2 * size_bytes // self.workload.parallel.dp).us
+        return tensors * self._beyond.estimate("host_add", 2 * size_bytes // self.ranks).us
 
     def states_us(self, size_bytes: int, slot_bytes: int) -> float:
         """Microseconds of reading and writing ``size_bytes`` of optimizer states on the drive, in pieces of
@@ -379,12 +411,14 @@ class Timing:
 
     def _slowdown(self, measured: str, busy: str, size_bytes: int) -> float:
         slowdown = self.costs.slowdown(measured, busy, size_bytes or None)
-        if slowdown == 1.0 and self.table.topology.nic_shares_pcie and (measured, busy) in _SHARED_PCIE:
+        if slowdown == 1.0 and (measured, busy) in self._shared:
             return 2.0
         return slowdown
 
 
 _SHARED_PCIE = (("gpu", "cpu"), ("cpu", "gpu"))
+_SHARED_LINKS = (("gpu", "reduce"), ("reduce", "gpu"))
+"""Of dense groups and of experts: on communicators of their own, hence beside each other, over the same links."""
 
 
 def _by_algorithm(table: CostTable) -> tuple[CostTable, dict[str, CostTable]]:

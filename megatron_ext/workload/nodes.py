@@ -1,6 +1,6 @@
 """Which data-parallel ranks share a node: host copies and hierarchical gathers go by it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 from megatron_ext.formats.errors import InputError
@@ -33,15 +33,20 @@ def nodes_of_replicas(parallel: Parallel, pp_rank: int, which: int = 0, ranks: i
     return list(nodes.values())
 
 
+def nodes_spanned(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> int:
+    """Nodes on which the first of the sets of ``ranks`` ranks (default: DP) of a pipeline rank lies."""
+    return len({*parallel.nodes_of(parallel.replicas(pp_rank, ranks)[0])})
+
+
 def ranks_of_copy(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> int:
     """The least data-parallel ranks of a node that share a host copy of a group of ``ranks`` ranks (default: DP)."""
     nodes = parallel.nodes_of(parallel.replicas(pp_rank, ranks)[0])
     return min(map(nodes.count, nodes))
 
 
-def check_spread(parallel: Parallel, ranks: int | None = None) -> None:
+def check_spread(parallel: Parallel) -> None:
     """Refuse nodes that hold different numbers of any group's replicas, as :func:`nodes_of_replicas` does."""
-    for pp_rank in range(parallel.pp):
+    for pp_rank, ranks in product(range(parallel.pp), (parallel.dp, parallel.expert_dp)):
         for which in range(len(parallel.replicas(pp_rank, ranks))):
             nodes_of_replicas(parallel, pp_rank, which, ranks)
 
@@ -67,21 +72,30 @@ def algorithm_of_nodes(parallel: Parallel, pp_rank: int, ranks: int | None = Non
     return SYMMETRIC if on_one and len(sets[0]) > 1 else None
 
 
-def pinned_bytes_of_nodes(parallel: Parallel, copies: Sequence[int], of_ranks: Sequence[int]) -> list[int]:
+def copies_of_nobody(parallel: Parallel) -> dict[int, list[int]]:
+    """No bytes of host copies yet, as :func:`pinned_bytes_of_nodes` takes them."""
+    return {ranks: [0] * parallel.pp for ranks in (parallel.dp, parallel.expert_dp)}
+
+
+def pinned_bytes_of_nodes(
+    parallel: Parallel, copies: Mapping[int, Sequence[int]], of_ranks: Sequence[int]
+) -> list[int]:
     """Pinned host bytes of each node.
 
     Args:
-        copies: by pipeline rank, bytes of its host copies. Ranks of a node share one copy; tensor-parallel ranks hold
-            different parameters, hence each its own.
+        copies: by the ranks that share a group's shards and by pipeline rank, bytes of host copies. The ranks of a node
+            that are of one set of :meth:`Parallel.replicas` share one copy; other sets hold other parameters.
         of_ranks: by pipeline rank, bytes of each of its ranks alone: NVMe staging slots, shards that rest there.
     """
     nodes = [0] * parallel.num_nodes
-    for pp_rank, tp_rank in product(range(parallel.pp), range(parallel.tensor_model_parallel_size)):
-        places = [parallel.node_of(pp_rank, dp_rank, tp_rank) for dp_rank in range(parallel.dp)]
-        for node in set(places):
-            nodes[node] += copies[pp_rank]
-        for node in places:
-            nodes[node] += of_ranks[pp_rank]
+    for ranks, by_stage in copies.items():
+        for pp_rank, size in enumerate(by_stage):
+            for members in parallel.replicas(pp_rank, ranks) if size else ():
+                for node in {*parallel.nodes_of(members)}:
+                    nodes[node] += size
+    of_stage = parallel.world_size // parallel.pp
+    for rank, node in enumerate(parallel.nodes_of(range(parallel.world_size))):
+        nodes[node] += of_ranks[rank // of_stage]
     return nodes
 
 

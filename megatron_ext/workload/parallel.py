@@ -100,6 +100,10 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Ranks among which a parameter is sharded."""
         return self.expert_dp if expert else self.dp
 
+    def as_dense(self, size_bytes: int, ranks: int) -> int:
+        """Bytes of a group of dense parameters whose shards are as large as those of ``size_bytes`` among ``ranks``."""
+        return size_bytes * self.dp // ranks
+
     def replicas(self, pp_rank: int, ranks: int | None = None) -> list[range]:
         """Sets of global ranks of a pipeline rank that share the shards of the same parameters.
 

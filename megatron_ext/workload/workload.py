@@ -153,9 +153,25 @@ def make_workload(
     )
 
 
+def expert_ranks(workload: Workload) -> int | None:
+    """Ranks among which the workload's experts are sharded; None where it has none."""
+    there = any(p.expert for chunk in workload.chunks for p in chunk.parameters)
+    return workload.parallel.expert_dp if there else None
+
+
 def group_ranks(parameters, parallel: Parallel) -> int:
     """Ranks among which a bucket of ``parameters``, all of experts or none, is sharded."""
     return parallel.ranks_of(bool(parameters) and parameters[0].expert)
+
+
+def optimizer_bytes(workload: Workload, pp_rank: int) -> int:
+    """Bytes of dense parameters of which a rank's optimizer would step as many elements as it does."""
+    parallel = workload.parallel
+    return sum(
+        parallel.as_dense(sum(p.bytes for p in chunk.parameters if p.expert is expert), parallel.ranks_of(expert))
+        for chunk in workload.chunks_of_rank(pp_rank)
+        for expert in (False, True)
+    )
 
 
 def group_bytes(parameters, parallel: Parallel) -> int:

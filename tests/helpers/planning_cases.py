@@ -83,6 +83,30 @@ def make_workload(
     )
 
 
+EXPERTS = ("fc1", "fc2")
+"""Parameters of :func:`make_workload` that :func:`with_experts` makes experts'."""
+
+
+def with_experts(work: workload.Workload, ep: int, etp: int | None = None) -> workload.Workload:
+    """``work`` with the matrices of every other layer's MLP as the local experts of a rank."""
+    parallel = replace(work.parallel, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    chunks = [
+        replace(
+            chunk,
+            parameters=tuple(
+                replace(p, expert=p.layer % 2 == 1 and p.name.endswith(EXPERTS)) for p in chunk.parameters
+            ),
+        )
+        for chunk in work.chunks
+    ]
+    return workload.check(replace(work, parallel=parallel, chunks=tuple(chunks)))
+
+
+def expert_curves(work, gpu=(20.0, 5e3), reduce=(20.0, 5e3)) -> cost.ExpertCurves:
+    """Collectives among the ranks that share the shards of the same experts."""
+    return cost.ExpertCurves(ranks=work.parallel.expert_dp, gpu=line(*gpu), reduce=line(*reduce))
+
+
 def make_table(
     work,
     *,

@@ -63,9 +63,7 @@ def test_what_later_layers_borrow_needs_room_beside_them():
     work = work_of(
         [(replace(own[0], borrowed_by=(2,)), *own[1:])],
         ("e", "t", "o"),
-        limits=workload.Limits(
-            whole_parameter_bytes=workload.group_bytes(own[:1], Parallel.of(dp=2, microbatches=1)) + 100
-        ),
+        limits=workload.Limits(whole_parameter_bytes=group + 100),
         zero_stage=3,
         **ONE,
     )

@@ -1,0 +1,68 @@
+"""The costs of experts' groups, which other ranks share than dense parameters' groups.
+
+[Note: What differs]
+A group of experts is sharded among the expert-data-parallel ranks. Its all-gathers and reduces are collectives of these
+ranks and have curves of their own (``experts`` of the cost table). What each rank does with its own shard alone takes
+as long as for a dense group with shards as large, so those curves are read at that size: publishing, the optimizer's
+step, and between nodes what each network card carries. A whole group comes from the host or the drive like any other.
+"""
+
+from msgspec.structs import replace
+
+from megatron_ext.cost.cost_table import CostTable, Curve, Point
+from megatron_ext.cost.curve import curves_of
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.nodes import nodes_spanned
+from megatron_ext.workload.parallel import Parallel
+
+
+def table_of_experts(table: CostTable, parallel: Parallel) -> CostTable:
+    """``table`` by bytes of groups of experts, with their collectives in place of the data-parallel ranks'.
+
+    Raises:
+        InputError: it has collectives of the data-parallel ranks, and none of the experts'.
+    """
+    own, ranks = table.experts, parallel.expert_dp
+    for name, dense, curve in (
+        ("gpu", table.routes.gpu, own and own.gpu),
+        ("reduce", table.reduce, own and own.reduce),
+    ):
+        if curves_of(dense or ()) and not curves_of(curve or ()):
+            said = (
+                f"has no points: experts are gathered and reduced among {ranks} ranks, other parameters among "
+                f"{parallel.dp}; megatron-ext cost estimate gives a curve for each"
+            )
+            raise InputError(said, field=f"experts.{name}")
+    if own is not None and own.ranks != ranks:
+        raise InputError(f"experts are sharded among {ranks} ranks here", field="experts.ranks", value=own.ranks)
+    share = ranks / parallel.dp
+    cards = [n // nodes_spanned(parallel, 0, n) for n in (ranks, parallel.dp)]
+    publish = replace(
+        table.publish,
+        cpu=_scaled(table.publish.cpu, share),
+        nvme=_scaled(table.publish.nvme, share),
+        internode=_scaled(table.publish.internode, cards[0] / cards[1]),
+    )
+    return replace(
+        table,
+        routes=replace(table.routes, gpu=own and own.gpu, cpu_shard=None),
+        publish=publish,
+        reduce=own and own.reduce,
+        optimizer=_scaled(table.optimizer, share),
+        host_step=_scaled(table.host_step, share),
+        device_step=_scaled(table.device_step, share),
+    )
+
+
+def _scaled(curve: Curve | None, factor: float) -> Curve | None:
+    """``curve`` with the same times at ``factor`` times the bytes."""
+
+    def points(of: tuple[Point, ...]) -> tuple[Point, ...]:
+        sizes = {max(round(point.size_bytes * factor), 1): point for point in of}  # of two that become one, the larger
+        return tuple(replace(point, size_bytes=size) for size, point in sizes.items())
+
+    if curve is None:
+        return None
+    return replace(
+        curve, points=points(curve.points), algorithms={name: points(of) for name, of in curve.algorithms.items()}
+    )
