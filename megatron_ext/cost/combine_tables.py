@@ -10,6 +10,7 @@ import msgspec
 from megatron_ext.cost.cost_table import (
     CostTable,
     Curve,
+    ExpertCurves,
     GroupOverhead,
     Metadata,
     Publish,
@@ -30,6 +31,7 @@ LINKS = (
     "publish.cpu",
     "publish.nvme",
     "publish.internode",
+    "experts",
     "group_overhead.call_us",
     "contention",
     "p2p",
@@ -81,6 +83,9 @@ def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = 
     for part in PARTS:
         if part in chosen:
             name = chosen[part]
+            if part == "experts" and tables[name].experts is None:
+                values[part], origin[part] = _gathers_as_of_experts(tables[name], name), name
+                continue
             if not has(get(tables[name], part)):
                 raise InputError("has none", file=name, field=part)
         else:
@@ -102,6 +107,14 @@ def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = 
             schema_version=first.schema_version, kind="cost_table", metadata=_metadata(tables, origin, notes), **fields
         )
     )
+
+
+def _gathers_as_of_experts(table: CostTable, name: str) -> ExpertCurves:
+    """Collectives that were measured among as many ranks as share the shards of the same experts."""
+    ranks = (table.metadata.world_sizes or {}).get("data_parallel_size")
+    if not isinstance(ranks, int) or not (has(table.routes.gpu) and has(table.reduce)):
+        raise InputError("has no routes.gpu and reduce of a known data_parallel_size", file=name, field="experts")
+    return ExpertCurves(ranks=ranks, gpu=table.routes.gpu, reduce=table.reduce)
 
 
 NETWORKED = {"gpu", "reduce", "p2p", "publish"}
@@ -141,7 +154,7 @@ def _spans_nodes(table: CostTable) -> bool | None:
 def get(table: CostTable, part: str):
     value: Any = table
     for name in part.split("."):
-        value = getattr(value, name)
+        value = getattr(value, name, None)
     return value
 
 

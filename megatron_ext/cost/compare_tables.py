@@ -29,7 +29,7 @@ def compare(first: CostTable, second: CostTable) -> dict:
         "only": {"first": [], "second": []},
         "environment": [],
     }
-    for part in PARTS:
+    for part in (*PARTS, "experts.gpu", "experts.reduce"):
         one, other = get(first, part), get(second, part)
         if has(one) != has(other):
             result["only"]["first" if has(one) else "second"].append(part)

@@ -271,20 +271,7 @@ def check(table: CostTable, *, file=None) -> CostTable:
             ranks=experts.ranks, gpu=curve(experts.gpu, "experts.gpu"), reduce=curve(experts.reduce, "experts.reduce")
         )
     p2p = curve(table.p2p if isinstance(table.p2p, Curve) else Curve(points=table.p2p), "p2p")
-    checker.duration(table.group_overhead.call_us, "group_overhead.call_us", zero=True)
-    for name in ("pages_us_per_gib", "pin_us_per_gib"):
-        checker.duration(getattr(table.set_up, name), f"set_up.{name}", zero=True)
-    if table.host_memory is not None:
-        rate, slow = table.host_memory.bytes_per_s, table.host_memory.slow_bytes_per_s
-        checker.positive(rate, "host_memory.bytes_per_s")
-        checker.positive(slow, "host_memory.slow_bytes_per_s")
-        if slow is not None and slow > rate:
-            checker.refuse("must not be above bytes_per_s", "host_memory.slow_bytes_per_s", slow)
-    if table.launches is not None:
-        for name in ("reduce_us", "tensor_us"):
-            checker.duration(getattr(table.launches, name), f"launches.{name}", zero=True)
-        if not 1 <= table.launches.slowest <= MOST_SLOWDOWN:
-            checker.refuse(f"expected 1 to {MOST_SLOWDOWN:g}", "launches.slowest", table.launches.slowest)
+    _check_figures(table, checker)
     for index, row in enumerate(table.contention):
         _check_contention(row, f"contention[{index}]", checker)
     _check_compute(table, checker)
@@ -302,6 +289,24 @@ def check(table: CostTable, *, file=None) -> CostTable:
         all_reduce=curve(table.all_reduce, "all_reduce"),
         host_cpu=check_host_cpu(table.host_cpu, checker),
     )
+
+
+def _check_figures(table: CostTable, checker: Checker) -> None:
+    """What is neither a curve nor a row."""
+    checker.duration(table.group_overhead.call_us, "group_overhead.call_us", zero=True)
+    for name in ("pages_us_per_gib", "pin_us_per_gib"):
+        checker.duration(getattr(table.set_up, name), f"set_up.{name}", zero=True)
+    if table.host_memory is not None:
+        rate, slow = table.host_memory.bytes_per_s, table.host_memory.slow_bytes_per_s
+        checker.positive(rate, "host_memory.bytes_per_s")
+        checker.positive(slow, "host_memory.slow_bytes_per_s")
+        if slow is not None and slow > rate:
+            checker.refuse("must not be above bytes_per_s", "host_memory.slow_bytes_per_s", slow)
+    if table.launches is not None:
+        for name in ("reduce_us", "tensor_us"):
+            checker.duration(getattr(table.launches, name), f"launches.{name}", zero=True)
+        if not 1 <= table.launches.slowest <= MOST_SLOWDOWN:
+            checker.refuse(f"expected 1 to {MOST_SLOWDOWN:g}", "launches.slowest", table.launches.slowest)
 
 
 def _check_compute(table: CostTable, checker: Checker) -> None:

@@ -17,6 +17,8 @@ OTHERS = (
     "publish.cpu",
     "publish.nvme",
     "publish.internode",
+    "experts.gpu",
+    "experts.reduce",
     "p2p",
     "reduce",
     "optimizer",
@@ -32,7 +34,7 @@ def all_curves(table: CostTable) -> Iterator[tuple[str, Curve]]:
     for what in (*(f"routes.{route}" for route in ROUTES), *OTHERS):
         node = table
         for name in what.split("."):
-            node = getattr(node, name)
+            node = getattr(node, name, None)
         if isinstance(node, Curve) and curves_of(node):
             yield what, node
 

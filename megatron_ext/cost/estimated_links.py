@@ -13,6 +13,7 @@ from typing import NamedTuple
 from megatron_ext.cost.cost_table import Contention
 from megatron_ext.cost.hardware_sheet import HardwareSheet
 from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.nodes import nodes_spanned
 from megatron_ext.workload.parallel import Parallel
 
 
@@ -48,10 +49,7 @@ class Links:
             )
         if parallel.num_nodes > 1 and sheet.network is None:
             raise InputError(f"{sheet.title} has no network", field="nodes", value=parallel.num_nodes)
-        self.nodes = max(
-            len({parallel.node_of(pp_rank, dp_rank) for dp_rank in range(parallel.dp)})
-            for pp_rank in range(parallel.pp)
-        )
+        self.nodes = self._nodes_of(parallel.dp)
         """Nodes that one data-parallel group spans."""
 
     def _peer(self) -> Line:
@@ -82,8 +80,36 @@ class Links:
             us, slowest = us + network.us * (nodes - 1), max(slowest, network.us_per_byte * (nodes - 1) / nodes / cards)
         return Line(us, slowest)
 
-    def gather(self) -> Line:
-        return self.ring(self.parallel.dp, self.nodes)
+    def _nodes_of(self, ranks: int) -> int:
+        return max(nodes_spanned(self.parallel, pp_rank, ranks) for pp_rank in range(self.parallel.pp))
+
+    def gather(self, ranks: int | None = None) -> Line:
+        """All-gather of a group whose shards ``ranks`` share (default: DP), or its reduce-scatter."""
+        ranks = ranks or self.parallel.dp
+        return self.ring(ranks, self._nodes_of(ranks))
+
+    def all_to_all(self) -> Line:
+        """Tokens on their way to experts, or back: by the bytes that one rank has for all expert-parallel ranks.
+
+        Each rank sends an equal part to each: those on its node over the links inside it, the others through its card.
+        """
+        parallel, ep = self.parallel, self.parallel.ep
+        nodes = max(
+            len({*parallel.nodes_of(range(first, first + ep * parallel.etp, parallel.etp))})
+            for first in range(0, parallel.world_size, ep * parallel.etp)
+        )
+        us, slowest, here = self.sheet.collective_us.value, 0.0, -(-ep // nodes)
+        if here > 1:
+            peer = self._peer()
+            us, slowest = us + peer.us, peer.us_per_byte * (here - 1) / ep
+        if nodes > 1:
+            network = self._network()
+            us, slowest = us + network.us, max(slowest, network.us_per_byte * (ep - here) / ep)
+        return Line(us, slowest)
+
+    def expert_tensor_gather(self) -> Line:
+        """Tokens of the expert-tensor-parallel ranks to each of them, or their sums back, by the bytes of all."""
+        return self.ring(self.parallel.etp, -(-self.parallel.etp // self.ranks_per_node))
 
     def tensor_all_reduce(self) -> Line:
         """All-reduce of an activation over the tensor-parallel ranks, by its bytes."""

@@ -4,7 +4,7 @@
 is estimated (``metadata.synthetic``); measured parts replace its parts by ``megatron-ext cost combine``.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from msgspec.structs import replace
 
@@ -13,11 +13,11 @@ from megatron_ext.cost.environment import world_sizes
 from megatron_ext.cost.estimated_host import ADAM_BYTES, AROUND_BYTES, CAST_BYTES, GRADIENT_BYTES, HostWork
 from megatron_ext.cost.estimated_links import Line, Links
 from megatron_ext.cost.hardware_sheet import HardwareSheet, drawn, slow_end
-from megatron_ext.cost.layer_work import Work, forward_work, layers_of
+from megatron_ext.cost.layer_work import Work, experts_share, forward_work, layers_of
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import MicroBatch
-from megatron_ext.workload.workload import SCHEMA_VERSION, Workload
+from megatron_ext.workload.workload import SCHEMA_VERSION, Workload, expert_ranks
 
 SIZES = tuple(1 << power for power in range(8, 41, 4))
 """256 bytes to 1 TiB. The curves are straight lines, so that a few points say all of it."""
@@ -51,27 +51,27 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
         found = points(line)
         return cost_table.Curve(points=found, algorithms=algorithms) if found else None
 
-    crossing = curve(lambda e: e.links.between_nodes())
     return cost_table.check(
         cost_table.CostTable(
             schema_version=SCHEMA_VERSION,
             kind="cost_table",
             metadata=_metadata(sheet, workload, batch, name),
             routes=cost_table.Routes(
-                gpu=curve(lambda e: e.links.gather()),
+                gpu=curve(lambda e: e.links.gather(parallel.dp)),
                 cpu=curve(lambda e: e.links.host_copy()),
                 nvme=curve(lambda e: e.links.drive_read()),
             ),
             publish=cost_table.Publish(
                 cpu=curve(lambda e: e.links.host_copy().scaled(1 / parallel.dp)),
                 nvme=curve(lambda e: e.links.drive_write()),
-                internode=crossing,
+                internode=curve(lambda e: e.links.between_nodes()),
             ),
             group_overhead=cost_table.GroupOverhead(call_us=sheet.call_us.value),
             contention=middle.links.contention(),
             compute=tuple(map(_with_p95, middle.compute(), slow.compute())),
             p2p=curve(lambda e: e.links.p2p()) or (),
-            reduce=curve(lambda e: e.links.gather().scaled(GRADIENT_BYTES / ITEM_BYTES[dtype])),
+            reduce=curve(lambda e: e.reduce(parallel.dp)),
+            experts=_experts(workload, curve),
             optimizer=curve(lambda e: e.optimizer()),
             host_add=curve(lambda e: e.host.add()),
             host_step=curve(
@@ -90,6 +90,16 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
     )
 
 
+def _experts(workload: Workload, curve: Callable[..., cost_table.Curve | None]) -> cost_table.ExpertCurves | None:
+    """Where experts are sharded among other ranks, the collectives of those; ``curve`` makes one of a line."""
+    ranks = expert_ranks(workload)
+    if ranks in (None, workload.parallel.dp):
+        return None
+    return cost_table.ExpertCurves(
+        ranks=ranks, gpu=curve(lambda e: e.links.gather(ranks)), reduce=curve(lambda e: e.reduce(ranks))
+    )
+
+
 class _Estimates:
     """Times by one sheet's values."""
 
@@ -104,6 +114,11 @@ class _Estimates:
         self._us_per_flop = 1e6 / sheet.device.flop_per_s[dtype].value / sheet.device.flop_efficiency.value
         self._us_per_byte = 1e6 / sheet.device.memory_bytes_per_s.value / sheet.device.memory_efficiency.value
         self._all_reduce = self.links.tensor_all_reduce()
+        self._share = experts_share(workload)
+
+    def reduce(self, ranks: int) -> Line:
+        """Of a group whose shards ``ranks`` share, by bytes of its parameters."""
+        return self.links.gather(ranks).scaled(GRADIENT_BYTES / self._item)
 
     def optimizer(self) -> Line:
         """The step of one rank's shards with norm and clipping, by bytes of its whole parameters."""
@@ -130,14 +145,23 @@ class _Estimates:
         products = sum(max(flop * self._us_per_flop, size * self._us_per_byte) for flop, size in work.products)
         scores = max(work.score_flop * self._us_per_flop, work.score_bytes * self._us_per_byte)
         alone = products + scores + work.moved_bytes * self._us_per_byte
+        between_ranks = ((self._all_reduce, work.reduced_bytes), *self._tokens(work.routed))
         return max(alone, again * KERNELS * self.device.kernel_us.value) + sum(
-            map(self._all_reduce.at, work.reduced_bytes)
+            line.at(size) for line, sizes in between_ranks for size in sizes
         )
+
+    def _tokens(self, routed: tuple[float, ...]) -> Iterator[tuple[Line, tuple[float, ...]]]:
+        """What bringing tokens to their experts and back takes, each of ``routed`` bytes on the rank of an expert."""
+        parallel = self.workload.parallel
+        if parallel.ep > 1:
+            yield self.links.all_to_all(), tuple(size / parallel.etp for size in routed)
+        if parallel.etp > 1:
+            yield self.links.expert_tensor_gather(), routed
 
     def _layer_us(self, kind: str | None, used, tp: int) -> tuple[float, float, float, float]:
         """Forward and backward, on the device and of the thread that launches them."""
-        work = forward_work(kind, used, self.batch, tp)
-        recompute = self.batch.recompute if kind in (None, "transformer") else None
+        work = forward_work(kind, used, self.batch, tp, self._share)
+        recompute = self.batch.recompute if kind in (None, "transformer", "moe") else None
         again, launch_us = 2 if recompute == "full" else 1, self._layer_launch_us
         backward_us = self.us(work.backward(recompute), 1 + again)
         return self.us(work, 1), backward_us, launch_us, again * launch_us

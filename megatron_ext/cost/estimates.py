@@ -223,7 +223,7 @@ class Costs:
 def _field(table: CostTable, what: str) -> Curve | None:
     curve: Any = table
     for name in what.split("."):
-        curve = getattr(curve, name)
+        curve = getattr(curve, name, None)
     return curve
 
 

@@ -6,6 +6,10 @@
 * What lies between the matrices (norms, activation functions, residuals) moves bytes alone: one pass reads or writes an
   activation once. Backward moves twice what forward does.
 * Scores that are not fused are written to memory and read again, :data:`SCORE_PASSES` times in all.
+* Of a rank's experts each computes on the tokens that a balanced router sends it: ``tokens topk / experts`` of every
+  rank. Those travel to the ranks of their experts and back, forward and backward: all-to-all between expert-parallel
+  ranks, then gathered and summed among expert-tensor-parallel ranks, whatever ``--moe-token-dispatcher-type`` does.
+  Not counted: choosing and sorting tokens, an uneven router, dropping, and overlap of a shared expert with this.
 * Tensor parallelism adds two all-reduces of an activation to a layer's forward, and two to its backward.
 Recomputing adds forward work to backward.
 """
@@ -13,9 +17,10 @@ Recomputing adds forward work to backward.
 from math import prod
 from typing import NamedTuple
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import MicroBatch
-from megatron_ext.workload.workload import Chunk, Parameter
+from megatron_ext.workload.workload import EXPERTS, Chunk, Parameter, Workload
 
 SCORE_PASSES = 7
 """Scores written, read and written by the softmax and by dropout with its mask, read by the second product."""
@@ -25,13 +30,15 @@ LOSS_BYTES = 18
 
 class Work(NamedTuple):
     """``products``: (operations, bytes) of each matrix product. ``score_flop``, ``score_bytes``: of core attention.
-    ``moved_bytes``: between the products. ``reduced_bytes``: of each tensor-parallel all-reduce."""
+    ``moved_bytes``: between the products. ``reduced_bytes``: of each tensor-parallel all-reduce. ``routed``: of tokens
+    on a rank of their experts, for each time that they travel."""
 
     products: tuple[tuple[float, float], ...] = ()
     score_flop: float = 0.0
     score_bytes: float = 0.0
     moved_bytes: float = 0.0
     reduced_bytes: tuple[float, ...] = ()
+    routed: tuple[float, ...] = ()
 
     @property
     def flop(self) -> float:
@@ -44,6 +51,7 @@ class Work(NamedTuple):
             self.score_bytes + other.score_bytes,
             self.moved_bytes + other.moved_bytes,
             self.reduced_bytes + other.reduced_bytes,
+            self.routed + other.routed,
         )
 
     def backward(self, recompute: str | None) -> "Work":
@@ -54,6 +62,7 @@ class Work(NamedTuple):
             2 * self.score_bytes,
             2 * self.moved_bytes,
             self.reduced_bytes,
+            self.routed,
         )
         if recompute == "selective":
             return twice._replace(
@@ -71,24 +80,65 @@ def layers_of(chunk: Chunk) -> list[tuple[str | None, list[Parameter]]]:
     return list(zip(chunk.layer_kinds or (None,) * len(found), found))
 
 
-def forward_work(kind: str | None, used: list[Parameter], batch: MicroBatch, tp: int) -> Work:
+class ExpertsShare(NamedTuple):
+    """``copies``: of a token that one rank's experts compute on, of those of its micro-batch; a part of it in each of
+    ``number`` experts."""
+
+    copies: float
+    number: int
+
+
+def experts_share(workload: Workload) -> ExpertsShare | None:
+    """What the experts of one rank get from a balanced router; None where the workload does not say."""
+    parallel, experts = workload.parallel, workload.experts
+    if experts is None:
+        return None
+    copies = experts.router_topk * parallel.etp / parallel.tensor_model_parallel_size
+    return ExpertsShare(copies, max(experts.num_experts // parallel.ep, 1))
+
+
+def forward_work(
+    kind: str | None, used: list[Parameter], batch: MicroBatch, tp: int, share: ExpertsShare | None = None
+) -> Work:
     """Forward of one layer for one micro-batch, on one tensor-parallel rank.
 
     Args:
         kind, used: as :func:`layers_of` gives them; one rank's part.
         tp: tensor-parallel size.
+        share: what its experts compute on.
+
+    Raises:
+        InputError: the layer has experts, and nothing says what they compute on.
     """
     total = Work()
     for parameter in used:
-        total = total.plus(_work_of(parameter, kind, batch, tp))
+        if EXPERTS not in parameter.name:
+            total = total.plus(_work_of(parameter, kind, batch, tp))
     hidden = max((p.shape[-1] for p in used if len(p.shape) == 1 and "norm" in p.name), default=0)
+    if routed := [p for p in used if EXPERTS in p.name]:
+        total = total.plus(_work_of_experts(routed, hidden or min(routed[0].shape), batch, share))
     if kind == "output" and any(len(p.shape) == 2 for p in used):
         vocab = max(p.shape[0] for p in used if len(p.shape) == 2)
         total = total._replace(moved_bytes=total.moved_bytes + LOSS_BYTES * batch.tokens * vocab)
     if tp > 1 and used:
         message = float(batch.tokens * (hidden or used[0].shape[-1]) * ITEM_BYTES[used[0].dtype])
-        total = total._replace(reduced_bytes=(message,) * (2 if kind in (None, "transformer") else 1))
+        total = total._replace(reduced_bytes=(message,) * (2 if kind in (None, "transformer", "moe") else 1))
     return total
+
+
+def _work_of_experts(used: list[Parameter], hidden: int, batch: MicroBatch, share: ExpertsShare | None) -> Work:
+    if share is None:
+        raise InputError("says of no experts, which its layers have: describe the model anew", field="experts")
+    item, tokens = ITEM_BYTES[used[0].dtype], batch.tokens * share.copies
+    numel = sum(p.numel for p in used if len(p.shape) > 1) / share.number  # of one expert
+    columns = numel / hidden  # between its two matrices, before and behind the activation function
+    read = item * (numel * share.number + tokens * (2 * hidden + columns))  # every expert's matrices
+    sorted_bytes = 4 * item * tokens * hidden  # by expert, and back: read and written
+    return Work(
+        products=((2.0 * tokens * numel, read),),
+        moved_bytes=item * tokens * columns + sorted_bytes,
+        routed=(item * tokens * hidden,) * 2,
+    )
 
 
 def _work_of(parameter: Parameter, kind: str | None, batch: MicroBatch, tp: int) -> Work:

@@ -27,6 +27,7 @@ from megatron_ext.cost.cost_table import (
     Contention,
     CostTable,
     Curve,
+    ExpertCurves,
     HostMemory,
     Launches,
     Point,
@@ -142,6 +143,7 @@ class PerturbedTables:
             table,
             routes=routes,
             publish=self._publish(number),
+            experts=self._experts(number),
             p2p=self._curve(table.p2p if isinstance(table.p2p, Curve) else None, "p2p", number) or (),
             reduce=self._curve(table.reduce, "reduce", number),
             optimizer=self._curve(table.optimizer, "optimizer", number),
@@ -186,6 +188,13 @@ class PerturbedTables:
             name: self._curve(getattr(given, name), f"publish.{name}", number) for name in ("cpu", "nvme", "internode")
         }
         return Publish(cpu=curves["cpu"], nvme=curves["nvme"], internode=curves["internode"])
+
+    def _experts(self, number: Callable[[str], float]) -> ExpertCurves | None:
+        given = self._table.experts
+        if given is None:
+            return None
+        gpu = self._curve(given.gpu, "experts.gpu", number)
+        return replace(given, gpu=gpu, reduce=self._curve(given.reduce, "experts.reduce", number))
 
     def _compute(self, number: Callable[[str], float]) -> tuple[Compute, ...]:
         if not self._table.compute:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.workload import EXPERTS
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
@@ -64,7 +65,8 @@ def layers_of(chunk: torch.nn.Module) -> list[Layer]:
         if part == 0:
             kind, module = "embedding", modules["embedding"]
         elif part == 1:
-            kind, module = "transformer", modules[f"decoder.layers.{index}"]
+            kind = "moe" if any(EXPERTS in name for name, _ in parameters) else "transformer"
+            module = modules[f"decoder.layers.{index}"]
         else:
             kind, module = "output", _first_output_module(modules)
             embedding = tuple(name for name, _ in found.get((0, 0), ()))

@@ -34,7 +34,7 @@ from megatron_ext.megatron.gpt_arguments import limits_of
 from megatron_ext.megatron.layer_options import options_of_layers
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import SCHEMA_VERSION, Chunk, Workload, check
+from megatron_ext.workload.workload import SCHEMA_VERSION, Chunk, Experts, Workload, check
 
 SCRIPT = "pretrain_gpt.py"
 
@@ -48,6 +48,7 @@ class Described(msgspec.Struct, forbid_unknown_fields=True):
     chunks: tuple[Chunk, ...] = ()
     optimizer: OptimizerSettings = OptimizerSettings()
     layer_options: tuple[str, ...] = ()
+    experts: Experts | None = None
 
 
 class CheckoutModel(NamedTuple):
@@ -92,6 +93,7 @@ def describe_command_line(tree, options) -> "CheckoutModel":
         p2p_bytes=found[0].p2p_bytes,
         limits=limits_of(ours),
         optimizer=found[0].optimizer,
+        experts=found[0].experts,
     )
     return CheckoutModel(check(workload), found[0].layer_options)
 
@@ -222,6 +224,7 @@ def _stop_at_model(chunks: list) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_ext.megatron.refusals import refuse_unsupported
+    from megatron_ext.megatron.saved_activations import balance_experts
 
     build = GPTModel.__init__
 
@@ -231,6 +234,7 @@ def _stop_at_model(chunks: list) -> None:
         # Nobody reads the values; and torch's norm, which may be all there is here, has the parameters
         # of one that can work on a part of the sequence.
         config.perform_initialization = config.sequence_parallel = False
+        balance_experts(config)
         with _OnMeta():
             build(self, config, *args, **kwargs)
 
@@ -273,18 +277,12 @@ def _described(chunks: list) -> Described:
     from megatron_ext.megatron.optimizer_of_args import optimizer_settings
     from megatron_ext.megatron.refusals import refuse_frozen
     from megatron_ext.megatron.saved_activations import with_activations
-    from megatron_ext.megatron.workload_of_run import parallel_of_megatron
+    from megatron_ext.megatron.workload_of_run import experts_of, parallel_of_megatron
     from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
 
     args = _megatron_args()
     for chunk in chunks:
         refuse_frozen(bare(chunk))
-        if not all(getattr(parameter, "allreduce", True) for parameter in chunk.parameters()):
-            raise InputError(
-                "expert-parallel parameters cannot be scheduled",
-                field="--num-experts",
-                value=getattr(args, "num_experts", None),
-            )
     parallel = parallel_of_megatron(args)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     args.seq_length //= getattr(args, "context_parallel_size", 1)  # of one rank
@@ -298,6 +296,7 @@ def _described(chunks: list) -> Described:
         ),
         optimizer=optimizer_settings(args),
         layer_options=options_of_layers(args),
+        experts=experts_of(args),
     )
 
 

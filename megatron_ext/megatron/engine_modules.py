@@ -5,7 +5,8 @@ by these. They stand in its place even where it is installed, so that a descript
 Nothing trains by them: the real modules do.
 
 Sources: TransformerEngine v2.9, ``transformer_engine/pytorch/module`` (``linear.py``, ``layernorm_linear.py``,
-``layernorm.py``, ``rmsnorm.py``) and ``pytorch/attention``: order of ``register_parameter``, attributes of parameters.
+``grouped_linear.py``, ``layernorm.py``, ``rmsnorm.py``) and ``pytorch/attention``: order of ``register_parameter``,
+attributes of parameters.
 """
 
 import contextlib
@@ -16,8 +17,6 @@ from types import ModuleType
 
 import torch
 from torch.nn import functional as F
-
-from megatron_ext.formats.errors import InputError
 
 VERSION = "2.6.0"
 """What the stand-in says of itself: Megatron asks for it to decide which arguments modules take. A later one would have
@@ -213,10 +212,40 @@ class DotProductAttention(_Module):
 
 
 class GroupedLinear(_Module):
-    """Several linear layers in one, for experts, which no schedule gathers."""
+    """A linear layer for each local expert: ``weight0``, ``bias0``, ``weight1``, ... Megatron cuts them over
+    expert-tensor-parallel ranks, and brings the tokens, itself."""
 
-    def __init__(self, *arguments, **options):
-        raise InputError("layers of experts cannot be scheduled", field="--num-experts")
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype=None,
+        get_rng_state_tracker=None,
+        **options,
+    ):
+        super().__init__()
+        self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
+        fill = init_method or (lambda weight: torch.nn.init.normal_(weight, std=0.023))
+        for number in range(num_gemms):
+            shape = (out_features, in_features)
+            self.new_parameter(f"weight{number}", shape, params_dtype, fill, get_rng_state_tracker)
+            if bias:
+                self.new_parameter(f"bias{number}", (out_features,), params_dtype, 0.0)
+
+    def forward(self, x, m_splits, is_first_microbatch: bool | None = None, **options):
+        """``x`` of shape (tokens, in), of which ``m_splits`` are each expert's; biases beside the result where
+        ``return_bias`` says so."""
+        names = range(self.num_gemms)
+        biases = [getattr(self, f"bias{number}") if self.use_bias else None for number in names]
+        added = [None] * self.num_gemms if self.return_bias else biases
+        parts = zip(torch.split(x, list(m_splits)), names, added)
+        out = torch.cat([F.linear(part, getattr(self, f"weight{number}"), own) for part, number, own in parts])
+        return (out, biases) if self.return_bias else out
 
 
 class DelayedScaling:

@@ -158,8 +158,6 @@ def refuse_at_once(options, *, verb: str, **known) -> argparse.Namespace | None:
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         if name not in given:
             raise InputError("is needed: a schedule takes the place of its gathers", field="--" + _dashes(name))
-    if given.get("expert_model_parallel_size") not in (None, ["1"]):
-        _refuse(given, "expert_model_parallel_size", "expert-parallel parameters cannot be scheduled")
     if sizes_taken(options) or any(name.replace("-", "_") in given for name in (*REFUSED, *BATCH)):
         return None
     given |= {name: value for name, value in known.items() if value is not None}

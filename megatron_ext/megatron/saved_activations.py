@@ -73,6 +73,38 @@ def saved_activations(
         return None
 
 
+BALANCED = {
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_expert_capacity_factor": 1.0,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+}
+
+
+def balance_experts(config) -> None:
+    """Let every expert of a model that is built on ``meta`` get as many tokens as another, whatever the data: then
+    sizes are known without it. The parameters stay as they are."""
+    if getattr(config, "num_moe_experts", None):
+        for name, value in BALANCED.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+
+
+class _Counts(list):
+    """Tokens of each local expert, where Megatron reads them from a tensor."""
+
+    def tolist(self) -> list[int]:
+        return list(self)
+
+
+def _split_evenly(module, args):
+    tokens, _, *others = args
+    number = module.num_local_experts
+    return (tokens, _Counts([tokens.shape[0] // number] * number), *others)
+
+
 def _move_other_tensors(chunk: torch.nn.Module) -> None:
     """Tensors that are no buffers, frequencies of rotary embeddings for example, leave the ``meta`` device too."""
     for module in chunk.modules():
@@ -92,6 +124,8 @@ def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size:
         layer.module.register_forward_pre_hook(counted.layer_begins(index), with_kwargs=True)
         for index, layer in enumerate(layers)
     ]
+    experts = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
+    handles += [module.register_forward_pre_hook(_split_evenly) for module in experts]
     try:
         with counted.saved:
             if not model.pre_process:

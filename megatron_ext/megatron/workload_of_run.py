@@ -5,7 +5,7 @@ from megatron_ext.megatron.gpt_arguments import parallel_of
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import SCHEMA_VERSION, Workload
+from megatron_ext.workload.workload import SCHEMA_VERSION, Experts, Workload
 
 
 def workload_of_run(args) -> Workload:
@@ -23,6 +23,13 @@ def workload_of_run(args) -> Workload:
         chunks=(),
         optimizer=optimizer_settings(args),
     )
+
+
+def experts_of(args) -> Experts | None:
+    """How tokens go to experts, from Megatron's own validated arguments; None where the model has none."""
+    if not getattr(args, "num_experts", None):
+        return None
+    return Experts(num_experts=args.num_experts, router_topk=args.moe_router_topk)
 
 
 def parallel_of_megatron(args) -> Parallel:

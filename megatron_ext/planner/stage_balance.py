@@ -21,7 +21,7 @@ from megatron_ext.planner.policies import usable_routes
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Chunk, Parameter, Workload
 
-LETTERS = {"embedding": "E", "transformer": "t", "output": "L"}
+LETTERS = {"embedding": "E", "transformer": "t", "moe": "t", "output": "L"}
 """Megatron's letters by kind of layer.
 
 Source: Megatron-LM ``megatron/core/transformer/pipeline_parallel_layer_layout.py``, since core 0.13.
@@ -204,7 +204,7 @@ def _with_placement(workload: Workload, layers: Sequence[ModelLayer], counts: Se
             for parameter in layer.parameters:
                 name = re.sub(r"\blayers\.\d+\.", f"layers.{transformers}.", parameter.name)
                 parameters.append(msgspec.structs.replace(parameter, name=name, layer=number))
-            transformers += layer.kind == "transformer"
+            transformers += layer.kind in ("transformer", "moe")
         kinds = tuple(layer.kind for layer in layers[first : first + count])
         chunks.append(
             Chunk(pp_rank=stage % pp, model_chunk_id=stage // pp, parameters=tuple(parameters), layer_kinds=kinds)

@@ -127,7 +127,7 @@ def _scaled(table: CostTable, factors: Times) -> CostTable:
     by_curve = {CURVES[part]: factor for (part, pp_rank, _), factor in factors.items() if pp_rank < 0}
 
     def curve(what: str, given: Curve | None) -> Curve | None:
-        factor = by_curve.get(what)
+        factor = by_curve.get(what.removeprefix("experts."))
         if given is None or factor is None:
             return given
         others = {name: _points(points, factor) for name, points in given.algorithms.items()}
@@ -136,6 +136,9 @@ def _scaled(table: CostTable, factors: Times) -> CostTable:
     named = ("reduce", "optimizer", "host_step", "host_add")
     routes = {name: curve(f"routes.{name}", getattr(table.routes, name)) for name in ("gpu", "cpu", "nvme")}
     changes = {name: curve(name, getattr(table, name)) for name in named}
+    if (own := table.experts) is not None:  # lanes of a trace have the collectives of both
+        gpu, reduce = curve("experts.routes.gpu", own.gpu), curve("experts.reduce", own.reduce)
+        changes["experts"] = replace(own, gpu=gpu, reduce=reduce)
     told = ", ".join(f"{_name(*key)} x {factor:.3g}" for key, factor in sorted(factors.items()))
     metadata = replace(table.metadata, notes=(*table.metadata.notes, f"calibrated by a run: {told}"))
     return cost.check(

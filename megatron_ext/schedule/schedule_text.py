@@ -41,13 +41,24 @@ def _way(action, groups) -> str:
 
 
 def bytes_by_route(schedule: Schedule) -> str:
-    """What one iteration brings by each route, all ranks of a pipeline together."""
+    """What one iteration brings by each route, all ranks of a pipeline together; and of that the experts, where other
+    ranks share these."""
     found: dict[str, int] = {}
+    of_experts: dict[str, int] = {}
     for rank in schedule.ranks:
         for actions in (rank.start.unshard, *(entry.unshard for entry in rank.steps)):
             for action in actions:
-                found[action.route] = found.get(action.route, 0) + schedule.groups[action.group].bytes
-    return ", ".join(f"{route} {size / 2**20:.1f} MiB" for route, size in sorted(found.items(), reverse=True)) or "none"
+                group = schedule.groups[action.group]
+                for sums in (found, of_experts)[: 1 + (group.ranks != schedule.parallel.dp)]:
+                    sums[action.route] = sums.get(action.route, 0) + group.bytes
+    text = _by_route(found) or "none"
+    if of_experts:
+        text += f"; of that experts, sharded among {schedule.parallel.expert_dp} ranks: {_by_route(of_experts)}"
+    return text
+
+
+def _by_route(sums: dict[str, int]) -> str:
+    return ", ".join(f"{route} {size / 2**20:.1f} MiB" for route, size in sorted(sums.items(), reverse=True))
 
 
 def grid(schedule: Schedule, error: InvalidSchedule | None = None, *, every_row: bool = False) -> str:

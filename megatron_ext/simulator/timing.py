@@ -86,19 +86,11 @@ class Timing:
         )
         self._unshard: dict[tuple[str, int, str | None], float] = {}
         self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
-        rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0}
-        self._shared = _SHARED_PCIE if table.topology.nic_shares_pcie else ()
-        other_experts = dense is not None or expert_ranks(workload) not in (None, parallel.dp)
-        if other_experts:
-            self._shared += _SHARED_LINKS
-        rows |= {*self._shared}
-        self._pairs = [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
         self.host_cpu = ProcessorTimes(workload, table) if table.host_cpu is not None else None
         """Processor time of transports, where ranks compute on shared processors; None on machines with GPUs."""
-        if self.host_cpu is not None:
-            # Rows of compute beside a transport count the same processor time again.
-            for kind, takes in enumerate(self.host_cpu.takes):
-                self._pairs[COMPUTE][kind] = self._pairs[COMPUTE][kind] and not takes
+        other_experts = dense is not None or expert_ranks(workload) not in (None, parallel.dp)
+        self._shared = _SHARED_PCIE * table.topology.nic_shares_pcie + _SHARED_LINKS * other_experts
+        self._pairs = self._disturbing_pairs()
         self.disturbed = tuple(any(pairs) for pairs in self._pairs)
         """By kind: whether anything slows it at all, so that undisturbed kinds cost no look-ups."""
         self.disturbs = tuple(any(pairs[kind] for pairs in self._pairs) for kind in range(len(KINDS)))
@@ -107,6 +99,16 @@ class Timing:
         if other_experts and dense is None:
             of_experts = table_of_experts(table, parallel)
             self.experts = Timing(workload, of_experts, extrapolate=extrapolate, dense=self)
+
+    def _disturbing_pairs(self) -> list[list[bool]]:
+        """By kind and kind beside it: whether the second slows the first."""
+        rows = {(row.measured, row.busy) for row in self.table.contention if row.slowdown > 1.0} | {*self._shared}
+        pairs = [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
+        if self.host_cpu is not None:
+            # Rows of compute beside a transport count the same processor time again.
+            for kind, takes in enumerate(self.host_cpu.takes):
+                pairs[COMPUTE][kind] = pairs[COMPUTE][kind] and not takes
+        return pairs
 
     @property
     def left_out(self) -> tuple[str, ...]:

@@ -83,6 +83,18 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return max(last + 1, len(self.layer_kinds), 1)
 
 
+EXPERTS = ".experts."
+"""In the names of all parameters of experts, whichever ranks share them; not in those of shared experts."""
+
+
+class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How tokens go to experts: each to ``router_topk`` of the ``num_experts`` that a layer of kind ``moe`` has over
+    all expert-parallel ranks."""
+
+    num_experts: int
+    router_topk: int
+
+
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a plan may use; ``None`` is unlimited.
 
@@ -115,6 +127,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     p2p_bytes: int = 0
     limits: Limits = Limits()
     optimizer: OptimizerSettings = OptimizerSettings()
+    experts: Experts | None = None
 
     @property
     def counts_activations(self) -> bool:
@@ -137,6 +150,7 @@ def make_workload(
     p2p_bytes: int = 0,
     limits: Limits | None = None,
     optimizer: OptimizerSettings | None = None,
+    experts: Experts | None = None,
 ) -> Workload:
     """A checked workload of the present schema version; raises what :func:`check` does."""
     return check(
@@ -149,6 +163,7 @@ def make_workload(
             p2p_bytes=p2p_bytes,
             limits=limits or Limits(),
             optimizer=optimizer or OptimizerSettings(),
+            experts=experts,
         )
     )
 
@@ -215,6 +230,7 @@ def check(workload: Workload, *, file=None) -> Workload:
     checker = Checker(file)
     checker.size(workload.p2p_bytes, "p2p_bytes")
     workload.optimizer.check(file=file)
+    _check_experts(workload, checker)
     for name in workload.limits.__struct_fields__:
         checker.size(getattr(workload.limits, name), f"limits.{name}")
     number = sum(len(chunk.parameters) for chunk in workload.chunks)
@@ -238,6 +254,20 @@ def check(workload: Workload, *, file=None) -> Workload:
         for stage in range(parallel.pp * parallel.vp)
     )
     return msgspec.structs.replace(workload, chunks=everything)
+
+
+def _check_experts(workload: Workload, checker: Checker) -> None:
+    experts, ep = workload.experts, workload.parallel.ep
+    if experts is None:
+        return
+    for name in ("num_experts", "router_topk"):
+        checker.at_least(1, getattr(experts, name), f"experts.{name}")
+        checker.size(getattr(experts, name), f"experts.{name}")
+    if experts.router_topk > experts.num_experts:
+        checker.refuse(f"there are {experts.num_experts} experts", "experts.router_topk", experts.router_topk)
+    if experts.num_experts % ep:  # Megatron's words (arguments.py, validate_args)
+        said = "Number of experts should be a multiple of expert model parallel_size."
+        checker.refuse(f"{said} {ep}", "experts.num_experts", experts.num_experts)
 
 
 def _check_parameters(chunk: Chunk, where: str, file) -> None:

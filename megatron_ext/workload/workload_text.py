@@ -17,9 +17,12 @@ def summary(workload: Workload) -> dict:
 def text(workload: Workload, path) -> str:
     """One line for people."""
     figures, p = summary(workload), workload.parallel
+    sizes = f"PP {p.pp} x VP {p.vp} x DP {p.dp}"
+    if workload.experts is not None:
+        sizes += f", {workload.experts.num_experts} experts over EP {p.ep} x ETP {p.etp}, sharded among {p.expert_dp}"
     return (
         f"{path}: {figures['parameters']:,} parameters ({figures['bytes'] / 2**20:.1f} MiB) in {figures['chunks']} "
         "chunks; "
-        f"PP {p.pp} x VP {p.vp} x DP {p.dp}, {p.num_microbatches} micro-batches, {p.order}, zero stage "
+        f"{sizes}, {p.num_microbatches} micro-batches, {p.order}, zero stage "
         f"{workload.zero_stage}"
     )

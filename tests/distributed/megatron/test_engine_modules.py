@@ -6,13 +6,13 @@ import random
 
 import engine_stand_in
 import pytest
+import torch
 from draw_schedule import prepared
 from places import MEGATRON
 from plans import command_line
 from training import launch_training
 from variations import ALL, some
 
-from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.engine_modules import GroupedLinear
 from megatron_ext.workload import workload as workload_file
 
@@ -107,6 +107,11 @@ if ALL:  # two trainings, each with imports of its own
             assert result.returncode == 0 and words in result.stderr + result.stdout, result.stderr[-3000:]
 
 
-def test_layers_of_experts_are_refused_by_the_option():
-    with pytest.raises(InputError, match="--num-experts: layers of experts cannot be scheduled"):
-        GroupedLinear(2, 8, 8)
+def test_layers_of_experts_compute_each_on_its_own_tokens():
+    layers = GroupedLinear(2, 8, 4, params_dtype=torch.float32)
+    assert [name for name, _ in layers.named_parameters()] == ["weight0", "bias0", "weight1", "bias1"]
+    x = torch.randn(5, 8)
+    expected = torch.cat([x[:3] @ layers.weight0.T + layers.bias0, x[3:] @ layers.weight1.T + layers.bias1])
+    torch.testing.assert_close(layers(x, [3, 2]), expected)
+    out, biases = GroupedLinear(2, 8, 4, params_dtype=torch.float32, return_bias=True)(x, [0, 5])
+    assert out.shape == (5, 4) and len(biases) == 2

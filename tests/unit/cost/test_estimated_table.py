@@ -9,9 +9,10 @@ from megatron_ext.cost.cost_table import CAST_ON_DEVICE, Compute, Curve, Point
 from megatron_ext.cost.estimated_links import Links
 from megatron_ext.cost.estimated_table import estimate
 from megatron_ext.cost.estimates import Costs
-from megatron_ext.cost.layer_work import SCORE_PASSES, forward_work, layers_of
+from megatron_ext.cost.layer_work import SCORE_PASSES, experts_share, forward_work, layers_of
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.workload import workload
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
 from megatron_ext.workload.parallel import Parallel
 
@@ -86,6 +87,80 @@ def test_a_gather_on_one_node_and_over_two():
     assert slow.gather().us_per_byte == pytest.approx(1 / 2 / (1562.5 * 0.75))
     between = slow.between_nodes()
     assert between is not None and between.us_per_byte == pytest.approx(1 / (1562.5 * 0.75))
+
+
+def experts_of(work, ep: int, number: int, topk: int, etp: int | None = None):
+    """``work`` with a layer of kind ``moe``: its MLP is cut in ``number`` experts, of which a rank holds its part."""
+    parallel = replace(work.parallel, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    (chunk,) = work.chunks
+    parameters = []
+    for p in chunk.parameters:
+        if ".1.mlp." not in p.name or len(p.shape) < 2:
+            parameters.append(p)
+            continue
+        for local in range(number // ep):
+            name = p.name.replace(".mlp.", f".mlp.experts.local_experts.{local}.")
+            parameters.append(replace(p, name=name, expert=True))
+    kinds = tuple("moe" if layer == 2 else kind for layer, kind in enumerate(chunk.layer_kinds))
+    chunks = (replace(chunk, parameters=tuple(parameters), layer_kinds=kinds),)
+    experts = workload.Experts(num_experts=number, router_topk=topk)
+    return workload.check(replace(work, parallel=parallel, chunks=chunks, experts=experts))
+
+
+def test_experts_compute_on_the_tokens_that_a_balanced_router_sends():
+    dense, batch = run_of(dp=16)
+    work = experts_of(dense, 4, 8, topk=2)
+    share = experts_share(work)
+    assert share == (2, 2)  # two copies of each token, a part of them in each of two experts
+    layers = layers_of(work.chunks[0])
+    one, moe = (forward_work(*layers[index], batch, 1, share) for index in (1, 2))
+    mlp = 2 * 256 * 1024
+    assert moe.flop == one.flop + 2 * 128 * mlp  # two experts a token, each as large as the MLP
+    assert moe.routed == (2 * 2 * 128 * 256,) * 2 and moe.backward("full").routed == moe.routed * 2
+    with pytest.raises(InputError, match="experts: says of no experts"):
+        forward_work(*layers[2], batch, 1)
+    # An expert-tensor-parallel size of 1 beside tensor parallelism: each rank computes on its own half of the tokens.
+    assert experts_share(experts_of(run_of(dp=8, tp=2)[0], 4, 8, topk=2, etp=1)) == (1, 2)
+
+
+def test_tokens_travel_between_the_ranks_of_their_experts():
+    sheet = sheets.load("h100-rdma")
+    inside = Links(sheet, experts_of(run_of(dp=16)[0], 8, 8, topk=2).parallel).all_to_all()
+    assert inside.us_per_byte == pytest.approx(7 / 8 / (450e3 * 0.8))
+    across = Links(sheet, experts_of(run_of(dp=16)[0], 16, 16, topk=2).parallel).all_to_all()
+    assert across.us_per_byte == pytest.approx(8 / 16 / (50e3 * 0.85))
+    table = estimate(sheet, experts_of(run_of(dp=16)[0], 8, 8, topk=2), MicroBatch(64, 2))
+    times = {row.layer_kind: row.forward_us for row in table.compute if row.layer_kind}
+    # So small a layer takes as long as its kernels' launches; then the tokens go there and back.
+    assert times["moe"] == pytest.approx(times["transformer"] + 2 * inside.at(2 * 2 * 128 * 256))
+
+
+def test_experts_are_gathered_among_the_ranks_that_share_them():
+    sheet, (work, batch) = sheets.load("h100-rdma"), run_of(dp=16)
+    assert estimate(sheet, work, batch).experts is None
+    experts = estimate(sheet, experts_of(work, 8, 8, topk=2), batch).experts
+    assert experts is not None and experts.ranks == 2
+    # Two ranks, each on a node of its own: half of the group comes through one card.
+    points = {point.size_bytes: point.p50_us for point in experts.gpu.points}
+    assert points[1 << 28] - points[1 << 24] == pytest.approx((2**28 - 2**24) / 2 / (50e3 * 0.85))
+
+
+def test_collectives_measured_among_as_many_ranks_become_those_of_experts():
+    sheet, (work, batch) = sheets.load("h100-rdma"), run_of(dp=16)
+    dense, two = estimate(sheet, work, batch), estimate(sheet, run_of(dp=2, gpus_per_node=1)[0], batch)
+    table = combine({"dense.json": dense, "two.json": two}, {"experts": "two.json"})
+    assert table.experts is not None and table.experts.ranks == 2 and table.experts.gpu == two.routes.gpu
+    moe = experts_of(work, 8, 8, topk=2)
+    compute = estimate(sheet, moe, batch)
+    table = combine(
+        {"dense.json": dense, "two.json": two, "moe.json": compute}, {"experts": "two.json", "compute": "moe.json"}
+    )
+    assert evaluate(moe, table).iteration_time_us > 0
+    with pytest.raises(InputError, match="experts: has no routes.gpu and reduce of a known data_parallel_size"):
+        combine(
+            {"dense.json": replace(dense, metadata=replace(dense.metadata, world_sizes=None))},
+            {"experts": "dense.json"},
+        )
 
 
 def test_host_copies_share_links_and_host_memory():

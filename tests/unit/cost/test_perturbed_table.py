@@ -152,6 +152,7 @@ def test_every_part_of_a_table_that_holds_times_moves():
     table = replace(table, routes=cost.Routes(**dict.fromkeys(cost.Routes.__struct_fields__, some)), **times)
     compute = tuple(replace(row, forward_launch_us=1.0, backward_launch_us=1.0) for row in table.compute)
     table = replace(table, publish=cost.Publish(cpu=some, nvme=some, internode=some), compute=compute)
+    table = replace(table, experts=cost.ExpertCurves(ranks=2, gpu=some, reduce=some))
     drawn = PerturbedTables(table, cost.KINDS).draw(1)[0]
     # The last two: no iteration contains them.
     constant = {"schema_version", "kind", "metadata", "topology", "all_reduce", "set_up"}

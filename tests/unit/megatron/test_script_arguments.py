@@ -116,7 +116,6 @@ ADDED = {
     "--context-parallel-size 2": "--context-parallel-size = 2: prepare times layers that have the whole sequence",
     "--nccl-ub": "--nccl-ub: cannot be combined",
     "--optimizer muon": "--optimizer = 'muon': cannot be combined",
-    "--expert-model-parallel-size 2": "--expert-model-parallel-size = '2': expert-parallel",
     "--cuda-graph-impl local": "--cuda-graph-impl = 'local': cannot be combined",
     "--num-attention-heads 3": "--num-attention-heads = 3: does not divide --hidden-size 64",
     "--global-batch-size 3": "--global-batch-size = 3: is no multiple",

@@ -5,6 +5,7 @@ from megatron.core.parallel_state import RankGenerator
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import Experts, make_workload
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,14 @@ def test_experts_that_do_not_divide_the_ranks_are_refused_in_megatrons_words():
     assert refused.value.field == "parallel.expert_model_parallel_size"
     said = "world_size (4) is not divisible by expert_tensor_model_pipeline_parallel size (3)"
     assert said in str(refused.value)
+
+
+def test_experts_that_do_not_divide_over_ranks_are_refused_in_megatrons_words():
+    parallel = Parallel.of(dp=4, ep=4, microbatches=4)
+    make_workload(parallel=parallel, chunks=(), experts=Experts(num_experts=8, router_topk=2))
+    for experts, said in (
+        (Experts(num_experts=6, router_topk=2), "Number of experts should be a multiple of expert model parallel_size"),
+        (Experts(num_experts=4, router_topk=5), "experts.router_topk = 5: there are 4 experts"),
+    ):
+        with pytest.raises(InputError, match=said):
+            make_workload(parallel=parallel, chunks=(), experts=experts)
