@@ -26,11 +26,14 @@ from megatron_ext.workload.workload import Workload
 
 
 def byte_bill(schedule: Schedule, workload: Workload) -> list[list[MovedBytes]]:
-    """By pipeline rank and data-parallel rank; of its tensor-parallel ranks, whose shards of experts may differ, the
-    first. The schedule must be valid and match the workload."""
+    """By pipeline rank and data-parallel rank, whose tensor-parallel ranks are alike; where experts are shared by other
+    ranks, by pipeline rank and rank of it. The schedule must be valid and match the workload."""
+    parallel = workload.parallel
+    of_stage = parallel.world_size // parallel.pp
+    alike = 1 if any(group.ranks != parallel.dp for group in schedule.groups) else of_stage // parallel.dp
     return [
-        [_RankBill(schedule, workload, pp_rank, dp_rank).bill() for dp_rank in range(workload.parallel.dp)]
-        for pp_rank in range(workload.parallel.pp)
+        [_RankBill(schedule, workload, pp_rank, rank).bill() for rank in range(0, of_stage, alike)]
+        for pp_rank in range(parallel.pp)
     ]
 
 
@@ -43,10 +46,10 @@ def publish_passes(group: Group, workload: Workload) -> float:
 
 
 class _RankBill:
-    """The rows of one rank."""
+    """The rows of one rank: number ``rank`` of those of a pipeline rank."""
 
-    def __init__(self, schedule: Schedule, workload: Workload, pp_rank: int, dp_rank: int):
-        self.schedule, self.workload, self.pp_rank, self.dp_rank = schedule, workload, pp_rank, dp_rank
+    def __init__(self, schedule: Schedule, workload: Workload, pp_rank: int, rank: int):
+        self.schedule, self.workload, self.pp_rank, self.rank = schedule, workload, pp_rank, rank
         self.settings, self.slots = workload.optimizer, schedule.step_slots
         self.rollback_left = schedule.rollback_bytes
 
@@ -62,9 +65,8 @@ class _RankBill:
     def _parts(self, group: Group) -> list[int]:
         """Elements of each parameter of which the rank has a part."""
         parallel = self.workload.parallel
-        apart = parallel.world_size // parallel.pp // group.ranks
-        place = self.dp_rank * parallel.tensor_model_parallel_size // apart
-        return shard_parts(members_of(self.workload, group)[1], group.ranks)[place]
+        apart = parallel.world_size // parallel.pp // group.ranks  # ranks that hold others, of the same place
+        return shard_parts(members_of(self.workload, group)[1], group.ranks)[self.rank // apart]
 
     def _item(self, group: Group) -> int:
         return ITEMS[members_of(self.workload, group)[0]]

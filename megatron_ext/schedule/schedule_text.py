@@ -53,7 +53,9 @@ def bytes_by_route(schedule: Schedule) -> str:
                     sums[action.route] = sums.get(action.route, 0) + group.bytes
     text = _by_route(found) or "none"
     if of_experts:
-        text += f"; of that experts, sharded among {schedule.parallel.expert_dp} ranks: {_by_route(of_experts)}"
+        ranks = schedule.parallel.expert_dp
+        held = f"sharded among {ranks} ranks" if ranks > 1 else "each held by one rank"
+        text += f"; of that experts, {held}: {_by_route(of_experts)}"
     return text
 
 
