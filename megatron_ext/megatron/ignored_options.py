@@ -219,6 +219,7 @@ def check_other_options(args) -> None:
                 name.replace("-", "_"),
                 "changes parameters or the order of steps; give --checkout DIR, and Megatron itself says how",
             )
+        given.pop(name.replace("-", "_"), None)
     tokenizers = [name for name in TOKENIZER if name.replace("-", "_") in given]
     if tokenizers and args.vocab_size is None:
         raise InputError(

@@ -12,7 +12,7 @@ error is that of the machine.
 from collections import defaultdict
 from collections.abc import Iterable
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -135,7 +135,7 @@ def _scaled(table: CostTable, factors: Times) -> CostTable:
 
     named = ("reduce", "optimizer", "host_step", "host_add")
     routes = {name: curve(f"routes.{name}", getattr(table.routes, name)) for name in ("gpu", "cpu", "nvme")}
-    changes = {name: curve(name, getattr(table, name)) for name in named}
+    changes: dict[str, Any] = {name: curve(name, getattr(table, name)) for name in named}
     if (own := table.experts) is not None:  # lanes of a trace have the collectives of both
         gpu, reduce = curve("experts.routes.gpu", own.gpu), curve("experts.reduce", own.reduce)
         changes["experts"] = replace(own, gpu=gpu, reduce=reduce)
