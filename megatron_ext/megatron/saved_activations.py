@@ -56,8 +56,9 @@ def saved_activations(
     chunk: torch.nn.Module, *, seq_length: int, micro_batch_size: int, hidden_size: int
 ) -> Saved | None:
     """Count what a chunk on the ``meta`` device saves; None where it cannot run there, with the reason on stderr."""
-    layers = layers_of(chunk)
-    if not layers:
+    layers, config = layers_of(chunk), bare(chunk).config
+    uneven = getattr(config, "num_moe_experts", None) and not getattr(config, "moe_pad_expert_input_to_capacity", False)
+    if not layers or uneven:  # how many tokens an expert gets depends on the data
         return None
     try:
         without_data = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode

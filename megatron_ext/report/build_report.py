@@ -116,6 +116,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     def lanes(*names: str) -> Pair[Spread]:
         return Pair(*(spread(measured[which].thread_us(names)) for which in Pair._fields))
 
+    grouped = run.workload.parallel, run.schedule.groups
     ratio = turn_ratio(run.stock.iteration_us, run.scheduled.iteration_us, turn_iterations) if turn_iterations else None
     return Report(
         run=run,
@@ -143,18 +144,20 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         ),
         links_busy={
             "measured": _links_busy(run, windows),
-            "simulated": shares(ours.events, ours.iteration_time_us, run.workload.parallel),
+            "simulated": shares(ours.events, ours.iteration_time_us, *grouped),
         },
         hidden={
-            "measured": over_iterations([hidden(window.events, run.workload.parallel) for window in windows]),
-            "simulated": hidden(ours.events, run.workload.parallel, run.workload.optimizer.on_host),
+            "measured": over_iterations([hidden(window.events, *grouped) for window in windows]),
+            "simulated": hidden(
+                ours.events, run.workload.parallel, run.schedule.groups, run.workload.optimizer.on_host
+            ),
         },
         moved=moved(run.schedule, run.workload, run.scheduled_trace.moved_bytes, indices),
     )
 
 
 def _links_busy(run: RunDir, windows: list[Window]) -> dict[str, float]:
-    found = [shares(window.events, window.end_us, run.workload.parallel) for window in windows]
+    found = [shares(window.events, window.end_us, run.workload.parallel, run.schedule.groups) for window in windows]
     # A link that is not in every iteration is in none: on CUDA all-gathers are not recorded.
     return {name: median(share[name] for share in found) for name in found[0] if all(name in share for share in found)}
 

@@ -89,7 +89,7 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
 def _times(events: Iterable[Event], run: RunDir) -> Times:
     """Means over the ranks of a pipeline rank. A transfer by a link counts from when all of its ranks take part."""
     parallel, given = run.workload.parallel, apart(events, run.on_device)
-    links = [event for event in moving(given, parallel) if not event.name.startswith("states ")]
+    links = [event for event in moving(given, parallel, run.schedule.groups) if not event.name.startswith("states ")]
     given = [event for event in given if event.lane not in LINKS] + links
     found: defaultdict[tuple[str, int, int], float] = defaultdict(float)
     ranks: defaultdict[int, set[int]] = defaultdict(set)

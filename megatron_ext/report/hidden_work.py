@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron_ext.formats.trace import Event
 from megatron_ext.report.links_busy import LINKS, Intervals, in_all, moving, union
+from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.parallel import Parallel
 
 STEP = "host's step"
@@ -41,10 +42,13 @@ class Hidden(NamedTuple):
     share: float
 
 
-def hidden(events: Sequence[Event], parallel: Parallel, simulated_on_host: bool = False) -> dict[str, Hidden]:
+def hidden(
+    events: Sequence[Event], parallel: Parallel, groups: Sequence[Group] = (), simulated_on_host: bool = False
+) -> dict[str, Hidden]:
     """By name of :data:`NAMES`. ``simulated_on_host``: the lane of the optimizer is the host's step."""
     spans: dict[str, dict[int, Intervals]] = defaultdict(lambda: defaultdict(list))
-    for event in (*(event for event in events if event.lane not in LINKS), *moving(events, parallel)):
+    links = moving(events, parallel, groups)
+    for event in (*(event for event in events if event.lane not in LINKS), *links):
         spans[_name(event, simulated_on_host)][event.rank].append((event.start_us, event.start_us + event.duration_us))
     compute, waits = spans.pop("compute", {}), spans.pop("wait", {})
     ranks, found = len({rank for own in (compute, *spans.values()) for rank in own}), {}

@@ -1,15 +1,16 @@
 """How long each link of a rank carries bytes, and how long all of them do so at once.
 
 [Note: When an all-gather moves bytes]
-A trace holds when a rank issued an all-gather and when it was complete. Before the last rank of its data-parallel group
+A trace holds when a rank issued an all-gather and when it was complete. Before the last rank of its group
 has issued it no byte moves, so it counts from there. Ranks issue the same all-gathers in the same order.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from megatron_ext.formats.trace import END_NOT_KNOWN, Event
+from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.parallel import Parallel
 
 LINKS = ("gpu", "cpu", "nvme")
@@ -20,12 +21,14 @@ AT_ONCE = "all at once"
 Intervals = list[tuple[float, float]]
 
 
-def busy(events: Iterable[Event], end_us: float, parallel: Parallel) -> dict[int, dict[str, Intervals]]:
+def busy(
+    events: Iterable[Event], end_us: float, parallel: Parallel, groups: Sequence[Group] = ()
+) -> dict[int, dict[str, Intervals]]:
     """By rank and link, when the link carries bytes between 0 and ``end_us``; :data:`AT_ONCE`: when all links do that
     any of the ranks uses."""
     found: dict[int, dict[str, Intervals]] = {}
     spans: dict[tuple[int, str], Intervals] = defaultdict(list)
-    for event in moving(events, parallel):
+    for event in moving(events, parallel, groups):
         begin, end = max(event.start_us, 0.0), min(event.start_us + event.duration_us, end_us)
         if begin < end:
             spans[event.rank, event.lane].append((begin, end))
@@ -36,9 +39,11 @@ def busy(events: Iterable[Event], end_us: float, parallel: Parallel) -> dict[int
     return found
 
 
-def shares(events: Iterable[Event], end_us: float, parallel: Parallel) -> dict[str, float]:
+def shares(
+    events: Iterable[Event], end_us: float, parallel: Parallel, groups: Sequence[Group] = ()
+) -> dict[str, float]:
     """As :func:`busy`, but shares of ``end_us``, means over ranks; empty where less than two links are used."""
-    ranks = list(busy(events, end_us, parallel).values())
+    ranks = list(busy(events, end_us, parallel, groups).values())
     if not ranks or len(ranks[0]) < 3:
         return {}
     return {
@@ -47,16 +52,19 @@ def shares(events: Iterable[Event], end_us: float, parallel: Parallel) -> dict[s
     }
 
 
-def moving(events: Iterable[Event], parallel: Parallel) -> list[Event]:
-    """Transfers by the three links, the last first; of all-gathers see [Note: When an all-gather moves bytes]."""
+def moving(events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] = ()) -> list[Event]:
+    """Transfers by the three links, the last first; of all-gathers see [Note: When an all-gather moves bytes].
+    ``groups`` of the schedule say which ranks gather one together; without them the data-parallel ranks do."""
     transfers = sorted((e for e in events if e.lane in LINKS and e.name != END_NOT_KNOWN), key=lambda e: e.start_us)
-    tp = parallel.tensor_model_parallel_size
+    of_stage = parallel.world_size // parallel.pp
+    sets = {str(index): of_stage // group.ranks for index, group in enumerate(groups)}
     times, issued, found = Counter(), {}, []
     for event in reversed(transfers):  # the last rank to issue one comes first
         begin, end = event.start_us, event.start_us + event.duration_us
         if event.lane == "gpu":
             times[event.rank, event.name] += 1
-            which = event.rank // (parallel.dp * tp), event.rank % tp, event.name, times[event.rank, event.name]
+            own = event.rank % sets.get(event.name.rpartition(" ")[2], parallel.tensor_model_parallel_size)
+            which = event.rank // of_stage, own, event.name, times[event.rank, event.name]
             begin = min(issued.setdefault(which, begin), end)
         found.append(event._replace(start_us=begin, duration_us=end - begin))
     return found
