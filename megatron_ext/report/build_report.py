@@ -1,5 +1,6 @@
 """From the files of a run to the figures of its report."""
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Generic, NamedTuple, TypeVar
 
@@ -20,8 +21,9 @@ from megatron_ext.report.spread import Spread, summarize, warm_up
 from megatron_ext.report.turn_ratio import TurnRatio, counted, turn_ratio
 from megatron_ext.report.verdict_check import check_verdict
 from megatron_ext.schedule.memory_bill import states_on_drive_bytes
-from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import with_prediction
+from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import ROUTES
 from megatron_ext.workload.workload import Limits, Workload
 
@@ -116,7 +118,6 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     def lanes(*names: str) -> Pair[Spread]:
         return Pair(*(spread(measured[which].thread_us(names)) for which in Pair._fields))
 
-    grouped = run.workload.parallel, run.schedule.groups
     ratio = turn_ratio(run.stock.iteration_us, run.scheduled.iteration_us, turn_iterations) if turn_iterations else None
     return Report(
         run=run,
@@ -144,20 +145,26 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         ),
         links_busy={
             "measured": _links_busy(run, windows),
-            "simulated": shares(ours.events, ours.iteration_time_us, *grouped),
+            "simulated": shares(ours.events, ours.iteration_time_us, *_grouped(run)),
         },
-        hidden={
-            "measured": over_iterations([hidden(window.events, *grouped) for window in windows]),
-            "simulated": hidden(
-                ours.events, run.workload.parallel, run.schedule.groups, run.workload.optimizer.on_host
-            ),
-        },
+        hidden=_hidden(run, windows, ours.events),
         moved=moved(run.schedule, run.workload, run.scheduled_trace.moved_bytes, indices),
     )
 
 
+def _grouped(run: RunDir) -> tuple[Parallel, tuple[Group, ...]]:
+    return run.workload.parallel, run.schedule.groups
+
+
+def _hidden(run: RunDir, windows: list[Window], simulated: Sequence[Event]) -> dict[str, dict[str, Hidden]]:
+    return {
+        "measured": over_iterations([hidden(window.events, *_grouped(run)) for window in windows]),
+        "simulated": hidden(simulated, *_grouped(run), run.workload.optimizer.on_host),
+    }
+
+
 def _links_busy(run: RunDir, windows: list[Window]) -> dict[str, float]:
-    found = [shares(window.events, window.end_us, run.workload.parallel, run.schedule.groups) for window in windows]
+    found = [shares(window.events, window.end_us, *_grouped(run)) for window in windows]
     # A link that is not in every iteration is in none: on CUDA all-gathers are not recorded.
     return {name: median(share[name] for share in found) for name in found[0] if all(name in share for share in found)}
 
