@@ -25,7 +25,7 @@ from progress import Progress
 from timed_rows import ON_HOST, TIMINGS, Timed, model_options
 
 from megatron_ext.formats import json_files
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.schedule import validate
 
 ITERATIONS = 6
@@ -44,7 +44,7 @@ class TimeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoPlan(Exception):
-    """Nothing fits, or planning has failed."""
+    """Nothing fits, planning has failed, or the device is too small for a row without a plan."""
 
 
 class Clock:
@@ -104,7 +104,8 @@ def schedule_of(job: TimeJob, number: int) -> tuple[str, list[str]]:
 
 
 def timed(job: TimeJob, name: str) -> dict:
-    """Figures of one row. Raises NoPlan where it has no schedule, InputError where that cannot be trained by."""
+    """Figures of one row. Raises NoPlan where it has no schedule or no room, InputError where a schedule cannot be
+    trained by."""
     number = next(number for number, row in enumerate(TIMINGS) if row.name == name)
     row = TIMINGS[number]
     options = model_options(row, dry_run=job.dry_run, engine=job.engine)
@@ -115,11 +116,16 @@ def timed(job: TimeJob, name: str) -> dict:
     args = trained_model.parse([*options, "--train-iters", str(ITERATIONS), "--gpus-per-node", "1"])
     trained_model.free_caches()
     before, begun = host_bytes(), time.monotonic()
-    if row.system == "fsdp2":
-        losses = fsdp2_training.train(args, clock)
-    else:
-        with host_optimizer_of(row):
-            losses = trained_model.train(args, path, stock=False, at_micro_batch=clock).losses
+    try:
+        if row.system == "fsdp2":
+            losses = fsdp2_training.train(args, clock)
+        else:
+            with host_optimizer_of(row):
+                losses = trained_model.train(args, path, stock=False, at_micro_batch=clock).losses
+    except torch.cuda.OutOfMemoryError as error:
+        if row.system == "ours":  # whose plan is within a limit
+            raise
+        raise NoPlan(f"the device has no room: {one_line(str(error), 300)}") from None
     figures = clock.figures()
     seconds, tokens = figures["iteration_ms"] / 1e3, args.global_batch_size * args.seq_length
     figures |= {
