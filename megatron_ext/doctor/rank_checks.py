@@ -150,8 +150,8 @@ class _Checks:
         self._write(*begun)
         if self.place.rank == 0:
             self.say(title)
-        times = IMPORTING if title == training_check.MEGATRON else 1.0
-        seconds = max(min(times * self.options.check_seconds, left), 1.0)
+        patience = self.options.check_seconds * (IMPORTING if title == training_check.MEGATRON else 1.0)
+        seconds = max(min(patience, left), 1.0)
         with _given_up_after(seconds, stacks, lambda: self._last_words(title, seconds, begun, stacks)):
             try:
                 own, raised = check(), False
