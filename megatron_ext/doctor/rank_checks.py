@@ -74,6 +74,9 @@ TITLES = (
 )
 """Checks in their order: what the parts of the doctor look at."""
 
+IMPORTING = 3.0
+"""How many times as long as a check Megatron and Transformer Engine may take to be imported."""
+
 HELD_SECONDS = 2.0
 """So long after a check was given up the process ends whatever it holds, the interpreter's lock too."""
 
@@ -147,7 +150,8 @@ class _Checks:
         self._write(*begun)
         if self.place.rank == 0:
             self.say(title)
-        seconds = max(min(self.options.check_seconds, left), 1.0)
+        patience = self.options.check_seconds * (IMPORTING if title == training_check.MEGATRON else 1.0)
+        seconds = max(min(patience, left), 1.0)
         with _given_up_after(seconds, stacks, lambda: self._last_words(title, seconds, begun, stacks)):
             try:
                 own, raised = check(), False

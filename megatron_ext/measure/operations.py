@@ -27,19 +27,6 @@ from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import Transfer, Worker
 
 
-class _Issued:
-    """What was issued without a coalescing manager is waited for by the stream that is current."""
-
-    def wait(self) -> None:
-        """Nothing is left to wait for."""
-
-
-def coalesced(group: dist.ProcessGroup):
-    """Collectives of ``group`` go as one, as Megatron issues them; without torch's private way, one by one."""
-    manager = getattr(distributed_c10d, "_coalescing_manager", None)
-    return nullcontext(_Issued()) if manager is None else manager(group, async_ops=True)
-
-
 class Handle(Protocol):
     """What is waited for: a collective's work, a transfer."""
 
@@ -56,6 +43,12 @@ class Done:
 
 
 DONE = Done()
+
+
+def coalesced(group: dist.ProcessGroup):
+    """Collectives of ``group`` go as one, as Megatron issues them; without torch's private way, one by one."""
+    manager = getattr(distributed_c10d, "_coalescing_manager", None)
+    return nullcontext(DONE) if manager is None else manager(group, async_ops=True)
 
 
 class Closable(Protocol):

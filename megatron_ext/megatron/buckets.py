@@ -8,6 +8,12 @@ DistributedDataParallel.__init__: parameters exist, the optimizer has not taken 
 
 Another bucket layout changes the order in which gradient norms are summed, hence the last
 bits: equality is checked against Megatron's own gather at this same layout.
+
+[Note: Where gradients begin]
+Kernels on a device that add up squares read four elements at once from addresses that allow it, and add in another
+order from others. So what they read begins where it does in Megatron's buffer, modulo four elements. That is so by
+itself up to 32 data-parallel ranks; with 64, shards have any number of elements.
+Source: Transformer Engine, ``common/multi_tensor/l2norm.cu``; ATen, ``native/cuda/Reduce.cuh``.
 """
 
 import inspect
@@ -23,6 +29,9 @@ from megatron_ext.runtime.gradients import Gradient
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.bucket_layout import PARAMETER_ALIGNMENT, bucket_numel
+
+READ_AT_ONCE = 4
+"""Elements, see [Note: Where gradients begin]."""
 
 
 def parameter_names(ddp) -> dict[str, torch.nn.Parameter]:
@@ -172,7 +181,7 @@ def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]], kept: 
     buffer.bucket_indices = [(begin, end) for begin, end, _ in ranges]
     buffer.param_index_map = index_map
     storages = _move_parameters(buffer, members, ranges, device)
-    wholes, shards = _make_gradients(buffer, ranges, [kept.get(index) for index in members], device)
+    wholes, shards = make_gradients(buffer, ranges, [kept.get(index) for index in members], device)
     # From 0.18 on a bucket also lists parameters with gradients of their own in fp32; refused at start.
     accepted = inspect.signature(buffer._new_bucket).parameters
     none_extra = {name: [] for name in ("bucket_params_with_extra_main_grads",) if name in accepted}
@@ -216,24 +225,25 @@ def _move_parameters(buffer, members: dict[int, list[torch.nn.Parameter]], range
     return storages
 
 
-def _make_gradients(buffer, ranges, kept: list, device) -> tuple[list[torch.Tensor | None], list]:
+def make_gradients(buffer, ranges, kept: list, device) -> tuple[list[torch.Tensor | None], list]:
     """Of every bucket the whole gradient that stays, or the shard of one that comes and goes.
 
     Sets ``buffer.grad_data`` to what rests on the device.
     """
     dp, dtype = buffer.data_parallel_world_size, buffer.grad_dtype
-    sizes = [end - begin for begin, end, _ in ranges]
-    resting = {None: 1, "sharded": dp}
-    numel = sum(size // resting[keeps] for size, keeps in zip(sizes, kept) if keeps in resting)
-    buffer.grad_data = torch.zeros(numel, dtype=dtype, device=device)
-    wholes, shards, begin = [], [], 0
+    sizes = [end - begin if keeps is None else (end - begin) // dp for (begin, end, _), keeps in zip(ranges, kept)]
+    starts, numel = [], 0
     for size, keeps in zip(sizes, kept):
-        own = None
-        if keeps in resting:
-            own = buffer.grad_data[begin : begin + size // resting[keeps]]
-            begin += own.numel()
+        if keeps != "host":  # see [Note: Where gradients begin]
+            numel += ((0 if keeps is None else buffer.data_parallel_group.rank() * size) - numel) % READ_AT_ONCE
+        starts.append(numel)
+        numel += 0 if keeps == "host" else size
+    buffer.grad_data = torch.zeros(numel, dtype=dtype, device=device)
+    wholes, shards = [], []
+    for size, start, keeps in zip(sizes, starts, kept):
+        own = buffer.grad_data[start : start + size]
         if keeps == "host":
-            own = device_of(buffer.grad_data).host_tensor(size // dp, dtype)
+            own = device_of(buffer.grad_data).host_tensor(size, dtype)
             if type(buffer) is not _BufferWithHostShards:
                 buffer.__class__, buffer.host_shards = _BufferWithHostShards, []
             buffer.host_shards.append(own)

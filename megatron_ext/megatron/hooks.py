@@ -6,6 +6,7 @@ Without ``--user-defined-schedule`` (and without a trace) every hook returns at 
 import atexit
 import os
 import sys
+import traceback
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.arguments import add_arguments as add_arguments
@@ -202,6 +203,9 @@ def finish(read_later: bool = True) -> None:
     whole when this returns."""
     global _run, ended
     if _run is not None:
+        failed = sys.exc_info()[1]
+        if failed is not None and not isinstance(failed, InputError):  # or nobody sees it where the others do not come
+            traceback.print_exception(failed)
         run, _run = _run, None
         run.finish(read_later)
         ended = True

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_ext.megatron.buckets import READ_AT_ONCE
 from megatron_ext.megatron.host_gradients import rest_on_host
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.group import FreedGroup, Group, ScheduleError, State
@@ -64,7 +65,8 @@ class ShardOf:
             return found
         if self._recorder is not None:
             self._recorder.moved("gradient", "to_device", found.nbytes)
-        return found.to(self.device)
+        before = index.start % READ_AT_ONCE  # see [Note: Where gradients begin]
+        return torch.empty(before + len(found), dtype=found.dtype, device=self.device)[before:].copy_(found)
 
 
 class _Written:

@@ -1,5 +1,6 @@
 """What differs between CUDA devices and the host processor: streams, events, page-locking."""
 
+import contextlib
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -161,6 +162,8 @@ class CudaDevice:
         size = tensor.numel() * tensor.element_size()
         code = int(runtime.cudaHostRegister(tensor.data_ptr(), size, 0))
         if code != 0:
+            with contextlib.suppress(RuntimeError):  # the runtime keeps the error, and torch raises it behind a kernel
+                torch.ones(1, device=self.device)
             why = lock_refused.said(size, f"cudaHostRegister: error {code}")
             raise InputError(why, field="page-locked memory")
 

@@ -26,7 +26,7 @@ from progress import Progress
 from timed_rows import ON_HOST, TIMINGS, Timed, model_options
 
 from megatron_ext.formats import json_files
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.schedule import validate
 
 ITERATIONS = 6
@@ -45,7 +45,7 @@ class TimeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoPlan(Exception):
-    """Nothing fits, planning has failed, or what trains is not installed."""
+    """Nothing fits, planning failed, what trains is not installed, or a row without a plan does not fit the device."""
 
 
 class Clock:
@@ -104,8 +104,19 @@ def schedule_of(job: TimeJob, number: int) -> tuple[str, list[str]]:
     raise NoPlan(refused.read_text() if refused.exists() else "plans were not made: see what planning printed")
 
 
+def losses_of(row: Timed, args, schedule: str | None, clock: Clock) -> list[list[float]]:
+    """Train a row; returns its losses by iteration and micro-batch."""
+    if row.system == "fsdp2":
+        return fsdp2_training.train(args, clock)
+    if row.system == "deepspeed":
+        return deepspeed_training.train(args, clock)
+    with host_optimizer_of(row):
+        return trained_model.train(args, schedule, stock=False, at_micro_batch=clock).losses
+
+
 def timed(job: TimeJob, name: str) -> dict:
-    """Figures of one row. Raises NoPlan where it has no schedule, InputError where that cannot be trained by."""
+    """Figures of one row. Raises NoPlan where it has no schedule or no room, InputError where a schedule cannot be
+    trained by."""
     number = next(number for number, row in enumerate(TIMINGS) if row.name == name)
     row = TIMINGS[number]
     options = model_options(row, dry_run=job.dry_run, engine=job.engine)
@@ -116,16 +127,16 @@ def timed(job: TimeJob, name: str) -> dict:
     args = trained_model.parse([*options, "--train-iters", str(ITERATIONS), "--gpus-per-node", "1"])
     trained_model.free_caches()
     before, begun = host_bytes(), time.monotonic()
-    if row.system == "fsdp2":
-        losses = fsdp2_training.train(args, clock)
-    elif row.system == "deepspeed":
-        try:
-            losses = deepspeed_training.train(args, clock)
-        except ImportError as error:
-            raise NoPlan(f"pip install deepspeed into .venv: {error}") from error
-    else:
-        with host_optimizer_of(row):
-            losses = trained_model.train(args, path, stock=False, at_micro_batch=clock).losses
+    try:
+        losses = losses_of(row, args, path, clock)
+    except torch.cuda.OutOfMemoryError as error:
+        if row.system == "ours":  # whose plan is within a limit
+            raise
+        raise NoPlan(f"the device has no room: {one_line(str(error), 300)}") from None
+    except ImportError as error:
+        if row.system != "deepspeed":
+            raise
+        raise NoPlan(f"pip install deepspeed into .venv: {error}") from error
     figures = clock.figures()
     seconds, tokens = figures["iteration_ms"] / 1e3, args.global_batch_size * args.seq_length
     figures |= {

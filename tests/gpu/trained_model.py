@@ -20,6 +20,7 @@ from case_table import ZeroStage
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from model_and_optimizer import build_model_and_optimizer
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import gpt_arguments, gpt_model, hooks
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.lifecycle import STOCK_GATHER
@@ -107,9 +108,10 @@ def train(args, schedule: str | None, *, stock: bool, overflow: bool = False, at
             chunk.disable_forward_pre_hook(param_sync=True)
         digests = {f"{n} {name}": digest(p) for n, c in enumerate(model) for name, p in c.named_parameters()}
         told = [[loss.item() for loss in row] for row in losses]
-    finally:
+    except InputError:  # on all ranks; after any other error the process ends, and ending a run is collective
         hooks.finish()
-        os.environ.pop(STOCK_GATHER, None)
+        raise
+    hooks.finish()
     del model, optimizer, config
     gc.collect()
     return Trained(told, norms, digests, time.monotonic() - begun)

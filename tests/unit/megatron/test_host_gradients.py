@@ -83,6 +83,16 @@ def test_clipping_is_a_multiplication_to_the_last_bit(gradients):
     assert all(map(torch.equal, made, expected)) and kernel.given == [[2, 2]]
 
 
+def test_a_factor_of_one_touches_no_host_memory(gradients):
+    """From 0.19 on with Transformer Engine, Megatron scales by a factor on the device also where nothing is clipped."""
+    made, hosted, kernel = gradients
+    versions = [gradient._version for gradient in hosted]
+    scale(made, torch.ones(1))
+    assert [gradient._version for gradient in hosted] == versions and kernel.given == [[2, 2]]
+    scale(made, torch.full((1,), 0.5))
+    assert [gradient._version for gradient in hosted] == [version + 1 for version in versions]
+
+
 def test_where_nothing_rests_on_the_host_the_kernel_is_given_everything(gradients):
     made, hosted, kernel = gradients
     there = [gradient for gradient in made if not rests_on_host(gradient)]

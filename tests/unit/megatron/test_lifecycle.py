@@ -34,6 +34,27 @@ def test_a_run_without_a_schedule_leaves_megatron_alone_and_ends_once():
         run.finish()
 
 
+@pytest.mark.parametrize(
+    "error, shown", [(ZeroDivisionError("by this rank alone"), True), (InputError("by all"), False)]
+)
+def test_an_error_is_shown_before_its_rank_ends_the_run_and_may_wait_for_others(
+    schedule_path, monkeypatch, capfd, error, shown
+):
+    monkeypatch.setattr(hooks, "ended", False)
+    run, ended = hooks.configure(schedule_path), []
+
+    def finish(read_later):
+        ended.append("ZeroDivisionError: by this rank alone" in capfd.readouterr().err)
+
+    monkeypatch.setattr(run, "finish", finish)
+    with pytest.raises(type(error)):
+        try:
+            raise error
+        finally:
+            hooks.finish()
+    assert ended == [shown]
+
+
 def test_an_iteration_ends_with_the_optimizer_however_often_its_steps_run(tmp_path, monkeypatch):
     """Megatron's rerun machinery runs them up to three times."""
     monkeypatch.setattr(lifecycle, "agree", lambda error, fact, file: None)

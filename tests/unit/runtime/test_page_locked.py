@@ -83,9 +83,16 @@ def test_a_block_whose_unlocking_fails_stays_listed(locked, device, monkeypatch)
     assert locked == {}
 
 
-def test_nothing_is_locked_for_nothing_and_a_refusal_leaves_nothing(locked, device):
+def test_nothing_is_locked_for_nothing_and_a_refusal_leaves_nothing(locked, device, monkeypatch):
+    """Not even the runtime's last error, which torch would raise behind a kernel that has nothing to do with it."""
+    errors = ["CUDA error: out of memory"]
+
+    def kernel(*shape, device):
+        raise RuntimeError(errors.pop())
+
+    monkeypatch.setattr(torch, "ones", kernel)
     assert device.host_tensor(0, torch.float32).numel() == 0
     with pytest.raises(InputError, match=r"2097152 bytes of host memory .* \(cudaHostRegister: error 2\)"):
         device.host_tensor(1 << 19, torch.float32)
     device.close()
-    assert locked == {} and locked.callers == []
+    assert locked == {} and locked.callers == [] and errors == []

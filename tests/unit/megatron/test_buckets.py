@@ -1,0 +1,50 @@
+"""Where gradients lie in the storage that rests on the device."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ext.megatron import buckets
+from megatron_ext.megatron.shards import ShardOf
+from megatron_ext.workload.bucket_layout import bucket_numel
+
+KEPT = [None, "sharded", "host", "sharded", None, "sharded", None]
+
+
+class Buffer(buckets.upstream._ParamAndGradBuffer):
+    """What is used of Megatron's."""
+
+    grad_dtype = torch.float32
+
+    def __init__(self, rank: int, dp: int):
+        self.data_parallel_world_size, self.data_parallel_group = dp, SimpleNamespace(rank=lambda: rank)
+
+
+@pytest.mark.parametrize("rank, dp", [(0, 1), (3, 4), (1, 32), (31, 32), (0, 64), (3, 64), (63, 64), (5, 128)])
+def test_what_a_kernel_reads_at_once_begins_where_it_does_in_megatron_s_buffer(rank, dp):
+    """Otherwise it adds up squares in another order, and the norm differs from the reference's in the last bits."""
+    ends = list(itertools.accumulate(bucket_numel([100 + number], dp) for number in range(len(KEPT))))
+    ranges = [(begin, end, 0) for begin, end in zip([0, *ends], ends)]
+    buffer = Buffer(rank, dp)
+    wholes, shards = buckets.make_gradients(buffer, ranges, KEPT, torch.device("cpu"))
+    used = needed = 0
+    for (begin, end, _), keeps, whole, shard in zip(ranges, KEPT, wholes, shards):
+        assert (whole is None) == (keeps is not None) != (shard is None)
+        size = end - begin if keeps is None else (end - begin) // dp
+        own, place = (whole, begin) if keeps is None else (shard, begin + rank * size)
+        assert own.numel() == size
+        if keeps != "host":
+            assert own.storage_offset() >= used and own.storage_offset() % 4 == place % 4
+            used, needed = own.storage_offset() + size, needed + size
+    assert [len(own) for own in buffer.host_shards] == [len(shards[KEPT.index("host")])]
+    assert buffer.grad_data.numel() == used and (used == needed if dp <= 32 else used < needed + 4 * len(KEPT))
+
+
+def test_a_gradient_that_is_brought_to_the_device_begins_there_as_in_megatron_s_buffer():
+    gradient = torch.arange(100.0)
+    standing = ShardOf(gradient, -66, 166, torch.device("cpu"))  # a parameter of which the shard has the end
+    for start in range(8):
+        found = standing[slice(start, 30)]
+        assert torch.equal(found, gradient[start + 66 : 96]) and found.storage_offset() == start % 4
