@@ -125,7 +125,7 @@ def parse(
     parser.set_defaults(vocab_size=None, **defaults)
     args, unknown = parser.parse_known_args(list(options))
     _refuse_unknown(parser, unknown, passed_over)
-    check_other_options(args)
+    check_other_options(args, verb)
     args.vocab_size = default_vocab_size if args.vocab_size is None else args.vocab_size
     gpt_arguments.check(args, world_size=world_size)
     return args
@@ -199,7 +199,7 @@ def add_other_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     return parser
 
 
-def check_other_options(args) -> None:
+def check_other_options(args, verb: str = "describe") -> None:
     """Refuse options that only Megatron itself can work out.
 
     Raises:
@@ -217,7 +217,7 @@ def check_other_options(args) -> None:
             _refuse(
                 given,
                 name.replace("-", "_"),
-                "changes parameters or the order of steps; give --checkout DIR, and Megatron itself says how",
+                f"changes parameters or the order of steps; {_CHECKOUT.get(verb, _CHECKOUT['describe'])}",
             )
         given.pop(name.replace("-", "_"), None)
     tokenizers = [name for name in TOKENIZER if name.replace("-", "_") in given]
@@ -233,6 +233,13 @@ def check_other_options(args) -> None:
 
             # Up to 0.17 it has an end of document beside its vocabulary.
             args.vocab_size += int(package_info.MAJOR) == 0 and int(package_info.MINOR) < 18
+
+
+_CHECKOUT = {
+    "describe": "give --checkout DIR, and Megatron itself says how",
+    "advise": "`describe --checkout DIR` lets Megatron itself say how, then `cost estimate` and `plan`",
+}
+"""By verb, what reads options that only Megatron itself can work out."""
 
 
 def _refuse(given: dict, name: str, why: str) -> NoReturn:

@@ -171,7 +171,7 @@ def test_the_command_on_a_laptop(without_torch, capsys, tmp_path):
             ["--hardware", "l40s", "--", "--data-parallel-size", "4"],
             "nodes = 1: gives 8 GPUs; the parallel sizes need 4",
         ),
-        (["--hardware", "l40s", "--", "--num-experts", "8"], "--num-experts = '8'"),
+        (["--hardware", "l40s", "--", "--num-experts", "8"], "then `cost estimate` and `plan`"),
         (["--hardware", "l40s", "--nodes", "0"], "--nodes"),
     ],
 )
