@@ -211,6 +211,7 @@ def _replace_tensor_methods() -> None:
         return self
 
     torch.Tensor.cuda = torch.nn.Module.cuda = torch.Tensor.pin_memory = stay
+    torch.Tensor.record_stream = lambda self, stream: None
     torch.Tensor.is_cuda = property(lambda self: True)
     name_type = torch.Tensor.type
 
@@ -261,6 +262,7 @@ def _replace_in_megatron() -> None:
 
         fused_kernels.load = lambda args: None
     _skip_fp8_of_absent_engine()
+    _route_without_engine()
 
 
 def _exists(module: str) -> bool:
@@ -365,6 +367,13 @@ def _skip_fp8_of_absent_engine() -> None:
     # Not quantize_param_shard, which calls it: the optimizer has imported that by its name.
     if hasattr(fp8_utils, "_quantize_param_shard_impl"):
         fp8_utils._quantize_param_shard_impl = lambda *args, **kwargs: None
+
+
+def _route_without_engine() -> None:
+    """From 0.13 on the router of experts asks for a function of Transformer Engine that it then has not imported."""
+    if _exists("megatron.core.transformer.moe.moe_utils"):
+        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 def main() -> None:
