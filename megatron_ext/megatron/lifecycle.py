@@ -346,14 +346,23 @@ class Run:
         """See [Note: Reads between iterations]."""
         parameters = (parameter for bucket_group in self._bucket_groups.values() for parameter in bucket_group.params)
         storages = {parameter.untyped_storage()._cdata for parameter in parameters}
-        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self._reads = reads = GatherOnRead(storages, self._make_whole, replicas)
+        self._reads = reads = GatherOnRead(storages, self._make_whole, self._replicas())
         optimizer.zero_grad = reads.unnoticed(optimizer.zero_grad)  # it asks every parameter for its gradient
         if self.executor is not None:
             self.executor.reads = reads
         else:
             for ddp in self._ddps:
                 ddp.start_param_sync = reads.unnoticed(ddp.start_param_sync)
+
+    def _replicas(self) -> list[int]:
+        """Global ranks that gather together: experts may be shared by ranks of several data-parallel groups."""
+        assert self.schedule is not None
+        parallel, pp_rank = self.schedule.parallel, parallel_state.get_pipeline_model_parallel_rank()
+        if parallel.etp != parallel.tensor_model_parallel_size and any(
+            group.ranks != parallel.dp for group in self.schedule.groups
+        ):
+            return sorted(rank for ranks in parallel.replicas(pp_rank) for rank in ranks)
+        return dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
 
     def _make_whole(self) -> None:
         self.unshard_all()

@@ -4,12 +4,14 @@ The example trains dense models; what differs with experts is the configuration,
 groups.
 """
 
+import copy
 from functools import partial
 from unittest import mock
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from msgspec.structs import replace
 
 from megatron_ext.megatron import describe_model, gpt_arguments, gpt_model
 
@@ -33,6 +35,7 @@ def install() -> None:
         (parallel_state, "initialize_model_parallel", partial(_initialize, initialize)),
     ):
         mock.patch.object(module, name, replacement).start()
+    WrappedTorchNorm.__new__ = staticmethod(partial(_norm, WrappedTorchNorm.__new__))
 
 
 _given: dict = {}
@@ -64,8 +67,6 @@ def _parallel_of(parallel_of, args):
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
-    from msgspec.structs import replace
-
     parallel = parallel_of(args)
     return replace(parallel, **_given) if hasattr(parallel, "expert_model_parallel_size") else parallel
 
@@ -81,6 +82,16 @@ def _layer_spec(layer_spec, args, config):
     if args.num_experts is None:
         return layer_spec(args, config)
     return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+
+
+def _norm(new, cls, config, *args, **kwargs):
+    """torch's norms compute on a part of a sequence as on all of it; Megatron then adds their gradients up."""
+    whole = copy.copy(config)
+    whole.sequence_parallel = False
+    norm = new(cls, whole, *args, **kwargs)
+    for parameter in norm.parameters():
+        vars(parameter)["sequence_parallel"] = config.sequence_parallel
+    return norm
 
 
 def _initialize(initialize, **sizes):
