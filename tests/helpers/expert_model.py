@@ -5,15 +5,15 @@ groups.
 """
 
 import copy
+import functools
 from functools import partial
 from unittest import mock
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from msgspec.structs import replace
 
-from megatron_ext.megatron import describe_model, gpt_arguments, gpt_model
+from megatron_ext.megatron import gpt_arguments, gpt_model
 
 OF_CONFIG = (
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_router_topk", "moe_ffn_hidden_size"),
@@ -23,13 +23,13 @@ OF_CONFIG = (
 """Options that Megatron's TransformerConfig calls as the command line does."""
 
 
+@functools.cache
 def install() -> None:
-    """Let the example and ``describe`` know experts in this process, for as long as it lives."""
+    """Let the example and ``describe`` know experts in this process, for as long as it lives; may be called again."""
     initialize = parallel_state.initialize_model_parallel
     for module, name, replacement in (
         (gpt_arguments, "add_gpt_arguments", partial(_add_arguments, gpt_arguments.add_gpt_arguments)),
-        (gpt_arguments, "parallel_of", partial(_parallel_of, gpt_arguments.parallel_of)),
-        (describe_model, "parallel_of", partial(_parallel_of, gpt_arguments.parallel_of)),
+        (gpt_arguments, "check", partial(_check, gpt_arguments.check)),
         (gpt_model, "transformer_config", partial(_config, gpt_model.transformer_config)),
         (gpt_model, "layer_spec", partial(_layer_spec, gpt_model.layer_spec)),
         (parallel_state, "initialize_model_parallel", partial(_initialize, initialize)),
@@ -62,13 +62,9 @@ def _add_arguments(add, parser):
     return parser
 
 
-def _parallel_of(parallel_of, args):
-    _given.update(
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-    )
-    parallel = parallel_of(args)
-    return replace(parallel, **_given) if hasattr(parallel, "expert_model_parallel_size") else parallel
+def _check(check, args, **how):
+    _given.update({name: getattr(args, name) for name in ("expert_model_parallel_size", "expert_tensor_parallel_size")})
+    check(args, **how)
 
 
 def _config(transformer_config, args, **overrides):
