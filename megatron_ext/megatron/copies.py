@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.agreement import gather_objects
 from megatron_ext.megatron.run_summary import say
 from megatron_ext.runtime.device import device_of
@@ -23,6 +24,8 @@ from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.drive_reads import DriveReads
+
+T = TypeVar("T")
 
 SAID_EVERY_SECONDS = 5.0
 SAID_BYTES = 8e9
@@ -84,15 +87,18 @@ class Copies:
         if not targets:
             return
         device = device_of(targets[0].group.whole)
-        pools = [_make_pool([one for one in targets if one.group.index in own.indices], own, device) for own in sharers]
+        # Where one fails its ranks still make the others, for which ranks may wait that know of no failure.
+        errors: list[InputError] = []
+        pools = [pool for own in sharers if (pool := _tried(errors, _make_pool, targets, own, device)) is not None]
+        # Then the drive: it is shared out by messages, too. Pinning may fail on one rank alone.
+        nvme = _tried(errors, _make_nvme_pool, schedule, targets, sharers, device, nvme_path)
+        if errors:
+            raise errors[0]
         self.closing += [pool.close for pool in pools]
         pool = self.pool = pools[0] if len(pools) == 1 else HostPools(pools)
         issuer.checks.append(lambda: pool.check_peers(clock.version))
         copies = [(copy.nbytes, one.size) for one in pools for copy in one.copies.values()]
         self.own_bytes = sum(size // ranks for size, ranks in copies)
-        # The drive first: it is shared out by messages among the ranks, which all must reach. Pinning may fail on one
-        # alone.
-        nvme = _make_nvme_pool(schedule, targets, sharers, device, nvme_path)
         pinned = sum(one.bytes for one in pools)
         if device.kind == "cuda" and dist.get_rank() == 0 and pinned > SAID_BYTES:
             say(f"page-locking {pinned / 1e9:.0f} GB on every rank; `plan` says how long it takes")
@@ -131,7 +137,7 @@ class _Sharers(NamedTuple):
 
 
 def _make_sharers(schedule: Schedule, groups, process_groups) -> list[_Sharers]:
-    """Of this rank's published groups, dense ones first. Collective over all ranks of the run."""
+    """Of this rank's published groups. Collective over all ranks of the run."""
     published, found = {entry.group for entry in schedule.publish}, []
     for ranks in sorted({schedule.groups[index].ranks for index in published}, reverse=True):
         local, nodes = make_process_groups(schedule.parallel, ranks)
@@ -141,7 +147,17 @@ def _make_sharers(schedule: Schedule, groups, process_groups) -> list[_Sharers]:
     return found
 
 
-def _make_pool(targets: list[Target], own: _Sharers, device) -> HostPool:
+def _tried(errors: list[InputError], make: Callable[..., T], *arguments) -> T | None:
+    """What ``make`` returns; None where it raises, which is added to ``errors``."""
+    try:
+        return make(*arguments)
+    except InputError as error:
+        errors.append(error)
+        return None
+
+
+def _make_pool(all_targets: list[Target], own: _Sharers, device) -> HostPool:
+    targets = [target for target in all_targets if target.group.index in own.indices]
     groups, hosted = [target.group for target in targets], {target.group.index for target in targets if target.host}
     size, progress = dist.get_world_size(own.local), _Progress(dist.get_rank())
     on_drive = frozenset(target.group.index for target in targets if target.nvme)

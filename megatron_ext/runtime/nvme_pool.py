@@ -51,11 +51,19 @@ class NvmePool:
     ):
         self._place_of: dict[int, tuple[drive.DriveFile, int]] = {}
         self.files: list[drive.DriveFile] = []
+        failed: InputError | None = None
         for own, of_rank, among in ((groups, rank, exchange), *others):
             sizes = [drive.aligned(group.bytes) for group in own]
-            self.files.append(_open_shared(directory, sum(sizes), of_rank, among, settings))
+            try:
+                self.files.append(_open_shared(directory, sum(sizes), of_rank, among, settings))
+            except InputError as error:  # other ranks wait for this one to open the others
+                failed = error
+                continue
             offsets = itertools.accumulate(sizes, initial=0)
             self._place_of |= {group.index: (self.files[-1], offset) for group, offset in zip(own, offsets)}
+        if failed is not None:
+            self._close_files()
+            raise failed
         self.slot_bytes = drive.aligned(slot_bytes)
         self._map = block_pages.private(max(slots * self.slot_bytes, mmap.PAGESIZE))
         self._memory = memoryview(self._map)
@@ -92,10 +100,13 @@ class NvmePool:
         file, offset = self._place_of[group.index]
         file.truncate(offset + group.bytes // 2)
 
-    def close(self) -> None:
-        """Close the files, which disappear when the last rank has closed them, and unmap the slots."""
+    def _close_files(self) -> None:
         for file in self.files:
             file.close()
+
+    def close(self) -> None:
+        """Close the files, which disappear when the last rank has closed them, and unmap the slots."""
+        self._close_files()
         self._device.unpin(self._slots)
         self._memory.release()
         del self._slots  # it views the mapping
