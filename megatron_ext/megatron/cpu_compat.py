@@ -30,6 +30,7 @@ import types
 import typing
 import unittest.mock
 import warnings
+from multiprocessing import spawn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -263,6 +264,7 @@ def _replace_in_megatron() -> None:
         fused_kernels.load = lambda args: None
     _skip_fp8_of_absent_engine()
     _route_without_engine()
+    _start_managers_without_the_script()
 
 
 def _exists(module: str) -> bool:
@@ -372,8 +374,21 @@ def _skip_fp8_of_absent_engine() -> None:
 def _route_without_engine() -> None:
     """From 0.13 on the router of experts asks for a function of Transformer Engine that it then has not imported."""
     if _exists("megatron.core.transformer.moe.moe_utils"):
-        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-        vars(moe_utils).setdefault("te_general_gemm", None)
+        with contextlib.suppress(ImportError):  # an optional package is absent
+            moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+            vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def _start_managers_without_the_script() -> None:
+    """``--ckpt-format torch_dist`` starts a manager of queues as a new process, which would import the training script
+    and fail: it has no kernels and no CUDA. It has no use for the script."""
+    prepare = spawn.get_preparation_data
+
+    def without_script(name: str) -> dict:
+        data = prepare(name)
+        return {key: data[key] for key in data if not (name.startswith("SyncManager") and key.startswith("init_main"))}
+
+    spawn.get_preparation_data = without_script
 
 
 def main() -> None:

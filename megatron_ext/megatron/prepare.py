@@ -67,8 +67,7 @@ def prepare(
         InputError: copies cannot be made; not on every rank of the run.
     """
     _ready_the_host(schedule, optimizers)
-    process_groups = process_groups_of(ddps)
-    process_group = process_groups[schedule.parallel.dp]
+    process_group = (process_groups := process_groups_of(ddps))[schedule.parallel.dp]
     rank = schedule.ranks[pp_rank := parallel_state.get_pipeline_model_parallel_rank()]
     clock, residency, issuer = Clock(), Residency(), Issuer()
     groups = make_groups(schedule, bucket_groups, process_groups, residency)

@@ -17,6 +17,7 @@ from variations import some
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
+from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -58,6 +59,21 @@ def run(services, layout: str, name: str, schedule, folder, *options, faults: st
     )
 
 
+def check_census(run: dict, schedule: Schedule, workload) -> None:
+    """What the ranks counted at the last iteration's peak is what the bill says."""
+    bills = memory_bill(schedule, workload)
+    for rank, iterations in enumerate(run["census"]):
+        billed = bills[rank * len(bills) // len(run["census"])].memory
+        for where, kinds in (("device", ("shards", "gradients", "buffers")), ("host", ("shards", "staging_slots"))):
+            for kind in kinds:
+                ours, counted = (found.get(kind, 0) for found in _bytes(where, billed, iterations[-1]))
+                assert ours == counted, (rank, where, kind, ours, counted)
+
+
+def _bytes(where: str, billed, counted: dict) -> tuple[dict, dict]:
+    return getattr(billed, f"{where}_bytes"), counted[f"{where}_bytes"]
+
+
 DRAWN = [
     ("experts", "experts-fp32", 1, 4, ("gpu", "cpu")),
     ("experts", "experts-bf16", 3, 2, ("gpu", "cpu", "nvme")),
@@ -82,8 +98,10 @@ def test_a_drawn_schedule_trains_bitwise_like_megatron(
     assert len({group.ranks for group in schedule.groups}) == 2, "dense groups and experts"
     published = {route for entry in schedule.publish if entry.group in experts_of(schedule) for route in entry.to}
     assert published == {*routes} - {"gpu"}
-    answer = run(services, layout, name, schedule, tmp_path, "--eval-interval", "2", "--eval-iters", "1")
+    measured = ["--eval-interval", "2", "--eval-iters", "1", "--metrics-path", str(tmp_path / "unused.json")]
+    answer = run(services, layout, name, schedule, tmp_path, *measured)
     assert differences(answer) == []
+    check_census(answer["scheduled"], schedule, workload)
     assert [entry.name for entry in tmp_path.iterdir()] == ["s.json"]
 
 
