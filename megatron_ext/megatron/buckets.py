@@ -218,7 +218,7 @@ def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]], kept: 
             **none_extra,
         )
         whole, shard = wholes[bucket_id], shards[bucket_id]
-        vars(bucket)["group"], bucket.param_data = index, storages[bucket_id]
+        bucket.param_data = storages[bucket_id]
         bucket.grad_data = whole if whole is not None else torch.zeros(end - begin, dtype=shard.dtype, device=device)
         for parameter in members[index]:
             first, last, _ = index_map[parameter]

@@ -20,7 +20,6 @@ the process; it is refused with the bytes that are missing.
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_ext.megatron.checkpoint_experts import refuse_other_experts
 from megatron_ext.runtime import host_memory
 
 NAMES = (
@@ -42,10 +41,8 @@ def allow_empty_shards() -> None:
     def with_padding(optimizer):
         return fill_empty_shards(optimizer, take(optimizer))
 
-    def by_number(optimizer, model_state, is_loading=False, *args, **kwargs):
-        if is_loading:
-            refuse_other_experts(optimizer)
-        return number_shards(optimizer, write(optimizer, model_state, is_loading, *args, **kwargs))
+    def by_number(optimizer, *args, **kwargs):
+        return number_shards(optimizer, write(optimizer, *args, **kwargs))
 
     def with_empty(optimizer, state: dict):
         for number, ranges in enumerate(optimizer.gbuf_ranges):

@@ -27,6 +27,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.megatron import (
     buckets,
+    checkpoint_experts,
     checkpoint_states,
     host_optimizers,
     late_memory,
@@ -196,6 +197,9 @@ class Run:
         except InputError as error:
             self._error = self._error or str(error)
             return
+        experts = [i for i in groups if self._bucket_groups[i] in ddp.expert_parallel_bucket_groups]
+        if experts:
+            checkpoint_experts.refuse_other_experts(experts[0])
         on_device = [index for index in groups if groups[index].states_rest == "device"]
         if on_device:
             stored = (self._bucket_groups[index].buckets[0].param_data for index in on_device)
