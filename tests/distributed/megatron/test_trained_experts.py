@@ -128,6 +128,30 @@ def test_experts_rest_on_the_host_and_are_stepped_there(workloads, services, tmp
     assert taken > 0 and taken_back == (taken if clip == "1e-4" else 0)
 
 
+@pytest.mark.parametrize("zero_stage", [3])
+def test_a_delayed_update_of_experts_is_that_of_the_rule(workloads, services, tmp_path, zero_stage):
+    workload = sized(workloads["experts", "experts-offload"], zero_stage)
+    workload = replace(workload, optimizer=OptimizerSettings(on_host=True, delayed=True))
+    saved(draw_schedule(random.Random(5), workload), workload, tmp_path / "s.json")
+    answer = services("experts").run(
+        options=[*EXPERTS["experts-offload"], "--delayed-parameter-update", "1"],
+        schedule=tmp_path / "s.json",
+        iterations=4,
+        environment={"MEGATRON_EXT_FAULTS": "step_delay_ms=5,publish_delay_ms=4"},
+    )
+    assert differences(answer) == []
+
+
+def test_whoever_reads_between_two_iterations_reads_whole_experts(workloads, services, tmp_path):
+    """Ranks that share experts are of several data-parallel groups."""
+    workload = sized(workloads["experts-tensor", "experts-fp32"], 3)
+    schedule = prepared(random.Random(2), workload, tmp_path / "s.json", routes=("gpu", "cpu"), gradients=(None,))
+    answer = run(services, "experts-tensor", "experts-fp32", schedule, tmp_path, meddle="read", faults="")
+    assert differences(answer) == []
+    for reads in answer["scheduled"]["reads"]:
+        assert [read for read, _ in reads] == [true for _, true in reads]
+
+
 @pytest.mark.parametrize("fault", ["skip_group", "stale_group", "skip_reduce"])
 def test_experts_that_are_not_gathered_published_or_reduced_are_seen(workloads, services, tmp_path, fault):
     workload, path = workloads["experts", "experts-fp32"], tmp_path / "s.json"
