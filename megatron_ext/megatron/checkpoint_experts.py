@@ -28,7 +28,7 @@ def refuse_other_experts(group: int) -> None:
         InputError: naming the option and the group; on all ranks that see the checkpoint.
     """
     args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    if getattr(args, "load", None) is None:
+    if args is None or getattr(args, "load", None) is None:
         return
     saved = how = None
     with contextlib.suppress(OSError, ValueError, LookupError, RuntimeError, pickle.PickleError):

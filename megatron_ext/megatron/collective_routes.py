@@ -5,7 +5,6 @@ from time import perf_counter_ns
 from typing import NamedTuple
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import debug
@@ -52,12 +51,13 @@ def collective_routes(
         process_groups: Megatron's, by the number of ranks that share a group's shards.
     """
     gathers: dict[int, Route] = {}
+    backend = dist.get_backend(next(iter(process_groups.values())))
     made: dict[str, dict[int, BufferedGather]] = {}  # by group
     for ranks in sorted({group.ranks for group in schedule.groups}, reverse=True):
         # Experts have communicators of their own.
         parts = [range(len(schedule.groups)), groups]
         all_of_kind, own = ({index for index in part if schedule.groups[index].ranks == ranks} for part in parts)
-        of_kind = _OfKind(schedule, ranks, all_of_kind, {index: groups[index] for index in own}, recorder)
+        of_kind = _OfKind(schedule, ranks, all_of_kind, {index: groups[index] for index in own}, backend, recorder)
         for name, route in (
             (HIERARCHICAL, _hierarchical(of_kind)),
             (SYMMETRIC, _symmetric(of_kind)),
@@ -89,6 +89,7 @@ class _OfKind(NamedTuple):
     ranks: int
     indices: set[int]
     groups: dict[int, Group]
+    backend: str
     recorder: Recorder | None
 
     def wanted(self, algorithm: str) -> set[int]:
@@ -111,10 +112,6 @@ def _by_group(routes: Mapping[int, Route]) -> Route:
     return next(iter(kinds.values())) if len(kinds) == 1 else _ByGroup(routes)
 
 
-def _backend() -> str:
-    return dist.get_backend(parallel_state.get_data_parallel_group(with_context_parallel=True))
-
-
 def _hierarchical(of_kind: _OfKind) -> BufferedGather | None:
     """The route of this rank's groups that are gathered in two legs; None where it has none.
 
@@ -123,7 +120,7 @@ def _hierarchical(of_kind: _OfKind) -> BufferedGather | None:
     wanted = of_kind.wanted(HIERARCHICAL)
     if not wanted:
         return None
-    node_groups = make_node_groups(of_kind.schedule.parallel, _backend(), of_kind.ranks)
+    node_groups = make_node_groups(of_kind.schedule.parallel, of_kind.backend, of_kind.ranks)
     own = [group for index, group in of_kind.groups.items() if index in wanted]
     assert node_groups is not None  # validation lets such groups pass only where nodes make two legs
     return HierarchicalGather(node_groups, device_of(own[0].whole), of_kind.recorder) if own else None
@@ -143,7 +140,7 @@ def _symmetric(of_kind: _OfKind) -> BufferedGather | None:
         if why is not None:
             raise InputError(f"cannot be done here: {why}", field=f"groups[{min(wanted)}].algorithm", value=SYMMETRIC)
         how = symmetric_gather.without_thread_blocks(device.device)
-    data = make_data_group(of_kind.schedule.parallel, _backend(), of_kind.ranks, **how)
+    data = make_data_group(of_kind.schedule.parallel, of_kind.backend, of_kind.ranks, **how)
     largest: dict = {}
     for whole in (group.whole for index, group in groups.items() if index in wanted):
         largest[whole.dtype] = max(largest.get(whole.dtype, 0), whole.numel())
@@ -162,7 +159,7 @@ def _cpu_shard(of_kind: _OfKind, faults: Faults) -> BufferedGather | None:
         for action in entry.unshard
     ):
         return None
-    own, groups = make_data_group(of_kind.schedule.parallel, _backend(), of_kind.ranks), of_kind.groups
+    own, groups = make_data_group(of_kind.schedule.parallel, of_kind.backend, of_kind.ranks), of_kind.groups
     return ShardGather(own, device_of(next(iter(groups.values())).whole), faults, of_kind.recorder) if groups else None
 
 

@@ -95,7 +95,8 @@ class Copies:
         if errors:
             raise errors[0]
         self.closing += [pool.close for pool in pools]
-        pool = self.pool = pools[0] if len(pools) == 1 else HostPools(pools)
+        pool: HostPool | HostPools = pools[0] if len(pools) == 1 else HostPools(pools)
+        self.pool = pool
         issuer.checks.append(lambda: pool.check_peers(clock.version))
         copies = [(copy.nbytes, one.size) for one in pools for copy in one.copies.values()]
         self.own_bytes = sum(size // ranks for size, ranks in copies)

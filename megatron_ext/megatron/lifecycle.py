@@ -197,9 +197,10 @@ class Run:
         except InputError as error:
             self._error = self._error or str(error)
             return
-        experts = [i for i in groups if self._bucket_groups[i] in ddp.expert_parallel_bucket_groups]
-        if experts:
-            checkpoint_experts.refuse_other_experts(experts[0])
+        of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())
+        if of_experts:
+            first = next(index for index, own in self._bucket_groups.items() if own in of_experts)
+            checkpoint_experts.refuse_other_experts(first)
         on_device = [index for index in groups if groups[index].states_rest == "device"]
         if on_device:
             stored = (self._bucket_groups[index].buckets[0].param_data for index in on_device)
@@ -362,11 +363,10 @@ class Run:
         """Global ranks that gather together: experts may be shared by ranks of several data-parallel groups."""
         assert self.schedule is not None
         parallel, pp_rank = self.schedule.parallel, parallel_state.get_pipeline_model_parallel_rank()
-        if parallel.etp != parallel.tensor_model_parallel_size and any(
-            group.ranks != parallel.dp for group in self.schedule.groups
-        ):
-            return sorted(rank for ranks in parallel.replicas(pp_rank) for rank in ranks)
-        return dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        apart = {group.ranks for group in self.schedule.groups} != {parallel.dp}
+        all_of_stage = apart and parallel.etp != parallel.tensor_model_parallel_size
+        sets = [ranks for ranks in parallel.replicas(pp_rank) if all_of_stage or dist.get_rank() in ranks]
+        return sorted(rank for ranks in sets for rank in ranks)
 
     def _make_whole(self) -> None:
         self.unshard_all()
