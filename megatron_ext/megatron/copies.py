@@ -89,12 +89,12 @@ class Copies:
         device = device_of(targets[0].group.whole)
         # Where one fails its ranks still make the others, for which ranks may wait that know of no failure.
         errors: list[InputError] = []
-        pools = [pool for own in sharers if (pool := _tried(errors, _make_pool, targets, own, device)) is not None]
+        pools = [made for own in sharers if (made := _tried(errors, _make_pool, targets, own, device)) is not None]
         # Then the drive: it is shared out by messages, too. Pinning may fail on one rank alone.
         nvme = _tried(errors, _make_nvme_pool, schedule, targets, sharers, device, nvme_path)
         if errors:
             raise errors[0]
-        self.closing += [pool.close for pool in pools]
+        self.closing += [one.close for one in pools]
         pool: HostPool | HostPools = pools[0] if len(pools) == 1 else HostPools(pools)
         self.pool = pool
         issuer.checks.append(lambda: pool.check_peers(clock.version))

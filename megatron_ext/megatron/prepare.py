@@ -1,6 +1,7 @@
 """From a schedule that fits the run to an executor: groups, routes and the compiled program."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -254,7 +255,7 @@ def process_groups_of(ddps: list) -> dict[int, dist.ProcessGroup]:
     """Megatron's process groups that shards are in, by their number of ranks: the data-parallel one, and that of
     experts."""
     found = {buffer.data_parallel_world_size: buffer.data_parallel_group for ddp in ddps for buffer in buffers_of(ddp)}
-    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dense: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return found | {dist.get_world_size(dense): dense}
 
 

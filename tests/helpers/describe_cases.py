@@ -26,6 +26,8 @@ if __name__ == "__main__":
     expert_model.install()
     for layout, parallel in EXPERT_LAYOUTS.items():
         for name, options in EXPERTS.items():
+            if layout != "experts" and "offload" in name:
+                continue
             parser = gpt_arguments.add_gpt_arguments(gpt_arguments.OneLineParser())
             args = gpt_arguments.add_plan_arguments(parser).parse_args([*parallel, *model_options(options)])
             gpt_arguments.check(args)
