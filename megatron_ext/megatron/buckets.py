@@ -45,6 +45,16 @@ def parameter_names(ddp) -> dict[str, torch.nn.Parameter]:
     return names
 
 
+def is_expert(parameter) -> bool:
+    """Whether a parameter is one of the rank's own experts, which other ranks share than all other parameters."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def buffers_of(ddp) -> list:
+    """All buffers of a DDP chunk: those of experts come last."""
+    return [*ddp.buffers, *getattr(ddp, "expert_parallel_buffers", ())]
+
+
 def lay_out(
     ddp, groups: dict[int, Group], *, file, bucket_group_class=upstream._ParamAndGradBucketGroup, ranks_of_node=1
 ) -> dict[int, object]:
@@ -66,20 +76,19 @@ def lay_out(
 
     # Buckets lie in the order in which gradients get ready: backwards.
     indices_of_buffers = []
-    for buffer in ddp.buffers:
+    for buffer in buffers_of(ddp):
         own = {id(parameter) for parameter in buffer.params}
         indices_of_buffers.append([index for index in reversed(groups) if id(members[index][0]) in own])
         for index in indices_of_buffers[-1]:
-            if any(id(parameter) not in own for parameter in members[index]):
-                raise InputError("mixes dtypes; a bucket has one", file=file, field=f"groups[{index}].parameters")
+            _check_buffer(index, groups[index], members[index], buffer, file)
     kept = {index: group.gradients for index, group in groups.items() if group.gradients is not None}
     if not issubclass(bucket_group_class, ScheduledBucketGroup):
         kept = {}  # Megatron's own keep whole gradients
     _require_host_memory(ddp, [index for index in kept if kept[index] == "host"], members, ranks_of_node)
     _drop_old(ddp)
     by_index = {}
-    ordered = []
-    for buffer, indices in zip(ddp.buffers, indices_of_buffers):
+    ordered: dict[bool, list] = {False: [], True: []}  # of experts
+    for buffer, indices in zip(buffers_of(ddp), indices_of_buffers):
         _lay_out_buffer(buffer, {index: members[index] for index in indices}, kept)
         for index, bucket in zip(indices, buffer.buckets):
             bucket_group = bucket_group_class(
@@ -90,14 +99,15 @@ def lay_out(
                 assert isinstance(bucket_group, ScheduledBucketGroup)
                 bucket_group.gradient, gradient.issue = gradient, bucket_group.issue_reduce
             by_index[index] = bucket_group
-            ordered.append(bucket_group)
+            ordered[is_expert(buffer.params[0])].append(bucket_group)
 
-    ddp.bucket_groups = ordered
+    ddp.bucket_groups, ddp.expert_parallel_bucket_groups = ordered[False], ordered[True]
     if ddp.ddp_config.use_distributed_optimizer and ddp.ddp_config.overlap_param_gather:
-        for later, earlier in zip(ordered[1:], ordered[:-1]):
-            later.next_param_gather_bucket_group = earlier
-    ddp.param_to_bucket_group = {parameter: group for group in ordered for parameter in group.params}
-    if ordered and ordered[0].buckets[0].param_data.device.type == "cuda":
+        for own in ordered.values():
+            for later, earlier in zip(own[1:], own[:-1]):
+                later.next_param_gather_bucket_group = earlier
+    ddp.param_to_bucket_group = {parameter: group for group in by_index.values() for parameter in group.params}
+    if next(iter(by_index.values())).buckets[0].param_data.device.type == "cuda":
         torch.cuda.empty_cache()  # the old buckets' blocks, which are of other sizes
     return by_index
 
@@ -105,8 +115,6 @@ def lay_out(
 def _members_of_groups(ddp, groups: dict[int, Group], file) -> dict[int, list[torch.nn.Parameter]]:
     """Parameters of every group; refuses a parameter of the chunk that is in none."""
     names = parameter_names(ddp)
-    if getattr(ddp, "expert_parallel_buffers", None):
-        raise InputError("expert-parallel parameters cannot be scheduled", file=file, field="groups")
     members = {index: _members(index, group, names, file) for index, group in groups.items()}
     placed = {id(parameter) for parameters in members.values() for parameter in parameters}
     for name, parameter in names.items():
@@ -133,10 +141,24 @@ def _members(index: int, group: Group, names, file) -> list[torch.nn.Parameter]:
     return members
 
 
+def _check_buffer(index: int, group: Group, members: list, buffer, file) -> None:
+    """Refuse a group whose parameters do not all lie in ``buffer``, or are sharded among other ranks."""
+    own, field = {id(parameter) for parameter in buffer.params}, f"groups[{index}]"
+    apart = next((parameter for parameter in members if id(parameter) not in own), None)
+    if apart is not None and is_expert(apart) != is_expert(members[0]):
+        why = "mixes parameters of experts with others: they are sharded among other ranks"
+        raise InputError(why, file=file, field=f"{field}.parameters")
+    if apart is not None:
+        raise InputError("mixes dtypes; a bucket has one", file=file, field=f"{field}.parameters")
+    if group.ranks != buffer.data_parallel_world_size:
+        why = f"in the run its parameters are sharded among {buffer.data_parallel_world_size} ranks"
+        raise InputError(why, file=file, field=f"{field}.ranks", value=group.ranks)
+
+
 def _require_host_memory(ddp, indices: list[int], members: dict, ranks_of_node: int) -> None:
     """Refuse gradients that are added up in host memory where it is short of them."""
     parameters = {id(parameter) for index in indices for parameter in members[index]}
-    for buffer in ddp.buffers:
+    for buffer in buffers_of(ddp):
         numel = sum(parameter.numel() for parameter in buffer.params if id(parameter) in parameters)
         if numel:
             of_rank = numel * buffer.grad_dtype.itemsize // buffer.data_parallel_world_size
@@ -148,8 +170,8 @@ def _drop_old(ddp) -> None:
 
     Parameters keep their values in the old storage until they are moved.
     """
-    ddp.bucket_groups, ddp.param_to_bucket_group = [], {}
-    for buffer in ddp.buffers:
+    ddp.bucket_groups, ddp.expert_parallel_bucket_groups, ddp.param_to_bucket_group = [], [], {}
+    for buffer in buffers_of(ddp):
         buffer.buckets, buffer.param_to_bucket = [], {}
         buffer.grad_data = None
         for parameter in buffer.params:

@@ -30,6 +30,7 @@ import types
 import typing
 import unittest.mock
 import warnings
+from multiprocessing import spawn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -211,6 +212,7 @@ def _replace_tensor_methods() -> None:
         return self
 
     torch.Tensor.cuda = torch.nn.Module.cuda = torch.Tensor.pin_memory = stay
+    torch.Tensor.record_stream = lambda self, stream: None
     torch.Tensor.is_cuda = property(lambda self: True)
     name_type = torch.Tensor.type
 
@@ -261,6 +263,8 @@ def _replace_in_megatron() -> None:
 
         fused_kernels.load = lambda args: None
     _skip_fp8_of_absent_engine()
+    _route_without_engine()
+    _start_managers_without_the_script()
 
 
 def _exists(module: str) -> bool:
@@ -365,6 +369,26 @@ def _skip_fp8_of_absent_engine() -> None:
     # Not quantize_param_shard, which calls it: the optimizer has imported that by its name.
     if hasattr(fp8_utils, "_quantize_param_shard_impl"):
         fp8_utils._quantize_param_shard_impl = lambda *args, **kwargs: None
+
+
+def _route_without_engine() -> None:
+    """From 0.13 on the router of experts asks for a function of Transformer Engine that it then has not imported."""
+    if _exists("megatron.core.transformer.moe.moe_utils"):
+        with contextlib.suppress(ImportError):  # an optional package is absent
+            moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+            vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def _start_managers_without_the_script() -> None:
+    """``--ckpt-format torch_dist`` starts a manager of queues as a new process, which would import the training script
+    and fail: it has no kernels and no CUDA. It has no use for the script."""
+    prepare = spawn.get_preparation_data
+
+    def without_script(name: str) -> dict:
+        data = prepare(name)
+        return {key: data[key] for key in data if not (name.startswith("SyncManager") and key.startswith("init_main"))}
+
+    spawn.get_preparation_data = without_script
 
 
 def main() -> None:

@@ -26,14 +26,14 @@ class GatherOnRead(ParamReads):
 
     Args:
         storages: of whole parameters, as :class:`ParamReads` takes them.
-        gather: makes all parameters of this rank whole and fresh; collective over ``process_group``.
-        process_group: the data-parallel group.
-        seconds: how long to wait for its other ranks.
+        gather: makes all parameters of this rank whole and fresh; collective over ``ranks``.
+        ranks: global ranks, of the data-parallel group.
+        seconds: how long to wait for the others of them.
     """
 
-    def __init__(self, storages, gather: Callable[[], None], process_group, seconds: float = PEERS_SECONDS):
+    def __init__(self, storages, gather: Callable[[], None], ranks: list[int], seconds: float = PEERS_SECONDS):
         super().__init__(storages, self._gather_together)
-        self._gather_all, self._process_group, self._seconds = gather, process_group, seconds
+        self._gather_all, self._ranks, self._seconds = gather, ranks, seconds
         self._keys, self._said = f"megatron_ext/reads/{next(RUNS)}", False
         self._last: str | None = None
 
@@ -48,7 +48,7 @@ class GatherOnRead(ParamReads):
             )
 
     def _wait_for_replicas(self, place: str) -> None:
-        ranks = dist.get_process_group_ranks(self._process_group)
+        ranks = self._ranks
         if len(ranks) == 1:
             return
         try:

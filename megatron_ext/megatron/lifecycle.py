@@ -27,6 +27,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.megatron import (
     buckets,
+    checkpoint_experts,
     checkpoint_states,
     host_optimizers,
     late_memory,
@@ -196,6 +197,10 @@ class Run:
         except InputError as error:
             self._error = self._error or str(error)
             return
+        of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())
+        if of_experts:
+            first = next(index for index, own in self._bucket_groups.items() if own in of_experts)
+            checkpoint_experts.refuse_other_experts(first)
         on_device = [index for index in groups if groups[index].states_rest == "device"]
         if on_device:
             stored = (self._bucket_groups[index].buckets[0].param_data for index in on_device)
@@ -346,14 +351,22 @@ class Run:
         """See [Note: Reads between iterations]."""
         parameters = (parameter for bucket_group in self._bucket_groups.values() for parameter in bucket_group.params)
         storages = {parameter.untyped_storage()._cdata for parameter in parameters}
-        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self._reads = reads = GatherOnRead(storages, self._make_whole, replicas)
+        self._reads = reads = GatherOnRead(storages, self._make_whole, self._replicas())
         optimizer.zero_grad = reads.unnoticed(optimizer.zero_grad)  # it asks every parameter for its gradient
         if self.executor is not None:
             self.executor.reads = reads
         else:
             for ddp in self._ddps:
                 ddp.start_param_sync = reads.unnoticed(ddp.start_param_sync)
+
+    def _replicas(self) -> list[int]:
+        """Global ranks that gather together: experts may be shared by ranks of several data-parallel groups."""
+        assert self.schedule is not None
+        parallel, pp_rank = self.schedule.parallel, parallel_state.get_pipeline_model_parallel_rank()
+        apart = {group.ranks for group in self.schedule.groups} != {parallel.dp}
+        all_of_stage = apart and parallel.etp != parallel.tensor_model_parallel_size
+        sets = [ranks for ranks in parallel.replicas(pp_rank) if all_of_stage or dist.get_rank() in ranks]
+        return sorted(rank for ranks in sets for rank in ranks)
 
     def _make_whole(self) -> None:
         self.unshard_all()

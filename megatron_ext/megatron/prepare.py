@@ -1,6 +1,7 @@
 """From a schedule that fits the run to an executor: groups, routes and the compiled program."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from megatron.core import parallel_state
 from megatron_ext.cpubench.allocator import keep_freed_blocks
 from megatron_ext.megatron.agreement import gather_objects
 from megatron_ext.megatron.boundaries import Boundaries, bare
+from megatron_ext.megatron.buckets import buffers_of
 from megatron_ext.megatron.collective_routes import collective_routes
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.describe_model import describe_chunk
@@ -66,15 +68,15 @@ def prepare(
         InputError: copies cannot be made; not on every rank of the run.
     """
     _ready_the_host(schedule, optimizers)
-    process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    process_group = (process_groups := process_groups_of(ddps))[schedule.parallel.dp]
     rank = schedule.ranks[pp_rank := parallel_state.get_pipeline_model_parallel_rank()]
     clock, residency, issuer = Clock(), Residency(), Issuer()
-    groups = make_groups(schedule, bucket_groups, process_group, residency)
+    groups = make_groups(schedule, bucket_groups, process_groups, residency)
     buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
     links = recorder if recorder and recorder.iterations is None else None
     host_shards = _hold_shards_only(schedule, ddps, groups, optimizers, buckets, links)
-    routes = collective_routes(schedule, groups, process_group, faults, links)
-    copied = (groups, _offloaded(schedule, optimizers, buckets), process_group, issuer, clock, faults, links)
+    routes = collective_routes(schedule, groups, process_groups, faults, links)
+    copied = (groups, _offloaded(schedule, optimizers, buckets), process_groups, issuer, clock, faults, links)
     copies = Copies(schedule, *copied, nvme_path)
     checks = _checks(schedule, pp_rank, process_group, routes.order)
     leave_step_out(optimizers, buckets, faults.skip_step)
@@ -249,12 +251,22 @@ def _reducer(
     return reducer
 
 
-def make_groups(schedule: Schedule, bucket_groups: dict, process_group, residency: Residency) -> dict[int, Group]:
+def process_groups_of(ddps: list) -> dict[int, dist.ProcessGroup]:
+    """Megatron's process groups that shards are in, by their number of ranks: the data-parallel one, and that of
+    experts."""
+    found = {buffer.data_parallel_world_size: buffer.data_parallel_group for ddp in ddps for buffer in buffers_of(ddp)}
+    dense: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return found | {dist.get_world_size(dense): dense}
+
+
+def make_groups(
+    schedule: Schedule, bucket_groups: dict, process_groups: dict, residency: Residency
+) -> dict[int, Group]:
     """This rank's groups by index, over the storage of their buckets."""
-    dp_rank, dp_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     groups = {}
     for index, bucket_group in sorted(bucket_groups.items()):
-        (bucket,) = bucket_group.buckets
+        (bucket,), dp_size = bucket_group.buckets, schedule.groups[index].ranks
+        dp_rank = dist.get_rank(process_groups[dp_size])
         name = f"chunk {schedule.groups[index].model_chunk_id}"
         if schedule.zero_stage == 3:
             on_host = schedule.groups[index].shard_rests == "host"

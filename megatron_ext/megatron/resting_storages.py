@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_ext.megatron.buckets import buffers_of
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.scheduled_host_step import HostStep
 from megatron_ext.runtime.census import storage_bytes
@@ -35,7 +36,7 @@ def resting_storages(
     freed = [group for group in groups.values() if isinstance(group, FreedGroup)]
     device = {
         "shards": storage_bytes(group.shard for group in freed if not group.on_host),
-        "gradients": storage_bytes(buffer.grad_data for ddp in ddps for buffer in ddp.buffers),
+        "gradients": storage_bytes(buffer.grad_data for ddp in ddps for buffer in buffers_of(ddp)),
     }
     device["buffers"] = sum(route.buffer_bytes for route in routes) + storage_bytes(buffers)
     host = {
@@ -54,7 +55,7 @@ def resting_storages(
         device["gradient_shards"] = sum(shard.numel() * shard.element_size() for shard in kept)
         device["gradients"] -= device["gradient_shards"]
     own = {group.shard.untyped_storage()._cdata for group in groups.values()}
-    own |= {buffer.grad_data.untyped_storage()._cdata for ddp in ddps for buffer in ddp.buffers}
+    own |= {buffer.grad_data.untyped_storage()._cdata for ddp in ddps for buffer in buffers_of(ddp)}
     own |= {group.whole.untyped_storage()._cdata for group in groups.values()}
     for optimizer in optimizers:
         if getattr(optimizer, "is_stub_optimizer", False):

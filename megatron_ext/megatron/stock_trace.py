@@ -65,7 +65,7 @@ def _record_end(handle, recorder: Recorder, issued: int | torch.cuda.Event) -> N
 
 def record_gathers(ddp, recorder: Recorder) -> None:
     """Record the gathers of a chunk's bucket groups."""
-    for bucket_group in ddp.bucket_groups:
+    for bucket_group in [*ddp.bucket_groups, *getattr(ddp, "expert_parallel_bucket_groups", ())]:
         bucket_group.__class__ = _RecordedBucketGroup
         bucket_group.recorder = recorder
 

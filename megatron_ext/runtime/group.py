@@ -100,6 +100,11 @@ class Group:
     def bytes(self) -> int:
         return self.whole.numel() * self.whole.element_size()
 
+    @property
+    def dp_rank(self) -> int:
+        """Place of this rank among those that share the shards."""
+        return self.shard_start // self.shard.numel()
+
     # A step of the program calls functions without arguments, which hold what they need: each argument that a partial
     # function adds is a call of its own from C.
 

@@ -14,7 +14,7 @@ import contextlib
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -111,6 +111,28 @@ class HostPool:
         self._device.pin(self.memory)
         self._pinned = True
         self._make_flags(self._device.address_offset(self.memory))
+
+    @property
+    def indices(self) -> Iterable[int]:
+        """Of its groups."""
+        return self._number
+
+    @property
+    def own_reads_done(self) -> list[DeviceFlag]:
+        """This rank's flag of iterations that have ended."""
+        return [self.reads_done[self.rank]]
+
+    def flags_of(self, group: Group, where: int = COPY) -> Sequence[Flag]:
+        """Of every rank's shard of ``group``."""
+        return self.flags[group.index, where]
+
+    def own_flag(self, group: Group, where: int = COPY) -> Flag:
+        """Of this rank's shard of ``group``."""
+        return self.flags[group.index, where][self.rank]
+
+    def copy_of(self, group: Group) -> torch.Tensor:
+        """The host copy of ``group``."""
+        return self.copies[group.index]
 
     def slice_of(self, group: Group, dp_rank: int) -> torch.Tensor:
         """Part of the host copy that holds the shard of data-parallel rank ``dp_rank``."""

@@ -114,14 +114,14 @@ class NodeExchange:
         return buffers[slot][:size]
 
 
-def make_process_groups(parallel: Parallel) -> tuple[dist.ProcessGroup | None, NodeExchange]:
+def make_process_groups(parallel: Parallel, ranks: int | None = None) -> tuple[dist.ProcessGroup | None, NodeExchange]:
     """``(local, exchange)`` of this rank: a process group of the data-parallel ranks on its node
-    (None: the whole data-parallel group), and its :class:`NodeExchange`.
+    (None: the whole data-parallel group), and its :class:`NodeExchange`. ``ranks``: see :func:`make_node_groups`.
 
     Collective over all ranks of the run. Raises InputError as
     :func:`megatron_ext.workload.nodes.nodes_of_replicas`.
     """
-    groups = make_node_groups(parallel)
+    groups = make_node_groups(parallel, ranks=ranks)
     return (
         (None, NodeExchange()) if groups is None else (groups.local, NodeExchange(groups.across, groups.counterparts))
     )

@@ -30,21 +30,24 @@ class NodeGroups(NamedTuple):
         return tuple(ranks[self.index] for ranks in self.nodes)
 
 
-def make_node_groups(parallel: Parallel, backend: str = "gloo") -> NodeGroups | None:
+def make_node_groups(parallel: Parallel, backend: str = "gloo", ranks: int | None = None) -> NodeGroups | None:
     """New process groups of this rank; None where its data-parallel group lies on one node.
 
     Collective over all ranks of the run. Raises InputError as :func:`nodes_of_replicas`.
+
+    Args:
+        ranks: of a data-parallel group, as :meth:`Parallel.replicas` takes them: other than of all else, of experts.
     """
     found = None
     for pp_rank in range(parallel.pp):
-        for tp_rank in range(parallel.tensor_model_parallel_size):
-            nodes = nodes_of_replicas(parallel, pp_rank, tp_rank)
+        for which, members in enumerate(parallel.replicas(pp_rank, ranks)):
+            nodes = nodes_of_replicas(parallel, pp_rank, which, ranks)
             if len(nodes) == 1:
                 continue
             places = {
-                parallel.global_rank(pp_rank, dp_rank, tp_rank): (node, index)
-                for node, ranks in enumerate(nodes)
-                for index, dp_rank in enumerate(ranks)
+                members[dp_rank]: (node, index)
+                for node, dp_ranks in enumerate(nodes)
+                for index, dp_rank in enumerate(dp_ranks)
             }
             local = [
                 _new_group([rank for rank, place in places.items() if place[0] == node], backend)

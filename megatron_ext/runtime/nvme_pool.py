@@ -1,8 +1,10 @@
-"""The node's NVMe copy: one nameless file that the data-parallel ranks of a node share."""
+"""The node's NVMe copies: one nameless file for all groups that the same ranks of a node share."""
 
 import contextlib
+import itertools
 import mmap
 import os
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,6 +24,7 @@ class NvmePool:
         groups: groups with an NVMe copy, the same list on every rank of the pool.
         rank: this rank's index among the data-parallel ranks of the node.
         exchange: collective ``exchange(object) -> list`` over these.
+        others: the same three of further groups, which other ranks of the node share.
         slots, slot_bytes: staging slots of this rank and the size of each.
         settings: how to read.
         device: pins the slots.
@@ -40,17 +43,27 @@ class NvmePool:
         rank: int,
         exchange,
         *,
+        others: Sequence[tuple[list[Group], int, Callable]] = (),
         slots: int,
         slot_bytes: int,
         settings: DriveReads,
         device,
     ):
-        self._offset_of, size = {}, 0
-        for group in groups:
-            self._offset_of[group.index] = size
-            size += drive.aligned(group.bytes)
-        self.bytes = size
-        self.file = _open_shared(directory, size, rank, exchange, settings)
+        self._place_of: dict[int, tuple[drive.DriveFile, int]] = {}
+        self.files: list[drive.DriveFile] = []
+        failed: InputError | None = None
+        for own, of_rank, among in ((groups, rank, exchange), *others):
+            sizes = [drive.aligned(group.bytes) for group in own]
+            try:
+                self.files.append(_open_shared(directory, sum(sizes), of_rank, among, settings))
+            except InputError as error:  # other ranks wait for this one to open the others
+                failed = error
+                continue
+            offsets = itertools.accumulate(sizes, initial=0)
+            self._place_of |= {group.index: (self.files[-1], offset) for group, offset in zip(own, offsets)}
+        if failed is not None:
+            self._close_files()
+            raise failed
         self.slot_bytes = drive.aligned(slot_bytes)
         self._map = block_pages.private(max(slots * self.slot_bytes, mmap.PAGESIZE))
         self._memory = memoryview(self._map)
@@ -62,19 +75,20 @@ class NvmePool:
     def write(self, group: Group, dp_rank: int, shard: torch.Tensor) -> None:
         """Write one data-parallel rank's shard (host memory). Raises DriveError."""
         size = shard.numel() * shard.element_size()
-        self.file.write(
-            shard.detach().view(torch.uint8).numpy(), self._offset_of[group.index] + dp_rank * size, str(group)
-        )
+        file, offset = self._place_of[group.index]
+        file.write(shard.detach().view(torch.uint8).numpy(), offset + dp_rank * size, str(group))
 
     def flush(self, group: Group) -> None:
         """What was written of ``group`` is on the drive when this returns. Raises DriveError."""
-        self.file.flush(self._offset_of[group.index], drive.aligned(group.bytes), str(group))
+        file, offset = self._place_of[group.index]
+        file.flush(offset, drive.aligned(group.bytes), str(group))
 
     def start(self, group: Group, slot: int, transfer: Transfer, before_end=None) -> None:
         """Begin to read the whole group into ``slot``; finishes ``transfer``, see DriveFile.start."""
         start = slot * self.slot_bytes
         memory = self._memory[start : start + drive.aligned(group.bytes)]
-        self.file.start(memory, self._offset_of[group.index], str(group), transfer, before_end)
+        file, offset = self._place_of[group.index]
+        file.start(memory, offset, str(group), transfer, before_end)
 
     def staged(self, group: Group, slot: int) -> torch.Tensor:
         """``slot`` as the flat tensor that it holds of ``group``."""
@@ -83,11 +97,16 @@ class NvmePool:
 
     def cut_short(self, group: Group) -> None:
         """Fault for tests: the file ends in the middle of ``group`` from now on."""
-        self.file.truncate(self._offset_of[group.index] + group.bytes // 2)
+        file, offset = self._place_of[group.index]
+        file.truncate(offset + group.bytes // 2)
+
+    def _close_files(self) -> None:
+        for file in self.files:
+            file.close()
 
     def close(self) -> None:
-        """Close the file, which disappears when the last rank has closed it, and unmap the slots."""
-        self.file.close()
+        """Close the files, which disappear when the last rank has closed them, and unmap the slots."""
+        self._close_files()
         self._device.unpin(self._slots)
         self._memory.release()
         del self._slots  # it views the mapping

@@ -19,7 +19,8 @@ import torch
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.flags import DeviceFlag, poll, private_flags
 from megatron_ext.runtime.group import Clock, Group
-from megatron_ext.runtime.host_pool import COPY, DRIVE, HostPool
+from megatron_ext.runtime.host_pool import DRIVE, HostPool
+from megatron_ext.runtime.host_pools import HostPools
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool
@@ -29,7 +30,7 @@ from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
 class Target(NamedTuple):
-    """A group and where its shards go.
+    """A group and where its shards go; ``nodes`` is the exchange with the other nodes that share them.
 
     ``offloaded``, where the optimizer steps on the host, gives ``(start, host tensor)`` of every
     piece of the shard, or None where the device has the only copy.
@@ -39,6 +40,7 @@ class Target(NamedTuple):
     host: bool
     nvme: bool
     offloaded: Callable | None = None
+    nodes: NodeExchange = NodeExchange()
 
     @property
     def on_host(self) -> bool:
@@ -46,9 +48,9 @@ class Target(NamedTuple):
         return self.offloaded is not None or self.group.on_host
 
 
-def by_thread(targets: list[Target], nodes: NodeExchange) -> set[int]:
+def by_thread(targets: list[Target]) -> set[int]:
     """Indices of the groups whose host copy threads write."""
-    return {target.group.index for target in targets if target.on_host or nodes.crosses_nodes}
+    return {target.group.index for target in targets if target.on_host or target.nodes.crosses_nodes}
 
 
 class _Shard(NamedTuple):
@@ -79,16 +81,14 @@ class Publisher(Part):
         targets: published groups of this rank, in the order in which they are written.
         pool: the node's host copies and everybody's flags.
         nvme: the node's NVMe copy, or None.
-        nodes: the exchange with the other nodes.
-        dp_rank: this rank's index among all data-parallel ranks.
+        dp_rank: this rank's index among all data-parallel ranks, by which injected delays differ.
     """
 
     def __init__(
         self,
         targets: list[Target],
-        pool: HostPool,
+        pool: HostPool | HostPools,
         nvme: NvmePool | None,
-        nodes: NodeExchange,
         dp_rank: int,
         device,
         issuer: Issuer,
@@ -96,9 +96,11 @@ class Publisher(Part):
         faults: Faults,
         recorder=None,
     ):
-        self.targets, self.pool, self.nvme, self.nodes, self.dp_rank = targets, pool, nvme, nodes, dp_rank
+        self.targets, self.pool, self.nvme = targets, pool, nvme
         self.device, self.issuer, self.clock, self.faults, self.recorder = device, issuer, clock, faults, recorder
-        self.worker, self.arrivals = Worker("publisher"), Worker("publisher-arrivals") if nodes.crosses_nodes else None
+        self.worker, self.arrivals = Worker("publisher"), None
+        if any(target.nodes.crosses_nodes for target in targets):
+            self.arrivals = Worker("publisher-arrivals")
         self.stream = device.stream("publish", upward=True)
         self.stream.log = log_of(recorder, "publish", "to_host", "publish")
         self.copied = device.event()
@@ -152,7 +154,7 @@ class Publisher(Part):
         stale = group.index == self.faults.stale_group and version > 2
         copied = self._published if pieces is None else None
         if target.host:
-            own = self.pool.slice_of(group, self.dp_rank)
+            own = self.pool.slice_of(group, group.dp_rank)
         elif group.on_host and pieces is None:
             own = group.shard
         else:
@@ -167,7 +169,7 @@ class Publisher(Part):
         recorder, own, target = self.recorder, shard.own, shard.target
         if recorder is None or shard.stale:
             return
-        nodes = max(len(self.nodes.dp_ranks), 1)
+        nodes = max(len(target.nodes.dp_ranks), 1)
         if shard.pieces is not None:
             recorder.moved("publish", "host_memory", sum(copy.nbytes for _, copy in shard.pieces) + own.nbytes)
         elif target.group.on_host and own is not target.group.shard:
@@ -185,7 +187,7 @@ class Publisher(Part):
         if by_thread:
             stream.store(self._flags[shard.number], self._published)
         if target.host and not self.pool.by_thread(target.group):
-            flag = self.pool.flags[target.group.index, COPY][self.pool.rank]
+            flag = self.pool.own_flag(target.group)
             assert isinstance(flag, DeviceFlag)
             stream.store(flag, version)
         stream.record(self.copied)
@@ -201,7 +203,7 @@ class Publisher(Part):
                     self._sent.popleft().wait()
                 self._bring(shard, iterations)
                 with torch.no_grad():
-                    arriving = self.nodes.begin(self._places(shard), self.dp_rank)
+                    arriving = shard.target.nodes.begin(self._places(shard), shard.target.group.dp_rank)
             end = partial(self._end, shard, arriving, version, start)
             if self.arrivals is None:
                 end(transfer)
@@ -243,23 +245,23 @@ class Publisher(Part):
 
     def _places(self, shard: _Shard) -> list[torch.Tensor]:
         """Where the shard is, and where those of the counterparts are to come: straight into the host copy."""
-        ranks = self.nodes.dp_ranks
-        if shard.target.host and ranks:
-            return [self.pool.slice_of(shard.target.group, dp_rank) for dp_rank in ranks]
-        return self.nodes.places(shard.own, self.dp_rank)
+        group, nodes = shard.target.group, shard.target.nodes
+        if shard.target.host and nodes.dp_ranks:
+            return [self.pool.slice_of(group, dp_rank) for dp_rank in nodes.dp_ranks]
+        return nodes.places(shard.own, group.dp_rank)
 
     def _end(self, shard: _Shard, arriving: Arriving | None, version: int, start: int, transfer: Transfer) -> None:
         """Wait for what the counterparts on other nodes have sent; write it on the drive where the group has a copy."""
-        target, own = shard.target, self.pool.rank
+        target = shard.target
         for dp_rank, part in arriving.wait() if arriving is not None else ():
             if target.nvme and self.nvme is not None:
                 self.nvme.write(target.group, dp_rank, part)
         if target.host and self.pool.by_thread(target.group):
-            self.pool.flags[target.group.index, COPY][own].store(version)
+            self.pool.own_flag(target.group).store(version)
         if target.nvme and self.nvme is not None:
             if arriving is not None:
                 self.nvme.flush(target.group)
-            self.pool.flags[target.group.index, DRIVE][own].store(version)
+            self.pool.own_flag(target.group, DRIVE).store(version)
         if self.recorder is not None:  # groups follow each other, also where two are on their way
             start, self._last_ns = max(start, self._last_ns), perf_counter_ns()
             self.recorder.add("publish", f"publish {target.group.index}", start, self._last_ns)
@@ -291,7 +293,8 @@ class Publisher(Part):
     def end_reads(self, iterations: int) -> None:
         """Tell the other ranks that ``iterations`` have ended here, behind what the compute stream has been given: they
         may overwrite what these read."""
-        self.device.compute.store(self.pool.reads_done[self.pool.rank], iterations)
+        for flag in self.pool.own_reads_done:
+            self.device.compute.store(flag, iterations)
 
     def close(self) -> None:
         """End the threads once writes in flight have ended: their files and memory are released next."""

@@ -182,9 +182,10 @@ def gradient_bytes(group: Group, workload: Workload) -> int:
 
 
 def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
-    """Bytes on the device that gathers of a rank go through: for each dtype, as large as the largest group needs."""
+    """Bytes on the device that gathers of a rank go through: for each dtype, of experts and of
+    all else, as large as the largest group needs."""
     parallel, rank = schedule.parallel, schedule.ranks[pp_rank]
-    most: dict[tuple[str, str], int] = {}
+    most: dict[tuple[str, int, str], int] = {}
     for entry in (rank.start, *rank.steps):
         for action in entry.unshard:
             group = schedule.groups[action.group]
@@ -195,7 +196,7 @@ def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
             else:
                 continue
             parameters = workload.chunk(pp_rank, group.model_chunk_id).parameters
-            key = (action.route, next(p.dtype for p in parameters if p.name == group.parameters[0]))
+            key = (action.route, group.ranks, next(p.dtype for p in parameters if p.name == group.parameters[0]))
             most[key] = max(most.get(key, 0), size)
     return sum(most.values())
 

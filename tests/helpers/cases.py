@@ -10,7 +10,16 @@ LAYOUTS = {name: options.split() for name, options in LAYOUTS.items()}
 STRICT = "two_replicas"
 """The layout on which the strict stand-in of a device trains, by two processes."""
 
-ALL_LAYOUTS = LAYOUTS | {STRICT: ["--data-parallel-size", "2"]}
+EXPERT_LAYOUTS = {
+    "experts": "--data-parallel-size 4 --expert-model-parallel-size 2",
+    "experts-1f1b": "--pipeline-model-parallel-size 2 --data-parallel-size 2 --expert-model-parallel-size 2",
+    "experts-tensor": "--tensor-model-parallel-size 4 --sequence-parallel --data-parallel-size 1 "
+    "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+}
+EXPERT_LAYOUTS = {name: options.split() for name, options in EXPERT_LAYOUTS.items()}
+"""Of four processes, on which the models of ``EXPERTS`` train."""
+
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | {STRICT: ["--data-parallel-size", "2"]}
 
 _SIZE = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
 SIZE = _SIZE.split()
@@ -29,6 +38,16 @@ MODELS = {
 }
 MODELS = {name: options.split() for name, options in MODELS.items()}
 """Options by name."""
+
+_EXPERTS = f"{_UNTIED} --num-attention-heads 4 --num-experts 4 --moe-ffn-hidden-size 32"
+EXPERTS = {
+    "experts-fp32": _EXPERTS,
+    # Every second layer is dense, as is a part of each layer of experts.
+    "experts-bf16": f"{_EXPERTS} --bf16 --swiglu --normalization RMSNorm --moe-layer-freq 2 "
+    "--moe-shared-expert-intermediate-size 32",
+    "experts-offload": f"{_EXPERTS} --bf16 --optimizer-cpu-offload",
+}
+EXPERTS = {name: options.split() for name, options in EXPERTS.items()}
 
 SHAPES = {
     "tied": "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",

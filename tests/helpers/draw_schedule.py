@@ -29,15 +29,17 @@ def draw_schedule(draw, workload: Workload, routes=("gpu", "cpu"), symmetric: bo
     """A valid schedule of ``workload``; ``draw`` is a ``random.Random``. ``symmetric``: copy engines gather all groups
     that go by ``gpu``."""
 
-    def algorithm(pp_rank: int, size: int) -> str | None:
+    def algorithm(group) -> str | None:
         if symmetric:
             return SYMMETRIC
-        return draw.choice((None, HIERARCHICAL)) if has_hierarchy(workload.parallel, pp_rank) else None
+        legs = has_hierarchy(workload.parallel, group.pp_rank, group.ranks)
+        return draw.choice((None, HIERARCHICAL)) if legs else None
 
     groups, uses = [], []
     for chunk in workload.chunks:
         for part in random_groups(chunk, draw):
-            groups.append(make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part, algorithm))
+            group = make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part)
+            groups.append(replace(group, algorithm=algorithm(group)))
             layers = [layer for parameter in part for layer in parameter.uses]
             uses.append((min(layers), max(layers)))
     walk = _zero3 if workload.zero_stage == 3 else _zero1

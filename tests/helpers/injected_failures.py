@@ -112,8 +112,8 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
         dist.all_gather_object(found, value, group=local)
         return found
 
-    targets, issuer = [Target(groups[0], True, False), Target(groups[1], True, True)], Issuer()
-    written = by_thread(targets, nodes)
+    targets, issuer = [Target(groups[n], True, n == 1, nodes=nodes) for n in range(2)], Issuer()
+    written = by_thread(targets)
     pool = HostPool(groups[:2], {0, 1}, written, dist.get_rank(local), per_node, exchange, device)
     slots = dict(slots=1, slot_bytes=groups[1].bytes, settings=DriveReads(block_bytes=4096, queue_depth=3))
     nvme = NvmePool(folder, groups[1:2], dist.get_rank(local), exchange, **slots, device=device)
@@ -124,7 +124,7 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
         collective = ShardGather(gathers, device, faults, recorder)
     else:
         collective = HierarchicalGather(legs, device, recorder)
-    publisher = Publisher(targets, pool, nvme, nodes, rank, *how, recorder)
+    publisher = Publisher(targets, pool, nvme, rank, *how, recorder)
     unshards = [partial(group.unshard, route.issue, clock) for group, route in zip(groups, (cpu, read, collective))]
     waits = [partial(group.wait, clock) for group in groups]
     start = (partial(read.stage_in, groups[1], 0), *unshards)

@@ -29,6 +29,7 @@ from megatron_ext.megatron import cpu_compat
 cpu_compat.install()
 
 sys.path.insert(0, str(ROOT / "examples"))
+import expert_model
 import model_and_optimizer
 import pretrain_gpt_hybrid
 from engine_stand_in import FusedAdam
@@ -37,6 +38,8 @@ from megatron.core.optimizer import distrib_optimizer
 
 from megatron_ext.megatron import lifecycle
 from megatron_ext.runtime import debug, faults
+
+expert_model.install()
 
 ITERATIONS = 3
 HANGS_AFTER = 80  # seconds; less than the service waits

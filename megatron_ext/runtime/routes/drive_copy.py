@@ -8,6 +8,7 @@ from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.flags import poll
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import DRIVE, HostPool
+from megatron_ext.runtime.host_pools import HostPools
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.recorder import Recorder
@@ -27,7 +28,7 @@ class DriveCopy:
     def __init__(
         self,
         pool: NvmePool,
-        flags: HostPool,
+        flags: HostPool | HostPools,
         device,
         issuer: Issuer,
         clock: Clock,

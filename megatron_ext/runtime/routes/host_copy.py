@@ -7,7 +7,8 @@ import torch
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.flags import DeviceFlag
 from megatron_ext.runtime.group import Clock, Group
-from megatron_ext.runtime.host_pool import COPY, HostPool
+from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.host_pools import HostPools
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.recorder import Recorder, log_of
 from megatron_ext.runtime.streams import Arrival, Stream
@@ -47,7 +48,7 @@ class Copies:
 class HostCopy:
     """The whole group at the clock's version; see :mod:`megatron_ext.runtime.host_pool` for who publishes it."""
 
-    def __init__(self, pool: HostPool, device, issuer: Issuer, clock: Clock, faults: Faults, recorder=None):
+    def __init__(self, pool: HostPool | HostPools, device, issuer: Issuer, clock: Clock, faults: Faults, recorder=None):
         self.pool, self.issuer, self.clock = pool, issuer, clock
         self.copies = Copies("cpu-route", device, issuer, recorder)
         self._waits = not faults.no_wait
@@ -63,7 +64,7 @@ class HostCopy:
         if self._waits and self._waited.get(group.index) != version:
             self._waited[group.index] = version
             check = partial(pool.check_published, group, version)
-            for flag in pool.flags[group.index, COPY]:
+            for flag in pool.flags_of(group):
                 assert isinstance(flag, DeviceFlag)
                 self.copies.stream.wait_flag(flag, version, check)
         self._copy(group, arrival)
@@ -71,7 +72,7 @@ class HostCopy:
 
     def _copy(self, group: Group, arrival: Arrival) -> None:
         self.copies.stream.delay(self._delay)
-        self.copies.copy(group.index, group.whole, self.pool.copies[group.index], arrival)
+        self.copies.copy(group.index, group.whole, self.pool.copy_of(group), arrival)
 
     def close(self) -> None:
         self.copies.close()

@@ -22,15 +22,15 @@ from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import shard_pieces
 
 
-def make_data_group(parallel: Parallel, backend: str, **how):
-    """A process group of this rank's data-parallel ranks for one route alone; called by all ranks of the run. ``how``:
-    further arguments of ``dist.new_group``."""
+def make_data_group(parallel: Parallel, backend: str, ranks: int | None = None, **how):
+    """A process group of this rank's data-parallel ranks for one route alone; called by all ranks of the run.
+    ``ranks``: see :func:`megatron_ext.runtime.node_groups.make_node_groups`; ``how``: further arguments of
+    ``dist.new_group``."""
     own = None
     for pp_rank in range(parallel.pp):
-        for tp_rank in range(parallel.tensor_model_parallel_size):
-            ranks = [parallel.global_rank(pp_rank, dp_rank, tp_rank) for dp_rank in range(parallel.dp)]
-            group = dist.new_group(ranks, backend=backend, **(high_priority(backend) | how))
-            if dist.get_rank() in ranks:
+        for members in parallel.replicas(pp_rank, ranks):
+            group = dist.new_group([*members], backend=backend, **(high_priority(backend) | how))
+            if dist.get_rank() in members:
                 own = group
     assert own is not None
     return own

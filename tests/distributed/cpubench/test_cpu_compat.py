@@ -19,6 +19,11 @@ MEGATRON = {
         "def _quantize_param_shard_impl(*args):\n    raise ValueError('no engine')\n\n\n"
         "def quantize_param_shard(*args):\n    _quantize_param_shard_impl(*args)\n"
     ),
+    "megatron/core/transformer/moe/__init__.py": "",
+    "megatron/core/transformer/moe/moe_utils.py": (  # as 0.13 to 0.19 have it
+        "try:\n    from transformer_engine import te_general_gemm\nexcept ImportError:\n    pass\n\n\n"
+        "def route():\n    return te_general_gemm\n"
+    ),
     "megatron/legacy/fused_kernels/__init__.py": "def load(args):\n    raise RuntimeError('needs nvcc')\n",
 }
 
@@ -59,6 +64,11 @@ from megatron.core import fp8_utils
 from megatron.legacy import fused_kernels
 fp8_utils.quantize_param_shard(1, 2); fused_kernels.load(None)
 assert "triton" not in sys.modules
+from megatron.core.transformer.moe import moe_utils
+assert moe_utils.route() is None and torch.ones(2).record_stream(torch.cuda.current_stream()) is None
+from multiprocessing import spawn
+script_of = lambda process: "init_main_from_path" in spawn.get_preparation_data(process)
+assert script_of("Process-1") and not script_of("SyncManager-1")
 from typing import override
 from megatron_ext.measure import layer_times, options
 from megatron_ext.runtime import machine

@@ -40,14 +40,14 @@ class Node:
     def __init__(self, directory, nodes=None, faults=NO_FAULTS):
         self.clock, self.issuer, device = Clock(), Issuer(), HostDevice()
         self.groups = [Group(index, "chunk 0", torch.full((1 << 12,), float(index)), 0, 1) for index in range(3)]
-        targets, nodes = [Target(group, True, True) for group in self.groups], nodes or NodeExchange()
+        targets = [Target(group, True, True, nodes=nodes or NodeExchange()) for group in self.groups]
         alone = lambda value: [value]
-        self.pool = HostPool(self.groups, {0, 1, 2}, by_thread(targets, nodes), 0, 1, alone, device)
+        self.pool = HostPool(self.groups, {0, 1, 2}, by_thread(targets), 0, 1, alone, device)
         slots = dict(slots=1, slot_bytes=self.groups[0].bytes, settings=DriveReads(), device=device)
         self.nvme = NvmePool(directory, self.groups, 0, alone, **slots)
         how = (device, self.issuer, self.clock, faults)
         self.cpu, self.route = HostCopy(self.pool, *how), DriveCopy(self.nvme, self.pool, *how, 1)
-        self.publisher = Publisher(targets, self.pool, self.nvme, nodes, 0, *how)
+        self.publisher = Publisher(targets, self.pool, self.nvme, 0, *how)
 
     def publish(self) -> None:
         self.clock.version += 1

@@ -185,4 +185,10 @@ def test_buckets_with_more_padding_than_megatrons(packages):
     )
     assert result.returncode == 0, result.stderr[-2000:]
     said = json.loads(result.stdout.splitlines()[-1])
-    assert said["after"] == 8 * 128 > said["before"] and said["buckets"] == 8 and said["kept"]
+    assert said["after"] == 8 * 128 > said["before"] and said["buckets"] == [[1] * 6, [1] * 2] and said["kept"]
+    assert said["refused"] == [
+        "schedule.json: groups = '3.weight': no group holds this parameter of the model",
+        "schedule.json: groups[5].parameters: mixes parameters of experts with others: they are sharded among other "
+        "ranks",
+        "schedule.json: groups[6].ranks = 2: in the run its parameters are sharded among 1 ranks",
+    ]

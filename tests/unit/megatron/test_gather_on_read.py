@@ -16,17 +16,16 @@ def store(monkeypatch):
     """Both ranks are threads of this process."""
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3, 7])
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     return store
 
 
-def make_pair(monkeypatch, store, seconds):
+def make_pair(monkeypatch, store, seconds, ranks=(3, 7)):
     made = []
     for _ in range(2):
         monkeypatch.setattr(gather_on_read, "RUNS", iter([0]))
         whole, gathered = torch.zeros(4), []
-        reads = GatherOnRead({whole.untyped_storage()._cdata}, lambda g=gathered: g.append(1), None, seconds)
+        reads = GatherOnRead({whole.untyped_storage()._cdata}, lambda g=gathered: g.append(1), [*ranks], seconds)
         made.append((reads, whole, gathered))
     return made
 
@@ -58,7 +57,6 @@ def test_a_rank_that_reads_alone_says_where(monkeypatch, store):
 
 
 def test_a_rank_without_replicas_asks_nobody(monkeypatch, store):
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3])
-    (reads, whole, gathered), _ = make_pair(monkeypatch, store, 0.05)
+    (reads, whole, gathered), _ = make_pair(monkeypatch, store, 0.05, ranks=[3])
     use(reads, whole, 2)
     assert gathered == [1, 1] and store.num_keys() == 0

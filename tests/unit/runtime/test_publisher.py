@@ -20,13 +20,12 @@ class OneRank:
 
     def __init__(self, faults=Faults(), offloaded=None, nodes=None, drive=None, host=True, recorder=None):  # noqa: B008
         self.groups = [Group(index, "chunk 0", torch.full((256,), 1.0 + index), 0, 2) for index in range(3)]
-        targets = [Target(group, host, drive is not None, offloaded) for group in self.groups]
-        self.nodes, self.device, hosted = nodes or NodeExchange(), HostDevice(), {0, 1, 2} if host else set()
-        written = by_thread(targets, self.nodes)
-        self.pool = HostPool(self.groups, hosted, written, 0, 1, lambda value: [value], self.device)
+        targets = [Target(group, host, drive is not None, offloaded, nodes or NodeExchange()) for group in self.groups]
+        self.device, hosted = HostDevice(), {0, 1, 2} if host else set()
+        self.pool = HostPool(self.groups, hosted, by_thread(targets), 0, 1, lambda value: [value], self.device)
         self.clock, self.issuer = Clock(), Issuer()
         how = (self.device, self.issuer, self.clock, faults, recorder)
-        self.publisher = Publisher(targets, self.pool, drive, self.nodes, 0, *how)
+        self.publisher = Publisher(targets, self.pool, drive, 0, *how)
 
     def publish(self, iterations: int = 0, **how) -> None:
         self.clock.version += 1

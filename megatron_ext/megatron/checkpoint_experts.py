@@ -1,0 +1,61 @@
+"""Checkpoints whose experts were spread over other ranks."""
+
+import contextlib
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+
+from megatron_ext.formats.errors import InputError
+
+LATEST = "latest_checkpointed_iteration.txt"
+SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+
+
+def refuse_other_experts(group: int) -> None:
+    """Refuse to load a checkpoint whose experts were spread otherwise, where its format cannot spread them anew.
+
+    Megatron compares tensor and pipeline parallelism alone, and then fails at missing files or shapes of tensors, each
+    rank in other words.
+
+    Args:
+        group: the first group of experts.
+
+    Raises:
+        InputError: naming the option and the group; on all ranks that see the checkpoint.
+    """
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    if args is None or getattr(args, "load", None) is None:
+        return
+    saved = how = None
+    with contextlib.suppress(OSError, ValueError, LookupError, RuntimeError, pickle.PickleError):
+        saved, how = _saved(args)  # what is wrong with it, Megatron says
+    for name in SIZES:
+        theirs, ours = getattr(saved, name, None), getattr(args, name, None)
+        if theirs not in (None, ours):
+            raise InputError(
+                f"{args.load} was saved with {theirs} and cannot spread experts (groups[{group}] and others) anew; "
+                f"load it with {theirs}, {how}",
+                field="--" + name.replace("_", "-"),
+                value=ours,
+            )
+
+
+def _saved(args) -> tuple[Any, str]:
+    """The arguments of the run that saved what ``args`` load, and how it could have saved for other sizes; None for
+    the former where it did."""
+    iteration = getattr(args, "ckpt_step", None) or (Path(args.load) / LATEST).read_text()
+    folder = Path(args.load) / f"iter_{int(iteration):07d}"
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        file = min(folder.glob("mp_rank_*/model_optim_rng.pt"))
+        # As Megatron reads it.
+        saved = torch.load(file, map_location="cpu", mmap=True, weights_only=False)["args"]
+        return saved, "and save it once with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", "")
+    if form.startswith("fully") or getattr(args, "no_load_optim", False) or getattr(args, "finetune", False):
+        return None, ""
+    return common["args"], "and save it once with --dist-ckpt-optim-fully-reshardable; or add --no-load-optim"

@@ -1,0 +1,66 @@
+"""A checkpoint of other expert-parallel sizes is refused before Megatron fails at files and shapes."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.checkpoint_experts import refuse_other_experts
+
+SIZES = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """``saved(form, **sizes)``: this run has :data:`SIZES` and loads what was saved so; returns its arguments."""
+    folder = tmp_path / "iter_0000012"
+    (folder / "mp_rank_00_000").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12\n")
+    args = SimpleNamespace(load=str(tmp_path), **SIZES)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
+
+    def save(form: str | None, **sizes):
+        content = {"args": SimpleNamespace(**(SIZES | sizes)), "weight": torch.ones(3)}
+        if form is None:
+            torch.save(content, folder / "mp_rank_00_000" / "model_optim_rng.pt")
+        else:
+            torch.save(content | {"content_metadata": {"distrib_optim_sharding_type": form}}, folder / "common.pt")
+            backend = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
+            (folder / "metadata.json").write_text(backend + '"common_backend_version": 1}')
+        return args
+
+    return save
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("form", [None, "dp_reshardable"])
+def test_experts_that_were_spread_otherwise_are_refused(saved, form, name):
+    saved(form, **{name: 4})
+    with pytest.raises(InputError) as refused:
+        refuse_other_experts(7)
+    text = str(refused.value)
+    assert text.startswith(f"--{name.replace('_', '-')} = {SIZES[name]}: ") and "was saved with 4" in text
+    assert "groups[7]" in text and "--dist-ckpt-optim-fully-reshardable" in text
+
+
+@pytest.mark.parametrize("form", [None, "dp_reshardable"])
+def test_what_is_as_it_was_is_loaded(saved, form):
+    saved(form)
+    refuse_other_experts(7)
+
+
+def test_what_can_be_spread_anew_is_loaded(saved):
+    saved("fully_reshardable", expert_model_parallel_size=4)
+    refuse_other_experts(7)
+
+
+def test_parameters_alone_can_be_spread_anew(saved):
+    saved("dp_reshardable", expert_model_parallel_size=4).no_load_optim = True
+    refuse_other_experts(7)
+
+
+def test_what_cannot_be_read_is_left_to_megatron(saved):
+    saved(None).load += "/elsewhere"
+    refuse_other_experts(7)
