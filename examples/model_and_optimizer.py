@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
-from megatron_ext.megatron import gpt_model
+from megatron_ext.megatron import gpt_model, hooks
 from megatron_ext.megatron.optimizer_of_args import offload_options
 from megatron_ext.runtime.device import has_cuda
 
@@ -80,5 +80,4 @@ def initialize_by_name(chunks: list[GPTModel], seed: int) -> None:
             digest = hashlib.sha256(f"{seed} {'.'.join(parts)}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             values = torch.randn(parameter.shape, generator=generator) * chunk.config.init_method_std
-            with torch.no_grad():
-                parameter.copy_(values)
+            hooks.set_values(parameter, values)

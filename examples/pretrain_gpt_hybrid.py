@@ -184,12 +184,13 @@ def mean_loss(losses: list[dict]) -> float:
 
 
 def parameter_hash(model) -> str:
-    """sha256 over every parameter of this rank; parameters must be whole."""
+    """sha256 over every parameter of this rank. Collective, after :func:`force_param_sync`."""
     digest = hashlib.sha256()
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            copied = parameter.detach().to("cpu", copy=True)  # of a NumPy array's memory nothing is freed any more
+            digest.update(copied.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -98,7 +98,8 @@ def plan(
     notes["device_note"] = planner.device_note(planned, work, table, extrapolate=extrapolate)
     notes["offload_note"] = planner.offload_note(planned, work, table)
     notes["delay_note"] = delay.text() if delay is not None else None
-    lines = [judged.text, planner.set_up_line(planned, work, table), *notes.values()]
+    lines = [judged.text, planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work)]
+    lines += notes.values()
     emit(
         as_json,
         {"schedule": out, "policy": policy, "verdict": judged.text}

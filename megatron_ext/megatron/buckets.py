@@ -23,6 +23,7 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.late_model import LateModel
 from megatron_ext.runtime import host_memory
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.gradients import Gradient
@@ -56,7 +57,13 @@ def buffers_of(ddp) -> list:
 
 
 def lay_out(
-    ddp, groups: dict[int, Group], *, file, bucket_group_class=upstream._ParamAndGradBucketGroup, ranks_of_node=1
+    ddp,
+    groups: dict[int, Group],
+    *,
+    file,
+    bucket_group_class=upstream._ParamAndGradBucketGroup,
+    ranks_of_node=1,
+    late: LateModel | None = None,
 ) -> dict[int, object]:
     """Lay the buckets of ``ddp`` out by ``groups`` and return the bucket groups by group index.
 
@@ -66,6 +73,7 @@ def lay_out(
         file: the schedule's path, for errors.
         bucket_group_class: what to make of each bucket.
         ranks_of_node: how many ranks take memory of the same node.
+        late: takes each group as soon as it has its values; None: all are whole.
 
     Raises:
         InputError: the schedule is for other parameters, or host memory is short of gradients; nothing changed.
@@ -74,13 +82,7 @@ def lay_out(
     if not groups:
         return {}
 
-    # Buckets lie in the order in which gradients get ready: backwards.
-    indices_of_buffers = []
-    for buffer in buffers_of(ddp):
-        own = {id(parameter) for parameter in buffer.params}
-        indices_of_buffers.append([index for index in reversed(groups) if id(members[index][0]) in own])
-        for index in indices_of_buffers[-1]:
-            _check_buffer(index, groups[index], members[index], buffer, file)
+    indices_of_buffers = [_indices(buffer, groups, members, file) for buffer in buffers_of(ddp)]
     kept = {index: group.gradients for index, group in groups.items() if group.gradients is not None}
     if not issubclass(bucket_group_class, ScheduledBucketGroup):
         kept = {}  # Megatron's own keep whole gradients
@@ -89,7 +91,7 @@ def lay_out(
     by_index = {}
     ordered: dict[bool, list] = {False: [], True: []}  # of experts
     for buffer, indices in zip(buffers_of(ddp), indices_of_buffers):
-        _lay_out_buffer(buffer, {index: members[index] for index in indices}, kept)
+        _lay_out_buffer(buffer, {index: members[index] for index in indices}, kept, late)
         for index, bucket in zip(indices, buffer.buckets):
             bucket_group = bucket_group_class(
                 [bucket], buffer.ddp_config, buffer.data_parallel_group, buffer.data_parallel_world_size
@@ -110,6 +112,15 @@ def lay_out(
     if next(iter(by_index.values())).buckets[0].param_data.device.type == "cuda":
         torch.cuda.empty_cache()  # the old buckets' blocks, which are of other sizes
     return by_index
+
+
+def _indices(buffer, groups: dict[int, Group], members: dict[int, list], file) -> list[int]:
+    """Groups of a buffer. Their buckets lie in the order in which gradients get ready: backwards."""
+    own = {id(parameter) for parameter in buffer.params}
+    indices = [index for index in reversed(groups) if id(members[index][0]) in own]
+    for index in indices:
+        _check_buffer(index, groups[index], members[index], buffer, file)
+    return indices
 
 
 def _members_of_groups(ddp, groups: dict[int, Group], file) -> dict[int, list[torch.nn.Parameter]]:
@@ -178,7 +189,9 @@ def _drop_old(ddp) -> None:
             vars(parameter)["main_grad"] = None
 
 
-def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]], kept: dict[int, str]) -> None:
+def _lay_out_buffer(
+    buffer, members: dict[int, list[torch.nn.Parameter]], kept: dict[int, str], late: LateModel | None
+) -> None:
     """Replace a buffer's buckets by one bucket a group, each with its own parameter storage.
 
     Gradients that stay whole, and shards of gradients on the device, lie in one storage: they are zeroed and scaled
@@ -202,7 +215,7 @@ def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]], kept: 
     buffer.grad_numel = start  # 0.17.1 counts gradients apart from parameters, which 4-bit ones need
     buffer.bucket_indices = [(begin, end) for begin, end, _ in ranges]
     buffer.param_index_map = index_map
-    storages = _move_parameters(buffer, members, ranges, device)
+    storages = _move_parameters(buffer, members, ranges, device, late)
     wholes, shards = make_gradients(buffer, ranges, [kept.get(index) for index in members], device)
     # From 0.18 on a bucket also lists parameters with gradients of their own in fp32; refused at start.
     accepted = inspect.signature(buffer._new_bucket).parameters
@@ -230,17 +243,21 @@ def _lay_out_buffer(buffer, members: dict[int, list[torch.nn.Parameter]], kept: 
     buffer.grad_data = resting
 
 
-def _move_parameters(buffer, members: dict[int, list[torch.nn.Parameter]], ranges, device) -> list[torch.Tensor]:
+def _move_parameters(
+    buffer, members: dict[int, list[torch.nn.Parameter]], ranges, device, late: LateModel | None
+) -> list[torch.Tensor]:
     """Move the parameters of every group into a new storage; the old one is free then."""
     storages = []
-    for parameters, (begin, end, _) in zip(members.values(), ranges):
+    for (index, parameters), (begin, end, _) in zip(members.items(), ranges):
         storages.append(torch.zeros(end - begin, dtype=buffer.param_dtype, device=device))
         for parameter in parameters:
             first, last, _ = buffer.param_index_map[parameter]
             with torch.no_grad():
                 view = storages[-1][first - begin : last - begin].view(parameter.shape)
-                view.copy_(parameter.data)
+                view.copy_(parameter.data if late is None else late.value_of(parameter))
                 parameter.data = view
+        if late is not None:
+            late.hold(index, storages[-1], buffer.data_parallel_group)
     if buffer.param_data is not None:  # variables of DistributedDataParallel.__init__ still hold views of it
         buffer.param_data.untyped_storage().resize_(0)
     buffer.param_data = None  # every bucket gets parameters of its own
@@ -307,7 +324,7 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
     """A bucket group whose parameters are gathered by the schedule, not by module hooks.
 
     Whole gradients are reduced by Megatron, those that come and go by the program. Whoever asks for parameters outside
-    of the schedule (``force_sync``: evaluation, checkpoints, hashes) gets all of them whole.
+    of the schedule (``force_sync``: evaluation, checkpoints, hashes) gets all of them whole, or in turn: in_turn.py.
     """
 
     executor = None
@@ -356,7 +373,7 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
 
     def start_param_sync(self, force_sync: bool = False):
         if force_sync and self.executor is not None:
-            self.executor.unshard_all()
+            self.executor.sync_parameters()
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False):
         """Nothing to finish: the program waits for groups."""

@@ -151,10 +151,11 @@ def _difference(reference: ReferenceRun, mine: ReferenceRun) -> str | None:
 
 
 def parameter_digest(ddps: list[torch.nn.Module]) -> str:
-    """sha256 over all parameters of this rank's chunks, which must be whole."""
+    """sha256 over all parameters of this rank's chunks, which are whole, or become so as they are iterated over."""
     digest = hashlib.sha256()
     for ddp in ddps:
         for name, parameter in ddp.named_parameters():
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            copied = parameter.detach().to("cpu", copy=True)  # of a NumPy array's memory nothing is freed any more
+            digest.update(copied.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

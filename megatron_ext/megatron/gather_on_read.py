@@ -26,20 +26,23 @@ class GatherOnRead(ParamReads):
 
     Args:
         storages: of whole parameters, as :class:`ParamReads` takes them.
-        gather: makes all parameters of this rank whole and fresh; collective over ``ranks``.
+        gather: ``gather(used)`` makes all parameters of this rank whole and fresh, or with ``missing`` those in the
+            storages ``used``; collective over ``ranks``.
         ranks: global ranks, of the data-parallel group.
         seconds: how long to wait for the others of them.
+        missing: as :class:`ParamReads` takes it.
     """
 
-    def __init__(self, storages, gather: Callable[[], None], ranks: list[int], seconds: float = PEERS_SECONDS):
-        super().__init__(storages, self._gather_together)
-        self._gather_all, self._ranks, self._seconds = gather, ranks, seconds
-        self._keys, self._said = f"megatron_ext/reads/{next(RUNS)}", False
+    def __init__(self, storages, gather: Callable, ranks: list[int], seconds: float = PEERS_SECONDS, missing=None):
+        super().__init__(storages, self._gather_together, missing)
+        self._gather_used, self._ranks, self._seconds = gather, ranks, seconds
+        self._keys, self._said = f"megatron_ext/reads/{next(RUNS)}", missing is not None  # said at the start
         self._last: str | None = None
+        self._gathered = 0
 
-    def _gather_together(self, place: str) -> None:
+    def _gather_together(self, place: str, used: set[int]) -> None:
         self._wait_for_replicas(place)
-        self._gather_all()
+        self._gather_used(used)
         if not self._said and dist.get_rank() == 0:
             self._said = True
             say(
@@ -55,7 +58,8 @@ class GatherOnRead(ParamReads):
             store = dist.distributed_c10d._get_default_store()
         except AttributeError:  # this release has no store to ask in: replicas are believed to do the same
             return
-        key, last = f"{self._keys}/{ranks[0]}/{self.count}", self._last
+        self._gathered += 1
+        key, last = f"{self._keys}/{ranks[0]}/{self.count}/{self._gathered}", self._last
         if store.add(key, 1) == len(ranks):
             store.set(f"{key}/all", "")
             for old in (last, f"{last}/all") if last else ():  # all have passed it

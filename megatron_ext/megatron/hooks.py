@@ -9,7 +9,7 @@ import sys
 import traceback
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.arguments import add_arguments as add_arguments
+from megatron_ext.megatron import arguments
 from megatron_ext.megatron.step_calls import IDLE
 
 _run = None
@@ -47,6 +47,7 @@ def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=Non
         return None
     from megatron_ext.megatron.lifecycle import Run
 
+    _end_reading()
     _run = Run(schedule, trace, parallel, check, delay, nvme_path)
     return _run
 
@@ -94,6 +95,30 @@ def _configure_from(args) -> None:
     delay = getattr(args, "delayed_parameter_update", None)
     nvme_path = getattr(args, "user_defined_schedule_nvme_path", None)
     configure(schedule, trace, parallel=parallel, check=check, delay=delay, nvme_path=nvme_path)
+
+
+def add_arguments(parser) -> None:
+    """End of Megatron's list of options: ours. Models are built next, late where a schedule says so."""
+    arguments.add_arguments(parser)
+    if "megatron.training" in sys.modules and any(a.startswith("--user-defined-schedule") for a in sys.argv):
+        from megatron_ext.megatron import late_model
+
+        late_model.install(_late)
+
+
+def _late():
+    run = active()
+    return None if run is None else run.late
+
+
+def set_values(parameter, values) -> None:
+    """Call in place of ``parameter.copy_(values)`` while a model is built, after its constructor and before
+    DistributedDataParallel wraps it: the parameter may have no bytes on the device."""
+    late = _late()
+    if late is None:
+        parameter.data.copy_(values)
+    else:
+        late.set_values(parameter, values)
 
 
 def on_pretrain() -> None:
@@ -200,12 +225,23 @@ def census():
 
 def finish(read_later: bool = True) -> None:
     """End of training: collective; writes the trace and frees threads and host memory. ``read_later``: parameters are
-    whole when this returns."""
+    whole when this returns. Where they never fit whole, they come one group after the other for who reads them, and
+    threads and host memory stay until the process ends."""
     global _run, ended
     if _run is not None:
         failed = sys.exc_info()[1]
         if failed is not None and not isinstance(failed, InputError):  # or nobody sees it where the others do not come
             traceback.print_exception(failed)
         run, _run = _run, None
-        run.finish(read_later)
+        if run.finish(read_later):
+            _run = run
+            atexit.register(_end_reading)
         ended = True
+
+
+def _end_reading() -> None:
+    """Close a run that has ended and was kept for those who read its parameters."""
+    global _run
+    if _run is not None and ended:
+        run, _run = _run, None
+        run.close()

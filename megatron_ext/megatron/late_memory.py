@@ -9,7 +9,8 @@ checkpoint is loaded), they are made then, in files on the drive that are mapped
 
 [Note: Why gradients are left out]
 DistributedDataParallel makes whole gradients of all parameters. :mod:`buckets` drops them and makes those that the
-schedule keeps. Until then a single zero in their shape stands in for them.
+schedule keeps. Until then a single zero in their shape stands in for them. Where parameters never fit whole there is no
+buffer of them either, see late_model.py.
 """
 
 # Functions of Megatron are replaced here on purpose.
@@ -25,6 +26,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from torch.overrides import TorchFunctionMode
 
 from megatron_ext.megatron.host_optimizers import choose, is_chosen, sort_some
+from megatron_ext.megatron.late_model import make_states_only
 from megatron_ext.runtime.drive_tensors import DriveTensors
 
 LEFT_OUT = "left out"
@@ -74,15 +76,8 @@ class LeftOut:
         """In place of Megatron's ``dummy_step``, which takes memory for a gradient of every parameter and for all
         states: those of the copies that are left out are made on the drive, all others by a step of gradients 0."""
         self.make_copies()
-        for group in hybrid.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None if parameter in self.on_drive else torch.zeros_like(parameter)
-        hybrid.step()
-        hybrid.zero_grad()
-        for copy in hybrid.cpu_copy_map_grad:  # until training begins other things need this memory
-            copy.grad = None
-        hybrid.cpu_copy_map_grad.clear()
         chosen = set(self.on_drive.values())
+        make_states_only(hybrid, without=chosen)
         for optimizer in hybrid.cpu_optimizers:
             for group in optimizer.param_groups:
                 copies = [copy for copy in group["params"] if copy in chosen]
@@ -169,32 +164,39 @@ def take_over(hybrid, chosen: set[torch.Tensor]) -> dict[torch.Tensor, torch.Ten
     return found
 
 
-class _OneZero(TorchFunctionMode):
-    """``torch.zeros`` of ``dtype`` takes the memory of one element."""
+class _Without(TorchFunctionMode):
+    """The first ``torch.zeros`` of dtype ``parameters`` gives None; those of ``gradients`` take the memory of one
+    element. None: there is nothing like it."""
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, parameters: torch.dtype | None, gradients: torch.dtype | None):
         super().__init__()
-        self.dtype = dtype
+        self._parameters, self._gradients = parameters, gradients
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is torch.zeros and kwargs.get("dtype") is self.dtype:
+        dtype = kwargs.get("dtype") if function is torch.zeros else None
+        if dtype is not None and dtype is self._parameters:  # Megatron makes them before the gradients
+            self._parameters = None
+            return None
+        if dtype is not None and dtype is self._gradients:
             return function(1, **kwargs).expand(*args)
         return function(*args, **kwargs)
 
 
-def leave_gradients_out(wanted: Callable[[], bool]) -> None:
-    """Buffers that are built while ``wanted()`` have no gradients; replaces the ``wanted`` of an earlier call."""
+def leave_buffers_out(gradients: Callable[[], bool], parameters: Callable[[], bool]) -> None:
+    """Buffers that are built while ``gradients()`` have no gradients, those that are built while ``parameters()`` no
+    parameters, as without a distributed optimizer; replaces the functions of an earlier call."""
     Buffer = upstream._ParamAndGradBuffer
     if not hasattr(Buffer, "without_gradients"):
         build = Buffer.__init__
 
         def build_without(buffer, ddp_config, param_dtype, grad_dtype, *more, **named) -> None:
-            shared = getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) or param_dtype == grad_dtype
-            if shared or not Buffer.without_gradients():
-                return build(buffer, ddp_config, param_dtype, grad_dtype, *more, **named)
-            with _OneZero(grad_dtype):
+            shared = getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+            late = not shared and Buffer.without_parameters()
+            left = not shared and Buffer.without_gradients() and (late or param_dtype != grad_dtype)
+            with _Without(param_dtype if late else None, grad_dtype if left else None):
                 build(buffer, ddp_config, param_dtype, grad_dtype, *more, **named)
+            assert not late or buffer.param_data is None, "Megatron's buffer has parameters"
 
         Buffer.__init__ = build_without
-    Buffer.without_gradients = staticmethod(wanted)
+    Buffer.without_gradients, Buffer.without_parameters = staticmethod(gradients), staticmethod(parameters)

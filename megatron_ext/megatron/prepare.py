@@ -11,22 +11,17 @@ from megatron_ext.cpubench.allocator import keep_freed_blocks
 from megatron_ext.megatron.agreement import gather_objects
 from megatron_ext.megatron.boundaries import Boundaries, bare
 from megatron_ext.megatron.buckets import buffers_of
+from megatron_ext.megatron.chunk_state import guard_state, save_copies
 from megatron_ext.megatron.collective_routes import collective_routes
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.describe_model import describe_chunk
+from megatron_ext.megatron.late_model import LateModel
 from megatron_ext.megatron.own_step_bytes import count_own_steps
 from megatron_ext.megatron.recompute import blocks_of
 from megatron_ext.megatron.resting_storages import resting_storages
 from megatron_ext.megatron.run_summary import say
 from megatron_ext.megatron.scheduled_host_step import HostStep
-from megatron_ext.megatron.shards import (
-    HeldGradient,
-    hold_gradients,
-    hold_shards,
-    offloaded_shards,
-    refuse_state_of_freed,
-    steps_on_the_host,
-)
+from megatron_ext.megatron.shards import HeldGradient, hold_gradients, hold_shards, offloaded_shards, steps_on_the_host
 from megatron_ext.megatron.states_on_device import leave_step_out
 from megatron_ext.runtime import block_pages, debug, host_threads
 from megatron_ext.runtime.census import Census
@@ -35,11 +30,12 @@ from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
+from megatron_ext.runtime.in_turn import InTurn
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.memory_pool import MemoryPool, rehearse
 from megatron_ext.runtime.program import compile_program
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.shards_on_host import HostShards
+from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
@@ -53,16 +49,16 @@ def prepare(
     recorder: Recorder | None,
     nvme_path=None,
     delay: tuple[int, int] | None = None,
+    late: LateModel | None = None,
 ) -> Executor:
     """Make everything that training by ``schedule`` needs on this rank; collective.
 
     Args:
         ddps, bucket_groups: model chunks laid out by :func:`buckets.lay_out`, and their bucket groups by group index.
-        optimizers: Megatron's DistributedOptimizer objects.
-        faults: delays and negative controls.
+        optimizers, faults: Megatron's DistributedOptimizer objects; delays and negative controls.
         recorder: where to record issues and waits, and where it records every iteration also links; or None.
         nvme_path: directory for NVMe copies and optimizer states, where the schedule has any.
-        delay: as :class:`DelayedUpdate` takes ``begun`` and ``after``; None: no update is delayed.
+        delay, late: what :class:`DelayedUpdate` takes as ``begun`` and ``after``; a model that was built late; or None.
 
     Raises:
         InputError: copies cannot be made; not on every rank of the run.
@@ -70,15 +66,14 @@ def prepare(
     _ready_the_host(schedule, optimizers)
     process_group = (process_groups := process_groups_of(ddps))[schedule.parallel.dp]
     rank = schedule.ranks[pp_rank := parallel_state.get_pipeline_model_parallel_rank()]
-    clock, residency, issuer = Clock(), Residency(), Issuer()
-    groups = make_groups(schedule, bucket_groups, process_groups, residency)
-    buckets = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
+    clock, residency, issuer = Clock(), Residency() if late is None else late.residency, Issuer()
+    groups = make_groups(schedule, bucket_groups, process_groups, residency, late)
+    buckets: list = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
     links = recorder if recorder and recorder.iterations is None else None
-    host_shards = _hold_shards_only(schedule, ddps, groups, optimizers, buckets, links)
+    host_shards = hold_shards(optimizers, buckets, links) if schedule.zero_stage == 3 else None
     routes = collective_routes(schedule, groups, process_groups, faults, links)
     copied = (groups, _offloaded(schedule, optimizers, buckets), process_groups, issuer, clock, faults, links)
     copies = Copies(schedule, *copied, nvme_path)
-    checks = _checks(schedule, pp_rank, process_group, routes.order)
     leave_step_out(optimizers, buckets, faults.skip_step)
     how = (copies.publisher, issuer, faults, links, nvme_path, delay)
     host_step = _host_step(schedule, optimizers, bucket_groups, groups, buckets, links, *how)
@@ -87,23 +82,24 @@ def prepare(
     reducer = _reducer(schedule, bucket_groups, optimizers, *of_run)
     kept = (routes.buffered, reducer, [] if host_shards is None else [host_shards.buffer])
     resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, *kept)
-    turn = issuer.turn if any((copies.publisher, host_step, reducer)) else None
     program = compile_program(
         *(schedule, rank, groups, routes.by_name | copies.routes, clock, boundaries, recorder),
-        *(faults.skip_group, checks is not None, reducer, turn),
+        *(faults.skip_group, routes.order is not None, reducer),
+        issuer.turn if any((copies.publisher, host_step, reducer)) else None,
     )
     executor = Executor(
         *(program, groups, clock, residency, routes.gather.issue, issuer),
         _parts(reducer, host_shards, copies.publisher, host_step),
         recorder=recorder,
-        checks=checks,
+        checks=_checks(schedule, pp_rank, process_group, routes.order),
         pool=copies.pool,
         drop_staged=copies.drop_staged,
         memory=_memory_pool(groups, reducer),
+        in_turn=_in_turn(schedule, pp_rank, groups, clock, routes.gather.issue, boundaries),
         census=Census(residency, _parameters(ddps), resting, reducer),
     )
     _say_once(executor.fill_memory(partial(rehearse, schedule, rank, groups, clock, boundaries, reducer)))
-    return _closing_at_the_end(executor, groups, boundaries, copies, routes.buffered, host_step)
+    return _closing_at_the_end(executor, schedule, ddps, boundaries, copies, routes.buffered, host_step)
 
 
 def _host_step(
@@ -125,13 +121,24 @@ def _parts(reducer, host_shards, publisher, host_step: HostStep | None) -> list:
     return [part for part in (reducer, host_shards, publisher, *steps) if part is not None]
 
 
-def _closing_at_the_end(executor: Executor, groups: dict, boundaries: Boundaries, copies: Copies, buffered, host_step):
+def _closing_at_the_end(
+    executor: Executor, schedule: Schedule, ddps: list, boundaries: Boundaries, copies: Copies, buffered, host_step
+) -> Executor:
     """What the end of training closes, the last one first: page-locked memory goes when nothing uses it any more."""
-    executor.on_close(*(device_of(one.whole).close for one in list(groups.values())[:1]))
+    executor.on_close(*(device_of(one.whole).close for one in list(executor.groups.values())[:1]))
     executor.on_close(boundaries.close, *copies.closing, *(one.close for one in buffered))
     if host_step is not None:
         executor.on_close(host_step.close)
+    _guard_chunks(schedule, ddps, executor)
     return executor
+
+
+def _in_turn(schedule: Schedule, pp_rank: int, groups: dict, clock, gather, boundaries) -> InTurn | None:
+    """None where all groups may be whole at a time."""
+    if not memory_bill.short_of_whole(schedule, pp_rank):
+        return None
+    chunks = {index: schedule.groups[index].model_chunk_id for index in groups}
+    return InTurn(groups, clock, gather, boundaries, chunks, device_peaks(schedule)[pp_rank])
 
 
 def _say_once(line: str | None) -> None:
@@ -206,18 +213,13 @@ def keep_host_blocks() -> None:
         keep_freed_blocks()
 
 
-def _hold_shards_only(
-    schedule: Schedule, ddps: list, groups: dict[int, Group], optimizers: list, buckets: list, recorder: Recorder | None
-) -> HostShards | None:
-    """At zero stage 3 the optimizers work on shards, and the state of a freed chunk is refused. Returns what
-    :func:`hold_shards` does."""
-    if schedule.zero_stage != 3:
-        return None
-    host_shards = hold_shards(optimizers, buckets, recorder)
-    for chunk_id, ddp in enumerate(ddps):
-        freed = [group for index, group in groups.items() if schedule.groups[index].model_chunk_id == chunk_id]
-        refuse_state_of_freed(bare(ddp), freed)
-    return host_shards
+def _guard_chunks(schedule: Schedule, ddps: list, executor: Executor) -> None:
+    """At zero stage 3 the state of a freed chunk is refused, or given in turn."""
+    for chunk_id, ddp in enumerate(ddps if schedule.zero_stage == 3 else ()):
+        freed = [group for index, group in executor.groups.items() if schedule.groups[index].model_chunk_id == chunk_id]
+        guard_state(bare(ddp), freed, None if executor.in_turn is None else executor)
+    if executor.in_turn is not None:
+        executor.on_close(save_copies(executor))
 
 
 def _reducer(
@@ -260,9 +262,11 @@ def process_groups_of(ddps: list) -> dict[int, dist.ProcessGroup]:
 
 
 def make_groups(
-    schedule: Schedule, bucket_groups: dict, process_groups: dict, residency: Residency
+    schedule: Schedule, bucket_groups: dict, process_groups: dict, residency: Residency, late: LateModel | None = None
 ) -> dict[int, Group]:
-    """This rank's groups by index, over the storage of their buckets."""
+    """This rank's groups by index, over the storage of their buckets; ``late`` has them where it is not None."""
+    if late is not None:
+        return dict(sorted(late.groups.items()))
     groups = {}
     for index, bucket_group in sorted(bucket_groups.items()):
         (bucket,), dp_size = bucket_group.buckets, schedule.groups[index].ranks

@@ -5,6 +5,7 @@ from pathlib import Path
 from megatron_ext.cost import environment
 from megatron_ext.cost.cost_table import Metadata
 from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
 # Options that change who owns a parameter's storage, who gathers it, or the order of steps, with the
@@ -86,26 +87,31 @@ def warnings_at_start(args, schedule: Schedule) -> list[str]:
             "--no-check-for-nan-in-loss-and-grad is not given: on a GPU Megatron waits for the device once a bucket, "
             f"and this schedule has {len(schedule.groups)}"
         )
-    beyond = _beyond_the_limit(schedule)
-    if beyond > 0:
+    if memory_bill.never_whole(schedule):
         lines.append(
-            "evaluation, checkpoints and whatever reads parameters between two iterations bring all parameters of a "
-            "rank onto its device at once, as does the time before the first iteration: up to "
-            f"{beyond} bytes more than limits.device_bytes"
+            "all parameters whole are more than limits.device_bytes: evaluation, checkpoints and whatever reads them "
+            "between two iterations bring one group after the other, an evaluation for every micro-batch"
         )
     return lines
 
 
-def _beyond_the_limit(schedule: Schedule) -> int:
-    """Bytes over ``limits.device_bytes`` with all parameters whole and no activations, on the rank that has most."""
-    if schedule.zero_stage != 3 or schedule.limits.device_bytes is None or schedule.predicted is None:
-        return 0
-    held = []
-    for pp_rank, memory in enumerate(schedule.predicted.memory):
-        all_bytes = sum(group.bytes for group in schedule.groups if group.pp_rank == pp_rank)
-        coming = sum(memory.device_bytes.get(kind, 0) for kind in ("whole_parameters", "activations"))
-        held.append(sum(memory.device_bytes.values()) - coming + all_bytes)
-    return max(held, default=0) - schedule.limits.device_bytes
+def refuse_never_whole(args, schedule: Schedule) -> None:
+    """What needs all parameters of a rank whole, where they never are.
+
+    Raises:
+        InputError: naming the option.
+    """
+    short = memory_bill.never_whole(schedule)
+    if not short or getattr(args, "save", None) is None:
+        return
+    for option, value in (("ckpt_format", "torch"), ("non_persistent_ckpt_type", "local")):
+        if getattr(args, option, None) == value:
+            raise InputError(
+                f"needs all parameters whole, {short} bytes more than limits.device_bytes has room for; torch_dist "
+                "does not",
+                field=f"--{option.replace('_', '-')}",
+                value=value,
+            )
 
 
 NEUTRAL_FOR_GRADIENTS = {

@@ -12,6 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
 from megatron_ext.schedule.schedule_text import bytes_by_route
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -111,9 +112,12 @@ def _whole_at_times(schedule: Schedule) -> str:
     """What evaluation needs beside what training does."""
     ranks = range(len(schedule.ranks))
     whole = max(sum(group.bytes for group in schedule.groups if group.pp_rank == rank) for rank in ranks)
+    readers = "evaluation, checkpoints and the end of training bring all of them"
+    if memory_bill.never_whole(schedule):
+        readers = "evaluation and checkpoints bring them group by group, of all"
     return (
-        f"whole parameters on a rank: up to {max(device_peaks(schedule)) / 2**20:.1f} MiB in training; evaluation, "
-        f"checkpoints and the end of training bring all of them, up to {whole / 2**20:.1f} MiB"
+        f"whole parameters on a rank: up to {max(device_peaks(schedule)) / 2**20:.1f} MiB in training; {readers}, "
+        f"up to {whole / 2**20:.1f} MiB"
     )
 
 

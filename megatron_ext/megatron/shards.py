@@ -8,7 +8,6 @@ that a bucket can be freed at any time. Tensor objects stay the same: other part
 optimizer know them by identity.
 """
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from megatron_ext.megatron.buckets import READ_AT_ONCE
 from megatron_ext.megatron.host_gradients import rest_on_host
 from megatron_ext.runtime.device import device_of
-from megatron_ext.runtime.group import FreedGroup, Group, ScheduleError, State
+from megatron_ext.runtime.group import FreedGroup, Group
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.shards_on_host import HostShards
 from megatron_ext.workload.state_layout import ROUNDING_BYTES
@@ -245,38 +244,3 @@ def _pieces(optimizers, groups):
                         continue
                     place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
                     yield optimizer, group, place.start - group.shard_start, place.end - group.shard_start, shard
-
-
-class _Whole:
-    """Stands before what gives a chunk's state away, which a deep copy of the chunk does too. The copy has
-    parameters of its own, which nobody frees."""
-
-    def __init__(self, groups: list[Group], sharded_state_dict):
-        self.groups, self.inner = groups, sharded_state_dict
-
-    def __deepcopy__(self, memo) -> "_Whole":
-        # A module's hooks are copied before its children: no parameter has been read yet, of whose memory
-        # there may be none.
-        self.check()
-        return _Whole([], copy.deepcopy(self.inner, memo))
-
-    def check(self, *state_dict_arguments) -> None:
-        for group in self.groups:
-            if group.state is not State.WHOLE:
-                raise ScheduleError(
-                    f"{group} is {group.state.value}: call megatron_ext.megatron.hooks.unshard_all() on all ranks "
-                    "before parameters are saved or copied"
-                )
-
-    def sharded_state_dict(self, *args, **kwargs):
-        self.check()
-        return self.inner(*args, **kwargs)
-
-
-def refuse_state_of_freed(module: torch.nn.Module, groups: list[Group]) -> None:
-    """Make ``state_dict`` and deep copies of a chunk fail while one of its groups is freed: the file could be
-    written but never be loaded, and a copy would read memory that is not there."""
-    whole = _Whole(groups, getattr(module, "sharded_state_dict", None))
-    module.register_state_dict_pre_hook(whole.check)
-    if whole.inner is not None:
-        vars(module)["sharded_state_dict"] = whole.sharded_state_dict

@@ -2,7 +2,7 @@
 
 from megatron_ext.planner.host_step_choice import delay, device_note, offload_note, step_note
 from megatron_ext.planner.policies import POLICIES, plan, search_note
-from megatron_ext.planner.set_up_time import set_up_line
+from megatron_ext.planner.set_up_time import never_whole_line, set_up_line
 from megatron_ext.planner.verdict import Verdict, verdict
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Verdict",
     "delay",
     "device_note",
+    "never_whole_line",
     "offload_note",
     "plan",
     "search_note",

@@ -1,7 +1,7 @@
 """How long a run's host copies take before its first step: their pages are made, and every rank page-locks them."""
 
 from megatron_ext.cost.cost_table import CostTable
-from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.schedule.memory_bill import copies_of_whole, memory_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.nodes import pinned_bytes_of_nodes
 from megatron_ext.workload.workload import Workload
@@ -21,3 +21,20 @@ def set_up_line(schedule: Schedule, workload: Workload, table: CostTable) -> str
     if pin is not None:
         parts.append(f"{pin * most / GIB / 1e6:.3g} s to page-lock them on every rank")
     return f"before the first step: {most / GIB:.3g} GiB of host copies a node, about {', '.join(parts)}"
+
+
+def never_whole_line(schedule: Schedule, workload: Workload) -> str | None:
+    """What it takes that parameters never fit whole onto a device; None where they do."""
+    copies = copies_of_whole(schedule)
+    if not any(copies):
+        return None
+    held = [
+        sum(bill.memory.host_bytes.values()) + copied for bill, copied in zip(memory_bill(schedule, workload), copies)
+    ]
+    at_most, taken = (max(pinned_bytes_of_nodes(workload.parallel, [0] * len(copies), of)) for of in (held, copies))
+    limit = workload.limits.host_bytes
+    short = "" if limit is None or at_most <= limit else f", {at_most - limit} bytes more than limits.host_bytes"
+    return (
+        "all parameters whole are more than limits.device_bytes: they are built, loaded, evaluated and saved group by "
+        f"group; while they are built, loaded or saved a node holds copies of {taken} bytes more in host memory{short}"
+    )

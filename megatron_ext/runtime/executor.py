@@ -2,12 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, State
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
+from megatron_ext.runtime.in_turn import InTurn
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.memory_pool import MemoryPool
 from megatron_ext.runtime.param_reads import ParamReads
@@ -37,6 +38,7 @@ class Executor:
         drop_staged: empties the staging slots.
         census: counts what this rank holds, or None.
         memory: of whole groups and gradients, or None where this rank has none.
+        in_turn: brings groups one after the other where not all fit whole at a time; None: they do.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Executor:
         drop_staged: Callable[[], None] = lambda: None,
         census: Census | None = None,
         memory: MemoryPool | None = None,
+        in_turn: InTurn | None = None,
     ):
         self.program, self.groups, self.clock, self.residency = program, groups, clock, residency
         self.gather, self.issuer, self.parts = gather, issuer, tuple(parts)
@@ -64,13 +67,15 @@ class Executor:
         self._count_forward = self._count_backward = 0
         self.iterations, self._drop_staged = 0, drop_staged
         self.peak_bytes = 0  # of whole parameters in the iteration that ended last
-        self._memory, self._started = memory, False
+        self._memory, self.in_turn, self._started = memory, in_turn, False
         self._delayed = self.part(DelayedUpdate)
         self._left = issuer.left  # empty in most steps
         self._undisturbed = True
         self.busy = False  # between the begin of an iteration and the update of parameters
         self.reads: ParamReads | None = None  # watched for from the update of parameters to the begin of an iteration
         self._close: list[Callable[[], None]] = []
+        if in_turn is not None:
+            in_turn.evaluated = lambda: self._watch_reads(True)
 
     def part(self, kind: type[Kind]) -> Kind | None:
         """The part of a class, or None."""
@@ -230,13 +235,36 @@ class Executor:
 
     # Called from outside of training steps.
 
-    def unshard_all(self) -> None:
-        """Bring every group whole and fresh; for evaluation, checkpoints, hashes, exit.
+    def sync_parameters(self) -> None:
+        """Megatron is about to read parameters: evaluation, checkpoints, hashes. Where not all fit whole at a time,
+        whoever reads them brings them; elsewhere :meth:`unshard_all`."""
+        if self.in_turn is None:
+            self.unshard_all()
+        else:
+            self.read(())
 
-        Whoever calls it may change the parameters next, so shards that are still being written are waited for.
-        Collective over the data-parallel group where anything has to be gathered: all its
-        ranks must call it.
+    def read(self, wanted: Collection[int]) -> None:
+        """Let the groups ``wanted`` be whole and fresh, and no others; where :attr:`in_turn` is not None. Collective.
+
+        Raises:
+            ScheduleError: within an iteration, or they take more bytes than there is room for.
         """
+        assert self.in_turn is not None
+        if self.busy:
+            raise ScheduleError("parameters are read within a training iteration, where the schedule frees them")
+        self.in_turn.check_room(wanted)
+        self._leave_program() if self._undisturbed else self._watch_reads(False)
+        self.in_turn.bring(wanted, adopt=True)
+        self._watch_reads(True)
+
+    def evaluation(self) -> InTurn | None:
+        """What brings the groups of forwards without a backward; None: all groups are whole."""
+        self.sync_parameters()
+        self._watch_reads(False)
+        return self.in_turn
+
+    def _leave_program(self) -> None:
+        """Something outside of it reads parameters next, and may change them: wait for shards that are written."""
         self._watch_reads(False)
         for part in self.parts:
             part.skipped()
@@ -244,7 +272,17 @@ class Executor:
         self._watch_reads(False)  # as an update that was pending began to
         for part in self.parts:
             part.settled()
-        self._undisturbed, self.busy = False, True
+        self._undisturbed = False
+
+    def unshard_all(self) -> None:
+        """Bring every group whole and fresh; for evaluation, checkpoints, hashes, exit.
+
+        Whoever calls it may change the parameters next, so shards that are still being written are waited for.
+        Collective over the data-parallel group where anything has to be gathered: all its
+        ranks must call it.
+        """
+        self._leave_program()
+        self.busy = True
         with contextlib.nullcontext() if self._memory is None else self._memory.unused():
             for index in sorted(self.groups):
                 group = self.groups[index]

@@ -6,7 +6,8 @@ half new at zero stages 1 and 2, and has no bytes at stage 3. Norms that are log
 hooks of users read there. Which option or which script does so is not asked: from the step to the begin of the next
 iteration every call of torch's passes a mode (torch's ``TorchFunctionMode``), which looks at the storages of its
 tensors. The first call that uses one of a group, by a parameter or by a view taken long before, has all groups gathered
-first. Within an iteration there is no mode, so that a step costs what it did.
+first; where not all fit whole at a time, every call has those gathered that it uses (in_turn.py). Within an iteration
+there is no mode, so that a step costs what it did.
 What does not go through torch is not noticed: another thread's use, and a kernel of an extension that is given nothing
 but views taken earlier.
 """
@@ -55,12 +56,14 @@ class ParamReads(TorchFunctionMode):
 
     Args:
         storages: ``_cdata`` of the untyped storages of all whole parameters.
-        gather: ``gather(place)`` makes them whole and fresh; ``place`` is the file and line that uses one.
+        gather: ``gather(place, used)`` makes them whole and fresh, or those ``used`` of ``storages``; ``place`` is the
+            file and line that uses them.
+        missing: whether some of the storages ``used`` have to be gathered, at every use; None: all are, at the first.
     """
 
-    def __init__(self, storages: Collection[int], gather: Callable[[str], None]):
+    def __init__(self, storages: Collection[int], gather: Callable[[str, set[int]], None], missing=None):
         super().__init__()
-        self.storages, self.gather = frozenset(storages), gather
+        self.storages, self.gather, self._missing = frozenset(storages), gather, missing
         self.count = 0
         self._watching = self._gathering = self._entered = False
 
@@ -122,25 +125,30 @@ class ParamReads(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self._watching and func not in OF_NO_VALUE and (self._uses(args) or self._uses(kwargs.values())):
-            self._watching, self._gathering = False, True
-            try:
-                with torch.no_grad():
-                    self.gather(_place())
-            finally:
-                self._watching = self._gathering = False
+        if self._watching and func not in OF_NO_VALUE:
+            used = {*self._used(args), *self._used(kwargs.values())}
+            if used and (self._missing is None or self._missing(used)):
+                self._gather(used)
         return func(*args, **kwargs)
 
-    def _uses(self, values, depth: int = 3) -> bool:
-        """Whether a tensor among ``values``, or in lists of them, lies in a group's storage."""
+    def _gather(self, used: set[int]) -> None:
+        self._watching, self._gathering = False, True
+        try:
+            with torch.no_grad():
+                self.gather(_place(), used)
+        finally:
+            self._watching, self._gathering = self._missing is not None, False
+
+    def _used(self, values, depth: int = 3) -> Iterator[int]:
+        """The storages of groups in which tensors among ``values``, or in lists of them, lie."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 with contextlib.suppress(NotImplementedError, RuntimeError):  # tensors without a storage of their own
-                    if value.untyped_storage()._cdata in self.storages:
-                        return True
-            elif depth and isinstance(value, (list, tuple)) and self._uses(value, depth - 1):
-                return True
-        return False
+                    storage = value.untyped_storage()._cdata
+                    if storage in self.storages:
+                        yield storage
+            elif depth and isinstance(value, (list, tuple)):
+                yield from self._used(value, depth - 1)
 
 
 def _place() -> str:

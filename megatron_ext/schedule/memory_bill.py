@@ -252,6 +252,31 @@ def check_run(schedule: Schedule, workload: Workload, *, file=None) -> None:
             )
 
 
+def short_of_whole(schedule: Schedule, pp_rank: int) -> int:
+    """Bytes that ``limits.device_bytes`` is short of all parameters of a pipeline rank being whole beside everything
+    else that it holds at its peak; 0: they may be."""
+    limit, predicted = schedule.limits.device_bytes, schedule.predicted
+    if schedule.zero_stage < 3 or limit is None or predicted is None or not predicted.memory:
+        return 0
+    planned = predicted.memory[pp_rank]
+    whole = sum(group.bytes for group in schedule.groups if group.pp_rank == pp_rank)
+    return max(planned.device_total_bytes - planned.device_bytes.get("whole_parameters", 0) + whole - limit, 0)
+
+
+def never_whole(schedule: Schedule) -> int:
+    """The most bytes by :func:`short_of_whole` of a pipeline rank; 0: all parameters of each may be whole."""
+    return max(short_of_whole(schedule, pp_rank) for pp_rank in range(schedule.parallel.pp))
+
+
+def copies_of_whole(schedule: Schedule) -> list[int]:
+    """Bytes of host memory that each rank of every pipeline rank takes for copies of its parameters while it builds,
+    loads or saves them: all, where they never fit whole onto the device, else 0."""
+    own = [0] * schedule.parallel.pp
+    for group in schedule.groups:
+        own[group.pp_rank] += group.bytes
+    return [size if short_of_whole(schedule, pp_rank) else 0 for pp_rank, size in enumerate(own)]
+
+
 _shard_numels = lru_cache(maxsize=4096)(shard_numels)
 _shard_parts = lru_cache(maxsize=4096)(shard_parts)
 

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.schedule.memory_bill import host_bytes
+from megatron_ext.schedule.memory_bill import copies_of_whole, host_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.drive_reads import SECTOR_BYTES
@@ -191,14 +191,16 @@ def host_bytes_of_nodes(schedule: Schedule, workload: Workload) -> list[int]:
     return on_nodes(workload, [sum(kinds.values()) for kinds in host_bytes(schedule, workload)])
 
 
-def host_bytes_taken(schedule: Schedule, workload: Workload, loaded: bool = False) -> list[int]:
+def host_bytes_taken(schedule: Schedule, workload: Workload, loaded: bool = False, saved: bool = False) -> list[int]:
     """Host memory of each node that a run takes between its setup and the end of its first iteration: host copies,
     staging slots, shards that rest there, and optimizer states. Gradients and main parameters are there before, and so
-    are states that were ``loaded`` from a checkpoint."""
+    are states that were ``loaded`` from a checkpoint. A checkpoint that is ``saved`` takes copies of what never fits
+    whole."""
     taken = {"host_copies", "staging_slots", "shards", "optimizer_states", "previous_states", "next_parameters"}
     taken -= {"optimizer_states"} if loaded else set()
     of_ranks = [sum(kinds.get(kind, 0) for kind in taken) for kinds in host_bytes(schedule, workload)]
-    return on_nodes(workload, of_ranks)
+    copies = copies_of_whole(schedule) if saved else [0] * len(of_ranks)
+    return on_nodes(workload, [held + copied for held, copied in zip(of_ranks, copies, strict=True)])
 
 
 def _move(

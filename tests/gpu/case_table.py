@@ -62,6 +62,7 @@ FACTORS = {
 }
 """``states``: of an optimizer on the device; of one on the host, in memory, with every second group on the device, or
 with two of three groups on the drive. ``early``: steps beside the backward; with ``clip`` active all are taken back.
+``never whole``: with a limit that has no room for all parameters at once, not drawn with the others.
 ``cast``: step slots, and where parameters become 16-bit."""
 
 
@@ -199,6 +200,7 @@ def jobs() -> list[Job]:
         _training("medium", 10, _row(one, "cpu", cast="device", mode="early", gradients="sharded")),
         _training("medium", 10, _row(one, "cpu", mode="early", clip="idle")),
         _training("medium", 10, _row(one, "nvme", mode="delayed")),
+        _training("medium", 10, _row(one, "cpu", mode="never whole")),
         _training("medium", 10, _row(one, "cpu", mode="overflow", gradients="sharded")),
         _training("medium", 15, _row(one, "cpu", states="drive", mode="early", cast="host")),
         _training("medium", 8, _row(one, "gpu", gradients="whole", shards="device", states="host and device")),

@@ -5,11 +5,12 @@ import random
 import zlib
 
 from case_table import Training
-from draw_schedule import draw_schedule, states_on_device, states_on_drive, with_step_slots
+from draw_schedule import draw_schedule, states_on_device, states_on_drive, with_own_peak, with_step_slots
 from msgspec.structs import replace
 
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
+from megatron_ext.schedule.memory_bill import copies_of_whole
 from megatron_ext.schedule.rollback import can_step_early, saved_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.route import Route
@@ -34,7 +35,11 @@ def placed_schedule(case: Training, workload: Workload) -> Schedule:
         if hosted == (case.shards == "host"):
             schedule = _with_states(case, _with_gradients(case, schedule, seed), workload)
             match.match(validate.validate(schedule), workload)
-            return schedule
+            if case.mode != "never whole":
+                return schedule
+            schedule = with_own_peak(schedule, workload)
+            if any(copies_of_whole(schedule)):
+                return schedule
     raise AssertionError(f"no schedule is drawn for {case.name}")
 
 

@@ -14,9 +14,10 @@ from megatron_ext.planner.random_plan import random_groups, with_slots
 from megatron_ext.schedule import footprint, match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.host_shards import by_cpu_shard, can_rest_on_host, with_host_shards
+from megatron_ext.schedule.memory_bill import copies_of_whole, memory_bill
 from megatron_ext.schedule.state_placement import largest_region
 from megatron_ext.schedule.step_slots import largest_gradient
-from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots, StepSlots
+from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule, StateSlots, StepSlots
 from megatron_ext.workload.nodes import has_hierarchy
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
@@ -147,6 +148,25 @@ def on_drive(workload, zero_stage: int, path, seed: int, every: int, rollback_by
     match.match(validate.validate(schedule), workload)
     schedule_file.save(path, schedule)
     return schedule, workload
+
+
+def with_own_peak(schedule: Schedule, workload: Workload) -> Schedule:
+    """The schedule with its own peak of device bytes as the limit."""
+    memory = tuple(bill.memory for bill in memory_bill(schedule, workload))
+    exposed = (0.0,) * len(memory)
+    predicted = Predicted(iteration_time_us=1.0, exposed_us=exposed, peak_bytes={}, busy_us={}, memory=memory)
+    limits = replace(schedule.limits, device_bytes=max(rank.device_total_bytes for rank in memory))
+    return validate.validate(replace(schedule, predicted=predicted, limits=limits))
+
+
+def never_whole(draw, workload: Workload, path, routes=("gpu", "cpu")) -> Schedule:
+    """A drawn schedule, written to ``path``, with a limit that has no room for all parameters of a rank."""
+    for _ in range(1000):
+        schedule = with_own_peak(prepared(draw, workload, path, routes), workload)
+        if any(copies_of_whole(schedule)):
+            schedule_file.save(path, schedule)
+            return schedule
+    raise AssertionError
 
 
 def reduced(workload: Workload, zero_stage: int, path, kind: str) -> Schedule:

@@ -85,15 +85,15 @@ class OneRank:
                 self.layers.armed = []
                 self.executor.pre_forward(number, chunk)
                 armed[chunk, step.microbatch] = self.layers.armed
-                self._compute(chunk, range(self.layers.num_layers(chunk)), {b: f for b, f, _ in self.layers.armed})
+                self.compute(chunk, range(self.layers.num_layers(chunk)), {b: f for b, f, _ in self.layers.armed})
             else:
                 self.executor.pre_backward(number, chunk)
                 at = {boundary - 1: actions for boundary, _, actions in armed.pop((chunk, step.microbatch))}
-                self._compute(chunk, reversed(range(self.layers.num_layers(chunk))), at)
+                self.compute(chunk, reversed(range(self.layers.num_layers(chunk))), at)
                 self.executor.post_backward(number)
         self.executor.end_iteration()
 
-    def _compute(self, chunk: int, layers, before_layer: dict) -> None:
+    def compute(self, chunk: int, layers, before_layer: dict) -> None:
         for layer in layers:
             for action in before_layer.get(layer, ()):
                 action()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import engine_stand_in
 import pytest
-from draw_schedule import GRADIENTS, prepared, states_on_device, states_on_drive
+from draw_schedule import GRADIENTS, never_whole, prepared, states_on_device, states_on_drive
 from places import HELPERS, ROOT
 from released import MIRROR
 
@@ -211,6 +211,26 @@ def test_distributed_checkpoints_of_states_on_the_drive_and_on_the_device(tree, 
         said = result.stdout + result.stderr
         assert result.returncode == 0 and words in said, said[-4000:]
     assert os.listdir(tmp_path / "drive") == []
+
+
+@pytest.mark.parametrize("options", [PIPELINE, "--optimizer-cpu-offload --use-precision-aware-optimizer"])
+def test_a_model_that_never_fits_whole_is_saved_and_loaded_by_groups(tree, tmp_path, options):
+    """Tied embeddings, two chunks a rank, an evaluation and a checkpoint behind the end of training."""
+    trainer = Trainer(tree("0.16.1"), tmp_path, options.split(), 3, 12, engine=True)
+    never_whole(random.Random(1), trainer.workload, tmp_path / "schedule.json")
+    save = ["--save", str(tmp_path / "saved"), "--save-interval", "2", "--ckpt-format", "torch_dist"]
+    load = ["--load", str(tmp_path / "saved"), "--ckpt-format", "torch_dist", "--exit-interval", "6"]
+    load += ["--train-iters", "6", "--override-opt_param-scheduler"]
+    for more, check, words in (
+        ([], "first.json", "this was the reference"),
+        (save, "first.json", "equal to the reference"),
+        (load, "second.json", "this was the reference"),
+        (load, "second.json", "equal to the reference"),
+    ):
+        result = trainer.train(*more, check=check)
+        said = result.stdout + result.stderr
+        assert result.returncode == 0 and words in said, said[-4000:]
+    assert "evaluation and checkpoints bring them group by group" in said
 
 
 def test_a_missing_gather_is_seen(tree, tmp_path):

@@ -25,7 +25,8 @@ def make_pair(monkeypatch, store, seconds, ranks=(3, 7)):
     for _ in range(2):
         monkeypatch.setattr(gather_on_read, "RUNS", iter([0]))
         whole, gathered = torch.zeros(4), []
-        reads = GatherOnRead({whole.untyped_storage()._cdata}, lambda g=gathered: g.append(1), [*ranks], seconds)
+        gather = lambda used, g=gathered: g.append(1)
+        reads = GatherOnRead({whole.untyped_storage()._cdata}, gather, [*ranks], seconds)
         made.append((reads, whole, gathered))
     return made
 

@@ -89,12 +89,15 @@ def test_states_that_a_checkpoint_is_to_fill_are_made_on_the_drive(hybrid):
     assert in_file(optimizer.state[late]["exp_avg"])
 
 
-def test_gradients_by_which_states_were_made_take_no_memory_afterwards(hybrid):
-    optimizer = build([hybrid[1]])
-    (copy,) = optimizer.gpu_params_map_cpu_copy.values()
-    copy.grad = optimizer.cpu_copy_map_grad[copy] = torch.zeros(5, 3)  # as a step makes it on a GPU
+def test_states_are_made_without_a_step_of_megatrons(hybrid, monkeypatch):
+    """It would keep gradients of all parameters, and write parameters that may have no memory."""
+    optimizer, late = hybrid
+    before, stepped = [p.clone() for group in optimizer.param_groups for p in group["params"]], []
+    monkeypatch.setattr(HybridDeviceOptimizer, "step", lambda *_: stepped.append(1))
     optimizer.dummy_step()
-    assert copy.grad is None and not optimizer.cpu_copy_map_grad
+    assert all(copy.grad is None for copy in optimizer.gpu_params_map_cpu_copy.values())
+    after = [p for group in optimizer.param_groups for p in group["params"]]
+    assert not stepped and not optimizer.cpu_copy_map_grad and all(map(torch.equal, before, after))
 
 
 def test_another_model_in_the_same_process_has_all_its_copies(hybrid):
@@ -125,9 +128,25 @@ def test_whole_gradients_are_left_out_only_while_that_is_wanted(monkeypatch, wan
 
     monkeypatch.setattr(upstream._ParamAndGradBuffer, "__init__", build)
     monkeypatch.delattr(upstream._ParamAndGradBuffer, "without_gradients", raising=False)
-    late_memory.leave_gradients_out(lambda: wanted)
+    late_memory.leave_buffers_out(lambda: wanted, lambda: False)
     upstream._ParamAndGradBuffer(None, torch.bfloat16, torch.float32, 1000)
     assert [made[dtype].shape for dtype in made] == [(1000,), (1000,)]
     assert made[torch.bfloat16].untyped_storage().nbytes() == 2000
     assert made[torch.float32].untyped_storage().nbytes() == (4 if wanted else 4000)
+    monkeypatch.delattr(upstream._ParamAndGradBuffer, "without_gradients", raising=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_whole_parameters_are_left_out_where_they_never_fit(monkeypatch, dtype, gradients):
+    def build(buffer, config, param_dtype, grad_dtype, numel):
+        buffer.param_data = torch.zeros(numel, dtype=param_dtype)
+        buffer.grad_data = torch.zeros(numel, dtype=grad_dtype)
+
+    monkeypatch.setattr(upstream._ParamAndGradBuffer, "__init__", build)
+    monkeypatch.delattr(upstream._ParamAndGradBuffer, "without_gradients", raising=False)
+    late_memory.leave_buffers_out(lambda: gradients, lambda: True)
+    buffer = upstream._ParamAndGradBuffer(None, dtype, torch.float32, 1000)
+    assert buffer.param_data is None and buffer.grad_data.shape == (1000,)
+    assert buffer.grad_data.untyped_storage().nbytes() == (4 if gradients else 4000)
     monkeypatch.delattr(upstream._ParamAndGradBuffer, "without_gradients", raising=False)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from planning_cases import make_workload
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron import hooks, lifecycle, refusals
+from megatron_ext.megatron import building_run, hooks, lifecycle, refusals
 from megatron_ext.megatron.lifecycle import Run, State
 from megatron_ext.megatron.step_calls import IDLE
 from megatron_ext.planner.baselines import all_gpu
@@ -98,11 +98,11 @@ def test_frozen_parameters_are_refused_by_name(schedule_path, monkeypatch):
     ddp = torch.nn.Module()
     ddp.module, ddp.config = model, SimpleNamespace(num_layers=4)
     ddp.ddp_config = SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=True)
-    monkeypatch.setattr(lifecycle.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(building_run.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     laid_out = []
-    monkeypatch.setattr(lifecycle.buckets, "lay_out", lambda ddp, groups, **options: laid_out.append(ddp) or {})
-    monkeypatch.setattr(lifecycle, "replace_pre_hooks", lambda ddp, unshard_all: None)
-    monkeypatch.setattr(lifecycle.match, "match_layers", lambda schedule, layers, file: None)
+    monkeypatch.setattr(building_run.buckets, "lay_out", lambda ddp, groups, **options: laid_out.append(ddp) or {})
+    monkeypatch.setattr(building_run, "replace_pre_hooks", lambda ddp, unshard_all: None)
+    monkeypatch.setattr(building_run.match, "match_layers", lambda schedule, layers, file: None)
     run = Run(schedule_path, None)
     run.on_ddp_built(ddp)
     assert laid_out == [ddp]
@@ -117,7 +117,7 @@ class Left(SimpleNamespace):
     """An executor that notes how it was left."""
 
     def __init__(self):
-        super().__init__(parts=[], done=[], part=lambda kind: None)
+        super().__init__(parts=[], done=[], part=lambda kind: None, in_turn=None)
         for name in ("unshard_all", "let_go", "close"):
             setattr(self, name, lambda name=name: self.done.append(name))
 

@@ -1,5 +1,6 @@
 """What a scheduled run refuses before it begins. Needs no Megatron."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_ext.megatron import device_environment
 from megatron_ext.megatron.refusals import (
     environment_mismatch,
     refuse_async_save,
+    refuse_never_whole,
     refuse_unsupported,
     replaced_options,
     require_hooks,
@@ -222,16 +224,26 @@ def test_what_costs_memory_or_time_beside_a_schedule_is_said():
     assert line.startswith("--fp8-format hybrid: Transformer Engine keeps fp8 copies")
 
 
-@pytest.mark.parametrize(("limit", "more"), [(2_000_000, False), (120_000, True)])
-def test_what_evaluation_holds_beyond_the_limit_is_said(limit, more):
+@pytest.mark.parametrize(("spare", "whole"), [(0, True), (-1, False)])
+def test_that_parameters_never_fit_whole_is_said(spare, whole):
     work = make_workload(zero_stage=3, whole_parameter_bytes=100_000, layers=4)
-    schedule = plan(work, make_table(work))
-    held = schedule.predicted.memory[0].device_bytes
-    rest = sum(held.values()) - held["whole_parameters"] - held.get("activations", 0)
-    limited = replace(schedule, limits=replace(schedule.limits, device_bytes=rest + limit))
+    schedule = plan(work, make_table(work), policy="random:3")
+    need = max(
+        memory.device_total_bytes
+        - memory.device_bytes["whole_parameters"]
+        + sum(group.bytes for group in schedule.groups if group.pp_rank == rank)
+        for rank, memory in enumerate(schedule.predicted.memory)
+    )
+    limited = replace(schedule, limits=replace(schedule.limits, device_bytes=need + spare))
     lines = warnings_at_start(options(), limited)
-    everything = max(sum(g.bytes for g in schedule.groups if g.pp_rank == rank) for rank in range(2))
-    assert bool(lines) == more and (not more or f"up to {everything - limit} bytes more" in lines[0])
+    assert (lines == []) == whole
+    assert whole or "bring one group after the other" in lines[0]
+    saving = SimpleNamespace(save="folder", ckpt_format="torch")
+    refused = pytest.raises(InputError, match="--ckpt-format = 'torch': .* 1 bytes more .* torch_dist")
+    with contextlib.nullcontext() if whole else refused:
+        refuse_never_whole(saving, limited)
+    refuse_never_whole(SimpleNamespace(save="folder", ckpt_format="torch_dist"), limited)
+    refuse_never_whole(SimpleNamespace(save=None, ckpt_format="torch"), limited)
 
 
 def test_a_save_beside_training_is_refused_where_the_writer_does_not_see_the_states():

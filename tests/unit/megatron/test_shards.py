@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ext.megatron.shards import ShardOf, hold_shards, offloaded_shards, refuse_state_of_freed
+from megatron_ext.megatron.chunk_state import guard_state
+from megatron_ext.megatron.shards import ShardOf, hold_shards, offloaded_shards
 from megatron_ext.runtime.group import FreedGroup, Residency, ScheduleError
 
 
@@ -57,7 +58,7 @@ def test_a_freed_model_has_no_state_to_save():
     module = torch.nn.Module()
     module.weight = optimizer.parameters[0]
     module.sharded_state_dict = lambda: {"weight": module.weight}
-    refuse_state_of_freed(module, [optimizer.group])
+    guard_state(module, [optimizer.group])
     assert set(module.state_dict()) == set(module.sharded_state_dict()) == {"weight"}
     optimizer.group.drop()
     for state in (module.state_dict, module.sharded_state_dict):
@@ -90,7 +91,7 @@ class Chunk(torch.nn.Module):
 def test_a_deep_copy_of_a_model_has_its_own_state():
     optimizer = Optimizer()
     chunk = Chunk(optimizer.parameters[0])
-    refuse_state_of_freed(chunk, [optimizer.group])
+    guard_state(chunk, [optimizer.group])
     copied = copy.deepcopy(chunk)
     optimizer.group.drop()
     for state in (copied.state_dict(), copied.sharded_state_dict()):
@@ -103,7 +104,7 @@ def test_a_model_without_memory_is_not_copied():
     """Reading a parameter that is freed ends the process where there is no device."""
     optimizer = Optimizer()
     model = torch.nn.Sequential(Chunk(optimizer.parameters[0]))
-    refuse_state_of_freed(model, [optimizer.group])
+    guard_state(model, [optimizer.group])
     optimizer.group.drop()
     with pytest.raises(ScheduleError, match=r"group 5 \(chunk 0\) is sharded: call .*unshard_all.* saved or copied"):
         copy.deepcopy(torch.nn.Sequential(model))  # within what wraps it

@@ -36,7 +36,9 @@ def parameters(whole):
 @pytest.fixture
 def reads(whole):
     """Gathering adds one to all elements."""
-    found = ParamReads({whole.untyped_storage()._cdata}, lambda place: found.places.append(place) or whole.add_(1))
+    found = ParamReads(
+        {whole.untyped_storage()._cdata}, lambda place, used: found.places.append(place) or whole.add_(1)
+    )
     found.places = []
     yield found
     found.close()

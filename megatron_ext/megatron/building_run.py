@@ -1,0 +1,320 @@
+"""A run while Megatron builds its model, and what is checked and said before its first iteration.
+
+[Note: Lifecycle] in lifecycle.py says what follows.
+"""
+
+import os
+from collections.abc import Collection
+from enum import Enum
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import (
+    buckets,
+    checkpoint_experts,
+    checkpoint_states,
+    host_optimizers,
+    late_memory,
+    late_model,
+    refusals,
+    run_summary,
+    states_on_device,
+    stock_trace,
+)
+from megatron_ext.megatron.agreement import gather_objects
+from megatron_ext.megatron.boundaries import bare
+from megatron_ext.megatron.describe_model import describe_chunk
+from megatron_ext.megatron.equality_check import EqualityCheck
+from megatron_ext.megatron.gather_on_read import GatherOnRead
+from megatron_ext.megatron.optimizer_steps import OptimizerSteps
+from megatron_ext.megatron.pre_hooks import replace_pre_hooks
+from megatron_ext.megatron.recompute import check_recompute
+from megatron_ext.megatron.reference_delay import ReferenceDelay
+from megatron_ext.megatron.reference_gradients import ReferenceGradients
+from megatron_ext.megatron.workload_of_run import workload_of_run
+from megatron_ext.runtime import block_pages, faults, host_memory, host_threads
+from megatron_ext.runtime.device import device_of, has_cuda
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.watch import Watch
+from megatron_ext.schedule import match, memory_bill, validate
+from megatron_ext.schedule.state_placement import host_bytes_taken
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload.drive_reads import DriveReads
+
+STOCK_GATHER = "MEGATRON_EXT_STOCK_GATHER"
+"""Set to 1: lay buckets out by the schedule but gather as Megatron does. The reference that a
+scheduled run must equal to the last bit."""
+
+
+class State(Enum):
+    """Where a run is, see [Note: Lifecycle]."""
+
+    UNSCHEDULED = "unscheduled"
+    BUILDING = "building"
+    REFERENCE = "reference"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+NEXT_STATES = {
+    State.UNSCHEDULED: {State.CLOSED},
+    State.BUILDING: {State.REFERENCE, State.READY, State.CLOSED},
+    State.REFERENCE: {State.CLOSED},
+    State.READY: {State.CLOSED},
+    State.CLOSED: set(),
+}
+
+
+def _unwritable(trace) -> str | None:
+    """Why a trace cannot be written, said before hours of training whose trace would be lost; or None."""
+    try:
+        json_files.check_writable(trace)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+class BuildingRun:
+    """State of a scheduled or traced run on this rank.
+
+    Args:
+        schedule: path of the schedule file, or None.
+        trace: path of the trace to write, or None.
+        check: path of the reference of the equality check, or None.
+        parallel: the run's parallel sizes where they are known, so that a schedule for others is refused at once.
+        delay: value of --delayed-parameter-update, or None.
+        nvme_path: directory on the drive where states are put before training begins, or None.
+
+    Raises:
+        InputError: the schedule cannot be read, is not valid, or is for other parallel sizes; or the reference is of
+            another schedule.
+    """
+
+    def __init__(self, schedule, trace, parallel=None, check=None, delay=None, nvme_path=None):
+        self.path, self.trace_path, self.delay, self.nvme_path = schedule, trace, delay, nvme_path
+        self.state = State.UNSCHEDULED if schedule is None else State.BUILDING
+        host_optimizers.forget_chosen()
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+        self.recorder: Recorder | None = None
+        if trace is not None or schedule is not None:
+            sampled = run_summary.SAMPLED if trace is None else None
+            self.recorder = Recorder(rank, on_device=has_cuda(), iterations=sampled)
+            self.sample = run_summary.Sample(self.recorder)
+        self.check: EqualityCheck | None = None
+        self.schedule: Schedule | None = None
+        self.executor: Executor | None = None
+        self.watch: Watch | None = None
+        self.stock_gather = os.environ.get(STOCK_GATHER) == "1"
+        self._ddps: list = []
+        self._bucket_groups: dict = {}
+        self._error: str | None = None
+        self._host_bytes = 0  # that this node needs
+        self._late: late_model.LateModel | None = None
+        self._optimizers: list = []
+        self._optimizers_pending: set[int] = set()
+        self._steps: OptimizerSteps | None = None
+        self._reference: ReferenceGradients | None = None
+        self._reference_delay: ReferenceDelay | None = None
+        self._reads: GatherOnRead | None = None
+        self._unfinished = False  # an iteration has begun, and the optimizer has not been called since
+        if schedule is not None:
+            self.sha256 = json_files.sha256(schedule)
+            self.schedule = validate.load(schedule)
+            self.faults = faults.from_environment()
+            if parallel is not None:
+                match.match_parallel(self.schedule, parallel, file=schedule)
+            if check is not None:
+                rule = "" if delay is None else f" {host_optimizers.DELAY_OPTION} {delay}"
+                self.check = EqualityCheck(check, self.sha256 + rule)
+                self.stock_gather |= self.check.is_reference
+            rest = any(group.gradients or group.states_rest == "nvme" for group in self.schedule.groups)
+            built = lambda: not self.stock_gather and self.state is State.BUILDING
+            late_memory.leave_buffers_out(lambda: rest and built(), lambda: self.late is not None)
+            late_model.install(lambda: self.late)
+        if trace is not None and self.recorder is not None:
+            stock_trace.record_steps(self.recorder)
+            if rank == 0:
+                self._error = _unwritable(trace)
+
+    @property
+    def late(self) -> late_model.LateModel | None:
+        """What builds the model where its parameters never fit whole; None elsewhere, and when it is built."""
+        if self.state is not State.BUILDING or self.stock_gather or self.schedule is None:
+            return None
+        if self._late is None and memory_bill.never_whole(self.schedule):
+            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+            if memory_bill.short_of_whole(self.schedule, pp_rank):
+                self._late = late_model.LateModel(self.schedule, pp_rank)
+        return self._late
+
+    def _move_to(self, state: State) -> None:
+        assert state in NEXT_STATES[self.state], f"a run that is {self.state.value} cannot become {state.value}"
+        self.state = state
+        if self._late is not None:
+            self._late.close()
+        host_optimizers.forget_chosen()
+
+    def unshard_all(self) -> None:
+        """Bring all parameters whole onto the device; collective."""
+        if self.executor is not None:
+            self.executor.unshard_all()
+        elif self._reference_delay is not None:
+            self._reference_delay.apply()
+
+    def _make_whole(self, used: Collection[int] = ()) -> None:
+        """Make all parameters whole, or where they never fit those in the storages ``used``; collective."""
+        if self.executor is not None and self.executor.in_turn is not None:
+            self.executor.read(self.executor.in_turn.groups_of(used))
+            return
+        self.unshard_all()
+        if self.executor is None:
+            for ddp in self._ddps:
+                ddp.start_param_sync(force_sync=True)
+
+    # While the model is built.
+
+    def on_ddp_built(self, ddp) -> None:
+        """A chunk was built. One that is built after the setup is not of the scheduled model and stays Megatron's."""
+        if self.state is State.BUILDING:
+            self._lay_out(ddp)
+        if self.recorder is not None and (self.schedule is None or self.stock_gather):
+            stock_trace.record_gathers(ddp, self.recorder)
+
+    def _lay_out(self, ddp) -> None:
+        assert self.schedule is not None
+        chunk = len(self._ddps)
+        self._ddps.append(ddp)
+        if has_cuda():  # before host memory is made
+            host_threads.bind(host_threads.numa_node(torch.device("cuda", torch.cuda.current_device())))
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        groups = {
+            index: group
+            for index, group in enumerate(self.schedule.groups)
+            if (group.pp_rank, group.model_chunk_id) == (pp_rank, chunk)
+        }
+        cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else buckets.ScheduledBucketGroup
+        checkpoint_states.allow_empty_shards()
+        try:
+            refusals.refuse_ddp_config(ddp.ddp_config)
+            refusals.refuse_frozen(bare(ddp))
+            match.match_layers(self.schedule, ddp.config.num_layers, file=self.path)
+            self._bucket_groups.update(
+                buckets.lay_out(
+                    ddp,
+                    groups,
+                    file=self.path,
+                    bucket_group_class=cls,
+                    ranks_of_node=min(self.schedule.parallel.node_size, self.schedule.parallel.world_size),
+                    late=self.late,
+                )
+            )
+        except InputError as error:
+            self._error = self._error or str(error)
+            return
+        of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())
+        if of_experts:
+            first = next(index for index, own in self._bucket_groups.items() if own in of_experts)
+            checkpoint_experts.refuse_other_experts(first)
+        on_device = [index for index in groups if groups[index].states_rest == "device"]
+        if on_device:
+            states_on_device.keep_states_on_device(map(self._stored, on_device))
+        if self.late is not None:
+            ddp.broadcast_params = lambda: None  # groups were, as they were laid out
+        if not self.stock_gather:
+            replace_pre_hooks(ddp, self._make_whole)
+            on_drive = [index for index in groups if groups[index].states_rest == "nvme"]
+            if on_drive and self.nvme_path is not None:
+                late_memory.leave_copies_out(map(self._stored, on_drive), self.nvme_path)
+                checkpoint_states.refuse_without_room()
+
+    def _stored(self, index: int) -> torch.Tensor:
+        """What the parameters that the optimizer gets of group ``index`` lie in."""
+        late = self.late
+        return self._bucket_groups[index].buckets[0].param_data if late is None else late.rest_of(index)
+
+    def _mismatch(self, args, nvme_path) -> str | None:
+        """Why this run is not the one that the schedule is for, or None; collective.
+
+        Args:
+            args: Megatron's, which say this run's parallel sizes; its chunks are what all ranks really hold.
+        """
+        assert self.schedule is not None
+        if not self._ddps:
+            self._error = "no model chunk passed the hook in DistributedDataParallel: is this Megatron patched?"
+        self._error = self._error or refusals.schedule_without_hooks()
+        try:
+            late_memory.flush(self._optimizers)  # on all ranks, before any looks how much memory there is
+        except InputError as error:
+            self._error = self._error or str(error)
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        everybody = gather_objects([describe_chunk(ddp, pp_rank, index) for index, ddp in enumerate(self._ddps)])
+        if self._error is not None:
+            return self._error
+        held = {(chunk.model_chunk_id, chunk.pp_rank): chunk for chunks in everybody for chunk in chunks}
+        workload = msgspec.structs.replace(
+            workload_of_run(args), chunks=tuple(held[key] for key in sorted(held)), zero_stage=self.schedule.zero_stage
+        )
+        try:
+            _check_copies(self.schedule, nvme_path, file=self.path)
+            refusals.refuse_async_save(self.schedule, args)
+            if any(group.gradients for group in self.schedule.groups):
+                on_host = any(group.gradients == "host" for group in self.schedule.groups)
+                refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
+            refusals.refuse_never_whole(args, self.schedule)
+            match.match(self.schedule, workload, file=self.path)
+            refusals.refuse_host_shards_of_aware_optimizer(self.schedule, args, file=self.path)
+            device = device_of(next(self._ddps[0].parameters()))
+            refusals.refuse_without_stream_flags(
+                self.schedule, device.why_no_flags, self.delay is not None, file=self.path
+            )
+            loaded = any(getattr(getattr(one, "optimizer", None), "state", None) for one in self._optimizers)
+            taken = host_bytes_taken(self.schedule, workload, loaded, saved=getattr(args, "save", None) is not None)
+            self._host_bytes = taken[dist.get_rank() // self.schedule.parallel.node_size]
+            host_memory.require(
+                self._host_bytes, "host copies, staging slots, shards, optimizer states and checkpoints"
+            )
+            memory_bill.check_run(self.schedule, workload, file=self.path)
+            check_recompute(self.schedule, workload, self._ddps[0].config, file=self.path)
+        except InputError as error:
+            return str(error)
+        return None
+
+    def _announce(self, args) -> None:
+        """Print what this run does, and where its prediction may not hold."""
+        assert self.schedule is not None
+        lines = run_summary.start_lines(self.schedule, self.path, self.trace_path, reference=self.stock_gather)
+        warning = refusals.environment_mismatch(self.schedule, self.path)
+        if warning is not None:
+            lines.append(warning)
+        if not self.stock_gather:
+            lines += refusals.replaced_options(args)
+        if self.delay is not None:
+            lines.append(host_optimizers.delay_line(self.delay))
+        if self.check is not None:
+            lines += self.check.start_lines()
+        if has_cuda():
+            lines += refusals.warnings_at_start(args, self.schedule)
+            groups, entries = self.schedule.groups, self.schedule.publish
+            shared = min(sum(groups[one.group].bytes for one in entries if "cpu" in one.to), self._host_bytes)
+            lines += block_pages.small_page_lines(self._host_bytes - shared, shared)
+        run_summary.say(*lines)
+
+
+def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
+    """Refuse copies that this run has no place for."""
+    on_drive = any(group.states_rest == "nvme" for group in schedule.groups)
+    if nvme_path is None and (on_drive or any("nvme" in entry.to for entry in schedule.publish)):
+        raise InputError(
+            f"the schedule {'keeps optimizer states on' if on_drive else 'publishes to'} nvme; say where",
+            file=file,
+            field="--user-defined-schedule-nvme-path",
+            value=None,
+        )
+    if schedule.publish:
+        (schedule.metadata.options.nvme or DriveReads()).check("metadata.options.nvme", file=file)

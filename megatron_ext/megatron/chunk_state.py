@@ -1,0 +1,103 @@
+"""The state of a chunk whose groups come and go: refused while there is none, or given one group after the other.
+
+[Note: Reading in turn]
+Where all groups fit whole at a time, Megatron's ``force_sync`` brings them, and whoever reads parameters finds them.
+Elsewhere (in_turn.py) what reads a parameter between two iterations brings its group, and no other stays whole: see
+[Note: Reads between iterations]. What is read later than it is taken needs a copy, which lies in host memory:
+``state_dict`` gives copies, and ``dist_checkpointing.save`` writes such copies. All are collectives of the
+data-parallel ranks.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+from megatron_ext.runtime import host_memory
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.group import Group, ScheduleError, State
+
+
+class _Whole:
+    """Stands before what gives a chunk's state away, which a deep copy of the chunk does too. The copy has
+    parameters of its own, which nobody frees."""
+
+    def __init__(self, groups: list[Group], sharded_state_dict, reader: Executor | None = None):
+        self.groups, self.inner, self.reader = groups, sharded_state_dict, reader
+
+    def __deepcopy__(self, memo) -> "_Whole":
+        # A module's hooks are copied before its children: no parameter has been read yet, of whose memory
+        # there may be none.
+        self.check()
+        return _Whole([], copy.deepcopy(self.inner, memo))
+
+    def check(self, *state_dict_arguments) -> None:
+        freed = [group for group in self.groups if group.state is not State.WHOLE]
+        if freed and self.reader is not None:
+            self.reader.read(())  # which is refused within an iteration
+        elif freed:
+            raise ScheduleError(
+                f"{freed[0]} is {freed[0].state.value}: call megatron_ext.megatron.hooks.unshard_all() on all ranks "
+                "before parameters are saved or copied"
+            )
+
+    def fill(self, module, state_dict: dict, *_) -> None:
+        """Put copies in host memory in the place of parameters."""
+        if self.reader is not None:
+            names = [name for name, value in state_dict.items() if isinstance(value, torch.Tensor)]
+            state_dict.update(zip(names, host_copies(self.reader, [state_dict[name] for name in names]), strict=True))
+
+    def sharded_state_dict(self, *args, **kwargs):
+        self.check()
+        return self.inner(*args, **kwargs)
+
+
+def guard_state(module: torch.nn.Module, groups: list[Group], reader: Executor | None = None) -> None:
+    """Make ``state_dict`` and deep copies of a chunk fail while one of its groups is freed: the file could be
+    written but never be loaded, and a copy would read memory that is not there. With ``reader``, which brings groups in
+    turn, ``state_dict`` gives copies."""
+    whole = _Whole(groups, getattr(module, "sharded_state_dict", None), reader)
+    module.register_state_dict_pre_hook(whole.check)
+    module.register_state_dict_post_hook(whole.fill)
+    if whole.inner is not None:
+        vars(module)["sharded_state_dict"] = whole.sharded_state_dict
+
+
+def host_copies(reader: Executor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors``, with copies in host memory in place of those that are parts of groups; collective.
+
+    Raises:
+        InputError: host memory is short of them.
+    """
+    assert reader.in_turn is not None
+    found, places = list(tensors), {}
+    for place, tensor in enumerate(tensors):
+        index = reader.in_turn.group_of(tensor)
+        if index is not None:
+            places.setdefault(index, []).append(place)
+    need = sum(tensors[place].nbytes for own in places.values() for place in own)
+    host_memory.require(need, "copies of parameters, of which not all fit whole onto the device,")
+    for index in sorted(places):
+        reader.read((index,))
+        for place in places[index]:
+            found[place] = tensors[place].detach().to("cpu", copy=True)
+    if places:
+        reader.read(())
+    return found
+
+
+def save_copies(reader: Executor) -> Callable[[], None]:
+    """Let Megatron's writer of checkpoints write copies of parameters; returns what ends it."""
+    save = dist_checkpointing.save
+
+    def of_copies(sharded_state_dict, *args, **kwargs):
+        entries: Iterable = nested_values(sharded_state_dict)
+        held = [entry for entry in entries if isinstance(getattr(entry, "data", None), torch.Tensor)]
+        for entry, value in zip(held, host_copies(reader, [entry.data for entry in held]), strict=True):
+            entry.data = value
+        return save(sharded_state_dict, *args, **kwargs)
+
+    dist_checkpointing.save = of_copies
+    return lambda: setattr(dist_checkpointing, "save", save)
