@@ -43,7 +43,7 @@ class _Whole:
                 "before parameters are saved or copied"
             )
 
-    def fill(self, module, state_dict: dict, *_) -> None:
+    def fill(self, state_dict: dict) -> None:
         """Put copies in host memory in the place of parameters."""
         if self.reader is not None:
             names = [name for name, value in state_dict.items() if isinstance(value, torch.Tensor)]
@@ -60,7 +60,7 @@ def guard_state(module: torch.nn.Module, groups: list[Group], reader: Executor |
     turn, ``state_dict`` gives copies."""
     whole = _Whole(groups, getattr(module, "sharded_state_dict", None), reader)
     module.register_state_dict_pre_hook(whole.check)
-    module.register_state_dict_post_hook(whole.fill)
+    module.register_state_dict_post_hook(lambda module, state_dict, *_: whole.fill(state_dict))
     if whole.inner is not None:
         vars(module)["sharded_state_dict"] = whole.sharded_state_dict
 

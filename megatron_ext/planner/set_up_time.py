@@ -2,6 +2,7 @@
 
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.schedule.memory_bill import copies_of_whole, memory_bill
+from megatron_ext.schedule.state_placement import on_nodes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.nodes import pinned_bytes_of_nodes
 from megatron_ext.workload.workload import Workload
@@ -31,7 +32,7 @@ def never_whole_line(schedule: Schedule, workload: Workload) -> str | None:
     held = [
         sum(bill.memory.host_bytes.values()) + copied for bill, copied in zip(memory_bill(schedule, workload), copies)
     ]
-    at_most, taken = (max(pinned_bytes_of_nodes(workload.parallel, [0] * len(copies), of)) for of in (held, copies))
+    at_most, taken = (max(on_nodes(workload, of_ranks)) for of_ranks in (held, copies))
     limit = workload.limits.host_bytes
     short = "" if limit is None or at_most <= limit else f", {at_most - limit} bytes more than limits.host_bytes"
     return (

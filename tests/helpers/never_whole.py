@@ -18,7 +18,7 @@ from draw_schedule import states_on_drive, with_own_peak
 from msgspec.structs import replace
 from parity_worker import pretrain_gpt_hybrid, train
 
-from megatron_ext.megatron import describe_model
+from megatron_ext.megatron import describe_model, gpt_arguments
 from megatron_ext.megatron.lifecycle import STOCK_GATHER
 from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.schedule import user_defined_schedule as schedule_file
@@ -34,7 +34,10 @@ TRAINING = ["--eval-interval", "2", "--eval-iters", "1", "--log-interval", "1000
 
 def write_schedule(path: Path, where: str) -> dict:
     """A schedule that gathers layer by layer, with its own peak as the limit; and its figures."""
-    work = describe_model.describe_options(describe_model.parse([*MODEL, "--data-parallel-size", "2"]))
+    parser = gpt_arguments.add_plan_arguments(gpt_arguments.add_gpt_arguments(gpt_arguments.OneLineParser()))
+    args = parser.parse_args([*MODEL, "--data-parallel-size", "2"])
+    gpt_arguments.check(args)
+    work = describe_model.describe_options(args)
     work = replace(work, zero_stage=3, limits=Limits(), optimizer=OptimizerSettings(on_host=where != "device"))
     schedule = all_gpu(work)
     if where != "device":
