@@ -71,7 +71,7 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
                 workload, timing, rank, rates[rank], needs[rank], least, head, rest, last[rank], tail_us[rank]
             )
             bound = max(bound, of_rank)
-    if workload.optimizer.on_host and (timing.offers_host_step or timing.offers_device_step):
+    if workload.optimizer.on_host and timing.offers_curve("host_step"):
         return bound
     return bound + max(timing.optimizer_us(optimizer_bytes(workload, rank)) for rank in range(pp))
 

@@ -24,8 +24,12 @@ MOST_FALL = 1000
 
 MOST_SLOWDOWN = 1e6
 
-CAST_ON_DEVICE = "cast_on_device"
-"""Algorithm of ``host_step``: new parameters reach the device in float32 and become 16-bit ones there."""
+JOINED, CAST_ON_DEVICE = "joined", "cast_on_device"
+"""Algorithms of ``host_step``, as a run makes it where the schedule says when: tensors that lie behind each other are
+one, and copies go beside steps. Parameters become 16-bit ones on the host, or on the device."""
+
+ESTIMATE = "megatron-ext cost estimate"
+"""Program of a table's source that counted it from a data sheet."""
 
 MOST_POINTS = 10_000
 """Of one curve; a power-of-2 grid has about 30."""
@@ -196,8 +200,8 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     they need. ``host_add`` is adding one float32 gradient shard to another in host memory, by bytes of the shard.
     ``host_step`` is the host's optimizer step of one group, by bytes of the whole group: gradients to the host,
     AdamW, parameters back; measured where the optimizer steps there, and then ``optimizer`` is the step of all
-    groups with the gradient norm and clipping. Its parameters become 16-bit ones on the host, those of its
-    algorithm :data:`CAST_ON_DEVICE` on the device. ``device_step`` is the same step of a group whose optimizer
+    groups with the gradient norm and clipping. Its points are Megatron's own step, one after the other; its algorithms
+    :data:`JOINED` and :data:`CAST_ON_DEVICE` the run's. ``device_step`` is the same step of a group whose optimizer
     states are on the device. ``host_memory`` is shared by host copies, publishing, adding and stepping on the host.
     ``launches`` and the launches of layers are the training thread's time, which a device does not need.
     ``all_reduce`` is no route: it is imported to compare algorithms by size.

@@ -3,7 +3,8 @@
 [Note: Bytes of the optimizer's step]
 AdamW reads a float32 gradient and reads and writes the main parameter and both moments: 28 bytes a parameter. Around it
 Megatron reads all gradients for their norm, reads and writes them to clip them, writes zeroes into their buffer, and
-reads the main parameter to write the whole one.
+reads the main parameter to write the whole one. In a run's own step gradients arrive and parameters leave beside the
+steps of others, so the slowest of the three sets the time; what is copied crosses host memory as well.
 """
 
 from typing import Literal
@@ -36,6 +37,7 @@ class HostWork:
         of_cores = host.cores.value / ranks * host.core_bytes_per_s.value
         self._us_per_byte = 1e6 / min(self.memory_bytes_per_s, of_cores)
         self._adam_us_per_byte = self._us_per_byte / host.adam_efficiency.value
+        self._joined_us_per_byte = self._us_per_byte / host.joined_efficiency.value
         link = sheet.host_link
         self._copy = links.host_copy()
         self._pageable = self._copy.scaled(link.efficiency.value / link.pageable_efficiency.value)
@@ -47,15 +49,16 @@ class HostWork:
         return Line(self._call_us, 3 * self._us_per_byte)
 
     def step(self, cast: Literal["host", "device"]) -> Line:
-        """Gradients to the host, AdamW, new parameters back, one after the other; by bytes of the whole group."""
-        on_host = self._item if cast == "host" else 0
-        back = self._item if cast == "host" else GRADIENT_BYTES
-        moved = (ADAM_BYTES + on_host) * self._adam_us_per_byte + (GRADIENT_BYTES + back) * self._copy.us_per_byte
+        """As a run makes it: gradients to the host, AdamW, new parameters back; by bytes of the whole group."""
+        on_host, back = (CAST_BYTES + self._item, self._item) if cast == "host" else (0, GRADIENT_BYTES)
+        stepped, copied = (ADAM_BYTES + on_host) * self._joined_us_per_byte, GRADIENT_BYTES + back
+        crossed = (ADAM_BYTES + on_host + copied) * 1e6 / self.memory_bytes_per_s
+        moved = max(stepped, crossed, max(GRADIENT_BYTES, back) * self._copy.us_per_byte)
         return Line(2 * self._copy.us, moved * self._per_byte)
 
-    def whole_step(self) -> Line:
-        """Megatron's host optimizer without what it does on the device. It sends float32 parameters back, from memory
-        that is not page-locked."""
+    def own_step(self) -> Line:
+        """Megatron's host optimizer without what it does on the device, one after the other. It sends float32
+        parameters back, from memory that is not page-locked."""
         moved = ADAM_BYTES * self._adam_us_per_byte
         moved += GRADIENT_BYTES * (self._copy.us_per_byte + self._pageable.us_per_byte)
         return Line(2 * self._copy.us, moved * self._per_byte)

@@ -51,6 +51,8 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
         found = points(line)
         return cost_table.Curve(points=found, algorithms=algorithms) if found else None
 
+    joined, cast = points(lambda e: e.host.step("host")), points(lambda e: e.host.step("device"))
+    ways = {cost_table.JOINED: joined, cost_table.CAST_ON_DEVICE: cast}
     return cost_table.check(
         cost_table.CostTable(
             schema_version=SCHEMA_VERSION,
@@ -74,9 +76,7 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
             experts=_experts(workload, curve),
             optimizer=curve(lambda e: e.optimizer()),
             host_add=curve(lambda e: e.host.add()),
-            host_step=curve(
-                lambda e: e.host.step("host"), **{cost_table.CAST_ON_DEVICE: points(lambda e: e.host.step("device"))}
-            ),
+            host_step=curve(lambda e: e.host.own_step(), **ways),
             device_step=curve(lambda e: e.device_step()),
             launches=cost_table.Launches(
                 reduce_us=sheet.call_us.value,
@@ -124,7 +124,7 @@ class _Estimates:
         """The step of one rank's shards with norm and clipping, by bytes of its whole parameters."""
         if not self.workload.optimizer.on_host:
             return self._on_device(self._adam_bytes + AROUND_BYTES)
-        around, step = self._on_device(AROUND_BYTES), self.host.whole_step()
+        around, step = self._on_device(AROUND_BYTES), self.host.own_step()
         return Line(around.us + step.us, around.us_per_byte + step.us_per_byte)
 
     def device_step(self) -> Line:
@@ -211,6 +211,6 @@ def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name:
         synthetic=True,
         hardware={"title": sheet.title},
         world_sizes=dict(world_sizes(workload.parallel)),
-        source=cost_table.Source(program="megatron-ext cost estimate", description=sheet.title, options=facts),
+        source=cost_table.Source(program=cost_table.ESTIMATE, description=sheet.title, options=facts),
         notes=(f"estimated from the data sheet of {sheet.title}; nothing here was measured",),
     )

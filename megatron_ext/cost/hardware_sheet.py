@@ -107,7 +107,8 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     ``memory_bytes_per_s`` is what all processors and devices of a node read and write together, ``core_bytes_per_s``
     what one core does while all work. A rank's memory lies on one of ``numa_nodes``. ``adam_efficiency`` is the share
-    of these rates that a fused AdamW reaches. ``layer_us`` is what launching one layer's forward, or its backward, from
+    of these rates that Megatron's host optimizer reaches, ``joined_efficiency`` that a run does, whose tensors lie
+    behind each other. ``layer_us`` is what launching one layer's forward, or its backward, from
     Python keeps the training thread for, ``tensor_us`` what Megatron's optimizer does for one parameter there.
     """
 
@@ -117,6 +118,7 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     cores: Figure
     core_bytes_per_s: Figure
     adam_efficiency: Figure
+    joined_efficiency: Figure
     layer_us: Figure
     tensor_us: Figure
 

@@ -23,6 +23,7 @@ import numpy
 from msgspec.structs import replace
 
 from megatron_ext.cost.cost_table import (
+    ESTIMATE,
     Compute,
     Contention,
     CostTable,
@@ -67,6 +68,8 @@ which share a link."""
 MOST_LAUNCH_US = 1500.0
 """Launching one layer's forward, or its backward, from Python, where it was not measured: the slow end of the data
 sheets."""
+MOST_TENSOR_US = 120.0
+"""The same for the optimizer's visit of one parameter."""
 
 CONTENTION, MISSING_CONTENTION, CALL = "contention", "missing contention rows", "group_overhead.call_us"
 LAUNCHES = "launches"
@@ -123,6 +126,8 @@ class PerturbedTables:
             found.append(f"{CALL}, taken as 0 to {self._most_call_us():.1f} us")
         if self._lacks_launches:
             found.append(f"{LAUNCHES} of a layer, taken as 0 to {MOST_LAUNCH_US:g} us")
+        if self._lacks_calls:
+            found.append(f"{LAUNCHES} of a parameter of the optimizer, taken as 0 to {MOST_TENSOR_US:g} us")
         return tuple(found)
 
     def with_missing_at(self, part: float) -> CostTable:
@@ -131,7 +136,7 @@ class PerturbedTables:
         call_us, most = self._table.group_overhead.call_us, self._most_call_us()
         overhead = replace(self._table.group_overhead, call_us=call_us if most is None else most * part)
         table = replace(self._table, contention=(*self._table.contention, *rows), group_overhead=overhead)
-        return _launched(table, MOST_LAUNCH_US * part) if self._lacks_launches else table
+        return self._launched(table, part)
 
     # -- one table --------------------------------------------------------------------------
 
@@ -245,9 +250,11 @@ class PerturbedTables:
     def _with_launches(self, table: CostTable, number: Callable[[str], float]) -> CostTable:
         """All launches move together: one thread makes them."""
         if self._lacks_launches:
-            return _launched(table, MOST_LAUNCH_US * _part(number(LAUNCHES)))
+            return self._launched(table, _part(number(LAUNCHES)))
         if all(row.forward_launch_us is None for row in table.compute):
             return table
+        if self._lacks_calls:
+            table = self._launched(table, _part(number(LAUNCHES)))
         launches = table.launches or Launches()
         factor = exp(number(LAUNCHES) * sqrt(SYSTEMATIC**2 + (log(launches.slowest) / P95) ** 2))
         names = ("forward_launch_us", "backward_launch_us")
@@ -260,10 +267,34 @@ class PerturbedTables:
 
     @property
     def _lacks_launches(self) -> bool:
-        """Layers were measured on a device, and what launching them takes was not."""
-        backend = (self._table.metadata.software or {}).get("backend")
+        """Layers were measured on a device, or estimated of one, and what launching them takes was not."""
+        metadata = self._table.metadata
+        of_device = (metadata.software or {}).get("backend") == "nccl" or _is_estimated(self._table)
         rows = [row for row in self._table.compute if row.layer_kind is not None]
-        return backend == "nccl" and bool(rows) and all(row.forward_launch_us is None for row in rows)
+        return of_device and bool(rows) and all(row.forward_launch_us is None for row in rows)
+
+    @property
+    def _lacks_calls(self) -> bool:
+        """What launches of layers are known or lacking, and those of reduces and of the optimizer are not."""
+        known = any(row.forward_launch_us is not None for row in self._table.compute)
+        return self._table.launches is None and (known or self._lacks_launches)
+
+    def _launched(self, table: CostTable, part: float) -> CostTable:
+        """The table with the launches that it lacks at ``part`` of their range. A chunk's are those of as many layers
+        as it takes the time of."""
+        if self._lacks_calls:
+            call_us = table.group_overhead.call_us or 0.0
+            table = replace(table, launches=Launches(reduce_us=call_us * part, tensor_us=MOST_TENSOR_US * part))
+        if not self._lacks_launches:
+            return table
+        kinds = {row.layer_kind: row.forward_us for row in table.compute if row.layer_kind is not None}
+        of_layer = kinds.get("transformer") or max(kinds.values())
+        rows = []
+        for row in table.compute:
+            layers = max(row.forward_us / of_layer, 1.0) if row.layer_kind is None else 1.0
+            us = MOST_LAUNCH_US * part * layers
+            rows.append(replace(row, forward_launch_us=us, backward_launch_us=us))
+        return replace(table, compute=tuple(rows))
 
     def _host_memory(self, number: Callable[[str], float]) -> HostMemory | None:
         memory = self._table.host_memory
@@ -286,13 +317,8 @@ class PerturbedTables:
         return replace(section, processors_per_node=processors, processor_us=processor_us)
 
 
-def _launched(table: CostTable, us: float) -> CostTable:
-    """The table with ``us`` for launching each layer, either way."""
-    rows = (
-        replace(row, forward_launch_us=us, backward_launch_us=us) if row.layer_kind is not None else row
-        for row in table.compute
-    )
-    return replace(table, compute=tuple(rows))
+def _is_estimated(table: CostTable) -> bool:
+    return table.metadata.source is not None and table.metadata.source.program == ESTIMATE
 
 
 def roughness(table: CostTable) -> float:

@@ -95,7 +95,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
         p2p=curve("p2p", f"half a {backend} message there and back, {at_once}") or (),
         reduce=curve("reduce", f"{backend} reduce-scatter of float32 in place, {at_once}"),
         optimizer=curve("optimizer", f"AdamW with clipping on the shard{on_host}, {at_once}"),
-        host_step=_host_step(curve, f"gradients to the host, AdamW there, parameters back, {at_once}"),
+        host_step=_host_step(curve, f"gradients to the host, Megatron's AdamW there, parameters back, {at_once}"),
         device_step=curve("device_step", f"AdamW on the device, parameters cast, {at_once}"),
         host_add=curve("host_add", f"one float32 gradient shard added to another in host memory, {at_once}"),
         host_memory=cost_table.HostMemory(**raw["host_memory"]) if raw.get("host_memory") else None,
@@ -155,10 +155,10 @@ def _with_algorithms(gpu: cost_table.Curve | None, curve) -> cost_table.Curve | 
 
 
 def _host_step(curve, source: str) -> cost_table.Curve | None:
-    step, cast = curve("host_step", source), curve("host_step_cast_on_device", source)
-    if step is None or cast is None:
-        return step
-    return msgspec.structs.replace(step, algorithms={cost_table.CAST_ON_DEVICE: cast.points})
+    names = {way: f"host_step_{way}" for way in (cost_table.JOINED, cost_table.CAST_ON_DEVICE)}
+    ways = {way: found.points for way, name in names.items() if (found := curve(name, source)) is not None}
+    step = curve("host_step", source)
+    return None if step is None else msgspec.structs.replace(step, algorithms=ways)
 
 
 def _internode(curves: dict, options: Options, at_once: str) -> cost_table.Curve | None:

@@ -1,4 +1,5 @@
-"""The step of one group where the optimizer steps on the host (``--optimizer-cpu-offload``), as Megatron makes it."""
+"""The step of one group where the optimizer steps on the host (``--optimizer-cpu-offload``), as Megatron makes it. The
+run's own step of it is in run_step.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ PARAMETER_BYTES = 2
 
 class HostStep(Operation):
     """This rank's shard of a group of ``size_bytes`` of 16-bit parameters: its float32 gradients to the host, torch's
-    fused AdamW there, and the new parameters back to the device, through 16-bit memory that is page-locked."""
+    fused AdamW there, tensor by tensor, and the new parameters back to the device, in Megatron's way, which casts them
+    into memory that is not page-locked."""
 
     name = "host_step"
     computes = True
@@ -34,17 +36,19 @@ class HostStep(Operation):
 
     def bring_back(self) -> None:
         """New parameters to the device."""
-        for parameter, main, slot in zip(self._parameters, self._main, self._slots):
-            slot.copy_(main.detach(), non_blocking=True)
-            if slot is not parameter:
-                parameter.copy_(slot, non_blocking=True)
+        for parameter, main in zip(self._parameters, self._main):
+            parameter.copy_(main.detach(), non_blocking=True)
 
-    def build(self, size_bytes: int) -> None:
-        """Make tensors of the shard: as many as a model has weights of one layer's size."""
-        fabric, options = self.fabric, self.fabric.options
+    def sizes(self, size_bytes: int) -> list[int]:
+        """Elements of the tensors of the shard: as many as a model has weights of one layer's size."""
+        options = self.fabric.options
         numel = max(size_bytes // PARAMETER_BYTES // options.data_parallel_size, 1)
         piece = max(min(options.hidden_size**2, numel), 1)
-        sizes = [min(piece, numel - start) for start in range(0, numel, piece)]
+        return [min(piece, numel - start) for start in range(0, numel, piece)]
+
+    def build(self, size_bytes: int) -> None:
+        """Make the tensors of the shard."""
+        fabric, sizes = self.fabric, self.sizes(size_bytes)
         states = [self.memory(2 * size) for size in sizes]
         self._main = [both[:size].fill_(1.0) for both, size in zip(states, sizes)]
         self._own_gradients = [both[size:] for both, size in zip(states, sizes)]
@@ -52,27 +56,12 @@ class HostStep(Operation):
             main.requires_grad_().grad = gradient
         self.gradients = [torch.full((size,), 1e-3, device=fabric.torch_device) for size in sizes]
         self._parameters = [torch.ones(size, dtype=torch.bfloat16, device=fabric.torch_device) for size in sizes]
-        self._slots = self.slots(sizes)
         self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True)
         self._size = size_bytes
 
     def memory(self, numel: int) -> torch.Tensor:
         """Of float32, where the states are."""
         return self.fabric.device.host_tensor(numel, torch.float32)
-
-    def slots(self, sizes: list[int]) -> list[torch.Tensor]:
-        """What new parameters pass through, of ``sizes`` elements; the parameters themselves: nothing."""
-        return [self.fabric.device.host_tensor(size, torch.bfloat16) for size in sizes]
-
-
-class HostStepCastOnDevice(HostStep):
-    """The same with the new parameters copied in float32, into a staging slot on the device, and cast there."""
-
-    name = "host_step_cast_on_device"
-
-    def slots(self, sizes: list[int]) -> list[torch.Tensor]:
-        staging = torch.empty(max(sizes), device=self.fabric.torch_device)  # one: the stream keeps its order
-        return [staging[:size] for size in sizes]
 
 
 class DeviceStep(HostStep):
@@ -91,14 +80,11 @@ class DeviceStep(HostStep):
     def memory(self, numel: int) -> torch.Tensor:
         return torch.zeros(numel, device=self.fabric.torch_device)
 
-    def slots(self, sizes: list[int]) -> list[torch.Tensor]:
-        return self._parameters
-
 
 class HostOptimizer(HostStep):
     """The whole step of Megatron's optimizer where it steps on the host: the norm of all gradients and their clipping
     on the device, gradients, AdamW and parameters of everything that this rank holds, and zeroes in the whole gradient
-    buffer. Parameters go back in Megatron's way, which casts them into memory that is not page-locked."""
+    buffer."""
 
     name = "optimizer"
 
@@ -112,6 +98,3 @@ class HostOptimizer(HostStep):
         super().issue(size_bytes, round_index)
         self._buffer.zero_()
         return DONE
-
-    def slots(self, sizes: list[int]) -> list[torch.Tensor]:
-        return self._parameters

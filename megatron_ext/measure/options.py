@@ -16,7 +16,7 @@ KIB, MIB = 1 << 10, 1 << 20
 COPIES = ("gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "publish", "internode", "reduce")
 """Operations that move parameters or gradients and return before they are complete."""
 
-STEPS = ("host_step", "host_step_cast_on_device", "device_step")
+STEPS = ("host_step", "host_step_joined", "host_step_cast_on_device", "device_step")
 """Steps of one group, measured where the optimizer steps on the host."""
 
 LINKS = (*COPIES, "p2p", "optimizer", "host_add", "host_memory", *STEPS, "nvme", "contention", "compute")

@@ -30,11 +30,12 @@ from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.measure import contention, host_memory_rate, kept_measurement, nvme_route, scaled_sizes, size_grid
 from megatron_ext.measure.completion import sets_of_ranks, until_last
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep, HostStepCastOnDevice
+from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.hostcpu import shared_processors
 from megatron_ext.measure.hostcpu.softirq_time import SoftirqTime
 from megatron_ext.measure.operations import OPERATIONS, Operation, SymmetricGather
 from megatron_ext.measure.options import COPIES, MIB, STEPS, Options
+from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 
 PASSES, MAX_PASSES, QUARTERS = 5, 20, 4
@@ -121,7 +122,9 @@ class Measurement:
         runners = shared_processors.runners_of(fabric) if "compute" in options.links else {}
         kinds = dict(OPERATIONS)
         if options.optimizer_on_host:
-            kinds |= {kind.name: kind for kind in (HostOptimizer, HostStep, HostStepCastOnDevice, DeviceStep)}
+            kinds |= {kind.name: kind for kind in (HostOptimizer, HostStep, DeviceStep)}
+            if not fabric.device.why_no_flags:  # nor does a run step so without them
+                kinds |= {kind.name: kind for kind in (RunStep, RunStepCastOnDevice)}
         names = [name for name in curves_asked(options) if name in kinds]
         symmetric, self.refused = SymmetricGather.tried(fabric) if SymmetricGather.name in names else (None, "")
         self.operations: dict[str, Operation] = {}

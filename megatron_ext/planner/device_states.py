@@ -55,18 +55,20 @@ def with_states_on_device(
 
 
 def bytes_to_reserve(schedule: Schedule, workload: Workload, timing: Timing) -> list[int]:
-    """Bytes of the device to leave free by further plans, for states. Empty where states of all groups there would not
-    make the iteration shorter by :data:`LEAST_GAIN`."""
-    groups = tuple(map(moved_group, schedule.groups))
-    us, all_us = (
-        run(workload, timing, each).iteration_time_us for each in (schedule, replace(schedule, groups=groups))
-    )
-    if all_us > us * (1 - LEAST_GAIN):
-        return []
+    """Bytes of the device to leave free by further plans: for the slot in which new parameters are cast, and for
+    states. Nothing for what would not make the iteration shorter by :data:`LEAST_GAIN`."""
+    slots, groups = schedule.step_slots, tuple(map(moved_group, schedule.groups))
+    others = [replace(schedule, groups=groups)]
+    others += [replace(schedule, step_slots=replace(slots, cast="device"))] if slots and slots.cast == "host" else []
+    us, *times = (run(workload, timing, each).iteration_time_us for each in (schedule, *others))
+    gains = [other_us <= us * (1 - LEAST_GAIN) for other_us in times]
+    found = [slots.slot_bytes] if slots and any(gains[1:]) else []
+    if not gains[0]:
+        return found
     of_ranks = [0] * workload.parallel.pp
     for group, moved in zip(schedule.groups, groups):
         of_ranks[group.pp_rank] += device_bytes(moved, workload) - device_bytes(group, workload)
-    return [int(share * max(of_ranks)) for share in RESERVED]
+    return found + [int(share * max(of_ranks)) for share in RESERVED]
 
 
 def moved_group(group: Group) -> Group:

@@ -26,6 +26,7 @@ _OPTIONS = {
     "routes.cpu": "--links cpu",
     "host_step": _ON_HOST,
     "host_step.algorithms.cast_on_device": _ON_HOST,
+    "host_step.algorithms.joined": _ON_HOST,
     "device_step": _ON_HOST,
 }
 """Of ``measure``, by missing curve; others are links by their names."""

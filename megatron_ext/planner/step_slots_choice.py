@@ -7,20 +7,10 @@ from msgspec.structs import replace
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.match import check_device_bytes
 from megatron_ext.schedule.state_placement import host_bytes_of_nodes
-from megatron_ext.schedule.step_slots import LEAST_SLOTS, largest_gradient
+from megatron_ext.schedule.step_slots import LEAST_SLOTS, SLOTS, largest_gradient, planned_slot_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule, StepSlots
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.state_layout import LINE_BYTES
 from megatron_ext.workload.workload import Workload
-
-SLOTS = 4
-"""Slots: one is stepped while others arrive and leave."""
-
-LARGE_SLOT_BYTES = 32 << 20
-"""Bytes of a piece that a link copies at its full rate."""
-
-PART = 32
-"""A slot has at most this part of a rank's gradients."""
 
 
 def with_step_slots(schedule: Schedule, workload: Workload, timing: Timing) -> Schedule:
@@ -35,8 +25,7 @@ def with_step_slots(schedule: Schedule, workload: Workload, timing: Timing) -> S
         sum(2 * group.bytes // group.ranks for group in on_host if group.pp_rank == rank)
         for rank in range(workload.parallel.pp)
     )
-    size = max(largest, min(LARGE_SLOT_BYTES, in_all // PART))
-    size = -(-size // LINE_BYTES) * LINE_BYTES
+    size = planned_slot_bytes(largest, in_all)
 
     def step_us(cast: Literal["host", "device"]) -> float:
         return sum(timing.among(group.ranks).host_step_us(group.bytes, cast) for group in on_host)

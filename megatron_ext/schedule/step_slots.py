@@ -6,8 +6,20 @@ from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.state_layout import LINE_BYTES, tensor_bytes
 from megatron_ext.workload.workload import Workload
 
-LEAST_SLOTS = 2
-"""The gradient of one unit is stepped on while that of the next arrives."""
+LEAST_SLOTS, SLOTS = 2, 4
+"""The gradient of one unit is stepped on while that of the next arrives; planned: others arrive and leave."""
+
+LARGE_SLOT_BYTES = 32 << 20
+"""Bytes of a piece that a link copies at its full rate."""
+
+PART = 32
+"""A planned slot has at most this part of a rank's gradients."""
+
+
+def planned_slot_bytes(largest: int, in_all: int) -> int:
+    """Of a rank whose gradients have ``in_all`` bytes in fp32, and the largest of one parameter ``largest``."""
+    size = max(largest, min(LARGE_SLOT_BYTES, in_all // PART))
+    return -(-size // LINE_BYTES) * LINE_BYTES
 
 
 def check_step_slots(schedule: Schedule, *, file=None) -> None:

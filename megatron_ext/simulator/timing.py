@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, get_args
 
 from msgspec.structs import replace
 
-from megatron_ext.cost.cost_table import CAST_ON_DEVICE, KINDS, CostTable, Curve, Launches
+from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, KINDS, CostTable, Curve, Launches
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.expert_curves import table_of_experts
@@ -48,10 +48,10 @@ class Timing:
         self.workload, self.table, self.extrapolate = workload, table, extrapolate
         self.ranks = workload.parallel.ranks_of(dense is not None)
         flat, others = _by_algorithm(table)
-        flat, cast_on_device = _by_cast(flat)
+        flat, *ways = _host_steps(flat)
         self.costs = Costs(flat, extrapolate=extrapolate)
         self._beyond = Costs(flat, extrapolate=True)
-        self._cast_on_device = Costs(cast_on_device, extrapolate=True)
+        self._host_steps = dict(zip((JOINED, CAST_ON_DEVICE), (Costs(way, extrapolate=True) for way in ways)))
         parallel = workload.parallel
         allowed = [algorithm_of_nodes(parallel, rank, self.ranks) for rank in range(parallel.pp)]
         self._algorithms = [name if name in others else None for name in allowed]
@@ -343,15 +343,20 @@ class Timing:
         return all(map(_has, (self.table.host_step, self.table.device_step, self.table.optimizer)))
 
     def host_step_us(self, size_bytes: int, cast: Literal["host", "device"] = "host") -> float:
-        """The host's step of a group of ``size_bytes``, alone; in proportion to the bytes beyond what was measured.
+        """The host's step of a group of ``size_bytes`` as the run makes it, alone; in proportion to the bytes beyond
+        what was measured.
 
         Args:
-            cast: where new parameters become 16-bit ones; where that was not measured on the device, as on the host.
+            cast: where new parameters become 16-bit ones; where that was not measured, as Megatron steps.
         """
-        costs = self._cast_on_device if cast == "device" else self._beyond
-        if cast == "device" and CAST_ON_DEVICE not in (self.table.host_step or Curve()).algorithms:
-            self.leave_out(f"host_step.algorithms.{CAST_ON_DEVICE}")
-        return costs.estimate("host_step", size_bytes).us
+        way = CAST_ON_DEVICE if cast == "device" else JOINED
+        if way not in (self.table.host_step or Curve()).algorithms:
+            self.leave_out(f"host_step.algorithms.{way}")
+        return self._host_steps[way].estimate("host_step", size_bytes).us
+
+    def own_host_step_us(self, size_bytes: int) -> float:
+        """The same as Megatron makes it, which is a part of :meth:`optimizer_us`."""
+        return self._beyond.estimate("host_step", size_bytes).us
 
     def device_step_us(self, size_bytes: int) -> float:
         """The device's step of a group of ``size_bytes`` whose optimizer states are there, alone; in proportion to the
@@ -441,15 +446,14 @@ def _by_algorithm(table: CostTable) -> tuple[CostTable, dict[str, CostTable]]:
     return (with_gathers(replace(gpu, algorithms=rest)) if others else table), others
 
 
-def _by_cast(table: CostTable) -> tuple[CostTable, CostTable]:
-    """The table with the host's step where parameters become 16-bit ones on the host, and on the device; where that was
-    not measured, as on the host."""
+def _host_steps(table: CostTable) -> list[CostTable]:
+    """The table with the host's step as Megatron makes it, as the run does, and with parameters cast on the device;
+    where that was not measured, as Megatron does."""
     step = table.host_step
     if step is None:
-        return table, table
-    ways = (step.points, step.algorithms.get(CAST_ON_DEVICE, step.points))
-    host, device = (replace(table, host_step=replace(step, points=points, algorithms={})) for points in ways)
-    return host, device
+        return [table] * 3
+    ways = (step.points, *(step.algorithms.get(way) or step.points for way in (JOINED, CAST_ON_DEVICE)))
+    return [replace(table, host_step=replace(step, points=points, algorithms={})) for points in ways]
 
 
 def _has(curve) -> bool:

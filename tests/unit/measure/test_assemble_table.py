@@ -5,7 +5,7 @@ import pytest
 from megatron_ext.cost import cost_table
 from megatron_ext.measure import assemble_table
 from megatron_ext.measure.hostcpu.shared_processors import ROUNDS
-from megatron_ext.measure.options import Options
+from megatron_ext.measure.options import STEPS, Options
 
 
 def raw(first, second, **more):
@@ -28,11 +28,11 @@ def test_both_ways_of_the_host_s_step_and_the_device_s_are_in_the_table():
         point = {"p95_us": 2 * us, "samples": 5, "medians_us": [us], "passes": 1}
         return [{"size_bytes": size, "p50_us": us, **point} for size in (512, 1024)]
 
-    names = ("host_step", "host_step_cast_on_device", "device_step")
-    curves = {name: curve(us) for name, us in zip(names, (30.0, 20.0, 5.0))}
+    curves = {name: curve(us) for name, us in zip(STEPS, (30.0, 25.0, 20.0, 5.0), strict=True)}
     table = assemble_table.assemble(Options(optimizer_on_host=True), {"curves": curves})
     assert table.host_step.points[0].p50_us == 30.0 and table.device_step.points[0].p50_us == 5.0
-    assert table.host_step.algorithms[cost_table.CAST_ON_DEVICE][0].p50_us == 20.0
+    ways = {name: points[0].p50_us for name, points in table.host_step.algorithms.items()}
+    assert ways == {cost_table.JOINED: 25.0, cost_table.CAST_ON_DEVICE: 20.0}
 
 
 @pytest.mark.parametrize(

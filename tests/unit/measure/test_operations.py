@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.measure import contention, operations
-from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep, HostStepCastOnDevice
+from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.operations import Optimizer, Reduce
 from megatron_ext.measure.options import Options
+from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
 from megatron_ext.runtime.device import HostDevice
 
 
@@ -71,8 +72,7 @@ FULL, HALF = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("kind", "there", "back", "whole"),
     [
-        (HostStep, 4, [(HALF, FULL), (HALF, HALF)], []),
-        (HostStepCastOnDevice, 4, [(FULL, FULL), (HALF, FULL)], []),
+        (HostStep, 4, [(HALF, FULL)], []),
         (DeviceStep, 0, [(HALF, FULL)], []),
         (HostOptimizer, 4, [(HALF, FULL)], [("zero_", 2048)]),
     ],
@@ -95,6 +95,22 @@ def test_the_step_of_this_rank_s_shard_of_16_bit_parameters(kind, there, back, w
     assert calls.dtypes[there:] == back * 4
     assert [call for call in calls.made if call == ("zero_", 2048)] == whole
     assert operation.gradients[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [RunStep, RunStepCastOnDevice])
+def test_the_run_s_step_is_its_own_code_in_as_many_calls_as_slots_are_filled(kind):
+    """Four tensors of 16 x 16 in slots of one each: four calls, each of one tensor; the parameters are new."""
+    options = SimpleNamespace(data_parallel_size=2, hidden_size=16)
+    operation = kind(SimpleNamespace(options=options, device=HostDevice(), torch_device=torch.device("cpu")))
+    operation.issue(4096, 0).wait()
+    with Calls() as calls:
+        operation.issue(4096, 1).wait()
+    assert [name for name, _ in calls.made].count("_fused_adamw_") == 4
+    pieces = [piece for unit in operation._units for piece in unit.pieces]
+    operation.close()
+    assert sum(piece.parameter.numel() for piece in pieces) == 1024
+    for piece in pieces:
+        assert torch.equal(piece.shard, piece.parameter.to(torch.bfloat16)) and piece.parameter.max() < 1.0
 
 
 def test_the_host_s_step_is_measured_where_the_optimizer_steps_there():

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from megatron_ext.measure import kept_measurement, rank_program, scaled_sizes
 from megatron_ext.measure.announcement import announcement
 from megatron_ext.measure.assemble_table import assemble
-from megatron_ext.measure.options import MIB, Options
+from megatron_ext.measure.options import MIB, STEPS, Options
 from megatron_ext.measure.sampling import Samples
 
-LINKS = ("cpu", "publish", "optimizer", "host_add", "host_step", "host_step_cast_on_device", "device_step")
+LINKS = ("cpu", "publish", "optimizer", "host_add", *STEPS)
 LARGE = Options(
     data_parallel_size=1,
     device="cpu",
@@ -24,8 +24,8 @@ LARGE = Options(
 )
 """Of 1.6 billion parameters: with these rates a visit of all of them takes a minute."""
 
-SECONDS_PER_BYTE = {"optimizer": 4e-9, "host_step": 2e-9, "host_step_cast_on_device": 2e-9, "cpu": 2e-11}
-BUILD_PER_BYTE = {"optimizer": 1e-8, "host_step": 5e-9, "host_step_cast_on_device": 5e-9}
+SECONDS_PER_BYTE = {"optimizer": 4e-9, "cpu": 2e-11} | dict.fromkeys(STEPS[:-1], 2e-9)
+BUILD_PER_BYTE = {"optimizer": 1e-8} | dict.fromkeys(STEPS[:-1], 5e-9)
 
 
 class Killed(Exception):
@@ -60,7 +60,8 @@ def machine(monkeypatch):
     for kind, name in (
         ("HostOptimizer", "optimizer"),
         ("HostStep", "host_step"),
-        ("HostStepCastOnDevice", "host_step_cast_on_device"),
+        ("RunStep", "host_step_joined"),
+        ("RunStepCastOnDevice", "host_step_cast_on_device"),
         ("DeviceStep", "device_step"),
     ):
         monkeypatch.setattr(rank_program, kind, operation(name))
@@ -89,7 +90,7 @@ def run(options):
         agree=lambda value: value,
         barrier=lambda: None,
         torch_device=torch.device("cpu"),
-        device=SimpleNamespace(settle=lambda: None),
+        device=SimpleNamespace(settle=lambda: None, why_no_flags=""),
         set_up_seconds=None,
         set_up_bytes=0,
     )

@@ -46,7 +46,7 @@ def host_gradients():
     return work, replace(schedule, groups=groups)
 
 
-def on_host(**states):
+def on_host(cast="device", **states):
     """Steps of the host beside the backward, new parameters cast on the device; ``states`` of every other group."""
     work = work_of(2, optimizer=OptimizerSettings(on_host=True))
     schedule = stock_schedule(work, layer_buckets)
@@ -55,7 +55,7 @@ def on_host(**states):
         for index, group in enumerate(schedule.groups)
     )
     slots = StateSlots(slots=2, slot_bytes=1 << 24) if states.get("states_rest") == "nvme" else None
-    step = StepSlots(slots=2, slot_bytes=1 << 26, cast="device")
+    step = StepSlots(slots=2, slot_bytes=1 << 26, cast=cast)
     return work, replace(schedule, groups=groups, step_slots=step, state_slots=slots, rollback_bytes=1 << 34)
 
 
@@ -64,6 +64,7 @@ CASES = {
     "the drive": lambda: gathered("random:3", nvme_slots=2, pinned_host_bytes=0),
     "gradients in host memory": host_gradients,
     "states on the device": lambda: on_host(states_rest="device"),
+    "parameters cast on the host": lambda: on_host("host"),
     "states on the drive": lambda: on_host(states_rest="nvme"),
 }
 
@@ -80,6 +81,10 @@ def without(table: cost.CostTable):
     yield "compute", replace(table, compute=())
     yield "call_us", replace(table, group_overhead=cost.GroupOverhead())
     yield "host_memory", replace(table, host_memory=None)
+    rows = tuple(replace(row, forward_launch_us=None, backward_launch_us=None) for row in table.compute)
+    yield "launches of layers", replace(table, compute=rows)
+    yield "launches of parameters", replace(table, launches=None)
+    yield "launches", replace(table, launches=None, compute=rows)
     for pair in dict.fromkeys((row.measured, row.busy) for row in table.contention):
         rows = tuple(row for row in table.contention if (row.measured, row.busy) != pair)
         yield f"contention {' beside '.join(pair)}", replace(table, contention=rows)
@@ -88,7 +93,8 @@ def without(table: cost.CostTable):
 
 REFUSED_SOMEWHERE = {
     *("routes.gpu", "routes.cpu", "routes.nvme", "publish.cpu", "publish.nvme", "publish.internode", "p2p", "reduce"),
-    *("optimizer", "host_add", "host_step", "host_step.algorithms.cast_on_device", "device_step", "compute"),
+    *("optimizer", "host_add", "host_step", "device_step", "compute"),
+    *("host_step.algorithms.cast_on_device", "host_step.algorithms.joined"),
 }
 
 

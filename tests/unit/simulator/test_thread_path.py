@@ -7,7 +7,7 @@ from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext import planner
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.cost.perturbed_table import MOST_LAUNCH_US, PerturbedTables
+from megatron_ext.cost.perturbed_table import MOST_LAUNCH_US, MOST_TENSOR_US, PerturbedTables
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.verdict import HELPS_NOT
@@ -72,9 +72,15 @@ def test_launches_that_were_not_measured_on_a_device_are_a_range():
         table, compute=rows, group_overhead=overhead, metadata=cost.Metadata(software={"backend": "nccl"})
     )
     tables = PerturbedTables(measured, ["compute"])
-    assert tables.missing == ("launches of a layer, taken as 0 to 1500 us",)
-    (row,) = tables.with_missing_at(1.0).compute
+    layers, parameters = tables.missing
+    assert layers == "launches of a layer, taken as 0 to 1500 us" and "of a parameter" in parameters
+    most = tables.with_missing_at(1.0)
+    (row,) = most.compute
     assert row.forward_launch_us == row.backward_launch_us == MOST_LAUNCH_US
+    assert most.launches == cost.Launches(reduce_us=1.0, tensor_us=MOST_TENSOR_US)
+    # With the optimizer on the host those of layers alone are measured.
+    known = replace(measured, compute=(replace(rows[0], forward_launch_us=5.0, backward_launch_us=5.0),))
+    assert PerturbedTables(known, ["compute"]).missing == (parameters,)
     assert not PerturbedTables(replace(measured, metadata=cost.Metadata()), ["compute"]).missing
 
 

@@ -121,13 +121,16 @@ def test_one_table_tells_the_steps_of_a_group_apart():
     """The fastest way is not meant where the other one is asked for."""
     work, size = make_workload(), 1 << 20
     step = line(10.0, 100.0)
-    both = replace(step, algorithms={cost.CAST_ON_DEVICE: line(5.0, 200.0).points})
+    ways = {cost.JOINED: line(7.0, 150.0).points, cost.CAST_ON_DEVICE: line(5.0, 200.0).points}
+    both = replace(step, algorithms=ways)
     table = make_table(work, host_step=both, device_step=line(1.0, 1e4), optimizer=line(20.0, 90.0))
     timing = Timing(work, table)
-    assert timing.host_step_us(size) == pytest.approx(10.0 + size / 100.0)
+    assert timing.own_host_step_us(size) == pytest.approx(10.0 + size / 100.0)
+    assert timing.host_step_us(size) == pytest.approx(7.0 + size / 150.0)
     assert timing.host_step_us(size, "device") == pytest.approx(5.0 + size / 200.0)
     assert timing.device_step_us(size) == pytest.approx(1.0 + size / 1e4)
     assert timing.offers_device_step
     fewer = Timing(work, replace(table, host_step=step, device_step=None))
     assert not fewer.offers_device_step
-    assert fewer.host_step_us(size, "device") == fewer.host_step_us(size)
+    assert fewer.host_step_us(size, "device") == fewer.host_step_us(size) == fewer.own_host_step_us(size)
+    assert fewer.left_out[1:] == ("host_step.algorithms.cast_on_device", "host_step.algorithms.joined")

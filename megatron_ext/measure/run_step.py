@@ -1,0 +1,69 @@
+"""The host's step of one group as a run makes it where a schedule says when (``step_slots``, ``rollback_bytes``): the
+run's own code, with gradients in slots, tensors that lie behind each other stepped as one, and copies beside steps."""
+
+import torch
+
+from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.host_step import HostStep
+from megatron_ext.measure.operations import DONE
+from megatron_ext.runtime.host_step.after_norm import AfterNorm
+from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
+from megatron_ext.runtime.host_step.room import Link, Piece, SharedRooms
+from megatron_ext.runtime.host_step.unit import HostUnit
+from megatron_ext.runtime.page_locked import large_tensor
+from megatron_ext.schedule.step_slots import SLOTS, planned_slot_bytes
+from megatron_ext.workload.state_layout import LINE_BYTES, tensor_bytes
+
+
+class RunStep(HostStep):
+    """This rank's shard of a group of ``size_bytes`` of 16-bit parameters, which become such on the host."""
+
+    name = "host_step_joined"
+    cast_on_device = False
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self._units: list[HostUnit] = []
+        self._link: Link | None = None
+
+    def issue(self, size_bytes: int, round_index: int):
+        if size_bytes != self._size:
+            self.build(size_bytes)
+        self._after_norm.expect(self._units)
+        for unit in self._units:
+            unit.optimizer.step()
+        self.fabric.device.settle()
+        return DONE
+
+    def build(self, size_bytes: int) -> None:
+        """Make the tensors of the shard, and units of as many as a slot holds."""
+        self.close()
+        device, place, sizes = self.fabric.device, self.fabric.torch_device, self.sizes(size_bytes)
+        slot = planned_slot_bytes(tensor_bytes(max(sizes)), sum(map(tensor_bytes, sizes)))
+        self._link = Link(device, place, slot if self.cast_on_device else 0)
+        rooms = SharedRooms(self._link, SLOTS, slot, self.cast_on_device)
+        each = max(slot // tensor_bytes(max(sizes)), 1)
+        for first in range(0, len(sizes), each):
+            pieces = []
+            for size in sizes[first : first + each]:
+                gradient = torch.full((size,), 1e-3, device=place)
+                shard = torch.ones(size, dtype=torch.bfloat16, device=place)
+                pieces.append(Piece(torch.ones(size), lambda own=gradient: own, shard))
+            optimizer = FlatAdamW([piece.parameter for piece in pieces], lr=1e-4, fused=True)
+            lay_out(optimizer, device.host_tensor if self.cast_on_device else large_tensor)
+            self._units.append(HostUnit(first, optimizer, pieces, rooms, LINE_BYTES))
+        self._after_norm, self._size = AfterNorm(self._link), size_bytes
+
+    def close(self) -> None:
+        for unit in self._units:
+            unit.close()
+        if self._link is not None:
+            self._link.close()
+        self._units, self._link, self._size = [], None, None
+
+
+class RunStepCastOnDevice(RunStep):
+    """The same with the new parameters copied in float32, and cast on the device."""
+
+    name = "host_step_cast_on_device"
+    cast_on_device = True
