@@ -167,16 +167,25 @@ def cost_estimate(hardware: str, workload_path: str, out: str, recompute_granula
 
 @cost_group.command("hardware")
 @click.argument("name", required=False)
+@click.option("--template", is_flag=True, help="Print a sheet to fill in, for a machine with NAME's GPU.")
 @json_option
-def cost_hardware(name: str | None, as_json: bool) -> None:
+def cost_hardware(name: str | None, template: bool, as_json: bool) -> None:
     """List the data sheets of the package; with a NAME or a path, every figure with its range and source.
 
-    A sheet of your own: cost hardware NAME --json > FILE, then change what differs.
+    A sheet of your own: cost hardware NAME --template > FILE, and fill it in.
     """
+    import json
+
     import msgspec
 
     from megatron_ext.cost import hardware_sheet as sheets
+    from megatron_ext.cost import sheet_template
 
+    if template:
+        if name is None:
+            raise InputError("needs the NAME of the sheet that is nearest; see: cost hardware", field="--template")
+        click.echo(json.dumps(sheet_template.template(name), indent=1))
+        return
     if name is None:
         titles = {known: sheets.load(known).title for known in sheets.names()}
         emit(as_json, titles, "\n".join(f"{known:16} {title}" for known, title in titles.items()))

@@ -34,6 +34,13 @@ def _workload(path: str | None, checkout: str | None, words, refuse_table):
     return describe_command_line(checkout, words).workload
 
 
+def _ending(judged, out: str) -> tuple[list[str], list[str]]:
+    """What the verdict says before its last line; and that line, behind what to add to the options."""
+    said, add = judged.text.splitlines(), f"--user-defined-schedule {out}"
+    last = said.pop() if judged.figures["answer"] else "verdict: none, there is nothing to compare with"
+    return said, [f"add: {'nothing' if judged.figures['helps'] is False else add}", last]
+
+
 @click.command(cls=ScriptCommand)
 @planning_inputs(workload_required=False)
 @checkout_option
@@ -70,6 +77,7 @@ def plan(
     from megatron_ext.cost import environment
     from megatron_ext.formats import json_files
     from megatron_ext.planner import missing_figures
+    from megatron_ext.planner.limit import LIMIT_UNKNOWN
     from megatron_ext.planner.policies import check_policy
     from megatron_ext.schedule import user_defined_schedule as schedule
 
@@ -98,8 +106,10 @@ def plan(
     notes["device_note"] = planner.device_note(planned, work, table, extrapolate=extrapolate)
     notes["offload_note"] = planner.offload_note(planned, work, table)
     notes["delay_note"] = delay.text() if delay is not None else None
-    lines = [judged.text, planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work)]
-    lines += notes.values()
+    notes["limit_note"] = LIMIT_UNKNOWN if work.limits.host_bytes is not None else None
+    said, last = _ending(judged, out)
+    lines = [*said, planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work)]
+    lines += [*notes.values(), *last]
     emit(
         as_json,
         {"schedule": out, "policy": policy, "verdict": judged.text}

@@ -112,6 +112,8 @@ class _Estimates:
         self._item, self._layer_launch_us = ITEM_BYTES[dtype], sheet.host.layer_us.value
         self.host = HostWork(sheet, self.links, self._item)
         self._us_per_flop = 1e6 / sheet.device.flop_per_s[dtype].value / sheet.device.flop_efficiency.value
+        attention = sheet.device.attention_efficiency or sheet.device.flop_efficiency
+        self._us_per_score = 1e6 / sheet.device.flop_per_s[dtype].value / attention.value
         self._us_per_byte = 1e6 / sheet.device.memory_bytes_per_s.value / sheet.device.memory_efficiency.value
         self._all_reduce = self.links.tensor_all_reduce()
         self._share = experts_share(workload)
@@ -143,7 +145,9 @@ class _Estimates:
     def us(self, work: Work, again: int) -> float:
         """One layer's forward or backward, which has ``again`` times the kernels of a forward."""
         products = sum(max(flop * self._us_per_flop, size * self._us_per_byte) for flop, size in work.products)
-        scores = max(work.score_flop * self._us_per_flop, work.score_bytes * self._us_per_byte)
+        fused = not self.batch.score_heads
+        us_per_score = self._us_per_score if fused else self._us_per_flop
+        scores = max(work.score_flop * us_per_score, work.score_bytes * self._us_per_byte)
         alone = products + scores + work.moved_bytes * self._us_per_byte
         between_ranks = ((self._all_reduce, work.reduced_bytes), *self._tokens(work.routed))
         return max(alone, again * KERNELS * self.device.kernel_us.value) + sum(

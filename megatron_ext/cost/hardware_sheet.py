@@ -48,7 +48,8 @@ class Drive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One GPU. ``flop_per_s``: dense matrix products by dtype. ``kernel_us``: the least that one kernel takes."""
+    """One GPU. ``flop_per_s``: dense matrix products by dtype. ``attention_efficiency``: the share of it that fused
+    attention reaches; left out, ``flop_efficiency``. ``kernel_us``: the least that one kernel takes."""
 
     memory_bytes: Figure
     memory_bytes_per_s: Figure
@@ -56,6 +57,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     flop_per_s: dict[str, Figure]
     flop_efficiency: Figure
     kernel_us: Figure
+    attention_efficiency: Figure | None = None
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -176,6 +178,8 @@ def load(name_or_path) -> HardwareSheet:
         if base not in names():
             raise InputError(f"is not a machine of the package; known: {known}", file=path, field="extends", value=base)
         raw = _merged(msgspec.to_builtins(load(base)), raw)
+    elif "host" not in raw:
+        raise InputError("is missing; give it, or a sheet that has one by extends", file=path, field="host")
     sheet = json_files.decode(msgspec.json.encode(raw), HardwareSheet, file=path)
     return _check(sheet, path)
 

@@ -2,7 +2,8 @@
 
 [Note: What is counted]
 * A matrix of ``n`` parameters takes ``2 n`` operations a token forward and twice that backward.
-* Attention scores take ``4 seq width`` operations a token; a fused kernel leaves out the half behind the causal mask.
+* Attention scores take ``4 seq width`` operations a token; a fused kernel leaves out the half behind the causal mask,
+  and computes the scores again in backward: five products where forward has two.
 * What lies between the matrices (norms, activation functions, residuals) moves bytes alone: one pass reads or writes an
   activation once. Backward moves twice what forward does.
 * Scores that are not fused are written to memory and read again, :data:`SCORE_PASSES` times in all.
@@ -24,14 +25,17 @@ from megatron_ext.workload.workload import EXPERTS, Chunk, Parameter, Workload
 
 SCORE_PASSES = 7
 """Scores written, read and written by the softmax and by dropout with its mask, read by the second product."""
+FUSED_BACKWARD = 2.5
+"""Of fused attention: FlashAttention-2 (arXiv 2307.08691), section 4.1."""
 LOSS_BYTES = 18
 """Bytes moved for one logit: read once in 16 bits, then four passes in 32 bits."""
 
 
 class Work(NamedTuple):
-    """``products``: (operations, bytes) of each matrix product. ``score_flop``, ``score_bytes``: of core attention.
-    ``moved_bytes``: between the products. ``reduced_bytes``: of each tensor-parallel all-reduce. ``routed``: of tokens
-    on a rank of their experts, for each time that they travel."""
+    """``products``: (operations, bytes) of each matrix product. ``score_flop``, ``score_bytes``: of core attention,
+    whose backward has ``score_backward`` times as many operations. ``moved_bytes``: between the products.
+    ``reduced_bytes``: of each tensor-parallel all-reduce. ``routed``: of tokens on a rank of their experts, for each
+    time that they travel."""
 
     products: tuple[tuple[float, float], ...] = ()
     score_flop: float = 0.0
@@ -39,6 +43,7 @@ class Work(NamedTuple):
     moved_bytes: float = 0.0
     reduced_bytes: tuple[float, ...] = ()
     routed: tuple[float, ...] = ()
+    score_backward: float = 2.0
 
     @property
     def flop(self) -> float:
@@ -52,13 +57,14 @@ class Work(NamedTuple):
             self.moved_bytes + other.moved_bytes,
             self.reduced_bytes + other.reduced_bytes,
             self.routed + other.routed,
+            max(self.score_backward, other.score_backward),
         )
 
     def backward(self, recompute: str | None) -> "Work":
         """The work of backward behind this forward."""
         twice = Work(
             tuple((2 * flop, 2 * size) for flop, size in self.products),
-            2 * self.score_flop,
+            self.score_backward * self.score_flop,
             2 * self.score_bytes,
             2 * self.moved_bytes,
             self.reduced_bytes,
@@ -166,5 +172,6 @@ def _work_of(parameter: Parameter, kind: str | None, batch: MicroBatch, tp: int)
             score_flop=square if batch.score_heads else square / 2,
             score_bytes=scores or 4.0 * item * tokens * columns,
             moved_bytes=3 * between * rows,
+            score_backward=2.0 if batch.score_heads else FUSED_BACKWARD,
         )
     return work

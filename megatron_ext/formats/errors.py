@@ -1,17 +1,23 @@
 """The one exception for what a user got wrong."""
 
+import re
+
+GIB = 2**30
+_BYTES = re.compile(r"\b(\d{10,}) bytes\b")
+
 
 class InputError(ValueError):
     """Bad input, said in one line that names file, field and value.
 
     Args:
-        message: what is wrong and what is expected, without a line break.
+        message: what is wrong and what is expected, without a line break; large numbers of bytes get their GiB.
         file: path of the file (or name of the flag) the value came from.
         field: dotted path of the field inside the file, e.g. ``groups[3].route``.
         value: the offending value; shortened when printed.
     """
 
     def __init__(self, message: str, *, file=None, field: str | None = None, value: object = ...):
+        message = _BYTES.sub(_with_gib, message)
         self.message, self.file, self.field, self.value = message, file, field, value
         parts = []
         if file is not None:
@@ -22,6 +28,12 @@ class InputError(ValueError):
             parts.append(_short(value))
         parts.append(message)
         super().__init__(one_line(": ".join(parts)))
+
+
+def _with_gib(found: re.Match) -> str:
+    """``bytes``, and from 1 GiB on what people read."""
+    size = int(found[1])
+    return f"{found[0]} ({size / GIB:.2f} GiB)" if size >= GIB else found[0]
 
 
 def one_line(text: str, limit: int = 2000) -> str:

@@ -23,14 +23,14 @@ class RunStep(HostStep):
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self._units: list[HostUnit] = []
+        self.units: list[HostUnit] = []
         self._link: Link | None = None
 
     def issue(self, size_bytes: int, round_index: int):
         if size_bytes != self._size:
             self.build(size_bytes)
-        self._after_norm.expect(self._units)
-        for unit in self._units:
+        self._after_norm.expect(self.units)
+        for unit in self.units:
             unit.optimizer.step()
         self.fabric.device.settle()
         return DONE
@@ -51,15 +51,15 @@ class RunStep(HostStep):
                 pieces.append(Piece(torch.ones(size), lambda own=gradient: own, shard))
             optimizer = FlatAdamW([piece.parameter for piece in pieces], lr=1e-4, fused=True)
             lay_out(optimizer, device.host_tensor if self.cast_on_device else large_tensor)
-            self._units.append(HostUnit(first, optimizer, pieces, rooms, LINE_BYTES))
+            self.units.append(HostUnit(first, optimizer, pieces, rooms, LINE_BYTES))
         self._after_norm, self._size = AfterNorm(self._link), size_bytes
 
     def close(self) -> None:
-        for unit in self._units:
+        for unit in self.units:
             unit.close()
         if self._link is not None:
             self._link.close()
-        self._units, self._link, self._size = [], None, None
+        self.units, self._link, self._size = [], None, None
 
 
 class RunStepCastOnDevice(RunStep):

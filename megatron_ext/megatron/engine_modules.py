@@ -52,6 +52,23 @@ class _Module(torch.nn.Module):
         """There is no fp8 here."""
 
 
+class SavesInputs(torch.autograd.Function):
+    """``function(*inputs)`` as a fused kernel computes it, which saves its inputs alone; backward computes it again."""
+
+    @staticmethod
+    def forward(ctx, function: Callable, *inputs):
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        nothing = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        with torch.enable_grad(), nothing:
+            return None, *torch.autograd.grad(ctx.function(*inputs), inputs, gradient)
+
+
 class LayerNorm(_Module):
     """``weight`` and ``bias``."""
 
@@ -94,7 +111,7 @@ def _add_norm(module: _Module, prefix: str, kind: str, size: int, dtype, sequenc
 def _norm(kind: str, x, weight, bias, eps: float, zero_centered: bool):
     weight = weight + 1 if zero_centered else weight
     if kind == "RMSNorm":
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return SavesInputs.apply(lambda x, weight: F.rms_norm(x, (x.shape[-1],), weight, eps), x, weight)
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
@@ -202,7 +219,8 @@ class DotProductAttention(_Module):
         self.dropout, self.scale = attention_dropout, softmax_scale
 
     def forward(self, query, key, value, attention_mask=None, *, attn_mask_type: str = "causal", **options):
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        # It saves copies of its own where the three are not one tensor (get_qkv_layout); what they are parts of is freed.
+        q, k, v = (part.contiguous().permute(1, 2, 0, 3) for part in (query, key, value))
         causal = "causal" in attn_mask_type
         mask = None if causal or attention_mask is None else ~attention_mask
         out = F.scaled_dot_product_attention(

@@ -7,6 +7,14 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.workload import parallel as parallel_sizes
 
+UNEVEN = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Options by which pipeline stages have different numbers of layers."""
+
 
 class OneLineParser(argparse.ArgumentParser):
     """An argparse parser whose errors are InputErrors: one line, exit code 2."""
@@ -48,6 +56,9 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     parallel.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parallel.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
     parallel.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, default=None)
+    for name in UNEVEN:
+        how = {"action": "store_true"} if name.startswith("account") else {"type": int}
+        parallel.add_argument("--" + name.replace("_", "-"), **how)
     parallel.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parallel.add_argument(
         "--data-parallel-size",
@@ -218,8 +229,33 @@ def _check_stages(args) -> None:
         vp = args.num_virtual_stages_per_pipeline_rank = None
     if vp is not None and pp == 1:
         _refuse(args, "num_virtual_stages_per_pipeline_rank", "needs --pipeline-model-parallel-size of at least 2")
-    if args.num_layers % (pp * (vp or 1)):
-        _refuse(args, "num_layers", f"does not divide into {pp * (vp or 1)} stages")
+    layers_of_stages(args)
+
+
+def layers_of_stages(args) -> list[int]:
+    """Transformer layers of every stage, as Megatron divides them.
+
+    Raises:
+        InputError: they do not divide, or the options contradict each other.
+    """
+    pp, vp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank or 1
+    first, last, embedding, loss = (getattr(args, name, None) or 0 for name in UNEVEN)
+    if pp == 1 and (first or last or embedding or loss):
+        name = next(name for name in UNEVEN if getattr(args, name, None))
+        _refuse(args, name, "needs --pipeline-model-parallel-size of at least 2")
+    if (first or last) and (embedding or loss):
+        name = UNEVEN[0] if first else UNEVEN[1]
+        _refuse(args, name, "cannot be combined with --account-for-embedding-in-pipeline-split or -loss-")
+    between, ranks = args.num_layers - first - last + embedding + loss, pp - bool(first) - bool(last)
+    if between < 0 or (ranks == 0 and between) or (ranks and between % (ranks * vp)) or first % vp or last % vp:
+        _refuse(args, "num_layers", f"does not divide into {pp * vp} stages")
+    of_ranks = [between // ranks if ranks else 0] * pp
+    of_ranks[0], of_ranks[-1] = first or of_ranks[0], last or of_ranks[-1]
+    found = [of_ranks[stage % pp] // vp for stage in range(pp * vp)]
+    found[0], found[-1] = found[0] - embedding, found[-1] - loss
+    if min(found) < 0:
+        _refuse(args, "num_layers", f"is too small for {pp * vp} stages with these options")
+    return found
 
 
 def _check_processes(args, world_size: int) -> None:

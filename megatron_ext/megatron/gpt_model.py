@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.megatron.gpt_arguments import UNEVEN
 from megatron_ext.runtime.device import has_cuda
 
 SAME_NAMES = (
@@ -46,6 +47,10 @@ def transformer_config(args, **overrides) -> TransformerConfig:
         persist_layer_norm=False,
         attention_softmax_in_fp32=not (args.bf16 or args.fp16),
     )
+    first, last, *account = (getattr(args, name, None) for name in UNEVEN)
+    uneven = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    values |= {name: layers for name, layers in uneven.items() if layers is not None}
+    values |= {name: True for name, asked in zip(UNEVEN[2:], account) if asked}
     values.update(overrides)
     return TransformerConfig(**values)
 

@@ -78,8 +78,7 @@ TOKENIZER = "tokenizer-type tokenizer-model vocab-file merge-file vocab-extra-id
 """They decide the size of the vocabulary, hence of two parameters."""
 
 REFUSED = """
-    account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split attention-output-gate
-    context-parallel-size decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers decoder-num-layers
+    attention-output-gate context-parallel-size decoder-num-layers
     encoder-num-layers encoder-pipeline-model-parallel-size encoder-tensor-model-parallel-size
     experimental-attention-variant expert-model-parallel-size expert-tensor-parallel-size first-last-layers-bf16
     fp32-residual-connection fp4-format heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
@@ -158,7 +157,8 @@ def refuse_at_once(options, *, verb: str, **known) -> argparse.Namespace | None:
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         if name not in given:
             raise InputError("is needed: a schedule takes the place of its gathers", field="--" + _dashes(name))
-    if sizes_taken(options) or any(name.replace("-", "_") in given for name in (*REFUSED, *BATCH)):
+    uneven = any(given.get(name) for name in gpt_arguments.UNEVEN)
+    if sizes_taken(options) or uneven or any(name.replace("-", "_") in given for name in (*REFUSED, *BATCH)):
         return None
     given |= {name: value for name, value in known.items() if value is not None}
     if args.global_batch_size is None:

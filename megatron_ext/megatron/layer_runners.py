@@ -19,10 +19,15 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron_ext.megatron import describe_model, gpt_model
 from megatron_ext.megatron.boundaries import layers_of
+from megatron_ext.megatron.gpt_arguments import UNEVEN
 from megatron_ext.runtime.device import has_cuda
 
 COLD_BYTES = 1 << 30
 """More layers than this holds are not made: no cache holds them."""
+
+ONE_LAYER = dict.fromkeys(UNEVEN) | {"num_layers": 1, "pipeline_model_parallel_size": 1}
+ONE_LAYER |= {"num_virtual_stages_per_pipeline_rank": None}
+"""Options of a model that is built to see how large a layer is."""
 
 
 class LayerRunner:
@@ -149,7 +154,7 @@ def layer_runners(options: list[str], read_batches=None) -> dict:
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     recomputed, alike = _recomputes(args)
     layers = max(args.num_layers // args.pipeline_model_parallel_size, 1)
-    args.num_layers, args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank = 1, 1, None
+    vars(args).update(ONE_LAYER)
     # Freeing outputs is the pipeline's: Megatron's backward step would take them for freed.
     (empty,) = gpt_model.build_chunks(args, gpt_model.transformer_config(args, deallocate_pipeline_outputs=False))
     layer_bytes = sum(p.numel() * 4 for p in empty.decoder.layers.parameters())

@@ -13,9 +13,12 @@ from unittest import mock
 import msgspec
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import attention, mlp
+from torch.nn import functional as F
 
 from megatron_ext.formats.errors import one_line
 from megatron_ext.megatron.boundaries import bare, layers_of
+from megatron_ext.megatron.engine_modules import Linear, SavesInputs
 from megatron_ext.runtime.saved_tensors import SavedTensors
 from megatron_ext.workload.workload import Chunk
 
@@ -62,7 +65,12 @@ def saved_activations(
         return None
     try:
         without_data = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode
-        with without_data(allow_non_fake_inputs=True), torch.enable_grad(), _without_random_states():
+        with (
+            without_data(allow_non_fake_inputs=True),
+            torch.enable_grad(),
+            _without_random_states(),
+            _fused_kernels(chunk),
+        ):
             chunk.to_empty(device="cpu")
             _move_other_tensors(chunk)
             return _counted(bare(chunk), layers_of(chunk), seq_length, micro_batch_size, hidden_size)
@@ -142,6 +150,29 @@ def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size:
             parameter.grad = None
         model.set_input_tensor(None)
         model.train(was_training)
+
+
+@contextlib.contextmanager
+def _fused_kernels(chunk: torch.nn.Module):
+    """Beside Transformer Engine's layers Megatron computes SwiGLU and rotary embeddings by kernels, unless it is told
+    not to. They save their input alone, or nothing that is large, and have no form without data."""
+    config = getattr(bare(chunk), "config", None)
+    if config is None or not any(isinstance(module, Linear) for module in chunk.modules()):
+        yield
+        return
+    gated = config.gated_linear_unit and config.activation_func is F.silu
+
+    def swiglu(x, *bias):
+        gate, other = torch.chunk(x + bias[0] if bias else x, 2, -1)
+        return F.silu(gate) * other
+
+    kernel = lambda x, bias, *how: SavesInputs.apply(swiglu, x, *([] if bias is None else [bias]))
+    with (
+        mock.patch.object(mlp, "bias_swiglu_impl", kernel),
+        mock.patch.object(config, "bias_activation_fusion", gated),
+        mock.patch.object(attention, "apply_rotary_pos_emb", lambda t, *how, **more: t.clone()),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -22,6 +22,11 @@ WORDS = {
 }
 """By name of ``busy_us``."""
 
+LIMIT_UNKNOWN = (
+    "What a limit on memory that the system keeps (a cgroup) costs is not known: it reclaims memory, and reads find no "
+    "page cache"
+)
+
 IN_HOST_MEMORY = ("cpu", "nvme", "publish", "host_step", "host_add")
 
 

@@ -35,6 +35,9 @@ from megatron_ext.workload.workload import Workload
 PASSES = 2
 """Of changing decisions one by one and solving small groupings, in little memory; the second if solving helped."""
 
+PROVEN = 1e-4
+"""Largest gap to a bound that counts as none: CP-SAT's units of time."""
+
 POLICIES = ("hybrid", "exact", "random:SEED", *BASELINES)
 
 
@@ -125,7 +128,7 @@ def _with_room_for_states(
         less = msgspec.structs.replace(limits, device_bytes=(limits.device_bytes or 0) - size)
         with contextlib.suppress(InputError):  # so much room cannot be left
             narrow = msgspec.structs.replace(workload, limits=less)
-            tried, _ = _within_memory(narrow, timing, routes, bound_us, "hybrid")
+            tried, _ = _within_memory(narrow, timing, routes, bound_us, "hybrid", again=True)
             whole = msgspec.structs.replace(tried.limits, device_bytes=limits.device_bytes)
             tried = with_states_placed(msgspec.structs.replace(tried, limits=whole), workload, timing)
             tried_us = run(workload, timing, tried).iteration_time_us
@@ -148,12 +151,15 @@ def keeps_device_bytes(workload: Workload) -> bool:
 
 
 def _within_memory(
-    workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float, policy: str
+    workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float, policy: str, *, again: bool = False
 ) -> tuple[Schedule, dict[str, float]]:
-    """The faster of the plans by all routes and by all-gathers alone, and the time of the latter."""
+    """The faster of the plans by all routes and by all-gathers alone, and the time of the latter. ``again``: the latter
+    is known with more room."""
     found: dict[str, tuple[float, Schedule]] = {}
     reasons: dict[str, InputError] = {}
-    ways: dict[str, tuple[Route, ...]] = {"gathers-only": tuple(route for route in routes if route == "gpu")}
+    ways: dict[str, tuple[Route, ...]] = {}
+    if not again:
+        ways["gathers-only"] = tuple(route for route in routes if route == "gpu")
     if policy == "hybrid":
         ways[policy] = routes
     for name, chosen in ways.items():
@@ -285,8 +291,13 @@ def _check_routes(workload: Workload, timing: Timing, routes: tuple[str, ...]) -
 
 
 def search_note(schedule: Schedule) -> str | None:
-    """A note for the reader where the plan is a baseline, because the search found nothing better; None otherwise."""
+    """A note for the reader where the plan is a baseline, because the search found nothing better, or of policy
+    ``exact`` what is proven; None otherwise."""
     options = schedule.metadata.options
+    if options.proven_gap is not None:
+        if options.proven_gap <= PROVEN:
+            return "Proven: none of the groupings that were solved has a faster schedule."
+        return f"Not proven: a schedule that is up to {options.proven_gap:.2%} shorter is not ruled out."
     if options.search_failed is not None:
         return f"The search found no schedule ({options.search_failed}). The plan is the baseline {options.rule}."
     if options.rule is not None:

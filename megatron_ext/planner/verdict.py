@@ -18,6 +18,7 @@ from megatron_ext.planner.within_memory import plan_within_memory
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.match import check_device_bytes
 from megatron_ext.schedule.schedule_text import bytes_by_route
+from megatron_ext.schedule.state_placement import host_bytes_of_nodes
 from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
@@ -55,7 +56,7 @@ class Verdict(NamedTuple):
       ``gain_of_timing``, ``gain_of_routes``: parts of ``gain_on_table``.
     * ``missing``, what the table lacks; ``measure_better``, what to measure better if the answer is ``cannot tell``.
     * ``iteration_time_us``, ``lower_bound_us``, ``distance_to_bound``, ``limit`` (a name of ``busy_us``), ``left_out``,
-      ``memory`` (the memory bill by pipeline rank).
+      ``memory`` (the memory bill by pipeline rank), ``host_bytes_per_node`` of the node that holds most.
     """
 
     text: str
@@ -158,6 +159,9 @@ def verdict(
             figures["measure_better"] = dominant_cost(workload, table, schedule, other, extrapolate=extrapolate)
         lines += _gain_lines(figures)
     lines += _plan_lines(figures, schedule, predicted)
+    on_nodes = max(host_bytes_of_nodes(schedule, with_activations(workload, table)))
+    lines += [f"host memory: {on_nodes / 2**30:.2f} GiB a node"] if on_nodes else []
+    figures["host_bytes_per_node"] = on_nodes
     if against is not None:
         lines.append(conclusion(figures))
     return Verdict("\n".join(lines), figures)

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from megatron_ext.formats.facts import EMULATED, RANKS_PER_DEVICE, shared_device
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
+from megatron_ext.planner.limit import LIMIT_UNKNOWN
 from megatron_ext.planner.stock import OVERLAPPED
 from megatron_ext.report import moved, parts
 from megatron_ext.report.build_report import Pair, Report
@@ -18,6 +19,9 @@ from megatron_ext.report.spread import Spread
 
 MEASURED = {"gather_us": "gather time in training", "exposed_us": "exposed time", "iteration_time_us": "iteration time"}
 """Measured figures in the order they are shown."""
+
+MUCH_LONGER = 1.25
+"""Times a prediction: the verdict's line says it."""
 
 EXPLAINED = {
     "gather time in training": (
@@ -197,12 +201,29 @@ def _routes(report: Report) -> str:
 
 def verdict_line(report: Report) -> str:
     """The plan's answer beside the measured ratio."""
-    answer, ratio = report.verdict.figures["answer"] or "no answer", report.measured_ratio
+    answer, ratio = _plan_lines(report)[1] or "no answer", report.measured_ratio
+    stock, ours = report.iteration_time_us
+    took = ours.median_us / stock.median_us if ratio is None else ratio.ratio
     if ratio is None:
-        return f"{answer}; not held to a measured ratio: the runs did not take turns"
-    was = f", so the verdict is {report.verdict_was}" if report.verdict_was else ""
-    measured = f"{ratio.ratio:.3f} +- {ratio.standard_error:.3f} of {_whose(report)} iteration time"
-    return f"{answer}; measured {measured} (standard error, {ratio.turns} turns){was}"
+        line = f"{answer}; not held to a measured ratio: the runs did not take turns"
+    else:
+        was = f", so the verdict is {report.verdict_was}" if report.verdict_was else ""
+        measured = f"{ratio.ratio:.3f} +- {ratio.standard_error:.3f} of {_whose(report)} iteration time"
+        line = f"{answer}; measured {measured} (standard error, {ratio.turns} turns){was}"
+    if took > 1:
+        line += f"; this run took LONGER, {took:.2f} times {_whose(report)} iteration time"
+    predicted = ours.median_us / report.predicted_iteration_time_us.scheduled
+    if predicted > MUCH_LONGER:
+        line += f"; {predicted:.2f} times what was predicted"
+        line += f". {LIMIT_UNKNOWN}" if report.run.workload.limits.host_bytes is not None else ""
+    return line
+
+
+def _plan_lines(report: Report) -> tuple[list[str], str]:
+    """What the plan said, and its answer, which stands beside the measured ratio alone."""
+    lines = report.verdict.text.splitlines()
+    answers = [line for line in lines if line.startswith("verdict: ")]
+    return [line for line in lines if line not in answers], "".join(answers).removeprefix("verdict: ")
 
 
 def links_lines(report: Report) -> list[str]:
@@ -290,7 +311,7 @@ def as_text(report: Report, width: int | None = None) -> str:
         detail.add_row("bytes", line)
     for line in parts.lines(report.parts, report.missed_us):
         detail.add_row("part", line)
-    detail.add_row("plan", report.verdict.text)
+    detail.add_row("plan", "\n".join(_plan_lines(report)[0]))
     detail.add_row("verdict", verdict_line(report))
     files = {**{name: report.run.file(name) for name in WRITTEN}, "all files": report.run.path}
     text = io.StringIO()
@@ -337,7 +358,7 @@ def as_markdown(report: Report) -> str:
         *(f"- hidden {line}" for line in hidden_lines(report)),
         *(f"- bytes {line}" for line in moved.lines(report.moved)),
         *(f"- {line}" for line in parts.lines(report.parts, report.missed_us)),
-        *(f"- {line}" for line in report.verdict.text.splitlines()),
+        *(f"- {line}" for line in _plan_lines(report)[0]),
         f"- {verdict_line(report)}",
     ]
     lines += ["", "## One iteration", "", f"![timeline]({WRITTEN['timeline']})", ""]

@@ -7,6 +7,7 @@ that program of 2021 gathered at a tenth of what the network carries, which no d
 import json
 
 import pytest
+from msgspec.structs import replace
 from places import DATA_DIR
 
 from megatron_ext.cost import hardware_sheet
@@ -27,6 +28,25 @@ PIPELINES = {
     "6.2B": (30, 4096, 32, 3),
     "14.6B": (46, 5120, 40, 1),
     "28.3B": (62, 6144, 48, 1),
+}
+
+
+LLAMA = {
+    # Layers, hidden and feed-forward size, heads. The Llama 3 Herd of Models (arXiv 2407.21783), table 3.
+    "8B": (32, 4096, 14336, 32),
+    "70B": (80, 8192, 28672, 64),
+    "405B": (126, 16384, 53248, 128),
+}
+# FSDP and TP ranks, samples of 8192 tokens a rank, recompute, tokens a second and GPU, predicted over published.
+# torchtitan, docs/performance.md and benchmarks/llama3_h100_202412_torchtitan.md (H100 at 500 W, torch.compile),
+# benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md (bfloat16 without asynchronous TP).
+FSDP = {
+    "8B, 8 H100": ("8B", 8, 1, 2, "half", 6667, 1.00),
+    "8B, 128 H100": ("8B", 128, 1, 2, "half", 6514, 0.96),
+    "70B, 256 H100": ("70B", 32, 8, 16, "full", 597.3, 0.97),
+    "405B, 128 H100": ("405B", 16, 8, 2, "full", 109, 0.90),
+    "8B, 64 A100": ("8B", 64, 1, 1, "half", 2973, 0.93),
+    "70B, 64 A100": ("70B", 64, 1, 1, "full", 331, 0.97),
 }
 
 
@@ -82,3 +102,26 @@ def test_pipelines(row, order):
     )
     both = combine({"measured": check(measured), "estimated": estimated})
     assert evaluate(work, both, bound_us=0.0).iteration_time_us == pytest.approx(published_us, rel=0.16)
+
+
+@pytest.mark.parametrize("name", FSDP)
+def test_fsdp_of_llama_3(name):
+    """Every layer gathered anew, attention by FlashAttention-2, PyTorch's own then. `half`: every second matrix product
+    is computed again, half of what recomputing all takes."""
+    model, dp, tp, samples, recompute, tokens_per_s, ratio = FSDP[name]
+    sheet = A100
+    if "H100" in name:
+        sheet = hardware_sheet.load("h100-500w-rdma")
+        attention = replace(sheet.device.attention_efficiency, value=0.33)
+        sheet = replace(sheet, device=replace(sheet.device, attention_efficiency=attention))
+    layers, hidden, ffn, heads = LLAMA[model]
+    how = {"gated": True, "rms_norm": True, "linear_bias": False, "qkv_bias": False, "tied": False}
+    shape = GptShape(layers, hidden, ffn, heads, 8, 128256, 128, **how)
+    parallel = Parallel.of(pp=1, vp=1, dp=dp, tp=tp, microbatches=1, gpus_per_node=8, order="no_pipeline")
+    times = []
+    for each in ("full", *((None,) if recompute == "half" else ())):
+        batch = MicroBatch(8192, samples, sequence_parallel=tp > 1, recompute=each)
+        work = gpt_workload(shape, parallel, batch, zero_stage=3)
+        times.append(evaluate(work, estimate(sheet, work, batch), bound_us=0.0).iteration_time_us / 1e6)
+    published_s = 8192 * samples / tp / tokens_per_s
+    assert sum(times) / len(times) / published_s == pytest.approx(ratio, abs=0.015)

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from megatron_ext.cost import hardware_sheet as sheets
+from megatron_ext.cost import sheet_template
 from megatron_ext.formats.errors import InputError
 
-EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-ethernet h100-nvlink h100-rdma h200-nvlink
+EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-500w-rdma h100-ethernet h100-nvlink h100-rdma h200-nvlink
     h200-one-gpu h200-rdma l40s rtx4090""".split()
 
 
@@ -53,6 +54,38 @@ def test_a_sheet_of_ones_own_extends_a_known_one(tmp_path):
     assert mine.nvlink == base.nvlink and mine.device.flop_per_s == base.device.flop_per_s
     path.write_bytes(msgspec.json.encode(base))
     assert sheets.load(path) == base
+
+
+@pytest.mark.parametrize("name", ("h100-rdma", "rtx4090", "gh200"))
+def test_a_template_is_refused_until_it_is_filled_in_and_then_is_a_sheet(tmp_path, name):
+    path, made = tmp_path / "mine.json", sheet_template.template(name)
+    path.write_text(json.dumps(made))
+    with pytest.raises(InputError, match=r"mine\.json.*value.*null"):
+        sheets.load(path)
+    base = dict(sheets.figures(sheets.load(name)))
+    filled = []
+    for section, entries in made.items():
+        for figure, entry in entries.items() if isinstance(entries, dict) else ():
+            if entry is not None:
+                assert "FILL IN, or delete for" in entry["source"]
+                entry |= {"value": base[f"{section}.{figure}"].value * 0.5, "source": "measured by ourselves"}
+                filled.append(f"{section}.{figure}")
+    path.write_text(json.dumps(made))
+    mine = dict(sheets.figures(sheets.load(path)))
+    assert {field for field in mine if mine[field] != base[field]} == {*filled}
+    assert {"host.cores", "host.numa_nodes", "host.memory_bytes_per_s", "host_link.bytes_per_s"} <= {*filled}
+    del made["host"]
+    path.write_text(json.dumps(made))
+    assert sheets.load(path).host == sheets.load(name).host
+
+
+def test_a_sheet_without_its_host_is_refused_with_what_to_do(tmp_path):
+    path = tmp_path / "mine.json"
+    bare = msgspec.to_builtins(sheets.load("h100-nvlink"))
+    del bare["host"]
+    path.write_text(json.dumps(bare))
+    with pytest.raises(InputError, match="host.*extends"):
+        sheets.load(path)
 
 
 def test_more_numa_nodes_are_slower_and_more_cores_are_not():

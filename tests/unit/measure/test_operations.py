@@ -106,7 +106,7 @@ def test_the_run_s_step_is_its_own_code_in_as_many_calls_as_slots_are_filled(kin
     with Calls() as calls:
         operation.issue(4096, 1).wait()
     assert [name for name, _ in calls.made].count("_fused_adamw_") == 4
-    pieces = [piece for unit in operation._units for piece in unit.pieces]
+    pieces = [piece for unit in operation.units for piece in unit.pieces]
     operation.close()
     assert sum(piece.parameter.numel() for piece in pieces) == 1024
     for piece in pieces:

@@ -53,7 +53,7 @@ def test_a_batch_that_is_decreased_leaves_the_rest_out():
 
 
 @pytest.mark.parametrize(
-    "name", "mtp-num-layers num-experts decoder-first-pipeline-num-layers q-lora-rank moe-router-topk".split()
+    "name", "mtp-num-layers num-experts pipeline-model-parallel-layout q-lora-rank moe-router-topk".split()
 )
 def test_one_of_a_kind_is_not_none(name):
     with pytest.raises(InputError, match=f"--{name} = '?1'?: changes parameters or the order of steps"):
@@ -69,3 +69,43 @@ def test_the_host_optimizer_takes_no_float32_parameters():
     assert optimizer_settings(args).on_host
     with pytest.raises(InputError, match="--optimizer-cpu-offload: Megatron's host optimizer takes no float32"):
         gpt_arguments.check(argparse.Namespace(**vars(parse()) | {"optimizer_cpu_offload": True}))
+
+
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ("--num-layers 8", [2, 2, 2, 2]),
+        ("--num-layers 7 --decoder-first-pipeline-num-layers 1", [1, 2, 2, 2]),
+        ("--num-layers 6 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1", [1, 2, 2, 1]),
+        (
+            "--num-layers 14 --num-virtual-stages-per-pipeline-rank 2 --decoder-last-pipeline-num-layers 2",
+            [2, 2, 2, 1] * 2,
+        ),
+        ("--num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [1, 2, 2, 1]),
+        (
+            "--num-layers 14 --num-virtual-stages-per-pipeline-rank 2 --account-for-embedding-in-pipeline-split "
+            "--account-for-loss-in-pipeline-split",
+            [1, 2, 2, 2, 2, 2, 2, 1],
+        ),
+    ],
+)
+def test_layers_that_megatron_divides_unevenly(options, layers):
+    """As core_v0.16's get_num_layers_to_build does."""
+    args = parse("--pipeline-model-parallel-size", "4", "--global-batch-size", "8", *options.split())
+    assert gpt_arguments.layers_of_stages(args) == layers
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--num-layers 8 --decoder-first-pipeline-num-layers 1", "--num-layers = 8: does not divide into 4 stages"),
+        ("--num-layers 9 --account-for-loss-in-pipeline-split", "--num-layers = 9: does not divide into 4 stages"),
+        (
+            "--num-layers 7 --decoder-first-pipeline-num-layers 1 --account-for-loss-in-pipeline-split",
+            "--decoder-first-pipeline-num-layers = 1: cannot be combined",
+        ),
+    ],
+)
+def test_layers_that_do_not_divide_are_refused(options, said):
+    with pytest.raises(InputError, match=f"^{said}"):
+        parse("--pipeline-model-parallel-size", "4", *options.split())

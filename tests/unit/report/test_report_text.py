@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 from megatron_ext.formats import rank_memory
-from megatron_ext.report.report_text import cautions, memory_rows
+from megatron_ext.planner.limit import LIMIT_UNKNOWN
+from megatron_ext.report.report_text import cautions, memory_rows, verdict_line
+from megatron_ext.report.turn_ratio import TurnRatio
 
 MIB = 1 << 20
 
@@ -43,3 +45,28 @@ def test_a_report_of_costs_of_a_shared_device_says_it():
     (note,) = cautions(report(device="NVIDIA H200", ranks_per_device=8))
     assert "shared device (8 ranks on one)" in note
     assert cautions(report(device="NVIDIA H200")) == []
+
+
+def verdict_of(ours_us, predicted_us, ratio=None, host_bytes=None):
+    limits = SimpleNamespace(host_bytes=host_bytes)
+    return verdict_line(
+        SimpleNamespace(
+            verdict=SimpleNamespace(text="predicted ...\nverdict: helps. The whole interval lies above 1%"),
+            measured_ratio=ratio,
+            verdict_was="wrong",
+            iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=ours_us)),
+            predicted_iteration_time_us=SimpleNamespace(scheduled=predicted_us),
+            run=SimpleNamespace(gathers_only=None, workload=SimpleNamespace(limits=limits)),
+        )
+    )
+
+
+def test_a_verdict_beside_a_run_that_took_longer_says_so_in_its_line():
+    slower = verdict_of(310.0, 100.0, host_bytes=1 << 30)
+    assert slower.startswith("helps. The whole interval lies above 1%; not held to a measured ratio")
+    assert "this run took LONGER, 3.10 times stock's iteration time; 3.10 times what was predicted" in slower
+    assert slower.endswith(LIMIT_UNKNOWN) and "cgroup" in slower
+    assert "cgroup" not in verdict_of(310.0, 100.0)
+    taken = verdict_of(110.0, 100.0, TurnRatio(1.1, 0.01, 8))
+    assert "measured 1.100 +- 0.010" in taken and "LONGER, 1.10 times" in taken and "predicted" not in taken
+    assert "LONGER" not in verdict_of(90.0, 100.0, TurnRatio(0.9, 0.01, 8))
