@@ -11,13 +11,7 @@ from megatron_ext.formats.errors import InputError
 
 @click.command(cls=BareScriptCommand)
 @click.option("--hardware", required=True, help="A machine's name (see: cost hardware), or a data sheet's path.")
-@click.option(
-    "--nodes",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Of as many GPUs as the sheet says; for others give a sheet of your own (cost hardware NAME --template).",
-)
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--picture", type=click.Path(), help="Write the same as a picture (PNG).")
 @click.argument("megatron_options", nargs=-1, type=click.UNPROCESSED)
 @json_option
@@ -53,8 +47,7 @@ def advise(hardware: str, nodes: int, picture: str | None, megatron_options, as_
         # There are no processes: the user gives nodes.
         gpus = f"gives {nodes * sheet.gpus_per_node} GPUs; the parallel sizes"
         reason = error.message.replace("processes", "GPUs").replace("is no multiple", "need a multiple")
-        other = "another number of GPUs: --nodes, or gpus_per_node in a sheet (cost hardware NAME --template)"
-        raise InputError(f"{gpus} {reason}; {other}", field="--nodes", value=nodes) from None
+        raise InputError(f"{gpus} {reason}", field="--nodes", value=nodes) from None
     if passed_over:
         click.echo(f"advise: not known here and passed over: {', '.join(passed_over)}", err=True)
     setting = advice.Setting(
@@ -64,7 +57,6 @@ def advise(hardware: str, nodes: int, picture: str | None, megatron_options, as_
         args.zero_stage,
         gpt_arguments.limits_of(args),
         optimizer_settings(args),
-        tuple(gpt_arguments.layers_of_stages(args)),
     )
     found = advice.advise(setting, sheet)
     if picture:

@@ -219,7 +219,7 @@ class DotProductAttention(_Module):
         self.dropout, self.scale = attention_dropout, softmax_scale
 
     def forward(self, query, key, value, attention_mask=None, *, attn_mask_type: str = "causal", **options):
-        # It saves copies of its own where the three are not one tensor (get_qkv_layout); what they are parts of is freed.
+        # It saves copies of its own where the three are not one tensor (get_qkv_layout); what they lie in is freed.
         q, k, v = (part.contiguous().permute(1, 2, 0, 3) for part in (query, key, value))
         causal = "causal" in attn_mask_type
         mask = None if causal or attention_mask is None else ~attention_mask

@@ -341,6 +341,7 @@ def shape_of(args):
         qkv_bias=args.add_bias_linear or args.add_qkv_bias,
         tied=not args.untie_embeddings_and_output_weights,
         dtype=dtype_of(args),
+        stage_layers=tuple(layers_of_stages(args)),
     )
 
 

@@ -21,9 +21,8 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.planner.gain_interval import MODEL_ERROR, WIDTH
 from megatron_ext.planner.quick_plan import FewRounds, Plan, by_all_gathers, quick_plans, synchronous_plan
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS
-from megatron_ext.planner.verdict import HELPS, LEAST_GAIN, answer_of
+from megatron_ext.planner.verdict import answer_of
 from megatron_ext.schedule.memory_bill import memory_bill
-from megatron_ext.schedule.state_placement import host_bytes_of_nodes
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel, megatron_order
@@ -39,8 +38,7 @@ PLANS, FEWEST_PLANS = 6, 3
 
 
 class Setting(NamedTuple):
-    """What is to be trained, and how. A limit that ``limits`` leaves out is the machine's memory. ``layers_of_stages``:
-    as :func:`gpt_workload` takes them."""
+    """What is to be trained, and how. A limit that ``limits`` leaves out is the machine's memory."""
 
     shape: GptShape
     parallel: Parallel
@@ -48,7 +46,6 @@ class Setting(NamedTuple):
     zero_stage: Literal[1, 2, 3]
     limits: Limits = Limits()
     optimizer: OptimizerSettings = OptimizerSettings()
-    layers_of_stages: tuple[int, ...] | None = None
 
     def device_bytes(self, sheet: HardwareSheet) -> int:
         """What a run may fill of a device."""
@@ -59,11 +56,9 @@ class Setting(NamedTuple):
         limits = msgspec.structs.replace(self.limits, device_bytes=self.device_bytes(sheet))
         if limits.pinned_host_bytes is None:
             limits = msgspec.structs.replace(limits, pinned_host_bytes=int(HOST_PART * sheet.host.memory_bytes.value))
-        how = {"zero_stage": self.zero_stage, "limits": limits, "optimizer": self.optimizer}
-        # Another number of stages, as a neighbour has it, has as many layers on each.
-        stages = self.parallel.pp * self.parallel.vp
-        how["layers_of_stages"] = self.layers_of_stages if stages == len(self.layers_of_stages or ()) else None
-        return gpt_workload(self.shape, self.parallel, self.batch, **how)
+        return gpt_workload(
+            self.shape, self.parallel, self.batch, zero_stage=self.zero_stage, limits=limits, optimizer=self.optimizer
+        )
 
 
 class Interval(NamedTuple):
@@ -109,17 +104,6 @@ class Outcome(NamedTuple):
         return self.rounds.steps + 2 * gathers
 
     @property
-    def host_bytes_per_node(self) -> int:
-        """Host memory of the node that holds most, by the best plan."""
-        return max(host_bytes_of_nodes(self.best.schedules[-1], self.rounds.parts[-1][0]))
-
-    @property
-    def quickest(self) -> tuple[float, bool]:
-        """Iteration time as people would train it, and whether that is by the plan."""
-        by_plan = self.answer == HELPS
-        return _time(self.best if by_plan else self.other), by_plan
-
-    @property
     def gain(self) -> float:
         return 1 - self.best.times.iteration_time_us / self.other.times.iteration_time_us
 
@@ -140,20 +124,6 @@ class Advice(NamedTuple):
     draws: int
     changed: dict[str, Outcome | InputError]
     left_out: tuple[str, ...]
-
-    @property
-    def fastest(self) -> tuple[str | None, float, bool]:
-        """Of the settings that fit: the option that is changed (None: none), and :attr:`Outcome.quickest`. A setting
-        that is less than :data:`LEAST_GAIN` faster is not."""
-        found: list[tuple[float, str | None, bool]] = []
-        for name, outcome in ((None, self.outcome), *self.changed.items()):
-            if not isinstance(outcome, InputError) and outcome.short is None:
-                us, by_plan = outcome.quickest
-                found.append((us * (1 - LEAST_GAIN if name is None else 1), name, by_plan))
-        if not found:
-            return None, *self.outcome.quickest
-        us, name, by_plan = min(found, key=lambda item: item[0])
-        return name, us / (1 - LEAST_GAIN if name is None else 1), by_plan
 
 
 def advise(setting: Setting, sheet: HardwareSheet) -> Advice:

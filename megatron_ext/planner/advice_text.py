@@ -23,7 +23,6 @@ def as_json(advice: Advice) -> dict:
             for name, other in advice.changed.items()
         },
         "not_tried": list(advice.left_out),
-        "fastest": dict(zip(("change", "iteration_time_us", "by_plan"), advice.fastest)),
     }
 
 
@@ -46,7 +45,6 @@ def figures(outcome: Outcome) -> dict:
         "exposed_us": times.exposed_us,
         "memory": msgspec.to_builtins(outcome.memory),
         "fits": outcome.short is None,
-        "host_bytes_per_node": outcome.host_bytes_per_node,
     }
 
 
@@ -76,7 +74,7 @@ def as_text(advice: Advice) -> str:
         f"busy: {_shares(outcome)} of the iteration",
         f"compute waits for parameters {times.exposed_us / times.iteration_time_us:.0%} of the iteration, "
         f"without the plan {other.exposed_us / other.iteration_time_us:.0%}",
-        f"memory: {rank_memory.text(outcome.memory)}; host {outcome.host_bytes_per_node / 2**30:.1f} GiB a node",
+        f"memory: {rank_memory.text(outcome.memory)}",
         f"        of {outcome.setting.device_bytes(sheet) / 2**20:.1f} MiB that a run may fill of a device's "
         f"{sheet.device.memory_bytes.value / 2**20:.0f}"
         + (f"; DOES NOT FIT: {outcome.short}" if outcome.short else ""),
@@ -86,19 +84,7 @@ def as_text(advice: Advice) -> str:
     ]
     if advice.left_out:
         lines.append(f"not tried, because the workload is large: {', '.join(advice.left_out)}")
-    return "\n".join([*lines, *_verdict(advice)])
-
-
-def _verdict(advice: Advice) -> list[str]:
-    """What to add to the options, and the answer, in its light: a gain at a slow setting is none."""
-    name, us, by_plan = advice.fastest
-    add = [*([name] if name is not None else []), *(["--user-defined-schedule FILE (of plan)"] if by_plan else [])]
-    answer = f"{_fit(advice.outcome)}{advice.outcome.answer}"
-    if name is None:
-        return [f"add: {', '.join(add) or 'nothing'}", f"verdict: {answer}"]
-    how = "with a plan" if by_plan else "without a plan"
-    faster = f"{name} takes {us / 1e3:.0f} ms {how}, this setting {advice.outcome.quickest[0] / 1e3:.0f}"
-    return [f"add: {', '.join(add)}", f"verdict: {answer} at this setting, but {faster}"]
+    return "\n".join(lines)
 
 
 def _fit(outcome: Outcome) -> str:

@@ -131,7 +131,9 @@ def _scaled(table: CostTable, factors: Times) -> CostTable:
         if given is None or factor is None:
             return given
         others = {name: _points(points, factor) for name, points in given.algorithms.items()}
-        return replace(given, points=_points(given.points, factor), algorithms=others)
+        # Of the host's step the run made its own; Megatron's is in the optimizer's.
+        own = given.points if what == "host_step" and others else _points(given.points, factor)
+        return replace(given, points=own, algorithms=others)
 
     named = ("reduce", "optimizer", "host_step", "host_add")
     routes = {name: curve(f"routes.{name}", getattr(table.routes, name)) for name in ("gpu", "cpu", "nvme")}

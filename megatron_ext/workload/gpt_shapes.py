@@ -37,7 +37,8 @@ class MicroBatch(NamedTuple):
 
 
 class GptShape(NamedTuple):
-    """Sizes of a GPT. ``vocab`` is padded; ``positions`` is 0 without learned position embeddings."""
+    """Sizes of a GPT. ``vocab`` is padded; ``positions`` is 0 without learned position embeddings; ``stage_layers`` are
+    the layers of every stage where there are as many stages, which otherwise have equally many."""
 
     layers: int
     hidden: int
@@ -53,6 +54,7 @@ class GptShape(NamedTuple):
     qkv_bias: bool = True
     tied: bool = True
     dtype: str = "bfloat16"
+    stage_layers: tuple[int, ...] = ()
 
     def layer(self, tp: int) -> dict[str, tuple[int, ...]]:
         """Parameters of one layer, by name, in the order in which modules register them."""
@@ -101,12 +103,14 @@ def gpt_workload(
     """The workload of a GPT.
 
     Args:
-        layers_of_stages: transformer layers of every stage; by default as many on each.
+        layers_of_stages: transformer layers of every stage; by default as the shape says.
 
     Raises:
         InputError: the layers do not divide into the stages.
     """
     stages = parallel.pp * parallel.vp
+    if layers_of_stages is None and len(shape.stage_layers) == stages:
+        layers_of_stages = shape.stage_layers
     if layers_of_stages is None:
         if shape.layers % stages:
             raise InputError(f"does not divide into {stages} stages", field="--num-layers", value=shape.layers)

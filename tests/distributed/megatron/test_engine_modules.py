@@ -15,8 +15,8 @@ from variations import ALL, some
 
 from megatron_ext.megatron.engine_modules import GroupedLinear
 from megatron_ext.workload import workload as workload_file
-from megatron_ext.workload.activation_bytes import kept_by_layer
-from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch
+from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
+from megatron_ext.workload.parallel import Parallel
 
 BASE = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --vocab-size 100
     --data-parallel-size 2 --transformer-impl transformer_engine""".split()
@@ -82,8 +82,8 @@ def test_variants_have_what_their_options_say(layer):
     shapes, activations = layer(*options, "--group-query-attention", "--num-query-groups", 2, "--ffn-hidden-size", 96)
     # As `advise` counts by sizes: norms and SwiGLU save their inputs alone (arXiv 2205.05198), and statistics of rows.
     config = GptShape(2, 64, 96, 4, 2, 128, 16, gated=True, rms_norm=True, linear_bias=False, dtype="float32")
-    counted = kept_by_layer("transformer", config, MicroBatch(32), 1)
-    assert activations == pytest.approx(counted.activation_bytes, rel=0.02)
+    (chunk,) = gpt_workload(config, Parallel.of(pp=1, vp=1, dp=1, microbatches=1), MicroBatch(32)).chunks
+    assert activations == pytest.approx(chunk.activation_bytes[2], rel=0.02)
     assert shapes == {
         "self_attention.linear_proj.weight": (64, 64),
         "self_attention.linear_qkv.layer_norm_weight": (64,),

@@ -8,6 +8,7 @@ import pytest
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import gpt_arguments, ignored_options
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
+from megatron_ext.workload.gpt_shapes import gpt_workload
 
 
 def parse(*options: str):
@@ -93,6 +94,8 @@ def test_layers_that_megatron_divides_unevenly(options, layers):
     """As core_v0.16's get_num_layers_to_build does."""
     args = parse("--pipeline-model-parallel-size", "4", "--global-batch-size", "8", *options.split())
     assert gpt_arguments.layers_of_stages(args) == layers
+    work = gpt_workload(gpt_arguments.shape_of(args), gpt_arguments.parallel_of(args), gpt_arguments.batch_of(args))
+    assert [chunk.layer_kinds.count("transformer") for chunk in work.chunks] == layers
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from megatron_ext.cli.main import main
 from megatron_ext.cost import hardware_sheet
 from megatron_ext.cost.estimated_table import estimate
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner import advice, advice_text
+from megatron_ext.planner import advice
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.quick_plan import FewRounds, quick_plans
 from megatron_ext.planner.stock import OVERLAPPED
@@ -54,18 +54,6 @@ def test_without_nvlink_and_with_little_memory_host_copies_help():
     assert found.iteration_us.high > 1.3 * found.iteration_us.low
     assert outcome.memory.host_bytes["host_copies"] > 0
     assert outcome.memory.device_total_bytes <= advice.DEVICE_PART * 48e9
-    # What is fastest stands beside the answer, which is of this setting.
-    judged = {None: outcome} | {n: o for n, o in found.changed.items() if isinstance(o, advice.Outcome) and not o.short}
-    times = {name: one.quickest[0] for name, one in judged.items()}
-    name, us, by_plan = found.fastest
-    assert (
-        us == pytest.approx(times[name]) and us <= 1.011 * min(times.values()) and by_plan == judged[name].quickest[1]
-    )
-    *_, add, last = advice_text.as_text(found).splitlines()
-    assert name is not None and last.startswith(
-        "verdict: helps at this setting, but " + f"{name} takes {us / 1e3:.0f} ms"
-    )
-    assert add.startswith(f"add: {name}") and ("--user-defined-schedule" in add) == by_plan
 
 
 def test_memory_by_hand():
@@ -90,7 +78,7 @@ def test_what_does_not_fit_is_said():
     outcome = advice.judged(setting(), rtx)
     assert outcome.short is not None and "GiB) short" in outcome.short
     limit = int(advice.DEVICE_PART * rtx.device.memory_bytes.value)
-    with pytest.raises(InputError, match=f"limits.device_bytes = {limit}: cannot fit: .* GiB\\) short"):
+    with pytest.raises(InputError, match=f"limits.device_bytes = {limit}: cannot fit: .* GiB. short"):
         advice.judged(setting(zero_stage=3), rtx)
 
 
@@ -160,7 +148,7 @@ def test_the_command_on_a_laptop(without_torch, capsys, tmp_path):
     assert said["gain_low"] <= said["gain"] <= said["gain_high"] and said["compared_with"] == OVERLAPPED
     assert {"whole_parameters", "gradients", "optimizer_states", "activations"} <= set(said["memory"]["device_bytes"])
     assert said["settings"]["--micro-batch-size 2"]["iteration_time_us"] > 0
-    assert "ESTIMATED from a data sheet" in err and len(err.splitlines()) <= 26
+    assert "ESTIMATED from a data sheet" in err and len(err.splitlines()) <= 24
     # A plan that does not fit is said where the answer is, beside what a run may fill.
     assert f"does not fit; {said['answer']}: gain over {OVERLAPPED}" in err
     parts = f"of it by host copies {said['gain_of_routes']:.1%}, by timing {said['gain'] - said['gain_of_routes']:.1%}"
@@ -169,9 +157,6 @@ def test_the_command_on_a_laptop(without_torch, capsys, tmp_path):
     (refused,) = [line for line in err.splitlines() if line.startswith("--zero-stage 3")]
     assert refused.split(maxsplit=2)[2].endswith("bytes") and "cannot fit: pipeline rank 0 holds at least" in refused
     assert picture.read_bytes().startswith(b"\x89PNG")
-    # The answer comes last.
-    assert said["fastest"]["change"] is None and err.splitlines()[-1] == f"verdict: does not fit; {said['answer']}"
-    assert f"host {said['host_bytes_per_node'] / 2**30:.1f} GiB a node" in err
 
 
 @pytest.mark.parametrize(
