@@ -79,6 +79,8 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
     ]
     if not described.counts_activations:
         lines.append(f"activations are not counted: this model cannot run without data here{who_counts(refused)}")
+    most = max(held.device_total_bytes for held in memory) / 2**30
+    lines.append(f"verdict: stock Megatron holds {most:.2f} GiB on the device of the rank that holds most")
     emit(as_json, {"workload": out, **showing.summary(described), "memory": to_builtins(memory)}, "\n".join(lines))
 
 

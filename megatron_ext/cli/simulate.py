@@ -36,6 +36,7 @@ def simulate(
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.formats import trace as traces
     from megatron_ext.planner.evaluate import evaluate
+    from megatron_ext.planner.limit import limit_of, limit_text
     from megatron_ext.planner.missing_figures import interval_of, refuse_missing
     from megatron_ext.planner.other_orders import OtherOrder, evaluate_order
     from megatron_ext.planner.verdict import rule_of
@@ -73,4 +74,8 @@ def simulate(
     text += f"; weight versions: {versions}"
     figures = {"by": by, **in_order, **result.as_json(), "interval": interval and interval._asdict()}
     lines = [f"by           {by}", text, result.as_text(), *([interval.text()] if interval else [])]
+    known = f"{result.iteration_time_us / 1e3:.3f} ms by {by}"
+    if interval:
+        known = f"{interval.low_us / 1e3:.3f} to {interval.high_us / 1e3:.3f} ms by {by}, since not all was measured"
+    lines += [limit_text(limit_of(result.busy_us, result.iteration_time_us)), f"verdict: an iteration takes {known}"]
     emit(as_json, figures, "\n".join(lines))

@@ -37,6 +37,11 @@ def test_the_order_is_named_with_what_it_keeps(run, order, in_flight, versions):
     assert figures["iteration_time_us"] >= figures["lower_bound_us"] > 0
     text = f"order        {order or '1f1b'}; in flight, by rank: {', '.join(map(str, in_flight))} micro-batches"
     assert f"{text}; weight versions: {versions}\n" in error
+    *_, limit, last = error.splitlines()
+    assert limit.startswith("limit: ") and last.startswith("verdict: an iteration takes ")
+    low, high = (figures["interval"] or {}).get("low_us"), (figures["interval"] or {}).get("high_us")
+    us = figures["iteration_time_us"]
+    assert (f"{low / 1e3:.3f} to {high / 1e3:.3f} ms by" if low else f"{us / 1e3:.3f} ms by") in last
 
 
 def test_what_was_not_measured_makes_an_interval_or_is_refused(run, tmp_path):

@@ -1,0 +1,33 @@
+"""``plan`` ends with what to add to the options, and the verdict."""
+
+import json
+
+import pytest
+from msgspec.structs import replace
+from planning_cases import WHOLE, make_table, make_workload
+
+from megatron_ext.cli import main as cli
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.planner.limit import LIMIT_UNKNOWN
+from megatron_ext.workload import workload
+from megatron_ext.workload.workload import Limits
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(host_bytes=1 << 40)])
+def test_the_last_lines_say_what_to_do(tmp_path, capsys, limits):
+    work = replace(make_workload(pp=1, vp=1, microbatches=2, order="no_pipeline"), limits=limits)
+    paths = {name: str(tmp_path / f"{name}.json") for name in ("w", "t", "s")}
+    workload.save(paths["w"], work)
+    cost.save(paths["t"], make_table(work, **WHOLE))
+    files = ["--workload", paths["w"], "--cost-table", paths["t"], "--out", paths["s"]]
+    assert cli.main(["plan", *files, "--json"]) == 0
+    out, error = capsys.readouterr()
+    figures, (*said, add, last) = json.loads(out), error.splitlines()
+    assert (
+        last.startswith(f"verdict: {figures['answer']}") and sum("verdict" in line for line in error.splitlines()) == 1
+    )
+    helps_not = figures["helps"] is False
+    assert add == ("add: nothing" if helps_not else f"add: --user-defined-schedule {paths['s']}")
+    held = figures["host_bytes_per_node"]
+    assert (f"host memory: {held / 2**30:.2f} GiB a node" in said) == bool(held)
+    assert (LIMIT_UNKNOWN in said) == (limits.host_bytes is not None)
