@@ -1,7 +1,7 @@
 """Options of the example and of ``describe``: a subset of Megatron's own, under its names."""
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
@@ -57,7 +57,7 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     parallel.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
     parallel.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, default=None)
     for name in UNEVEN:
-        how = {"action": "store_true"} if name.startswith("account") else {"type": int}
+        how: dict[str, Any] = {"action": "store_true"} if name.startswith("account") else {"type": int}
         parallel.add_argument("--" + name.replace("_", "-"), **how)
     parallel.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parallel.add_argument(

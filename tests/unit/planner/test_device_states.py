@@ -4,11 +4,14 @@ import pytest
 from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
+from megatron_ext.cost.cost_table import CAST_ON_DEVICE
 from megatron_ext.planner import device_note, device_states, plan
-from megatron_ext.planner.device_states import with_states_on_device
+from megatron_ext.planner.device_states import bytes_to_reserve, with_states_on_device
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.state_placement import host_bytes_of_nodes
+from megatron_ext.schedule.user_defined_schedule import StepSlots
+from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.workload import Limits
 
@@ -122,3 +125,20 @@ def test_at_zero_stage_3_room_is_left_for_states_where_that_is_faster(monkeypatc
     assert schedule.predicted.iteration_time_us < 0.97 * greedy.predicted.iteration_time_us
     again = evaluate(work, table, schedule)
     assert again.iteration_time_us == schedule.predicted.iteration_time_us
+
+
+@pytest.mark.parametrize(("cast_rate", "leaves"), [(4.0, True), (1.0, False)])
+def test_room_is_left_for_the_slot_in_which_parameters_are_cast_where_that_is_faster(cast_rate, leaves):
+    """Only where they are cast on the host so far."""
+    work, table = case(device_rate=1e-3)  # states on the device would not help
+    points = replace(table.host_step, algorithms={CAST_ON_DEVICE: faster(table.host_step, cast_rate)})
+    schedule = plan(work, table)
+    slots = StepSlots(slots=4, slot_bytes=1 << 20, cast="host")
+    timing = Timing(work, replace(table, host_step=points))
+    asked = [bytes_to_reserve(replace(schedule, step_slots=one), work, timing) for one in (slots, None)]
+    assert asked == [[slots.slot_bytes] if leaves else [], []]
+    assert bytes_to_reserve(replace(schedule, step_slots=replace(slots, cast="device")), work, timing) == []
+
+
+def faster(curve, times):
+    return tuple(replace(point, p50_us=point.p50_us / times) for point in curve.points)
