@@ -153,8 +153,8 @@ def keeps_device_bytes(workload: Workload) -> bool:
 def _within_memory(
     workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float, policy: str, *, again: bool = False
 ) -> tuple[Schedule, dict[str, float]]:
-    """The faster of the plans by all routes and by all-gathers alone, and the time of the latter. ``again``: with less
-    room than before; the latter is known, and one rule is searched."""
+    """The faster of the plans by all routes and by all-gathers alone, and the time of the latter. ``again``: the latter
+    is known with more room."""
     found: dict[str, tuple[float, Schedule]] = {}
     reasons: dict[str, InputError] = {}
     ways: dict[str, tuple[Route, ...]] = {}
@@ -166,8 +166,7 @@ def _within_memory(
         if not chosen:
             continue
         try:
-            how = {"only_gathers": name != "hybrid"} | ({"searched": 1} if again else {})
-            schedule = plan_within_memory(workload, timing, chosen, bound_us, **how)
+            schedule = plan_within_memory(workload, timing, chosen, bound_us, only_gathers=name != "hybrid")
             found[name] = run(workload, timing, schedule).iteration_time_us, schedule
         except InputError as error:
             reasons[name] = error

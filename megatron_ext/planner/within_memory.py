@@ -36,20 +36,13 @@ MUCH_SLOWER = 0.02
 
 
 def plan_within_memory(
-    workload: Workload,
-    timing: Timing,
-    routes: tuple[Route, ...],
-    bound_us: float,
-    *,
-    only_gathers: bool = False,
-    searched: int = SEARCHED,
+    workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float, *, only_gathers: bool = False
 ) -> Schedule:
     """The fastest schedule found within ``limits.device_bytes``.
 
     Args:
         routes: that may be used; ``cpu_shard`` is added where shards may rest in host memory.
         only_gathers: by all-gathers alone, of shards that stay on the device.
-        searched: rules that are searched.
 
     Raises:
         InputError: nothing fits, with what is missing and the settings that would help.
@@ -65,7 +58,7 @@ def plan_within_memory(
     found: list[tuple[float, Schedule]] = []
     many = number_of_steps(workload) > FEW_STEPS
     for us, rule in estimated:
-        if len(found) == searched or (found and many and us > estimated[0][0] * (1 + MUCH_SLOWER)):
+        if len(found) == SEARCHED or (found and many and us > estimated[0][0] * (1 + MUCH_SLOWER)):
             break
         try:
             found.append(_searched(workload, timing, routes, rule, bound_us))
