@@ -182,6 +182,16 @@ def exact_gaps(result: dict):
     return figure
 
 
+def fit_truth(result: dict):
+    """Iteration times of the chosen setting over the best of all, sorted."""
+    figure, (axis,) = figure_of(7, 3.2)
+    ratios = sorted(100 * (row["ratio"] - 1) for row in result["rows"] if row["ratio"] is not None)
+    axis.step(range(len(ratios)), ratios, where="post", color=OURS)
+    title = f"{result['agree']} of {result['cases']} within 1 %"
+    axis.set(xlabel="small cases, sorted", ylabel="chosen over the best of all, %", title=title)
+    return figure
+
+
 def verdict(result: dict):
     """Intervals of gains beside the gain that is true, or was measured, sorted by it; coloured by the answer."""
     figure, (axis,) = figure_of(7, 3.6)
@@ -434,6 +444,7 @@ PICTURES = {
         host_step,
         planner_suite,
         exact_gaps,
+        fit_truth,
         verdict,
         parity,
         device_limits,

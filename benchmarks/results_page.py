@@ -317,6 +317,14 @@ ROWS = {
             f"cases; {r['summary']['faster_than_exact']} faster than the solver's, which tries fewer groupings"
         ),
     ),
+    "fit_truth": Row(
+        "Is what `fit` chooses the fastest of all settings, each planned in full?",
+        "benchmarks/fit_truth.py",
+        lambda r: (
+            f"**simulated** within 1 % in {r['agree']} of {r['cases']} small cases, worst {r['worst_ratio'] - 1:.2%} "
+            f"of {r['compared']} in which something fits"
+        ),
+    ),
     "planner_scale": Row("How does planning grow?", "benchmarks/planner_scale.py", planner_scale),
     "host_step": Row(
         "Is the host's step as fast as memory, and how long do pages take?", "benchmarks/host_step.py", host_step

@@ -215,8 +215,19 @@ def _command_lines(t: str, w: str, s: str, out: str) -> tuple[bytes, ...]:
         ["simulate", "--cost-table", t, "--workload", w, "--schedule", s],
         ["cost", "compare", t, t],
         ["cost", "check", t, "--workload", w],
-        ["advise", "--hardware", "h100-rdma", "--nodes", "2", "--", *model, "--micro-batch-size", "1"],
-        ["advise", "--hardware", "l40s", "--", *model, "--tensor-model-parallel-size", "2", "--bf16"],
+        ["fit", "--hardware", "h100-rdma", "--nodes", "2", "--fix", "all", "--", *model, "--micro-batch-size", "1"],
+        [
+            "fit",
+            "--hardware",
+            "l40s",
+            "--fix",
+            "recompute",
+            "--",
+            *model,
+            "--tensor-model-parallel-size",
+            "2",
+            "--bf16",
+        ],
     )
     return tuple(json.dumps(line).encode() for line in lines)
 
@@ -227,7 +238,7 @@ def _command_line(file: Path, data: bytes) -> int:
     except ValueError:
         return 2
     words = [str(word) for word in words] if isinstance(words, list) else []
-    if words[:1] not in (["cost"], ["plan"], ["simulate"], ["advise"]) or any("\x00" in word for word in words):
+    if words[:1] not in (["cost"], ["plan"], ["simulate"], ["fit"]) or any("\x00" in word for word in words):
         return 2  # no other verbs: they start processes or change trees; no process can be given a zero byte
     try:
         return cli.main(words)

@@ -134,7 +134,7 @@ def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) ->
             f"--recompute-granularity full of every layer frees a part of the activations' {held['activations']}"
         )
     settings.append("more pipeline or tensor parallel ranks divide what a rank holds")
-    return "; " + ", ".join(settings)
+    return "; " + ", ".join(settings) + "; `megatron-ext fit` finds the fastest settings that fit"
 
 
 def _recomputes_layers(chunk: Chunk) -> bool:

@@ -147,6 +147,8 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
 @click.option("--micro-batch-size", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--sequence-parallel", is_flag=True)
 @click.option("--recompute-granularity", type=click.Choice(["full", "selective"]))
+@click.option("--recompute-method", type=click.Choice(["uniform", "block"]), default="uniform", show_default=True)
+@click.option("--recompute-num-layers", type=click.IntRange(1), default=1, show_default=True)
 @json_option
 def cost_estimate(hardware: str, workload_path: str, out: str, recompute_granularity, as_json: bool, **batch) -> None:
     """Make a cost table for a machine that nobody has measured, from its data sheet.

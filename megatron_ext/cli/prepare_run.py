@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from megatron_ext.cli.checkout_model import for_workload, refuse_early, refuse_script, use_megatron_of, with_sizes
+from megatron_ext.cli.fit import answer, fit_options, fixed_names
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.cli.script_command import BareScriptCommand
 from megatron_ext.formats import directory_lock, json_files
@@ -181,26 +182,54 @@ def _make_directory(out: Path) -> None:
         raise InputError(f"cannot be made: {error.strerror}", field="--out", value=str(out)) from None
 
 
+def _fitted(words, *, hardware: str | None, fixed: str, **asked):
+    """What ``fit`` finds for the ranks that the arguments, or a launcher, say."""
+    from megatron_ext.cost import hardware_sheet
+    from megatron_ext.planner.fit.request import Request, ready
+
+    if hardware is None:
+        raise InputError("is needed by --fit", field="--hardware")
+    world = script_arguments.read(words, verb="prepare").world_size()
+    nodes = -(-world // hardware_sheet.load(hardware).gpus_per_node)
+    more = {"hardware": hardware, "fixed": fixed_names(fixed), "nodes": nodes, "world_size": world}
+    request = Request(words=tuple(words), **more, **asked)
+    return answer(request, ready(request))
+
+
 @click.command(cls=BareScriptCommand)
 @click.option("--checkout", required=True, help="The Megatron-LM checkout that trains.")
 @click.option("--out", required=True, type=click.Path(file_okay=False), help="Directory of the three files.")
 @click.option("--policy", default="hybrid", show_default=True, help="As of plan.")
+@click.option("--fit", "fitting", is_flag=True, help="First find the fastest settings that fit; needs --hardware.")
+@fit_options
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="Time for measuring, as of measure.")
 @click.option("--nvme-path", type=click.Path(), help="Directory on a drive, where the nvme route is wanted.")
 @click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option
-def prepare(checkout: str, out: str, policy: str, seconds: float, nvme_path, script_arguments, as_json: bool) -> None:
+def prepare(
+    checkout: str, out: str, policy: str, seconds: float, nvme_path, fitting: bool, script_arguments, as_json, **asked
+) -> None:
     """Describe, measure and plan from the arguments of a training script: everything that its pretrain_gpt.py is given.
 
     Say --data-parallel-size, or run under a launcher. What lies in the directory already and still matches is kept.
     """
+    found = _fitted(script_arguments, **asked) if fitting else None
+    if found is not None:
+        script_arguments = (*(f"{name}={value}" for name, value in found.ours().items()), *found.words(*found.ours()))
     steps = Preparation(checkout, Path(out), script_arguments, policy=policy, seconds=seconds, nvme_path=nvme_path)
+    if found is not None and steps.is_first:
+        chosen = {"chosen": found.fit.winner.setting.options(), "predicted_us": found.fit.winner.us}
+        json_files.save(os.path.join(out, "fit.json"), msgspec.structs.replace(found.request, **chosen))
     steps.describe()
     if not steps.measure():  # under a launcher, and not rank 0
         return
+    from megatron_ext.planner.fit import fit_text
+
     judged = steps.plan()
     schedule = os.path.abspath(steps.schedule_path)
     lines = [judged.text, "", "add to the launch script:", f"    --user-defined-schedule {schedule}"]
+    if found is not None:
+        lines = [fit_text.as_text(found), "", *lines]
     if not steps.patched:
         lines += ["and patch the checkout:", f"    megatron-ext patch apply {checkout}"]
     emit(
@@ -212,6 +241,7 @@ def prepare(checkout: str, out: str, policy: str, seconds: float, nvme_path, scr
             "kept": steps.kept,
             "patched": steps.patched,
             "verdict": judged.text,
+            "fit": found and fit_text.as_json(found),
             **judged.figures,
         },
         "\n".join(lines),

@@ -4,6 +4,7 @@ import click
 
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.cli.table_check import naming_files
+from megatron_ext.formats.errors import InputError
 
 
 @click.command()
@@ -17,5 +18,20 @@ def report(run_dir: str, extrapolate: bool, as_json: bool) -> None:
     run = reports.load(run_dir)
     with naming_files(str(run.file("cost_table")), str(run.file("workload"))):
         built = reports.build(run, extrapolate=extrapolate)
+        said = _fit_again(run, extrapolate)
     reports.write(built)
-    emit(as_json, reports.report_text.as_json(built), reports.report_text.as_text(built))
+    figures, text = reports.report_text.as_json(built), reports.report_text.as_text(built)
+    if said is not None:
+        figures, text = figures | {"fit": said[0]}, f"{text}\n{said[1]}"
+    emit(as_json, figures, text)
+
+
+def _fit_again(run, extrapolate: bool) -> tuple[dict, str] | None:
+    """What a search of settings says now; None where the run was not prepared by one."""
+    from megatron_ext.report import fit_again
+
+    try:
+        again = fit_again.of_run(run, extrapolate=extrapolate)
+    except InputError as error:
+        return {"refused": str(error)}, f"fit: not searched again: {error}"
+    return again and (again.as_json(), again.text())

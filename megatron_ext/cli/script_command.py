@@ -11,6 +11,7 @@ PLAN_OPTIONS = (
     "--gpus-per-node",
     "--limit-device-bytes",
     "--limit-whole-parameter-bytes",
+    "--limit-host-bytes",
     "--limit-pinned-host-bytes",
     "--limit-nvme-slots",
 )

@@ -24,6 +24,8 @@ SIZES = tuple(1 << power for power in range(8, 41, 4))
 
 KERNELS = 20
 """Of one layer's forward, and of an optimizer's step: as many are launched, whatever their size."""
+LAYERS = (None, "transformer", "moe")
+"""Kinds of layers that are recomputed."""
 LEAST_US = 1.0
 """A chunk without parameters takes so long."""
 
@@ -162,10 +164,9 @@ class _Estimates:
         if parallel.etp > 1:
             yield self.links.expert_tensor_gather(), routed
 
-    def _layer_us(self, kind: str | None, used, tp: int) -> tuple[float, float, float, float]:
+    def _layer_us(self, kind: str | None, used, tp: int, recompute: str | None) -> tuple[float, float, float, float]:
         """Forward and backward, on the device and of the thread that launches them."""
         work = forward_work(kind, used, self.batch, tp, self._share)
-        recompute = self.batch.recompute if kind in (None, "transformer", "moe") else None
         again, launch_us = 2 if recompute == "full" else 1, self._layer_launch_us
         backward_us = self.us(work.backward(recompute), 1 + again)
         return self.us(work, 1), backward_us, launch_us, again * launch_us
@@ -174,11 +175,13 @@ class _Estimates:
         """A row for every chunk, and one for every kind of layer (the mean, where layers of a kind differ)."""
         tp, rows, kinds, seen = self.workload.parallel.tensor_model_parallel_size, [], {}, {}
         for chunk in self.workload.chunks:
-            times = [(LEAST_US, LEAST_US, 0.0, 0.0)][bool(chunk.parameters) :]
+            times, number = [(LEAST_US, LEAST_US, 0.0, 0.0)][bool(chunk.parameters) :], 0
             for kind, used in layers_of(chunk) if chunk.parameters else ():
-                key = kind, tuple((*p.name.split(".")[-2:], p.shape) for p in used)
+                recompute = self.batch.recompute_of(number) if kind in LAYERS else None
+                number += kind in LAYERS
+                key = kind, recompute, tuple((*p.name.split(".")[-2:], p.shape) for p in used)
                 if key not in seen:
-                    seen[key] = self._layer_us(kind, used, tp)
+                    seen[key] = self._layer_us(kind, used, tp, recompute)
                 times.append(seen[key])
                 if kind is not None:
                     kinds.setdefault(kind, []).append(seen[key])

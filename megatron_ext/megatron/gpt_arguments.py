@@ -356,6 +356,9 @@ def batch_of(args):
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         sequence_parallel=getattr(args, "sequence_parallel", False) and tp > 1,
-        recompute=args.recompute_granularity,
+        recompute=args.recompute_granularity
+        or ("selective" if getattr(args, "recompute_activations", False) else None),
+        recompute_method=args.recompute_method or "uniform",
+        recompute_num_layers=args.recompute_num_layers or 1,
         score_heads=0 if fused and backend not in ("unfused", "local") else args.num_attention_heads // tp,
     )

@@ -237,7 +237,7 @@ def check_other_options(args, verb: str = "describe") -> None:
 
 _CHECKOUT = {
     "describe": "give --checkout DIR, and Megatron itself says how",
-    "advise": "`describe --checkout DIR` lets Megatron itself say how, then `cost estimate` and `plan`",
+    "fit": "`describe --checkout DIR` lets Megatron itself say how, then `cost estimate` and `plan`",
 }
 """By verb, what reads options that only Megatron itself can work out."""
 

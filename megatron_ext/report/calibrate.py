@@ -12,13 +12,14 @@ error is that of the machine.
 from collections import defaultdict
 from collections.abc import Iterable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.cost.cost_table import Compute, CostTable, Curve, Point
+from megatron_ext.cost.cost_table import Compute, CostTable
 from megatron_ext.cost.environment import run_differences
+from megatron_ext.cost.scaled_table import with_factors
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
@@ -126,40 +127,11 @@ def _name(part: str, pp_rank: int, chunk: int) -> str:
 def _scaled(table: CostTable, factors: Times) -> CostTable:
     by_curve = {CURVES[part]: factor for (part, pp_rank, _), factor in factors.items() if pp_rank < 0}
 
-    def curve(what: str, given: Curve | None) -> Curve | None:
-        factor = by_curve.get(what.removeprefix("experts."))
-        if given is None or factor is None:
-            return given
-        others = {name: _points(points, factor) for name, points in given.algorithms.items()}
-        # Of the host's step the run made its own; Megatron's is in the optimizer's.
-        own = given.points if what == "host_step" and others else _points(given.points, factor)
-        return replace(given, points=own, algorithms=others)
-
-    named = ("reduce", "optimizer", "host_step", "host_add")
-    routes = {name: curve(f"routes.{name}", getattr(table.routes, name)) for name in ("gpu", "cpu", "nvme")}
-    changes: dict[str, Any] = {name: curve(name, getattr(table, name)) for name in named}
-    if (own := table.experts) is not None:  # lanes of a trace have the collectives of both
-        gpu, reduce = curve("experts.routes.gpu", own.gpu), curve("experts.reduce", own.reduce)
-        changes["experts"] = replace(own, gpu=gpu, reduce=reduce)
     told = ", ".join(f"{_name(*key)} x {factor:.3g}" for key, factor in sorted(factors.items()))
     metadata = replace(table.metadata, notes=(*table.metadata.notes, f"calibrated by a run: {told}"))
-    return cost.check(
-        replace(
-            table,
-            metadata=metadata,
-            routes=replace(table.routes, **routes),
-            publish=replace(table.publish, cpu=curve("publish.cpu", table.publish.cpu)),
-            p2p=curve("p2p", table.p2p if isinstance(table.p2p, Curve) else None) or table.p2p,
-            compute=tuple(_row(row, factors) for row in table.compute),
-            **changes,
-        )
-    )
-
-
-def _points(points: tuple[Point, ...], factor: float) -> tuple[Point, ...]:
-    return tuple(
-        replace(p, p50_us=p.p50_us * factor, p95_us=None if p.p95_us is None else p.p95_us * factor) for p in points
-    )
+    # Of the host's step the run made its own; Megatron's is in the optimizer's.
+    made = with_factors(table, by_curve, lambda row: _row(row, factors), of_algorithms=("host_step",))
+    return cost.check(replace(made, metadata=metadata))
 
 
 def _row(row: Compute, factors: Times) -> Compute:

@@ -3,6 +3,7 @@
 Counted for fused norms and activation functions, without dropout, and without what a kernel frees within its layer.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
@@ -15,13 +16,30 @@ class Kept(NamedTuple):
     recompute_bytes: int = 0
 
 
-def kept_by_layer(kind: str, shape, batch, tp: int) -> Kept:
-    """What one layer keeps on one tensor-parallel rank.
+def kept_by_chunk(kinds: Sequence[str], shape, batch, tp: int) -> tuple[tuple[int, ...], int]:
+    """What each layer of a chunk keeps on one tensor-parallel rank, and what a backward makes anew at one time.
 
     Args:
-        kind: ``embedding``, ``transformer`` or ``output``.
+        kinds: ``embedding``, ``transformer`` or ``output`` of every layer.
         shape, batch: a GptShape and a MicroBatch (:mod:`megatron_ext.workload.gpt_shapes`).
     """
+    first = kinds.index("transformer") if "transformer" in kinds else 0
+    kept = [
+        _kept_by_layer(kind, shape, batch._replace(recompute=batch.recompute_of(number - first)), tp)
+        for number, kind in enumerate(kinds)
+    ]
+    activation_bytes = [each.activation_bytes for each in kept]
+    anew = max((each.recompute_bytes for each in kept), default=0)
+    if batch.recompute == "full" and batch.recompute_method == "uniform":  # of layers together only the first's input
+        together = min(batch.recompute_num_layers, kinds.count("transformer"))
+        for number, kind in enumerate(kinds):
+            if kind == "transformer" and (number - first) % together:
+                activation_bytes[number] = 0
+        anew *= together
+    return tuple(activation_bytes), anew
+
+
+def _kept_by_layer(kind: str, shape, batch, tp: int) -> Kept:
     item = ITEM_BYTES[shape.dtype]
     between = item * batch.tokens * shape.hidden // (tp if batch.sequence_parallel else 1)
     if kind == "embedding":

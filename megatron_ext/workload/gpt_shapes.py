@@ -9,7 +9,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.workload.activation_bytes import kept_by_layer
+from megatron_ext.workload.activation_bytes import kept_by_chunk
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
@@ -21,7 +21,9 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         sequence_parallel: each tensor-parallel rank holds its part of the sequence between the matrices.
-        recompute: ``full`` runs every layer's forward again in backward, ``selective`` that of core attention.
+        recompute: ``full`` runs a layer's forward again in backward, ``selective`` that of core attention.
+        recompute_method: of ``full``: ``block`` does so in the first ``recompute_num_layers`` layers of a chunk,
+            ``uniform`` in all, as many at a time.
         score_heads: attention heads of one rank whose scores are written to memory; 0 with fused (flash) attention.
     """
 
@@ -30,6 +32,13 @@ class MicroBatch(NamedTuple):
     sequence_parallel: bool = False
     recompute: str | None = None
     score_heads: int = 0
+    recompute_method: str = "uniform"
+    recompute_num_layers: int = 1
+
+    def recompute_of(self, number: int) -> str | None:
+        """What backward runs again in transformer layer ``number`` of a chunk."""
+        spared = self.recompute_method == "block" and number >= self.recompute_num_layers
+        return None if self.recompute == "full" and spared else self.recompute
 
     @property
     def tokens(self) -> int:
@@ -160,12 +169,12 @@ def _chunk(shape: GptShape, parallel: Parallel, batch: MicroBatch, stage: int, c
             add(name, size, len(kinds) - 1)
         if not borrowed:
             add("output_layer.weight", matrix, len(kinds) - 1, shared_embedding=shared)
-    kept = [kept_by_layer(kind, shape, batch, tp) for kind in kinds]
+    activation_bytes, recompute_bytes = kept_by_chunk(kinds, shape, batch, tp)
     return Chunk(
         pp_rank=stage % parallel.pp,
         model_chunk_id=stage // parallel.pp,
         parameters=tuple(parameters),
         layer_kinds=tuple(kinds),
-        activation_bytes=tuple(each.activation_bytes for each in kept),
-        recompute_bytes=max((each.recompute_bytes for each in kept), default=0),
+        activation_bytes=activation_bytes,
+        recompute_bytes=recompute_bytes,
     )

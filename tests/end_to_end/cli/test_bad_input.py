@@ -155,7 +155,7 @@ LONG = "l" * 300
         ["cost", "hardware", LONG],
         ["cost", "combine", LONG, "--out", LONG],
         ["measure", "--import", "curves", LONG, "--out", "o.json"],
-        ["advise", "--hardware", LONG, "--", "--num-layers", "4"],
+        ["fit", "--hardware", LONG, "--", "--num-layers", "4"],
         ["plan", "--cost-table", LONG, "--workload", LONG, "--out", LONG],
         ["simulate", "--cost-table", LONG, "--workload", LONG],
         ["show", LONG],

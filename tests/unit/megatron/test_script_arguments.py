@@ -176,10 +176,10 @@ def test_a_table_of_other_messages_is_refused_before_the_script_runs(checkout, t
     assert "model.seq_length: table 128, here 32" in capsys.readouterr().err
 
 
-def test_advise_takes_a_whole_command_line_without_megatron(capsys, monkeypatch):
+def test_fit_takes_a_whole_command_line_without_megatron(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     others = "--tokenizer-type NullTokenizer --vocab-size 1023 --mock-data --an-option-of-a-fork 3"
-    command = ["advise", "--hardware", "h100-rdma", "--json", "--", *ARGUMENTS, *others.split()]
+    command = ["fit", "--hardware", "h100-rdma", "--fix", "all", "--json", "--", *ARGUMENTS, *others.split()]
     assert cli.main(command) == 0, capsys.readouterr().err
     assert "passed over: --an-option-of-a-fork" in capsys.readouterr().err
     assert cli.main([*command, "--hidden-sice", "64"]) == 2

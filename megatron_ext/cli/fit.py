@@ -1,0 +1,114 @@
+"""``megatron-ext fit``: which settings are the fastest that fit."""
+
+import gc
+import os
+
+import click
+
+from megatron_ext.cli.output import emit, json_option
+from megatron_ext.cli.script_command import BareScriptCommand
+from megatron_ext.formats import json_files
+
+
+def fit_options(command):
+    """Options that say what is searched; of ``fit`` and ``prepare --fit``."""
+    for option in (
+        click.option("--hardware", help="A machine's name (see: cost hardware), or a data sheet's path."),
+        click.option(
+            "--fix",
+            "fixed",
+            default="",
+            metavar="NAMES",
+            help="Settings that stay as given, with commas: zero-stage, optimizer-cpu-offload, recompute, "
+            "micro-batch-size, a parallel size, delayed-parameter-update; or all.",
+        ),
+        click.option("--search-layout", is_flag=True, help="Search parallel sizes, too."),
+        click.option("--allow-delayed-update", is_flag=True, help="Try delayed updates, which change training."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command(cls=BareScriptCommand)
+@fit_options
+@click.option("--cost-table", help="Measured with the given settings: alone, or to correct the data sheet.")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--gpus", "world_size", type=click.IntRange(1), help="GPUs in all, where they fill no whole nodes.")
+@click.option("--picture", type=click.Path(), help="Write time over device bytes as a picture (PNG).")
+@click.option(
+    "--out", type=click.Path(file_okay=False), help="Write workload, cost table and schedule of the fastest there."
+)
+@click.argument("megatron_options", nargs=-1, type=click.UNPROCESSED)
+@json_option
+def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_json: bool, **asked) -> None:
+    """Find the fastest settings that fit, from Megatron's options and a machine's name.
+
+    MEGATRON_OPTIONS (after --) are those of describe: model, global batch and precision stay, and what --fix names.
+    Needs neither torch nor Megatron nor a GPU; nothing is measured.
+    """
+    from megatron_ext.planner.fit import fit_text
+    from megatron_ext.planner.fit.request import Request, ready
+
+    gc.disable()  # many small objects, most of which stay
+    if picture:
+        json_files.check_writable(picture)
+    if out:
+        os.makedirs(out, exist_ok=True)
+        json_files.check_writable(os.path.join(out, "workload.json"))
+    request = Request(words=tuple(megatron_options), fixed=fixed_names(fixed), **asked)
+    problem = ready(request)
+    if problem.passed_over:
+        click.echo(f"fit: not known here and passed over: {', '.join(problem.passed_over)}", err=True)
+    found = answer(request, problem)
+    if picture:
+        from megatron_ext.report import fit_picture
+
+        fit_picture.save(found, picture)
+    if out:
+        _write(out, found)
+    emit(as_json, fit_text.as_json(found), fit_text.as_text(found))
+
+
+def fixed_names(text: str) -> tuple[str, ...]:
+    """Settings that ``--fix`` names."""
+    return tuple(name.strip().removeprefix("--") for name in text.split(",") if name.strip())
+
+
+def answer(request, problem):
+    """Search, and draw costs for what is shown. Raises InputError with what would fit where nothing does."""
+    from megatron_ext.planner.fit import fit_text, what_fits
+    from megatron_ext.planner.fit.search_settings import NothingFits
+
+    try:
+        return fit_text.judge(request, problem, problem.search())
+    except NothingFits as error:
+        raise what_fits.explained(problem, error) from None
+
+
+def _write(out: str, found) -> None:
+    from msgspec.structs import replace
+
+    from megatron_ext import planner
+    from megatron_ext.cost import cost_table
+    from megatron_ext.schedule import user_defined_schedule
+    from megatron_ext.schedule.memory_bill import memory_bill
+    from megatron_ext.schedule.validate import validate
+    from megatron_ext.simulator.simulation import run, with_prediction
+    from megatron_ext.simulator.timing import Timing
+    from megatron_ext.workload import workload
+
+    winner = found.fit.winner
+    paths = {name: os.path.join(out, f"{name}.json") for name in ("workload", "cost_table", "schedule")}
+    work = winner.setting.workload(found.limits)
+    table = found.problem.costs.of(winner.setting, work)
+    workload.save(paths["workload"], work)
+    cost_table.save(paths["cost_table"], table)
+    digest = json_files.sha256(paths["cost_table"])
+    made = planner.plan(work, table, cost_table_sha256=digest)
+    assert made.predicted is not None
+    if len(winner.schedules) == 1 and winner.us < made.predicted.iteration_time_us:  # a quick plan is faster
+        timing = Timing(work, table)
+        quick = validate(replace(winner.schedules[0], metadata=made.metadata, limits=work.limits))
+        bills = tuple(memory_bill(quick, work))
+        made = with_prediction(quick, run(work, timing, quick)._replace(memory=bills))
+    user_defined_schedule.save(paths["schedule"], made)

@@ -1,0 +1,67 @@
+"""What a device holds beside the memory bill, so that what fits by the bill fits on the device.
+
+[Note: What is beside the bill]
+``context_bytes``: the CUDA context and loaded kernels. A maintainer of PyTorch says "~300 MB" with lazy loading (CUDA
+11.7 and later, pytorch/pytorch#107667); users have read up to 700 (#28113). The larger one is taken.
+
+``library_bytes``: workspaces of cuBLAS and Transformer Engine, and what kernels allocate and free within a layer. On
+one H200 ``max_memory_allocated`` was 0.43, 0.58 and 0.58 GB above the bill in three runs of a GPT of 1.6 billion
+parameters; that is all that was measured of it.
+
+``nccl_bytes``: each communicator has buffers for each channel and neighbour, 10 MiB for all protocols
+(NVIDIA/nccl#1685), of the one neighbour from which a ring receives; 32 channels between NVLink devices (the same) and
+4 elsewhere, which is assumed. Megatron uses one communicator for data, tensor and pipeline parallelism each, one for
+tied embeddings and one for the whole model's norm.
+
+``rounding_bytes``: PyTorch's allocator rounds blocks of 10 MiB and more up to 2 MiB (CUDACachingAllocator,
+kRoundLarge): one MiB for each whole group and gradient, in the mean.
+
+``fragment_bytes``: activations come and go in sizes that leave gaps. A user's memory summary has 11 % more reserved
+than allocated (16,726 and 15,006 MB, pytorch/pytorch#40989); that is taken of activations, since groups lie in a pool
+(runtime/memory_pool.py).
+"""
+
+from typing import NamedTuple
+
+from megatron_ext.cost.hardware_sheet import HardwareSheet
+from megatron_ext.workload.parallel import Parallel
+
+CONTEXT_BYTES = 700_000_000
+LIBRARY_BYTES = 580_000_000
+CONNECTION_BYTES = 10 << 20
+NVLINK_CHANNELS, OTHER_CHANNELS = 32, 4
+ROUNDING_BYTES = 1 << 20
+FRAGMENTS = 16726 / 15006 - 1
+
+
+class Reserve(NamedTuple):
+    """Bytes of one device by kind; see the note above."""
+
+    context_bytes: int
+    library_bytes: int
+    nccl_bytes: int
+    rounding_bytes: int
+    fragment_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self)
+
+
+def device_reserve(sheet: HardwareSheet, parallel: Parallel, *, layers: int, activation_bytes: int) -> Reserve:
+    """The reserve of one rank.
+
+    Args:
+        layers: of the rank that has most, each a group with a gradient.
+        activation_bytes: at their peak.
+    """
+    sizes = (parallel.dp, parallel.tensor_model_parallel_size, parallel.pp)
+    communicators = sum(size > 1 for size in sizes) + (parallel.pp > 1) + (parallel.world_size > 1)
+    channels = OTHER_CHANNELS if sheet.nvlink is None else NVLINK_CHANNELS
+    return Reserve(
+        CONTEXT_BYTES,
+        LIBRARY_BYTES,
+        communicators * channels * CONNECTION_BYTES,
+        2 * layers * ROUNDING_BYTES,
+        int(FRAGMENTS * activation_bytes),
+    )

@@ -1,0 +1,109 @@
+"""A cost table whose figures are multiplied, and the factors by which another table differs."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.cost.cost_table import Compute, CostTable, Curve, Point
+from megatron_ext.cost.curve import curves_of
+from megatron_ext.cost.estimates import Costs
+from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.measured_sizes import largest_group_bytes
+from megatron_ext.workload.workload import Workload
+
+CURVES = (
+    *("routes.gpu", "routes.cpu", "routes.nvme", "publish.cpu", "p2p", "reduce", "optimizer", "host_step", "host_add"),
+    "device_step",
+)
+"""Curves that can be multiplied."""
+
+
+class Factors(NamedTuple):
+    """By curve; and of all forwards and all backwards."""
+
+    curves: dict[str, float]
+    forward: float
+    backward: float
+
+
+def with_factors(
+    table: CostTable, curves: dict[str, float], row: Callable[[Compute], Compute], of_algorithms: tuple[str, ...] = ()
+) -> CostTable:
+    """``table`` with the points of :data:`CURVES` times ``curves``, and every row of compute as ``row`` says; of curves
+    ``of_algorithms`` only those of their algorithms, where they have any."""
+
+    def curve(what: str, given: Curve | None) -> Curve | None:
+        factor = curves.get(what.removeprefix("experts."))
+        if given is None or factor is None:
+            return given
+        others = {name: _points(points, factor) for name, points in given.algorithms.items()}
+        own = given.points if what in of_algorithms and others else _points(given.points, factor)
+        return replace(given, points=own, algorithms=others)
+
+    named = [name for name in CURVES if "." not in name and name != "p2p"]
+    experts = table.experts
+    if experts is not None:  # lanes of a trace have the collectives of both
+        gpu, reduce = curve("experts.routes.gpu", experts.gpu), curve("experts.reduce", experts.reduce)
+        experts = replace(experts, gpu=gpu, reduce=reduce)
+    return replace(
+        table,
+        experts=experts,
+        routes=replace(
+            table.routes,
+            **{name: curve(f"routes.{name}", getattr(table.routes, name)) for name in ("gpu", "cpu", "nvme")},
+        ),
+        publish=replace(table.publish, cpu=curve("publish.cpu", table.publish.cpu)),
+        p2p=curve("p2p", table.p2p if isinstance(table.p2p, Curve) else None) or table.p2p,
+        compute=tuple(map(row, table.compute)),
+        **{name: curve(name, getattr(table, name)) for name in named},
+    )
+
+
+def _points(points: tuple[Point, ...], factor: float) -> tuple[Point, ...]:
+    return tuple(
+        replace(p, p50_us=p.p50_us * factor, p95_us=None if p.p95_us is None else p.p95_us * factor) for p in points
+    )
+
+
+def scaled(table: CostTable, factors: Factors) -> CostTable:
+    """``table`` times ``factors``."""
+    if factors == Factors({}, 1.0, 1.0):
+        return table
+
+    def row(given: Compute) -> Compute:
+        changes = {}
+        for way, factor in (("forward", factors.forward), ("backward", factors.backward)):
+            for name in (f"{way}_us", f"{way}_p95_us"):
+                value = getattr(given, name)
+                changes |= {} if value is None else {name: value * factor}
+        return replace(given, **changes)
+
+    return cost.check(with_factors(table, factors.curves, row))
+
+
+def factors_between(estimated: CostTable, measured: CostTable, workload: Workload) -> Factors:
+    """What ``measured`` is to ``estimated`` for ``workload``: of each curve that both have at its largest group, of
+    compute in all layers."""
+    both = [Costs(table, extrapolate=True) for table in (estimated, measured)]
+    size, found = largest_group_bytes(workload), {}
+    for name in CURVES:
+        times = []
+        for table, costs in zip((estimated, measured), both):
+            holder, _, part = name.rpartition(".")
+            if curves_of(getattr(getattr(table, holder) if holder else table, part) or ()):
+                times.append(costs.estimate(name, size).us)
+        if len(times) == 2 and min(times) > 0:
+            found[name] = times[1] / times[0]
+    sums = []
+    for costs in both:
+        rows = [
+            us
+            for chunk in workload.chunks
+            for us in costs.layer_us(chunk.pp_rank, chunk.model_chunk_id, chunk.layer_kinds, chunk.num_layers)
+        ]
+        sums.append([sum(pair[way] for pair in rows) for way in (0, 1)])
+    if not all(map(all, sums)):
+        raise InputError("has no compute", field="compute")
+    return Factors(found, sums[1][0] / sums[0][0], sums[1][1] / sums[0][1])

@@ -1,0 +1,1 @@
+"""The fastest settings that fit: a search over Megatron's own options, each choice planned."""

@@ -1,0 +1,89 @@
+"""In which interval times lie, and which settings are equal as far as costs are known.
+
+[Note: The interval]
+Choices are simulated on the same drawn machines or tables (:meth:`megatron_ext.planner.fit.costs.Costs.drawn`). A time
+lies between the least and the most of all draws. A ratio of two times does, too, moved outwards by the simulator's own
+error as the verdict of ``plan`` is (:mod:`megatron_ext.planner.gain_interval`). Two choices are equal where the
+interval of their ratio holds 1.
+"""
+
+from collections.abc import Callable
+from math import hypot
+from typing import NamedTuple
+
+from megatron_ext.planner.fit.costs import Costs
+from megatron_ext.planner.fit.estimate_setting import Choice
+from megatron_ext.planner.gain_interval import MODEL_ERROR, WIDTH
+from megatron_ext.planner.stock import OVERLAPPED, stock_schedule, synchronous_schedule
+from megatron_ext.planner.verdict import answer_of
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload.workload import Workload
+
+DRAWS, FEWEST_DRAWS = 12, 4
+EFFORT = 1_500_000
+"""Steps times layers of a stage that may be simulated for all choices together."""
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+
+class Certainty:
+    """Times of choices on drawn costs.
+
+    Args:
+        count: choices that will be asked for, which decides how many draws there are.
+    """
+
+    def __init__(self, costs: Costs, choices: list[Choice]):
+        self.costs = costs
+        effort = sum(_effort(choice) for choice in choices)
+        self.draws = max(FEWEST_DRAWS, min(DRAWS, EFFORT // max(effort, 1)))
+        self._us: dict[int, list[float]] = {}
+
+    def us(self, choice: Choice) -> list[float]:
+        """Iteration times, one a draw."""
+        if id(choice) not in self._us:
+            self._us[id(choice)] = self._times(choice, choice.schedules)
+        return self._us[id(choice)]
+
+    def interval(self, choice: Choice) -> Interval:
+        us = [choice.us, *self.us(choice)]
+        return Interval(min(us), max(us))
+
+    def ratio(self, choice: Choice, other: Choice) -> Interval:
+        """Of the time of ``choice`` to that of ``other``."""
+        return _ratio(choice.us / other.us, self.us(choice), self.us(other))
+
+    def equal(self, choice: Choice, other: Choice) -> bool:
+        ratio = self.ratio(choice, other)
+        return ratio.low <= 1 <= ratio.high
+
+    def gain(self, choice: Choice) -> tuple[float, Interval, str] | None:
+        """Of a choice over stock Megatron with the same options: the gain, its interval and the answer of ``plan``;
+        None where stock has no such setting."""
+        if choice.stock is None:
+            return None
+        name = min(choice.stock.by_option_us, key=choice.stock.by_option_us.__getitem__)
+        make: Callable[[Workload], Schedule] = stock_schedule if name == OVERLAPPED else synchronous_schedule
+        stock = self._times(choice, tuple(make(part) for part, _ in choice.rounds.parts))
+        ratio = _ratio(choice.us / choice.stock.us, self.us(choice), stock)
+        gains = Interval(1 - ratio.high, 1 - ratio.low)
+        return 1 - choice.us / choice.stock.us, gains, answer_of(*gains)
+
+    def _times(self, choice: Choice, schedules: tuple[Schedule, ...]) -> list[float]:
+        rounds = choice.rounds
+        tables = self.costs.drawn(choice.setting, rounds.parts[0][0], self.draws)
+        return [rounds.times(rounds.timings(table), schedules).iteration_time_us for table in tables]
+
+
+def _ratio(own: float, ours: list[float], theirs: list[float]) -> Interval:
+    ratios = [own, *(one / other for one, other in zip(ours, theirs))]
+    error = WIDTH * MODEL_ERROR
+    return Interval(own - hypot(own - min(ratios), error), own + hypot(max(ratios) - own, error))
+
+
+def _effort(choice: Choice) -> int:
+    work = choice.rounds.parts[0][0]
+    return choice.rounds.steps * max(chunk.num_layers for chunk in work.chunks)

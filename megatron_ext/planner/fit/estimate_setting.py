@@ -1,0 +1,238 @@
+"""What a setting takes within given bytes of the device, by quick plans; and what it cannot do without."""
+
+from math import prod
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from megatron_ext.bounds.least_loads import layer_bytes
+from megatron_ext.bounds.lower_bound import lower_bound
+from megatron_ext.bounds.memory_headroom import groups_of_rank, with_headroom, with_most_headroom
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.rank_memory import RankMemory
+from megatron_ext.planner.fit.setting import Setting
+from megatron_ext.planner.host_step_choice import with_states_placed
+from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, quick_plans, relieved_plans, synchronous_plan
+from megatron_ext.planner.search_state import number_of_steps
+from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule
+from megatron_ext.schedule.memory_bill import activations, gradient_bytes, memory_bill, resting_bytes
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.activation_bytes import kept_by_chunk
+from megatron_ext.workload.bucket_layout import ITEM_BYTES
+from megatron_ext.workload.workload import Workload
+
+PROVEN_STEPS = 1024
+"""Up to so many steps times layers of a stage the whole lower bound is computed; beyond, that of compute alone."""
+
+PLACED = 2
+"""Quick plans, the fastest, for which it is decided where optimizer states rest."""
+
+
+class Stock(NamedTuple):
+    """Stock Megatron: what it holds on the device, and its iteration times by its option."""
+
+    device_bytes: int
+    by_option_us: dict[str, float]
+
+    @property
+    def us(self) -> float:
+        return min(self.by_option_us.values())
+
+
+class Choice(NamedTuple):
+    """A setting with a plan.
+
+    Attributes:
+        memory: the bill of the rank that holds most on its device.
+        host_bytes, drive_bytes: of one node.
+        bound_us: a time that no plan of the setting can beat.
+        planned: by the whole planner, not by a quick plan.
+        stock: stock Megatron with the same options; None at zero stages 2 and 3, which it does not have.
+    """
+
+    setting: Setting
+    rounds: FewRounds
+    schedules: tuple[Schedule, ...]
+    times: Times
+    memory: RankMemory
+    host_bytes: int
+    drive_bytes: int
+    bound_us: float
+    planned: bool
+    stock: Stock | None
+
+    @property
+    def us(self) -> float:
+        return self.times.iteration_time_us
+
+    @property
+    def device_bytes(self) -> int:
+        return self.memory.device_total_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.setting.tokens / self.us * 1e6
+
+
+def floor_bytes(setting: Setting) -> int:
+    """Device bytes that no plan goes below, in no time: of transformer layers alone, with as many micro-batches in
+    flight as there are pipeline ranks."""
+    parallel, optimizer, item = setting.parallel, setting.optimizer, ITEM_BYTES[setting.shape.dtype]
+    tp, layers = parallel.tensor_model_parallel_size, setting.shape.layers // parallel.pp
+    numel = layers * sum(map(prod, setting.shape.layer(tp).values()))
+    saved, anew = kept_by_chunk(["transformer"] * (layers // parallel.vp), setting.shape, setting.batch, tp)
+    held = sum(saved) * parallel.vp * min(parallel.pp, parallel.num_microbatches) + anew
+    held += numel * item if setting.zero_stage < 3 else 0
+    if setting.zero_stage == 1 or setting.keeps_gradients:
+        held += numel * optimizer.gradient_item_bytes
+    if not optimizer.on_host:
+        states = optimizer.main_item_bytes(setting.shape.dtype) + optimizer.state_item_bytes
+        held += numel // parallel.dp * states
+    return held
+
+
+def least_bytes(workload: Workload, keeps_gradients: bool = False) -> int:
+    """Device bytes of the rank that holds most, with everything elsewhere that may be: no plan holds less.
+
+    While a layer computes its parameters are whole, and in its backward its gradient.
+    """
+    zero_stage, most = workload.zero_stage, 0
+    comes_and_goes = zero_stage > 1 and not keeps_gradients
+    for rank in range(workload.parallel.pp):
+        groups = groups_of_rank(workload, rank, "host" if zero_stage == 3 else None, single=False)
+        whole = sum(group.bytes for group in groups) if zero_stage < 3 else 0
+        own = [layer_bytes(chunk) for chunk in workload.chunks_of_rank(rank)]
+        gradient = sum(gradient_bytes(group, workload) for group in groups) / (sum(g.bytes for g in groups) or 1)
+        if comes_and_goes:
+            groups = [replace(group, gradients="host") for group in groups]
+        moments = (
+            saved + size * (zero_stage == 3) + size * gradient * (comes_and_goes and backward)
+            for chunk, backward, by_layer in activations(workload, rank)
+            for saved, size in zip(by_layer, own[chunk])
+        )
+        most = max(most, sum(resting_bytes(groups, workload)[0].values()) + whole + int(max(moments, default=0)))
+    return most
+
+
+def bound_us(workload: Workload, timing: Timing) -> float:
+    """A time that no plan of the setting can beat."""
+    if number_of_steps(workload) * max(chunk.num_layers for chunk in workload.chunks) <= PROVEN_STEPS:
+        return lower_bound(with_most_headroom(workload), timing)
+    parallel, found = workload.parallel, 0.0
+    work = [[(sum(t.forward), sum(t.backward)) for t in row] for row in timing.layers]
+    for rank in range(parallel.pp):  # its steps; before them the first forward of the ranks before, behind them theirs
+        around = sum(sum(work[before][0]) + 2 * timing.p2p_us for before in range(rank))
+        found = max(found, around + parallel.num_microbatches * sum(map(sum, work[rank])))
+    if workload.optimizer.on_host:
+        return found
+    ranks = (sum(chunk.bytes for chunk in workload.chunks_of_rank(rank)) for rank in range(parallel.pp))
+    return found + max(map(timing.optimizer_us, ranks))
+
+
+def quick_choice(setting: Setting, workload: Workload, table: CostTable, bound: float) -> Choice:
+    """The fastest of a few quick plans that keep the limits.
+
+    Raises:
+        InputError: none does.
+    """
+    rounds = FewRounds(workload)
+    timings = rounds.timings(table)
+    plans, stock, refused = _plans(rounds, timings)
+    found: list[Choice] = []
+    chosen = sorted(plans, key=lambda plan: plan.times.iteration_time_us)[:PLACED]
+    for plan in chosen:
+        try:
+            found.append(_choice(setting, rounds, timings, _placed(rounds, timings, plan), bound, stock))
+        except InputError as error:
+            refused = error
+    if not found:
+        raise refused or InputError("no quick plan keeps the limits", field="limits")
+    return min(found, key=lambda choice: choice.us)
+
+
+def _plans(rounds: FewRounds, timings: list[Timing]) -> tuple[list[Plan], Stock | None, InputError | None]:
+    """Plans with everything on the device where that fits, and otherwise those that relieve it; stock's own."""
+    stock = None
+    try:
+        parts = [(with_headroom(part), weight) for part, weight in rounds.parts]
+    except InputError as error:
+        if rounds.parts[-1][0].zero_stage == 1:
+            raise
+        return list(relieved_plans(rounds, timings)), stock, error
+    roomy = FewRounds(rounds.parts[-1][0])
+    roomy.parts = parts
+    plans = list(quick_plans(roomy, timings, fewest=True))
+    if parts[-1][0].zero_stage == 3:
+        plans += relieved_plans(rounds, timings)
+    elif plans and parts[-1][0].zero_stage == 1:
+        stock = stock_of(roomy, timings)
+    return plans, stock, None
+
+
+def stock_of(rounds: FewRounds, timings: list[Timing]) -> Stock:
+    """Stock Megatron at zero stage 1, whatever the limits."""
+    schedules = [stock_schedule(part) for part, _ in rounds.parts]
+    held = max(bill.memory.device_total_bytes for bill in memory_bill(schedules[-1], rounds.parts[-1][0]))
+    synchronous = synchronous_plan(rounds, timings).times
+    times = {OVERLAPPED: rounds.times(timings, schedules), SYNCHRONOUS: synchronous}
+    return Stock(held, {name: each.iteration_time_us for name, each in times.items()})
+
+
+def _placed(rounds: FewRounds, timings: list[Timing], plan: Plan) -> Plan:
+    """The plan with optimizer states where :func:`with_states_placed` puts them for the part with most micro-batches,
+    and there for all parts."""
+    last = with_states_placed(plan.schedules[-1], rounds.parts[-1][0], timings[-1])
+    same = {name: getattr(last, name) for name in ("groups", "state_slots", "step_slots", "rollback_bytes")}
+    limits = rounds.parts[0][0].limits
+    made = (*(replace(schedule, **same) for schedule in plan.schedules[:-1]), last)
+    made = tuple(replace(schedule, limits=limits) for schedule in made)
+    return plan._replace(schedules=made, times=rounds.times(timings, made))
+
+
+def _choice(setting: Setting, rounds: FewRounds, timings, plan: Plan, bound: float, stock) -> Choice:
+    """Raises InputError where the plan does not keep the limits, or the run would refuse it."""
+    work = rounds.parts[-1][0]
+    return choice_of(
+        setting,
+        rounds,
+        plan,
+        [bill.memory for bill in memory_bill(plan.schedules[-1], work)],
+        bound,
+        stock,
+        planned=False,
+    )
+
+
+def choice_of(
+    setting: Setting, rounds: FewRounds, plan: Plan, memories, bound: float, stock, *, planned: bool
+) -> Choice:
+    """A choice from what every pipeline rank holds.
+
+    Raises:
+        InputError: the plan does not keep the limits, or the run would refuse it.
+    """
+    schedule = plan.schedules[-1]
+    if setting.keeps_gradients and any(group.gradients for group in schedule.groups):
+        raise InputError("needs whole gradients, which do not fit", field="--sequence-parallel", value=True)
+    memory = max(memories, key=lambda memory: memory.device_total_bytes)
+    of_ranks = [(sum(held.host_bytes.values()), held.nvme_bytes) for held in memories]
+    host, drive = (_of_node(setting, [pair[kind] for pair in of_ranks]) for kind in (0, 1))
+    limits = rounds.parts[0][0].limits
+    for name, held in (("device_bytes", memory.device_total_bytes), ("host_bytes", host)):
+        limit = getattr(limits, name)
+        if limit is not None and held > limit:
+            raise InputError(f"{held} bytes are held, {held - limit} too many", field=f"limits.{name}", value=limit)
+    return Choice(setting, rounds, plan.schedules, plan.times, memory, host, drive, bound, planned, stock)
+
+
+def _of_node(setting: Setting, of_ranks: list[int]) -> int:
+    """What the ranks of the node that holds most hold together, from what one of each pipeline rank holds."""
+    parallel = setting.parallel
+    held = [0] * parallel.num_nodes
+    for pp_rank, size in enumerate(of_ranks):
+        for dp_rank in range(parallel.dp):
+            for tp_rank in range(parallel.tensor_model_parallel_size):
+                held[parallel.node_of(pp_rank, dp_rank, tp_rank)] += size
+    return max(held)

@@ -1,0 +1,195 @@
+"""What a user asks of ``fit``: a machine, limits, what stays, and the arguments of a training script."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_ext.cost import cost_table, hardware_sheet
+from megatron_ext.cost.device_reserve import device_reserve
+from megatron_ext.cost.hardware_sheet import HardwareSheet
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import gpt_arguments
+from megatron_ext.megatron.ignored_options import parse
+from megatron_ext.megatron.optimizer_of_args import optimizer_settings
+from megatron_ext.planner.fit.costs import Costs
+from megatron_ext.planner.fit.search_settings import Fit, search
+from megatron_ext.planner.fit.setting import Setting
+from megatron_ext.planner.fit.space import NAMES, Space
+from megatron_ext.schedule.memory_bill import activation_peaks
+from megatron_ext.workload.workload import Limits, Workload
+
+HOST_PART = 0.8
+"""Of the host's memory that a run may fill; the rest is for the system, the data loader and Python."""
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was asked; a run directory keeps it as fit.json.
+
+    Attributes:
+        hardware: a machine's name or a sheet's path; None where ``cost_table`` alone says what everything takes.
+        cost_table: path of a table that was measured with the given settings.
+        world_size: GPUs in all, where they are fewer than whole nodes have.
+        words: the script's arguments, and limits among them.
+        fixed: of :data:`megatron_ext.planner.fit.space.NAMES`.
+        chosen: options of the winner, and ``predicted_us``, its iteration time; once it is known.
+    """
+
+    hardware: str | None
+    cost_table: str | None = None
+    nodes: int = 1
+    world_size: int | None = None
+    words: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    search_layout: bool = False
+    allow_delayed_update: bool = False
+    chosen: dict[str, str] = {}
+    predicted_us: float | None = None
+
+
+class Problem(NamedTuple):
+    """A request made ready: what is searched, by which costs, within which limits.
+
+    Attributes:
+        passed_over: options that no list names.
+    """
+
+    space: Space
+    costs: Costs
+    sheet: HardwareSheet | None
+    limits: Limits
+    passed_over: list[str]
+
+    def room(self, setting: Setting, workload: Workload) -> int:
+        """Device bytes that a plan may hold by its bill: the limit, or what the device has beside the reserve."""
+        if self.limits.device_bytes is not None or self.sheet is None:
+            return self.most_bytes
+        parallel = setting.parallel
+        layers = max(sum(c.num_layers for c in workload.chunks_of_rank(rank)) for rank in range(parallel.pp))
+        reserve = device_reserve(
+            self.sheet, parallel, layers=layers, activation_bytes=max(activation_peaks(workload), default=0)
+        )
+        return self.most_bytes - reserve.total_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a device: the limit, or its memory."""
+        if self.limits.device_bytes is not None:
+            return self.limits.device_bytes
+        assert self.sheet is not None
+        return int(self.sheet.device.memory_bytes.value)
+
+    def search(self) -> Fit:
+        """Raises InputError where nothing fits."""
+        return search(self.space, self.costs, self.limits, self.room, self.most_bytes)
+
+
+def ready(request: Request, corrected_by: cost_table.CostTable | None = None) -> Problem:
+    """Read the sheet, the table and the script's arguments.
+
+    Args:
+        corrected_by: a table measured with the winner of the request, by which the sheet is corrected.
+
+    Raises:
+        InputError: naming the option, the file or the field.
+    """
+    if request.hardware is None and request.cost_table is None:
+        raise InputError("or --cost-table is needed", field="--hardware")
+    unknown = set(request.fixed) - {*NAMES, "all"}
+    if unknown:
+        raise InputError(f"fixes no setting; known: all, {', '.join(NAMES)}", field="--fix", value=min(unknown))
+    sheet = None if request.hardware is None else hardware_sheet.load(request.hardware)
+    passed_over: list[str] = []
+    args = _parsed(request, sheet, passed_over)
+    given = _setting(args)
+    limits = gpt_arguments.limits_of(args)
+    if sheet is None and limits.device_bytes is None:
+        raise InputError("is needed: a cost table does not say what a device holds", field="--limit-device-bytes")
+    if limits.host_bytes is None and sheet is not None:
+        limits = msgspec.structs.replace(limits, host_bytes=int(HOST_PART * sheet.host.memory_bytes.value))
+    multiple = args.make_vocab_size_divisible_by
+
+    def vocab(tp: int) -> int:
+        return -(-args.vocab_size // (multiple * tp)) * multiple * tp
+
+    fixed = frozenset(NAMES if "all" in request.fixed else request.fixed)
+    sequence_parallel = getattr(args, "sequence_parallel", False)
+    space = Space(given, fixed, request.search_layout, request.allow_delayed_update, vocab, sequence_parallel)
+    return Problem(space, _costs(request, sheet, space, limits, corrected_by), sheet, limits, passed_over)
+
+
+def _costs(request: Request, sheet: HardwareSheet | None, space: Space, limits: Limits, corrected_by) -> Costs:
+    table = cost_table.load(request.cost_table) if request.cost_table is not None else None
+    if sheet is None:
+        return Costs(None, table, measured=space.given)
+    if corrected_by is not None:
+        measured = next((one for one in space.settings() if one.options() == request.chosen), space.given)
+        return Costs.corrected(sheet, corrected_by, measured, measured.workload(limits))
+    if table is not None:
+        return Costs.corrected(sheet, table, space.given, space.given.workload(limits))
+    return Costs(sheet)
+
+
+def _setting(args) -> Setting:
+    return Setting(
+        gpt_arguments.shape_of(args),
+        gpt_arguments.parallel_of(args),
+        gpt_arguments.batch_of(args),
+        args.zero_stage,
+        optimizer_settings(args),
+    )
+
+
+def _parsed(request: Request, sheet: HardwareSheet | None, passed_over: list[str]):
+    """The script's options; with another micro-batch size, or other stages, where those given do not divide the batch
+    and are searched."""
+    tries: list[tuple[str, ...]] = [()]
+    if not {"micro-batch-size", "all"} & {*request.fixed}:
+        tries.append(("--micro-batch-size", "1"))
+    if request.search_layout:
+        layouts = [("--pipeline-model-parallel-size", str(1 << power)) for power in range(8)]
+        tries += [(*tries[-1], *layout, "--tensor-model-parallel-size", "1") for layout in layouts]
+    for number, more in enumerate(tries):
+        try:
+            passed_over.clear()
+            return _parse((*request.words, *more), request, sheet, passed_over)
+        except InputError as error:
+            first = error if number == 0 else first  # noqa: F821 - bound in the first turn
+            if error.field not in ("--global-batch-size", "--num-layers") or number + 1 == len(tries):
+                raise first from None
+    raise AssertionError("one of them raises or returns")
+
+
+def _parse(words: tuple[str, ...], request: Request, sheet: HardwareSheet | None, passed_over: list[str]):
+    world, per_node = request.world_size, None
+    if sheet is not None:
+        world = world or request.nodes * sheet.gpus_per_node
+        per_node = min(world, sheet.gpus_per_node)
+    try:
+        return parse(
+            words,
+            verb="fit",
+            passed_over=passed_over,
+            world_size=world,
+            transformer_impl="transformer_engine",  # Megatron's own default
+            gpus_per_node=per_node,
+        )
+    except InputError as error:
+        if error.field != "WORLD_SIZE":
+            raise
+        # There are no processes: the user gives nodes.
+        reason = error.message.replace("processes", "GPUs").replace("is no multiple", "need a multiple")
+        raise InputError(
+            f"gives {world} GPUs; the parallel sizes {reason}", field="--nodes", value=request.nodes
+        ) from None
+
+
+def with_changes(words: tuple[str, ...], add: dict[str, str], take_out: list[str]) -> tuple[str, ...]:
+    """A command line with options replaced."""
+    kept, dropping = [], False
+    for word in words:
+        if word.startswith("--"):
+            name = word.partition("=")[0]
+            dropping = name in add or name in take_out
+        if not dropping:
+            kept.append(word)
+    return (*kept, *(part for name, value in add.items() for part in (name, value) if part))

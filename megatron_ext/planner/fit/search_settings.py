@@ -1,0 +1,286 @@
+"""The search: every setting of a space, pruned by its memory bill and its lower bound, estimated, the best planned.
+
+[Note: The search]
+1. Settings whose least bytes exceed the device are out. Of the others the lower bound of their iteration time is known.
+2. From all of the device downwards by :data:`PARTS`, at each part settings are estimated by quick plans within so many
+   bytes, in the order of what is known of each: its bound, or what it took with more bytes. What cannot be faster than
+   the best is left out.
+3. The fastest are planned in full, the next as long as its estimate, or in small cases its bound, is below the best
+   plan.
+4. The frontier are the choices that nothing with as few bytes is faster than.
+Effort is counted and no clock is read, so that the same input gives the same answer everywhere.
+"""
+
+from collections.abc import Callable
+from math import inf
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.fit.costs import Costs
+from megatron_ext.planner.fit.estimate_setting import (
+    Choice,
+    bound_us,
+    choice_of,
+    floor_bytes,
+    least_bytes,
+    quick_choice,
+)
+from megatron_ext.planner.fit.setting import Setting
+from megatron_ext.planner.fit.space import Space
+from megatron_ext.planner.policies import plan
+from megatron_ext.planner.quick_plan import FewRounds, Plan, Times
+from megatron_ext.planner.search_state import number_of_steps
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.workload import Limits, Workload
+
+PARTS = (1.0, 0.8, 0.64, 0.5, 0.4, 0.32, 0.25, 0.2, 0.16)
+"""Of the device, for which settings are estimated."""
+
+NEAR = 0.04
+"""On the whole device, settings whose bound is this near to the best are estimated too: they may be equal."""
+
+EFFORT, ON_WHOLE, OF_STEP, OF_PAIR = 30.0, 0.6, 3e-5, 3e-4
+"""Of quick plans, about the seconds that they take; which part of it on the whole device; of a step times its layers,
+and above zero stage 1 of a pair of groups, between which is weighed which to relieve."""
+
+PLAN_EFFORT, PLAN_OF_LAYER = 45.0, {1: 0.1, 2: 0.2, 3: 1.3}
+"""Of whole plans, and of one layer in a plan by zero stage: about the seconds that it takes."""
+
+SMALL_LAYERS, SMALL_STEPS, SMALL_PLANS = 8, 64, 16
+"""Up to so many layers and steps of all ranks, as many settings are planned while their bound is below the best plan,
+whatever the effort."""
+
+FEW_PLANS = 3
+"""Otherwise."""
+
+ALIKE = 0.005
+"""A whole plan this near to a quick one is the plan."""
+
+LEAST_STEP = 0.05
+"""Of its bytes, that a choice of the frontier must hold less than the one before."""
+
+Room = Callable[[Setting, Workload], int]
+"""Device bytes that a plan of a setting may hold by its bill."""
+
+
+class Candidate(NamedTuple):
+    """A setting that fits. ``room_bytes``: that its plans may hold."""
+
+    setting: Setting
+    workload: Workload
+    table: CostTable
+    room_bytes: int
+    least_bytes: int
+    bound_us: float
+
+
+class Fit(NamedTuple):
+    """What was found.
+
+    Attributes:
+        frontier: the fastest first, each with fewer bytes than the one before; the first is the winner.
+        tried: all choices of the whole device by their time, the planned ones as planned.
+        given: the user's own setting; None where it does not fit, and ``refused`` says why.
+        settings, pruned, left_out: how many there are, do not fit, and were not estimated for lack of effort.
+        bound_us: no setting that fits can be faster.
+    """
+
+    frontier: list[Choice]
+    tried: list[Choice]
+    given: Choice | None
+    refused: str
+    settings: int
+    pruned: int
+    left_out: int
+    bound_us: float
+
+    @property
+    def winner(self) -> Choice:
+        return self.frontier[0]
+
+
+class NothingFits(InputError):
+    """``least``: the setting that needs least beyond its room; the bytes of a device that it needs, and that are
+    missing."""
+
+    def __init__(self, message: str, least: Setting, need_bytes: int, short_bytes: int, **where):
+        super().__init__(message, **where)
+        self.least, self.need_bytes, self.short_bytes = least, need_bytes, short_bytes
+
+
+def search(space: Space, costs: Costs, limits: Limits, room: Room, most_bytes: int) -> Fit:
+    """The fastest settings of ``space`` for every amount of device bytes.
+
+    Args:
+        most_bytes: no setting has more room.
+
+    Raises:
+        NothingFits: none fits the device.
+        InputError: the space is empty, or none keeps the other limits.
+    """
+    return _Search(space, costs, limits, room, most_bytes).run()
+
+
+class _Search:
+    def __init__(self, space: Space, costs: Costs, limits: Limits, room: Room, most_bytes: int):
+        self.space, self.costs, self.limits, self.room, self.most_bytes = space, costs, limits, room, most_bytes
+        self.effort = EFFORT * ON_WHOLE
+        self.choices: dict[Setting, list[Choice]] = {}
+        self.refused: dict[Setting, InputError] = {}
+        self.left_out = 0
+
+    def run(self) -> Fit:
+        settings = [one for one in self.space.settings() if self.costs.allows(one)]
+        candidates = self._that_fit(settings)
+        own = next((one for one in candidates if one.setting == self.space.given), None)
+        if own is not None:
+            self._estimate(own, 1.0)
+        for part in PARTS:
+            self._at(part, candidates)
+            self.effort += EFFORT * (1 - ON_WHOLE) / (len(PARTS) - 1)
+        whole = [choice for choices in self.choices.values() for choice in choices]
+        if not whole:
+            raise next(iter(self.refused.values()))
+        planned = self._planned(candidates)
+        best = {choice.setting: choice for choice in planned}
+        whole += planned
+        tried = [best.get(one.setting) or self._known(one, 1.0) for one in candidates]
+        tried = sorted(
+            (choice for choice in tried if choice is not None), key=lambda choice: (choice.us, choice.device_bytes)
+        )
+        given = next((choice for choice in tried if choice.setting == self.space.given), None)
+        return Fit(
+            _frontier(whole, tried[0]),
+            tried,
+            given,
+            str(self.refused.get(self.space.given, "")),
+            len(settings),
+            len(settings) - len(candidates),
+            self.left_out,
+            min(one.bound_us for one in candidates),
+        )
+
+    def _that_fit(self, settings: list[Setting]) -> list[Candidate]:
+        found: list[Candidate] = []
+        least: tuple[float, Setting | None, int] = (inf, None, 0)
+        bases: dict[tuple, Workload] = {}
+        for setting in settings:
+            floor = floor_bytes(setting)
+            if floor > self.most_bytes and setting != self.space.given and least[0] <= floor - self.most_bytes:
+                continue
+            key = setting.shape, setting.parallel, setting.batch
+            if key not in bases:
+                bases = {
+                    key: self.costs.with_activations(setting, setting.workload(self.limits))
+                }  # settings of one layout and batch follow each other
+            work = replace(bases[key], zero_stage=setting.zero_stage, optimizer=setting.optimizer)
+            room_bytes = self.room(setting, work)
+            need = least_bytes(work, setting.keeps_gradients)
+            if need > room_bytes:
+                least = min(least, (need - room_bytes, setting, need), key=lambda item: item[0])
+                if setting == self.space.given:
+                    why = f"holds at least {need} bytes on a device, {need - room_bytes} bytes short"
+                    self.refused[setting] = InputError(why)
+                continue
+            work = replace(work, limits=replace(self.limits, device_bytes=room_bytes))
+            table = self.costs.of(setting, work)
+            found.append(Candidate(setting, work, table, room_bytes, need, bound_us(work, Timing(work, table))))
+        if not found:
+            short, setting, need = least
+            assert setting is not None
+            why = f"nothing fits: {setting.text()} needs least, {need} bytes of a device, {short} bytes short"
+            raise NothingFits(why, setting, need, int(short), field="limits.device_bytes", value=need - int(short))
+        return found
+
+    def _known(self, one: Candidate, part: float) -> Choice | None:
+        """The fastest known choice of a setting within a part of the device."""
+        fits = [each for each in self.choices.get(one.setting, ()) if each.device_bytes <= part * one.room_bytes]
+        return min(fits, key=lambda each: each.us, default=None)
+
+    def _at(self, part: float, candidates: list[Candidate]) -> None:
+        def hoped(one: Candidate) -> float:
+            larger = [each.us for each in self.choices.get(one.setting, ())]
+            return max([one.bound_us, *([min(larger)] if larger else [])])
+
+        best = inf
+        for one in sorted(candidates, key=hoped):
+            if one.least_bytes > part * one.room_bytes or one.setting in self.refused:
+                continue
+            if hoped(one) > best * (1 + (NEAR if part == 1 else 0)):
+                break
+            choice = self._known(one, part) or self._estimate(one, part)
+            best = min(best, choice.us if choice is not None else inf)
+
+    def _estimate(self, one: Candidate, part: float) -> Choice | None:
+        layers = sum(chunk.num_layers for chunk in one.workload.chunks_of_rank(0))
+        effort = OF_STEP * FewRounds(one.workload).steps * layers / one.workload.parallel.vp
+        effort += OF_PAIR * one.workload.parallel.pp * layers**2 if one.setting.zero_stage > 1 else 0.0
+        if self.effort < effort:
+            self.left_out += 1
+            return None
+        self.effort -= effort
+        limits = replace(one.workload.limits, device_bytes=int(part * one.room_bytes))
+        try:
+            choice = quick_choice(one.setting, replace(one.workload, limits=limits), one.table, one.bound_us)
+        except InputError as error:
+            if part == 1:
+                self.refused[one.setting] = error
+            return None
+        self.choices.setdefault(one.setting, []).append(choice)
+        return choice
+
+    def _planned(self, candidates: list[Candidate]) -> list[Choice]:
+        """The best settings of the whole device, planned in full."""
+        found: list[Choice] = []
+        known = [(choice, one) for one in candidates if (choice := self._known(one, 1.0)) is not None]
+        effort, best = PLAN_EFFORT, inf
+        small = all(map(_is_small, candidates))
+        for choice, one in sorted(known, key=lambda item: (item[0].us, item[0].device_bytes)):
+            cost = _plan_effort(one)
+            if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (cost > effort and not small):
+                break
+            if (one.bound_us if small else choice.us) >= best:
+                continue
+            effort -= cost
+            made = _whole_plan(one, choice)
+            if made is not None:
+                found.append(made if made.us <= choice.us * (1 + ALIKE) else choice)
+                best = min(best, found[-1].us)
+        return found
+
+
+def _plan_effort(one: Candidate) -> float:
+    return PLAN_OF_LAYER[one.setting.zero_stage] * sum(chunk.num_layers for chunk in one.workload.chunks)
+
+
+def _is_small(one: Candidate) -> bool:
+    layers = sum(chunk.num_layers for chunk in one.workload.chunks)
+    return layers <= SMALL_LAYERS and number_of_steps(one.workload) <= SMALL_STEPS
+
+
+def _whole_plan(one: Candidate, quick: Choice) -> Choice | None:
+    """The setting by the whole planner; None where it finds nothing."""
+    try:
+        schedule = plan(one.workload, one.table)
+        predicted = schedule.predicted
+        assert predicted is not None and predicted.memory
+        rounds = FewRounds(one.workload)
+        rounds.parts = [(one.workload, 1.0)]
+        times = Times(predicted.iteration_time_us, predicted.busy_us, max(predicted.exposed_us, default=0.0))
+        bound = max(one.bound_us, predicted.lower_bound_us or 0.0)
+        made = Plan("hybrid", (schedule,), times)
+        return choice_of(one.setting, rounds, made, predicted.memory, bound, quick.stock, planned=True)
+    except InputError:
+        return None
+
+
+def _frontier(choices: list[Choice], winner: Choice) -> list[Choice]:
+    found, most = [winner], winner.device_bytes
+    for choice in sorted(choices, key=lambda each: (each.us, each.device_bytes)):
+        if choice.device_bytes <= most * (1 - LEAST_STEP) and choice.us >= winner.us:
+            found.append(choice)
+            most = choice.device_bytes
+    return found

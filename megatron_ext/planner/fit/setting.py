@@ -1,0 +1,91 @@
+"""One choice of the settings that trade memory for time, and the options by which Megatron trains with it."""
+
+from typing import Literal, NamedTuple
+
+from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import Limits, Workload
+
+OFFLOAD = ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "--use-precision-aware-optimizer")
+RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+DELAY_AFTER = "100"
+"""Iterations before updates are delayed (docs/planning.md)."""
+
+
+class Setting(NamedTuple):
+    """What is trained, and how."""
+
+    shape: GptShape
+    parallel: Parallel
+    batch: MicroBatch
+    zero_stage: Literal[1, 2, 3]
+    optimizer: OptimizerSettings = OptimizerSettings()
+
+    def workload(self, limits: Limits) -> Workload:
+        """Raises InputError where the layers do not divide into stages."""
+        return gpt_workload(
+            self.shape, self.parallel, self.batch, zero_stage=self.zero_stage, limits=limits, optimizer=self.optimizer
+        )
+
+    @property
+    def samples(self) -> int:
+        """The global batch."""
+        return self.parallel.num_microbatches * self.batch.micro_batch_size * self.parallel.dp
+
+    @property
+    def tokens(self) -> int:
+        """Of one iteration."""
+        return self.samples * self.batch.seq_length
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether whole gradients have to stay (megatron/refusals.py, ``refuse_with_gradients``)."""
+        return self.batch.sequence_parallel and self.parallel.tensor_model_parallel_size > 1
+
+    def options(self) -> dict[str, str]:
+        """By option of Megatron or of ``describe`` its value, "" where it has none; what is not there is not given."""
+        parallel, batch = self.parallel, self.batch
+        found = {"--zero-stage": str(self.zero_stage), "--micro-batch-size": str(batch.micro_batch_size)}
+        found["--tensor-model-parallel-size"] = str(parallel.tensor_model_parallel_size)
+        found["--pipeline-model-parallel-size"] = str(parallel.pp)
+        found["--data-parallel-size"] = str(parallel.dp)
+        if parallel.vp > 1:
+            found["--num-virtual-stages-per-pipeline-rank"] = str(parallel.vp)
+        if batch.recompute is not None:
+            found["--recompute-granularity"] = batch.recompute
+        if batch.recompute == "full":
+            found |= dict(zip(RECOMPUTE[1:], (batch.recompute_method, str(batch.recompute_num_layers))))
+        if self.optimizer.on_host:
+            found |= dict(zip(OFFLOAD, ("", "1.0", "")))
+        if self.optimizer.delayed:
+            found["--delayed-parameter-update"] = DELAY_AFTER
+        return found
+
+    def text(self, layout_too: bool = True) -> str:
+        """A few words."""
+        parallel, batch = self.parallel, self.batch
+        recompute = batch.recompute or "no recompute"
+        if batch.recompute == "full":
+            layers = "all layers" if batch.recompute_method == "uniform" else f"{batch.recompute_num_layers} a chunk"
+            together = batch.recompute_method == "uniform" and batch.recompute_num_layers > 1
+            recompute = f"recompute {layers}" + (f", {batch.recompute_num_layers} together" if together else "")
+        elif batch.recompute:
+            recompute = "recompute attention"
+        place = "host" + (", delayed" if self.optimizer.delayed else "") if self.optimizer.on_host else "device"
+        micro = f"micro-batch {batch.micro_batch_size}"
+        layout = f"TP {parallel.tensor_model_parallel_size} PP {parallel.pp} VP {parallel.vp} DP {parallel.dp}, "
+        layout = layout if layout_too else ""
+        return f"{layout}zero stage {self.zero_stage}, optimizer on the {place}, {recompute}, {micro}"
+
+
+def changes(given: dict[str, str], chosen: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """What to add to a launch script that gives the options ``given``, and which to take out of it, so that it trains
+    with ``chosen``."""
+    add = {name: value for name, value in chosen.items() if given.get(name) != value}
+    return add, [name for name in given if name not in chosen]
+
+
+def as_words(options: dict[str, str]) -> str:
+    """Options as they stand in a command."""
+    return " ".join(f"{name} {value}".strip() for name, value in options.items())

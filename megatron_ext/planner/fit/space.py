@@ -1,0 +1,145 @@
+"""Which settings are tried: all combinations that Megatron takes, with the same model, global batch and precision."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.fit.setting import Setting
+from megatron_ext.workload.gpt_shapes import MicroBatch
+from megatron_ext.workload.parallel import Parallel, megatron_order
+
+LAYOUT = (
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "num-virtual-stages-per-pipeline-rank",
+    "data-parallel-size",
+)
+NAMES = ("zero-stage", "optimizer-cpu-offload", "recompute", "micro-batch-size", *LAYOUT, "delayed-parameter-update")
+"""What can be fixed, by the option that says it."""
+
+MOST_MICRO_BATCH = 32
+"""Samples. Kernels are full long before."""
+
+MOST_CHUNKS = 8
+"""Model chunks of one pipeline rank."""
+
+
+class Space(NamedTuple):
+    """What may be changed of a setting.
+
+    Attributes:
+        given: the user's own.
+        fixed: of :data:`NAMES`, what stays.
+        layout: whether parallel sizes may change.
+        delayed: whether updates may be delayed, which changes training.
+        vocab: the padded vocabulary by tensor-parallel size.
+        sequence_parallel: wherever there are several tensor-parallel ranks.
+    """
+
+    given: Setting
+    fixed: frozenset[str] = frozenset()
+    layout: bool = False
+    delayed: bool = False
+    vocab: Callable[[int], int] | None = None
+    sequence_parallel: bool = False
+
+    def settings(self) -> list[Setting]:
+        """All, the given one first.
+
+        Raises:
+            InputError: nothing may be changed that was asked for, or no layout divides the global batch.
+        """
+        if self.layout and self.fixed.issuperset(LAYOUT):
+            raise InputError("all parallel sizes are fixed by --fix", field="--search-layout", value=True)
+        found = dict.fromkeys([self.given])
+        layouts = list(self._layouts())
+        for parallel, micro_batch_size in layouts:
+            found |= dict.fromkeys(self._of_layout(parallel, micro_batch_size))
+        if not layouts:
+            raise InputError(
+                "no parallel sizes and micro-batch size that are not fixed divide it",
+                field="--global-batch-size",
+                value=self.given.samples,
+            )
+        return list(found)
+
+    def _values(self, name: str, own, all_of_them) -> list:
+        return [own] if name in self.fixed else [own, *(value for value in all_of_them if value != own)]
+
+    def _layouts(self) -> Iterator[tuple[Parallel, int]]:
+        """Parallel sizes with micro-batch sizes that divide the batch."""
+        own = self.given.parallel
+        for parallel in self._sizes() if self.layout else [own]:
+            sizes = (1 << power for power in range(MOST_MICRO_BATCH.bit_length()))
+            for size in self._values("micro-batch-size", self.given.batch.micro_batch_size, sizes):
+                count, rest = divmod(self.given.samples, size * parallel.dp)
+                if rest or not count:
+                    continue
+                changed = replace(parallel, num_microbatches=count, order=megatron_order(parallel.pp, parallel.vp))
+                if (parallel.pp, parallel.vp) != (own.pp, own.vp):
+                    changed = replace(changed, microbatch_group_size_per_vp_stage=None)
+                try:
+                    changed.check()
+                except InputError:  # Megatron refuses it
+                    continue
+                yield changed, size
+
+    def _sizes(self) -> Iterator[Parallel]:
+        """Parallel sizes of as many GPUs that divide the model; tensor-parallel ranks within a node."""
+        own, shape = self.given.parallel, self.given.shape
+        powers = [1 << power for power in range(own.world_size.bit_length())]
+        for tp in self._values(LAYOUT[0], own.tensor_model_parallel_size, powers):
+            matrices = (shape.heads, shape.query_groups, shape.ffn)
+            if tp > own.node_size or any(size % tp for size in matrices):
+                continue
+            for pp in self._values(LAYOUT[1], own.pp, powers):
+                dp, rest = divmod(own.world_size, tp * pp)
+                if rest or shape.layers % pp or dp not in self._values(LAYOUT[3], own.dp, [dp]):
+                    continue
+                chunks = [vp for vp in range(1, MOST_CHUNKS + 1) if pp > 1 and shape.layers // pp % vp == 0] or [1]
+                for vp in [own.vp] if LAYOUT[2] in self.fixed else chunks:
+                    if shape.layers % (pp * vp) == 0 and (pp > 1 or vp == 1):
+                        yield Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, microbatches=1, gpus_per_node=own.gpus_per_node)
+
+    def _of_layout(self, parallel: Parallel, micro_batch_size: int) -> Iterator[Setting]:
+        given, tp = self.given, parallel.tensor_model_parallel_size
+        shape = given.shape if self.vocab is None else given.shape._replace(vocab=self.vocab(tp))
+        on_host = [True, False] if shape.dtype != "float32" else [False]
+        places = self._values("optimizer-cpu-offload", given.optimizer.on_host, on_host)
+        delays = self._values("delayed-parameter-update", given.optimizer.delayed, [True, False][not self.delayed :])
+        stages = self._values("zero-stage", given.zero_stage, (1, 2, 3))
+        for batch in self._batches(parallel, micro_batch_size):
+            for stage, on_host, delayed in product(stages, places, delays):
+                together = batch.recompute == "full" and batch.recompute_method == "uniform"
+                setting = Setting(
+                    shape, parallel, batch, stage, replace(given.optimizer, on_host=on_host, delayed=delayed)
+                )
+                if delayed > on_host or (stage == 2 and setting.keeps_gradients):
+                    continue
+                if stage == 3 and together and batch.recompute_num_layers > 1:  # megatron/recompute.py
+                    continue
+                yield setting
+
+    def _batches(self, parallel: Parallel, micro_batch_size: int) -> Iterator[MicroBatch]:
+        given, tp = self.given.batch, parallel.tensor_model_parallel_size
+        own = given._replace(
+            micro_batch_size=micro_batch_size,
+            sequence_parallel=(given.sequence_parallel or self.sequence_parallel) and tp > 1,
+            score_heads=self.given.shape.heads // tp if given.score_heads else 0,
+        )
+        yield own
+        if "recompute" in self.fixed:
+            return
+        layers = self.given.shape.layers // (parallel.pp * parallel.vp)
+        plain = own._replace(recompute=None, recompute_method="uniform", recompute_num_layers=1)
+        yield plain
+        if own.score_heads:
+            yield plain._replace(recompute="selective")
+        yield plain._replace(recompute="full")
+        if parallel.pp > 1 and layers % 2 == 0:  # many micro-batches in flight: what a block makes anew weighs less
+            yield plain._replace(recompute="full", recompute_num_layers=2)
+        for count in sorted({layers // 4, layers // 2, layers * 3 // 4} - {0}):
+            yield plain._replace(recompute="full", recompute_method="block", recompute_num_layers=count)

@@ -1,0 +1,55 @@
+"""What would fit where nothing does: bytes, another GPU, more nodes."""
+
+from msgspec.structs import replace
+
+from megatron_ext.cost import hardware_sheet
+from megatron_ext.cost.device_reserve import device_reserve
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.fit.estimate_setting import least_bytes
+from megatron_ext.planner.fit.request import Problem
+from megatron_ext.planner.fit.search_settings import NothingFits
+from megatron_ext.planner.fit.setting import Setting
+
+MORE_NODES = (2, 4, 8)
+"""Times as many that are tried."""
+
+
+def explained(problem: Problem, error: NothingFits) -> InputError:
+    """The refusal with what would fit."""
+    setting = error.least
+    words = [f"{error.short_bytes} bytes more on each device"]
+    gpus = _devices(setting, error.need_bytes)
+    words += [f"a GPU with more memory ({', '.join(gpus)})"] if gpus else []
+    nodes = _nodes(problem, setting)
+    words += [f"{nodes} times as many nodes"] if nodes else []
+    return InputError(f"{error.message}; what would do: {', or '.join(words)}", field=error.field, value=error.value)
+
+
+def _devices(setting: Setting, need: int) -> list[str]:
+    """Sheets whose device has room for ``need`` bytes, the smallest devices first."""
+    sheets = {name: hardware_sheet.load(name) for name in hardware_sheet.names()}
+    found = []
+    for name, sheet in sorted(sheets.items(), key=lambda item: (item[1].device.memory_bytes.value, item[0])):
+        reserve = device_reserve(sheet, setting.parallel, layers=setting.shape.layers, activation_bytes=0)
+        if need + reserve.total_bytes <= sheet.device.memory_bytes.value:
+            found.append(name)
+    return found[:3]
+
+
+def _nodes(problem: Problem, setting: Setting) -> int | None:
+    """By how many times as many data-parallel ranks it fits, of those that divide the batch."""
+    for times in MORE_NODES:
+        parallel, samples = setting.parallel, setting.samples
+        dp = parallel.dp * times
+        if samples % (setting.batch.micro_batch_size * dp):
+            continue
+        count = samples // setting.batch.micro_batch_size // dp
+        more = setting._replace(parallel=replace(parallel, data_parallel_size=dp, num_microbatches=count))
+        try:
+            more.parallel.check()
+        except InputError:
+            continue
+        work = more.workload(problem.limits)
+        if least_bytes(work, more.keeps_gradients) <= problem.room(more, work):
+            return times
+    return None

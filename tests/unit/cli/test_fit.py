@@ -1,0 +1,134 @@
+"""`fit` on a laptop: what it prints, one-line refusals, and what would fit where nothing does."""
+
+import json
+import sys
+
+import pytest
+
+from megatron_ext.cli.main import main
+
+MODEL = """--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 32000 --swiglu
+    --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --bf16""".split()
+BATCH = "--micro-batch-size 1 --global-batch-size 32".split()
+
+
+@pytest.fixture
+def without_torch():
+    """The package imported anew, where neither torch nor Megatron can be imported."""
+    ours = {name: sys.modules[name] for name in list(sys.modules) if name.partition(".")[0] == "megatron_ext"}
+    hidden = {
+        name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in ("torch", "megatron")
+    }
+    for name in ours:
+        del sys.modules[name]
+    sys.modules["torch"] = sys.modules["megatron"] = None  # type: ignore[assignment]
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron_ext", "torch", "megatron")]:
+        del sys.modules[name]
+    sys.modules.update(ours | hidden)
+
+
+def test_the_command_on_a_laptop(without_torch, capsys, tmp_path):
+    from megatron_ext.cli.main import main as command
+
+    picture, out = tmp_path / "fit.png", tmp_path / "out"
+    asked = ["fit", "--hardware", "l40s", "--fix", "recompute,zero-stage", "--picture", str(picture), "--out", str(out)]
+    words = ["--json", "--", *MODEL, *BATCH]
+    assert command([*asked, *words]) == 0
+    said, text = capsys.readouterr()
+    found = json.loads(said)
+    (winner, *fewer) = found["frontier"]
+    assert found["estimated"] and winner["options"]["--zero-stage"] == "1"
+    assert winner["iteration_time_low_us"] <= winner["iteration_time_us"] <= winner["iteration_time_high_us"]
+    assert winner["tokens_per_s"] == pytest.approx(32 * 2048 / winner["iteration_time_us"] * 1e6)
+    assert winner["distance_to_bound"] >= 0 and winner["iteration_time_us"] >= found["lower_bound_us"]
+    held = [winner["device_bytes"], *(each["device_bytes"] for each in fewer)]
+    times = [winner["iteration_time_us"], *(each["iteration_time_us"] for each in fewer)]
+    assert held == sorted(held, reverse=True) and times == sorted(times)
+    # What `advise` answered: whether the plan of the given settings helps.
+    given = found["given"]
+    assert given["gain_low"] <= given["gain"] <= given["gain_high"]
+    assert given["answer"] in ("helps", "does not help", "cannot tell") and f"; {given['answer']}: gain" in text
+    assert "ESTIMATED from a data sheet" in text and found["launch"]["add"] in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # The files that it wrote are what the last command plans.
+    files = [str(out / f"{name}.json") for name in ("cost_table", "workload", "schedule")]
+    command(["simulate", "--cost-table", files[0], "--workload", files[1], "--schedule", files[2], "--json"])
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated["iteration_time_us"] == pytest.approx(winner["iteration_time_us"], rel=0.01)
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert main(["fit", *arguments]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--hardware", "h1000"], "hardware = 'h1000': is neither a file nor a known machine; known: a100-nvlink"),
+        ([], "--hardware: or --cost-table is needed"),
+        (["--hardware", "h100-nvlink", "--nodes", "2", "--", *MODEL], "one node, 8 x H100 SXM, NVLink has no network"),
+        (["--hardware", "l40s", "--picture", "/proc/nowhere/a.png"], "/proc/nowhere/a.png: cannot be written"),
+        (["--hardware", "l40s", "--", "--hiden-size", "8"], "'--hiden-size': is not an option that fit knows; did"),
+        (["--hardware", "l40s", "--", "--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size = 3"),
+        (
+            ["--hardware", "l40s", "--", "--data-parallel-size", "4"],
+            "nodes = 1: gives 8 GPUs; the parallel sizes need 4",
+        ),
+        (["--hardware", "l40s", "--", "--num-experts", "8"], "then `cost estimate` and `plan`"),
+        (["--hardware", "l40s", "--nodes", "0"], "--nodes"),
+        (
+            ["--hardware", "l40s", "--fix", "zero", "--", *MODEL],
+            "--fix = 'zero': fixes no setting; known: all, zero-stage",
+        ),
+        (
+            ["--hardware", "l40s", "--fix", "all", "--search-layout", "--", *MODEL],
+            "--search-layout = True: all parallel sizes are fixed by --fix",
+        ),
+        (
+            ["--hardware", "l40s", "--", *MODEL, "--global-batch-size", "12"],
+            "--global-batch-size = 12: is no multiple of micro-batch size 1 times data-parallel size 8",
+        ),
+        (
+            ["--hardware", "l40s", "--fix", "micro-batch-size", "--", *MODEL, *BATCH, "--micro-batch-size", "3"],
+            "--global-batch-size = 32: is no multiple of micro-batch size 3 times data-parallel size 8",
+        ),
+        (
+            ["--hardware", "l40s", "--", *MODEL, *BATCH, "--delayed-parameter-update", "5"],
+            "--delayed-parameter-update = '5': needs an optimizer that steps on the host",
+        ),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(capsys, arguments, message):
+    assert message in refused(capsys, *arguments)
+
+
+def test_a_sheet_without_a_host_is_refused(capsys, tmp_path):
+    from megatron_ext.cost.hardware_sheet import FOLDER
+
+    raw = json.loads((FOLDER / "l40s.json").read_text())
+    del raw["host"]
+    (tmp_path / "sheet.json").write_text(json.dumps(raw))
+    assert "host" in refused(capsys, "--hardware", str(tmp_path / "sheet.json"), "--", *MODEL, *BATCH)
+
+
+def test_a_batch_that_the_given_sizes_do_not_divide_is_searched_for_others(capsys):
+    words = ["--", *MODEL, "--micro-batch-size", "3", "--global-batch-size", "32"]
+    assert (
+        main(["fit", "--hardware", "l40s", "--fix", "recompute,zero-stage,optimizer-cpu-offload", "--json", *words])
+        == 0
+    )
+    winner = json.loads(capsys.readouterr().out)["frontier"][0]
+    assert 32 % (8 * int(winner["options"]["--micro-batch-size"])) == 0
+
+
+def test_where_nothing_fits_it_says_what_would(capsys):
+    words = [*MODEL, "--num-layers", "24", "--hidden-size", "4096", *BATCH]
+    said = refused(capsys, "--hardware", "rtx4090", "--fix", "zero-stage,optimizer-cpu-offload", "--", *words)
+    assert "nothing fits" in said and "bytes more on each device" in said and "a GPU with more memory (l40s" in said
+    words = [*MODEL, "--num-layers", "96", "--hidden-size", "4096", *BATCH, "--zero-stage", "3"]
+    said = refused(capsys, "--hardware", "rtx4090", "--fix", "zero-stage,optimizer-cpu-offload", "--", *words)
+    assert "or 2 times as many nodes" in said or "or 4 times as many nodes" in said

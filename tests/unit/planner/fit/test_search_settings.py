@@ -1,0 +1,183 @@
+"""The search: brute force on small cases, what is fixed stays, H200 by its bytes, the same answer each time."""
+
+from itertools import product
+
+import pytest
+
+from megatron_ext.cost import hardware_sheet
+from megatron_ext.planner import plan, policies
+from megatron_ext.planner.fit.estimate_setting import floor_bytes, least_bytes
+from megatron_ext.planner.fit.fit_text import as_json, as_text, judge
+from megatron_ext.planner.fit.request import Request, ready
+from megatron_ext.planner.fit.space import NAMES, Space
+from megatron_ext.planner.search_state import EFFORT
+from megatron_ext.schedule.match import match
+from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.schedule.validate import validate
+from megatron_ext.workload.workload import Limits
+
+SMALL = """--num-layers 3 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --vocab-size 1024 --bf16
+    --untie-embeddings-and-output-weights --micro-batch-size 2 --global-batch-size 16""".split()
+H200 = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --micro-batch-size 4
+    --global-batch-size 16 --untie-embeddings-and-output-weights --bf16 --transformer-impl transformer_engine""".split()
+
+
+def request(words, **more) -> Request:
+    return Request(**{"hardware": "l40s", "words": tuple(words), **more})
+
+
+def test_what_is_fixed_stays_and_all_train_the_same_batch():
+    given = ready(request([*SMALL, "--num-layers", "4"], search_layout=True)).space
+    found = given.settings()
+    assert found[0] == given.given and len(set(found)) == len(found) > 300
+    assert {one.samples for one in found} == {16} and {one.parallel.world_size for one in found} == {8}
+    assert not any(one.optimizer.delayed for one in found)
+    for name in set(NAMES) - {"delayed-parameter-update", "recompute"}:
+        kept = given._replace(fixed=frozenset([name])).settings()
+        assert {one.options().get(f"--{name}") for one in kept} == {given.given.options().get(f"--{name}")}, name
+        assert set(kept) < set(found), name
+    assert {one.batch.recompute for one in given._replace(fixed=frozenset(["recompute"])).settings()} == {None}
+    delayed = [one for one in given._replace(delayed=True).settings() if one.optimizer.delayed]
+    assert delayed and all(one.optimizer.on_host for one in delayed)
+    # Several layers recomputed together: no schedule may act between them, so not at zero stage 3.
+    together = [one for one in found if one.batch.recompute_method == "uniform" and one.batch.recompute_num_layers > 1]
+    assert {one.zero_stage for one in together} <= {1, 2}
+
+
+def test_gradients_stay_whole_beside_sequence_parallelism():
+    words = [*SMALL, "--sequence-parallel", "--tensor-model-parallel-size", "2"]
+    found = ready(request(words, search_layout=True)).space.settings()
+    several = [one for one in found if one.parallel.tensor_model_parallel_size > 1]
+    assert several and all(one.keeps_gradients and one.zero_stage != 2 for one in several)
+    assert not any(one.keeps_gradients for one in found if one.parallel.tensor_model_parallel_size == 1)
+
+
+def test_brute_force(monkeypatch):
+    """Every setting planned in full: the choice is within 1 % of the best (more cases: benchmarks/fit_truth.py)."""
+    for stage, effort in EFFORT.items():  # of the planner, for the choice and for all settings alike
+        monkeypatch.setitem(EFFORT, stage, effort // 40)
+    monkeypatch.setattr(policies, "is_tiny", lambda workload: False)
+    words = [*SMALL, "--num-layers", "2"]
+    asked = request(words, hardware="h200-one-gpu", fixed=("micro-batch-size", "recompute"))
+    stock = ready(asked)
+    work = stock.space.given.workload(Limits())
+    limit = int(0.5 * max(bill.memory.device_total_bytes for bill in memory_bill(plan_of_stock(work), work)))
+    problem = stock._replace(limits=Limits(device_bytes=limit, host_bytes=1 << 33))
+    found = problem.search()
+    best = min(us for setting in problem.space.settings() if (us := planned_us(problem, setting, limit)) is not None)
+    for choice in found.tried:  # quick plans, too, are such that a run would take
+        match(validate(choice.schedules[-1]), choice.rounds.parts[-1][0])
+    assert found.winner.us <= best * 1.01 and found.winner.device_bytes <= limit
+    assert found.bound_us <= best * (1 + 1e-9) and found.winner.bound_us <= found.winner.us * (1 + 1e-9)
+
+
+def plan_of_stock(work):
+    from megatron_ext.planner.stock import stock_schedule
+
+    return stock_schedule(work)
+
+
+def planned_us(problem, setting, limit: int) -> float | None:
+    from megatron_ext.formats.errors import InputError
+
+    work = setting.workload(problem.limits)
+    try:
+        made = plan(work, problem.costs.of(setting, work)).predicted
+    except InputError:
+        assert least_bytes(work, setting.keeps_gradients) > 0
+        return None
+    assert made is not None
+    # The bounds by which settings are pruned are none that a plan goes below.
+    held = max(memory.device_total_bytes for memory in made.memory)
+    assert floor_bytes(setting) <= least_bytes(work, setting.keeps_gradients) <= held <= limit
+    return made.iteration_time_us
+
+
+def test_on_the_h200_recompute_with_whole_gradients_beats_everything_on_the_host():
+    """The case of a first GPU run, within the bytes that everything on the host took there: 12.1 GB."""
+    words = [*H200, "--limit-device-bytes", "12100000000"]
+    asked = request(words, hardware="h200-one-gpu", fixed=("micro-batch-size", "num-virtual-stages-per-pipeline-rank"))
+    problem = ready(asked)
+    found = judge(asked, problem, problem.search())
+    text, figures = as_text(found), as_json(found)
+    winner = figures["frontier"][0]
+    assert winner["way"] == "recompute, whole gradients on the device, optimizer on the host"
+    assert f"{winner['way']} beats everything on the host" in text
+    ways = figures["ways"]
+    assert ways["no recompute, gradients in host memory, shards in host memory, optimizer on the host"] > 1.1 * min(
+        ways.values()
+    )
+
+
+def test_a_launch_line_takes_out_what_is_not_chosen():
+    words = [*SMALL, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    asked = request([*words, "--use-distributed-optimizer"], fixed=("zero-stage", "optimizer-cpu-offload"))
+    problem = ready(asked)
+    found = judge(asked, problem, problem.search())
+    add, out = found.launch
+    assert set(out) == {"--recompute-granularity", "--recompute-method", "--recompute-num-layers"}
+    assert "--overlap-param-gather" in add and "--use-distributed-optimizer" not in add
+    assert not any(word.startswith("--recompute") for word in found.words())
+    again = ready(asked)
+    assert as_json(judge(asked, again, again.search())) == as_json(found)
+    # What the arguments of the script then say is the winner.
+    assert ready(request(found.words())).space.given == found.fit.winner.setting
+
+
+def test_a_measured_table_corrects_the_sheet():
+    """Layers that take two and three times as long as the sheet says: the next search knows it."""
+    from msgspec.structs import replace
+
+    from megatron_ext.cost.scaled_table import Factors, scaled
+    from megatron_ext.report.fit_again import again
+
+    words = [*H200, "--num-layers", "2", "--limit-device-bytes", "6000000000"]
+    asked = request(words, hardware="h200-one-gpu", fixed=("micro-batch-size", "zero-stage"))
+    problem = ready(asked)
+    winner = problem.search().winner
+    asked = replace(asked, chosen=winner.setting.options(), predicted_us=winner.us)
+    work = winner.setting.workload(problem.limits)
+    table = problem.costs.of(winner.setting, work)
+    same = again(asked, table)
+    assert not same.better and same.chosen_us == pytest.approx(winner.us, rel=0.01)
+    slower = again(asked, scaled(table, Factors({}, 2.0, 3.0)))
+    assert slower.found.problem.costs.measured == winner.setting
+    assert slower.found.problem.costs.factors.forward == pytest.approx(2.0)
+    assert slower.found.problem.costs.factors.backward == pytest.approx(3.0)
+    assert slower.chosen_us is None or slower.chosen_us > 1.3 * winner.us
+
+
+def test_vocabulary_is_padded_for_the_tensor_parallel_size():
+    words = [*SMALL, "--vocab-size", "1000"]
+    space = ready(request(words, search_layout=True)).space
+    assert isinstance(space, Space)
+    for one in space.settings():
+        assert one.shape.vocab % (128 * one.parallel.tensor_model_parallel_size) == 0 and one.shape.vocab >= 1000
+
+
+def test_every_machine_has_room_beside_the_reserve():
+    for name, (tp, dp) in product(hardware_sheet.names(), [(1, 1)]):
+        sheet = hardware_sheet.load(name)
+        problem = ready(request(SMALL, hardware=name))
+        room = problem.room(problem.space.given, problem.space.given.workload(Limits()))
+        assert 0.85 * sheet.device.memory_bytes.value < room < sheet.device.memory_bytes.value, (tp, dp)
+
+
+def test_a_cost_table_alone_holds_for_the_settings_that_it_was_measured_with(tmp_path):
+    from megatron_ext.cost import cost_table
+    from megatron_ext.formats.errors import InputError
+
+    sheet = ready(request(SMALL, hardware="h200-one-gpu"))
+    given = sheet.space.given
+    table = sheet.costs.of(given, given.workload(Limits()))
+    cost_table.save(tmp_path / "t.json", table)
+    words = [*SMALL, "--data-parallel-size", "1"]
+    alone = request(words, hardware=None, cost_table=str(tmp_path / "t.json"))
+    with pytest.raises(InputError, match="--limit-device-bytes: is needed: a cost table does not say what a device"):
+        ready(alone)
+    words += ["--limit-device-bytes", "2000000000"]
+    problem = ready(request(words, hardware=None, cost_table=str(tmp_path / "t.json"), fixed=("zero-stage",)))
+    found = problem.search()
+    assert {one.setting.batch for one in found.tried} == {given.batch} and found.settings == 2
+    both = ready(request(SMALL, hardware="h200-one-gpu", cost_table=str(tmp_path / "t.json")))
+    assert both.costs.factors.forward == pytest.approx(1) and both.costs.factors.curves["optimizer"] == pytest.approx(1)

@@ -1,0 +1,43 @@
+"""What a chunk keeps by the ways to recompute, by hand."""
+
+from megatron_ext.cost import hardware_sheet
+from megatron_ext.cost.estimated_table import estimate
+from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
+from megatron_ext.workload.parallel import Parallel
+
+SHAPE = GptShape(8, 1024, 4096, 16, 16, 1024, 64, tied=False)
+BETWEEN = 2 * 512 * 1024
+PLAIN = MicroBatch(512)
+PARALLEL = Parallel.of(pp=2, microbatches=2)
+
+
+def chunk(batch: MicroBatch):
+    return gpt_workload(SHAPE, PARALLEL, batch).chunk(1, 0)  # four layers and the output layer
+
+
+def test_bytes():
+    whole = chunk(PLAIN).activation_bytes[0]
+    every = chunk(PLAIN._replace(recompute="full"))
+    assert every.activation_bytes[:4] == (BETWEEN,) * 4 and every.recompute_bytes == whole
+    block = chunk(PLAIN._replace(recompute="full", recompute_method="block", recompute_num_layers=1))
+    assert block.activation_bytes[:4] == (BETWEEN, whole, whole, whole) and block.recompute_bytes == whole
+    together = chunk(PLAIN._replace(recompute="full", recompute_num_layers=2))
+    assert together.activation_bytes[:4] == (BETWEEN, 0, BETWEEN, 0) and together.recompute_bytes == 2 * whole
+    assert {each.activation_bytes[4] for each in (every, block, together)} == {chunk(PLAIN).activation_bytes[4]}
+
+
+def test_times():
+    """Of four layers one forward more, or three, or one."""
+    sheet = hardware_sheet.load("h100-nvlink")
+
+    def us(batch: MicroBatch) -> tuple[float, float]:
+        rows = estimate(sheet, gpt_workload(SHAPE, PARALLEL, batch), batch).compute
+        (row,) = [row for row in rows if row.pp_rank == 1 and row.layer_kind is None]
+        return row.forward_us, row.backward_us
+
+    forward, backward = us(PLAIN)
+    full = us(PLAIN._replace(recompute="full"))[1] - backward
+    assert full > 0 and us(PLAIN._replace(recompute="full"))[0] == forward
+    for count in (1, 3):
+        batch = PLAIN._replace(recompute="full", recompute_method="block", recompute_num_layers=count)
+        assert abs(us(batch)[1] - backward - full * count / 4) < 1e-6 * backward
