@@ -317,7 +317,7 @@ def install() -> None:
             setattr(sys.modules[parent], own, module)
     vars(sys.modules["transformer_engine"])["__version__"] = VERSION
     fill(".common.recipe", DelayedScaling=DelayedScaling)
-    fill(".pytorch.fp8", FP8GlobalStateManager=FP8GlobalStateManager, fp8_autocast=nothing)
+    fill(".pytorch.fp8", FP8GlobalStateManager=FP8GlobalStateManager, fp8_autocast=nothing, fp8_model_init=nothing)
     fill(".pytorch.distributed", CudaRNGStatesTracker=CudaRNGStatesTracker, activation_recompute_forward=nothing)
     fill(".pytorch.tensor", QuantizedTensor=QuantizedTensor)
     fill(".pytorch.ops", __getattr__=_operation)
