@@ -1,5 +1,6 @@
 """``megatron-ext fit``: which settings are the fastest that fit."""
 
+import functools
 import gc
 import os
 
@@ -67,6 +68,15 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     if out:
         _write(out, found)
     emit(as_json, fit_text.as_json(found), fit_text.as_text(found))
+
+
+FIXED = {"fixed": "all", "search_layout": False, "allow_delayed_update": False, "cost_table": None, "out": None}
+advise = BareScriptCommand(
+    "advise",
+    callback=functools.partial(fit.callback or fit, **FIXED),
+    params=[option for option in fit.params if option.name not in FIXED],
+    help="Say whether a plan will help with the settings as they are given: fit --fix all.",
+)
 
 
 def fixed_names(text: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from megatron_ext.cpubench import allocator
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.formats.facts import Facts
 
-VERBS = ("balance", "cost", "describe", "fit", "plan")
+VERBS = ("advise", "balance", "cost", "describe", "fit", "plan")
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 

@@ -17,7 +17,7 @@ from megatron_ext.cli.balance import balance
 from megatron_ext.cli.cost import cost_group
 from megatron_ext.cli.describe import describe
 from megatron_ext.cli.doctor import doctor
-from megatron_ext.cli.fit import fit
+from megatron_ext.cli.fit import advise, fit
 from megatron_ext.cli.hidden_devices import hidden_from
 from megatron_ext.cli.measure import measure
 from megatron_ext.cli.patch import patch
@@ -37,7 +37,7 @@ def cli() -> None:
     """Measure gather routes, plan a user_defined_schedule, patch and train Megatron by it."""
 
 
-PREPARING = (doctor, fit, patch, prepare, describe, measure, cost_group, plan, balance)
+PREPARING = (doctor, fit, advise, patch, prepare, describe, measure, cost_group, plan, balance)
 LOOKING = (run_on_cpu, report, simulate, show, schema)
 for verb in (*PREPARING, *LOOKING):
     cli.add_command(verb)
