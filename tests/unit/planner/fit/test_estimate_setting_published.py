@@ -1,7 +1,8 @@
 """A published comparison of settings, ranked: Megatron's optimizer on the device, on the host in half, and in whole.
 
 NeMo-RL PR 3628: Qwen3-0.6B on one H100, 0.752 s and 15.24 GiB; 1.187 to 1.216 s and 14.1 to 14.7 GiB; 1.678 s and 10.53
-GiB with copies that overlap. Its batch is not published, so the order is compared and not the times.
+GiB with copies that overlap. Its batch is not published, so the order is compared and not the times. Stock Megatron's
+half is none of the settings that are searched: a schedule says which states stay on the device.
 """
 
 import pytest
@@ -27,15 +28,17 @@ def test_the_more_states_on_the_host_the_slower_and_the_smaller(microbatches):
     parallel = Parallel.of(microbatches=microbatches, gpus_per_node=8)
 
     def choice(on_host: bool, device_bytes: int):
-        setting = Setting(QWEN, parallel, MicroBatch(2048), 1, OptimizerSettings(on_host=on_host))
+        setting = Setting(QWEN, parallel, MicroBatch(2048, 8), 1, OptimizerSettings(on_host=on_host))
         work = setting.workload(Limits(device_bytes=device_bytes, host_bytes=1 << 40))
         return quick_choice(setting, work, costs.of(setting, work), 0.0)
 
-    device = choice(False, 1 << 36)
+    device = choice(False, 1 << 37)
     most = device.device_bytes
     states = 12 * QWEN.numel  # float32 parameters and two moments
     host = choice(True, most - states + (1 << 28))
     half = choice(True, most - states // 2 + (1 << 28))
-    assert device.us < half.us < host.us
+    assert device.stock is not None and host.stock is not None and device.stock.us < host.stock.us
+    # A plan steps the half on the host beside the backward, which Megatron does not: it may cost nothing.
+    assert device.us < half.us * 1.01 and half.us < host.us
     assert device.device_bytes > half.device_bytes > host.device_bytes
     assert replace(device.setting.optimizer, on_host=True) == host.setting.optimizer
