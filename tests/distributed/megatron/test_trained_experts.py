@@ -12,7 +12,6 @@ from cases import EXPERTS
 from draw_schedule import draw_schedule, hosted, prepared, reduced, states_on_drive, with_gradients, with_step_slots
 from msgspec.structs import replace
 from parity_service import differences
-from strict_cases import findings
 from variations import some
 
 from megatron_ext.schedule import match, validate
@@ -147,18 +146,6 @@ def test_whoever_reads_between_two_iterations_reads_whole_experts(workloads, ser
     assert differences(answer) == []
     for reads in answer["scheduled"]["reads"]:
         assert [read for read, _ in reads] == [true for _, true in reads]
-
-
-def test_what_streams_and_threads_do_with_experts_is_ordered(workloads, services, tmp_path):
-    """On the strict stand-in of a device."""
-    workload = sized(workloads["experts", "experts-bf16"], 3)
-    schedule = prepared(random.Random(4), workload, tmp_path / "s.json")
-    strict = {"seed": 4, "order": "early"}
-    case = dict(faults="", iterations=2, strict=strict)  # the other dispatcher has a stream of its own
-    options = ("--moe-token-dispatcher-type", "allgather")
-    answer = run(services, "experts", "experts-bf16", schedule, tmp_path, *options, **case)
-    assert findings(answer) == [] == differences(answer)
-    assert answer["strict"]["accesses"] > 5000
 
 
 @pytest.mark.parametrize("fault", some(["stale_group", "skip_reduce", "skip_group"], 1))
