@@ -34,7 +34,7 @@ def _workload(path: str | None, checkout: str | None, words, refuse_table):
     return describe_command_line(checkout, words).workload
 
 
-def _ending(judged, out: str) -> tuple[list[str], list[str]]:
+def _ending(judged, out: str) -> tuple[list[str | None], list[str]]:
     """What the verdict says before its last line; and that line, behind what to add to the options."""
     said, add = judged.text.splitlines(), f"--user-defined-schedule {out}"
     last = said.pop() if judged.figures["answer"] else "verdict: none, there is nothing to compare with"
@@ -108,12 +108,11 @@ def plan(
     notes["delay_note"] = delay.text() if delay is not None else None
     notes["limit_note"] = LIMIT_UNKNOWN if work.limits.host_bytes is not None else None
     said, last = _ending(judged, out)
-    lines = [*said, planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work)]
-    lines += [*notes.values(), *last]
+    said += [planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work), *notes.values(), *last]
     emit(
         as_json,
         {"schedule": out, "policy": policy, "verdict": judged.text}
         | judged.figures
         | {**notes, "delay": delay and delay._asdict(), "differences": differences},
-        "\n".join(line for line in lines if line is not None),
+        "\n".join(line for line in said if line is not None),
     )
