@@ -118,7 +118,7 @@ def _indices(buffer, groups: dict[int, Group], members: dict[int, list], file) -
     """Groups of a buffer. Their buckets lie in the order in which gradients get ready: backwards."""
     own = {id(parameter) for parameter in buffer.params}
     indices = [index for index in reversed(groups) if id(members[index][0]) in own]
-    for index in indices:
+    for index in reversed(indices):
         _check_buffer(index, groups[index], members[index], buffer, file)
     return indices
 

@@ -64,8 +64,10 @@ class ShardOf:
             return found
         if self._recorder is not None:
             self._recorder.moved("gradient", "to_device", found.nbytes)
-        before = index.start % READ_AT_ONCE  # see [Note: Where gradients begin]
-        return torch.empty(before + len(found), dtype=found.dtype, device=self.device)[before:].copy_(found)
+        here, before = found.to(self.device), index.start % READ_AT_ONCE  # see [Note: Where gradients begin]
+        if here.storage_offset() % READ_AT_ONCE == before:
+            return here
+        return torch.empty(before + len(here), dtype=here.dtype, device=here.device)[before:].copy_(here)
 
 
 class _Written:

@@ -10,6 +10,7 @@ class NeedsData(torch.nn.Module):
     """A chunk whose only layer reads what its tensors hold, as a fused kernel does."""
 
     pre_process = True
+    config = None
 
     def __init__(self):
         super().__init__()
