@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import sys
+from unittest import mock
 
 import engine_stand_in
 import pytest
@@ -13,6 +15,7 @@ from plans import command_line
 from training import launch_training
 from variations import ALL, some
 
+from megatron_ext.megatron import engine_modules
 from megatron_ext.megatron.engine_modules import GroupedLinear
 from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
@@ -56,6 +59,18 @@ def layer(megatron_tree, tmp_path_factory):
         return {p["name"].removeprefix(start): tuple(p["shape"]) for p in own}, chunk["activation_bytes"][2]
 
     return layer
+
+
+def test_what_megatron_imports_in_one_go_is_there():
+    """Or it takes Transformer Engine for absent. Source: ``megatron/core/extensions/transformer_engine.py``, of which
+    core_v0.18.0 and later import the last name."""
+    with mock.patch.dict(sys.modules):
+        engine_modules.install()
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast, fp8_model_init
+
+        assert not FP8GlobalStateManager.is_fp8_enabled()
+        with fp8_autocast(enabled=False), fp8_model_init(enabled=False):
+            pass
 
 
 @pytest.mark.parametrize("tp", some((2, 1), 1))
