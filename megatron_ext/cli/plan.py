@@ -44,7 +44,7 @@ def _ending(judged, out: str) -> tuple[list[str | None], list[str]]:
 @click.command(cls=ScriptCommand)
 @planning_inputs(workload_required=False)
 @checkout_option
-@click.option("--out", required=True, help="Where the schedule is written.")
+@click.option("--out", required=True, help="Where the schedule is written; a directory where the batch size grows.")
 @click.option(
     "--policy",
     default="hybrid",
@@ -79,11 +79,11 @@ def plan(
     from megatron_ext.planner import missing_figures
     from megatron_ext.planner.limit import LIMIT_UNKNOWN
     from megatron_ext.planner.policies import check_policy
+    from megatron_ext.schedule import schedules
     from megatron_ext.schedule import user_defined_schedule as schedule
 
     _refuse_sources(workload_path, checkout, script_arguments)
     check_policy(policy)
-    json_files.check_writable(out)
     table = cost.load(cost_table)
 
     def refuse_table(sizes) -> None:
@@ -91,6 +91,7 @@ def plan(
         environment.refuse(found, allow=allow_differences, file=cost_table, how="allow it by --allow-differences")
 
     work = _workload(workload_path, checkout, script_arguments, refuse_table)
+    schedules.make_directory(out) if work.ramp else json_files.check_writable(out)
     with naming_files(cost_table, workload_path or str(checkout)):
         differences = table_differences(
             table, work, this_machine=this_machine, allow=allow_differences, file=cost_table
@@ -100,19 +101,21 @@ def plan(
         lacking = missing_figures.missing_curves(work, table, planned, extrapolate=extrapolate)
         missing_figures.refuse_missing(lacking, file=cost_table)
         judged = planner.verdict(work, table, planned, extrapolate=extrapolate)
+        ramp = planner.plan_ramp(planned, work, table, extrapolate=extrapolate)
         delay = planner.delay(planned, work, table, extrapolate=extrapolate)
-    schedule.save(out, planned)
+    schedules.save(out, [*ramp, planned]) if ramp else schedule.save(out, planned)
     notes = {"search_note": planner.search_note(planned), "step_note": planner.step_note(planned)}
     notes["device_note"] = planner.device_note(planned, work, table, extrapolate=extrapolate)
     notes["offload_note"] = planner.offload_note(planned, work, table)
     notes["delay_note"] = delay.text() if delay is not None else None
     notes["limit_note"] = LIMIT_UNKNOWN if work.limits.host_bytes is not None else None
+    notes["ramp_note"] = planner.ramp_note(ramp)
     said, last = _ending(judged, out)
     said += [planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work), *notes.values(), *last]
     emit(
         as_json,
         {"schedule": out, "policy": policy, "verdict": judged.text}
         | judged.figures
-        | {**notes, "delay": delay and delay._asdict(), "differences": differences},
+        | {**notes, "delay": delay and delay._asdict(), "differences": differences, "ramp": planner.ramp_us(ramp)},
         "\n".join(line for line in said if line is not None),
     )

@@ -40,6 +40,7 @@ class Preparation:
         self.workload_path, self.table_path, self.schedule_path = (
             out / f"{name}.json" for name in ("workload", "cost_table", "schedule")
         )
+        self.schedules_path = out / "schedules"
         use_megatron_of(checkout)
         check_policy(policy)
         self.script = script_arguments.read(arguments, verb="prepare")
@@ -78,11 +79,18 @@ class Preparation:
 
         self._say("describing the model")
         self.model = describe_command_line(self.checkout, self.arguments)
+        if self.model.workload.ramp:
+            self.schedule_path = self.schedules_path
         if self._same_workload():
             self._keep(self.workload_path)
         elif self.is_first:
-            self.schedule_path.unlink(missing_ok=True)  # it is of another workload
+            self._remove_schedules()  # they are of another workload
             workload.save(self.workload_path, self.model.workload)
+
+    def _remove_schedules(self) -> None:
+        self.schedule_path.with_name("schedule.json").unlink(missing_ok=True)
+        for file in self.schedules_path.glob("*.json"):
+            file.unlink()
 
     def _same_workload(self) -> bool:
         from megatron_ext.workload import workload
@@ -139,7 +147,7 @@ class Preparation:
         from megatron_ext import planner
         from megatron_ext.cli.table_check import naming_files
         from megatron_ext.cost import cost_table
-        from megatron_ext.schedule import user_defined_schedule
+        from megatron_ext.schedule import schedules, user_defined_schedule
 
         table, work = cost_table.load(self.table_path), self.model.workload
         digest = json_files.sha256(self.table_path)
@@ -148,20 +156,30 @@ class Preparation:
             if schedule is None:
                 self._say(f"planning ({self.policy})")
                 schedule = planner.plan(work, table, policy=self.policy, cost_table_sha256=digest)
-                user_defined_schedule.save(self.schedule_path, schedule)
+                if work.ramp:
+                    ramp = planner.plan_ramp(schedule, work, table)
+                    self._say(planner.ramp_note(ramp) or "")
+                    schedules.save(self.schedule_path, [*ramp, schedule])
+                else:
+                    user_defined_schedule.save(self.schedule_path, schedule)
             return planner.verdict(work, table, schedule)
 
     def _kept_schedule(self, table_sha256: str):
         """The schedule that is there, where it was planned by this policy for this model from this table."""
-        from megatron_ext.schedule import match, validate
+        from megatron_ext.schedule import match, schedules
 
+        work = self.model.workload
         if not self.schedule_path.exists():
             return None
         try:
-            schedule = validate.load(self.schedule_path)
-            match.match(schedule, self.model.workload)
+            found = schedules.load(self.schedule_path)
+            if set(found) != {*work.ramp, work.parallel.num_microbatches}:
+                return None
+            for number, schedule in found.items():
+                match.match(schedule, work.with_microbatches(number))
         except InputError:
             return None
+        schedule = found[work.parallel.num_microbatches]
         name, _, seed = self.policy.partition(":")
         metadata, wanted = schedule.metadata, int(seed) if seed else None
         made = (metadata.cost_table_sha256, metadata.planner, metadata.options.seed)

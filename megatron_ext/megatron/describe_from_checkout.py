@@ -49,6 +49,7 @@ class Described(msgspec.Struct, forbid_unknown_fields=True):
     optimizer: OptimizerSettings = OptimizerSettings()
     layer_options: tuple[str, ...] = ()
     experts: Experts | None = None
+    ramp: tuple[int, ...] = ()
 
 
 class CheckoutModel(NamedTuple):
@@ -94,6 +95,7 @@ def describe_command_line(tree, options) -> "CheckoutModel":
         limits=limits_of(ours),
         optimizer=found[0].optimizer,
         experts=found[0].experts,
+        ramp=found[0].ramp,
     )
     return CheckoutModel(check(workload), found[0].layer_options)
 
@@ -277,7 +279,7 @@ def _described(chunks: list) -> Described:
     from megatron_ext.megatron.optimizer_of_args import optimizer_settings
     from megatron_ext.megatron.refusals import refuse_frozen
     from megatron_ext.megatron.saved_activations import with_activations
-    from megatron_ext.megatron.workload_of_run import experts_of, parallel_of_megatron
+    from megatron_ext.megatron.workload_of_run import experts_of, numbers_of_run, parallel_of_megatron
     from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
 
     args = _megatron_args()
@@ -297,6 +299,7 @@ def _described(chunks: list) -> Described:
         optimizer=optimizer_settings(args),
         layer_options=options_of_layers(args),
         experts=experts_of(args),
+        ramp=numbers_of_run(args)[:-1],
     )
 
 

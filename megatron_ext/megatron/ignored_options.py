@@ -207,9 +207,6 @@ def check_other_options(args, verb: str = "describe") -> None:
     """
     given = vars(args)
     _refuse_neutral(given)
-    for name in BATCH:
-        if name.replace("-", "_") in given:
-            _refuse(given, name.replace("-", "_"), "a schedule holds for one number of micro-batches")
     for name in REFUSED:
         # One rank of a kind is what there is without the option; one layer of a kind, or one expert, is not.
         without = (None, ["1"]) if name.endswith(("parallel-size", "weight-shards")) else (None,)

@@ -68,10 +68,18 @@ def refuse_unsupported(args) -> None:
 
 
 def replaced_options(args) -> list[str]:
-    """Lines about options whose part the schedule takes."""
-    option = "--overlap-param-gather-with-optimizer-step"
-    given = getattr(args, "overlap_param_gather_with_optimizer_step", False)
-    return [f"{option}: the schedule says when gathers begin, in place of it"] if given else []
+    """Lines about options whose part the schedule takes, and one that this Megatron does not follow."""
+    from megatron_ext.megatron.workload_of_run import ramps_up  # imports Megatron, which reading options does not need
+
+    lines = []
+    if getattr(args, "overlap_param_gather_with_optimizer_step", False):
+        option = "--overlap-param-gather-with-optimizer-step"
+        lines.append(f"{option}: the schedule says when gathers begin, in place of it")
+    if getattr(args, "rampup_batch_size", None) and not ramps_up():
+        lines.append(
+            "--rampup-batch-size: this release of Megatron ignores it (--step-batch-size-schedule is in place)"
+        )
+    return lines
 
 
 def warnings_at_start(args, schedule: Schedule) -> list[str]:

@@ -80,9 +80,9 @@ def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
         ),
         (["--optimizer", "muon"], "--optimizer", "cannot be combined with a schedule"),
         (
-            ["--rampup-batch-size", "16", "16", "5859375"],
-            "--rampup-batch-size = '16 16 5859375'",
-            "one number of micro-batches",
+            ["--rampup-batch-size", "3", "1", "5859375"],
+            "--rampup-batch-size = '3 1 5859375'",
+            "reaches a batch of 3, which is no multiple of micro-batch size 1 times data-parallel size 2",
         ),
         (["--num-query-groups", "3", "--group-query-attention"], "--num-query-groups", "does not divide"),
         (
