@@ -30,7 +30,7 @@ def given_on_the_command_line(*names: str) -> dict[str, object]:
     return {name: context.params[name] for name in names if context.get_parameter_source(name) is source}
 
 
-def use_megatron_of(checkout: str | None) -> None:
+def use_megatron_of(checkout: str | None, entry: str | None = None) -> None:
     """Let this process and those that it starts import the checkout's Megatron, or what is installed.
 
     Raises:
@@ -41,10 +41,12 @@ def use_megatron_of(checkout: str | None) -> None:
     if checkout:
         from megatron_ext.megatron.describe_from_checkout import require_script
 
-        tree = str(require_script(checkout))
+        tree = str(require_script(checkout, entry)[0])
         path = [tree, *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
         sys.path.insert(0, tree)
+    elif entry is not None:
+        raise InputError("needs --checkout: the Megatron that it trains with", field="--entry", value=entry)
     elif importlib.util.find_spec("megatron") is None:
         raise InputError("measuring layers needs Megatron, which cannot be imported here; give it", field="--checkout")
 

@@ -12,7 +12,7 @@ import msgspec
 from megatron_ext.cli.checkout_model import for_workload, refuse_early, refuse_script, use_megatron_of, with_sizes
 from megatron_ext.cli.fit import answer, fit_options, fixed_names
 from megatron_ext.cli.output import emit, json_option
-from megatron_ext.cli.script_command import BareScriptCommand
+from megatron_ext.cli.script_command import BareScriptCommand, entry_option
 from megatron_ext.formats import directory_lock, json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
@@ -27,21 +27,24 @@ class Preparation:
         checkout: the Megatron tree.
         out: the directory.
         arguments: of the training script, and the plan's among them.
+        entry: the training script, where it is not the tree's pretrain_gpt.py.
         policy, seconds, nvme_path: as of ``plan`` and ``measure``.
 
     Raises:
         InputError: what the text of the arguments already shows to be wrong.
     """
 
-    def __init__(self, checkout: str, out: Path, arguments, *, policy: str, seconds: float, nvme_path: str | None):
+    def __init__(
+        self, checkout: str, out: Path, arguments, *, entry: str | None, policy: str, seconds: float, nvme_path
+    ):
         from megatron_ext.planner.policies import check_policy
 
-        self.checkout, self.policy, self.kept = checkout, policy, []
+        self.checkout, self.entry, self.policy, self.kept = checkout, entry, policy, []
         self.workload_path, self.table_path, self.schedule_path = (
             out / f"{name}.json" for name in ("workload", "cost_table", "schedule")
         )
         self.schedules_path = out / "schedules"
-        use_megatron_of(checkout)
+        use_megatron_of(checkout, entry)
         check_policy(policy)
         self.script = script_arguments.read(arguments, verb="prepare")
         self.script.data_parallel_size()
@@ -78,7 +81,7 @@ class Preparation:
         from megatron_ext.workload import workload
 
         self._say("describing the model")
-        self.model = describe_command_line(self.checkout, self.arguments)
+        self.model = describe_command_line(self.checkout, self.arguments, self.entry)
         if self.model.workload.ramp:
             self.schedule_path = self.schedules_path
         if self._same_workload():
@@ -216,6 +219,7 @@ def _fitted(words, *, hardware: str | None, fixed: str, **asked):
 
 @click.command(cls=BareScriptCommand)
 @click.option("--checkout", required=True, help="The Megatron-LM checkout that trains.")
+@entry_option
 @click.option("--out", required=True, type=click.Path(file_okay=False), help="Directory of the three files.")
 @click.option("--policy", default="hybrid", show_default=True, help="As of plan.")
 @click.option("--fit", "fitting", is_flag=True, help="First find the fastest settings that fit; needs --hardware.")
@@ -225,7 +229,16 @@ def _fitted(words, *, hardware: str | None, fixed: str, **asked):
 @click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def prepare(
-    checkout: str, out: str, policy: str, seconds: float, nvme_path, fitting: bool, script_arguments, as_json, **asked
+    checkout: str,
+    entry: str | None,
+    out: str,
+    policy: str,
+    seconds: float,
+    nvme_path,
+    fitting: bool,
+    script_arguments,
+    as_json,
+    **asked,
 ) -> None:
     """Describe, measure and plan from the arguments of a training script: everything that its pretrain_gpt.py is given.
 
@@ -234,7 +247,8 @@ def prepare(
     found = _fitted(script_arguments, **asked) if fitting else None
     if found is not None:
         script_arguments = (*(f"{name}={value}" for name, value in found.ours().items()), *found.words(*found.ours()))
-    steps = Preparation(checkout, Path(out), script_arguments, policy=policy, seconds=seconds, nvme_path=nvme_path)
+    how = dict(entry=entry, policy=policy, seconds=seconds, nvme_path=nvme_path)
+    steps = Preparation(checkout, Path(out), script_arguments, **how)
     if found is not None and steps.is_first:
         chosen = {"chosen": found.fit.winner.setting.options(), "predicted_us": found.fit.winner.us}
         json_files.save(os.path.join(out, "fit.json"), msgspec.structs.replace(found.request, **chosen))

@@ -206,6 +206,7 @@ class BuildingRun:
         checkpoint_states.allow_empty_shards()
         try:
             refusals.refuse_ddp_config(ddp.ddp_config)
+            refusals.refuse_model(bare(ddp))
             refusals.refuse_frozen(bare(ddp))
             match.match_layers(self.schedule, ddp.config.num_layers, file=self.path)
             self._bucket_groups.update(

@@ -20,6 +20,9 @@ _looked = False
 ended = False
 """Whether a run has written what it was to write."""
 
+_started = False
+"""Whether :func:`on_pretrain` was called, by a hook of the script or by the first one in megatron/."""
+
 
 def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=None, nvme_path=None):
     """Make a run active: gather by ``schedule`` (a path), write a trace to ``trace`` (a path), make or compare with
@@ -97,13 +100,17 @@ def _configure_from(args) -> None:
     configure(schedule, trace, parallel=parallel, check=check, delay=delay, nvme_path=nvme_path)
 
 
-def add_arguments(parser) -> None:
-    """End of Megatron's list of options: ours. Models are built next, late where a schedule says so."""
+def add_arguments(parser):
+    """End of Megatron's list of options: ours. Models are built next, late where a schedule says so. A script without a
+    hook of its own (``--entry``) begins here."""
+    if not _started:
+        on_pretrain()
     arguments.add_arguments(parser)
     if "megatron.training" in sys.modules and any(a.startswith("--user-defined-schedule") for a in sys.argv):
         from megatron_ext.megatron import late_model
 
         late_model.install(_late)
+    return parser
 
 
 def _late():
@@ -123,8 +130,10 @@ def set_values(parameter, values) -> None:
 
 def on_pretrain() -> None:
     """Start of pretrain_gpt.py, before Megatron is imported."""
+    global _started
     from megatron_ext.megatron import cpu_compat, cpu_options, device_environment, one_line_end
 
+    _started = True
     one_line_end.install()
     variables = device_environment.prepare(sys.argv[1:], os.environ)
     atexit.register(require_end)

@@ -292,6 +292,28 @@ def megatron_root() -> Path:
     return Path(megatron.core.__file__).resolve().parents[2]
 
 
+def refuse_model(model) -> None:
+    """Refuse models whose layers do not lie in one ``decoder``: between others no action can be placed.
+
+    Args:
+        model: a torch module, bare.
+
+    Raises:
+        InputError: naming the model's class and what is missing for it.
+    """
+    has = {name for name, _ in model.named_children()}
+    layers = {name.partition(".layers.")[0] for name, _ in model.named_parameters() if ".layers." in name}
+    if has & {"vision_model", "language_model", "vision_projection"}:
+        why = "a vision model and a language model: no steps, bill or bound are known for the first of them"
+    elif "encoder" in layers and ("decoder" in layers or "decoder" in has):
+        why = "an encoder beside its decoder: messages between stages carry two tensors, which no order of steps knows"
+    elif layers and not layers <= {"decoder", "mtp"}:
+        why = f"its layers in {', '.join(sorted(layers))}: actions are placed between those of one decoder alone"
+    else:
+        return
+    raise InputError(f"has {why}", field=type(model).__name__)
+
+
 def refuse_frozen(model) -> None:
     """Refuse parameters without gradient.
 

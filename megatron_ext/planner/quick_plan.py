@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
+import msgspec
+
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
