@@ -69,12 +69,14 @@ def refuse_script(script: ScriptArguments, verb: str):
 
 
 def _refuse_parts_of_sequences(script: ScriptArguments, verb: str) -> None:
-    if (size := script.sizes.context_parallel_size or 1) > 1:
-        why = f"{verb} times layers that have the whole sequence; {ESTIMATE}"
+    from megatron_ext.runtime.device import has_cuda  # torch takes a while to import
+
+    if (size := script.sizes.context_parallel_size or 1) > 1 and not has_cuda():
+        why = f"on a CPU {verb} times layers that have the whole sequence; {ESTIMATE}"
         raise InputError(why, field="--context-parallel-size", value=size)
 
 
-def why_not_measured(script: ScriptArguments, model) -> str | None:
+def why_not_measured(model) -> str | None:
     """Why ``measure`` refuses to time this model's layers; None where it does not.
 
     Args:
@@ -83,7 +85,6 @@ def why_not_measured(script: ScriptArguments, model) -> str | None:
     from megatron_ext.megatron.layer_options import require_known_layers
 
     try:
-        _refuse_parts_of_sequences(script, "measure")
         require_known_layers(model.layer_options, model.workload)
     except InputError as error:
         return str(error)
@@ -151,6 +152,7 @@ def for_workload(options: Options, model) -> Options:
         "data_parallel_size": workload.parallel.dp,
         "optimizer_on_host": workload.optimizer.on_host,
         "parameter_bytes": measured_sizes.parameter_bytes(workload),
+        "sequence_parts": model.sequence_parts,
     }
     if options.modules is None:
         require_known_layers(model.layer_options, workload)

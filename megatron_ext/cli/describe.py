@@ -47,7 +47,7 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
         if script.ours.data_parallel_size is None and "WORLD_SIZE" not in os.environ:
             click.echo("describe: not given, taken to be: --data-parallel-size 1", err=True)
         model = describe_from_checkout.describe_command_line(checkout, megatron_options, entry)
-        described, refused = model.workload, why_not_measured(script, model)
+        described, refused = model.workload, why_not_measured(model)
     elif entry:
         raise InputError("needs --checkout: the Megatron that it trains with", field="--entry", value=entry)
     else:

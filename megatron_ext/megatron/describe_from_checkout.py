@@ -57,11 +57,13 @@ class CheckoutModel(NamedTuple):
 
     Attributes:
         workload: of the whole model.
-        layer_options: options of ``layer_runners`` by which it builds the layers of one rank.
+        layer_options: options of ``layer_runners`` by which it builds the layers of one rank, for whole sequences.
+        sequence_parts: context-parallel ranks that a sequence is divided among.
     """
 
     workload: Workload
     layer_options: tuple[str, ...]
+    sequence_parts: int = 1
 
 
 def describe_command_line(tree, options, entry=None) -> "CheckoutModel":
@@ -99,7 +101,7 @@ def describe_command_line(tree, options, entry=None) -> "CheckoutModel":
         experts=found[0].experts,
         ramp=found[0].ramp,
     )
-    return CheckoutModel(check(workload), found[0].layer_options)
+    return CheckoutModel(check(workload), found[0].layer_options, script.sizes.context_parallel_size or 1)
 
 
 def require_script(tree, entry=None) -> tuple[Path, Path]:
@@ -316,6 +318,7 @@ def _described(chunks: list) -> Described:
         refuse_frozen(bare(chunk))
     parallel = parallel_of_megatron(args)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    layer_options = options_of_layers(args)  # of whole sequences
     args.seq_length //= getattr(args, "context_parallel_size", 1)  # of one rank
     batch = MicroBatch(args.seq_length, args.micro_batch_size, sequence_parallel=args.sequence_parallel)
     message = p2p_bytes(parallel, batch, args.hidden_size, args.params_dtype.itemsize)
@@ -326,7 +329,7 @@ def _described(chunks: list) -> Described:
             with_activations(describe_chunk(chunk, pp_rank, index), chunk, args) for index, chunk in enumerate(chunks)
         ),
         optimizer=optimizer_settings(args),
-        layer_options=options_of_layers(args),
+        layer_options=layer_options,
         experts=experts_of(args),
         ramp=numbers_of_run(args)[:-1],
     )

@@ -12,6 +12,8 @@ from megatron_ext.checkout.hook_table import SCHEDULE_FUNCTIONS
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import device_environment
 from megatron_ext.megatron.refusals import (
+    NEUTRAL,
+    REASONS,
     environment_mismatch,
     refuse_async_save,
     refuse_never_whole,
@@ -85,6 +87,21 @@ def test_what_cannot_be_combined_is_refused_by_name(name, value):
         refuse_unsupported(options(**{name: value}))
     assert str(refused.value).startswith("--" + name.replace("_", "-") + " = ")
     assert "--user-defined-schedule" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("fp8_param_gather", "scales"),
+        ("num_distributed_optimizer_instances", "a part of the replicas"),
+        ("cuda_graph_impl", "does not run the forward of its layers"),
+        ("fine_grained_activation_offloading", "share the link of host copies"),
+    ],
+)
+def test_the_reason_is_said(name, reason):
+    with pytest.raises(InputError, match=f"--user-defined-schedule: .*{reason}"):
+        refuse_unsupported(options(**{name: 2}))
+    assert {*NEUTRAL} <= {*REASONS}
 
 
 def test_defaults_of_options_that_are_refused_are_accepted():
