@@ -247,8 +247,9 @@ def prepare(
     found = _fitted(script_arguments, **asked) if fitting else None
     if found is not None:
         script_arguments = (*(f"{name}={value}" for name, value in found.ours().items()), *found.words(*found.ours()))
-    how = dict(entry=entry, policy=policy, seconds=seconds, nvme_path=nvme_path)
-    steps = Preparation(checkout, Path(out), script_arguments, **how)
+    steps = Preparation(
+        checkout, Path(out), script_arguments, entry=entry, policy=policy, seconds=seconds, nvme_path=nvme_path
+    )
     if found is not None and steps.is_first:
         chosen = {"chosen": found.fit.winner.setting.options(), "predicted_us": found.fit.winner.us}
         json_files.save(os.path.join(out, "fit.json"), msgspec.structs.replace(found.request, **chosen))

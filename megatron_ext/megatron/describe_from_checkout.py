@@ -245,7 +245,7 @@ def _stop_at_model(chunks: list) -> None:
     from megatron_ext.megatron.saved_activations import balance_experts
 
     training = sys.modules.get("megatron.training.training")
-    begin, get_model = MegatronModule.__init__, getattr(training, "get_model", None)
+    begin, get_model = MegatronModule.__init__, vars(training).get("get_model") if training is not None else None
 
     def on_meta(build):
         @functools.wraps(build)
@@ -265,6 +265,7 @@ def _stop_at_model(chunks: list) -> None:
         begin(self, config, *args, **kwargs)
 
     def get_model_on_meta(model_provider_func, *args, **kwargs):
+        assert get_model is not None  # else this is not put in its place
         return get_model(on_meta(model_provider_func), *args, **kwargs)
 
     @functools.wraps(DistributedDataParallel.__init__)
@@ -275,8 +276,8 @@ def _stop_at_model(chunks: list) -> None:
             raise _Built
 
     MegatronModule.__init__ = begin_without_values
-    if get_model is not None:
-        training.get_model = get_model_on_meta
+    if training is not None and get_model is not None:
+        vars(training)["get_model"] = get_model_on_meta
     GPTModel.__init__ = on_meta(GPTModel.__init__)  # whoever builds it
     DistributedDataParallel.__init__ = collect
 
@@ -290,6 +291,8 @@ def _leave_no_trace() -> None:
     with contextlib.suppress(ImportError):
         from megatron.training import global_vars
 
+        # Buffers of --tp-comm-overlap need Transformer Engine and a device.
+        importlib.import_module("megatron.training.initialize")._initialize_tp_communicators = lambda: None
         for name in ("_set_tensorboard_writer", "_set_wandb_writer", "_set_one_logger"):
             if hasattr(global_vars, name):
                 setattr(global_vars, name, lambda args: None)
