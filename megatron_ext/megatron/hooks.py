@@ -102,11 +102,13 @@ def _configure_from(args) -> None:
 
 def add_arguments(parser):
     """End of Megatron's list of options: ours. Models are built next, late where a schedule says so. A script without a
-    hook of its own (``--entry``) begins here."""
-    if not _started:
-        on_pretrain()
+    hook of its own (``--entry``) begins here, where Megatron is imported: too late to prepare a machine without a GPU, as
+    `megatron-ext run-on-cpu` does."""
+    of_megatron = "megatron.training" in sys.modules
+    if not _started and of_megatron:
+        _start(early=False)
     arguments.add_arguments(parser)
-    if "megatron.training" in sys.modules and any(a.startswith("--user-defined-schedule") for a in sys.argv):
+    if of_megatron and any(a.startswith("--user-defined-schedule") for a in sys.argv):
         from megatron_ext.megatron import late_model
 
         late_model.install(_late)
@@ -130,6 +132,10 @@ def set_values(parameter, values) -> None:
 
 def on_pretrain() -> None:
     """Start of pretrain_gpt.py, before Megatron is imported."""
+    _start(early=True)
+
+
+def _start(early: bool) -> None:
     global _started
     from megatron_ext.megatron import cpu_compat, cpu_options, device_environment, one_line_end
 
@@ -140,7 +146,7 @@ def on_pretrain() -> None:
     text = None
     if not cpu_compat.is_installed():  # by run-on-cpu, which imports Megatron
         text = device_environment.said_of_early_import(variables, list(sys.modules))
-        if cpu_compat.install():
+        if early and cpu_compat.install():
             cpu_options.without_a_gpu()
             text = "torch sees no CUDA device, so this trains on the CPU, as `megatron-ext run-on-cpu` does"
     if text is not None and os.environ.get("RANK", "0") == "0":
