@@ -69,6 +69,10 @@ def _refused() -> list[str]:
     return _table(["option", "why not"], rows)
 
 
+def _link(script: public_scripts.Script) -> str:
+    return f"[{script.path.partition('/')[2]}](https://github.com/{script.project}/blob/HEAD/{script.path})"
+
+
 def _scripts() -> list[str]:
     rows = []
     for script in public_scripts.SCRIPTS:
@@ -76,8 +80,8 @@ def _scripts() -> list[str]:
         rows.append(
             [
                 script.project,
-                f"`{script.path}`",
-                f"`{script.entry}`" if script.entry else "",
+                _link(script),
+                f"*{script.entry.rpartition('/')[2]}*" if script.entry else "",
                 f"refused: {lacking}" if lacking else "described and planned",
                 "its two options" if script.adds else "",
             ]
