@@ -20,7 +20,7 @@ _looked = False
 ended = False
 """Whether a run has written what it was to write."""
 
-_started = False
+started = False
 """Whether :func:`on_pretrain` was called, by a hook of the script or by the first one in megatron/."""
 
 
@@ -102,10 +102,10 @@ def _configure_from(args) -> None:
 
 def add_arguments(parser):
     """End of Megatron's list of options: ours. Models are built next, late where a schedule says so. A script without a
-    hook of its own (``--entry``) begins here, where Megatron is imported: too late to prepare a machine without a GPU, as
-    `megatron-ext run-on-cpu` does."""
+    hook of its own (``--entry``) begins here, where Megatron is imported: too late to prepare a machine without a GPU,
+    as `megatron-ext run-on-cpu` does."""
     of_megatron = "megatron.training" in sys.modules
-    if not _started and of_megatron:
+    if not started and of_megatron:
         _start(early=False)
     arguments.add_arguments(parser)
     if of_megatron and any(a.startswith("--user-defined-schedule") for a in sys.argv):
@@ -136,10 +136,10 @@ def on_pretrain() -> None:
 
 
 def _start(early: bool) -> None:
-    global _started
+    global started
     from megatron_ext.megatron import cpu_compat, cpu_options, device_environment, one_line_end
 
-    _started = True
+    started = True
     one_line_end.install()
     variables = device_environment.prepare(sys.argv[1:], os.environ)
     atexit.register(require_end)

@@ -11,7 +11,7 @@ def test_a_script_without_a_hook_begins_at_the_parser(monkeypatch):
     began = []
     monkeypatch.setattr(one_line_end, "install", lambda: began.append("one line"))
     monkeypatch.setattr(hooks.atexit, "register", began.append)
-    monkeypatch.setattr(hooks, "_started", False)
+    monkeypatch.setattr(hooks, "started", False)
     monkeypatch.delitem(sys.modules, "megatron.training", raising=False)
     hooks.add_arguments(argparse.ArgumentParser())  # of the example: it trains without Megatron's scripts
     assert began == []
