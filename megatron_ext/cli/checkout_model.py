@@ -30,7 +30,7 @@ def given_on_the_command_line(*names: str) -> dict[str, object]:
     return {name: context.params[name] for name in names if context.get_parameter_source(name) is source}
 
 
-def use_megatron_of(checkout: str | None) -> None:
+def use_megatron_of(checkout: str | None, entry: str | None = None) -> None:
     """Let this process and those that it starts import the checkout's Megatron, or what is installed.
 
     Raises:
@@ -41,10 +41,12 @@ def use_megatron_of(checkout: str | None) -> None:
     if checkout:
         from megatron_ext.megatron.describe_from_checkout import require_script
 
-        tree = str(require_script(checkout))
+        tree = str(require_script(checkout, entry)[0])
         path = [tree, *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
         sys.path.insert(0, tree)
+    elif entry is not None:
+        raise InputError("needs --checkout: the Megatron that it trains with", field="--entry", value=entry)
     elif importlib.util.find_spec("megatron") is None:
         raise InputError("measuring layers needs Megatron, which cannot be imported here; give it", field="--checkout")
 
@@ -67,12 +69,14 @@ def refuse_script(script: ScriptArguments, verb: str):
 
 
 def _refuse_parts_of_sequences(script: ScriptArguments, verb: str) -> None:
-    if (size := script.sizes.context_parallel_size or 1) > 1:
-        why = f"{verb} times layers that have the whole sequence; {ESTIMATE}"
+    from megatron_ext.runtime.device import has_cuda  # torch takes a while to import
+
+    if (size := script.sizes.context_parallel_size or 1) > 1 and not has_cuda():
+        why = f"on a CPU {verb} times layers that have the whole sequence; {ESTIMATE}"
         raise InputError(why, field="--context-parallel-size", value=size)
 
 
-def why_not_measured(script: ScriptArguments, model) -> str | None:
+def why_not_measured(model) -> str | None:
     """Why ``measure`` refuses to time this model's layers; None where it does not.
 
     Args:
@@ -81,7 +85,6 @@ def why_not_measured(script: ScriptArguments, model) -> str | None:
     from megatron_ext.megatron.layer_options import require_known_layers
 
     try:
-        _refuse_parts_of_sequences(script, "measure")
         require_known_layers(model.layer_options, model.workload)
     except InputError as error:
         return str(error)
@@ -149,6 +152,7 @@ def for_workload(options: Options, model) -> Options:
         "data_parallel_size": workload.parallel.dp,
         "optimizer_on_host": workload.optimizer.on_host,
         "parameter_bytes": measured_sizes.parameter_bytes(workload),
+        "sequence_parts": model.sequence_parts,
     }
     if options.modules is None:
         require_known_layers(model.layer_options, workload)

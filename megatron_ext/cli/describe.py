@@ -6,7 +6,7 @@ import click
 from msgspec import structs, to_builtins
 
 from megatron_ext.cli.output import emit, json_option
-from megatron_ext.cli.script_command import BareScriptCommand
+from megatron_ext.cli.script_command import BareScriptCommand, entry_option
 from megatron_ext.formats import json_files, rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
@@ -20,12 +20,13 @@ from megatron_ext.workload.workload import Workload
     envvar="MEGATRON_PATH",
     help="A Megatron-LM checkout: its own pretrain_gpt.py reads the options and builds the model.",
 )
+@entry_option
 @click.argument("megatron_options", nargs=-1, type=click.UNPROCESSED)
 @json_option
-def describe(out: str, checkout: str | None, megatron_options, as_json: bool) -> None:
+def describe(out: str, checkout: str | None, entry: str | None, megatron_options, as_json: bool) -> None:
     """Write the workload of a real model, from Megatron's own options.
 
-    With a checkout, give all that your script gives pretrain_gpt.py, and --data-parallel-size.
+    With a checkout, give all that your script gives pretrain_gpt.py (or --entry), and --data-parallel-size.
     Without one, a subset of Megatron's options is known; those that change nothing are read over.
     """
     import warnings
@@ -40,34 +41,17 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
         from megatron_ext.cli.checkout_model import refuse_script, why_not_measured
         from megatron_ext.megatron import describe_from_checkout, script_arguments
 
-        describe_from_checkout.require_script(checkout)
+        describe_from_checkout.require_script(checkout, entry)
         script = script_arguments.read(megatron_options)
         refuse_script(script, "describe")
         if script.ours.data_parallel_size is None and "WORLD_SIZE" not in os.environ:
             click.echo("describe: not given, taken to be: --data-parallel-size 1", err=True)
-        model = describe_from_checkout.describe_command_line(checkout, megatron_options)
-        described, refused = model.workload, why_not_measured(script, model)
+        model = describe_from_checkout.describe_command_line(checkout, megatron_options, entry)
+        described, refused = model.workload, why_not_measured(model)
+    elif entry:
+        raise InputError("needs --checkout: the Megatron that it trains with", field="--entry", value=entry)
     else:
-        from megatron_ext.megatron import cpu_compat, engine_modules, script_arguments
-
-        try:
-            if script_arguments.read(megatron_options).transformer_impl == "transformer_engine":
-                engine_modules.install()
-            cpu_compat.install(even_with_a_device=True)  # a model without data goes onto none
-            from megatron_ext.megatron import describe_model as description
-
-            described = description.describe_options(description.parse(megatron_options))
-        except ModuleNotFoundError as error:
-            raise InputError(
-                f"there is no package {error.name} here: give a checkout by --checkout, or run in an environment with "
-                "megatron-core"
-            ) from None
-        taken = description.sizes_taken(megatron_options)
-        if taken:
-            click.echo(
-                f"describe: not given, taken to be: {', '.join(f'{option} {size}' for option, size in taken.items())}",
-                err=True,
-            )
+        described = _of_known_options(megatron_options)
     workload.save(out, described)
     memory = _stock_memory(described)
     lines = [
@@ -82,6 +66,28 @@ def describe(out: str, checkout: str | None, megatron_options, as_json: bool) ->
     most = max(held.device_total_bytes for held in memory) / 2**30
     lines.append(f"verdict: stock Megatron holds {most:.2f} GiB on the device of the rank that holds most")
     emit(as_json, {"workload": out, **showing.summary(described), "memory": to_builtins(memory)}, "\n".join(lines))
+
+
+def _of_known_options(megatron_options) -> Workload:
+    from megatron_ext.megatron import cpu_compat, engine_modules, script_arguments
+
+    try:
+        if script_arguments.read(megatron_options).transformer_impl == "transformer_engine":
+            engine_modules.install()
+        cpu_compat.install(even_with_a_device=True)  # a model without data goes onto none
+        from megatron_ext.megatron import describe_model as description
+
+        described = description.describe_options(description.parse(megatron_options))
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"there is no package {error.name} here: give a checkout by --checkout, or run in an environment with "
+            "megatron-core"
+        ) from None
+    taken = description.sizes_taken(megatron_options)
+    if taken:
+        said = ", ".join(f"{option} {size}" for option, size in taken.items())
+        click.echo(f"describe: not given, taken to be: {said}", err=True)
+    return described
 
 
 def who_counts(refused: str | None) -> str:

@@ -15,7 +15,7 @@ from megatron_ext.cli.checkout_model import (
     with_sizes,
 )
 from megatron_ext.cli.output import emit, json_option
-from megatron_ext.cli.script_command import ScriptCommand
+from megatron_ext.cli.script_command import ScriptCommand, entry_option
 from megatron_ext.formats.errors import InputError
 
 READ_BY = {"nccl-tests": ("placement", "collective", "algorithm"), "curves": ("placement", "system"), "nvbandwidth": ()}
@@ -40,7 +40,7 @@ def refuse_unread(imported: str | None) -> None:
             )
 
 
-def _of_script(options, checkout: str | None):
+def _of_script(options, checkout: str | None, entry: str | None):
     """``options`` with what the script's arguments say, and with the layers that they build."""
     if not options.module_args:
         if checkout:
@@ -52,7 +52,7 @@ def _of_script(options, checkout: str | None):
     script = script_arguments.read(options.module_args, verb="measure", of_megatron=of_megatron)
     refuse_early(script, options)
     if of_megatron:
-        use_megatron_of(checkout)
+        use_megatron_of(checkout, entry)
     if checkout:
         refuse_script(script, "measure")
     if not checkout:
@@ -62,7 +62,7 @@ def _of_script(options, checkout: str | None):
     arguments = list(options.module_args)
     if script.ours.data_parallel_size is None and "WORLD_SIZE" not in os.environ:
         arguments += ["--data-parallel-size", str(options.data_parallel_size)]
-    return for_workload(with_sizes(options, script), describe_command_line(checkout, arguments))
+    return for_workload(with_sizes(options, script), describe_command_line(checkout, arguments, entry))
 
 
 @click.command(cls=ScriptCommand)
@@ -130,6 +130,7 @@ def _of_script(options, checkout: str | None):
     "--nvme-path", type=click.Path(), help="Directory on the drive; without it the nvme route is not offered."
 )
 @checkout_option
+@entry_option
 @click.argument("module_args", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def measure(
@@ -143,6 +144,7 @@ def measure(
     sizes,
     also_sizes,
     checkout,
+    entry,
     as_json: bool,
     **options,
 ) -> None:
@@ -176,7 +178,7 @@ def measure(
         if os.environ.get("RANK", "0") == "0":
             json_files.check_writable(out)
         kept = kept_measurement.path_of(out)
-        wanted = _of_script(Options(links=chosen, keep_path=kept, **options), checkout).check()
+        wanted = _of_script(Options(links=chosen, keep_path=kept, **options), checkout, entry).check()
         first = os.environ.get("RANK", "0") == "0"
         if first:
             click.echo(announcement(wanted), err=True)

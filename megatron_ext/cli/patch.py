@@ -4,6 +4,7 @@ import click
 
 from megatron_ext.checkout import apply, check, patch_text, revert
 from megatron_ext.cli.output import emit, json_option
+from megatron_ext.cli.script_command import entry_option
 
 
 @click.group()
@@ -14,6 +15,16 @@ def patch() -> None:
 checkout_argument = click.argument("checkout", default=".", envvar="MEGATRON_PATH")
 
 
+def _look_at(entry: str | None, checkout: str) -> str | None:
+    """One line about the script that trains; InputError where no hook in the tree would reach it."""
+    if entry is None:
+        return None
+    from megatron_ext.checkout.entry_script import look_at
+    from megatron_ext.megatron.describe_from_checkout import require_script
+
+    return look_at(*require_script(checkout, entry))
+
+
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show the diff and change nothing.")
 
 
@@ -22,11 +33,14 @@ def _changing(verb: str, change, said: str) -> None:
 
     @patch.command(verb, help=said)
     @checkout_argument
+    @entry_option
     @dry_run_option
     @json_option
-    def command(checkout: str, dry_run: bool, as_json: bool) -> None:
+    def command(checkout: str, entry: str | None, dry_run: bool, as_json: bool) -> None:
+        said = _look_at(entry, checkout)
         report = change(checkout, dry_run=dry_run)
-        emit(as_json, patch_text.as_dict(report), patch_text.as_text(report, verb))
+        text = patch_text.as_text(report, verb)
+        emit(as_json, {**patch_text.as_dict(report), "entry": said}, "\n".join(filter(None, (text, said))))
 
 
 _changing("apply", apply, "Insert the hook lines; a patched tree stays as it is.")

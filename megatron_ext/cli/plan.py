@@ -4,34 +4,34 @@ import click
 
 from megatron_ext.cli.checkout_model import checkout_option, refuse_script, said, use_megatron_of
 from megatron_ext.cli.output import emit, json_option
-from megatron_ext.cli.script_command import ScriptCommand
+from megatron_ext.cli.script_command import ScriptCommand, entry_option
 from megatron_ext.cli.table_check import naming_files, planning_inputs, table_differences
 from megatron_ext.formats.errors import InputError
 
 
-def _refuse_sources(path: str | None, checkout: str | None, script_arguments) -> None:
+def _refuse_sources(path: str | None, checkout: str | None, entry: str | None, script_arguments) -> None:
     """The workload is a file, or what a checkout's script builds; InputError names what is missing or too much."""
     if path is None and not checkout:
         raise InputError("is needed, or --checkout DIR and behind -- the script's arguments", field="--workload")
-    if path is not None and (checkout or script_arguments):
+    if path is not None and (checkout or entry or script_arguments):
         raise InputError(
             "says what --checkout and the script's arguments say; give one", field="--workload", value=path
         )
 
 
-def _workload(path: str | None, checkout: str | None, words, refuse_table):
+def _workload(path: str | None, checkout: str | None, entry: str | None, words, refuse_table):
     if path is not None:
         from megatron_ext.workload import workload
 
         return workload.load(path)
-    use_megatron_of(checkout)
+    use_megatron_of(checkout, entry)
     from megatron_ext.megatron import script_arguments
     from megatron_ext.megatron.describe_from_checkout import describe_command_line
 
     script = script_arguments.read(words, verb="plan")
     refuse_script(script, "plan")
     refuse_table(said(script))
-    return describe_command_line(checkout, words).workload
+    return describe_command_line(checkout, words, entry).workload
 
 
 def _ending(judged, out: str) -> tuple[list[str | None], list[str]]:
@@ -44,7 +44,8 @@ def _ending(judged, out: str) -> tuple[list[str | None], list[str]]:
 @click.command(cls=ScriptCommand)
 @planning_inputs(workload_required=False)
 @checkout_option
-@click.option("--out", required=True, help="Where the schedule is written.")
+@entry_option
+@click.option("--out", required=True, help="Where the schedule is written; a directory where the batch size grows.")
 @click.option(
     "--policy",
     default="hybrid",
@@ -60,6 +61,7 @@ def plan(
     cost_table: str,
     workload_path: str | None,
     checkout: str | None,
+    entry: str | None,
     script_arguments,
     out: str,
     policy: str,
@@ -79,18 +81,19 @@ def plan(
     from megatron_ext.planner import missing_figures
     from megatron_ext.planner.limit import LIMIT_UNKNOWN
     from megatron_ext.planner.policies import check_policy
+    from megatron_ext.schedule import schedules
     from megatron_ext.schedule import user_defined_schedule as schedule
 
-    _refuse_sources(workload_path, checkout, script_arguments)
+    _refuse_sources(workload_path, checkout, entry, script_arguments)
     check_policy(policy)
-    json_files.check_writable(out)
     table = cost.load(cost_table)
 
     def refuse_table(sizes) -> None:
         found = environment.size_differences(table.metadata, sizes)
         environment.refuse(found, allow=allow_differences, file=cost_table, how="allow it by --allow-differences")
 
-    work = _workload(workload_path, checkout, script_arguments, refuse_table)
+    work = _workload(workload_path, checkout, entry, script_arguments, refuse_table)
+    schedules.make_directory(out) if work.ramp else json_files.check_writable(out)
     with naming_files(cost_table, workload_path or str(checkout)):
         differences = table_differences(
             table, work, this_machine=this_machine, allow=allow_differences, file=cost_table
@@ -100,19 +103,21 @@ def plan(
         lacking = missing_figures.missing_curves(work, table, planned, extrapolate=extrapolate)
         missing_figures.refuse_missing(lacking, file=cost_table)
         judged = planner.verdict(work, table, planned, extrapolate=extrapolate)
+        ramp = planner.plan_ramp(planned, work, table, extrapolate=extrapolate)
         delay = planner.delay(planned, work, table, extrapolate=extrapolate)
-    schedule.save(out, planned)
+    schedules.save(out, [*ramp, planned]) if ramp else schedule.save(out, planned)
     notes = {"search_note": planner.search_note(planned), "step_note": planner.step_note(planned)}
     notes["device_note"] = planner.device_note(planned, work, table, extrapolate=extrapolate)
     notes["offload_note"] = planner.offload_note(planned, work, table)
     notes["delay_note"] = delay.text() if delay is not None else None
     notes["limit_note"] = LIMIT_UNKNOWN if work.limits.host_bytes is not None else None
+    notes["ramp_note"] = planner.ramp_note(ramp)
     said, last = _ending(judged, out)
     said += [planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work), *notes.values(), *last]
     emit(
         as_json,
         {"schedule": out, "policy": policy, "verdict": judged.text}
         | judged.figures
-        | {**notes, "delay": delay and delay._asdict(), "differences": differences},
+        | {**notes, "delay": delay and delay._asdict(), "differences": differences, "ramp": planner.ramp_us(ramp)},
         "\n".join(line for line in said if line is not None),
     )

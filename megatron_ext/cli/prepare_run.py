@@ -12,7 +12,7 @@ import msgspec
 from megatron_ext.cli.checkout_model import for_workload, refuse_early, refuse_script, use_megatron_of, with_sizes
 from megatron_ext.cli.fit import answer, fit_options, fixed_names
 from megatron_ext.cli.output import emit, json_option
-from megatron_ext.cli.script_command import BareScriptCommand
+from megatron_ext.cli.script_command import BareScriptCommand, entry_option
 from megatron_ext.formats import directory_lock, json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
@@ -27,20 +27,24 @@ class Preparation:
         checkout: the Megatron tree.
         out: the directory.
         arguments: of the training script, and the plan's among them.
+        entry: the training script, where it is not the tree's pretrain_gpt.py.
         policy, seconds, nvme_path: as of ``plan`` and ``measure``.
 
     Raises:
         InputError: what the text of the arguments already shows to be wrong.
     """
 
-    def __init__(self, checkout: str, out: Path, arguments, *, policy: str, seconds: float, nvme_path: str | None):
+    def __init__(
+        self, checkout: str, out: Path, arguments, *, entry: str | None, policy: str, seconds: float, nvme_path
+    ):
         from megatron_ext.planner.policies import check_policy
 
-        self.checkout, self.policy, self.kept = checkout, policy, []
+        self.checkout, self.entry, self.policy, self.kept = checkout, entry, policy, []
         self.workload_path, self.table_path, self.schedule_path = (
             out / f"{name}.json" for name in ("workload", "cost_table", "schedule")
         )
-        use_megatron_of(checkout)
+        self.schedules_path = out / "schedules"
+        use_megatron_of(checkout, entry)
         check_policy(policy)
         self.script = script_arguments.read(arguments, verb="prepare")
         self.script.data_parallel_size()
@@ -77,12 +81,19 @@ class Preparation:
         from megatron_ext.workload import workload
 
         self._say("describing the model")
-        self.model = describe_command_line(self.checkout, self.arguments)
+        self.model = describe_command_line(self.checkout, self.arguments, self.entry)
+        if self.model.workload.ramp:
+            self.schedule_path = self.schedules_path
         if self._same_workload():
             self._keep(self.workload_path)
         elif self.is_first:
-            self.schedule_path.unlink(missing_ok=True)  # it is of another workload
+            self._remove_schedules()  # they are of another workload
             workload.save(self.workload_path, self.model.workload)
+
+    def _remove_schedules(self) -> None:
+        self.schedule_path.with_name("schedule.json").unlink(missing_ok=True)
+        for file in self.schedules_path.glob("*.json"):
+            file.unlink()
 
     def _same_workload(self) -> bool:
         from megatron_ext.workload import workload
@@ -139,7 +150,7 @@ class Preparation:
         from megatron_ext import planner
         from megatron_ext.cli.table_check import naming_files
         from megatron_ext.cost import cost_table
-        from megatron_ext.schedule import user_defined_schedule
+        from megatron_ext.schedule import schedules, user_defined_schedule
 
         table, work = cost_table.load(self.table_path), self.model.workload
         digest = json_files.sha256(self.table_path)
@@ -148,20 +159,30 @@ class Preparation:
             if schedule is None:
                 self._say(f"planning ({self.policy})")
                 schedule = planner.plan(work, table, policy=self.policy, cost_table_sha256=digest)
-                user_defined_schedule.save(self.schedule_path, schedule)
+                if work.ramp:
+                    ramp = planner.plan_ramp(schedule, work, table)
+                    self._say(planner.ramp_note(ramp) or "")
+                    schedules.save(self.schedule_path, [*ramp, schedule])
+                else:
+                    user_defined_schedule.save(self.schedule_path, schedule)
             return planner.verdict(work, table, schedule)
 
     def _kept_schedule(self, table_sha256: str):
         """The schedule that is there, where it was planned by this policy for this model from this table."""
-        from megatron_ext.schedule import match, validate
+        from megatron_ext.schedule import match, schedules
 
+        work = self.model.workload
         if not self.schedule_path.exists():
             return None
         try:
-            schedule = validate.load(self.schedule_path)
-            match.match(schedule, self.model.workload)
+            found = schedules.load(self.schedule_path)
+            if set(found) != {*work.ramp, work.parallel.num_microbatches}:
+                return None
+            for number, schedule in found.items():
+                match.match(schedule, work.with_microbatches(number))
         except InputError:
             return None
+        schedule = found[work.parallel.num_microbatches]
         name, _, seed = self.policy.partition(":")
         metadata, wanted = schedule.metadata, int(seed) if seed else None
         made = (metadata.cost_table_sha256, metadata.planner, metadata.options.seed)
@@ -198,6 +219,7 @@ def _fitted(words, *, hardware: str | None, fixed: str, **asked):
 
 @click.command(cls=BareScriptCommand)
 @click.option("--checkout", required=True, help="The Megatron-LM checkout that trains.")
+@entry_option
 @click.option("--out", required=True, type=click.Path(file_okay=False), help="Directory of the three files.")
 @click.option("--policy", default="hybrid", show_default=True, help="As of plan.")
 @click.option("--fit", "fitting", is_flag=True, help="First find the fastest settings that fit; needs --hardware.")
@@ -207,7 +229,16 @@ def _fitted(words, *, hardware: str | None, fixed: str, **asked):
 @click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def prepare(
-    checkout: str, out: str, policy: str, seconds: float, nvme_path, fitting: bool, script_arguments, as_json, **asked
+    checkout: str,
+    entry: str | None,
+    out: str,
+    policy: str,
+    seconds: float,
+    nvme_path,
+    fitting: bool,
+    script_arguments,
+    as_json,
+    **asked,
 ) -> None:
     """Describe, measure and plan from the arguments of a training script: everything that its pretrain_gpt.py is given.
 
@@ -216,7 +247,9 @@ def prepare(
     found = _fitted(script_arguments, **asked) if fitting else None
     if found is not None:
         script_arguments = (*(f"{name}={value}" for name, value in found.ours().items()), *found.words(*found.ours()))
-    steps = Preparation(checkout, Path(out), script_arguments, policy=policy, seconds=seconds, nvme_path=nvme_path)
+    steps = Preparation(
+        checkout, Path(out), script_arguments, entry=entry, policy=policy, seconds=seconds, nvme_path=nvme_path
+    )
     if found is not None and steps.is_first:
         chosen = {"chosen": found.fit.winner.setting.options(), "predicted_us": found.fit.winner.us}
         json_files.save(os.path.join(out, "fit.json"), msgspec.structs.replace(found.request, **chosen))

@@ -15,10 +15,11 @@ from megatron_ext.formats.errors import InputError
     type=click.IntRange(1),
     help="Processes on this machine. Default: those of the schedule that is given, or one replica.",
 )
+@click.option("--checkout", help="The Megatron-LM checkout that SCRIPT trains with; by default the directory it is in.")
 @click.argument("script", type=click.Path(dir_okay=False))
 @click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
-def run_on_cpu(nproc: int | None, script: str, script_arguments) -> int:
-    """Run SCRIPT, a checkout's pretrain_gpt.py, on the CPU: to try a schedule out, and to check it.
+def run_on_cpu(nproc: int | None, checkout: str | None, script: str, script_arguments) -> int:
+    """Run SCRIPT, a checkout's pretrain_gpt.py or another, on the CPU: to try a schedule out, and to check it.
 
     The checkout may be patched or not. gloo takes NCCL's place and PyTorch's own functions that of fused kernels;
     training is real, its speed says nothing about a GPU. Give --transformer-impl local.
@@ -43,8 +44,10 @@ def run_on_cpu(nproc: int | None, script: str, script_arguments) -> int:
             field="--nproc",
             value=nproc,
         )
+    tree = path.parent if checkout is None else Path(checkout).resolve()
     if given.schedule is not None:
-        _refuse_other_run(path.parent, given, nproc)
+        _refuse_other_run(tree, given, nproc)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
     os.environ.update({"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     command = [str(path), *script_arguments]
     if nproc > 1 and _import_once(command):
@@ -57,7 +60,8 @@ def _import_once(command: list[str]) -> bool:
     from megatron_ext.cpubench import allocator, forked_rank
 
     forked_rank.restart_with({**allocator.environment(), "OMP_NUM_THREADS": "1"})
-    sys.path.insert(0, os.path.dirname(command[0]))  # the Megatron that compatibility is for
+    # The Megatron that compatibility is for; a process that has just been replaced finds it on its path.
+    sys.path[:0] = [os.path.dirname(command[0]), os.environ["PYTHONPATH"].partition(os.pathsep)[0]]
     from megatron_ext.megatron import cpu_compat, cpu_options
 
     if cpu_compat.install():

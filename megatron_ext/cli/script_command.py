@@ -18,6 +18,13 @@ PLAN_OPTIONS = (
 """What a script's arguments do not say; may stand on either side of ``--``."""
 
 
+entry_option = click.option(
+    "--entry",
+    metavar="SCRIPT",
+    help="The script that trains, where it is not the checkout's pretrain_gpt.py: its own model provider is called.",
+)
+
+
 class ScriptCommand(click.Command):
     """The argument of such a verb that takes any number of words gets the script's arguments, and before them
     :data:`PLAN_OPTIONS` that stand in front of ``--``.

@@ -206,6 +206,12 @@ def _dtype(workload: Workload) -> str:
     return next((p.dtype for chunk in workload.chunks for p in chunk.parameters), "bfloat16")
 
 
+def _scan_note(workload: Workload) -> tuple[str, ...]:
+    if not any("mamba" in chunk.layer_kinds for chunk in workload.chunks):
+        return ()
+    return ("layers of kind mamba: the products of their matrices alone, without the scan between them",)
+
+
 def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name: str) -> cost_table.Metadata:
     facts = {
         "hardware": name or sheet.title,
@@ -219,5 +225,5 @@ def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name:
         hardware={"title": sheet.title},
         world_sizes=dict(world_sizes(workload.parallel)),
         source=cost_table.Source(program=cost_table.ESTIMATE, description=sheet.title, options=facts),
-        notes=(f"estimated from the data sheet of {sheet.title}; nothing here was measured",),
+        notes=(f"estimated from the data sheet of {sheet.title}; nothing here was measured", *_scan_note(workload)),
     )

@@ -75,7 +75,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
             world_sizes=world_sizes,
             model=raw.get("compute", {}).get("model"),
             source=cost_table.Source(program="megatron-ext measure", options=_facts(options)),
-            notes=(*notes(raw), *_nodes(options)),
+            notes=(*notes(raw), *_nodes(options), *_parts_note(options)),
         ),
         routes=cost_table.Routes(
             gpu=_with_algorithms(curve("gpu", f"{backend} all-gather in place, {at_once}"), curve),
@@ -91,7 +91,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
         group_overhead=cost_table.GroupOverhead(call_us=_call_us(curves.get("gpu", []))),
         set_up=cost_table.SetUp(**raw.get("set_up", {})),
         contention=tuple(cost_table.Contention(**row) for row in raw.get("contention", [])),
-        compute=tuple(msgspec.convert(row, cost_table.Compute) for row in compute.get("rows", [])),
+        compute=tuple(_of_part(row, options.sequence_parts) for row in compute.get("rows", [])),
         p2p=curve("p2p", f"half a {backend} message there and back, {at_once}") or (),
         reduce=curve("reduce", f"{backend} reduce-scatter of float32 in place, {at_once}"),
         optimizer=curve("optimizer", f"AdamW with clipping on the shard{on_host}, {at_once}"),
@@ -103,6 +103,26 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
         host_cpu=_host_cpu(options, curves, compute),
     )
     return cost_table.check(table)
+
+
+DIVIDED = ("forward_us", "forward_p95_us", "backward_us", "backward_p95_us", "activation_bytes", "recompute_bytes")
+"""Fields of a row of compute that are a rank's part of what a whole sequence takes."""
+
+
+def _of_part(row: dict, parts: int) -> cost_table.Compute:
+    """A row of one of ``parts`` context-parallel ranks. Each has as many tokens as another, and with Megatron's two
+    pieces of every sequence also as many pairs of tokens in attention (core/utils.py, get_batch_on_this_cp_rank)."""
+    of_rank = {name: type(row[name])(row[name] / parts) for name in DIVIDED if parts > 1 and row.get(name) is not None}
+    return msgspec.convert({**row, **of_rank}, cost_table.Compute)
+
+
+def _parts_note(options: Options) -> list[str]:
+    if options.sequence_parts == 1:
+        return []
+    return [
+        f"compute: layers were timed on whole sequences and divided by {options.sequence_parts} context-parallel "
+        "ranks; the exchange of keys and values is not in them"
+    ]
 
 
 def _facts(options: Options) -> Facts:

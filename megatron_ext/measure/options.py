@@ -47,6 +47,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         evict_bytes: bytes touched between two visits of a layer, as layers would that the runners lack.
         optimizer_on_host: the optimizer steps in host memory, as with ``--optimizer-cpu-offload``.
         nvme_path: a directory on the drive; without it the ``nvme`` route is not measured.
+        sequence_parts: parts that a sequence is divided into by context parallelism; the runners' layers have all.
         keep_path: where what was measured is kept until all is; see kept_measurement.py.
         ranks_per_node: ranks that share a node; None is all of them. A launcher says it.
     """
@@ -72,6 +73,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     optimizer_on_host: bool = False
     nvme_path: str | None = None
     ranks_per_node: int | None = None
+    sequence_parts: int = 1
     keep_path: str | None = None
 
     @property

@@ -8,7 +8,8 @@ def add_arguments(parser):
         "--user-defined-schedule",
         metavar="FILE",
         default=None,
-        help="Gather parameters by this schedule (made by `megatron-ext plan`) instead of Megatron's own rule.",
+        help="Gather parameters by this schedule (made by `megatron-ext plan`) instead of Megatron's own rule. A "
+        "directory holds a schedule for every number of micro-batches that a growing batch reaches.",
     )
     group.add_argument(
         "--user-defined-schedule-trace",

@@ -17,6 +17,10 @@ from megatron_ext.workload.workload import EXPERTS
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
+KINDS = {"MambaLayer": "mamba", "MLPLayer": "mlp"}
+"""Of a hybrid model's layers, by the name of their class; all others are ``transformer``."""
+
+
 class Layer(NamedTuple):
     """One layer of a chunk: its kind, the module whose forward begins it, its parameters by
     name in registration order, and names of parameters that it uses but another layer owns."""
@@ -65,8 +69,9 @@ def layers_of(chunk: torch.nn.Module) -> list[Layer]:
         if part == 0:
             kind, module = "embedding", modules["embedding"]
         elif part == 1:
-            kind = "moe" if any(EXPERTS in name for name, _ in parameters) else "transformer"
             module = modules[f"decoder.layers.{index}"]
+            other = KINDS.get(type(module).__name__, "transformer")
+            kind = "moe" if any(EXPERTS in name for name, _ in parameters) else other
         else:
             kind, module = "output", _first_output_module(modules)
             embedding = tuple(name for name, _ in found.get((0, 0), ()))

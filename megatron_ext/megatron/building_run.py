@@ -36,16 +36,17 @@ from megatron_ext.megatron.pre_hooks import replace_pre_hooks
 from megatron_ext.megatron.recompute import check_recompute
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
-from megatron_ext.megatron.workload_of_run import workload_of_run
+from megatron_ext.megatron.workload_of_run import numbers_of_run, workload_of_run
 from megatron_ext.runtime import block_pages, faults, host_memory, host_threads
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.watch import Watch
-from megatron_ext.schedule import match, memory_bill, validate
+from megatron_ext.schedule import match, memory_bill, schedules
 from megatron_ext.schedule.state_placement import host_bytes_taken
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.drive_reads import DriveReads
+from megatron_ext.workload.workload import Workload
 
 STOCK_GATHER = "MEGATRON_EXT_STOCK_GATHER"
 """Set to 1: lay buckets out by the schedule but gather as Megatron does. The reference that a
@@ -108,6 +109,7 @@ class BuildingRun:
             self.sample = run_summary.Sample(self.recorder)
         self.check: EqualityCheck | None = None
         self.schedule: Schedule | None = None
+        self.schedules: dict[int, Schedule] = {}  # by number of micro-batches
         self.executor: Executor | None = None
         self.watch: Watch | None = None
         self.stock_gather = os.environ.get(STOCK_GATHER) == "1"
@@ -124,8 +126,10 @@ class BuildingRun:
         self._reads: GatherOnRead | None = None
         self._unfinished = False  # an iteration has begun, and the optimizer has not been called since
         if schedule is not None:
-            self.sha256 = json_files.sha256(schedule)
-            self.schedule = validate.load(schedule)
+            self.sha256 = schedules.sha256(schedule)
+            self.schedules = schedules.load(schedule)
+            last = next(reversed(self.schedules.values()))
+            self.schedule = last if parallel is None else self.schedules.get(parallel.num_microbatches, last)
             self.faults = faults.from_environment()
             if parallel is not None:
                 match.match_parallel(self.schedule, parallel, file=schedule)
@@ -202,6 +206,7 @@ class BuildingRun:
         checkpoint_states.allow_empty_shards()
         try:
             refusals.refuse_ddp_config(ddp.ddp_config)
+            refusals.refuse_model(bare(ddp))
             refusals.refuse_frozen(bare(ddp))
             match.match_layers(self.schedule, ddp.config.num_layers, file=self.path)
             self._bucket_groups.update(
@@ -268,6 +273,7 @@ class BuildingRun:
                 refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
             refusals.refuse_never_whole(args, self.schedule)
             match.match(self.schedule, workload, file=self.path)
+            self._check_numbers(args, workload)
             refusals.refuse_host_shards_of_aware_optimizer(self.schedule, args, file=self.path)
             device = device_of(next(self._ddps[0].parameters()))
             refusals.refuse_without_stream_flags(
@@ -279,11 +285,28 @@ class BuildingRun:
             host_memory.require(
                 self._host_bytes, "host copies, staging slots, shards, optimizer states and checkpoints"
             )
-            memory_bill.check_run(self.schedule, workload, file=self.path)
-            check_recompute(self.schedule, workload, self._ddps[0].config, file=self.path)
+            for number, schedule in self.schedules.items():
+                of_number = workload.with_microbatches(number)
+                memory_bill.check_run(schedule, of_number, file=self.path)
+                check_recompute(schedule, of_number, self._ddps[0].config, file=self.path)
         except InputError as error:
             return str(error)
         return None
+
+    def _check_numbers(self, args, workload: Workload) -> None:
+        """Every number of micro-batches that is to come has a schedule, and all are for this model. Raises
+        InputError."""
+        for number, schedule in self.schedules.items():
+            match.match(schedule, workload.with_microbatches(number), file=self.path)
+        for number in numbers_of_run(args, getattr(args, "consumed_train_samples", 0)):
+            if number not in self.schedules:
+                raise InputError(
+                    f"there are schedules for {', '.join(map(str, self.schedules))}, and the batch size of this run "
+                    "reaches another; describe and plan with this training's options",
+                    file=self.path,
+                    field="num_microbatches",
+                    value=number,
+                )
 
     def _announce(self, args) -> None:
         """Print what this run does, and where its prediction may not hold."""
@@ -292,6 +315,8 @@ class BuildingRun:
         warning = refusals.environment_mismatch(self.schedule, self.path)
         if warning is not None:
             lines.append(warning)
+        if len(self.schedules) > 1:
+            lines.append(f"schedules for {', '.join(map(str, self.schedules))} micro-batches, as the batch size grows")
         if not self.stock_gather:
             lines += refusals.replaced_options(args)
         if self.delay is not None:

@@ -39,7 +39,7 @@ class CollectiveRoutes(NamedTuple):
 
 
 def collective_routes(
-    schedule: Schedule,
+    schedules: dict[int, Schedule],
     groups: dict[int, Group],
     process_groups: dict[int, dist.ProcessGroup],
     faults: Faults,
@@ -48,9 +48,11 @@ def collective_routes(
     """Make the routes of this rank's ``groups``; collective. Raises InputError where one cannot be had here.
 
     Args:
+        schedules: by number of micro-batches; they have their groups in common.
         process_groups: Megatron's, by the number of ranks that share a group's shards.
     """
     gathers: dict[int, Route] = {}
+    schedule = next(iter(schedules.values()))
     backend = dist.get_backend(next(iter(process_groups.values())))
     made: dict[str, dict[int, BufferedGather]] = {}  # by group
     for ranks in sorted({group.ranks for group in schedule.groups}, reverse=True):
@@ -61,7 +63,7 @@ def collective_routes(
         for name, route in (
             (HIERARCHICAL, _hierarchical(of_kind)),
             (SYMMETRIC, _symmetric(of_kind)),
-            ("cpu_shard", _cpu_shard(of_kind, faults)),
+            ("cpu_shard", _cpu_shard(of_kind, list(schedules.values()), faults)),
         ):
             if route is not None:
                 made.setdefault(name, {}).update(dict.fromkeys(own, route))
@@ -147,14 +149,15 @@ def _symmetric(of_kind: _OfKind) -> BufferedGather | None:
     return symmetric_gather.SymmetricGather(data, device, largest, of_kind.recorder) if largest else None
 
 
-def _cpu_shard(of_kind: _OfKind, faults: Faults) -> BufferedGather | None:
+def _cpu_shard(of_kind: _OfKind, schedules: list[Schedule], faults: Faults) -> BufferedGather | None:
     """The route of this rank's groups that come by ``cpu_shard``; None where no rank has such a group.
 
     Process groups are made by all ranks together as soon as any rank has such a group.
     """
     if not any(
         action.route == "cpu_shard" and action.group in of_kind.indices
-        for rank in of_kind.schedule.ranks
+        for schedule in schedules
+        for rank in schedule.ranks
         for entry in (rank.start, *rank.steps)
         for action in entry.unshard
     ):

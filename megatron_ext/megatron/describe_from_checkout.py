@@ -1,4 +1,4 @@
-"""The workload of what a checkout's own pretrain_gpt.py builds from a user's whole command line.
+"""The workload of what a checkout's own pretrain_gpt.py, or another script, builds from a user's whole command line.
 
 [Note: Megatron up to its model]
 The script itself runs, once for each pipeline rank, in a process group of torch's ``fake`` backend, which communicates
@@ -49,6 +49,7 @@ class Described(msgspec.Struct, forbid_unknown_fields=True):
     optimizer: OptimizerSettings = OptimizerSettings()
     layer_options: tuple[str, ...] = ()
     experts: Experts | None = None
+    ramp: tuple[int, ...] = ()
 
 
 class CheckoutModel(NamedTuple):
@@ -56,28 +57,32 @@ class CheckoutModel(NamedTuple):
 
     Attributes:
         workload: of the whole model.
-        layer_options: options of ``layer_runners`` by which it builds the layers of one rank.
+        layer_options: options of ``layer_runners`` by which it builds the layers of one rank, for whole sequences.
+        sequence_parts: context-parallel ranks that a sequence is divided among.
     """
 
     workload: Workload
     layer_options: tuple[str, ...]
+    sequence_parts: int = 1
 
 
-def describe_command_line(tree, options) -> "CheckoutModel":
-    """The workload of the model that ``tree``'s pretrain_gpt.py trains by ``options``, and how its layers are built.
+def describe_command_line(tree, options, entry=None) -> "CheckoutModel":
+    """The workload of the model that a script trains by ``options`` with ``tree``'s Megatron, and how its layers are
+    built.
 
     Args:
         tree: root of a Megatron-LM checkout, patched or not.
-        options: all that a user gives pretrain_gpt.py, and the options of
-            ``gpt_arguments.add_plan_arguments`` and ``--data-parallel-size``.
+        options: all that a user gives the script, and the options of ``gpt_arguments.add_plan_arguments`` and
+            ``--data-parallel-size``.
+        entry: see :func:`require_script`.
 
     Raises:
         InputError: Megatron refuses the options, or a schedule cannot be combined with them.
     """
-    tree = require_script(tree)
+    tree, path = require_script(tree, entry)
     script = script_arguments.read(options)
     ours, pp = script.ours, script.sizes.pipeline_model_parallel_size
-    found = _run(tree, pp, script.world_size(), script.megatron)
+    found = _run(tree, path, pp, script.world_size(), script.megatron)
     chunks = sorted(
         (chunk for rank in found for chunk in rank.chunks), key=lambda chunk: (chunk.model_chunk_id, chunk.pp_rank)
     )
@@ -94,23 +99,35 @@ def describe_command_line(tree, options) -> "CheckoutModel":
         limits=limits_of(ours),
         optimizer=found[0].optimizer,
         experts=found[0].experts,
+        ramp=found[0].ramp,
     )
-    return CheckoutModel(check(workload), found[0].layer_options)
+    return CheckoutModel(check(workload), found[0].layer_options, script.sizes.context_parallel_size or 1)
 
 
-def require_script(tree) -> Path:
-    """The absolute path of a checkout.
+def require_script(tree, entry=None) -> tuple[Path, Path]:
+    """The absolute paths of a checkout and of the script that trains with it.
+
+    Args:
+        entry: the script, from the working directory or from the root of the checkout; by default its pretrain_gpt.py.
 
     Raises:
-        InputError: it holds no pretrain_gpt.py.
+        InputError: there is no such script, or no ``megatron/training`` in the checkout.
     """
     tree = Path(tree).resolve()
+    if entry is not None:
+        found = [path for path in (Path(entry).resolve(), tree / entry) if os.path.isfile(path)]
+        if not found:
+            raise InputError("no such file, neither here nor in the checkout", field="--entry", value=str(entry))
+        if not os.path.isdir(tree / "megatron" / "training"):
+            raise InputError("has no megatron/training, which the script trains by", file=tree, field="--checkout")
+        return tree, found[0]
     if not os.path.isfile(tree / SCRIPT):
-        raise InputError(f"has no {SCRIPT}; give the root of a Megatron-LM checkout", file=tree, field="--checkout")
-    return tree
+        hint = f"has no {SCRIPT}; give the root of a Megatron-LM checkout, and by --entry the script that trains"
+        raise InputError(hint, file=tree, field="--checkout")
+    return tree, tree / SCRIPT
 
 
-def _run(tree: Path, pp: int, world_size: int, options: list[str]) -> list[Described]:
+def _run(tree: Path, script: Path, pp: int, world_size: int, options: list[str]) -> list[Described]:
     """What every pipeline rank builds."""
     ours = Path(__file__).parents[2]
     path = os.pathsep.join([str(tree), str(ours), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -125,7 +142,7 @@ def _run(tree: Path, pp: int, world_size: int, options: list[str]) -> list[Descr
     module = "megatron_ext.megatron.describe_from_checkout"
     parent = os.getpid()
     with tempfile.TemporaryFile() as written:  # it has no name: nothing of it stays, whatever ends this process
-        command = [sys.executable, "-m", module, tree, written.fileno(), pp, world_size, *options]
+        command = [sys.executable, "-m", module, tree, script, written.fileno(), pp, world_size, *options]
         result = subprocess.run(
             list(map(str, command)),
             env=environment,
@@ -140,10 +157,10 @@ def _run(tree: Path, pp: int, world_size: int, options: list[str]) -> list[Descr
         found = [json_files.decode(line, Described, file=tree) for line in written]
     refused = next((rank.error for rank in found if rank.error is not None), None)
     if refused is not None:
-        raise InputError(refused, file=tree / SCRIPT)
+        raise InputError(refused, file=script)
     if len(found) < pp:
         said = [line for line in result.stderr.splitlines() if line.strip()] or ["no reason given"]
-        raise InputError(f"{SCRIPT} ended with {result.returncode}: {said[-1][:200]}", file=tree)
+        raise InputError(f"{script.name} ended with {result.returncode}: {said[-1][:200]}", file=tree)
     return found
 
 
@@ -177,8 +194,8 @@ class _OnMeta:
         self._stack.close()
 
 
-def _run_script(tree: Path, rank: int, world_size: int, options: list[str]) -> Described:
-    """Run the checkout's script as rank ``rank`` until its model is built.
+def _run_script(tree: Path, script: Path, rank: int, world_size: int, options: list[str]) -> Described:
+    """Run the script as rank ``rank`` until its model is built.
 
     Raises:
         InputError: Megatron or we refuse the options.
@@ -192,8 +209,8 @@ def _run_script(tree: Path, rank: int, world_size: int, options: list[str]) -> D
     _leave_no_trace()
 
     _parse_for_no_gpu()
-    sys.argv = [str(tree / SCRIPT), *options]
-    sys.path.insert(0, str(tree))
+    sys.argv = [str(script), *options]
+    sys.path[:0] = list(dict.fromkeys((str(script.parent), str(tree))))
     with only_fake_groups():
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
@@ -203,7 +220,7 @@ def _run_script(tree: Path, rank: int, world_size: int, options: list[str]) -> D
             raise
         except (Exception, SystemExit) as error:
             raise InputError(_reason(error)) from error
-    raise InputError(f"{SCRIPT} ended without building a model")
+    raise InputError(f"{script.name} ended without building a model")
 
 
 def _parse_for_no_gpu() -> None:
@@ -222,21 +239,34 @@ def _stop_at_model(chunks: list) -> None:
     import torch
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import MegatronModule
 
     from megatron_ext.megatron.refusals import refuse_unsupported
     from megatron_ext.megatron.saved_activations import balance_experts
 
-    build = GPTModel.__init__
+    training = sys.modules.get("megatron.training.training")
+    begin, get_model = MegatronModule.__init__, vars(training).get("get_model") if training is not None else None
 
-    @functools.wraps(build)
-    def build_on_meta(self, config, *args, **kwargs):
-        refuse_unsupported(_megatron_args())
+    def on_meta(build):
+        @functools.wraps(build)
+        def build_on_meta(*args, **kwargs):
+            refuse_unsupported(_megatron_args())
+            with _OnMeta():
+                return build(*args, **kwargs)
+
+        return build_on_meta
+
+    @functools.wraps(begin)
+    def begin_without_values(self, config, *args, **kwargs):
         # Nobody reads the values; and torch's norm, which may be all there is here, has the parameters
         # of one that can work on a part of the sequence.
         config.perform_initialization = config.sequence_parallel = False
         balance_experts(config)
-        with _OnMeta():
-            build(self, config, *args, **kwargs)
+        begin(self, config, *args, **kwargs)
+
+    def get_model_on_meta(model_provider_func, *args, **kwargs):
+        assert get_model is not None  # else this is not put in its place
+        return get_model(on_meta(model_provider_func), *args, **kwargs)
 
     @functools.wraps(DistributedDataParallel.__init__)
     def collect(self, config, ddp_config, module, *args, **kwargs):
@@ -245,7 +275,10 @@ def _stop_at_model(chunks: list) -> None:
         if len(chunks) == (_megatron_args().virtual_pipeline_model_parallel_size or 1):
             raise _Built
 
-    GPTModel.__init__ = build_on_meta
+    MegatronModule.__init__ = begin_without_values
+    if training is not None and get_model is not None:
+        vars(training)["get_model"] = get_model_on_meta
+    GPTModel.__init__ = on_meta(GPTModel.__init__)  # whoever builds it
     DistributedDataParallel.__init__ = collect
 
 
@@ -258,6 +291,8 @@ def _leave_no_trace() -> None:
     with contextlib.suppress(ImportError):
         from megatron.training import global_vars
 
+        # Buffers of --tp-comm-overlap need Transformer Engine and a device.
+        importlib.import_module("megatron.training.initialize")._initialize_tp_communicators = lambda: None
         for name in ("_set_tensorboard_writer", "_set_wandb_writer", "_set_one_logger"):
             if hasattr(global_vars, name):
                 setattr(global_vars, name, lambda args: None)
@@ -275,16 +310,18 @@ def _described(chunks: list) -> Described:
     from megatron_ext.megatron.boundaries import bare
     from megatron_ext.megatron.describe_model import describe_chunk
     from megatron_ext.megatron.optimizer_of_args import optimizer_settings
-    from megatron_ext.megatron.refusals import refuse_frozen
+    from megatron_ext.megatron.refusals import refuse_frozen, refuse_model
     from megatron_ext.megatron.saved_activations import with_activations
-    from megatron_ext.megatron.workload_of_run import experts_of, parallel_of_megatron
+    from megatron_ext.megatron.workload_of_run import experts_of, numbers_of_run, parallel_of_megatron
     from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
 
     args = _megatron_args()
     for chunk in chunks:
+        refuse_model(bare(chunk))
         refuse_frozen(bare(chunk))
     parallel = parallel_of_megatron(args)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    layer_options = options_of_layers(args)  # of whole sequences
     args.seq_length //= getattr(args, "context_parallel_size", 1)  # of one rank
     batch = MicroBatch(args.seq_length, args.micro_batch_size, sequence_parallel=args.sequence_parallel)
     message = p2p_bytes(parallel, batch, args.hidden_size, args.params_dtype.itemsize)
@@ -295,8 +332,9 @@ def _described(chunks: list) -> Described:
             with_activations(describe_chunk(chunk, pp_rank, index), chunk, args) for index, chunk in enumerate(chunks)
         ),
         optimizer=optimizer_settings(args),
-        layer_options=options_of_layers(args),
+        layer_options=layer_options,
         experts=experts_of(args),
+        ramp=numbers_of_run(args)[:-1],
     )
 
 
@@ -317,10 +355,12 @@ def _reason(error: BaseException) -> str:
 
 
 def main() -> int:
-    """``TREE DESCRIPTOR PP WORLD_SIZE OPTION...``: write one line for every pipeline rank, until one refuses."""
-    tree, written, pp, world_size = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-    options = sys.argv[5:]
-    from megatron_ext.megatron import cpu_compat, engine_modules
+    """``TREE SCRIPT DESCRIPTOR PP WORLD_SIZE OPTION...``: write one line for every pipeline rank, until one refuses."""
+    tree, script, written, pp, world_size = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:6])
+    options = sys.argv[6:]
+    from megatron_ext.megatron import cpu_compat, engine_modules, state_space_modules
+
+    state_space_modules.install()
 
     if script_arguments.read(options).transformer_impl in (None, "transformer_engine"):
         engine_modules.install()
@@ -335,7 +375,7 @@ def main() -> int:
             code = 1
             try:
                 try:
-                    found = _run_script(tree, pp_rank * world_size // pp, world_size, options)
+                    found = _run_script(tree, script, pp_rank * world_size // pp, world_size, options)
                 except InputError as error:
                     found = Described(error=str(error))
                 with os.fdopen(written, "wb") as stream:

@@ -70,6 +70,7 @@ def describe_options(args) -> Workload:
         p2p_bytes=p2p_bytes(parallel, batch_of(args), args.hidden_size, ITEM_BYTES[dtype_of(args)]),
         limits=limits_of(args),
         optimizer=optimizer_settings(args),
+        ramp=tuple(args.ramp),
     )
 
 

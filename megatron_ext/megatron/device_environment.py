@@ -40,6 +40,6 @@ def said_of_early_import(names: Sequence[str], modules: Iterable[str]) -> str | 
     if early is None or not names:
         return None
     return (
-        f"{early} is imported above the first hook of the training script, so libraries may have started without "
-        f"{', '.join(names)}; move that import below the hook, or set them in the launch script"
+        f"{early} is imported above the first hook, so libraries may have started without {', '.join(names)}; set them "
+        "in the launch script"
     )

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.workload import parallel as parallel_sizes
+from megatron_ext.workload.batch_ramp import numbers_of_microbatches
 
 UNEVEN = (
     "decoder_first_pipeline_num_layers",
@@ -280,22 +281,14 @@ def _check_processes(args, world_size: int) -> None:
 
 
 def _fill_batch(args) -> None:
-    """``global_batch_size`` and ``num_microbatches``."""
+    """``global_batch_size``, ``num_microbatches`` and ``ramp``."""
     pp = args.pipeline_model_parallel_size
     args.data_parallel_size = args.data_parallel_size or 1
     dp = args.data_parallel_size
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * dp * 2 * pp
-    left = args.global_batch_size % (args.micro_batch_size * dp)
-    if getattr(args, "decrease_batch_size_if_needed", False) and left < args.global_batch_size:
-        args.global_batch_size -= left
-    elif left:
-        _refuse(
-            args,
-            "global_batch_size",
-            f"is no multiple of micro-batch size {args.micro_batch_size} times data-parallel size {dp}",
-        )
-    args.num_microbatches = args.global_batch_size // (args.micro_batch_size * dp)
+    *args.ramp, args.num_microbatches = numbers_of_microbatches(args)
+    args.global_batch_size = args.num_microbatches * args.micro_batch_size * dp
 
 
 def parallel_of(args):

@@ -20,6 +20,9 @@ _looked = False
 ended = False
 """Whether a run has written what it was to write."""
 
+started = False
+"""Whether :func:`on_pretrain` was called, by a hook of the script or by the first one in megatron/."""
+
 
 def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=None, nvme_path=None):
     """Make a run active: gather by ``schedule`` (a path), write a trace to ``trace`` (a path), make or compare with
@@ -97,13 +100,19 @@ def _configure_from(args) -> None:
     configure(schedule, trace, parallel=parallel, check=check, delay=delay, nvme_path=nvme_path)
 
 
-def add_arguments(parser) -> None:
-    """End of Megatron's list of options: ours. Models are built next, late where a schedule says so."""
+def add_arguments(parser):
+    """End of Megatron's list of options: ours. Models are built next, late where a schedule says so. A script without a
+    hook of its own (``--entry``) begins here, where Megatron is imported: too late to prepare a machine without a GPU,
+    as `megatron-ext run-on-cpu` does."""
+    of_megatron = "megatron.training" in sys.modules
+    if not started and of_megatron:
+        _start(early=False)
     arguments.add_arguments(parser)
-    if "megatron.training" in sys.modules and any(a.startswith("--user-defined-schedule") for a in sys.argv):
+    if of_megatron and any(a.startswith("--user-defined-schedule") for a in sys.argv):
         from megatron_ext.megatron import late_model
 
         late_model.install(_late)
+    return parser
 
 
 def _late():
@@ -123,15 +132,21 @@ def set_values(parameter, values) -> None:
 
 def on_pretrain() -> None:
     """Start of pretrain_gpt.py, before Megatron is imported."""
+    _start(early=True)
+
+
+def _start(early: bool) -> None:
+    global started
     from megatron_ext.megatron import cpu_compat, cpu_options, device_environment, one_line_end
 
+    started = True
     one_line_end.install()
     variables = device_environment.prepare(sys.argv[1:], os.environ)
     atexit.register(require_end)
     text = None
     if not cpu_compat.is_installed():  # by run-on-cpu, which imports Megatron
         text = device_environment.said_of_early_import(variables, list(sys.modules))
-        if cpu_compat.install():
+        if early and cpu_compat.install():
             cpu_options.without_a_gpu()
             text = "torch sees no CUDA device, so this trains on the CPU, as `megatron-ext run-on-cpu` does"
     if text is not None and os.environ.get("RANK", "0") == "0":

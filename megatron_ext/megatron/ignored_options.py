@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import gpt_arguments
-from megatron_ext.megatron.refusals import LAYER_WISE_OPTIMIZERS, NEUTRAL
+from megatron_ext.megatron.refusals import LAYER_WISE_OPTIMIZERS, NEUTRAL, REASONS
 
 FLAGS = """
     accumulate-allreduce-grads-in-fp32 apply-layernorm-1p apply-query-key-layer-scaling
@@ -207,9 +207,6 @@ def check_other_options(args, verb: str = "describe") -> None:
     """
     given = vars(args)
     _refuse_neutral(given)
-    for name in BATCH:
-        if name.replace("-", "_") in given:
-            _refuse(given, name.replace("-", "_"), "a schedule holds for one number of micro-batches")
     for name in REFUSED:
         # One rank of a kind is what there is without the option; one layer of a kind, or one expert, is not.
         without = (None, ["1"]) if name.endswith(("parallel-size", "weight-shards")) else (None,)
@@ -249,9 +246,9 @@ def _refuse(given: dict, name: str, why: str) -> NoReturn:
 def _refuse_neutral(given: dict) -> None:
     for name, neutral in NEUTRAL.items():
         if given.get(name) not in (None, [str(neutral)]):
-            _refuse(given, name, "cannot be combined with a schedule")
+            _refuse(given, name, f"cannot be combined with a schedule: {REASONS[name]}")
     if given.get("optimizer", [""])[0] in LAYER_WISE_OPTIMIZERS:
-        _refuse(given, "optimizer", "cannot be combined with a schedule")
+        _refuse(given, "optimizer", f"cannot be combined with a schedule: {REASONS['optimizer']}")
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str], passed_over: list[str] | None) -> None:

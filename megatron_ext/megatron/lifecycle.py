@@ -26,7 +26,7 @@ from megatron_ext.megatron.building_run import BuildingRun, State
 from megatron_ext.megatron.equality_check import iterations_ahead, parameter_digest
 from megatron_ext.megatron.gather_on_read import GatherOnRead
 from megatron_ext.megatron.optimizer_steps import OptimizerSteps
-from megatron_ext.megatron.prepare import prepare
+from megatron_ext.megatron.prepare import prepare, schedule_for
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.step_calls import IDLE, StepCalls
@@ -108,7 +108,7 @@ class Run(BuildingRun):
         assert self.schedule is not None
         try:
             self.executor = prepare(
-                *(self.schedule, self._ddps, self._bucket_groups, self._optimizers, self.faults, self.recorder),
+                *(self.schedules, self._ddps, self._bucket_groups, self._optimizers, self.faults, self.recorder),
                 nvme_path=nvme_path,
                 delay=None if self.delay is None else (begun, self.delay),
                 late=self.late,
@@ -169,14 +169,14 @@ class Run(BuildingRun):
                 self.sample.run_again(self.recorder.iteration)
             else:
                 self.recorder.begin_iteration()
-                self.sample.begin_iteration(self.recorder.iteration)
+                self.sample.begin_iteration(self.recorder.iteration, num_microbatches)
         if self.state is State.BUILDING and not self.stock_gather and (self.late is not None or not forward_only):
             what = "an evaluation of parameters that never fit whole" if forward_only else "training"
             raise ScheduleError(f"{what} begins before megatron_ext.megatron.hooks.on_train_setup was called")
         if self._reference_delay is not None and not forward_only and not again:
             self._reference_delay.begin()
         if self._reference is not None and self.state is State.REFERENCE and not forward_only:
-            self._reference.begin()
+            self._reference.begin(schedule_for(self.schedules, num_microbatches))
             return self._reference
         if self.state is not State.READY:
             return IDLE
@@ -310,7 +310,8 @@ class Run(BuildingRun):
             measured = run_summary.combine([times for times, *_ in everybody])
             reference = self.check.reference if self.check is not None else None
             compared = reference.measured if reference is not None else None
-            lines = run_summary.end_lines(self.schedule, measured, compared, reference=self.stock_gather)
+            sampled = self.schedules.get(self.sample.num_microbatches, self.schedule)
+            lines = run_summary.end_lines(sampled, measured, compared, reference=self.stock_gather)
             lines += run_summary.early_lines(*(sum(steps[which] for *_, steps in everybody) for which in (0, 1)))
             try:
                 lines += self.check.finish([digest for _, digest, _ in everybody], measured) if self.check else []

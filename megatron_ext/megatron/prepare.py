@@ -29,11 +29,11 @@ from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.gradients import Reducer
-from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
+from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency, ScheduleError
 from megatron_ext.runtime.in_turn import InTurn
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.memory_pool import MemoryPool, rehearse
-from megatron_ext.runtime.program import compile_program
+from megatron_ext.runtime.program import Program, compile_program
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.footprint import device_peaks
@@ -41,7 +41,7 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
 def prepare(
-    schedule: Schedule,
+    schedules: dict[int, Schedule],
     ddps: list,
     bucket_groups: dict,
     optimizers: list,
@@ -51,7 +51,7 @@ def prepare(
     delay: tuple[int, int] | None = None,
     late: LateModel | None = None,
 ) -> Executor:
-    """Make everything that training by ``schedule`` needs on this rank; collective.
+    """Make everything that training by ``schedules`` (by number of micro-batches) needs on this rank; collective.
 
     Args:
         ddps, bucket_groups: model chunks laid out by :func:`buckets.lay_out`, and their bucket groups by group index.
@@ -63,15 +63,16 @@ def prepare(
     Raises:
         InputError: copies cannot be made; not on every rank of the run.
     """
+    schedule = next(reversed(schedules.values()))
     _ready_the_host(schedule, optimizers)
     process_group = (process_groups := process_groups_of(ddps))[schedule.parallel.dp]
-    rank = schedule.ranks[pp_rank := parallel_state.get_pipeline_model_parallel_rank()]
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     clock, residency, issuer = Clock(), Residency() if late is None else late.residency, Issuer()
     groups = make_groups(schedule, bucket_groups, process_groups, residency, late)
     buckets: list = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
     links = recorder if recorder and recorder.iterations is None else None
     host_shards = hold_shards(optimizers, buckets, links) if schedule.zero_stage == 3 else None
-    routes = collective_routes(schedule, groups, process_groups, faults, links)
+    routes = collective_routes(schedules, groups, process_groups, faults, links)
     copied = (groups, _offloaded(schedule, optimizers, buckets), process_groups, issuer, clock, faults, links)
     copies = Copies(schedule, *copied, nvme_path)
     leave_step_out(optimizers, buckets, faults.skip_step)
@@ -82,24 +83,45 @@ def prepare(
     reducer = _reducer(schedule, bucket_groups, optimizers, *of_run)
     kept = (routes.buffered, reducer, [] if host_shards is None else [host_shards.buffer])
     resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, *kept)
-    program = compile_program(
-        *(schedule, rank, groups, routes.by_name | copies.routes, clock, boundaries, recorder),
-        *(faults.skip_group, routes.order is not None, reducer),
-        issuer.turn if any((copies.publisher, host_step, reducer)) else None,
-    )
+    turn = issuer.turn if any((copies.publisher, host_step, reducer)) else None
+    how = (groups, routes.by_name | copies.routes, clock, boundaries, recorder)
+    how = (*how, faults.skip_group, routes.order is not None, reducer, turn)
+    compiled = partial(_compiled, schedules, pp_rank, *how)
     executor = Executor(
-        *(program, groups, clock, residency, routes.gather.issue, issuer),
+        *(compiled(schedule.parallel.num_microbatches), groups, clock, residency, routes.gather.issue, issuer),
         _parts(reducer, host_shards, copies.publisher, host_step),
         recorder=recorder,
-        checks=_checks(schedule, pp_rank, process_group, routes.order),
+        checks=_checks(schedules, pp_rank, process_group, routes.order),
         pool=copies.pool,
         drop_staged=copies.drop_staged,
         memory=_memory_pool(groups, reducer),
         in_turn=_in_turn(schedule, pp_rank, groups, clock, routes.gather.issue, boundaries),
         census=Census(residency, _parameters(ddps), resting, reducer),
+        program_for=compiled,
     )
-    _say_once(executor.fill_memory(partial(rehearse, schedule, rank, groups, clock, boundaries, reducer)))
+    _say_once(executor.fill_memory(partial(_rehearse_all, schedules, pp_rank, groups, clock, boundaries, reducer)))
     return _closing_at_the_end(executor, schedule, ddps, boundaries, copies, routes.buffered, host_step)
+
+
+def _compiled(schedules: dict[int, Schedule], pp_rank: int, *how_and_number) -> Program:
+    """The program for a number of micro-batches, the last argument. Raises ScheduleError where no schedule is for
+    it."""
+    *how, number = how_and_number
+    schedule = schedule_for(schedules, number)
+    return compile_program(schedule, schedule.ranks[pp_rank], *how)
+
+
+def schedule_for(schedules: dict[int, Schedule], num_microbatches: int) -> Schedule:
+    """Raises ScheduleError where there is none."""
+    if num_microbatches not in schedules:
+        there = ", ".join(map(str, schedules))
+        raise ScheduleError(f"the iteration has {num_microbatches} micro-batches, the schedules are for {there}")
+    return schedules[num_microbatches]
+
+
+def _rehearse_all(schedules: dict[int, Schedule], pp_rank: int, *of_iteration) -> None:
+    for schedule in schedules.values():
+        rehearse(schedule, schedule.ranks[pp_rank], *of_iteration)
 
 
 def _host_step(
@@ -193,11 +215,13 @@ def _offloaded(schedule: Schedule, optimizers: list, buckets: list) -> dict:
     return {index: copy for index, copy in copies.items() if schedule.groups[index].states_rest is None}
 
 
-def _checks(schedule: Schedule, pp_rank: int, process_group, order: debug.IssueOrder | None) -> debug.Checks | None:
+def _checks(
+    schedules: dict[int, Schedule], pp_rank: int, process_group, order: debug.IssueOrder | None
+) -> debug.Checks | None:
     if order is None:
         return None
     exchange = partial(gather_objects, process_group=process_group)
-    return debug.Checks(device_peaks(schedule)[pp_rank], order, exchange)
+    return debug.Checks({number: device_peaks(one)[pp_rank] for number, one in schedules.items()}, order, exchange)
 
 
 def _parameters(ddps: list) -> list:

@@ -21,7 +21,7 @@ def blocks_of(chunk: Chunk, config) -> list[tuple[int, int]]:
     if config.recompute_granularity != "full" or config.recompute_method != "uniform":
         return blocks
     size = config.recompute_num_layers or 1
-    transformer = [layer for layer, kind in enumerate(chunk.layer_kinds) if kind in ("transformer", "moe")]
+    transformer = [layer for layer, kind in enumerate(chunk.layer_kinds) if kind not in ("embedding", "output")]
     for start in range(0, len(transformer), size):
         members = transformer[start : start + size]
         for layer in members:

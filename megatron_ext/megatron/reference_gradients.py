@@ -24,7 +24,7 @@ class ReferenceGradients:
     """
 
     def __init__(self, schedule: Schedule, bucket_groups: dict, optimizers: list):
-        self._schedule, self._chunk = schedule, -1
+        self._groups, self._microbatches, self._chunk = schedule.groups, 0, -1
         self._visits: dict[int, int] = {}
         self._kept = {}
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # a reduced part, and its copy in host memory
@@ -50,8 +50,9 @@ class ReferenceGradients:
         for optimizer in optimizers if held else ():
             optimizer._copy_model_grads_to_main_grads = partial(self._take, optimizer._copy_model_grads_to_main_grads)
 
-    def begin(self) -> None:
-        """An iteration begins."""
+    def begin(self, schedule: Schedule) -> None:
+        """An iteration by ``schedule`` begins."""
+        self._groups, self._microbatches = schedule.groups, schedule.parallel.num_microbatches
         self._visits.clear()
         for _, _, shard in self._kept.values():
             shard.zero_()
@@ -64,9 +65,9 @@ class ReferenceGradients:
 
     def post_backward(self, virtual_microbatch_id: int) -> None:
         visit = self._visits[self._chunk] = self._visits.get(self._chunk, 0) + 1
-        last = visit == self._schedule.parallel.num_microbatches
+        last = visit == self._microbatches
         for index, (bucket_group, part, shard) in self._kept.items():
-            group = self._schedule.groups[index]
+            group = self._groups[index]
             if group.model_chunk_id == self._chunk and (last or visit % group.reduce_every == 0):
                 upstream._ParamAndGradBucketGroup.start_grad_sync(bucket_group)
                 bucket_group.grad_reduce_handle.wait()

@@ -8,8 +8,6 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
-# Options that change who owns a parameter's storage, who gathers it, or the order of steps, with the
-# value at which they do not. Releases name some of them differently; absent ones are skipped.
 NEUTRAL = {
     "use_megatron_fsdp": False,
     "use_custom_fsdp": False,  # as 0.12 calls it
@@ -21,21 +19,55 @@ NEUTRAL = {
     "use_layer_wise_distributed_optimizer": False,
     "num_distributed_optimizer_instances": 1,
     "overlap_moe_expert_parallel_comm": False,
-    "use_tp_pp_dp_mapping": False,  # it numbers the ranks of a node in another way
+    "use_tp_pp_dp_mapping": False,
     "hybrid_context_parallel": False,
     "ddp_param_name_patterns_for_fp32_local_accumulation": [],
-    # A replayed graph does not run the forward of its layers, by which a schedule waits for parameters.
     "cuda_graph_impl": "none",
     "enable_cuda_graph": False,  # as releases before 0.15 call it
     "external_cuda_graph": False,
-    "optimizer_cuda_graph": False,  # a replayed step does not say that parameters have changed
-    # They send saved tensors to the host and back by hooks of autograd's; no schedule has been run beside them.
+    "optimizer_cuda_graph": False,
     "cpu_offloading": False,
     "cpu_offloading_weights": False,
     "fine_grained_activation_offloading": False,
-    "perform_rl_step": False,  # it reads and offloads parameters between training steps
-    "qk_clip": False,  # it writes whole parameters behind the optimizer's back
+    "perform_rl_step": False,
+    "qk_clip": False,
 }
+"""Options that change who owns a parameter's storage, who gathers it, or the order of steps, with the value at which
+they do not. Releases name some of them differently; absent ones are skipped."""
+
+_OWN_SHARDS = "shards and gathers parameters by rules of its own"
+_SCALED = "gathers values whose scales Transformer Engine keeps beside them; groups and host copies have none"
+_GRAPH = "a replayed graph does not run the forward of its layers, by which a schedule waits for parameters"
+_ACTIVATIONS = "its copies of activations share the link of host copies, and no bill or simulation counts them"
+
+REASONS = {
+    "use_megatron_fsdp": _OWN_SHARDS,
+    "use_custom_fsdp": _OWN_SHARDS,
+    "use_torch_fsdp2": _OWN_SHARDS,
+    "nccl_ub": "registers Megatron's buffers with NCCL; groups have storage of their own",
+    "fp8_param_gather": _SCALED,
+    "fp4_param_gather": _SCALED,
+    "reuse_grad_buf_for_mxfp8_param_ag": "gathers parameters into the memory of gradients",
+    "use_layer_wise_distributed_optimizer": "whole layers, not shards, belong to one rank",
+    "num_distributed_optimizer_instances": "shards lie over a part of the replicas; routes and bills count all of them",
+    "overlap_moe_expert_parallel_comm": "runs layers of two micro-batches in turns, which no order of steps has",
+    "use_tp_pp_dp_mapping": "numbers the ranks of a node in another way",
+    "hybrid_context_parallel": "gives ranks parts of sequences that differ by micro-batch",
+    "ddp_param_name_patterns_for_fp32_local_accumulation": "adds gradients of some parameters in buffers of their own",
+    "cuda_graph_impl": _GRAPH,
+    "enable_cuda_graph": _GRAPH,
+    "external_cuda_graph": _GRAPH,
+    "optimizer_cuda_graph": "a replayed step does not say that parameters have changed",
+    "cpu_offloading": _ACTIVATIONS,
+    "cpu_offloading_weights": _ACTIVATIONS,
+    "fine_grained_activation_offloading": _ACTIVATIONS,
+    "perform_rl_step": "reads and offloads parameters between training steps",
+    "qk_clip": "writes whole parameters behind the optimizer's back",
+    "optimizer": "whole layers, not shards, belong to one rank",
+    "tensor_parallel_num_weight_shards": "shards weights over tensor-parallel ranks, and gathers them itself",
+    "cuda_graph_scope": _GRAPH,
+}
+"""Why each cannot be combined with a schedule."""
 
 LAYER_WISE_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
 
@@ -68,10 +100,18 @@ def refuse_unsupported(args) -> None:
 
 
 def replaced_options(args) -> list[str]:
-    """Lines about options whose part the schedule takes."""
-    option = "--overlap-param-gather-with-optimizer-step"
-    given = getattr(args, "overlap_param_gather_with_optimizer_step", False)
-    return [f"{option}: the schedule says when gathers begin, in place of it"] if given else []
+    """Lines about options whose part the schedule takes, and one that this Megatron does not follow."""
+    from megatron_ext.megatron.workload_of_run import ramps_up  # imports Megatron, which reading options does not need
+
+    lines = []
+    if getattr(args, "overlap_param_gather_with_optimizer_step", False):
+        option = "--overlap-param-gather-with-optimizer-step"
+        lines.append(f"{option}: the schedule says when gathers begin, in place of it")
+    if getattr(args, "rampup_batch_size", None) and not ramps_up():
+        lines.append(
+            "--rampup-batch-size: this release of Megatron ignores it (--step-batch-size-schedule is in place)"
+        )
+    return lines
 
 
 def warnings_at_start(args, schedule: Schedule) -> list[str]:
@@ -211,11 +251,8 @@ def refuse_combinations(args) -> None:
     """
 
     def refuse(name: str):
-        raise InputError(
-            "cannot be combined with --user-defined-schedule",
-            field="--" + name.replace("_", "-"),
-            value=getattr(args, name, None),
-        )
+        why = f"cannot be combined with --user-defined-schedule: {REASONS[name]}"
+        raise InputError(why, field="--" + name.replace("_", "-"), value=getattr(args, name, None))
 
     for name, neutral in NEUTRAL.items():
         # None, or an empty list, is how Megatron spells "not given".
@@ -226,7 +263,6 @@ def refuse_combinations(args) -> None:
     # The option itself counts the tensor-parallel ranks as well.
     if getattr(args, "gtp_weight_remat_size", 1) not in (1, None):
         refuse("tensor_parallel_num_weight_shards")
-    # A replayed graph does not call back into Python: the hooks would fire at capture only.
     if "full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower():
         refuse("cuda_graph_scope")
 
@@ -284,6 +320,28 @@ def megatron_root() -> Path:
     return Path(megatron.core.__file__).resolve().parents[2]
 
 
+def refuse_model(model) -> None:
+    """Refuse models whose layers do not lie in one ``decoder``: between others no action can be placed.
+
+    Args:
+        model: a torch module, bare.
+
+    Raises:
+        InputError: naming the model's class and what is missing for it.
+    """
+    has = {name for name, _ in model.named_children()}
+    layers = {name.partition(".layers.")[0] for name, _ in model.named_parameters() if ".layers." in name}
+    if has & {"vision_model", "language_model", "vision_projection"}:
+        why = "a vision model and a language model: no steps, bill or bound are known for the first of them"
+    elif "encoder" in layers and ("decoder" in layers or "decoder" in has):
+        why = "an encoder beside its decoder: messages between stages carry two tensors, which no order of steps knows"
+    elif layers and not layers <= {"decoder", "mtp"}:
+        why = f"its layers in {', '.join(sorted(layers))}: actions are placed between those of one decoder alone"
+    else:
+        return
+    raise InputError(f"has {why}", field=type(model).__name__)
+
+
 def refuse_frozen(model) -> None:
     """Refuse parameters without gradient.
 
@@ -317,9 +375,8 @@ def refuse_ddp_config(config) -> None:
     for name, allowed in refused.items():
         value = getattr(config, name, allowed)
         if value != allowed:
-            raise InputError(
-                "cannot be combined with --user-defined-schedule", field="--" + name.replace("_", "-"), value=value
-            )
+            why = f"cannot be combined with --user-defined-schedule: {REASONS[name]}"
+            raise InputError(why, field="--" + name.replace("_", "-"), value=value)
     # By the second, Megatron asks for whole parameters before it evaluates, saves and hashes.
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         if not getattr(config, name):

@@ -48,11 +48,18 @@ class Sample:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self._began_us: dict[int, float] = {}
+        self._numbers: dict[int, int] = {}  # of micro-batches
         self._run_again: set[int] = set()
 
-    def begin_iteration(self, iteration: int) -> None:
+    def begin_iteration(self, iteration: int, num_microbatches: int) -> None:
         if iteration <= SAMPLED.stop:
             self._began_us[iteration] = time.perf_counter() * 1e6
+            self._numbers[iteration] = num_microbatches
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of the iterations that count: as many as the last that was sampled has."""
+        return next(reversed(self._numbers.values()), 0)
 
     def run_again(self, iteration: int) -> None:
         """The steps of ``iteration`` run once more (Megatron's rerun machinery): its times are not those of one."""
@@ -68,6 +75,7 @@ class Sample:
             i: (self._began_us[i + 1] - self._began_us[i], lanes[i, "wait"], lanes[i, "wait"] + lanes[i, "issue"])
             for i in SAMPLED
             if {i, i + 1} <= self._began_us.keys() and i not in self._run_again
+            if self._numbers[i] == self.num_microbatches
         }
 
 

@@ -1,19 +1,21 @@
 """The workload of a run as far as its options say it: sizes and limits, not yet parameters."""
 
+from types import SimpleNamespace
+
+from megatron.core import num_microbatches_calculator
+
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.gpt_arguments import parallel_of
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
+from megatron_ext.workload.batch_ramp import numbers_of_microbatches
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import SCHEMA_VERSION, Experts, Workload
 
 
 def workload_of_run(args) -> Workload:
-    """A workload without chunks for Megatron's (or the example's) options.
-
-    Raises:
-        InputError: the number of micro-batches changes during the run.
-    """
+    """A workload without chunks for Megatron's (or the example's) options; raises what :func:`parallel_of_megatron`
+    does."""
     parallel = parallel_of(args) if hasattr(args, "num_microbatches") else parallel_of_megatron(args)
     return Workload(
         schema_version=SCHEMA_VERSION,
@@ -32,20 +34,31 @@ def experts_of(args) -> Experts | None:
     return Experts(num_experts=args.num_experts, router_topk=args.moe_router_topk)
 
 
+def numbers_of_run(args, consumed_samples: int = 0) -> tuple[int, ...]:
+    """Micro-batches of an iteration: every number that Megatron reaches after ``consumed_samples``, the last one last.
+
+    Raises:
+        InputError: naming the option that changes the batch size.
+    """
+    if hasattr(args, "rampup_batch_size") and not ramps_up():
+        args = SimpleNamespace(**(vars(args) | {"rampup_batch_size": None}))
+    return numbers_of_microbatches(args, consumed_samples)
+
+
+def ramps_up() -> bool:
+    """Whether this Megatron follows --rampup-batch-size; releases from 0.18 on only warn of it."""
+    return hasattr(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator")
+
+
 def parallel_of_megatron(args) -> Parallel:
     """Parallel sizes from Megatron's own validated arguments. Context-parallel ranks hold the same parameters, and
     Megatron shards over them as over replicas: they count as such.
 
     Raises:
-        InputError: the number of micro-batches changes during the run, or this release orders them otherwise.
+        InputError: the batch size does not divide, or this release orders micro-batches otherwise.
     """
-    for name in ("rampup_batch_size", "step_batch_size_schedule"):
-        if getattr(args, name, None):
-            field = "--" + name.replace("_", "-")
-            raise InputError("a schedule holds for one number of micro-batches", field=field, value=getattr(args, name))
     pp, vp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    # With --decrease-batch-size-if-needed a rest is left out, in every iteration alike.
-    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    num_microbatches = numbers_of_run(args)[-1]
     # core_v0.9.0 has no such option: its groups have PP micro-batches, and with no more than these in an
     # iteration it runs all forwards before the first backward.
     group = getattr(args, "microbatch_group_size_per_vp_stage", None) if vp else None

@@ -2,6 +2,7 @@
 
 from megatron_ext.planner.host_step_choice import delay, device_note, offload_note, step_note
 from megatron_ext.planner.policies import POLICIES, plan, search_note
+from megatron_ext.planner.ramp import plan_ramp, ramp_note, ramp_us
 from megatron_ext.planner.set_up_time import never_whole_line, set_up_line
 from megatron_ext.planner.verdict import Verdict, verdict
 
@@ -13,6 +14,9 @@ __all__ = [
     "never_whole_line",
     "offload_note",
     "plan",
+    "plan_ramp",
+    "ramp_note",
+    "ramp_us",
     "search_note",
     "set_up_line",
     "step_note",

@@ -114,6 +114,33 @@ def make_blocks(
     return Blocks(tuple(groups), tuple(blocks), tuple(of_stage))
 
 
+def blocks_of_groups(workload: Workload, groups: tuple[Group, ...]) -> Blocks:
+    """The finest blocks of given groups: a block begins where no group has parameters both before and behind."""
+    blocks: list[Block] = []
+    of_stage = []
+    for chunk in workload.chunks:
+        by_name = {p.name: p for p in chunk.parameters}
+        spans: dict[int, tuple[int, int, int]] = {}  # first and last own layer, last use
+        for index, group in enumerate(groups):
+            if (group.pp_rank, group.model_chunk_id) == (chunk.pp_rank, chunk.model_chunk_id):
+                own = [by_name[name] for name in group.parameters]
+                layers = [p.layer for p in own]
+                spans[index] = min(layers), max(layers), max(p.uses[-1] for p in own)
+        starts = [n for n in range(chunk.num_layers) if not any(first < n <= last for first, last, _ in spans.values())]
+        ids: list[int] = []
+        for first, end in zip(starts, [*starts[1:], chunk.num_layers]) if spans else ():
+            own = tuple(index for index, span in spans.items() if span[0] < end and span[2] >= first)
+            if own:
+                begin = first if ids else 0  # layers without parameters belong to the block before, or else behind
+                ids.append(len(blocks))
+                size = sum(groups[index].bytes for index in own)
+                blocks.append(Block(chunk.pp_rank, chunk.model_chunk_id, begin, end - 1, own, size))
+            elif ids:
+                blocks[-1] = blocks[-1]._replace(last=end - 1)
+        of_stage.append(tuple(ids))
+    return Blocks(groups, tuple(blocks), tuple(of_stage))
+
+
 class BlockUse(NamedTuple):
     """One step computes one block, for ``us`` microseconds. ``before`` and ``after`` are the layers (``at``) of actions
     just before and just after it; -1 at the begin and the end of the step."""

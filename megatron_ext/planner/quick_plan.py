@@ -73,7 +73,7 @@ class FewRounds:
         if number > more + group and not number % group:
             beyond = (number - few) / (more - few)
             numbers = ((few, 1 - beyond), (more, beyond))
-            self.parts = [(_with_microbatches(workload, count), weight) for count, weight in numbers]
+            self.parts = [(workload.with_microbatches(count), weight) for count, weight in numbers]
         self.steps = sum(2 * parallel.pp * parallel.vp * part.parallel.num_microbatches for part, _ in self.parts)
 
     def timings(self, table: CostTable) -> list[Timing]:
@@ -93,11 +93,6 @@ class FewRounds:
             {link: total(result.busy_us.get(link, 0.0) for result in results) for link in sorted(links)},
             total(max(result.exposed_us, default=0.0) for result in results),
         )
-
-
-def _with_microbatches(workload: Workload, number: int) -> Workload:
-    parallel = msgspec.structs.replace(workload.parallel, num_microbatches=number)
-    return msgspec.structs.replace(workload, parallel=parallel)
 
 
 def quick_plans(rounds: FewRounds, timings: Sequence[Timing], *, fewest: bool = False) -> Iterator[Plan]:

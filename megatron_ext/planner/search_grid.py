@@ -175,7 +175,7 @@ class Grid:
             workload.zero_stage == 3 and limits.whole_parameter_bytes is not None
         ) or limits.pinned_host_bytes is not None:
             self.divides.append(by_parameter)
-        self.horizons = _horizons(workload, timing)
+        self.horizons = horizons(workload, timing)
         self.sets = route_sets(routes)
         orders = 5 if limits.host_bytes is not None and workload.optimizer.on_host else 4
         limited = limits.pinned_host_bytes is not None or limits.host_bytes is not None
@@ -262,7 +262,7 @@ class Grid:
         return [value for value in (*near, size - 1) if 0 <= value < size]
 
 
-def _horizons(workload: Workload, timing: Timing) -> list[float]:
+def horizons(workload: Workload, timing: Timing) -> list[float]:
     """Times to look ahead, by factors of about 1.4 from one layer's compute to everything."""
     if workload.zero_stage < 3 and not workload.limits.nvme_slots:
         return [inf]

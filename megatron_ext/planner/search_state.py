@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from math import inf
 
-import msgspec
-
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.blocks import Blocks
@@ -45,7 +43,7 @@ def shortened(workload: Workload) -> Workload:
     most = ESTIMATED_ROUNDS * parallel.microbatch_group_size
     if parallel.num_microbatches <= most or number_of_steps(workload) <= POLISHED_STEPS:
         return workload
-    return msgspec.structs.replace(workload, parallel=msgspec.structs.replace(parallel, num_microbatches=most))
+    return workload.with_microbatches(most)
 
 
 Place = Callable[[tuple[Group, ...]], tuple[Group, ...] | None]

@@ -49,22 +49,23 @@ class Checks:
     """What is compared when an iteration ends.
 
     Args:
-        promised_bytes: peak of whole parameters that the schedule promises for this rank.
+        promised_bytes: peak of whole parameters that the schedule promises for this rank, by number of micro-batches.
         order: of the gpu route's collectives.
         exchange: collective ``exchange(object) -> list`` over the data-parallel ranks.
     """
 
-    def __init__(self, promised_bytes: int, order: IssueOrder, exchange):
+    def __init__(self, promised_bytes: dict[int, int], order: IssueOrder, exchange):
         self.promised_bytes, self.order, self.exchange = promised_bytes, order, exchange
 
-    def end_iteration(self, iteration: int, peak_bytes: int) -> None:
+    def end_iteration(self, iteration: int, peak_bytes: int, num_microbatches: int) -> None:
         """Raises ScheduleError where run and schedule, or two ranks, differ."""
+        promised = self.promised_bytes[num_microbatches]
         everybody = self.exchange((peak_bytes, *self.order.so_far()))
         for rank, (peak, count, digest) in enumerate(everybody):
-            if peak != self.promised_bytes:
+            if peak != promised:
                 raise ScheduleError(
                     f"iteration {iteration}: data-parallel rank {rank} held {peak} bytes of whole parameters, the "
-                    f"schedule promises {self.promised_bytes}"
+                    f"schedule promises {promised}"
                 )
             if (count, digest) != everybody[0][1:]:
                 raise ScheduleError(

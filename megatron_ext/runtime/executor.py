@@ -39,6 +39,7 @@ class Executor:
         census: counts what this rank holds, or None.
         memory: of whole groups and gradients, or None where this rank has none.
         in_turn: brings groups one after the other where not all fit whole at a time; None: they do.
+        program_for: the program for another number of micro-batches, or ScheduleError; None: there is no other.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class Executor:
         census: Census | None = None,
         memory: MemoryPool | None = None,
         in_turn: InTurn | None = None,
+        program_for: Callable[[int], Program] | None = None,
     ):
-        self.program, self.groups, self.clock, self.residency = program, groups, clock, residency
+        self.groups, self.clock, self.residency = groups, clock, residency
         self.gather, self.issuer, self.parts = gather, issuer, tuple(parts)
         self.pool, self.recorder, self.checks, self.census = pool, recorder, checks, census
-        self._forwards, self._backwards, self._end = _by_hook(program)
-        self._num_microbatches = len(self._forwards) // (len({chunk for chunk, _ in self._forwards}) or 1)
+        self._follow(program)
+        self._program_for = program_for
         self._count_forward = self._count_backward = 0
         self.iterations, self._drop_staged = 0, drop_staged
         self.peak_bytes = 0  # of whole parameters in the iteration that ended last
@@ -76,6 +78,11 @@ class Executor:
         self._close: list[Callable[[], None]] = []
         if in_turn is not None:
             in_turn.evaluated = lambda: self._watch_reads(True)
+
+    def _follow(self, program: Program) -> None:
+        self.program = program
+        self._forwards, self._backwards, self._end = _by_hook(program)
+        self._num_microbatches = len(self._forwards) // (len({chunk for chunk, _ in self._forwards}) or 1)
 
     def part(self, kind: type[Kind]) -> Kind | None:
         """The part of a class, or None."""
@@ -105,11 +112,18 @@ class Executor:
             part.begin()
 
     def expect(self, num_microbatches: int) -> None:
-        """Raise ScheduleError if an iteration of so many micro-batches is not what the program is for."""
+        """The next iteration has so many micro-batches: where the last had others, follow the program for these.
+
+        Raises:
+            ScheduleError: there is no schedule for them.
+        """
         if num_microbatches != self._num_microbatches:
-            raise ScheduleError(
-                f"the iteration has {num_microbatches} micro-batches, the schedule {self._num_microbatches}"
-            )
+            if self._program_for is None:
+                raise ScheduleError(
+                    f"the iteration has {num_microbatches} micro-batches, the schedule {self._num_microbatches}"
+                )
+            self._follow(self._program_for(num_microbatches))
+            self._undisturbed = False  # what the former program's start has issued is not what this one's issues
 
     def pre_forward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
         """Run what the schedule does before this forward. Raises ScheduleError where it expects another step."""
@@ -171,7 +185,7 @@ class Executor:
         self._drop_all()
         self.iterations += 1
         if self.checks is not None:
-            self.checks.end_iteration(self.iterations, self.peak_bytes)
+            self.checks.end_iteration(self.iterations, self.peak_bytes, self._num_microbatches)
         self._release()
 
     def _release(self) -> None:

@@ -22,11 +22,13 @@ just after it (``-1``: when the step ends). In a backward step layers run in des
 optimizer step, that is before the iteration's first step.
 """
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from megatron_ext.formats import json_files
+from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.facts import Facts
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.formats.versions import SCHEDULE_VERSION as SCHEDULE_VERSION
@@ -243,8 +245,25 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     predicted: Predicted | None = None
 
 
+def files_of(path) -> list[Path]:
+    """The file, or the JSON files in the directory ``path``, those that are named by numbers in their order.
+
+    Raises:
+        InputError: a directory without any.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("*.json"), key=lambda file: (int(file.stem) if file.stem.isdecimal() else 0, file.name))
+    if not found:
+        raise InputError("holds no schedule: expected a .json file for every number of micro-batches", file=path)
+    return found
+
+
 def decode(path) -> Schedule:
-    """Read a schedule file without checking it; see :func:`megatron_ext.schedule.validate.load`."""
+    """Read a schedule file without checking it; see :func:`megatron_ext.schedule.validate.load`. Of a directory, the
+    file for the most micro-batches."""
+    path = files_of(path)[-1]
     return json_files.load(path, Schedule, versioned="user_defined_schedule")
 
 

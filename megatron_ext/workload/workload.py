@@ -116,7 +116,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is trained: parallel sizes, parameters of every chunk, and the limits of a plan.
 
-    ``p2p_bytes`` is one activation message between two pipeline stages.
+    ``p2p_bytes`` is one activation message between two pipeline stages. ``ramp`` are the numbers of micro-batches that
+    iterations have besides ``parallel.num_microbatches``, because the batch grows in the course of training.
     """
 
     schema_version: int
@@ -128,6 +129,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     limits: Limits = Limits()
     optimizer: OptimizerSettings = OptimizerSettings()
     experts: Experts | None = None
+    ramp: tuple[int, ...] = ()
 
     @property
     def counts_activations(self) -> bool:
@@ -141,6 +143,11 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def chunks_of_rank(self, pp_rank: int) -> tuple[Chunk, ...]:
         return tuple(self.chunk(pp_rank, chunk) for chunk in range(self.parallel.vp))
 
+    def with_microbatches(self, number: int) -> "Workload":
+        """The workload of an iteration of ``number`` micro-batches."""
+        parallel = msgspec.structs.replace(self.parallel, num_microbatches=number)
+        return msgspec.structs.replace(self, parallel=parallel, ramp=())
+
 
 def make_workload(
     *,
@@ -151,6 +158,7 @@ def make_workload(
     limits: Limits | None = None,
     optimizer: OptimizerSettings | None = None,
     experts: Experts | None = None,
+    ramp: tuple[int, ...] = (),
 ) -> Workload:
     """A checked workload of the present schema version; raises what :func:`check` does."""
     return check(
@@ -164,6 +172,7 @@ def make_workload(
             limits=limits or Limits(),
             optimizer=optimizer or OptimizerSettings(),
             experts=experts,
+            ramp=ramp,
         )
     )
 
@@ -227,6 +236,8 @@ def check(workload: Workload, *, file=None) -> Workload:
     check_version("workload", workload.schema_version, file=file)
     parallel = workload.parallel
     parallel.check(file=file)
+    for index, number in enumerate(workload.ramp):
+        workload.with_microbatches(number).parallel.check(file=file, field=f"ramp[{index}]")
     checker = Checker(file)
     checker.size(workload.p2p_bytes, "p2p_bytes")
     workload.optimizer.check(file=file)

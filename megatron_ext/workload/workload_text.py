@@ -10,6 +10,7 @@ def summary(workload: Workload) -> dict:
         "bytes": sum(chunk.bytes for chunk in workload.chunks),
         "chunks": len(workload.chunks),
         "num_microbatches": workload.parallel.num_microbatches,
+        "ramp": workload.ramp,
         "fingerprint": fingerprint(workload),
     }
 
@@ -20,9 +21,10 @@ def text(workload: Workload, path) -> str:
     sizes = f"PP {p.pp} x VP {p.vp} x DP {p.dp}"
     if workload.experts is not None:
         sizes += f", {workload.experts.num_experts} experts over EP {p.ep} x ETP {p.etp}, sharded among {p.expert_dp}"
+    ramp = f", before it {', '.join(map(str, workload.ramp))}" if workload.ramp else ""
     return (
         f"{path}: {figures['parameters']:,} parameters ({figures['bytes'] / 2**20:.1f} MiB) in {figures['chunks']} "
         "chunks; "
-        f"{sizes}, {p.num_microbatches} micro-batches, {p.order}, zero stage "
+        f"{sizes}, {p.num_microbatches} micro-batches{ramp}, {p.order}, zero stage "
         f"{workload.zero_stage}"
     )

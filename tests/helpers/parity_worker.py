@@ -33,6 +33,7 @@ import expert_model
 import model_and_optimizer
 import pretrain_gpt_hybrid
 from engine_stand_in import FusedAdam
+from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
 
@@ -44,6 +45,8 @@ expert_model.install()
 ITERATIONS = 3
 HANGS_AFTER = 80  # seconds; less than the service waits
 IDLE = ("--distributed-timeout-minutes", "600")  # between two cases of its layout a rank waits in a broadcast
+RAMP = [4, 4, 8]
+"""As --rampup-batch-size takes it."""
 TIMES_TOLD = {"silent": 0, "told": 1, "told twice": 2}
 
 
@@ -169,7 +172,35 @@ def split(example):
         yield
 
 
-SURROUNDINGS = {"overflow": overflowing, "fused": lambda example: fused(), "split": split}
+@contextlib.contextmanager
+def ramping(example):
+    """--rampup-batch-size: Megatron's own calculator says before every iteration how many micro-batches it has; yields
+    these numbers."""
+    run_schedule, build, numbers, consumed = example.run_schedule, example.build_model_and_optimizer, [], 0
+
+    def built(args):
+        args.rampup_batch_size, sizes = RAMP, (args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
+        calculator.init_num_microbatches_calculator(dist.get_rank(), RAMP, *sizes)
+        return build(args)
+
+    def run(args, model, iterators, forward_only: bool = False):
+        nonlocal consumed
+        if not forward_only:
+            calculator.update_num_microbatches(consumed)
+            consumed += calculator.get_current_global_batch_size()
+            args.num_microbatches = calculator.get_num_microbatches()
+            numbers.append(args.num_microbatches)
+        return run_schedule(args, model, iterators, forward_only)
+
+    example.run_schedule, example.build_model_and_optimizer = run, built
+    try:
+        yield numbers
+    finally:
+        example.run_schedule, example.build_model_and_optimizer = run_schedule, build
+        calculator.unset_num_microbatches_calculator()
+
+
+SURROUNDINGS = {"overflow": overflowing, "fused": lambda example: fused(), "split": split, "ramp": ramping}
 
 
 def train(
@@ -185,7 +216,8 @@ def train(
     or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``leave``:
     nobody asks for parameters at the end, and then an evaluation does; ``replay``: the
     optimizer's hook is not called, as in the replay of a CUDA graph; ``overflow``: see :func:`overflowing`;
-    ``fused``: see :func:`fused`; ``split``: see :func:`split`; ``read``: see :func:`reading`; ``gradients``: those of
+    ``fused``: see :func:`fused`; ``ramp``: see :func:`ramping`; ``split``: see :func:`split`;
+    ``read``: see :func:`reading`; ``gradients``: those of
     the first iteration are returned as the optimizer steps on them."""
     for name in (lifecycle.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
         os.environ.pop(name, None)
@@ -199,8 +231,8 @@ def train(
         args.metrics_path = args.metrics_path or "not written"  # hashes of parameters are wanted
     drive = args.user_defined_schedule_nvme_path
     example.hooks.configure(schedule, trace, delay=args.delayed_parameter_update, nvme_path=drive)
-    with SURROUNDINGS[meddle](example) if meddle in SURROUNDINGS else contextlib.nullcontext():
-        return _train_model(example, args, meddle)
+    with SURROUNDINGS[meddle](example) if meddle in SURROUNDINGS else contextlib.nullcontext() as noted:
+        return _train_model(example, args, meddle) | {"microbatches": noted}
 
 
 def _train_model(example, args, meddle: str | None) -> dict:
@@ -311,6 +343,7 @@ def run_case(example, layout: list[str], case: dict) -> dict:
             "early_steps": [rank[name]["early_steps"] for rank in everybody],
             "gradient_difference": [rank[name].get("gradient_difference") for rank in everybody],
             "reads": [rank[name].get("reads") for rank in everybody],
+            "microbatches": everybody[0][name]["microbatches"],
         }
         for name in found
     }

@@ -10,7 +10,10 @@ from megatron.core.datasets import utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain
@@ -19,14 +22,17 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
     args = get_args()
+    engine = args.transformer_impl == "transformer_engine"
+    spec = get_gpt_layer_with_transformer_engine_spec if engine else get_gpt_layer_local_spec
     return GPTModel(
         config or core_transformer_config_from_args(args),
-        get_gpt_layer_local_spec(),
+        spec(qk_layernorm=args.qk_layernorm),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )

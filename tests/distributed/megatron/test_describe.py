@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from plans import command_line
+from plans import command_line, made_up_table
 from variations import some
 
+from megatron_ext import planner
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.ignored_options import parse
 from megatron_ext.workload import workload as workload_file
@@ -80,9 +81,9 @@ def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
         ),
         (["--optimizer", "muon"], "--optimizer", "cannot be combined with a schedule"),
         (
-            ["--rampup-batch-size", "16", "16", "5859375"],
-            "--rampup-batch-size = '16 16 5859375'",
-            "one number of micro-batches",
+            ["--rampup-batch-size", "3", "1", "5859375"],
+            "--rampup-batch-size = '3 1 5859375'",
+            "reaches a batch of 3, which is no multiple of micro-batch size 1 times data-parallel size 2",
         ),
         (["--num-query-groups", "3", "--group-query-attention"], "--num-query-groups", "does not divide"),
         (
@@ -205,6 +206,38 @@ def test_a_checkout_reads_the_command_line_itself(checkout, described):
 def test_what_the_checkout_refuses_is_one_line(checkout, options, said):
     result = command_line("describe", "--out", "/nowhere/w.json", "--checkout", checkout, *THEIRS, *options)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and said in result.stderr, result.stderr
+
+
+OWN = SCRIPT.replace("config = gpt", "gpt_model.get_gpt_layer_local_spec = own_layers.SPEC\nconfig = gpt")
+"""A script of one's own, outside of the checkout: layers with a norm on queries and keys, from a module beside it."""
+
+OWN_LAYERS = """
+from functools import partial
+from megatron_ext.megatron.gpt_model import get_gpt_layer_local_spec
+SPEC = partial(get_gpt_layer_local_spec, qk_layernorm=True)
+"""
+
+
+def test_a_script_of_ones_own_builds_what_is_described_and_planned(checkout, described, tmp_path):
+    (tmp_path / "train_own.py").write_text("import own_layers\n" + OWN)
+    (tmp_path / "own_layers.py").write_text(OWN_LAYERS)
+    own = described("--checkout", checkout, "--entry", tmp_path / "train_own.py", *THEIRS)
+    names = {p.name.rpartition("self_attention.")[2] for chunk in own.chunks for p in chunk.parameters}
+    assert {"q_layernorm.weight", "k_layernorm.weight"} <= names
+    assert planner.plan(own, made_up_table()).predicted is not None
+
+
+@pytest.mark.parametrize(
+    "entry, said",
+    [
+        ("nowhere.py", "--entry = 'nowhere.py': no such file, neither here nor in the checkout"),
+        ("pretrain_gpt.py", "--entry = 'pretrain_gpt.py': needs --checkout"),
+    ],
+)
+def test_an_entry_that_cannot_be_is_refused(checkout, entry, said):
+    where = ["--checkout", checkout] if "neither" in said else []
+    result = command_line("describe", "--out", "/nowhere/w.json", *where, "--entry", entry, *THEIRS)
+    assert result.returncode == 2 and said in result.stderr, result.stderr
 
 
 def test_a_core_only_tree_has_no_script(tmp_path):

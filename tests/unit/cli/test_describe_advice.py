@@ -27,28 +27,26 @@ def script(context_parallel_size=1):
 
 
 def test_a_plain_model_is_measured(model):
-    assert checkout_model.why_not_measured(script(), model) is None
+    assert checkout_model.why_not_measured(model) is None
     assert who_counts(None) == "; `measure` counts them"
 
 
-def test_parts_of_sequences_and_other_layers_are_not_measured_and_nobody_is_sent_there(model):
+def test_other_layers_are_not_measured_and_nobody_is_sent_there(model):
     """Layers of experts and of multi-token prediction have parameters that no layer of ours has."""
     (chunk,) = model.workload.chunks
     first, *rest = chunk.parameters
     expert = replace(chunk, parameters=(replace(first, shape=(first.numel * 8,), bytes=first.bytes * 8), *rest))
     other = SimpleNamespace(layer_options=model.layer_options, workload=replace(model.workload, chunks=(expert,)))
-    for refused in (
-        checkout_model.why_not_measured(script(2), model),
-        checkout_model.why_not_measured(script(), other),
-    ):
-        line = who_counts(refused)
-        assert "`measure` counts" not in line and "`measure` refuses it (" in line
-        assert "cost estimate --hardware NAME`, which needs no layers" in line and "--limit-device-bytes" in line
+    line = who_counts(checkout_model.why_not_measured(other))
+    assert "`measure` counts" not in line and "`measure` refuses it (" in line
+    assert "cost estimate --hardware NAME`, which needs no layers" in line and "--limit-device-bytes" in line
 
 
-def test_measure_says_the_same(monkeypatch):
+def test_parts_of_sequences_are_measured_on_a_gpu_alone(monkeypatch):
     given = script(2)
     monkeypatch.setattr(checkout_model.script_arguments, "refuse_none", lambda script: None)
     given.transformer_impl = "local"
-    with pytest.raises(InputError, match="--context-parallel-size = 2: measure times .*cost estimate --hardware NAME"):
+    with pytest.raises(
+        InputError, match="--context-parallel-size = 2: on a CPU measure times .*cost estimate --hardware NAME"
+    ):
         checkout_model.refuse_script(given, "measure")

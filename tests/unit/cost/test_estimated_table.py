@@ -196,6 +196,17 @@ def per_byte(curve: Curve) -> float:
     return (large_us - small_us) / (large - small)
 
 
+def test_what_is_not_estimated_of_state_space_layers_is_said():
+    work, batch = run_of()
+    kinds = {"transformer": "mamba"}
+    mixers = tuple(
+        replace(chunk, layer_kinds=tuple(kinds.get(kind, kind) for kind in chunk.layer_kinds)) for chunk in work.chunks
+    )
+    sheet = sheets.load("h100-rdma")
+    said, plain = (estimate(sheet, one, batch).metadata.notes for one in (replace(work, chunks=mixers), work))
+    assert "without the scan" in said[-1] and said[:-1] == plain
+
+
 def test_what_the_host_takes_by_hand():
     """H200 alone on a machine of 16 cores: these read and write 78.4 GB/s, of which Megatron's AdamW reaches 60 % and
     the run's 85 %; page-locked copies have 55.3 GB/s, others 17.9. A byte of a group is half a parameter."""

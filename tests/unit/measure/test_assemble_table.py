@@ -23,6 +23,20 @@ def test_a_table_with_options_of_several_values_can_be_read_back(tmp_path):
     assert options["module_args"] == "--num-layers 8" and options["sizes"] == "512 1024"
 
 
+def test_context_parallel_ranks_each_compute_a_part_of_a_sequence():
+    point = {"p50_us": 10.0, "p95_us": 11.0, "samples": 5, "medians_us": [10.0], "issued_us": 1.0}
+    row = {"layer_kind": "transformer", "samples": 5, "activation_bytes": 4096, "recompute_bytes": 0}
+    row |= {"forward_us": 40.0, "forward_p95_us": 44.0, "backward_us": 80.0, "backward_p95_us": 88.0}
+    curves = {"gpu": [{"size_bytes": size, **point} for size in (512, 1024)]}
+    raw = {"curves": curves, "compute": {"rows": [row | {"forward_launch_us": 6.0, "backward_launch_us": 7.0}]}}
+    whole, part = (assemble_table.assemble(Options(sequence_parts=parts), raw) for parts in (1, 4))
+    (one,), (other,) = whole.compute, part.compute
+    assert (one.forward_us, other.forward_us, other.backward_p95_us) == (40.0, 10.0, 22.0)
+    assert (one.activation_bytes, other.activation_bytes, other.forward_launch_us) == (4096, 1024, 6.0)
+    assert not any("context-parallel" in note for note in whole.metadata.notes)
+    assert any("divided by 4 context-parallel ranks" in note for note in part.metadata.notes)
+
+
 def test_both_ways_of_the_host_s_step_and_the_device_s_are_in_the_table():
     def curve(us):
         point = {"p95_us": 2 * us, "samples": 5, "medians_us": [us], "passes": 1}

@@ -12,6 +12,8 @@ from megatron_ext.checkout.hook_table import SCHEDULE_FUNCTIONS
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import device_environment
 from megatron_ext.megatron.refusals import (
+    NEUTRAL,
+    REASONS,
     environment_mismatch,
     refuse_async_save,
     refuse_never_whole,
@@ -21,7 +23,7 @@ from megatron_ext.megatron.refusals import (
     schedule_without_hooks,
     warnings_at_start,
 )
-from megatron_ext.megatron.workload_of_run import parallel_of_megatron, workload_of_run
+from megatron_ext.megatron.workload_of_run import numbers_of_run, parallel_of_megatron, workload_of_run
 from megatron_ext.planner import plan
 from megatron_ext.runtime import machine
 from megatron_ext.schedule.user_defined_schedule import MeasuredOn, Metadata, Model, PlanOptions, Schedule
@@ -87,6 +89,21 @@ def test_what_cannot_be_combined_is_refused_by_name(name, value):
     assert "--user-defined-schedule" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("fp8_param_gather", "scales"),
+        ("num_distributed_optimizer_instances", "a part of the replicas"),
+        ("cuda_graph_impl", "does not run the forward of its layers"),
+        ("fine_grained_activation_offloading", "share the link of host copies"),
+    ],
+)
+def test_the_reason_is_said(name, reason):
+    with pytest.raises(InputError, match=f"--user-defined-schedule: .*{reason}"):
+        refuse_unsupported(options(**{name: 2}))
+    assert {*NEUTRAL} <= {*REASONS}
+
+
 def test_defaults_of_options_that_are_refused_are_accepted():
     refuse_unsupported(
         options(cuda_graph_impl="none", enable_cuda_graph=False, qk_clip=False, cuda_graph_scope=["attn", "mlp"])
@@ -114,10 +131,13 @@ def test_parallel_sizes_of_megatrons_own_arguments(monkeypatch):
     assert workload_of_run(single).parallel.order == "no_pipeline"
 
 
-@pytest.mark.parametrize("name", ["rampup_batch_size", "step_batch_size_schedule"])
-def test_a_growing_batch_is_refused(name):
-    with pytest.raises(InputError, match="one number of micro-batches"):
-        workload_of_run(options(**{name: ["8", "8", "100"]}))
+def test_a_release_that_ignores_the_ramp_is_taken_at_its_word(monkeypatch):
+    given = options(rampup_batch_size=["4", "4", "100"])
+    assert numbers_of_run(given) == (1, 2, 3, 4)
+    assert replaced_options(given) == []
+    monkeypatch.delattr("megatron.core.num_microbatches_calculator.RampupBatchsizeNumMicroBatchesCalculator")
+    assert numbers_of_run(given) == (4,)
+    assert "--rampup-batch-size: this release of Megatron ignores it" in replaced_options(given)[0]
 
 
 def test_an_option_whose_part_the_schedule_takes_is_accepted_and_named():

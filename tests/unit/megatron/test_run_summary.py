@@ -17,7 +17,7 @@ def test_only_sampled_iterations_are_recorded_and_the_largest_rank_counts():
     wait()  # before the first iteration
     for iteration in range(1, 15):
         recorder.begin_iteration()
-        sample.begin_iteration(iteration)
+        sample.begin_iteration(iteration, 4)
         wait()
     assert {event.iteration for event in recorder.events()} == set(run_summary.SAMPLED)
     assert set(sample.of_rank()) == set(run_summary.SAMPLED)
@@ -29,7 +29,7 @@ def test_only_sampled_iterations_are_recorded_and_the_largest_rank_counts():
 def test_an_iteration_that_was_run_again_is_not_timed():
     sample = Sample(Recorder(0, iterations=run_summary.SAMPLED))
     for iteration in range(1, 8):
-        sample.begin_iteration(iteration)
+        sample.begin_iteration(iteration, 4)
     sample.run_again(4)
     assert set(sample.of_rank()) == {2, 3, 5, 6}
 

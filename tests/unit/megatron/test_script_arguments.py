@@ -113,7 +113,7 @@ TAKEN_OUT = {
     "--transformer-impl local": "train with --transformer-impl local",
 }
 ADDED = {
-    "--context-parallel-size 2": "--context-parallel-size = 2: prepare times layers that have the whole sequence",
+    "--context-parallel-size 2": "--context-parallel-size = 2: on a CPU prepare times layers that have the whole",
     "--nccl-ub": "--nccl-ub: cannot be combined",
     "--optimizer muon": "--optimizer = 'muon': cannot be combined",
     "--cuda-graph-impl local": "--cuda-graph-impl = 'local': cannot be combined",

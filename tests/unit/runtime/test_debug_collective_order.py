@@ -49,14 +49,14 @@ class Silent:
 def test_data_parallel_ranks_that_issue_in_different_orders_are_told():
     groups = [Group(index, "chunk 0", torch.zeros(8), 0, 1) for index in range(2)]
     orders = [IssueOrder(), IssueOrder()]
-    checks = Checks(0, orders[0], lambda own: [(0, *order.so_far()) for order in orders])
+    checks = Checks({1: 0}, orders[0], lambda own: [(0, *order.so_far()) for order in orders])
     for order in orders:  # a second communicator is counted in the same order
         routes = [OrderedRoute(Silent(), order), OrderedRoute(Silent(), order)]
         routes[0].issue(groups[0])
         routes[1].issue(groups[1])
-    checks.end_iteration(1, 0)
+    checks.end_iteration(1, 0, 1)
     for order, turn in zip(orders, (groups, groups[::-1])):
         for group in turn:
             OrderedRoute(Silent(), order).issue(group)
     with pytest.raises(ScheduleError, match="ranks 0 and 1 issued their 4 and 4 gathers in different orders"):
-        checks.end_iteration(2, 0)
+        checks.end_iteration(2, 0, 1)

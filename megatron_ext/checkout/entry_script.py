@@ -1,0 +1,37 @@
+"""A training script of one's own: do the hooks in ``megatron/`` reach what it trains?"""
+
+import ast
+from pathlib import Path
+
+from megatron_ext.formats.errors import InputError
+
+
+def look_at(tree: Path, script: Path) -> str:
+    """One line for the user about a script that needs no hook of its own.
+
+    Args:
+        tree: root of the Megatron tree.
+
+    Raises:
+        InputError: the script does not parse, or does not train by ``pretrain`` of ``megatron.training``.
+    """
+    try:
+        found = ast.parse(script.read_text())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise InputError(f"cannot be read as Python: {error}", file=script, field="--entry") from None
+    sources = {
+        node.module
+        for node in ast.walk(found)
+        if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == "pretrain" for alias in node.names)
+    }
+    if any(source.startswith("megatron.training") for source in sources):
+        return (
+            f"{script}: trains by pretrain of {tree}/megatron/training, where the hooks are; it needs none of its own"
+        )
+    other = f"it takes pretrain from {', '.join(sorted(sources))}" if sources else "it imports no pretrain"
+    raise InputError(
+        f"does not train by pretrain of megatron.training, where the hooks are: {other}; place the calls by hand as "
+        "patches/README.md says",
+        file=script,
+        field="--entry",
+    )

@@ -1,0 +1,43 @@
+"""What Megatron's Mamba layers take from the package mamba-ssm, as far as a description needs it: one module with a
+parameter. Its kernels need a GPU, so a laptop has no such package. Nothing trains by this stand-in.
+
+Source: mamba v2.2, ``mamba_ssm/ops/triton/layernorm_gated.py``: ``RMSNorm`` registers ``weight`` alone.
+"""
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+
+KERNELS = ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined")
+
+
+class RMSNorm(torch.nn.Module):
+    """The norm behind a state-space mixer, which a gate multiplies: ``weight`` of shape (hidden,)."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, group_size=None, norm_before_gate=True, **factory):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, **factory))
+        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+
+
+def no_kernel(*arguments, **options):
+    """Nothing is computed in a description."""
+    raise RuntimeError("the kernels of mamba-ssm need a GPU")
+
+
+def install() -> None:
+    """Let ``import mamba_ssm`` find the stand-in where the package is not installed; before Megatron is imported."""
+    if importlib.util.find_spec("mamba_ssm") is not None:
+        return
+    for name in ("", ".ops", ".ops.triton", ".ops.triton.layernorm_gated", ".ops.triton.ssd_combined"):
+        full = f"mamba_ssm{name}"
+        module = sys.modules[full] = ModuleType(full)
+        module.__spec__, module.__path__ = ModuleSpec(full, None, is_package=True), []
+        parent, _, own = full.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, module)
+    vars(sys.modules["mamba_ssm.ops.triton.layernorm_gated"])["RMSNorm"] = RMSNorm
+    vars(sys.modules["mamba_ssm.ops.triton.ssd_combined"]).update(dict.fromkeys(KERNELS, no_kernel))

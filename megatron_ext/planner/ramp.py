@@ -1,0 +1,117 @@
+"""Schedules for the other numbers of micro-batches that a growing batch reaches: what lies in memory is that of the
+planned schedule, gathers are placed anew."""
+
+from collections.abc import Iterator
+from math import inf
+
+from msgspec.structs import replace
+
+from megatron_ext.bounds.lower_bound import lower_bound
+from megatron_ext.cost.activations import with_activations
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.assemble import assemble
+from megatron_ext.planner.baselines import BASELINES
+from megatron_ext.planner.blocks import Blocks, blocks_of_groups
+from megatron_ext.planner.placement import Choices, place_gathers
+from megatron_ext.planner.search_grid import fits, horizons
+from megatron_ext.schedule.footprint import device_peaks
+from megatron_ext.schedule.match import match
+from megatron_ext.schedule.memory_bill import memory_bill
+from megatron_ext.schedule.schedules import clamped
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.simulation import run, with_prediction
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import ROUTES, Route
+from megatron_ext.workload.workload import Workload
+
+SIMULATED = 3
+"""Best horizons by estimate that the simulator judges."""
+
+
+def plan_ramp(planned: Schedule, workload: Workload, table: CostTable, *, extrapolate: bool = False) -> list[Schedule]:
+    """A schedule for every number in ``workload.ramp``, which a run of ``planned`` can change to between iterations.
+
+    Raises:
+        InputError: no schedule of these groups fits at some number.
+    """
+    found = []
+    for number in workload.ramp:
+        other = with_activations(workload.with_microbatches(number), table)
+        timing = Timing(other, table, extrapolate=extrapolate)
+        best_us, best = inf, None
+        for tried in _candidates(planned, other, timing):
+            try:
+                match(validate(tried), other)
+                us = run(other, timing, tried, bound_us=0.0).iteration_time_us
+            except InputError:  # memory is short this way
+                continue
+            if us < best_us:
+                best_us, best = us, tried
+        if best is None:
+            why = (
+                f"groups planned for {planned.parallel.num_microbatches} micro-batches fit in no schedule for {number}"
+            )
+            raise InputError(f"{why}; plan with policy hybrid", field="ramp", value=number)
+        result = run(other, timing, best, bound_us=lower_bound(other, timing))
+        found.append(with_prediction(best, result._replace(memory=tuple(memory_bill(best, other)))))
+    return found
+
+
+def ramp_us(ramp: list[Schedule]) -> dict[int, float]:
+    """Predicted iteration times in microseconds, by number of micro-batches."""
+    return {one.parallel.num_microbatches: one.predicted.iteration_time_us for one in ramp if one.predicted is not None}
+
+
+def ramp_note(ramp: list[Schedule]) -> str | None:
+    """What was planned beside the plan, for the reader; None where that is nothing."""
+    times = ", ".join(f"{number}: {us / 1e3:.3f} ms" for number, us in ramp_us(ramp).items())
+    return f"Before the batch is full, by number of micro-batches: {times}." if ramp else None
+
+
+def _candidates(planned: Schedule, workload: Workload, timing: Timing) -> Iterator[Schedule]:
+    """The rule that the plan follows, if it follows one, or gathers placed with several horizons."""
+    name = planned.metadata.options.rule or planned.metadata.planner
+    if name in BASELINES and name != "gathers-only":  # which is a search
+        try:
+            yield _in_memory_of(planned, BASELINES[name][1](workload, timing))
+            return
+        except InputError:  # it makes other groups for this number
+            pass
+    limit = max(device_peaks(planned)) if workload.zero_stage == 3 else workload.limits.whole_parameter_bytes
+    limited = replace(workload, limits=replace(workload.limits, whole_parameter_bytes=limit))
+    number = workload.parallel.num_microbatches
+    blocks = blocks_of_groups(workload, tuple(clamped(group, number) for group in planned.groups))
+    if not fits(limited, blocks):
+        return
+    plans = (place_gathers(limited, timing, blocks, choices) for choices in _choices(planned, blocks, limited, timing))
+    for plan in sorted(plans, key=lambda plan: plan.end_us)[:SIMULATED]:
+        made = assemble(workload, blocks.groups, plan.placed, plan.freed, planner=planned.metadata.planner)
+        yield _in_memory_of(planned, made)
+
+
+def _choices(planned: Schedule, blocks: Blocks, workload: Workload, timing: Timing) -> Iterator[Choices]:
+    """By the plan's routes, its host copies and those on the drive, with every horizon."""
+    entries = [entry for rank in planned.ranks for entry in (rank.start, *rank.steps)]
+    used = {action.route for entry in entries for action in entry.unshard}
+    routes: tuple[Route, ...] = tuple(route for route in ROUTES if route in used)
+    hosted, staged = (
+        frozenset(entry.group for entry in planned.publish if place in entry.to) for place in ("cpu", "nvme")
+    )
+    from_host = frozenset(index for index, group in enumerate(blocks.groups) if group.shard_rests == "host")
+    for horizon_us in horizons(workload, timing):
+        yield Choices(horizon_us, routes, hosted, staged, from_host=from_host)
+
+
+def _in_memory_of(planned: Schedule, made: Schedule) -> Schedule:
+    """The steps of ``made`` with everything else of ``planned``.
+
+    Raises:
+        InputError: ``made`` has other groups.
+    """
+    number = made.parallel.num_microbatches
+    groups = tuple(clamped(group, number) for group in planned.groups)
+    if [group.parameters for group in groups] != [group.parameters for group in made.groups]:
+        raise InputError("other groups than those of the plan", field="groups")
+    return replace(planned, parallel=made.parallel, ranks=made.ranks, groups=groups, predicted=None)

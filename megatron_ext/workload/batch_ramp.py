@@ -1,0 +1,94 @@
+"""How many micro-batches an iteration has, where options let the batch grow in the course of training."""
+
+from typing import NamedTuple, NoReturn
+
+from megatron_ext.formats.errors import InputError
+
+RAMPUP, STEPS = "rampup_batch_size", "step_batch_size_schedule"
+SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+"""Of numbers in --step-batch-size-schedule, as Megatron's num_microbatches_calculator reads them."""
+
+MOST_NUMBERS = 256
+"""Numbers of micro-batches in one training: each has a schedule of its own."""
+
+
+class Stage(NamedTuple):
+    """From ``first_sample`` consumed samples on, a global batch has ``batch_size`` samples."""
+
+    first_sample: float
+    batch_size: int
+
+
+def numbers_of_microbatches(args, consumed_samples: int = 0) -> tuple[int, ...]:
+    """Micro-batches of an iteration: every number that is reached after ``consumed_samples``, the last one last.
+
+    Args:
+        args: Megatron's options or those of ``describe``, with ``global_batch_size``.
+
+    Raises:
+        InputError: naming the option: it is not of Megatron's form, or a batch size does not divide.
+    """
+    stages = _stages(args)
+    left = [stage for stage, behind in zip(stages, stages[1:]) if behind.first_sample > consumed_samples]
+    divisor = args.micro_batch_size * (args.data_parallel_size or 1)
+    numbers = []
+    for stage in [*left, stages[-1]]:
+        rest = stage.batch_size % divisor
+        if stage.batch_size < divisor or (rest and not getattr(args, "decrease_batch_size_if_needed", False)):
+            which = f"reaches a batch of {stage.batch_size}, which is" if changes_batch(args) else "is"
+            of = f"micro-batch size {args.micro_batch_size} times data-parallel size {args.data_parallel_size}"
+            _refuse(args, f"{which} no multiple of {of}")
+        numbers.append(stage.batch_size // divisor)
+    found = tuple(dict.fromkeys(numbers[::-1]))[::-1]
+    if len(found) > MOST_NUMBERS:
+        _refuse(args, f"reaches {len(found)} numbers of micro-batches; at most {MOST_NUMBERS} can be planned")
+    return found
+
+
+def changes_batch(args) -> bool:
+    """Whether options let the batch size change."""
+    return any(getattr(args, name, None) for name in (RAMPUP, STEPS))
+
+
+def _stages(args) -> list[Stage]:
+    if getattr(args, STEPS, None):
+        return _steps(args)
+    if not getattr(args, RAMPUP, None):
+        return [Stage(0, args.global_batch_size)]
+    try:
+        start, increment, samples = map(int, getattr(args, RAMPUP))
+    except ValueError:
+        _refuse(args, "expected three whole numbers: first batch size, increment, samples")
+    last = args.global_batch_size
+    if not 0 < start <= last or increment < 1 or samples < 0 or (last - start) % increment:
+        _refuse(args, f"expected positive sizes that lead to --global-batch-size {last} in whole increments")
+    count = (last - start) // increment
+    return [Stage(samples * n / max(count, 1), start + n * increment) for n in range(count + 1)]
+
+
+def _steps(args) -> list[Stage]:
+    given = getattr(args, STEPS)
+    text = given if isinstance(given, str) else " ".join(given)
+    try:
+        pairs = [[_number(part) for part in entry.split(":")] for entry in text.replace(",", " ").split()]
+        stages = sorted(Stage(first // args.seq_length, size) for first, size in pairs)
+    except ValueError:
+        _refuse(args, "expected TOKENS:BATCH_SIZE, several of them with blanks between")
+    if not stages or stages[0].first_sample or min(stage.batch_size for stage in stages) < 1:
+        _refuse(args, "expected a first entry at 0 tokens, and positive batch sizes")
+    return stages
+
+
+def _number(text: str) -> int:
+    text = text.strip().upper()
+    factor = SUFFIXES.get(text[-1:], 1)
+    return int(float(text if factor == 1 else text[:-1]) * factor)
+
+
+def _refuse(args, message: str) -> NoReturn:
+    name = STEPS if getattr(args, STEPS, None) else RAMPUP
+    value = getattr(args, name, None)
+    if value is None:
+        name, value = "global_batch_size", args.global_batch_size
+    shown = value if isinstance(value, (str, int)) else " ".join(map(str, value))
+    raise InputError(message, field="--" + name.replace("_", "-"), value=shown)

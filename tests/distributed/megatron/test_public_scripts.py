@@ -1,0 +1,61 @@
+"""Command lines of public training scripts, cut to tiny sizes: described and planned as they are, or refused by name.
+
+A checkout's own parser reads them: of MEGATRON_MIRROR, or that of the package index, with a script of ours.
+"""
+
+from pathlib import Path
+
+import pytest
+from adopting_page import RELEASE, add_script, make_checkout
+from msgspec.structs import replace
+from plans import made_up_table
+from public_scripts import SCRIPTS, Script, command_line, lacks
+from released import MIRROR
+from variations import some
+
+from megatron_ext import planner
+from megatron_ext.cost.cost_table import Compute
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.describe_from_checkout import describe_command_line
+
+OF_THE_CHECKOUT = ("pretrain_mamba.py", "pretrain_t5.py", "pretrain_bert.py")
+"""Entry scripts that a clone has and the package has not."""
+
+TRIED = [script for script in SCRIPTS if MIRROR or script.entry not in OF_THE_CHECKOUT]
+TRIED = [script for script in TRIED if script.refused not in ("T5Model", "BertModel", "LLaVAModel")]
+FIRST = [script for script in TRIED if "llama3_1" in script.path or "rampup" in script.options]
+
+
+@pytest.fixture(scope="session")
+def clone(made_once, request) -> Path:
+    cache = getattr(request.config, "cache", None)
+
+    def make(folder: Path) -> None:
+        make_checkout(folder, folder / "core" if cache is None else cache.mkdir("megatron-core"))
+        add_script(folder / "Megatron-LM")
+
+    return made_once(f"public-scripts-{RELEASE}", make) / "Megatron-LM"
+
+
+def name_of(script: Script) -> str:
+    return f"{script.project.partition('/')[0]} {Path(script.path).stem}"
+
+
+@pytest.mark.parametrize("script", some([*FIRST[::3], *(s for s in TRIED if s not in FIRST[::3])], 2), ids=name_of)
+def test_a_public_script_is_described_and_planned(clone, script):
+    entry = script.entry if script.entry in OF_THE_CHECKOUT else None
+    options = [*command_line(script), "--data-parallel-size", "4" if script.experts else "2"]
+    if lacking := lacks(script):
+        with pytest.raises(InputError, match=lacking):
+            describe_command_line(clone, options, entry)
+        return
+    workload = describe_command_line(clone, options, entry).workload
+    assert bool(workload.ramp) == ("--rampup-batch-size" in options)
+    kinds = {kind for chunk in workload.chunks for kind in chunk.layer_kinds}
+    table = replace(
+        made_up_table(),
+        compute=tuple(Compute(layer_kind=kind, forward_us=200, backward_us=400) for kind in sorted(kinds)),
+    )
+    planned = planner.plan(workload, table)
+    assert planned.predicted is not None
+    assert len(planner.plan_ramp(planned, workload, table)) == len(workload.ramp)

@@ -1,0 +1,40 @@
+"""What the nightly tier trains on real checkouts by their default arguments, see test_default_arguments.py."""
+
+PIPELINE = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+MODERN = "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2"
+CASES = {
+    "0.14.0 default": ("0.14.0", PIPELINE, 1, 1),
+    "0.16.1 default": ("0.16.1", PIPELINE, 3, 2),
+    "0.17.1 default": ("0.17.1", PIPELINE, 3, 3),
+    "no pipeline": ("0.17.1", "--untie-embeddings-and-output-weights", 3, 4),
+    "tensor and sequence parallel": ("0.17.1", "--tensor-model-parallel-size 2 --sequence-parallel", 3, 5),
+    "precision-aware optimizer": ("0.17.1", f"{PIPELINE} --use-precision-aware-optimizer", 3, 6),
+    "precision-aware optimizer, bfloat16 states": (
+        "0.16.1",
+        "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        3,
+        7,
+    ),
+    "selective recompute": ("0.17.1", f"{PIPELINE} --recompute-granularity selective", 3, 8),
+    "full recompute": (
+        "0.17.1",
+        f"{PIPELINE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        3,
+        9,
+    ),
+    "grouped queries, RMSNorm, SwiGLU": (
+        "0.17.1",
+        f"{PIPELINE} {MODERN} --position-embedding-type rope --no-rope-fusion",
+        3,
+        10,
+    ),
+    "context parallel": ("0.17.1", "--context-parallel-size 2", 3, 13),
+    "context parallel in a pipeline": ("0.16.1", f"{PIPELINE} --context-parallel-size 2", 1, 14),
+    "apex": (
+        "0.17.1",
+        f"{PIPELINE} --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion",
+        3,
+        11,
+    ),
+}
+"""Release, options, zero stage, seed of the schedule; each on four processes."""

@@ -1,0 +1,125 @@
+"""Write docs/supported.md from what the code refuses and what the tests try.
+
+``python tests/helpers/supported_page.py`` writes the page; a test compares it with what :func:`page` gives.
+"""
+
+import cases
+import default_arguments
+import public_scripts
+from places import ROOT
+
+from megatron_ext.checkout.patchset import manifest
+from megatron_ext.megatron import refusals
+
+PAGE = ROOT / "docs" / "supported.md"
+
+ACCEPTED = {
+    "--rampup-batch-size": "a schedule for every number of micro-batches; releases from 0.18 on ignore the option",
+    "--step-batch-size-schedule": "the same, from 0.18 on",
+    "--decrease-batch-size-if-needed": "the rest of a batch is left out, in every iteration alike",
+    "--overlap-param-gather-with-optimizer-step": "the schedule takes its place and says so",
+    "--context-parallel-size": "parameters are sharded over these ranks as over replicas; `measure` on GPUs alone",
+    "--fp8-format": "compute in fp8, parameters gathered in 16 bits; described and planned, trained on no GPU yet",
+    "--log-params-norm": "reads whole, fresh parameters",
+    "--async-save": "but for states on the drive and new parameters that the device casts",
+    "--ckpt-format torch_dist": "also of states on the drive",
+}
+"""Options about which people ask, that are accepted; each has a test."""
+
+HEADER = """# What is supported
+
+`tests/helpers/supported_page.py` writes this page from what the code refuses and what the tests try; a test fails where
+it is out of date. *Trained*: by the schedule on the CPU test bench, to the last bit as Megatron's own gather trains.
+*Described*: described and planned from the option's own command line.
+"""
+
+
+def _table(heads: list[str], rows) -> list[str]:
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def _option(name: str) -> str:
+    return f"`--{name.replace('_', '-')}`"
+
+
+def _models() -> list[str]:
+    rows = [
+        ["GPT, all releases below", "trained", "zero stages 1, 2, 3; " + ", ".join(sorted(cases.MODELS))],
+        ["pipelines", "trained", ", ".join(cases.LAYOUTS)],
+        ["experts (`--num-experts`)", "trained" if public_scripts.EXPERTS_ARE_SCHEDULED else "refused", "own shards"],
+        ["multi-token prediction (`--mtp-num-layers`)", "described", "gradients have to stay whole"],
+        ["norms on queries and keys (`--qk-layernorm`)", "described", "by `--checkout`"],
+        ["hybrid Mamba (`--entry pretrain_mamba.py`)", "described", "training needs `mamba-ssm`, hence a GPU"],
+        ["a script of one's own (`--entry`)", "trained", "that builds a model whose layers are `decoder.layers`"],
+        ["T5", "refused", "messages between stages carry two tensors"],
+        ["BERT, vision", "refused", "layers outside of one decoder"],
+        ["multimodal", "refused", "layers in two models"],
+    ]
+    return _table(["model", "state", "about"], rows)
+
+
+def _refused() -> list[str]:
+    rows = [[_option(name), refusals.REASONS[name]] for name in sorted(refusals.NEUTRAL)]
+    rows += [[f"`--optimizer {name}`", refusals.REASONS["optimizer"]] for name in refusals.LAYER_WISE_OPTIMIZERS]
+    rows += [
+        [_option(name), "with gradients that come and go: needs them at another time than the schedule has them"]
+        for name in refusals.NEUTRAL_FOR_GRADIENTS
+    ]
+    return _table(["option", "why not"], rows)
+
+
+def _link(script: public_scripts.Script) -> str:
+    return f"[{script.path.partition('/')[2]}](https://github.com/{script.project}/blob/HEAD/{script.path})"
+
+
+def _scripts() -> list[str]:
+    rows = []
+    for script in public_scripts.SCRIPTS:
+        lacking = public_scripts.lacks(script)
+        rows.append(
+            [
+                script.project,
+                _link(script),
+                f"*{script.entry.rpartition('/')[2]}*" if script.entry else "",
+                f"refused: {lacking}" if lacking else "described and planned",
+                "its two options" if script.adds else "",
+            ]
+        )
+    return _table(["project", "script", "`--entry`", "state", "to add"], rows)
+
+
+def page() -> str:
+    """The page's text."""
+    ready = sum(not public_scripts.lacks(script) for script in public_scripts.SCRIPTS)
+    releases = [release.ref for release in manifest().releases]
+    trained = [
+        [name, case[0], f"`{case[1]}`" if case[1] else "", str(case[2])]
+        for name, case in default_arguments.CASES.items()
+    ]
+    lines = [
+        HEADER,
+        "## Releases\n",
+        f"Patches are for {len(releases)} releases from {releases[0]} to {releases[-1]}; other trees are "
+        "patched\nby their syntax tree. `patches/TESTED.md` says which were trained.\n",
+        "## Models\n",
+        *_models(),
+        "## Trained on real checkouts with default arguments\n",
+        "By `tests/nightly`, on four processes, Transformer Engine's stand-in under them.\n",
+        *_table(["case", "release", "options", "zero stage"], trained),
+        "## Options that are accepted\n",
+        *_table(["option", "about"], [[f"`{name}`", about] for name, about in ACCEPTED.items()]),
+        "## Options that are refused\n",
+        *_refused(),
+        "## Public scripts\n",
+        f"Their options at tiny sizes, read by the parser of megatron-core 0.17.1: {ready} of "
+        f"{len(public_scripts.SCRIPTS)} are described\nand planned. Options that only a fork's parser knows are left "
+        "out, and where a fork has its own script the checkout's\n`pretrain_gpt.py` builds the model. A schedule needs "
+        "`--use-distributed-optimizer` and `--overlap-param-gather`; *to add* names\nscripts without them.\n",
+        *_scripts(),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
