@@ -22,7 +22,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -292,7 +292,8 @@ def _leave_no_trace() -> None:
         from megatron.training import global_vars
 
         # Buffers of --tp-comm-overlap need Transformer Engine and a device.
-        importlib.import_module("megatron.training.initialize")._initialize_tp_communicators = lambda: None
+        initialize: Any = importlib.import_module("megatron.training.initialize")
+        initialize._initialize_tp_communicators = lambda: None
         for name in ("_set_tensorboard_writer", "_set_wandb_writer", "_set_one_logger"):
             if hasattr(global_vars, name):
                 setattr(global_vars, name, lambda args: None)
