@@ -41,6 +41,19 @@ def _ending(judged, out: str) -> tuple[list[str | None], list[str]]:
     return said, [f"add: {'nothing' if judged.figures['helps'] is False else add}", last]
 
 
+def _notes(planned, work, table, extrapolate: bool) -> dict[str, str | None]:
+    from megatron_ext import planner
+    from megatron_ext.planner.limit import LIMIT_UNKNOWN
+
+    return {
+        "search_note": planner.search_note(planned),
+        "step_note": planner.step_note(planned),
+        "device_note": planner.device_note(planned, work, table, extrapolate=extrapolate),
+        "offload_note": planner.offload_note(planned, work, table),
+        "limit_note": LIMIT_UNKNOWN if work.limits.host_bytes is not None else None,
+    }
+
+
 @click.command(cls=ScriptCommand)
 @planning_inputs(workload_required=False)
 @checkout_option
@@ -79,7 +92,6 @@ def plan(
     from megatron_ext.cost import environment
     from megatron_ext.formats import json_files
     from megatron_ext.planner import missing_figures
-    from megatron_ext.planner.limit import LIMIT_UNKNOWN
     from megatron_ext.planner.policies import check_policy
     from megatron_ext.schedule import schedules
     from megatron_ext.schedule import user_defined_schedule as schedule
@@ -106,12 +118,8 @@ def plan(
         ramp = planner.plan_ramp(planned, work, table, extrapolate=extrapolate)
         delay = planner.delay(planned, work, table, extrapolate=extrapolate)
     schedules.save(out, [*ramp, planned]) if ramp else schedule.save(out, planned)
-    notes = {"search_note": planner.search_note(planned), "step_note": planner.step_note(planned)}
-    notes["device_note"] = planner.device_note(planned, work, table, extrapolate=extrapolate)
-    notes["offload_note"] = planner.offload_note(planned, work, table)
+    notes = _notes(planned, work, table, extrapolate) | {"ramp_note": planner.ramp_note(ramp)}
     notes["delay_note"] = delay.text() if delay is not None else None
-    notes["limit_note"] = LIMIT_UNKNOWN if work.limits.host_bytes is not None else None
-    notes["ramp_note"] = planner.ramp_note(ramp)
     said, last = _ending(judged, out)
     said += [planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work), *notes.values(), *last]
     emit(

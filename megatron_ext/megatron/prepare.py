@@ -84,9 +84,8 @@ def prepare(
     kept = (routes.buffered, reducer, [] if host_shards is None else [host_shards.buffer])
     resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, *kept)
     turn = issuer.turn if any((copies.publisher, host_step, reducer)) else None
-    how = (groups, routes.by_name | copies.routes, clock, boundaries, recorder)
-    how = (*how, faults.skip_group, routes.order is not None, reducer, turn)
-    compiled = partial(_compiled, schedules, pp_rank, *how)
+    of_rank = (schedules, pp_rank, groups, routes.by_name | copies.routes, clock, boundaries, recorder)
+    compiled = partial(_compiled, *of_rank, faults.skip_group, routes.order is not None, reducer, turn)
     executor = Executor(
         *(compiled(schedule.parallel.num_microbatches), groups, clock, residency, routes.gather.issue, issuer),
         _parts(reducer, host_shards, copies.publisher, host_step),
