@@ -54,7 +54,7 @@ class Script(NamedTuple):
 
 
 EXPERTS_ARE_SCHEDULED = False
-"""Whether scripts with experts are described and planned."""
+"""Whether scripts with experts are tried, in tests/nightly: described and planned."""
 
 NVIDIA, ROCM, SWISS, PAI = (
     "NVIDIA/Megatron-LM",

@@ -47,7 +47,7 @@ def _models() -> list[str]:
     rows = [
         ["GPT, all releases below", "trained", "zero stages 1, 2, 3; " + ", ".join(sorted(cases.MODELS))],
         ["pipelines", "trained", ", ".join(cases.LAYOUTS)],
-        ["experts (`--num-experts`)", "trained" if public_scripts.EXPERTS_ARE_SCHEDULED else "refused", "own shards"],
+        ["experts (`--num-experts`)", "trained", "[experts](adopting.md#experts)"],
         ["multi-token prediction (`--mtp-num-layers`)", "described", "gradients have to stay whole"],
         ["norms on queries and keys (`--qk-layernorm`)", "described", "by `--checkout`"],
         ["hybrid Mamba (`--entry pretrain_mamba.py`)", "described", "training needs `mamba-ssm`, hence a GPU"],
@@ -69,6 +69,9 @@ def _refused() -> list[str]:
     return _table(["option", "why not"], rows)
 
 
+STATES = {"": "described and planned", "experts": "has experts: described, its plan is not tried yet"}
+
+
 def _link(script: public_scripts.Script) -> str:
     return f"[{script.path.partition('/')[2]}](https://github.com/{script.project}/blob/HEAD/{script.path})"
 
@@ -82,7 +85,7 @@ def _scripts() -> list[str]:
                 script.project,
                 _link(script),
                 f"*{script.entry.rpartition('/')[2]}*" if script.entry else "",
-                f"refused: {lacking}" if lacking else "described and planned",
+                STATES.get(lacking, f"refused: {lacking}"),
                 "its two options" if script.adds else "",
             ]
         )

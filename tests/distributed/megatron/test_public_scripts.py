@@ -22,7 +22,11 @@ OF_THE_CHECKOUT = ("pretrain_mamba.py", "pretrain_t5.py", "pretrain_bert.py")
 """Entry scripts that a clone has and the package has not."""
 
 TRIED = [script for script in SCRIPTS if MIRROR or script.entry not in OF_THE_CHECKOUT]
-TRIED = [script for script in TRIED if script.refused not in ("T5Model", "BertModel", "LLaVAModel")]
+TRIED = [
+    script
+    for script in TRIED
+    if lacks(script) != "experts" and script.refused not in ("T5Model", "BertModel", "LLaVAModel")
+]
 FIRST = [script for script in TRIED if "llama3_1" in script.path or "rampup" in script.options]
 
 
