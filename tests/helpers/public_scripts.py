@@ -40,7 +40,7 @@ class Script(NamedTuple):
         options: its options that decide what is built, who holds it and when it is gathered; at tiny sizes.
         entry: it starts a script of its own, in place of pretrain_gpt.py.
         adds: options that a user adds to train by a schedule.
-        experts: it has experts, which are scheduled from the release on that knows them.
+        experts: it has experts.
         refused: why it cannot be scheduled; empty where it can.
     """
 
@@ -52,9 +52,6 @@ class Script(NamedTuple):
     experts: bool = False
     refused: str = ""
 
-
-EXPERTS_ARE_SCHEDULED = False
-"""Whether scripts with experts are tried, in tests/nightly: described and planned."""
 
 NVIDIA, ROCM, SWISS, PAI = (
     "NVIDIA/Megatron-LM",
@@ -180,11 +177,6 @@ SCRIPTS = (
         experts=True,
     ),
 )
-
-
-def lacks(script: Script) -> str:
-    """What keeps a script from being scheduled: a word of the refusal, or empty."""
-    return script.refused or ("experts" if script.experts and not EXPERTS_ARE_SCHEDULED else "")
 
 
 def command_line(script: Script) -> list[str]:

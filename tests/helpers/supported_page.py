@@ -69,7 +69,7 @@ def _refused() -> list[str]:
     return _table(["option", "why not"], rows)
 
 
-STATES = {"": "described and planned", "experts": "has experts: described, its plan is not tried yet"}
+STATES = {"": "described and planned"}
 
 
 def _link(script: public_scripts.Script) -> str:
@@ -79,7 +79,7 @@ def _link(script: public_scripts.Script) -> str:
 def _scripts() -> list[str]:
     rows = []
     for script in public_scripts.SCRIPTS:
-        lacking = public_scripts.lacks(script)
+        lacking = script.refused
         rows.append(
             [
                 script.project,
@@ -94,7 +94,7 @@ def _scripts() -> list[str]:
 
 def page() -> str:
     """The page's text."""
-    ready = sum(not public_scripts.lacks(script) for script in public_scripts.SCRIPTS)
+    ready = sum(not script.refused for script in public_scripts.SCRIPTS)
     releases = [release.ref for release in manifest().releases]
     trained = [
         [name, case[0], f"`{case[1]}`" if case[1] else "", str(case[2])]
