@@ -22,6 +22,7 @@ just after it (``-1``: when the step ends). In a backward step layers run in des
 optimizer step, that is before the iteration's first step.
 """
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -252,7 +253,7 @@ def files_of(path) -> list[Path]:
         InputError: a directory without any.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # which a name that is too long does not end
         return [path]
     found = sorted(path.glob("*.json"), key=lambda file: (int(file.stem) if file.stem.isdecimal() else 0, file.name))
     if not found:

@@ -85,7 +85,7 @@ def test_a_read_that_comes_short_names_group_and_file(directory):
 def test_a_drive_that_is_full_is_refused_before_training(directory):
     room = os.statvfs(directory)
     group = make_groups()[0]
-    with pytest.raises(InputError, match="the drive is full: [0-9]+ bytes are needed"):
+    with pytest.raises(InputError, match=r"the drive is full: [0-9]+ bytes \(.* GiB\) are needed"):
         drive.create(directory, (room.f_bavail + room.f_bfree) * room.f_frsize + group.bytes)
     assert os.listdir(directory) == []
 
