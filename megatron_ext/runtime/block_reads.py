@@ -201,11 +201,12 @@ class KernelReads:
     def close(self) -> None:
         """Forget what the kernel does not have yet; returns when it has read the rest."""
         with self._lock:
-            left = [(number, -errno.ECANCELED) for number in self._pending]
+            left = [self._untold.pop(number) for number in self._pending if number in self._untold]
             self._pending.clear()
             self._closed = True
             self._changed.notify()
-        self._tell(left)
+        for request in left:  # whoever still waits hears of it; that a run ends before its reads is no failure
+            request.failed(OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
         self._thread.join()
         self._call(self._destroy, self._context)
 

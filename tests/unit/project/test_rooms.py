@@ -29,7 +29,7 @@ FLOORS = {
 }
 WITHOUT_TORCH = {"workload", "formats", "cost", "schedule", "simulator", "bounds", "planner"}
 MAX_FUNCTION_LINES = 60
-MAX_LINES = 31_288
+MAX_LINES = 31_289
 """Of code in the product. A feature that needs more raises it, with what it adds in the same change."""
 
 BENCH_FILES = {"host_processors.py", "processor_times.py", "cpu_compat.py"}
