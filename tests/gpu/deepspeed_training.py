@@ -51,10 +51,7 @@ def train(args, at_micro_batch) -> list[list[float]]:
         losses.append([])
         for number, tokens in enumerate(trained_model.batches(args, iteration)):
             at_micro_batch(iteration, number)
-            length = tokens.shape[1] - 1
-            positions = torch.arange(length, device=tokens.device).expand(tokens.shape[0], length)
-            mask = example.causal_mask(length, tokens.device)
-            loss = engine(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
+            loss = trained_model.forward(engine, tokens).float().mean()
             engine.backward(loss)
             engine.step()
             losses[-1].append(loss.detach())

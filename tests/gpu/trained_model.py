@@ -144,11 +144,7 @@ def run_schedule(args, model, iteration: int, at_micro_batch=None) -> list[dict]
     def forward_step(batches, chunk):
         if at_micro_batch is not None:
             at_micro_batch(iteration, next(numbers))
-        tokens = next(batches)
-        length = tokens.shape[1] - 1
-        positions = torch.arange(length, device=tokens.device).expand(tokens.shape[0], length)
-        mask = example.causal_mask(length, tokens.device)
-        return chunk(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), _loss
+        return forward(chunk, next(batches)), _loss
 
     iterators: list[Iterator] = [batches(args, iteration) for _ in model]
     return get_forward_backward_func()(
@@ -160,6 +156,14 @@ def run_schedule(args, model, iteration: int, at_micro_batch=None) -> list[dict]
         micro_batch_size=args.micro_batch_size,
         forward_only=False,
     )
+
+
+def forward(model, tokens: torch.Tensor) -> torch.Tensor:
+    """What ``model``, or what stands for it, makes of one micro-batch of :func:`batches`: losses by token."""
+    length = tokens.shape[1] - 1
+    positions = torch.arange(length, device=tokens.device).expand(tokens.shape[0], length)
+    mask = example.causal_mask(length, tokens.device)
+    return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
 
 
 def batches(args, iteration: int) -> Iterator[torch.Tensor]:

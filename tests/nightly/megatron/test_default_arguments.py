@@ -110,6 +110,25 @@ def test_a_schedule_trains_as_megatron_does(tree, tmp_path, case):
     assert "number of nan iterations:   0" in said
 
 
+def saved_and_loaded(trainer, saved: Path, *how: str) -> tuple[list[str], str]:
+    """Train, save and load by Megatron's own gather and by the schedule; the options to load, and what the last run
+    printed."""
+    save = ["--save", str(saved), "--save-interval", "2", "--ckpt-format", "torch_dist", *how]
+    load = ["--load", str(saved), "--ckpt-format", "torch_dist", "--exit-interval", "6"]
+    load += ["--train-iters", "6", "--override-opt_param-scheduler"]  # it was to end at the third
+    said = ""
+    for more, check, words in (
+        ([], "first.json", "this was the reference"),
+        (save, "first.json", "equal to the reference"),
+        (load, "second.json", "this was the reference"),
+        (load, "second.json", "equal to the reference"),
+    ):
+        result = trainer.train(*more, check=check)
+        said = result.stdout + result.stderr
+        assert result.returncode == 0 and words in said, said[-4000:]
+    return load, said
+
+
 @pytest.mark.parametrize(
     "how",
     [[], ["--async-save"], ["--dist-ckpt-optim-fully-reshardable"]],
@@ -122,18 +141,7 @@ def test_distributed_checkpoints_go_on_as_they_would_have(tree, tmp_path, how):
     """
     trainer = Trainer(tree("0.17.1"), tmp_path, PIPELINE.split(), 3, 12, engine=True)
     assert any(0 in held for held in trainer.held)
-    save = ["--save", str(tmp_path / "saved"), "--save-interval", "2", "--ckpt-format", "torch_dist", *how]
-    load = ["--load", str(tmp_path / "saved"), "--ckpt-format", "torch_dist", "--exit-interval", "6"]
-    load += ["--train-iters", "6", "--override-opt_param-scheduler"]  # it was to end at the third
-    for more, check, words in (
-        ([], "first.json", "this was the reference"),
-        (save, "first.json", "equal to the reference"),
-        (load, "second.json", "this was the reference"),
-        (load, "second.json", "equal to the reference"),
-    ):
-        result = trainer.train(*more, check=check)
-        said = result.stdout + result.stderr
-        assert result.returncode == 0 and words in said, said[-4000:]
+    load, said = saved_and_loaded(trainer, tmp_path / "saved", *how)
     assert "iteration        4/       6" in said and "iteration        3/       6" not in said
     if "--dist-ckpt-optim-fully-reshardable" in how:
         result = trainer.train(*load, scheduled=False)
@@ -180,18 +188,7 @@ def test_a_model_that_never_fits_whole_is_saved_and_loaded_by_groups(tree, tmp_p
     """Tied embeddings, two chunks a rank, an evaluation and a checkpoint behind the end of training."""
     trainer = Trainer(tree("0.16.1"), tmp_path, options.split(), 3, 12, engine=True)
     never_whole(random.Random(1), trainer.workload, tmp_path / "schedule.json")
-    save = ["--save", str(tmp_path / "saved"), "--save-interval", "2", "--ckpt-format", "torch_dist"]
-    load = ["--load", str(tmp_path / "saved"), "--ckpt-format", "torch_dist", "--exit-interval", "6"]
-    load += ["--train-iters", "6", "--override-opt_param-scheduler"]
-    for more, check, words in (
-        ([], "first.json", "this was the reference"),
-        (save, "first.json", "equal to the reference"),
-        (load, "second.json", "this was the reference"),
-        (load, "second.json", "equal to the reference"),
-    ):
-        result = trainer.train(*more, check=check)
-        said = result.stdout + result.stderr
-        assert result.returncode == 0 and words in said, said[-4000:]
+    _, said = saved_and_loaded(trainer, tmp_path / "saved")
     assert "evaluation and checkpoints bring them group by group" in said
 
 

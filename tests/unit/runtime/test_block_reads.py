@@ -87,6 +87,18 @@ def test_a_reader_that_fails_does_not_keep_the_others_from_theirs(direct, kind):
     reads.close()
 
 
+def test_what_a_run_has_no_time_to_read_is_no_failure_of_it(direct):
+    """Reads that wait for room in the queue when it closes have no result; who still waits for them hears of it."""
+    results, told, held = [], [], threading.Event()
+    memory, reads = mmap.mmap(-1, BLOCK), KernelReads(direct, 1)
+    first = Request(memoryview(memory), 0, lambda result: held.wait(30), told.append)
+    reads.read([first, *(Request(memoryview(memory), 0, results.append, told.append) for _ in range(3))])
+    threading.Timer(0.2, held.set).start()
+    reads.close()
+    assert told and {error.errno for error in told} == {errno.ECANCELED}
+    assert set(results) <= {BLOCK} and len(results) + len(told) == 3
+
+
 def test_this_kernel_reads_by_itself(direct, monkeypatch):
     reads = open_reads(direct, 2)
     assert isinstance(reads, KernelReads)
