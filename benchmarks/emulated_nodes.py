@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 from megatron_ext.formats.errors import InputError
 
@@ -84,25 +83,10 @@ class Nodes:
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
 
-    def sent_when_idle(self) -> int:
-        """:meth:`sent_bytes` of all nodes once nothing more leaves them: what a stopped program has
-        handed to the kernel goes on to be sent."""
-        sent, deadline = -1, time.monotonic() + 5
-        while time.monotonic() < deadline:
-            now = sum(self.sent_bytes())
-            if now == sent:
-                break
-            sent = now
-            time.sleep(0.02)
-        return sent
-
     def sent_bytes(self) -> list[int]:
         """Bytes that each node has sent over its link until now, with Ethernet, IP and TCP headers."""
-        counts = []
-        for name in self.names:
-            shown = json.loads(_run("ip", "-n", name, "-s", "-j", "link", "show", INTERFACE))
-            counts.append(shown[0]["stats64"]["tx"]["bytes"])
-        return counts
+        shown = (json.loads(_run("ip", "-n", name, "-s", "-j", "link", "show", INTERFACE)) for name in self.names)
+        return [links[0]["stats64"]["tx"]["bytes"] for links in shown]
 
 
 def check_possible() -> None:

@@ -30,17 +30,15 @@ from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 
-import pictures
+import machine
 import torch
 import torch.distributed as dist
 from cases import LAYOUTS
-from machine import about_this_machine
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from msgspec.structs import replace
 from torch_calls import Nothing, Noticing, TorchCalls, second_ns
 
-from megatron_ext.formats import json_files
 from megatron_ext.megatron import describe_model, gpt_model
 from megatron_ext.megatron.boundaries import Boundaries, Layer
 from megatron_ext.planner.baselines import all_gpu
@@ -210,16 +208,8 @@ def main() -> int:
     for name, row in found.items():
         own = f", our own Python {row['own_us_per_parameter_and_step']:.4f}" if "hooks" in row else ""
         print(f"{name:32} {row['us_per_parameter_and_step']:.4f} us a parameter and step{own}")
-    json_files.save(
-        args.out,
-        {
-            "command": f"python benchmarks/hot_path.py --layers {args.layers}",
-            "machine": about_this_machine(load_before=os.getloadavg()[0]),
-            **found,
-        },
-        indent=1,
-    )
-    pictures.draw(args.out)
+    result = {"command": f"python benchmarks/hot_path.py --layers {args.layers}", "rows": found}
+    machine.write(args.out, result, load_before=os.getloadavg()[0])
     return 0
 
 

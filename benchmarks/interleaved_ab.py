@@ -30,22 +30,10 @@ class Ended(RuntimeError):
 
 
 class Run:
-    """One training run. ``slices``: of every iteration, the slice in which it ended.
+    """One training run. ``slices``: of every iteration, the slice in which it ended."""
 
-    Args:
-        stretch: its slices are so many times as long as the others'.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        world: int,
-        log: Path,
-        environment: dict[str, str] | None = None,
-        stretch: float = 1.0,
-    ):
-        self.name, self.log, self.world, self.slices, self.slice, self.stretch = name, log, world, [], -1, stretch
+    def __init__(self, name: str, command: Sequence[str], world: int, log: Path):
+        self.name, self.log, self.world, self.slices, self.slice = name, log, world, [], -1
         shared = {
             "PYTHONPATH": f"{ROOT}:{ROOT / '.megatron'}",
             "PYTHONWARNINGS": "ignore",
@@ -53,22 +41,14 @@ class Run:
             "PYTHONUNBUFFERED": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
+        launcher = [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--nproc-per-node", str(world)]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "megatron_ext.cpubench.launcher",
-                "--nproc-per-node",
-                str(world),
-                *command,
-                "--log-interval",
-                "1",
-            ],
+            [*launcher, *command, "--log-interval", "1"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env=os.environ | shared | (environment or {}),
+            env=os.environ | shared,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -128,17 +108,10 @@ def _leads(process: int) -> bool:
         return False
 
 
-def interleave(
-    runs: Sequence[Run],
-    slice_s: float,
-    between: Callable[[int], None] | None = None,
-    report: Callable[[int], None] | None = None,
-) -> None:
-    """Let ``runs`` train one after another, a slice each, until each has ended; one that is named twice has two slices
-    a round.
+def interleave(runs: Sequence[Run], slice_s: float, report: Callable[[int], None]) -> None:
+    """Let ``runs`` train one after another, a slice each, until each has ended.
 
     Args:
-        between: called with the slice's number after every slice, while all runs are stopped.
         report: called with the slice's number as it begins, while all runs are stopped.
 
     All are ended on Ctrl-C and SIGTERM too: a stopped rank would stay for ever.
@@ -157,15 +130,12 @@ def interleave(
                 if run.over:
                     continue
                 run.slice = number
-                if report is not None:
-                    report(number)
+                report(number)
                 run.signal(signal.SIGCONT)
                 try:
-                    run.process.wait(timeout=slice_s * run.stretch)
+                    run.process.wait(timeout=slice_s)
                 except subprocess.TimeoutExpired:
                     run.signal(signal.SIGSTOP)
-                if between is not None:
-                    between(number)
                 number += 1
         for run in runs:
             run._reader.join()

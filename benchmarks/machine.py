@@ -1,9 +1,14 @@
-"""What every result says of where it comes from: machine, versions, date, load."""
+"""What every result says of where it comes from (machine, versions, date, load), and how it is written."""
 
 import os
 import platform
 from datetime import datetime, timezone
 from importlib import metadata
+from pathlib import Path
+
+import pictures
+
+from megatron_ext.formats import json_files
 
 
 def about_this_machine(*, load_before: float | None = None) -> dict:
@@ -24,3 +29,9 @@ def about_this_machine(*, load_before: float | None = None) -> dict:
         "versions": versions,
         "load_before": load_before,
     }
+
+
+def write(out: str | Path, result: dict, *, load_before: float, **about) -> None:
+    """Write a result with what it says of itself, ``about`` included, and draw its picture beside it."""
+    json_files.save(out, {"about": about_this_machine(load_before=load_before) | about, **result}, indent=1)
+    pictures.draw(out)

@@ -15,9 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pictures
+import machine
 from interleaved_ab import Ratio, Run, interleave, over_slices, ratio_of, ratios_to
-from machine import about_this_machine
 from measuring import training_command
 from rich.console import Console
 from rich.progress import Progress
@@ -146,7 +145,6 @@ def main() -> int:
         for name in ("gather_us", "exposed_us")
     } | {"iteration_time_us": ratio.median}
     result = {
-        "about": about_this_machine(load_before=before),
         "options": options,
         "times": times,
         "ratio_scheduled_to_stock": ratios,
@@ -158,8 +156,7 @@ def main() -> int:
         "equality": equal,
         "delays": DELAYS,
     }
-    json_files.save(args.out, result, indent=1)
-    pictures.draw(args.out)
+    machine.write(args.out, result, load_before=before)
     show(result)
     return 0 if all(row["loss"] and row["grad_norm"] and row["parameter_sha256"] for row in equal) else 1
 

@@ -18,66 +18,32 @@ CORPUS = "runs/corpus/stdlib"
 
 
 def measure_command(
-    out: Path,
-    work,
-    model: list[str],
-    *,
-    hidden: int,
-    seq: int,
-    micro_batch_size: int,
-    seconds: float,
-    links: str | None = None,
-    also_sizes: list[int] | None = None,
-    max_bytes: int | None = None,
+    out: Path, work, model: list[str], *, hidden: int, seq: int, micro_batch_size: int, seconds: float
 ) -> list[str]:
-    """What follows ``python -m``.
+    """What follows ``python -m``: sizes up to the run's largest group, and those of likely groups.
 
     Args:
         work: the run's workload, without limits.
         model: the example's options.
-        links: what is measured, all by default.
-        also_sizes: of gathers beside the grid; by default those of likely groups, as in the main job.
-        max_bytes: the largest size; by default the run's largest group, which is stock Megatron's.
     """
-    also = likely_group_bytes(work) if also_sizes is None else also_sizes
-    return [
-        "megatron_ext",
-        "measure",
-        "--out",
-        str(out),
-        "--device",
-        "cpu",
-        "--dp",
-        str(work.parallel.dp),
-        "--pp",
-        str(work.parallel.pp),
-        "--hidden-size",
-        str(hidden),
-        "--seq-length",
-        str(seq),
-        "--micro-batch-size",
-        str(micro_batch_size),
-        "--min-bytes",
-        "512",
-        "--max-bytes",
-        str(max_bytes or largest_group_bytes(work)),
-        "--max-rank-bytes",
-        str(largest_rank_bytes(work)),
-        "--seconds",
-        str(seconds),
-        "--threads",
-        "1",
-        *(["--links", links] if links else []),
-        *(["--also-sizes", ",".join(map(str, also))] if also else []),
-        "--modules",
-        LAYERS,
-        "--",
-        *model,
-        "--data-path",
-        CORPUS,
-        "--num-workers",
-        "0",
-    ]
+    options = {
+        "--out": out,
+        "--device": "cpu",
+        "--dp": work.parallel.dp,
+        "--pp": work.parallel.pp,
+        "--hidden-size": hidden,
+        "--seq-length": seq,
+        "--micro-batch-size": micro_batch_size,
+        "--min-bytes": 512,
+        "--max-bytes": largest_group_bytes(work),
+        "--max-rank-bytes": largest_rank_bytes(work),
+        "--also-sizes": ",".join(map(str, likely_group_bytes(work))),
+        "--seconds": seconds,
+        "--threads": 1,
+        "--modules": LAYERS,
+    }
+    words = [str(word) for name, value in options.items() if value != "" for word in (name, value)]
+    return ["megatron_ext", "measure", *words, "--", *model, "--data-path", CORPUS, "--num-workers", "0"]
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

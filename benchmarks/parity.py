@@ -25,15 +25,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
-import pictures
+import machine
 from cases import LAYOUTS, MODELS
 from draw_schedule import from_shards, hosted, prepared, reduced
-from machine import about_this_machine
 from msgspec.structs import replace
 from parity_service import Died, ParityService, differences
 from training import environment
 
-from megatron_ext.formats import json_files
 from megatron_ext.schedule import footprint
 from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -177,12 +175,9 @@ def main() -> int:
                     print(f"case {n}: {cases[-1]}", file=sys.stderr, flush=True)
             service.close()
             result = summary(cases, controls)
-            about = {
-                "command": f"python benchmarks/parity.py --cases {args.cases} --seed {args.seed}",
-                "machine": about_this_machine(load_before=load),
-            }
-            json_files.save(args.out, {**about, **result, "seconds": round(time.time() - begin)}, indent=1)
-            pictures.draw(args.out)
+            command = f"python benchmarks/parity.py --cases {args.cases} --seed {args.seed}"
+            seconds = round(time.time() - begin)
+            machine.write(args.out, {"command": command, **result, "seconds": seconds}, load_before=load)
             print(
                 f"{result['equal']} of {len(cases)} cases equal, {result['controls_seen']} of {len(controls)} "
                 f"controls seen, {time.time() - begin:.0f} s",

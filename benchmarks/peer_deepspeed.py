@@ -1,13 +1,9 @@
 """DeepSpeed ZeRO-3 training the main job's GPT; one rank. Part of peers.py.
 
-    peer_deepspeed.py WAY OPTIONS      WAY: zero3, offload, infinity
+    peer_deepspeed.py WAY OPTIONS      WAY: zero3, offload
 
 [Note: how DeepSpeed is set]
 As tests/helpers/deepspeed_zero3.py says.
-
-``infinity`` is ZeRO-Infinity: parameters and optimizer states rest on the drive at PEER_NVME, read and written by
-DeepSpeed's own asynchronous I/O and stepped by its own Adam; both are built by g++, the first with libaio-dev (Debian).
-Buffers are as many as reading and writing ahead need, and as large as the largest parameter.
 """
 
 import os
@@ -23,27 +19,9 @@ from peer_training import Peer, adam, batch_loss, main, states_of  # noqa: I001 
 import deepspeed
 import deepspeed_zero3
 
-AIO = {
-    "block_size": 1 << 20,
-    "queue_depth": 32,
-    "intra_op_parallelism": 1,
-    "single_submit": False,
-    "overlap_events": True,
-}
-
-
-def on_drive(largest: int) -> dict:
-    """ZeRO-Infinity's settings for a model whose largest parameter has ``largest`` elements."""
-    where = {"device": "nvme", "nvme_path": os.environ["PEER_NVME"], "pin_memory": False}
-    return {
-        "offload_param": where | {"buffer_count": 5, "buffer_size": largest, "max_in_cpu": 0},
-        "offload_optimizer": where | {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True},
-        "sub_group_size": largest,
-    }
-
 
 class DeepSpeed(Peer):
-    ways = ("zero3", "offload", "infinity")
+    ways = ("zero3", "offload")
 
     def __init__(self, args, way, config, chunks):
         super().__init__(args, way, config, chunks)
@@ -53,15 +31,8 @@ class DeepSpeed(Peer):
         zero = {}
         if way == "offload":  # without DeepSpeedCPUAdam, which must be built: torch's AdamW, as for everybody
             zero = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-        if way == "infinity":
-            zero = on_drive(max(p.numel() for p in model.parameters()))
         optimizer = adam(args, model.named_parameters())
-        if way == "infinity":
-            from deepspeed.ops.adam import DeepSpeedCPUAdam  # builds it
-
-            optimizer = DeepSpeedCPUAdam(optimizer.param_groups, lr=args.lr, betas=(0.9, 0.999), eps=1e-8)
-        more = {"aio": AIO} if way == "infinity" else {}
-        self.engine = deepspeed_zero3.initialize(model, optimizer, args, zero, **more)
+        self.engine = deepspeed_zero3.initialize(model, optimizer, args, zero)
 
     def on_host(self):
         """Shards, gradients and optimizer states of the ``offload`` way, by the names that ZeRO-3 gives them."""

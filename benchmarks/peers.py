@@ -21,17 +21,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+import machine
 import peer_packages
 from emulated_nodes import Nodes
-from machine import about_this_machine
 from measuring import CORPUS, add_model_options
 from peer_layouts import PER_NODE, ROOT, WORLD, Layout
-from peer_picture import draw
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.report.spread import summarize, warm_up
 
@@ -190,22 +188,21 @@ def main() -> int:
         return 2
     # The private tree's, which this process does not import.
     megatron_core = next(iter(metadata.distributions(name="megatron-core", path=[str(ROOT / ".megatron")]))).version
-    about = about_this_machine(load_before=os.getloadavg()[0])
+    load_before = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(exist_ok=True)
         nodes = stack.enter_context(Nodes(WORLD // PER_NODE, args.gbit)) if args.gbit else None
         bar = stack.enter_context(Progress(console=Console(stderr=True)))
         rows, failed, load = run(args, Layout(args, folder, nodes), bar)
-    about |= {
+    about = {
         "load_most": load,
         "peer_packages": peer_packages.REQUIREMENTS.read_text().splitlines()[1:],
         "megatron_core": megatron_core,
     }
     options = {key: value for key, value in vars(args).items() if key not in ("out", "keep")}
-    result = {"about": about, "options": options, "rows": rows, "failed": failed}
-    json_files.save(args.out, result, indent=1)
-    draw(result, args.out.with_suffix(".png"))
+    result = {"options": options, "rows": rows, "failed": failed}
+    machine.write(args.out, result, load_before=load_before, **about)
     show(result)
     return 0 if rows else 1
 

@@ -14,11 +14,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-import pictures
-from machine import about_this_machine
 from planning_cases_large import MACHINES, SHAPES, make_table, make_workload
 
-from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan, verdict
 from megatron_ext.planner.baselines import BASELINES
@@ -85,11 +82,8 @@ def main() -> int:
                     "worst_gap": max(r["gap"] for r in rows),
                     "worse_than_best_baseline": sum(r["over_best_baseline"] > 1e-9 for r in rows),
                 }
-                about = about_this_machine(load_before=load)
-                json_files.save(
-                    RESULT, {**about, "asked": {"median_gap": MEDIAN}, "summary": summary, "rows": rows}, indent=1
-                )
-    pictures.draw(RESULT)
+                result = {"asked": {"median_gap": MEDIAN}, "summary": summary, "rows": rows}
+                machine.write(RESULT, result, load_before=load)
     print(
         f"median gap {100 * summary['median_gap']:.2f} %, worst {100 * summary['worst_gap']:.2f} %, "
         f"{summary['worse_than_best_baseline']} rows worse than their best baseline"

@@ -11,8 +11,6 @@ the tables say so.
 from math import prod
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.workload import workload
 from megatron_ext.workload.parallel import Parallel
@@ -35,8 +33,6 @@ SHAPES = (
     Shape("llama-70b", 80, 8192, 28672, 1024, True, 4, 5, 8),
     Shape("llama-405b", 126, 16384, 53248, 1024, True, 18, 7, 8),
 )
-TRILLION = Shape("gpt-1t", 128, 25600, 102400, 25600, False, 32, 4, 8)
-"""Narayanan et al. 2021 (arXiv 2104.04473), table 1."""
 
 
 class Machine(NamedTuple):
@@ -154,23 +150,4 @@ def make_table(machine: Machine, work: workload.Workload) -> cost.CostTable:
             p2p=line(20e3),
             topology=cost.Topology(nic_shares_pcie=machine.nic_shares_pcie),
         )
-    )
-
-
-def with_little_memory(work: workload.Workload, share: float, nvme_slots: int = 0) -> workload.Workload:
-    """The workload with memory for ``share`` of a rank's parameters, and staging slots for a drive."""
-    most = max(sum(chunk.bytes for chunk in work.chunks_of_rank(rank)) for rank in range(work.parallel.pp))
-    limits = workload.Limits(whole_parameter_bytes=int(share * most), nvme_slots=nvme_slots)
-    return workload.check(replace(work, limits=limits))
-
-
-def with_drive(table: cost.CostTable) -> cost.CostTable:
-    """The table with the route ``nvme``: a drive that reads 6 GB/s and writes 5 GB/s (assumed)."""
-    sizes = [4**n for n in range(4, 20)]
-    reads, writes = (
-        cost.Curve(points=tuple(cost.Point(size_bytes=s, p50_us=150.0 + s / rate) for s in sizes))
-        for rate in (6e3, 5e3)
-    )
-    return cost.check(
-        replace(table, routes=replace(table.routes, nvme=reads), publish=replace(table.publish, nvme=writes))
     )

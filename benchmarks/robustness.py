@@ -3,7 +3,7 @@
     sudo .venv/bin/python benchmarks/robustness.py [--parts fuzzing kills network disk clock jobs] [--kills 200]
 
 Parts keep what they find in --folder as they go. One that was interrupted goes on (kills, fuzzing) or begins again; the
-result is of all that is there. Whether anything grows over 10,000 iterations: benchmarks/endurance.py. Needs root,
+result is of all that is there. Needs root,
 iproute2, iptables, e2fsprogs and a C compiler; atheris, where it is installed, fuzzes guided by coverage.
 """
 
@@ -18,12 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "helpers")]
 
-import pictures
+import machine
 import robustness_inputs
 import robustness_jobs
 import robustness_kills
 import robustness_surroundings
-from machine import about_this_machine
 
 from megatron_ext.cpubench import allocator
 from megatron_ext.cpubench.forked_rank import restart_with
@@ -134,11 +133,9 @@ def main() -> int:
         disturb(training, args)
     result = {
         "command": f"python benchmarks/robustness.py --kills {args.kills} --seed {args.seed}",
-        "machine": about_this_machine(load_before=load),
         **whole_result(args.folder),
     }
-    json_files.save(args.out, result, indent=1)
-    pictures.draw(args.out)
+    machine.write(args.out, result, load_before=load)
     for text in wrong(result):
         print(text)
     return 1 if wrong(result) else 0

@@ -1,6 +1,6 @@
 """SIMULATED clusters: where hybrid plans win, by how much, and where they do not help.
 
-    python benchmarks/simulated_clusters.py [--models llama-70b] [--systems tcpx-h100] [--no-picture]
+    python benchmarks/simulated_clusters.py [--models llama-70b] [--systems tcpx-h100]
 
 Nothing here was measured: costs are made from published figures (benchmarks/systems.py and
 benchmarks/data/published_links.json, each figure with its source), shapes from papers
@@ -21,16 +21,18 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from machine import about_this_machine
+import machine
+import msgspec
 from model_shapes import SHAPES, make_workload, state_bytes
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from systems import PUBLISHED, SYSTEMS, all_links_busy, cost_table
+from systems import PUBLISHED, SYSTEMS, System, all_links_busy, cost_table, line
 
 from megatron_ext import planner
 from megatron_ext.bounds.lower_bound import lower_bound
-from megatron_ext.formats import json_files
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.verdict import compare_with
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
@@ -117,6 +119,50 @@ def simulated_row(layout: Layout, name: str) -> dict:
     }
 
 
+MODEL, LAYERS, LAYERS_KEPT = "llama-70b", 16, 4
+NETWORK_GB_S = (12.5, 25, 50, 100, 200, 400)
+"""Of the picture: rate of an all-gather over two nodes (one network card a node up to eight fast ones)."""
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def picture_point(rate: float, tokens: int, zero_stage: int = 3) -> dict:
+    """Simulated gain of one cell: sixteen of Llama 70B's layers without
+    pipeline (a longer stack gains the same share), one micro-batch, 2 x 8 H100."""
+    system = System(f"2 x 8 H100 at {rate} GB/s", 16, "H100", "2x8 H100 TCPX", rate / 8)
+    table = cost_table(system, MODEL, tokens)
+    table = cost.check(
+        msgspec.structs.replace(
+            table,
+            routes=cost.Routes(
+                gpu=line(PUBLISHED["all_gather_latency_us"]["two nodes"]["value"], rate), cpu=table.routes.cpu
+            ),
+        )
+    )
+    work = make_workload(
+        MODEL,
+        zero_stage=zero_stage,
+        pp=1,
+        vp=1,
+        dp=system.ranks,
+        microbatches=1,
+        tokens=tokens,
+        device_layers=LAYERS_KEPT,
+        layers=LAYERS,
+    )
+    planned = planner.plan(work, table, extrapolate=True)
+    stock = evaluate(work, table, extrapolate=True, bound_us=0.0).iteration_time_us
+    return {
+        "simulated": True,
+        "model": MODEL,
+        "network_gb_s": rate,
+        "tokens": tokens,
+        "zero_stage": zero_stage,
+        "stock_us": stock,
+        "hybrid_us": planned.predicted.iteration_time_us,
+        "gain": 1 - planned.predicted.iteration_time_us / stock,
+    }
+
+
 def rows_of(models, systems) -> list[tuple[Layout, str]]:
     """Layouts on systems; tensor parallelism over a whole node needs a network for the gathers."""
     return [
@@ -133,14 +179,11 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="Rows planned at once.")
-    parser.add_argument("--no-picture", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     load = os.getloadavg()[0]
     todo = rows_of(args.models, args.systems)
-    from gain_picture import draw, grid_cells, picture_point
-
-    cells = [] if args.no_picture else grid_cells()
+    cells = [(rate, tokens) for tokens in TOKENS for rate in NETWORK_GB_S]
     with ProcessPoolExecutor(args.jobs) as pool, Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("planning (simulated)", total=len(todo) + len(cells))
         futures = [pool.submit(simulated_row, *item) for item in todo] + [
@@ -150,18 +193,9 @@ def main() -> int:
             future.add_done_callback(lambda _: bar.advance(task))
         done = [future.result() for future in futures]
     rows, points = done[: len(todo)], done[len(todo) :]
-    result = {
-        "simulated": True,
-        "about": about_this_machine(load_before=load),
-        "published": PUBLISHED,
-        "helps_from": HELPS_FROM,
-        "rows": rows,
-        "picture": points,
-    }
+    result = {"simulated": True, "published": PUBLISHED, "helps_from": HELPS_FROM, "rows": rows, "picture": points}
     args.out.parent.mkdir(exist_ok=True)
-    json_files.save(args.out, result, indent=1)
-    if points:
-        draw(points, args.out.with_suffix(".png"))
+    machine.write(args.out, result, load_before=load)
     show(rows)
     return 0
 

@@ -25,14 +25,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
+import machine
 import orderings
 from cases import MODELS, STRICT
-from machine import about_this_machine
 from parity import describe
 from parity_service import Died, ParityService, differences
 from strict_cases import AIMS, EVERY, FOUR, aim_of, findings, strict_case, waits
 
-from megatron_ext.formats import json_files
 from megatron_ext.workload import workload as workload_file
 
 
@@ -137,10 +136,7 @@ def main() -> int:
     parser.add_argument("--out", default="benchmarks/results/strict_device.json")
     args = parser.parse_args()
     begin, load = time.time(), os.getloadavg()[0]
-    about = {
-        "command": f"python benchmarks/strict_device.py --cases {args.cases} --tries {args.tries}",
-        "machine": about_this_machine(load_before=load),
-    }
+    command = f"python benchmarks/strict_device.py --cases {args.cases} --tries {args.tries}"
     before = json.loads(Path(args.again).read_text()) if args.again else {}
     wanted = [*before.get("unseen", ()), *before.get("not_reached", ())] if before else orderings.sites()
     wrong, seeds_of, seen, drawn = [], {site: [] for site in wanted}, {}, {}
@@ -176,8 +172,8 @@ def main() -> int:
     }
     if before:
         result = together(before, result)
-        about["command"] = f"{before['command']}; again with --again and --cases {args.cases}"
-    json_files.save(args.out, {**about, **result}, indent=1)
+        command = f"{before['command']}; again with --again and --cases {args.cases}"
+    machine.write(args.out, {"command": command, **result}, load_before=load)
     print(f"{args.cases - len(wrong)} of {args.cases} cases right")
     print(f"{result['seen']} of {result['taken_away']} taken away seen")
     return 1 if wrong or result["seen"] < 0.95 * result["taken_away"] else 0

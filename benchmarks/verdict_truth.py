@@ -24,13 +24,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
-import pictures
-from machine import about_this_machine
+import machine
 from msgspec.structs import replace
 from planning_cases import make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.formats import json_files
 from megatron_ext.planner import plan, verdict
 from megatron_ext.planner.gain_interval import model_error
 from megatron_ext.planner.verdict import HELPS, HELPS_NOT, LEAST_GAIN, compare_with
@@ -206,15 +204,13 @@ def main() -> int:
         print(f"{str(case):60s} {row['answer']:14s} {interval}  true {row['true_gain']:8.2%}", flush=True)
         summary = summarize(rows)
         result = {
-            **about_this_machine(load_before=load),
             "simulated": True,
             "asked": {"helps_without_gain": 0, "helps_under_least_gain": 0, "covered": COVERED},
             "seconds": time.time() - started,
             "summary": summary,
             "rows": rows,
         }
-        json_files.save(RESULT, result, indent=1)
-    pictures.draw(RESULT)
+        machine.write(RESULT, result, load_before=load)
     for name, value in summary.items():
         print(f"{name:32s} {value}")
     return int(bool(summary["helps_under_least_gain"]) or summary["covered"] < COVERED)

@@ -1,8 +1,7 @@
 """One release of Megatron-LM under test: patch, train, compare, revert.
 
 Losses (of evaluation as well), gradient norms, parameters and optimizer states are compared, the latter
-two from checkpoints. Used by test_checkouts.py, edited_checkouts.py and
-benchmarks/patched_iteration_time.py.
+two from checkpoints. Used by test_checkouts.py and edited_checkouts.py.
 """
 
 import hashlib

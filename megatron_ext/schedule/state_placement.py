@@ -13,7 +13,7 @@ from megatron_ext.workload.workload import Workload
 
 SLOTS = 8
 """Slots: one is stepped, the others are read and written at the same time. With 3 larger ones in the same memory a
-drive waits for the step between two reads: a third of the rate was measured (benchmarks/states_on_drive.py)."""
+drive waits for the step between two reads: a third of the rate was measured."""
 
 FEW_SLOTS = 3
 """Where memory is short: one is read, one stepped and one written at the same time."""

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from emulation import behind_every_second
 from interleaved_ab import over_slices, ratios_to, whole_iterations
 
 RUN = SimpleNamespace(slices=[0, 0, 0, 0, 3, 3, 3, 6, 6])
@@ -29,9 +28,3 @@ def test_a_slice_of_one_iteration_has_no_median():
 def test_a_drift_of_the_machine_falls_out_of_ratios():
     assert ratios_to({0: 1.0, 4: 2.0}, {1: 2.5, 3: 3.5}) == pytest.approx([2.0, 2.0])
     assert ratios_to({0: 1.0, 4: 2.0}, {5: 3.0}) == []  # no slice behind it
-
-
-def test_compute_has_a_slice_behind_every_second_run():
-    assert behind_every_second([1, 2, 3, 4], "m") == [1, 2, "m", 3, 4, "m"]
-    assert behind_every_second([1, 2, 3], "m") == [1, 2, "m", 3, "m"]
-    assert behind_every_second([1], "m") == [1, "m"]

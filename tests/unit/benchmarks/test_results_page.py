@@ -16,9 +16,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import pictures
 import results_page
 
-DRAWN_BY_THEMSELVES = ("peers", "planner_scale", "simulated_clusters")
-"""Benchmarks that draw by themselves, not by pictures.py."""
-
 NOT_RESULTS = {"workload.json", "cost_table.json", "schedule.json", "published_links.json"}
 """Files that texts name and that are no results of benchmarks."""
 
@@ -42,9 +39,7 @@ def test_a_result_says_machine_versions_and_date_and_has_a_picture(result):
     assert result.with_suffix(".png").stat().st_size > 5_000
 
 
-@pytest.mark.parametrize(
-    "result", [path for path in RESULTS if not path.stem.startswith(DRAWN_BY_THEMSELVES)], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("result", RESULTS, ids=lambda path: path.stem)
 def test_a_picture_is_drawn_from_its_result(result, tmp_path):
     copy = Path(shutil.copy(result, tmp_path))
     drawn = pictures.draw(str(copy))  # as options of benchmarks give it

@@ -38,7 +38,7 @@ def test_exact_is_no_worse_than_every_order_and_route_of_layer_groups(speeds):
 
 
 def test_hybrid_is_near_exact_on_random_small_cases():
-    """The full count is in benchmarks/exact_gaps.py; here a sample of both zero stages."""
+    """A sample of both zero stages."""
     gaps = []
     for seed in range(4):
         work, table = random_case(seed)
