@@ -15,6 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+import faults
 import machine
 from interleaved_ab import Ratio, Run, interleave, over_slices, ratio_of, ratios_to
 from measuring import training_command
@@ -33,7 +37,6 @@ from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
 from megatron_ext.workload import workload as workload_file
 
-ROOT = Path(__file__).parents[1]
 POLICIES = ("hybrid", "all-gpu", "all-cpu", "random:0", "random:1", "random:2", "random:3", "random:4")
 DELAYS = "publish_delay_ms=10,copy_delay_ms=5,seed=7"
 
@@ -105,7 +108,7 @@ def parity(options, folder: Path, run_dir: Path, iterations: int, world: int, ba
         path = folder / f"{policy.replace(':', '-')}.json"
         schedule_file.save(path, planner.plan(workload, table, policy=policy))
         results = []
-        for env in ({"MEGATRON_EXT_STOCK_GATHER": "1"}, {"MEGATRON_EXT_FAULTS": DELAYS}):
+        for env in ({"MEGATRON_EXT_STOCK_GATHER": "1"}, faults.asked(DELAYS, str(ROOT / ".megatron"))):
             results.append(
                 train(options, folder, path.stem, iterations, world, "--user-defined-schedule", str(path), env=env)
             )

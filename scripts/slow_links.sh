@@ -14,5 +14,5 @@ if [ "$1" = --inside ]; then
 fi
 as_root=()
 [ "$(id -u)" = 0 ] || as_root=(--map-root-user)
-export MEGATRON_EXT_FAULTS="${MEGATRON_EXT_FAULTS:+$MEGATRON_EXT_FAULTS,}network_mb=$1,host_link_mb=$2,drive_mb=$3"
+export MEGATRON_EXT_SLOW_LINKS="network_mb=$1,host_link_mb=$2,drive_mb=$3"
 exec unshare "${as_root[@]}" --net bash "${BASH_SOURCE[0]}" --inside "$1" "${@:4}"

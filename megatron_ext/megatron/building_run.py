@@ -37,7 +37,7 @@ from megatron_ext.megatron.recompute import check_recompute
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.workload_of_run import numbers_of_run, workload_of_run
-from megatron_ext.runtime import block_pages, faults, host_memory, host_threads
+from megatron_ext.runtime import block_pages, host_memory, host_threads
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.recorder import Recorder
@@ -130,7 +130,6 @@ class BuildingRun:
             self.schedules = schedules.load(schedule)
             last = next(reversed(self.schedules.values()))
             self.schedule = last if parallel is None else self.schedules.get(parallel.num_microbatches, last)
-            self.faults = faults.from_environment()
             if parallel is not None:
                 match.match_parallel(self.schedule, parallel, file=schedule)
             if check is not None:

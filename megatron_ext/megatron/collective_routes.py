@@ -9,7 +9,6 @@ import torch.distributed as dist
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import debug
 from megatron_ext.runtime.device import device_of
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.recorder import Recorder
@@ -42,7 +41,6 @@ def collective_routes(
     schedules: dict[int, Schedule],
     groups: dict[int, Group],
     process_groups: dict[int, dist.ProcessGroup],
-    faults: Faults,
     recorder: Recorder | None,
 ) -> CollectiveRoutes:
     """Make the routes of this rank's ``groups``; collective. Raises InputError where one cannot be had here.
@@ -63,7 +61,7 @@ def collective_routes(
         for name, route in (
             (HIERARCHICAL, _hierarchical(of_kind)),
             (SYMMETRIC, _symmetric(of_kind)),
-            ("cpu_shard", _cpu_shard(of_kind, list(schedules.values()), faults)),
+            ("cpu_shard", _cpu_shard(of_kind, list(schedules.values()))),
         ):
             if route is not None:
                 made.setdefault(name, {}).update(dict.fromkeys(own, route))
@@ -149,7 +147,7 @@ def _symmetric(of_kind: _OfKind) -> BufferedGather | None:
     return symmetric_gather.SymmetricGather(data, device, largest, of_kind.recorder) if largest else None
 
 
-def _cpu_shard(of_kind: _OfKind, schedules: list[Schedule], faults: Faults) -> BufferedGather | None:
+def _cpu_shard(of_kind: _OfKind, schedules: list[Schedule]) -> BufferedGather | None:
     """The route of this rank's groups that come by ``cpu_shard``; None where no rank has such a group.
 
     Process groups are made by all ranks together as soon as any rank has such a group.
@@ -163,7 +161,7 @@ def _cpu_shard(of_kind: _OfKind, schedules: list[Schedule], faults: Faults) -> B
     ):
         return None
     own, groups = make_data_group(of_kind.schedule.parallel, of_kind.backend, of_kind.ranks), of_kind.groups
-    return ShardGather(own, device_of(next(iter(groups.values())).whole), faults, of_kind.recorder) if groups else None
+    return ShardGather(own, device_of(next(iter(groups.values())).whole), of_kind.recorder) if groups else None
 
 
 class _RecordedGather:

@@ -11,7 +11,6 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.agreement import gather_objects
 from megatron_ext.megatron.run_summary import say
 from megatron_ext.runtime.device import device_of
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock
 from megatron_ext.runtime.host_pool import HostPool
 from megatron_ext.runtime.host_pools import HostPools
@@ -60,16 +59,7 @@ class Copies:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        groups,
-        offloaded,
-        process_groups,
-        issuer: Issuer,
-        clock: Clock,
-        faults: Faults,
-        recorder,
-        nvme_path,
+        self, schedule: Schedule, groups, offloaded, process_groups, issuer: Issuer, clock: Clock, recorder, nvme_path
     ):
         self.routes, self.publisher, self.pool, self.closing = {}, None, None, []
         self.drop_staged: Callable[[], None] = _nothing_staged
@@ -105,7 +95,7 @@ class Copies:
             say(f"page-locking {pinned / 1e9:.0f} GB on every rank; `plan` says how long it takes")
         for one in pools:
             one.pin()
-        how = (device, issuer, clock, faults)
+        how = (device, issuer, clock)
         if copies:
             self.routes["cpu"] = HostCopy(pool, *how, recorder)
             self.closing.append(self.routes["cpu"].close)
@@ -113,8 +103,7 @@ class Copies:
             route = self.routes["nvme"] = DriveCopy(nvme, pool, *how, schedule.limits.nvme_slots, recorder)
             self.drop_staged = route.drop
             self.closing += [nvme.close, route.close]
-        dp_rank = dist.get_rank(process_groups[schedule.parallel.dp])
-        self.publisher = Publisher(targets, pool, nvme, dp_rank, *how, recorder)
+        self.publisher = Publisher(targets, pool, nvme, *how, recorder)
 
 
 class _Sharers(NamedTuple):

@@ -108,7 +108,7 @@ class Run(BuildingRun):
         assert self.schedule is not None
         try:
             self.executor = prepare(
-                *(self.schedules, self._ddps, self._bucket_groups, self._optimizers, self.faults, self.recorder),
+                *(self.schedules, self._ddps, self._bucket_groups, self._optimizers, self.recorder),
                 nvme_path=nvme_path,
                 delay=None if self.delay is None else (begun, self.delay),
                 late=self.late,

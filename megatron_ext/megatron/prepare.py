@@ -22,12 +22,10 @@ from megatron_ext.megatron.resting_storages import resting_storages
 from megatron_ext.megatron.run_summary import say
 from megatron_ext.megatron.scheduled_host_step import HostStep
 from megatron_ext.megatron.shards import HeldGradient, hold_gradients, hold_shards, offloaded_shards, steps_on_the_host
-from megatron_ext.megatron.states_on_device import leave_step_out
 from megatron_ext.runtime import block_pages, debug, host_threads
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency, ScheduleError
 from megatron_ext.runtime.in_turn import InTurn
@@ -45,7 +43,6 @@ def prepare(
     ddps: list,
     bucket_groups: dict,
     optimizers: list,
-    faults: Faults,
     recorder: Recorder | None,
     nvme_path=None,
     delay: tuple[int, int] | None = None,
@@ -55,7 +52,7 @@ def prepare(
 
     Args:
         ddps, bucket_groups: model chunks laid out by :func:`buckets.lay_out`, and their bucket groups by group index.
-        optimizers, faults: Megatron's DistributedOptimizer objects; delays and negative controls.
+        optimizers: Megatron's DistributedOptimizer objects.
         recorder: where to record issues and waits, and where it records every iteration also links; or None.
         nvme_path: directory for NVMe copies and optimizer states, where the schedule has any.
         delay, late: what :class:`DelayedUpdate` takes as ``begun`` and ``after``; a model that was built late; or None.
@@ -72,20 +69,19 @@ def prepare(
     buckets: list = [(bucket_groups[index].buckets[0], group) for index, group in groups.items()]
     links = recorder if recorder and recorder.iterations is None else None
     host_shards = hold_shards(optimizers, buckets, links) if schedule.zero_stage == 3 else None
-    routes = collective_routes(schedules, groups, process_groups, faults, links)
-    copied = (groups, _offloaded(schedule, optimizers, buckets), process_groups, issuer, clock, faults, links)
+    routes = collective_routes(schedules, groups, process_groups, links)
+    copied = (groups, _offloaded(schedule, optimizers, buckets), process_groups, issuer, clock, links)
     copies = Copies(schedule, *copied, nvme_path)
-    leave_step_out(optimizers, buckets, faults.skip_step)
-    how = (copies.publisher, issuer, faults, links, nvme_path, delay)
+    how = (copies.publisher, issuer, links, nvme_path, delay)
     host_step = _host_step(schedule, optimizers, bucket_groups, groups, buckets, links, *how)
     boundaries = _boundaries(schedule, ddps, pp_rank)
-    of_run = (process_group, issuer, faults, routes.order, host_step, links)
+    of_run = (issuer, routes.order, host_step, links)
     reducer = _reducer(schedule, bucket_groups, optimizers, *of_run)
     kept = (routes.buffered, reducer, [] if host_shards is None else [host_shards.buffer])
     resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, *kept)
     turn = issuer.turn if any((copies.publisher, host_step, reducer)) else None
     of_rank = (schedules, pp_rank, groups, routes.by_name | copies.routes, clock, boundaries, recorder)
-    compiled = partial(_compiled, *of_rank, faults.skip_group, routes.order is not None, reducer, turn)
+    compiled = partial(_compiled, *of_rank, routes.order is not None, reducer, turn)
     executor = Executor(
         *(compiled(schedule.parallel.num_microbatches), groups, clock, residency, routes.gather.issue, issuer),
         _parts(reducer, host_shards, copies.publisher, host_step),
@@ -249,9 +245,7 @@ def _reducer(
     schedule: Schedule,
     bucket_groups: dict,
     optimizers: list,
-    process_group,
     issuer: Issuer,
-    faults: Faults,
     order: debug.IssueOrder | None,
     host_step: HostStep | None,
     recorder: Recorder | None,
@@ -271,7 +265,7 @@ def _reducer(
     ]
     hold_gradients(optimizers, held, recorder)
     device = device_of(next(iter(gradients.values())).whole)
-    reducer = Reducer(gradients, on_host, device, issuer, faults, dist.get_rank(process_group), order, recorder)
+    reducer = Reducer(gradients, on_host, device, issuer, order, recorder)
     reducer.complete = host_step.early.reduced if host_step is not None and host_step.early is not None else None
     return reducer
 

@@ -23,7 +23,6 @@ from math import inf
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.host_optimizers import (
@@ -39,7 +38,6 @@ from megatron_ext.megatron.late_memory import take_over
 from megatron_ext.megatron.own_step_bytes import count_delayed
 from megatron_ext.megatron.shards import places_of_groups
 from megatron_ext.runtime.device import device_of
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
@@ -82,7 +80,6 @@ class HostStep:
         groups: dict[int, Group],
         publisher: Publisher | None,
         issuer: Issuer,
-        faults: Faults,
         recorder,
         nvme_path,
         delay: tuple[int, int] | None,
@@ -110,9 +107,7 @@ class HostStep:
         units: dict = {}
         for optimizer in real:
             units[optimizer] = self._units_of(optimizer)
-        common: dict[str, Any] = dict(
-            device=self.device, issuer=issuer, faults=faults, rank=dist.get_rank(), recorder=recorder
-        )
+        common: dict[str, Any] = dict(device=self.device, issuer=issuer, recorder=recorder)
         if delay is not None:
             self.delayed = DelayedUpdate(staged, *delay, publisher, **common)
             if recorder is not None:

@@ -25,8 +25,6 @@ import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
 from megatron_ext.megatron.host_optimizers import choose, is_chosen, sort_some
-from megatron_ext.megatron.shards import pieces_of_groups
-from megatron_ext.runtime.group import Group
 
 ON_DEVICE = "on the device"
 
@@ -85,16 +83,3 @@ def move_states(hybrid) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and (value.dim() or not on_host):
                 state[name] = value.to(parameter.device)
-
-
-def leave_step_out(optimizers: list, buckets: list[tuple[object, Group]], index: int) -> None:
-    """Negative control: the group ``index`` of this rank is no longer stepped on the device."""
-    for optimizer in optimizers:
-        for group, shard in pieces_of_groups([optimizer], buckets):
-            if group.index == index:
-                own = optimizer.optimizer.param_to_fp32_param[shard]
-                optimizer.optimizer.gpu_optimizer.register_step_pre_hook(partial(_drop_gradient, own))
-
-
-def _drop_gradient(parameter: torch.Tensor, *_) -> None:
-    parameter.grad = None

@@ -221,10 +221,6 @@ class DriveFile:
         except OSError as error:
             raise DriveError(f"{what}: {self.label} cannot be flushed: {error.strerror}") from None
 
-    def truncate(self, size_bytes: int) -> None:
-        """Cut the file off: a fault for tests."""
-        os.ftruncate(self._buffered, size_bytes)
-
     def end_transfers(self) -> None:
         """After this only :meth:`map` works, until :meth:`close` or until nobody holds this object."""
         self._reads.close()

@@ -28,7 +28,6 @@ from time import perf_counter_ns
 import torch
 
 from megatron_ext.formats.moved_bytes import ADD_PASSES
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.group import Residency, ScheduleError
 from megatron_ext.runtime.issuer import Issuer
@@ -88,13 +87,13 @@ class Gradient:
 class _ToHost:
     """The slots through which gradients reach their shards in host memory."""
 
-    def __init__(self, largest_bytes: int, device, issuer: Issuer, delay: Callable | None, recorder: Recorder | None):
+    def __init__(self, largest_bytes: int, device, issuer: Issuer, recorder: Recorder | None):
         self._slots = [device.host_tensor(largest_bytes, torch.uint8) for _ in range(GRADIENT_SLOTS)]
         self.bytes = GRADIENT_SLOTS * largest_bytes
         self._worker, self._stream = Worker("gradients"), device.stream("gradients", upward=True)
         self._stream.log, self._recorder = log_of(recorder, "gradient", "to_host", "publish", "gradient"), recorder
         self._arrived, self._copied = private_flags(GRADIENT_SLOTS, device), device.event()
-        self._device, self._issuer, self._delay = device, issuer, delay
+        self._device, self._issuer = device, issuer
         self._adds: list[Transfer | None] = [None] * GRADIENT_SLOTS  # the last one out of each slot
         self._number = 0
         self.issued = True
@@ -121,8 +120,6 @@ class _ToHost:
     def _add(self, slot: int, number: int, staged: torch.Tensor, add: Callable, transfer: Transfer) -> None:
         """On the thread."""
         poll(partial(self._arrived[slot].reached, number))
-        if self._delay is not None:
-            self._delay()
         begin = perf_counter_ns()
         with torch.no_grad():
             add(staged)
@@ -155,7 +152,6 @@ class Reducer(Part):
         gradients: by group index.
         on_host: indices of those that are added up in host memory, by a thread.
         device: see :mod:`megatron_ext.runtime.device`.
-        rank: of the data-parallel group; injected delays differ by it.
         order: counts collectives in debug mode, or None.
         recorder: where copies and additions in host memory are recorded, or None.
 
@@ -172,8 +168,6 @@ class Reducer(Part):
         on_host: Iterable[int],
         device,
         issuer: Issuer,
-        faults: Faults,
-        rank: int,
         order=None,
         recorder: Recorder | None = None,
     ):
@@ -181,13 +175,10 @@ class Reducer(Part):
         self.residency = Residency()
         self.sample: Callable[[], None] | None = None
         self.complete: Callable[[int, Transfer | None], None] | None = None
-        self._early, self._skipped, self._late = bool(faults.no_wait), faults.skip_reduce, faults.late_add
-        self._held: torch.Tensor | None = None
-        self._delay = faults.delayer(faults.reduce_delay_ms, salt=71 + rank)
         self._in_flight: tuple[Gradient, Waitable, bool] | None = None
         parts = [gradients[index].part for index in self.on_host]
         largest = max((part.numel() * part.element_size() for part in parts), default=0)
-        self._to_host = _ToHost(largest, device, issuer, self._delay, recorder) if parts else None
+        self._to_host = _ToHost(largest, device, issuer, recorder) if parts else None
         self._recorder = recorder
 
     @property
@@ -213,14 +204,9 @@ class Reducer(Part):
         self.finish_reduce()
         if gradient.state is not _ADDING or gradient.issue is None:
             raise ScheduleError(f"{gradient} is reduced while it is {gradient.state.value}")
-        if self._delay is not None:
-            self._delay()
         if self.order is not None:
             self.order.add(gradient)
         gradient.version += 1
-        if gradient.index == self._skipped:
-            self._free(gradient)
-            return
         gradient.state = _REDUCING
         reduced = gradient.issue()
         if self._recorder is not None:
@@ -242,11 +228,8 @@ class Reducer(Part):
             self._to_host.wait_for_copy()
             self._free(gradient)
             return
-        if self._early:
-            self._add(gradient, gradient.part)
         reduced.wait()
-        if not self._early:
-            self._add(gradient, gradient.part)
+        self._add(gradient, gradient.part)
         self._free(gradient)
         if last and self.complete is not None:
             self.complete(gradient.index, None)
@@ -257,10 +240,7 @@ class Reducer(Part):
         self.residency.bytes -= gradient.bytes
 
     def _add(self, gradient: Gradient, part: torch.Tensor) -> None:
-        if gradient.index == self._late and self._held is None:
-            self._held = part.clone()
-        else:
-            gradient.shard.add_(part)
+        gradient.shard.add_(part)
 
     def end(self) -> None:
         """Every reduced part is in its shard when this returns.
@@ -274,9 +254,6 @@ class Reducer(Part):
                 raise ScheduleError(f"{gradient} is {gradient.state.value} at the end of the iteration")
         if self._to_host is not None:
             self._to_host.finish()
-        if self._held is not None:
-            self.gradients[self._late].shard.add_(self._held)
-            self._held = None
 
     def close(self) -> None:
         if self._to_host is not None:

@@ -63,10 +63,6 @@ class HostStream:
         assert isinstance(flag, DeviceFlag)
         self.run(partial(poll, partial(flag.reached, value), check))
 
-    def delay(self, pause: Callable | None) -> None:
-        if pause is not None:
-            self.run(pause)
-
     def close(self) -> None:
         self._worker.close()
 
@@ -98,10 +94,6 @@ class HostCompute:
 
     def wait_flag(self, flag: DeviceFlag, value: int, check: Callable[[], None]) -> None:
         poll(partial(flag.reached, value), check)
-
-    def delay(self, pause: Callable | None) -> None:
-        if pause is not None:
-            pause()
 
     def close(self) -> None:
         """There is no thread."""

@@ -139,7 +139,7 @@ class _Unreduced(Reducer):
     def __init__(self, reducer: Reducer):
         self.gradients, self.on_host, self.residency = reducer.gradients, frozenset(), reducer.residency
         self.device, self.order, self.sample, self.complete = reducer.device, None, None, None
-        self._early, self._skipped, self._delay, self._in_flight, self._to_host = False, -1, None, None, None
+        self._in_flight, self._to_host = None, None
         self._issues = {gradient: gradient.issue for gradient in reducer.gradients.values()}
         for gradient in self._issues:
             gradient.issue = _Ready

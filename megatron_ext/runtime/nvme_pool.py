@@ -95,11 +95,6 @@ class NvmePool:
         start = slot * self.slot_bytes
         return self._slots[start : start + group.bytes].view(group.whole.dtype)
 
-    def cut_short(self, group: Group) -> None:
-        """Fault for tests: the file ends in the middle of ``group`` from now on."""
-        file, offset = self._place_of[group.index]
-        file.truncate(offset + group.bytes // 2)
-
     def _close_files(self) -> None:
         for file in self.files:
             file.close()

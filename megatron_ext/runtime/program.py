@@ -84,7 +84,6 @@ def compile_program(
     clock: Clock,
     layers: Layers,
     recorder=None,
-    skip_group: int = -1,
     check_uses: bool = False,
     reducer: Reducer | None = None,
     poll: Action | None = None,
@@ -99,16 +98,14 @@ def compile_program(
         clock: the version that every gather must bring.
         layers: this rank's layers.
         recorder: where issues and waits are recorded, or None.
-        skip_group: negative control; whatever the schedule says of this group is left out.
         check_uses: check state and version of every group at every layer that uses it.
         reducer: of the gradients that come and go, or None where all stay whole.
         poll: called before the actions between two layers: issues what threads were waited for; None: nothing is.
     """
-    compiler = _Compiler(schedule, groups, routes, clock, layers, recorder, skip_group)
+    compiler = _Compiler(schedule, groups, routes, clock, layers, recorder)
     gradients = _gradient_actions(schedule, rank, layers, reducer) if reducer is not None else {}
     waits = compiler.waits_by_step(rank)
-    start = [compiler.stage_in(action) for action in rank.start.stage_in if action.group != skip_group]
-    start += [compiler.unshard(action) for action in rank.start.unshard if action.group != skip_group]
+    start = [*map(compiler.stage_in, rank.start.stage_in), *map(compiler.unshard, rank.start.unshard)]
     steps = [Step.parse(entry.step) for entry in rank.steps]
     placed = [
         compiler.place(step, entry, waits.get(index, ()), check_uses, gradients.get(index, ()))
@@ -170,9 +167,9 @@ def _gradient_actions(
 
 
 class _Compiler:
-    def __init__(self, schedule: Schedule, groups, routes, clock: Clock, layers, recorder, skip_group: int):
+    def __init__(self, schedule: Schedule, groups, routes, clock: Clock, layers, recorder):
         self.schedule, self.groups, self.routes, self.layers = schedule, groups, routes, layers
-        self.clock, self.recorder, self.skip_group = clock, recorder, skip_group
+        self.clock, self.recorder = clock, recorder
 
     def waits_by_step(self, rank: Rank) -> dict[int, list[int]]:
         """Groups that become whole at each step, in the order of their issue."""
@@ -182,17 +179,15 @@ class _Compiler:
         for index, entry in enumerate(rank.steps):
             for action in entry.unshard:
                 waits.setdefault(index if action.need_by < 0 else action.need_by, []).append(action.group)
-        return {index: [g for g in found if g != self.skip_group] for index, found in waits.items()}
+        return waits
 
     def place(self, step: Step, entry, waits, check_uses: bool, gradients=()) -> _Placed:
         """Actions of one step, each where it happens: reduces, frees, then issues, then waits, then allocations."""
         chunk = step.model_chunk_id(self.schedule.parallel.pp)
-        place = _Placed([self.stage_in(action) for action in entry.stage_in if action.group != self.skip_group], {}, [])
+        place = _Placed([*map(self.stage_in, entry.stage_in)], {}, [])
         for _, layer, action in (item for item in gradients if item.behind):
             self._behind(place, step, chunk, layer).append(action)
         for action in in_order(entry):
-            if action.group == self.skip_group:
-                continue
             if isinstance(action, Reshard):
                 self._behind(place, step, chunk, action.at).append(self.reshard(action))
             else:

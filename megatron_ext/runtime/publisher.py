@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.flags import DeviceFlag, poll, private_flags
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import DRIVE, HostPool
@@ -61,7 +60,6 @@ class _Shard(NamedTuple):
         pieces: of the host's optimizer, which the shard is made of; None: it is copied.
         copied: value of the target's flag when a stream has copied it, or has written the shard in host memory; None:
             the device has nothing to do with it.
-        stale: the fault that leaves the copy as it is.
         bounce: its place is a bounce buffer.
     """
 
@@ -70,7 +68,6 @@ class _Shard(NamedTuple):
     own: torch.Tensor
     pieces: list | None
     copied: int | None
-    stale: bool
     bounce: bool = False
 
 
@@ -81,7 +78,6 @@ class Publisher(Part):
         targets: published groups of this rank, in the order in which they are written.
         pool: the node's host copies and everybody's flags.
         nvme: the node's NVMe copy, or None.
-        dp_rank: this rank's index among all data-parallel ranks, by which injected delays differ.
     """
 
     def __init__(
@@ -89,15 +85,13 @@ class Publisher(Part):
         targets: list[Target],
         pool: HostPool | HostPools,
         nvme: NvmePool | None,
-        dp_rank: int,
         device,
         issuer: Issuer,
         clock: Clock,
-        faults: Faults,
         recorder=None,
     ):
         self.targets, self.pool, self.nvme = targets, pool, nvme
-        self.device, self.issuer, self.clock, self.faults, self.recorder = device, issuer, clock, faults, recorder
+        self.device, self.issuer, self.clock, self.recorder = device, issuer, clock, recorder
         self.worker, self.arrivals = Worker("publisher"), None
         if any(target.nodes.crosses_nodes for target in targets):
             self.arrivals = Worker("publisher-arrivals")
@@ -106,7 +100,6 @@ class Publisher(Part):
         self.copied = device.event()
         """Behind the last copy of a shard on the device that is queued."""
         self._taken, self._flags = device.event(), private_flags(len(targets), device)
-        self._delay = faults.delayer(faults.publish_delay_ms, salt=31 + dp_rank)
         self._jobs: list[Transfer] = []
         self._published = 0
         unhosted = [target.group.shard for target in targets if not target.host]
@@ -133,7 +126,7 @@ class Publisher(Part):
         for flag in self.pool.reads_done:
             stream.wait_flag(flag, iterations, partial(self.pool.check_reads_done, iterations))
         for number, target in enumerate(self.targets):
-            shard, before = self._place(number, target, version, from_shards), None
+            shard, before = self._place(number, target, from_shards), None
             self._count(shard)
             if target.nvme or self.pool.by_thread(target.group):
                 job = self.worker.submit(partial(self._write, shard, version, iterations))
@@ -147,11 +140,10 @@ class Publisher(Part):
     def updated(self, iterations: int, by_optimizer: bool) -> None:
         self.publish(iterations, from_shards=not by_optimizer)
 
-    def _place(self, number: int, target: Target, version: int, from_shards: bool) -> _Shard:
+    def _place(self, number: int, target: Target, from_shards: bool) -> _Shard:
         """Where the own shard of ``target`` goes in host memory."""
         group = target.group
         pieces = target.offloaded() if target.offloaded is not None and not from_shards else None
-        stale = group.index == self.faults.stale_group and version > 2
         copied = self._published if pieces is None else None
         if target.host:
             own = self.pool.slice_of(group, group.dp_rank)
@@ -161,13 +153,13 @@ class Publisher(Part):
             size = group.shard.numel() * group.shard.element_size()
             own = self._bounce[self._bounces % IN_FLIGHT][:size].view(group.shard.dtype)
             self._bounces += 1
-            return _Shard(number, target, own, pieces, copied, stale, bounce=True)
-        return _Shard(number, target, own, pieces, copied, stale)
+            return _Shard(number, target, own, pieces, copied, bounce=True)
+        return _Shard(number, target, own, pieces, copied)
 
     def _count(self, shard: _Shard) -> None:
         """What a thread moves of a shard; its copy from the device is counted by its stream."""
         recorder, own, target = self.recorder, shard.own, shard.target
-        if recorder is None or shard.stale:
+        if recorder is None:
             return
         nodes = max(len(target.nodes.dp_ranks), 1)
         if shard.pieces is not None:
@@ -181,8 +173,7 @@ class Publisher(Part):
         """Queue the copy of a shard on the device, and its flags."""
         stream, target = self.stream, shard.target
         by_thread = target.nvme or self.pool.by_thread(target.group)
-        if not shard.stale and not target.group.on_host:
-            stream.delay(self._delay)
+        if not target.group.on_host:
             stream.copy(shard.own, target.group.shard, None if by_thread else f"publish {target.group.index}")
         if by_thread:
             stream.store(self._flags[shard.number], self._published)
@@ -197,13 +188,12 @@ class Publisher(Part):
     def _write(self, shard: _Shard, version: int, iterations: int, transfer: Transfer):
         """Bring a shard to host memory, send it, write it, and store its flags."""
         try:
-            start, arriving = perf_counter_ns(), None
-            if not shard.stale:
-                if len(self._sent) == IN_FLIGHT:
-                    self._sent.popleft().wait()
-                self._bring(shard, iterations)
-                with torch.no_grad():
-                    arriving = shard.target.nodes.begin(self._places(shard), shard.target.group.dp_rank)
+            start = perf_counter_ns()
+            if len(self._sent) == IN_FLIGHT:
+                self._sent.popleft().wait()
+            self._bring(shard, iterations)
+            with torch.no_grad():
+                arriving = shard.target.nodes.begin(self._places(shard), shard.target.group.dp_rank)
             end = partial(self._end, shard, arriving, version, start)
             if self.arrivals is None:
                 end(transfer)
@@ -232,8 +222,6 @@ class Publisher(Part):
                 return
         for flag in self.pool.reads_done:  # a stream has waited for them before it copied
             poll(partial(flag.reached, iterations), partial(self.pool.check_reads_done, iterations))
-        if self._delay is not None:
-            self._delay()
         with torch.no_grad():
             if shard.pieces is not None:
                 if shard.bounce:
@@ -250,17 +238,16 @@ class Publisher(Part):
             return [self.pool.slice_of(group, dp_rank) for dp_rank in nodes.dp_ranks]
         return nodes.places(shard.own, group.dp_rank)
 
-    def _end(self, shard: _Shard, arriving: Arriving | None, version: int, start: int, transfer: Transfer) -> None:
+    def _end(self, shard: _Shard, arriving: Arriving, version: int, start: int, transfer: Transfer) -> None:
         """Wait for what the counterparts on other nodes have sent; write it on the drive where the group has a copy."""
         target = shard.target
-        for dp_rank, part in arriving.wait() if arriving is not None else ():
+        for dp_rank, part in arriving.wait():
             if target.nvme and self.nvme is not None:
                 self.nvme.write(target.group, dp_rank, part)
         if target.host and self.pool.by_thread(target.group):
             self.pool.own_flag(target.group).store(version)
         if target.nvme and self.nvme is not None:
-            if arriving is not None:
-                self.nvme.flush(target.group)
+            self.nvme.flush(target.group)
             self.pool.own_flag(target.group, DRIVE).store(version)
         if self.recorder is not None:  # groups follow each other, also where two are on their way
             start, self._last_ns = max(start, self._last_ns), perf_counter_ns()

@@ -1,6 +1,6 @@
 """A host link and a drive as slow as another machine's: a rehearsal on a machine without a device.
 
-``MEGATRON_EXT_FAULTS="host_link_mb=250,drive_mb=500"`` sets both, in MB/s for each rank. A copy to the device then
+``MEGATRON_EXT_SLOW_LINKS="host_link_mb=250,drive_mb=500"`` sets both, in MB/s for each rank. A copy to the device then
 takes at least as long as its bytes take at that rate, one copy at a time, and needs no processor for the rest of that
 time; copies from the device have the other direction to themselves. Reads and writes of the drive are real and take at
 least as long as their bytes take, one at a time. ``measure`` and training both see these links, and the cost table says
@@ -8,15 +8,17 @@ which they were: the name of the device does. ``scripts/slow_links.sh`` sets the
 (``network_mb``), which the kernel bounds.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.facts import EMULATED
-from megatron_ext.runtime import faults
 
+VARIABLE = "MEGATRON_EXT_SLOW_LINKS"
 NAMES = ("network_mb", "host_link_mb", "drive_mb")
 
 _DIRECTIONS = {False: threading.Lock(), True: threading.Lock()}
@@ -27,8 +29,16 @@ _drive_free_at = 0.0
 @cache
 def rates() -> dict[str, float]:
     """The rates that are set, by name, in MB/s. Raises InputError where the variable is wrong."""
-    found = faults.from_environment()
-    return {name: rate for name in NAMES if (rate := getattr(found, name)) > 0}
+    found = {}
+    for part in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        name, _, value = part.partition("=")
+        if name not in NAMES:
+            raise InputError(f"known: {', '.join(NAMES)}", file=VARIABLE, field=name)
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise InputError("expected a number", file=VARIABLE, field=name, value=value) from None
+    return {name: rate for name, rate in found.items() if rate > 0}
 
 
 def described() -> str:

@@ -57,10 +57,6 @@ class Stream(Protocol):
         it any more; the watch calls it where a device waits."""
         ...
 
-    def delay(self, pause: Callable | None) -> None:
-        """Queue an injected delay, a fault of tests; None: nothing."""
-        ...
-
     def close(self) -> None: ...
 
 
@@ -104,11 +100,6 @@ class CudaStream:
     def wait_flag(self, flag: DeviceFlag, value: int, check: Callable[[], None]) -> None:
         assert isinstance(flag, DeviceFlag) and self._flags is not None
         self._flags.wait(self.stream, flag.device_address, value)
-
-    def delay(self, pause: Callable | None) -> None:
-        sleep = getattr(torch.cuda, "_sleep", None)
-        if pause is not None and sleep is not None:
-            pause(lambda seconds: self.run(lambda: sleep(int(seconds * 1.5e9))))  # cycles
 
     def close(self) -> None:
         """Nothing: what is queued ends before memory is unlocked."""

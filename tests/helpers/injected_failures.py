@@ -19,6 +19,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+import faults
 import torch
 import torch.distributed as dist
 
@@ -27,7 +28,6 @@ from megatron_ext.cpubench import gloo
 from megatron_ext.runtime import block_reads
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group, Residency
 from megatron_ext.runtime.host_pool import HostPool
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
@@ -99,7 +99,6 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     sizes = dict(pipeline_model_parallel_size=1, data_parallel_size=2, num_microbatches=1)
     parallel = Parallel(**sizes, order="no_pipeline", gpus_per_node=per_node)
-    faults = Faults(publish_delay_ms=10 * rank)  # so that rank 0, where exceptions are raised, always waits
     clock, device, recorder = Clock(), HostDevice(), Recorder(rank)
     groups = [Group(index, "chunk 0", torch.full((1 << 13,), float(index)), rank, 2) for index in range(3)]
     # All groups first: who makes one with a rank that is gone waits for the launcher, which here is none.
@@ -117,14 +116,14 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
     pool = HostPool(groups[:2], {0, 1}, written, dist.get_rank(local), per_node, exchange, device)
     slots = dict(slots=1, slot_bytes=groups[1].bytes, settings=DriveReads(block_bytes=4096, queue_depth=3))
     nvme = NvmePool(folder, groups[1:2], dist.get_rank(local), exchange, **slots, device=device)
-    how = (device, issuer, clock, faults)
+    how = (device, issuer, clock)
     cpu = HostCopy(pool, *how, recorder)
     read = DriveCopy(nvme, pool, *how, 1, recorder)
     if legs is None:
-        collective = ShardGather(gathers, device, faults, recorder)
+        collective = ShardGather(gathers, device, recorder)
     else:
         collective = HierarchicalGather(legs, device, recorder)
-    publisher = Publisher(targets, pool, nvme, rank, *how, recorder)
+    publisher = Publisher(targets, pool, nvme, *how, recorder)
     unshards = [partial(group.unshard, route.issue, clock) for group, route in zip(groups, (cpu, read, collective))]
     waits = [partial(group.wait, clock) for group in groups]
     start = (partial(read.stage_in, groups[1], 0), *unshards)
@@ -188,7 +187,8 @@ def begin(folder: Path, setup: str, site: tuple | None, hit: int) -> list[int]:
             sys.stderr = sys.__stderr__ = os.fdopen(2, "w", closefd=False)
             tracer = Tracer(site if rank == 0 else None, hit, folder / "injected")
             threading.settrace(tracer)
-            train(rank, folder, setup, stalls=hit == 0)
+            with faults.injected(publish_delay_ms=10 * rank):  # rank 0, where exceptions are raised, always waits
+                train(rank, folder, setup, stalls=hit == 0)
             if site is None and rank == 0:
                 (folder / "sites").write_text(json.dumps([[*key, count] for key, count in tracer.counts.items()]))
             code = 0

@@ -16,6 +16,7 @@ import sys
 import traceback
 from unittest import mock
 
+import faults
 import orderings
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_ext.megatron import lifecycle
-from megatron_ext.runtime import debug, faults
+from megatron_ext.runtime import debug
 
 expert_model.install()
 
@@ -231,7 +232,8 @@ def train(
         args.metrics_path = args.metrics_path or "not written"  # hashes of parameters are wanted
     drive = args.user_defined_schedule_nvme_path
     example.hooks.configure(schedule, trace, delay=args.delayed_parameter_update, nvme_path=drive)
-    with SURROUNDINGS[meddle](example) if meddle in SURROUNDINGS else contextlib.nullcontext() as noted:
+    surroundings = SURROUNDINGS[meddle](example) if meddle in SURROUNDINGS else contextlib.nullcontext()
+    with faults.from_environment(), surroundings as noted:
         return _train_model(example, args, meddle) | {"microbatches": noted}
 
 

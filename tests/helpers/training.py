@@ -7,15 +7,17 @@ import tempfile
 import time
 from pathlib import Path
 
+import faults
 from cases import LAYOUTS
 from places import MEGATRON, ROOT
 from warm_python import WarmPython
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """This process's environment with the patched Megatron tree first on the path."""
-    path = os.pathsep.join([str(MEGATRON), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(extra or {})}
+    """This process's environment with the patched Megatron tree first on the path, and what puts ``faults.py`` in."""
+    path, extra = os.pathsep.join([str(MEGATRON), os.environ.get("PYTHONPATH", "")]), extra or {}
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | extra
+    return {**os.environ, **own, **(faults.asked(extra[faults.VARIABLE], path) if faults.VARIABLE in extra else {})}
 
 
 def run(command: list[str], *, env: dict[str, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess:

@@ -21,7 +21,6 @@ from time import perf_counter_ns
 import torch
 
 from megatron_ext.formats.moved_bytes import Row
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.issuer import Issuer
@@ -55,16 +54,12 @@ class DelayedUpdate(Part):
         publisher: Publisher | None,
         device,
         issuer: Issuer,
-        faults: Faults,
-        rank: int,
         recorder=None,
     ):
         self.staged, self.applied = staged, 0
         self.rows: list[Row] = []
         self._iteration, self._after = begun, after
         self._publisher, self._device, self._issuer, self._recorder = publisher, device, issuer, recorder
-        self._delay = faults.delayer(faults.step_delay_ms, salt=131 + rank)
-        self._undelayed, self._lost = bool(faults.undelayed), faults.lose_update
         self._worker, self._copied = Worker("delayed-update"), device.event()
         (self._arrived,) = private_flags(1, device)
         self._steps: list[Callable[[], None]] = []
@@ -82,7 +77,7 @@ class DelayedUpdate(Part):
     @property
     def delays(self) -> bool:
         """Whether the update of the iteration that began last is delayed."""
-        return self._iteration > self._after and not self._undelayed
+        return self._iteration > self._after
 
     @property
     def pending(self) -> bool:
@@ -102,8 +97,6 @@ class DelayedUpdate(Part):
             steps, self._steps = self._steps, []
             self._handed_over += 1
             self._device.compute.store(self._arrived, self._handed_over)  # staging tensors are no longer read, either
-            if self._handed_over == self._lost:
-                steps = []
             self._job = self._worker.submit(partial(self._step, steps, self._handed_over))
 
     @torch.no_grad()
@@ -137,16 +130,12 @@ class DelayedUpdate(Part):
         poll(partial(self._arrived.reached, number))
         if self._publisher is not None:
             self._publisher.wait_on_thread()
-        if self._delay is not None:
-            self._delay()
         begin = perf_counter_ns()
         with torch.no_grad():
             for step in steps:
                 step()
         if self._recorder is not None:
             self._recorder.add("host_step", "delayed", begin, perf_counter_ns())
-        if self._delay is not None:
-            self._delay()
 
     def changed(self) -> None:
         if self.pending:

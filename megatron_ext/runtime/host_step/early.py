@@ -24,7 +24,6 @@ from time import perf_counter_ns
 
 import torch
 
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.host_step.room import Link
 from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.issuer import Issuer
@@ -79,7 +78,6 @@ class EarlySteps(Part):
         rollback_bytes: memory for copies of states.
         settings: called before the first step of an iteration could begin.
         publisher: what it publishes of the last step is read before a step changes it; None: nothing is published.
-        rank: injected delays differ by it.
         recorder: where steps are recorded, or None.
     """
 
@@ -92,8 +90,6 @@ class EarlySteps(Part):
         link: Link,
         device,
         issuer: Issuer,
-        faults: Faults,
-        rank: int,
         recorder=None,
     ):
         self._units: dict[int, list[EarlyUnit]] = {}
@@ -105,8 +101,6 @@ class EarlySteps(Part):
         self.taken = self.taken_back = 0  # steps made early, and those of them that did not stand
         self._settings, self._publisher, self._recorder = settings, publisher, recorder
         self._link, self._device, self._issuer = link, device, issuer
-        self._delay = faults.delayer(faults.step_delay_ms, salt=113 + rank)
-        self._keeps = bool(faults.no_rollback)
         self._worker = Worker("early-steps")
         self._reduced = {unit: device.event() for unit in units}
         self._copying = threading.Lock()  # held while gradients in host memory are copied
@@ -171,7 +165,7 @@ class EarlySteps(Part):
         self.wait()
         stepped = [unit for unit in self._stepped if unit.unit in units]
         self._device.synchronize(self._link.left)  # it may still read the host's parameters
-        standing = [unit for unit in stepped if self._keeps or (not changed and unit.gradients_unchanged())]
+        standing = [unit for unit in stepped if not changed and unit.gradients_unchanged()]
         for unit in stepped:
             if unit in standing:
                 unit.unit.keep()
@@ -188,11 +182,8 @@ class EarlySteps(Part):
         if self._stepped:
             self._device.synchronize(self._link.left)  # it may still read the host's parameters
         for unit in self._stepped:
-            if self._keeps:
-                unit.unit.keep()
-            else:
-                unit.unit.take_back()
-                unit.unit.write_shards()
+            unit.unit.take_back()
+            unit.unit.write_shards()
         self.taken_back += len(self._stepped)
         self._stepped.clear()
 
@@ -212,8 +203,6 @@ class EarlySteps(Part):
     def _step(self, unit: EarlyUnit, memory: torch.Tensor, behind: Transfer | None, transfer: Transfer) -> None:
         if behind is not None:
             behind.wait()
-        if self._delay is not None:
-            self._delay()
         begin, host = perf_counter_ns(), unit.unit
         host.wait_for_gradients()
         with self._copying:
@@ -226,8 +215,6 @@ class EarlySteps(Part):
         self._stepped.append(unit)
         host.step_early(memory)
         self.taken += 1
-        if self._delay is not None:
-            self._delay()
         if self._recorder is not None:
             self._recorder.add("host_step", str(host.group), begin, perf_counter_ns())
 

@@ -4,7 +4,6 @@ from functools import partial
 from time import perf_counter_ns
 
 from megatron_ext.runtime import drive
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.flags import poll
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import DRIVE, HostPool
@@ -32,13 +31,11 @@ class DriveCopy:
         device,
         issuer: Issuer,
         clock: Clock,
-        faults: Faults,
         slots: int,
         recorder=None,
     ):
         self.pool, self.flags, self.issuer, self.clock, self.recorder = pool, flags, issuer, clock, recorder
         self.reader, self.copies = Worker("nvme-read"), Copies("nvme-copy", device, issuer, recorder)
-        self._faults, self._delay = faults, faults.delayer(faults.read_delay_ms, salt=43 + flags.rank)
         self._copied_out = [0] * slots  # copies out of each slot so far, those that are not issued yet included
         self._staged: dict[int, tuple[int, Transfer]] = {}
         self._read_end = 0
@@ -53,13 +50,8 @@ class DriveCopy:
     def _read(self, group: Group, slot: int, version: int, copied_out: int, transfer: Transfer):
         """On the thread that reads."""
         poll(partial(self.pool.copied_out[slot].reached, copied_out))
-        if not self._faults.no_wait:
-            published = partial(self.flags.is_published, group, version, DRIVE)
-            poll(published, partial(self.flags.check_published, group, version, DRIVE))
-        if self._delay is not None:
-            self._delay()
-        if group.index == self._faults.short_read and version > 2:
-            self.pool.cut_short(group)
+        published = partial(self.flags.is_published, group, version, DRIVE)
+        poll(published, partial(self.flags.check_published, group, version, DRIVE))
         recorder, start = self.recorder, perf_counter_ns()
         ended = None if recorder is None else partial(self._record, recorder, group, start)
         self.pool.start(group, slot, transfer, ended)

@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.flags import DeviceFlag
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import HostPool
@@ -48,20 +47,18 @@ class Copies:
 class HostCopy:
     """The whole group at the clock's version; see :mod:`megatron_ext.runtime.host_pool` for who publishes it."""
 
-    def __init__(self, pool: HostPool | HostPools, device, issuer: Issuer, clock: Clock, faults: Faults, recorder=None):
+    def __init__(self, pool: HostPool | HostPools, device, issuer: Issuer, clock: Clock, recorder=None):
         self.pool, self.issuer, self.clock = pool, issuer, clock
         self.copies = Copies("cpu-route", device, issuer, recorder)
-        self._waits = not faults.no_wait
-        self._delay = faults.delayer(faults.copy_delay_ms, salt=17 + pool.rank)
         self._waited: dict[int, int] = {}  # version that the stream has waited for, by group
         issuer.checks.append(lambda: pool.check_peers(clock.version))
 
     def issue(self, group: Group) -> Arrival:
         version, arrival, pool = self.clock.version, self.copies.arrival(group.index), self.pool
-        if self._waits and pool.by_thread(group):
+        if pool.by_thread(group):
             self.issuer.when(partial(pool.is_published, group, version), partial(self._copy, group, arrival))
             return arrival
-        if self._waits and self._waited.get(group.index) != version:
+        if self._waited.get(group.index) != version:
             self._waited[group.index] = version
             check = partial(pool.check_published, group, version)
             for flag in pool.flags_of(group):
@@ -71,7 +68,6 @@ class HostCopy:
         return arrival
 
     def _copy(self, group: Group, arrival: Arrival) -> None:
-        self.copies.stream.delay(self._delay)
         self.copies.copy(group.index, group.whole, self.pool.copy_of(group), arrival)
 
     def close(self) -> None:

@@ -13,11 +13,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron_ext.runtime.faults import Faults
-from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.node_groups import high_priority
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
-from megatron_ext.runtime.streams import Arrival
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import shard_pieces
 
@@ -41,30 +38,17 @@ class ShardGather(BufferedGather):
 
     Args:
         process_group: used by nobody else.
-        faults: delays before the first copy of a group; ``stale_group`` comes from its first shard.
     """
 
-    def __init__(self, process_group, device, faults: Faults = Faults(), recorder=None):  # noqa: B008 - a named tuple
+    def __init__(self, process_group, device, recorder=None):
         super().__init__("cpu-shard-gathers", device, recorder)
-        self.process_group, self._copies, self._copied = (
-            process_group,
-            device.stream("cpu-shard-copies"),
-            device.event(),
-        )
-        self._delay = faults.delayer(faults.copy_delay_ms, salt=59 + dist.get_rank(process_group))
-        self._stale, self._first = faults.stale_group, None
-
-    def issue(self, group: Group) -> Arrival:
-        if group.index != self._stale:
-            return super().issue(group)
-        self._first = group.shard.clone() if self._first is None else self._first
-        return self.gather(group.whole, self._first, group.shard_start)
+        self.process_group = process_group
+        self._copies, self._copied = device.stream("cpu-shard-copies"), device.event()
 
     def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:
         pieces = shard_pieces(whole.numel() * whole.element_size())
         ends = [shard.numel() * number // pieces for number in range(pieces + 1)]
         self._copies.wait(taken)
-        self._copies.delay(self._delay)
         if self.recorder is not None:
             self.recorder.moved("gather", "to_device", shard.nbytes)
         for begin, end in zip(ends, ends[1:]):

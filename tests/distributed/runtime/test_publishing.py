@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import faults
 import pytest
 import torch
 from places import HELPERS
@@ -18,7 +19,6 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError
 from megatron_ext.runtime.host_pool import COPY, HostPool, PeerLost
 from megatron_ext.runtime.issuer import Issuer
@@ -31,13 +31,11 @@ from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.step import Step
 
-NO_FAULTS = Faults()
-
 
 class Node:
     """One rank that publishes three groups to memory and drive."""
 
-    def __init__(self, directory, nodes=None, faults=NO_FAULTS):
+    def __init__(self, directory, nodes=None):
         self.clock, self.issuer, device = Clock(), Issuer(), HostDevice()
         self.groups = [Group(index, "chunk 0", torch.full((1 << 12,), float(index)), 0, 1) for index in range(3)]
         targets = [Target(group, True, True, nodes=nodes or NodeExchange()) for group in self.groups]
@@ -45,9 +43,9 @@ class Node:
         self.pool = HostPool(self.groups, {0, 1, 2}, by_thread(targets), 0, 1, alone, device)
         slots = dict(slots=1, slot_bytes=self.groups[0].bytes, settings=DriveReads(), device=device)
         self.nvme = NvmePool(directory, self.groups, 0, alone, **slots)
-        how = (device, self.issuer, self.clock, faults)
+        how = (device, self.issuer, self.clock)
         self.cpu, self.route = HostCopy(self.pool, *how), DriveCopy(self.nvme, self.pool, *how, 1)
-        self.publisher = Publisher(targets, self.pool, self.nvme, 0, *how)
+        self.publisher = Publisher(targets, self.pool, self.nvme, *how)
 
     def publish(self) -> None:
         self.clock.version += 1
@@ -196,7 +194,7 @@ def test_other_ranks_of_the_node_hear_that_one_cannot_publish(by_thread):
     pools[0].fail(OSError("the drive is full"))
     clock, device, issuer = Clock(), HostDevice(), Issuer()
     clock.version = 2
-    route = HostCopy(pools[1], device, issuer, clock, NO_FAULTS)
+    route = HostCopy(pools[1], device, issuer, clock)
     arrival = route.issue(groups[0])
     assert isinstance(within(10, arrival.wait), PeerLost)
     route.close()
@@ -211,9 +209,10 @@ def test_a_pool_that_one_rank_cannot_open_is_refused_on_all(monkeypatch):
         HostPool(groups, {0}, set(), 0, 2, lambda value: next(answers), HostDevice())
 
 
+@faults.injected(publish_delay_ms=300.0)
 def test_closing_waits_for_what_is_being_written(tmp_path):
     before = set(threading.enumerate())
-    node = Node(tmp_path, faults=Faults(publish_delay_ms=300.0))
+    node = Node(tmp_path)
     node.publish()
     node.close()
     assert set(threading.enumerate()) == before

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from training import environment as environment_with
 from training import work_left
 
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
@@ -22,7 +22,7 @@ TRAINED_BEFORE = jobs()[1].cases[0].name
 
 def tier(*words: object, **environment: str) -> subprocess.CompletedProcess:
     command = ["bash", "scripts/test_gpu.sh", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, env=environment_with(environment), capture_output=True, text=True)
 
 
 def results(out: Path) -> dict[str, dict]:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import engine_stand_in
+import faults
 import pytest
 from default_arguments import CASES, PIPELINE
 from draw_schedule import GRADIENTS, never_whole, prepared, states_on_device, states_on_drive
@@ -196,5 +197,5 @@ def test_a_missing_gather_is_seen(tree, tmp_path):
     """The control: one group that is never gathered makes another training."""
     trainer = Trainer(tree("0.17.1"), tmp_path, PIPELINE.split(), 3, 3, engine=True)
     assert trainer.train().returncode == 0
-    result = trainer.train(MEGATRON_EXT_FAULTS="stale_group=0")
+    result = trainer.train(**faults.asked("stale_group=0", trainer.environment["PYTHONPATH"]))
     assert result.returncode != 0 and "NOT EQUAL" in result.stdout + result.stderr

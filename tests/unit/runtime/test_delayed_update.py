@@ -3,17 +3,15 @@
 import threading
 from types import SimpleNamespace
 
+import faults
 import pytest
 import torch
 
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.recorder import Recorder
-
-NO_FAULTS = Faults()
 
 
 @pytest.fixture
@@ -21,10 +19,10 @@ def delayed():
     """``delayed(...)``: a DelayedUpdate of one shard of zeros, whose step number n is to write n."""
     made = []
 
-    def make(begun=0, after=0, published=None, faults=NO_FAULTS, recorder=None, device=HostDevice()):  # noqa: B008
+    def make(begun=0, after=0, published=None, recorder=None, device=HostDevice()):  # noqa: B008
         pair = torch.zeros(3), torch.zeros(3)
         publisher = None if published is None else SimpleNamespace(wait_on_thread=published)
-        how = dict(device=device, issuer=Issuer(), faults=faults, rank=0, recorder=recorder)
+        how = dict(device=device, issuer=Issuer(), recorder=recorder)
         made.append(DelayedUpdate([pair], begun, after, publisher, **how))
         return made[-1]
 
@@ -45,9 +43,10 @@ def iterate(delayed: DelayedUpdate, number: int, skipped: bool = False) -> float
     return used
 
 
+@faults.injected(step_delay_ms=3)
 def test_each_update_is_used_one_iteration_later(delayed):
     recorder = Recorder(rank=0)
-    one = delayed(faults=Faults(step_delay_ms=3), recorder=recorder)
+    one = delayed(recorder=recorder)
     assert [iterate(one, number) for number in range(1, 5)] == [0, 0, 1, 2]
     one.apply()
     assert one.staged[0][1].tolist() == [4, 4, 4] and not one.pending and one.applied == 4
@@ -89,10 +88,10 @@ def test_an_error_of_the_thread_reaches_the_training_thread(delayed):
         one.apply()
 
 
+@faults.injected(lose_update=2, undelayed=1)
 def test_a_lost_update_and_no_delay_are_faults(delayed):
-    lost = delayed(faults=Faults(lose_update=2))
+    lost, at_once = delayed(), delayed()
     assert [iterate(lost, number) for number in range(1, 6)] == [0, 0, 1, 1, 3]
-    at_once = delayed(faults=Faults(undelayed=1))
     at_once.begin()
     assert not at_once.delays
 

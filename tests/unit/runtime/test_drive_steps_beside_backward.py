@@ -4,13 +4,13 @@ import os
 import random
 
 import drive_faults
+import faults
 import pytest
 import torch
 from drive_faults import FAULTS
 
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
@@ -63,7 +63,7 @@ class InMemory(Training):
 
 
 class OnDrive(Training):
-    def __init__(self, directory, slots: int, faults=None):
+    def __init__(self, directory, slots: int):
         super().__init__()
         issuer, device = Issuer(), HostDevice()
         self.link = Link(device, device.device)
@@ -79,7 +79,7 @@ class OnDrive(Training):
         early = [
             EarlyUnit(one, [self.gradients[i] for i in unit], lambda: None) for one, unit in zip(self.units, UNITS)
         ]
-        how = dict(device=device, issuer=issuer, faults=faults or Faults(), rank=0)
+        how = dict(device=device, issuer=issuer)
         self.early = EarlySteps(early, 0, lambda: None, None, self.link, **how)
         self.iteration(1.0, [])  # makes the moments
         self.early.ready = True
@@ -144,9 +144,10 @@ def test_training_is_that_in_memory_whatever_becomes_of_a_step(tmp_path, seed, s
     ours.close()
 
 
+@faults.injected(no_rollback=1)
 def test_the_control_keeps_what_was_clipped(tmp_path):
     for factor in (0.5, None):
-        ours, theirs = OnDrive(tmp_path, 3, Faults(no_rollback=1)), InMemory()
+        ours, theirs = OnDrive(tmp_path, 3), InMemory()
         theirs.iteration(1.0)
         theirs.iteration(factor)
         ours.iteration(factor, [0, 1, 2])

@@ -3,11 +3,11 @@
 import threading
 from types import SimpleNamespace
 
+import faults
 import pytest
 import torch
 
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
 from megatron_ext.runtime.host_step.room import Link, OwnRooms
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
@@ -22,13 +22,7 @@ class Training:
     """A unit a shape, each with a device's tensor; its optimizer has stepped once."""
 
     def __init__(
-        self,
-        rollback_bytes: int = 1 << 16,
-        scale: float | None = None,
-        published=None,
-        faults=None,
-        recorder=None,
-        on_host=False,
+        self, rollback_bytes: int = 1 << 16, scale: float | None = None, published=None, recorder=None, on_host=False
     ):
         generator = torch.Generator().manual_seed(1)
         self.parameters = [torch.randn(shape, generator=generator) for shape in SHAPES]
@@ -48,7 +42,7 @@ class Training:
             early.append(EarlyUnit(self.units[-1], [gradient], lambda inverse=inverse: inverse))
         if published is not None:
             published = SimpleNamespace(wait_on_thread=published, copied=None)
-        how = dict(device=device, issuer=self.issuer, faults=faults or Faults(), rank=0, recorder=recorder)
+        how = dict(device=device, issuer=self.issuer, recorder=recorder)
         self.early = EarlySteps(early, rollback_bytes, lambda: None, published, self.link, **how)
         self.early.ready = True
 
@@ -191,8 +185,9 @@ def test_a_step_that_is_skipped_leaves_nothing(training):
     assert same(ours.everything(), before) and ours.early.taken_back == 4
 
 
+@faults.injected(no_rollback=1)
 def test_the_control_lets_everything_stand(training):
-    ours = training(faults=Faults(no_rollback=1))
+    ours = training()
     before = ours.everything()
     ours.backward()
     ours.gradients[0].mul_(0.5)

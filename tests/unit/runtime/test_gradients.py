@@ -2,11 +2,11 @@
 
 import threading
 
+import faults
 import pytest
 import torch
 
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.gradients import Gradient, Reducer
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.issuer import Issuer
@@ -23,19 +23,20 @@ class Scattered:
         self.gradient.part.add_(1)
 
 
-def made(on_host=(), count: int = 2, **faults) -> Reducer:
+def made(on_host=(), count: int = 2) -> Reducer:
     gradients = {}
     for index in range(count):
         gradient = gradients[index] = Gradient(index, torch.zeros(8), torch.zeros(4), shard_start=4)
         gradient.issue = lambda gradient=gradient: Scattered(gradient)
-    return Reducer(gradients, on_host, HostDevice(), Issuer(), Faults(**faults), rank=1)
+    return Reducer(gradients, on_host, HostDevice(), Issuer())
 
 
 @pytest.fixture(params=[False, True], ids=["sharded", "host"])
 def reducer(request):
-    reducer = made([0, 1] if request.param else [], reduce_delay_ms=2)
-    yield reducer
-    reducer.close()
+    with faults.injected(reduce_delay_ms=2):
+        reducer = made([0, 1] if request.param else [])
+        yield reducer
+        reducer.close()
 
 
 def sizes(reducer) -> list[int]:
@@ -90,8 +91,9 @@ def test_what_the_program_must_not_do_is_an_error(reducer):
         reducer.end()
 
 
+@faults.injected(no_wait=1)
 def test_a_reduce_that_is_not_waited_for_gives_other_sums():
-    reducer = made(count=1, no_wait=1)
+    reducer = made(count=1)
     (gradient,) = reducer.gradients.values()
     reducer.allocate(gradient)
     reducer.reduce(gradient)
@@ -99,8 +101,9 @@ def test_a_reduce_that_is_not_waited_for_gives_other_sums():
     assert gradient.shard.tolist() == [0, 0, 0, 0]
 
 
+@faults.injected(late_add=0)
 def test_a_sum_that_is_added_late_is_in_the_shard_at_the_end():
-    reducer = made(on_host=[0], late_add=0)
+    reducer = made(on_host=[0])
     first, _ = reducer.gradients.values()
     for _ in range(2):
         reducer.allocate(first)

@@ -2,13 +2,13 @@
 
 import time
 
+import faults
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import COPY, DRIVE, HostPool, PeerLost
 from megatron_ext.runtime.host_stream import HostStream
@@ -41,14 +41,14 @@ class SlowDevice(HostDevice):
 class Copies:
     """Two groups of one rank with host copies, written by streams or by threads, and copies on the drive."""
 
-    def __init__(self, directory, faults=Faults(), recorder=None, device=HostDevice(), by_thread=False):  # noqa: B008
+    def __init__(self, directory, recorder=None, device=HostDevice(), by_thread=False):  # noqa: B008
         self.groups = [Group(index, "chunk 0", torch.zeros(1 << 12), 0, 1) for index in range(2)]
         self.clock, self.issuer = Clock(), Issuer()
         self.pool = HostPool(self.groups, {0, 1}, {0, 1} if by_thread else set(), 0, 1, alone, device)
         size = self.groups[0].bytes
         drive = dict(slots=1, slot_bytes=size, settings=DriveReads(), device=device)
         self.nvme = NvmePool(directory, self.groups, 0, alone, **drive)
-        how = (device, self.issuer, self.clock, faults)
+        how = (device, self.issuer, self.clock)
         self.host_copy = HostCopy(self.pool, *how, recorder)
         self.drive = DriveCopy(self.nvme, self.pool, *how, 1, recorder)
 
@@ -142,8 +142,9 @@ def test_who_waits_for_a_copy_issues_what_others_wait_for(tmp_path):
     copies.close()
 
 
+@faults.injected(no_wait=1)
 def test_the_negative_control_copies_what_is_not_published(tmp_path):
-    copies = Copies(tmp_path, Faults(no_wait=1))
+    copies = Copies(tmp_path)
     copies.publish(3.0)
     copies.clock.version += 1
     copies.host_copy.issue(copies.groups[0]).wait()
@@ -229,7 +230,7 @@ def test_copies_are_recorded_on_their_links(tmp_path):
 
 def test_a_read_that_fails_is_heard_by_who_waits(copies):
     copies.publish(3.0)
-    copies.nvme.cut_short(copies.groups[0])
+    faults.cut_short(copies.nvme, copies.groups[0])
     copies.drive.stage_in(copies.groups[0], 0)
     with pytest.raises(DriveError, match="group 0"):
         copies.drive.issue(copies.groups[0]).wait()

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import FAILED, HostPool
 from megatron_ext.runtime.host_pools import HostPools
@@ -30,7 +29,7 @@ def pools():
 def test_each_group_is_published_in_its_own_pool_in_one_order(pools):
     clock, issuer = Clock(), Issuer()
     targets = [Target(group, True, False, nodes=NodeExchange()) for group in (EXPERTS, DENSE)]
-    publisher = Publisher(targets, pools, None, 1, HostDevice(), issuer, clock, Faults())
+    publisher = Publisher(targets, pools, None, HostDevice(), issuer, clock)
     clock.version = 2
     publisher.publish(0)
     publisher.wait()

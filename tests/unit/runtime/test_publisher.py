@@ -2,11 +2,11 @@
 
 import time
 
+import faults
 import pytest
 import torch
 
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import DRIVE, HostPool, PeerLost
 from megatron_ext.runtime.issuer import Issuer
@@ -18,14 +18,14 @@ from megatron_ext.runtime.recorder import Recorder
 class OneRank:
     """The only rank of a node, of two in all."""
 
-    def __init__(self, faults=Faults(), offloaded=None, nodes=None, drive=None, host=True, recorder=None):  # noqa: B008
+    def __init__(self, offloaded=None, nodes=None, drive=None, host=True, recorder=None):
         self.groups = [Group(index, "chunk 0", torch.full((256,), 1.0 + index), 0, 2) for index in range(3)]
         targets = [Target(group, host, drive is not None, offloaded, nodes or NodeExchange()) for group in self.groups]
         self.device, hosted = HostDevice(), {0, 1, 2} if host else set()
         self.pool = HostPool(self.groups, hosted, by_thread(targets), 0, 1, lambda value: [value], self.device)
         self.clock, self.issuer = Clock(), Issuer()
-        how = (self.device, self.issuer, self.clock, faults, recorder)
-        self.publisher = Publisher(targets, self.pool, drive, 0, *how)
+        how = (self.device, self.issuer, self.clock, recorder)
+        self.publisher = Publisher(targets, self.pool, drive, *how)
 
     def publish(self, iterations: int = 0, **how) -> None:
         self.clock.version += 1
@@ -163,8 +163,9 @@ def test_writes_are_recorded_one_behind_the_other(by_thread):
     assert all(a.start_us + a.duration_us <= b.start_us + 1 for a, b in zip(rows, rows[1:]))
 
 
+@faults.injected(stale_group=1)
 def test_a_stale_group_is_the_negative_control():
-    rank = OneRank(Faults(stale_group=1))
+    rank = OneRank()
     for value in (5.0, 6.0):
         with torch.no_grad():
             for group in rank.groups:

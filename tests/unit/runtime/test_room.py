@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.faults import Faults
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
 from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
@@ -208,7 +207,7 @@ class Beside(Training):
             EarlyUnit(unit, [self.gradients[i] for i in own], lambda: None) for unit, own in zip(self.units, UNITS)
         ]
         publisher = SimpleNamespace(wait_on_thread=published, copied=None)
-        how = dict(device=HostDevice(), issuer=self.issuer, faults=Faults(), rank=0)
+        how = dict(device=HostDevice(), issuer=self.issuer)
         self.early = EarlySteps(early, 1 << 20, lambda: None, publisher, self.link, **how)
         self.early.ready = True
 

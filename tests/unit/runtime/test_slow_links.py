@@ -18,7 +18,7 @@ BYTES = 1 << 20
 @pytest.fixture
 def rates(monkeypatch):
     def set_rates(text: str) -> None:
-        monkeypatch.setenv("MEGATRON_EXT_FAULTS", text)
+        monkeypatch.setenv("MEGATRON_EXT_SLOW_LINKS", text)
         slow_links.rates.cache_clear()
 
     yield set_rates
