@@ -4,7 +4,7 @@
 # A rehearsal of a machine with slow links on one without GPUs. The command gets a network of its own, which reaches
 # nothing outside: a loopback whose rate the kernel bounds (tc-tbf(8)), for what all ranks send each other together.
 # That needs root or user namespaces, and iproute2. HOST_LINK and DRIVE are rates of each rank, see
-# megatron_ext/runtime/slow_links.py.
+# benchmarks/slow_links.py.
 set -euo pipefail
 if [ "$1" = --inside ]; then
     ip link set lo up
@@ -15,4 +15,5 @@ fi
 as_root=()
 [ "$(id -u)" = 0 ] || as_root=(--map-root-user)
 export MEGATRON_EXT_SLOW_LINKS="network_mb=$1,host_link_mb=$2,drive_mb=$3"
+export PYTHONPATH="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/tests/helpers/at_start${PYTHONPATH:+:$PYTHONPATH}"
 exec unshare "${as_root[@]}" --net bash "${BASH_SOURCE[0]}" --inside "$1" "${@:4}"

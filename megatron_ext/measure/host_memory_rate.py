@@ -33,7 +33,6 @@ class CopyBack(HostCopy):
     """A whole group from the device to host memory."""
 
     name = "copy_back"
-    upward = True
 
     def copy(self, target, source):
         return super().copy(source, target)

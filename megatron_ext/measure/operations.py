@@ -154,11 +154,10 @@ class HostCopy(Operation):
     """The whole group from the node's host copy to the device, on a stream as the run's routes have one."""
 
     name = "cpu"
-    upward = False
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self.threads = self.stream = fabric.device.stream(f"measure-{self.name}", self.upward)
+        self.threads = self.stream = fabric.device.stream(f"measure-{self.name}")
         self.memory = fabric.busy_arena() if busy else fabric.arena
         _ = fabric.host
 
@@ -197,7 +196,6 @@ class Publish(HostCopy):
     """Every rank writes its shard into the node's host copy; ``size_bytes`` is the whole group."""
 
     name = "publish"
-    upward = True
 
     def issue(self, size_bytes: int, round_index: int) -> Handle:
         source = self.fabric.shard(self.fabric.window(self.memory, size_bytes, round_index))
@@ -258,7 +256,7 @@ class PublishAcross(Internode):
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         self.memory = fabric.busy_arena() if busy else fabric.arena
-        self.stream = fabric.device.stream("measure-publish-copies", upward=True)
+        self.stream = fabric.device.stream("measure-publish-copies")
         (self.copied,), self.copies = private_flags(1, fabric.device), 0
 
     def issue(self, size_bytes: int, round_index: int) -> Transfer:

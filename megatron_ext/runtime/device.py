@@ -40,8 +40,8 @@ class Device(Protocol):
         """Why streams of this device cannot store flags and wait for them; empty: they can."""
         ...
 
-    def stream(self, name: str, upward: bool = False) -> Stream:
-        """A new one; ``upward``: its copies leave the device."""
+    def stream(self, name: str) -> Stream:
+        """A new one."""
         ...
 
     def event(self) -> Any: ...
@@ -86,8 +86,8 @@ class HostDevice:
     compute = HostCompute()
     why_no_flags = ""
 
-    def stream(self, name: str, upward: bool = False) -> HostStream:
-        return HostStream(name, upward)
+    def stream(self, name: str) -> HostStream:
+        return HostStream(name)
 
     def event(self) -> HostEvent:
         return HostEvent()
@@ -138,7 +138,7 @@ class CudaDevice:
     def _compute(self) -> ComputeStream:
         return ComputeStream(self.device, self._flags[0])
 
-    def stream(self, name: str, upward: bool = False) -> CudaStream:
+    def stream(self, name: str) -> CudaStream:
         return CudaStream(self.device, self._flags[0])
 
     def event(self) -> torch.cuda.Event:

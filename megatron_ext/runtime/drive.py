@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import slow_links
 from megatron_ext.runtime.block_reads import Request, open_reads
 from megatron_ext.runtime.worker import Transfer, tell_watch
 from megatron_ext.workload.drive_reads import SECTOR_BYTES, DriveReads
@@ -120,6 +119,7 @@ class DriveFile:
 
     Attributes:
         direct: whether the page cache is passed by.
+        descriptor: by which it is not.
 
     Raises:
         InputError: the file cannot be opened past the page cache.
@@ -127,12 +127,12 @@ class DriveFile:
 
     def __init__(self, path: str, label: str, *, block_bytes: int, queue_depth: int, need_direct: bool = True):
         self.label, self.direct = label, True
-        self._buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
             if need_direct:
-                os.close(self._buffered)
+                os.close(self.descriptor)
                 raise InputError(
                     f"cannot be read past the page cache: {error.strerror}", field=OPTION, value=label
                 ) from None
@@ -140,7 +140,7 @@ class DriveFile:
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.block_bytes, self.queue_depth = block_bytes, queue_depth
         self._reads = open_reads(self._direct, queue_depth, self.direct)
-        self._close = weakref.finalize(self, os.close, self._buffered)
+        self._close = weakref.finalize(self, os.close, self.descriptor)
 
     def configure(self, block_bytes: int, queue_depth: int) -> None:
         """Read by requests of another size, another number in flight. Not while something is read."""
@@ -164,7 +164,6 @@ class DriveFile:
         ``transfer`` is finished on another thread when all has moved, with a DriveError that names ``what`` and the
         file when it cannot be; ``before_end()`` is called there just before.
         """
-        before_end = slow_links.drive(len(memory), before_end)
         _Move(self, memory, offset, what, transfer, before_end, write=write).begin()
 
     def read(self, memory: memoryview, offset: int, what: str) -> None:
@@ -188,7 +187,7 @@ class DriveFile:
         for start in range(0, size_bytes, len(scratch)):  # a page that cannot be read would end the process
             wanted = memoryview(scratch)[: size_bytes - start]
             try:
-                count = os.preadv(self._buffered, [wanted], offset + start)
+                count = os.preadv(self.descriptor, [wanted], offset + start)
                 if count == len(wanted):
                     continue
                 why = f"ends at byte {offset + start + count}"
@@ -196,7 +195,7 @@ class DriveFile:
                 why = f"cannot be read at byte {offset + start}: {error.strerror}"
             raise DriveError(f"{what}: {self.label} {why}")
         before = offset % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(self._buffered, before + size_bytes, offset=offset - before, access=mmap.ACCESS_COPY)
+        mapped = mmap.mmap(self.descriptor, before + size_bytes, offset=offset - before, access=mmap.ACCESS_COPY)
         return memoryview(mapped)[before:]
 
     def write(self, memory, offset: int, what: str) -> None:
@@ -208,7 +207,7 @@ class DriveFile:
         memory, done = memoryview(memory).cast("B"), 0
         try:
             while done < len(memory):
-                done += os.pwrite(self._buffered, memory[done:], offset + done)
+                done += os.pwrite(self.descriptor, memory[done:], offset + done)
         except OSError as error:
             why = "the drive is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
             raise DriveError(f"{what}: {self.label} cannot be written at byte {offset + done}: {why}") from None
@@ -216,8 +215,8 @@ class DriveFile:
     def flush(self, offset: int, size_bytes: int, what: str) -> None:
         """Flush a range of the file to the drive and drop it from the page cache. Raises DriveError."""
         try:
-            os.fdatasync(self._buffered)
-            os.posix_fadvise(self._buffered, offset, size_bytes, os.POSIX_FADV_DONTNEED)
+            os.fdatasync(self.descriptor)
+            os.posix_fadvise(self.descriptor, offset, size_bytes, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise DriveError(f"{what}: {self.label} cannot be flushed: {error.strerror}") from None
 

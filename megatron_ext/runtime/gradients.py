@@ -84,13 +84,13 @@ class Gradient:
         self.state, self.version = _FREED, 0
 
 
-class _ToHost:
+class GradientsToHost:
     """The slots through which gradients reach their shards in host memory."""
 
     def __init__(self, largest_bytes: int, device, issuer: Issuer, recorder: Recorder | None):
         self._slots = [device.host_tensor(largest_bytes, torch.uint8) for _ in range(GRADIENT_SLOTS)]
         self.bytes = GRADIENT_SLOTS * largest_bytes
-        self._worker, self._stream = Worker("gradients"), device.stream("gradients", upward=True)
+        self._worker, self._stream = Worker("gradients"), device.stream("gradients")
         self._stream.log, self._recorder = log_of(recorder, "gradient", "to_host", "publish", "gradient"), recorder
         self._arrived, self._copied = private_flags(GRADIENT_SLOTS, device), device.event()
         self._device, self._issuer = device, issuer
@@ -178,7 +178,7 @@ class Reducer(Part):
         self._in_flight: tuple[Gradient, Waitable, bool] | None = None
         parts = [gradients[index].part for index in self.on_host]
         largest = max((part.numel() * part.element_size() for part in parts), default=0)
-        self._to_host = _ToHost(largest, device, issuer, recorder) if parts else None
+        self._to_host = GradientsToHost(largest, device, issuer, recorder) if parts else None
         self._recorder = recorder
 
     @property

@@ -10,7 +10,6 @@ from time import perf_counter_ns
 
 import torch
 
-from megatron_ext.runtime import slow_links
 from megatron_ext.runtime.flags import DeviceFlag, poll
 from megatron_ext.runtime.recorder import CopyLog
 from megatron_ext.runtime.worker import Transfer, Worker
@@ -31,12 +30,12 @@ class HostEvent:
 
 
 class HostStream:
-    """See the note above. ``upward``: its copies leave the device, see slow_links.py."""
+    """See the note above."""
 
     log: CopyLog | None = None
 
-    def __init__(self, name: str, upward: bool = False):
-        self._worker, self._upward = Worker(name), upward
+    def __init__(self, name: str):
+        self._worker = Worker(name)
 
     def run(self, function: Callable[[], object]) -> None:
         self._worker.submit(partial(_run, function))
@@ -45,7 +44,7 @@ class HostStream:
         assert destination.dtype is source.dtype
         if self.log is not None:
             self.log.count(source.nbytes)
-        self.run(partial(_copy, destination, source, None if name is None else self.log, name or "", self._upward))
+        self.run(partial(_copy, destination, source, None if name is None else self.log, name or ""))
 
     def wait(self, event: HostEvent | None) -> None:
         if event is not None and event.mark is not None:
@@ -79,7 +78,7 @@ class HostCompute:
     def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
         assert destination.dtype is source.dtype
         with torch.no_grad():
-            _copy(destination, source, None, "", upward=False)
+            _copy(destination, source, None, "")
 
     def wait(self, event: HostEvent | None) -> None:
         if event is not None:
@@ -108,9 +107,8 @@ def _nothing(transfer: Transfer) -> None:
     """Behind everything that was given before."""
 
 
-def _copy(destination: torch.Tensor, source: torch.Tensor, log: CopyLog | None, name: str, upward: bool) -> None:
-    with slow_links.host_link(source.nbytes, upward):
-        start = perf_counter_ns() if log is not None else 0
-        destination.copy_(source)
+def _copy(destination: torch.Tensor, source: torch.Tensor, log: CopyLog | None, name: str) -> None:
+    start = perf_counter_ns() if log is not None else 0
+    destination.copy_(source)
     if log is not None:
         log.add(name, start, perf_counter_ns())

@@ -9,7 +9,6 @@ import torch
 from torch.cuda import nccl
 
 from megatron_ext.formats.facts import Facts
-from megatron_ext.runtime import slow_links
 from megatron_ext.runtime.device import has_cuda
 
 
@@ -24,7 +23,7 @@ def environment(device: str = "auto", ranks_per_node: int | None = None) -> dict
         "processor": _processor(),
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "device": torch.cuda.get_device_name(0) if use_cuda else "cpu" + slow_links.described(),
+        "device": torch.cuda.get_device_name(0) if use_cuda else "cpu",
     }
     software: dict[str, str | int | None] = {
         "python": platform.python_version(),

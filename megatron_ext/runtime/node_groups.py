@@ -20,7 +20,7 @@ class NodeGroups(NamedTuple):
     """
 
     local: dist.ProcessGroup
-    across: object
+    across: dist.ProcessGroup
     nodes: list[list[int]]
     index: int
 
@@ -59,9 +59,7 @@ def make_node_groups(parallel: Parallel, backend: str = "gloo", ranks: int | Non
             ]
             if dist.get_rank() in places:
                 node, index = places[dist.get_rank()]
-                own = local[node]
-                assert isinstance(own, dist.ProcessGroup)  # this rank is in it
-                found = NodeGroups(own, across[index], nodes, index)
+                found = NodeGroups(local[node], across[index], nodes, index)
     return found
 
 
@@ -71,5 +69,5 @@ def high_priority(backend: str) -> dict[str, Any]:
     return {"pg_options": nccl.Options(is_high_priority_stream=True)} if backend == "nccl" else {}
 
 
-def _new_group(ranks: list[int], backend: str):
+def _new_group(ranks: list[int], backend: str) -> Any:
     return dist.new_group(ranks, backend=backend, **high_priority(backend))

@@ -30,6 +30,7 @@ class NvmePool:
         device: pins the slots.
 
     Attributes:
+        place_of: by group index, the file that holds its copy, and at which byte.
         copied_out: flags by slot: copies out of it that have ended.
 
     Raises:
@@ -49,7 +50,7 @@ class NvmePool:
         settings: DriveReads,
         device,
     ):
-        self._place_of: dict[int, tuple[drive.DriveFile, int]] = {}
+        self.place_of: dict[int, tuple[drive.DriveFile, int]] = {}
         self.files: list[drive.DriveFile] = []
         failed: InputError | None = None
         for own, of_rank, among in ((groups, rank, exchange), *others):
@@ -60,7 +61,7 @@ class NvmePool:
                 failed = error
                 continue
             offsets = itertools.accumulate(sizes, initial=0)
-            self._place_of |= {group.index: (self.files[-1], offset) for group, offset in zip(own, offsets)}
+            self.place_of |= {group.index: (self.files[-1], offset) for group, offset in zip(own, offsets)}
         if failed is not None:
             self._close_files()
             raise failed
@@ -75,19 +76,19 @@ class NvmePool:
     def write(self, group: Group, dp_rank: int, shard: torch.Tensor) -> None:
         """Write one data-parallel rank's shard (host memory). Raises DriveError."""
         size = shard.numel() * shard.element_size()
-        file, offset = self._place_of[group.index]
+        file, offset = self.place_of[group.index]
         file.write(shard.detach().view(torch.uint8).numpy(), offset + dp_rank * size, str(group))
 
     def flush(self, group: Group) -> None:
         """What was written of ``group`` is on the drive when this returns. Raises DriveError."""
-        file, offset = self._place_of[group.index]
+        file, offset = self.place_of[group.index]
         file.flush(offset, drive.aligned(group.bytes), str(group))
 
     def start(self, group: Group, slot: int, transfer: Transfer, before_end=None) -> None:
         """Begin to read the whole group into ``slot``; finishes ``transfer``, see DriveFile.start."""
         start = slot * self.slot_bytes
         memory = self._memory[start : start + drive.aligned(group.bytes)]
-        file, offset = self._place_of[group.index]
+        file, offset = self.place_of[group.index]
         file.start(memory, offset, str(group), transfer, before_end)
 
     def staged(self, group: Group, slot: int) -> torch.Tensor:

@@ -95,7 +95,7 @@ class Publisher(Part):
         self.worker, self.arrivals = Worker("publisher"), None
         if any(target.nodes.crosses_nodes for target in targets):
             self.arrivals = Worker("publisher-arrivals")
-        self.stream = device.stream("publish", upward=True)
+        self.stream = device.stream("publish")
         self.stream.log = log_of(recorder, "publish", "to_host", "publish")
         self.copied = device.event()
         """Behind the last copy of a shard on the device that is queued."""

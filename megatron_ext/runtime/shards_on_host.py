@@ -26,7 +26,7 @@ class HostShards(Part):
     def __init__(
         self, numel: int, dtype: torch.dtype, place: torch.device, device: Device, recorder: Recorder | None = None
     ):
-        self._device, self._stream = device, device.stream("parameters-to-host", upward=True)
+        self._device, self._stream = device, device.stream("parameters-to-host")
         self._stream.log = log_of(recorder, "shard", "to_host", "publish", "parameters")
         self.buffer = torch.empty(numel, dtype=dtype, device=place)
         self._taken, self._written, self._begun = device.event(), device.event(), False

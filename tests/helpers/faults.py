@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from msgspec.structs import replace
 
 VARIABLE = "MEGATRON_EXT_FAULTS"
 
@@ -159,7 +160,7 @@ def _on_stream(stream, pause: Callable[..., None]) -> None:
 
 
 def _delays(faults: Faults) -> Iterator[tuple[Any, str, Wrapper]]:
-    from megatron_ext.runtime.gradients import Reducer, _ToHost
+    from megatron_ext.runtime.gradients import GradientsToHost, Reducer
     from megatron_ext.runtime.host_step.delayed import DelayedUpdate
     from megatron_ext.runtime.host_step.early import EarlySteps
     from megatron_ext.runtime.publisher import Publisher
@@ -191,7 +192,7 @@ def _delays(faults: Faults) -> Iterator[tuple[Any, str, Wrapper]]:
         yield DriveCopy, "_read", _before(thread(faults.read_delay_ms))
     if faults.reduce_delay_ms:
         yield Reducer, "reduce", _before(thread(faults.reduce_delay_ms))
-        yield _ToHost, "_add", _before(thread(faults.reduce_delay_ms))
+        yield GradientsToHost, "_add", _before(thread(faults.reduce_delay_ms))
     if faults.step_delay_ms:
         yield EarlySteps, "_step", _both_sides(thread(faults.step_delay_ms))
         yield DelayedUpdate, "_step", _both_sides(thread(faults.step_delay_ms))
@@ -318,23 +319,25 @@ def _stale_group(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
 
 
 def _skip_group(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
-    from msgspec.structs import replace
-
     from megatron_ext.megatron import prepare
-
-    def without(entry):
-        """A step's actions, or those of the start, but for the group's."""
-        lists = {name: getattr(entry, name) for name in ("unshard", "stage_in", "reshard") if hasattr(entry, name)}
-        return replace(entry, **{name: tuple(a for a in found if a.group != index) for name, found in lists.items()})
 
     def skipping(compile_program):
         def call(schedule, rank, *arguments, **how):
-            rank = replace(rank, start=without(rank.start), steps=tuple(map(without, rank.steps)))
-            return compile_program(schedule, rank, *arguments, **how)
+            return compile_program(schedule, without_group(rank, index), *arguments, **how)
 
         return call
 
     yield prepare, "compile_program", skipping
+
+
+def without_group(rank, index: int):
+    """A schedule's actions of a rank, but for those of a group."""
+
+    def without(entry):
+        lists = {name: getattr(entry, name) for name in ("unshard", "stage_in", "reshard") if hasattr(entry, name)}
+        return replace(entry, **{name: tuple(a for a in found if a.group != index) for name, found in lists.items()})
+
+    return replace(rank, start=without(rank.start), steps=tuple(map(without, rank.steps)))
 
 
 def _short_read(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
@@ -349,8 +352,8 @@ def _short_read(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
 
 def cut_short(pool, group) -> None:
     """The file of an NvmePool ends in the middle of ``group`` from now on."""
-    file, offset = pool._place_of[group.index]
-    os.ftruncate(file._buffered, offset + group.bytes // 2)
+    file, offset = pool.place_of[group.index]
+    os.ftruncate(file.descriptor, offset + group.bytes // 2)
 
 
 def _skip_reduce(index: int) -> Iterator[tuple[Any, str, Wrapper]]:

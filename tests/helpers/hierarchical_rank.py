@@ -50,6 +50,7 @@ def main() -> None:
     assert in_pieces.buffer_bytes > 0
     gather.close()
     in_pieces.close()
+    assert len(dist.distributed_c10d._world.pg_map) == 1  # what they gathered by is gone with them
     dist.destroy_process_group()
 
 

@@ -84,7 +84,7 @@ class Link:
         recorder: Recorder | None = None,
     ):
         self.device, self.recorder = device, recorder
-        self.arriving = device.stream("gradients-arrive", upward=True)
+        self.arriving = device.stream("gradients-arrive")
         self.leaving = device.stream("parameters-leave")
         self.arriving.log = log_of(recorder, "gradient", "to_host", "publish", "gradient")
         self.leaving.log = log_of(recorder, "shard", "to_device", "cpu", "parameters")

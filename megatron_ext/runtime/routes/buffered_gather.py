@@ -1,8 +1,10 @@
 """Gathers that go through a buffer or in pieces: on a stream, and with a process group, of their own."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.streams import Arrival, Stream
@@ -12,6 +14,7 @@ class BufferedGather(ABC):
     """Gathers whole groups from shards; one instance a rank.
 
     Args:
+        process_groups: used by nobody else, and destroyed with the route.
         device: see :mod:`megatron_ext.runtime.device`.
         recorder: where gathers are recorded, or None.
     """
@@ -19,8 +22,9 @@ class BufferedGather(ABC):
     link = "gpu"
     """On which gathers are recorded."""
 
-    def __init__(self, name: str, device, recorder=None):
+    def __init__(self, name: str, process_groups: Sequence[dist.ProcessGroup], device, recorder=None):
         self.device, self.stream, self.recorder = device, device.stream(name), recorder
+        self._process_groups = process_groups
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
         self._arrivals: dict[int, Arrival] = {}
 
@@ -66,4 +70,7 @@ class BufferedGather(ABC):
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def close(self) -> None:
+        """NCCL's communicators take device memory for as long as they live."""
         self.stream.close()
+        for group in self._process_groups:
+            dist.destroy_process_group(group)

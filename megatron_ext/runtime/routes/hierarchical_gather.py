@@ -20,11 +20,11 @@ class HierarchicalGather(BufferedGather):
     """Gathers over both legs.
 
     Args:
-        groups: process groups of the device's backend, used by nobody else.
+        groups: process groups of the device's backend.
     """
 
     def __init__(self, groups: NodeGroups, device, recorder=None):
-        super().__init__("hierarchical", device, recorder)
+        super().__init__("hierarchical", (groups.local, groups.across), device, recorder)
         self.groups = groups
 
     def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:

@@ -34,14 +34,10 @@ def make_data_group(parallel: Parallel, backend: str, ranks: int | None = None, 
 
 
 class ShardGather(BufferedGather):
-    """Copies shards into whole groups on one stream and gathers them on another.
-
-    Args:
-        process_group: used by nobody else.
-    """
+    """Copies shards into whole groups on one stream and gathers them on another."""
 
     def __init__(self, process_group, device, recorder=None):
-        super().__init__("cpu-shard-gathers", device, recorder)
+        super().__init__("cpu-shard-gathers", (process_group,), device, recorder)
         self.process_group = process_group
         self._copies, self._copied = device.stream("cpu-shard-copies"), device.event()
 

@@ -73,7 +73,7 @@ class SymmetricGather(BufferedGather):
     """Gathers in registered buffers; made by all ranks of the process group together.
 
     Args:
-        process_group: made with :func:`without_thread_blocks`, used by nobody else.
+        process_group: made with :func:`without_thread_blocks`.
         largest: by dtype, elements of the largest whole group; the same on all ranks.
 
     Raises:
@@ -81,7 +81,7 @@ class SymmetricGather(BufferedGather):
     """
 
     def __init__(self, process_group, device, largest: dict[torch.dtype, int], recorder=None):
-        super().__init__("symmetric", device, recorder)
+        super().__init__("symmetric", (), device, recorder)  # torch keeps the windows, and they the communicator
         self.process_group = process_group
         memory = _memory()
         if memory.get_backend(device.device) != "NCCL":

@@ -1,34 +1,52 @@
-"""Python imports this as it starts, where its directory is on the path: the product gets the faults that the
-environment asks for (``faults.py``), as soon as it has imported what they are put into."""
+"""Python imports this as it starts, where its directory is on the path: the product gets the faults (``faults.py``) and
+the slow links (``benchmarks/slow_links.py``) that the environment asks for, as its modules are imported."""
 
+import os
 import sys
+from importlib import util
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-LAST = "megatron_ext.megatron.lifecycle"
-"""Whoever trains imports it, and it all others."""
+HELPERS = Path(__file__).parents[1]
+FAULTS, SLOW_LINKS = HELPERS / "faults.py", HELPERS.parents[1] / "benchmarks" / "slow_links.py"
+
+
+def load(path: Path):
+    """The module in a file that is on nobody's path."""
+    spec = util.spec_from_file_location(f"at_start_{path.stem}", path)
+    module = sys.modules[spec.name] = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def inject(module) -> None:
+    faults = load(FAULTS)
+    faults.kept = faults.from_environment()  # as long as the process lives
+    faults.kept.__enter__()
 
 
 class Finder:
-    """Finds :data:`LAST` alone."""
+    """Finds the modules that are wrapped, and wraps them when they have been executed."""
 
-    @staticmethod
-    def find_spec(name, path, target=None):
-        if name != LAST:
+    wrapped = {}
+
+    @classmethod
+    def find_spec(cls, name, path, target=None):
+        if name not in cls.wrapped:
             return None
         spec = PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
 
-        def then_inject(module):
+        def then_wrap(module):
             execute(module)
-            sys.path.append(str(Path(__file__).parents[1]))
-            import faults
+            cls.wrapped[name](module)
 
-            faults.kept = faults.from_environment()
-            faults.kept.__enter__()
-
-        spec.loader.exec_module = then_inject
+        spec.loader.exec_module = then_wrap
         return spec
 
 
+if os.environ.get("MEGATRON_EXT_SLOW_LINKS"):
+    Finder.wrapped |= load(SLOW_LINKS).WRAPPED
+if os.environ.get("MEGATRON_EXT_FAULTS"):
+    Finder.wrapped["megatron_ext.megatron.lifecycle"] = inject  # whoever trains imports it, and it all others
 sys.meta_path.insert(0, Finder)

@@ -133,7 +133,7 @@ def test_what_a_checkpoint_takes_is_mapped_from_the_drive_alone(store, tmp_path)
             assert tensor.untyped_storage().nbytes() == tensor.numel() * 4
             tensor.zero_()
     assert_equal(everything(states, ours), first)
-    os.ftruncate(states.file._buffered, 4096)
+    os.ftruncate(states.file.descriptor, 4096)
     with pytest.raises(DriveError, match=r"states of a checkpoint: the file of process .* ends at byte"):
         everything(states, ours)
 
@@ -172,7 +172,7 @@ def test_a_file_that_is_cut_off_ends_the_step_with_its_name(store, tmp_path):
     states = store(own, tmp_path, slots=2)
     step(ours, own, 0)
     everything(states, ours)  # all writes have ended
-    os.ftruncate(states.file._buffered, 4096)
+    os.ftruncate(states.file.descriptor, 4096)
     with pytest.raises(DriveError, match=rf"states [0-9]: the file of process .* in {tmp_path} ends at byte"):
         for iteration in (1, 2):
             step(ours, own, iteration)

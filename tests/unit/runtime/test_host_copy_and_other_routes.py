@@ -34,8 +34,8 @@ class SlowStream(HostStream):
 class SlowDevice(HostDevice):
     """Its copies begin late."""
 
-    def stream(self, name, upward=False):
-        return SlowStream(name, upward)
+    def stream(self, name):
+        return SlowStream(name)
 
 
 class Copies:

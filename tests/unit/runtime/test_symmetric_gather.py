@@ -105,7 +105,7 @@ def test_groups_are_gathered_in_memory_that_was_registered_once(stand_in):
         gather.gather(whole, shard, 0).wait()
         assert torch.equal(whole, shard)
     assert stand_in.gathers == [[(1, 0), (1, 256)], [(0, 0), (0, 32)], [(1, 0), (1, 128)]]
-    gather.close()
     plain = torch.zeros(4)
     dist.all_gather_into_tensor(plain, torch.ones(4), group=group)
     assert stand_in.gathers[-1] == [None, None], "memory that was not registered is not noticed"
+    gather.close()

@@ -1,0 +1,122 @@
+"""A host link and a drive as slow as another machine's: a rehearsal on a machine without a device.
+
+``MEGATRON_EXT_SLOW_LINKS="host_link_mb=250,drive_mb=500"`` sets both, in MB/s for each rank. A copy to the device then
+takes at least as long as its bytes take at that rate, one copy at a time, and needs no processor for the rest of that
+time; copies from the device have the other direction to themselves. Reads and writes of the drive are real and take at
+least as long as their bytes take, one at a time. ``measure`` and training both see these links, and the cost table says
+which they were: the name of the device does. ``scripts/slow_links.sh`` sets them, and the network's rate
+(``network_mb``), which the kernel bounds.
+
+The product knows nothing of it: :data:`WRAPPED` are called with its modules when they have been imported, by
+``tests/helpers/at_start/sitecustomize.py``.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+
+VARIABLE = "MEGATRON_EXT_SLOW_LINKS"
+NAMES = ("network_mb", "host_link_mb", "drive_mb")
+FROM_THE_DEVICE = ("publish", "gradients", "parameters-to-host", "copy_back")
+"""Parts of the names of streams whose copies leave the device."""
+
+_DIRECTIONS = {False: threading.Lock(), True: threading.Lock()}
+_DRIVE = threading.Lock()
+_drive_free_at = 0.0
+
+
+def rates() -> dict[str, float]:
+    """The rates that are set, by name, in MB/s. Raises InputError where the variable is wrong."""
+    from megatron_ext.formats.errors import InputError
+
+    found = {}
+    for part in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        name, _, value = part.partition("=")
+        if name not in NAMES:
+            raise InputError(f"known: {', '.join(NAMES)}", file=VARIABLE, field=name)
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise InputError("expected a number", file=VARIABLE, field=name, value=value) from None
+    return {name: rate for name, rate in found.items() if rate > 0}
+
+
+@contextmanager
+def host_link(size_bytes: int) -> Iterator[None]:
+    """Around a copy of ``size_bytes`` by a stream's thread, for which it may have to wait."""
+    rate, stream = rates().get("host_link_mb"), threading.current_thread().name
+    if rate is None:
+        yield
+        return
+    with _DIRECTIONS[any(name in stream for name in FROM_THE_DEVICE)]:
+        start = time.perf_counter()
+        yield
+        time.sleep(max(size_bytes / rate / 1e6 - (time.perf_counter() - start), 0.0))
+
+
+def slow_streams(module) -> None:
+    """``runtime/host_stream.py``."""
+    copy = module._copy
+
+    @wraps(copy)
+    def slow(destination, source, log, name):
+        start = time.perf_counter_ns()
+        with host_link(source.nbytes):
+            copy(destination, source, None, "")
+        if log is not None:
+            log.add(name, start, time.perf_counter_ns())
+
+    module._copy = slow
+
+
+def slow_drive(module) -> None:
+    """``runtime/drive.py``: a transfer ends behind the time that a slow drive takes for its bytes, and for all that it
+    was given before."""
+    start = module.DriveFile.start
+
+    @wraps(start)
+    def slow(self, memory, offset, what, transfer, before_end=None, *, write=False):
+        global _drive_free_at
+        rate = rates().get("drive_mb")
+        if rate is None:
+            return start(self, memory, offset, what, transfer, before_end, write=write)
+        with _DRIVE:
+            _drive_free_at = end = max(_drive_free_at, time.perf_counter()) + len(memory) / rate / 1e6
+
+        def ending() -> None:
+            time.sleep(max(end - time.perf_counter(), 0.0))
+            if before_end is not None:
+                before_end()
+
+        start(self, memory, offset, what, transfer, ending, write=write)
+
+    module.DriveFile.start = slow
+
+
+def say_so(module) -> None:
+    """``runtime/machine.py``: behind the device's name, that links are emulated, and how fast."""
+    from megatron_ext.formats.facts import EMULATED
+
+    environment = module.environment
+
+    @wraps(environment)
+    def told(*arguments, **how):
+        found = environment(*arguments, **how)
+        if rates() and found["hardware"]["device"] == "cpu":
+            links = ", ".join(
+                f"{name.removesuffix('_mb').replace('_', ' ')} {rate:g} MB/s" for name, rate in rates().items()
+            )
+            found["hardware"]["device"] = f"cpu, {EMULATED}: {links}"
+        return found
+
+    module.environment = told
+
+
+WRAPPED = {
+    "megatron_ext.runtime.host_stream": slow_streams,
+    "megatron_ext.runtime.drive": slow_drive,
+    "megatron_ext.runtime.machine": say_so,
+}
