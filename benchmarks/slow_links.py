@@ -59,7 +59,7 @@ def host_link(size_bytes: int) -> Iterator[None]:
 
 def slow_streams(module) -> None:
     """``runtime/host_stream.py``."""
-    copy = module._copy
+    copy = module.copy_now
 
     @wraps(copy)
     def slow(destination, source, log, name):
@@ -69,7 +69,7 @@ def slow_streams(module) -> None:
         if log is not None:
             log.add(name, start, time.perf_counter_ns())
 
-    module._copy = slow
+    module.copy_now = slow
 
 
 def slow_drive(module) -> None:

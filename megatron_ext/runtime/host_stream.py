@@ -44,7 +44,7 @@ class HostStream:
         assert destination.dtype is source.dtype
         if self.log is not None:
             self.log.count(source.nbytes)
-        self.run(partial(_copy, destination, source, None if name is None else self.log, name or ""))
+        self.run(partial(copy_now, destination, source, None if name is None else self.log, name or ""))
 
     def wait(self, event: HostEvent | None) -> None:
         if event is not None and event.mark is not None:
@@ -78,7 +78,7 @@ class HostCompute:
     def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
         assert destination.dtype is source.dtype
         with torch.no_grad():
-            _copy(destination, source, None, "")
+            copy_now(destination, source, None, "")
 
     def wait(self, event: HostEvent | None) -> None:
         if event is not None:
@@ -107,7 +107,7 @@ def _nothing(transfer: Transfer) -> None:
     """Behind everything that was given before."""
 
 
-def _copy(destination: torch.Tensor, source: torch.Tensor, log: CopyLog | None, name: str) -> None:
+def copy_now(destination: torch.Tensor, source: torch.Tensor, log: CopyLog | None, name: str) -> None:
     start = perf_counter_ns() if log is not None else 0
     destination.copy_(source)
     if log is not None:

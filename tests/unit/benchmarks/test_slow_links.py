@@ -22,7 +22,7 @@ BYTES = 1 << 20
 
 @pytest.fixture
 def rates(monkeypatch):
-    for owner, name in ((host_stream, "_copy"), (drive.DriveFile, "start"), (machine, "environment")):
+    for owner, name in ((host_stream, "copy_now"), (drive.DriveFile, "start"), (machine, "environment")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # what is wrapped here is as it was afterwards
     for module in (host_stream, drive, machine):
         slow_links.WRAPPED[module.__name__](module)

@@ -18,7 +18,7 @@ BESIDE_THE_PACKAGE = ("benchmarks", "examples")
 """Directories of the project whose files have unit tests too."""
 
 
-OF_OTHERS = {"_replace", "_version"}
+OF_OTHERS = {"_replace", "_fields", "_version"}
 """Members of named tuples and tensors that have a leading underscore and are for everyone."""
 
 
