@@ -21,11 +21,8 @@ from megatron_ext.cost.curve import curves_of
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import COMPUTE, CPU, GPU, NVME, PUBLISH
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import ROUTES
+from megatron_ext.workload.route import ROUTE_KINDS, kind_of
 from megatron_ext.workload.workload import Workload
-
-_KIND = {"gpu": GPU, "cpu": CPU, "nvme": CPU}
-"""The link of a route's last leg."""
 
 PARTS_OF_PUBLISHING = (1.0, 0.75, 0.5, 0.25)
 """Values of ``q`` in the note, beside 0."""
@@ -45,18 +42,24 @@ class LinkRates:
 
     def __init__(self, workload: Workload, timing: Timing, pp_rank: int):
         largest = largest_group(workload, workload.chunks_of_rank(pp_rank))
-        offered = [route for route in ROUTES if route in _KIND and timing.offers(route)]
-        if not workload.limits.nvme_slots and "nvme" in offered:
-            offered.remove("nvme")
-        if workload.limits.pinned_host_bytes == 0:
-            offered = [route for route in offered if route == "gpu"]
+        limits = workload.limits
+        offered = [
+            kind.name
+            for kind in ROUTE_KINDS.values()
+            if not kind.shard_from_host  # over two links: no faster than the all-gather alone
+            and timing.offers(kind.name)
+            and (limits.nvme_slots or not kind.staged)
+            and (kind.copy is None or limits.pinned_host_bytes != 0)
+        ]
         self.timing = timing
         self.curves = {route: _points(timing, route, largest) for route in offered}
         self.routes = tuple(route for route in offered if self.curves[route])
         self.publishing = {
-            route: _publish_points(timing, pp_rank, route, largest) for route in self.routes if route != "gpu"
+            route: _publish_points(timing, pp_rank, copy, largest)
+            for route in self.routes
+            if (copy := kind_of(route).copy) is not None
         }
-        pairs = [(a, b) for a in self.routes for b in self.routes if _KIND[a] != _KIND[b]]
+        pairs = [(a, b) for a in self.routes for b in self.routes if _link(a) != _link(b)]
         self.excess = {(a, b): self._least_excess(_kinds(a), _kinds(b)) for a, b in pairs}
         self.excess |= {("publish", a): self._least_excess((PUBLISH,), _kinds(a)) for a in self.routes}
         self.excess |= {(a, "publish"): self._least_excess(_kinds(a), (PUBLISH,)) for a in self.routes}
@@ -73,7 +76,7 @@ class LinkRates:
         """Sets of links that can be busy at once: ``cpu`` and ``nvme`` end on the same PCIe link."""
         for number in range(1, len(self.routes) + 1):
             for chosen in combinations(self.routes, number):
-                if len({_KIND[route] for route in chosen}) == len(chosen):
+                if len({*map(_link, chosen)}) == len(chosen):
                     yield chosen
 
     def _together(self, rates: dict[str, float]) -> float:
@@ -146,13 +149,18 @@ def doubled(us: float, enough: Callable[[float], bool]) -> tuple[float, float]:
 
 def _kinds(route: str) -> tuple[int, ...]:
     """What keeps a route's gather busy: the drive, and PCIe where its last leg was measured."""
-    return (NVME, CPU) if route == "nvme" else (_KIND[route],)
+    return (NVME, CPU) if kind_of(route).staged else (_link(route),)
+
+
+def _link(route: str) -> int:
+    """The link of a route's last leg."""
+    return GPU if kind_of(route).link == "gpu" else CPU
 
 
 def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float]]:
     """(bytes, us) at which a gather by ``route`` can have its best rate: the measured points up to
     the largest group, and that group."""
-    curves = [getattr(own.table.routes, route) for own in timing.kinds]
+    curves = [getattr(own.table.routes, kind_of(route).curve) for own in timing.kinds]
     sizes = {
         p.size_bytes for curve in curves for points in curves_of(curve).values() for p in points if p.size_bytes > 0
     }

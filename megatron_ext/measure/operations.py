@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from megatron_ext.formats.errors import one_line
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.runtime.flags import poll, private_flags
-from megatron_ext.runtime.node_exchange import IN_FLIGHT, make_process_groups
+from megatron_ext.runtime.node_exchange import IN_FLIGHT, NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.routes import hierarchical_gather, shard_gather, symmetric_gather
 from megatron_ext.runtime.routes.shard_gather import make_data_group
@@ -232,7 +232,7 @@ class Internode(Operation):
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         self.threads = self.worker = Worker(f"measure-{self.name}")
-        _, self.exchange = make_process_groups(fabric.options.parallel)
+        self.exchange = NodeExchange(make_node_groups(fabric.options.parallel))
         _ = fabric.host
 
     def issue(self, size_bytes: int, round_index: int) -> Transfer:

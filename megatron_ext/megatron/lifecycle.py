@@ -30,6 +30,7 @@ from megatron_ext.megatron.prepare import prepare, schedule_for
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.step_calls import IDLE, StepCalls
+from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.host_step.early import EarlySteps
 from megatron_ext.runtime.watch import DEFAULT_STEP_SECONDS, Watch
@@ -228,7 +229,7 @@ class Run(BuildingRun):
 
     def census(self) -> RankMemory | None:
         """What this rank held at the peak of the last iteration; None where nothing is scheduled."""
-        census = self.executor.census if self.executor is not None else None
+        census = self.executor.part(Census) if self.executor is not None else None
         if census is None or self._reads is None:
             return None
         with self._reads.suspended():

@@ -79,19 +79,19 @@ def prepare(
     reducer = _reducer(schedule, bucket_groups, optimizers, *of_run)
     kept = (routes.buffered, reducer, [] if host_shards is None else [host_shards.buffer])
     resting = partial(resting_storages, groups, ddps, optimizers, copies, host_step, *kept)
+    census = Census(residency, _parameters(ddps), resting, reducer)
     turn = issuer.turn if any((copies.publisher, host_step, reducer)) else None
     of_rank = (schedules, pp_rank, groups, routes.by_name | copies.routes, clock, boundaries, recorder)
     compiled = partial(_compiled, *of_rank, routes.order is not None, reducer, turn)
     executor = Executor(
         *(compiled(schedule.parallel.num_microbatches), groups, clock, residency, routes.gather.issue, issuer),
-        _parts(reducer, host_shards, copies.publisher, host_step),
+        [*_parts(reducer, host_shards, copies.publisher, host_step), census],
         recorder=recorder,
         checks=_checks(schedules, pp_rank, process_group, routes.order),
         pool=copies.pool,
         drop_staged=copies.drop_staged,
         memory=_memory_pool(groups, reducer),
         in_turn=_in_turn(schedule, pp_rank, groups, clock, routes.gather.issue, boundaries),
-        census=Census(residency, _parameters(ddps), resting, reducer),
         program_for=compiled,
     )
     _say_once(executor.fill_memory(partial(_rehearse_all, schedules, pp_rank, groups, clock, boundaries, reducer)))

@@ -1,5 +1,6 @@
 """From the files of a run to the figures of its report."""
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 from typing import Generic, NamedTuple, TypeVar
@@ -24,7 +25,7 @@ from megatron_ext.schedule.memory_bill import states_on_drive_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import with_prediction
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.route import ROUTES
+from megatron_ext.workload.route import ROUTE_KINDS
 from megatron_ext.workload.workload import Limits, Workload
 
 GATHER_LANES = ("issue", "wait")
@@ -213,8 +214,5 @@ def _groups_by_route(schedule: Schedule) -> dict[str, int]:
         for entry in (rank.start, *rank.steps)
         for action in entry.unshard
     }
-    return {
-        route: sum(route == taken for _, taken in routes)
-        for route in ROUTES
-        if any(route == taken for _, taken in routes)
-    }
+    counted = Counter(route for _, route in routes)
+    return {kind.name: counted[kind.name] for kind in ROUTE_KINDS.values() if counted[kind.name]}

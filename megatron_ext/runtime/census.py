@@ -14,11 +14,12 @@ from megatron_ext.formats import rank_memory
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Residency
+from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.saved_tensors import SavedTensors
 
 
-class Census:
-    """One instance a rank.
+class Census(Part):
+    """One instance a rank, the last of its parts.
 
     Args:
         residency: counts whole parameters.
@@ -40,15 +41,14 @@ class Census:
         self._whole = self._activations = self._gradients = self._first_peak = 0
 
     def begin(self) -> None:
-        """An iteration begins."""
         if self._saved is not None and not self._counting:
             self._counting = True
             self._saved.__enter__()
             if self._reducer is not None:
                 self._reducer.sample = self._sample
 
-    def end(self, peak_bytes: int) -> None:
-        """An iteration has ended; ``peak_bytes`` of whole parameters were its most."""
+    def end(self) -> None:
+        peak_bytes = self._residency.peak
         if self._saved is not None:
             self._saved.__exit__(None, None, None)
             self._saved, self._first_peak = None, peak_bytes

@@ -2,7 +2,7 @@
 
 import contextlib
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,46 +21,43 @@ def has_cuda() -> bool:
     return not getattr(available, "of_the_processor", False) and available()
 
 
-class Device(Protocol):
-    """What both kinds offer; every method belongs to the issuing thread, see streams.py."""
+class Device:
+    """What both kinds offer, as far as there is anything to do on the host; every method belongs to the issuing thread,
+    see streams.py.
 
-    @property
-    def kind(self) -> str:
-        """``cpu`` or ``cuda``."""
-        ...
+    Attributes:
+        kind: ``cpu`` or ``cuda``.
+        compute: the stream that the calling thread computes on.
+        why_no_flags: why streams of this device cannot store flags and wait for them; empty: they can.
+    """
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def compute(self) -> Stream: ...
-
-    @property
-    def why_no_flags(self) -> str:
-        """Why streams of this device cannot store flags and wait for them; empty: they can."""
-        ...
+    kind: str
+    device: torch.device
+    compute: Stream
+    why_no_flags: str = ""
 
     def stream(self, name: str) -> Stream:
         """A new one."""
-        ...
+        raise NotImplementedError
 
-    def event(self) -> Any: ...
+    def event(self) -> Any:
+        """A new one, for streams of this device."""
+        raise NotImplementedError
 
     def host_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros in host memory, page-locked where copies need it."""
-        ...
+        return torch.zeros(numel, dtype=dtype)
 
     def address_offset(self, memory: torch.Tensor) -> int:
         """What to add to a host address in page-locked ``memory`` to get the device's address of the same byte."""
-        ...
+        return 0
 
     def synchronize(self, event: Any) -> None:
         """Block this thread until ``event``."""
-        ...
+        event.synchronize()
 
     def settle(self) -> None:
         """Block this thread until the compute stream has done what it has been given."""
-        ...
 
     def pin(self, tensor: torch.Tensor) -> None:
         """Page-lock memory that torch did not allocate, so that copies are asynchronous.
@@ -68,23 +65,18 @@ class Device(Protocol):
         Raises:
             InputError: the driver refuses; says the bytes and the limit.
         """
-        ...
 
     def unpin(self, tensor: torch.Tensor) -> None:
         """Undo :meth:`pin`."""
-        ...
 
     def close(self) -> None:
         """Unlock the memory that nobody uses any more."""
-        ...
 
 
-class HostDevice:
+class HostDevice(Device):
     """Parameters live in host memory, and threads do what streams do on a GPU, see host_stream.py."""
 
-    kind, device = "cpu", torch.device("cpu")
-    compute = HostCompute()
-    why_no_flags = ""
+    kind, device, compute = "cpu", torch.device("cpu"), HostCompute()
 
     def stream(self, name: str) -> HostStream:
         return HostStream(name)
@@ -92,29 +84,8 @@ class HostDevice:
     def event(self) -> HostEvent:
         return HostEvent()
 
-    def host_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype)
 
-    def address_offset(self, memory: torch.Tensor) -> int:
-        return 0
-
-    def synchronize(self, event: HostEvent) -> None:
-        event.synchronize()
-
-    def settle(self) -> None:
-        """It has."""
-
-    def pin(self, tensor: torch.Tensor) -> None:
-        """Nothing to do on the host."""
-
-    def unpin(self, tensor: torch.Tensor) -> None:
-        """Nothing to undo."""
-
-    def close(self) -> None:
-        """There is nothing to unlock."""
-
-
-class CudaDevice:
+class CudaDevice(Device):
     """See :class:`Device`."""
 
     kind = "cuda"
@@ -126,16 +97,12 @@ class CudaDevice:
     def _flags(self) -> tuple[StreamFlags | None, str]:
         return open_stream_flags(self.device)
 
-    @property
-    def why_no_flags(self) -> str:
+    @cached_property
+    def why_no_flags(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._flags[1]
 
-    @property
-    def compute(self) -> Stream:
-        return self._compute
-
     @cached_property
-    def _compute(self) -> ComputeStream:
+    def compute(self) -> ComputeStream:  # pyright: ignore[reportIncompatibleVariableOverride]
         return ComputeStream(self.device, self._flags[0])
 
     def stream(self, name: str) -> CudaStream:
@@ -150,9 +117,6 @@ class CudaDevice:
     def address_offset(self, memory: torch.Tensor) -> int:
         flags = self._flags[0]
         return 0 if flags is None or memory.numel() == 0 else flags.offset(memory)
-
-    def synchronize(self, event: torch.cuda.Event) -> None:
-        event.synchronize()
 
     def settle(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()

@@ -94,14 +94,15 @@ def _unnamed(directory) -> int:
 
 def open_own(directory, size_bytes: int, settings: DriveReads) -> "DriveFile":
     """A new nameless file of this process alone. Raises InputError as :func:`create` does."""
-    descriptor = create(directory, size_bytes)
+    return open_file(create(directory, size_bytes), os.getpid(), directory, settings)
+
+
+def open_file(descriptor: int, pid: int, directory, settings: DriveReads) -> "DriveFile":
+    """The nameless file that process ``pid`` has made in ``directory``; ``descriptor`` is closed. Raises InputError as
+    :class:`DriveFile`."""
+    path, label = f"/proc/self/fd/{descriptor}", f"the file of process {pid} in {directory}"
     try:
-        return DriveFile(
-            f"/proc/self/fd/{descriptor}",
-            f"the file of process {os.getpid()} in {directory}",
-            block_bytes=settings.block_bytes,
-            queue_depth=settings.queue_depth,
-        )
+        return DriveFile(path, label, block_bytes=settings.block_bytes, queue_depth=settings.queue_depth)
     finally:
         os.close(descriptor)
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, State
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.in_turn import InTurn
@@ -36,7 +35,6 @@ class Executor:
         recorder: where publishing is recorded, or None.
         checks: of the debug mode, or None.
         drop_staged: empties the staging slots.
-        census: counts what this rank holds, or None.
         memory: of whole groups and gradients, or None where this rank has none.
         in_turn: brings groups one after the other where not all fit whole at a time; None: they do.
         program_for: the program for another number of micro-batches, or ScheduleError; None: there is no other.
@@ -56,14 +54,13 @@ class Executor:
         recorder=None,
         checks=None,
         drop_staged: Callable[[], None] = lambda: None,
-        census: Census | None = None,
         memory: MemoryPool | None = None,
         in_turn: InTurn | None = None,
         program_for: Callable[[int], Program] | None = None,
     ):
         self.groups, self.clock, self.residency = groups, clock, residency
         self.gather, self.issuer, self.parts = gather, issuer, tuple(parts)
-        self.pool, self.recorder, self.checks, self.census = pool, recorder, checks, census
+        self.pool, self.recorder, self.checks = pool, recorder, checks
         self._follow(program)
         self._program_for = program_for
         self._count_forward = self._count_backward = 0
@@ -106,8 +103,6 @@ class Executor:
         self._count_forward = self._count_backward = 0
         if not self._started:
             self.start()
-        if self.census is not None:
-            self.census.begin()
         for part in self.parts:
             part.begin()
 
@@ -174,8 +169,6 @@ class Executor:
         for part in self.parts:
             part.end()
         self.peak_bytes = self.residency.peak
-        if self.census is not None:
-            self.census.end(self.peak_bytes)
         for group in self.groups.values():
             if group.state is UNSHARDING:
                 raise ScheduleError(

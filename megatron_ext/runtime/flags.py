@@ -26,7 +26,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -80,24 +80,8 @@ def poll(ready: Callable[[], bool], check: Callable[[], None] = lambda: None, tu
             check()
 
 
-class FlagMemory(Protocol):
-    """``rows`` x ``ranks`` words of int64."""
-
-    def store(self, row: int, rank: int, value: int) -> None:
-        """Store ``value``; who loads it also sees everything that this thread wrote before."""
-        ...
-
-    def load(self, row: int, rank: int) -> int:
-        """The value; what its thread wrote before is seen from now on."""
-        ...
-
-    def address(self, row: int, rank: int) -> int:
-        """Where the flag lies in this process's memory."""
-        ...
-
-
 class OrderedFlags:
-    """Plain stores and loads, for machines that keep their order (x86-64).
+    """``rows`` x ``ranks`` words of int64, by plain stores and loads: for machines that keep their order (x86-64).
 
     Args:
         buffer: writable, at least :func:`flags_bytes` long, aligned to 8 bytes, zero at first.
@@ -106,18 +90,22 @@ class OrderedFlags:
     def __init__(self, buffer, rows: int, ranks: int):
         words = np.frombuffer(buffer, dtype=np.int64, count=flags_bytes(rows, ranks) // 8)
         self._flags, self._start = words.reshape(rows, ranks, LINE // 8)[:, :, 0], words.ctypes.data
+        assert self._start % 8 == 0, self._start
 
     def store(self, row: int, rank: int, value: int) -> None:
+        """Store ``value``; who loads it also sees everything that this thread wrote before."""
         self._flags[row, rank] = value
 
     def load(self, row: int, rank: int) -> int:
+        """The value; what its thread wrote before is seen from now on."""
         return int(self._flags[row, rank])
 
     def address(self, row: int, rank: int) -> int:
+        """Where the flag lies in this process's memory."""
         return self._start + (row * self._flags.shape[1] + rank) * LINE
 
 
-class AtomicFlags:
+class AtomicFlags(OrderedFlags):
     """Stores with release and loads with acquire order, by libatomic; for every machine.
 
     Raises:
@@ -125,22 +113,17 @@ class AtomicFlags:
     """
 
     def __init__(self, buffer, rows: int, ranks: int):
+        super().__init__(buffer, rows, ranks)
         library = _libatomic()
         self._store, self._load = library["__atomic_store_8"], library["__atomic_load_8"]
         self._store.argtypes, self._store.restype = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int), None
         self._load.argtypes, self._load.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_int64
-        self._memory = (ctypes.c_char * flags_bytes(rows, ranks)).from_buffer(buffer)  # keeps the mapping alive
-        self._ranks, self._start = ranks, ctypes.addressof(self._memory)
-        assert self._start % 8 == 0, self._start
 
     def store(self, row: int, rank: int, value: int) -> None:
         self._store(self.address(row, rank), value, RELEASE)
 
     def load(self, row: int, rank: int) -> int:
         return self._load(self.address(row, rank), ACQUIRE)
-
-    def address(self, row: int, rank: int) -> int:
-        return self._start + (row * self._ranks + rank) * LINE
 
 
 def flags_bytes(rows: int, ranks: int) -> int:
@@ -153,7 +136,7 @@ def keeps_store_order() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
-def open_flags(buffer, rows: int, ranks: int) -> FlagMemory:
+def open_flags(buffer, rows: int, ranks: int) -> OrderedFlags:
     """Flags at the beginning of ``buffer``, by what this machine needs. Raises InputError as :class:`AtomicFlags`."""
     return (OrderedFlags if keeps_store_order() else AtomicFlags)(buffer, rows, ranks)
 
@@ -175,7 +158,7 @@ class Flag:
 
     __slots__ = ("_memory", "row", "rank", "device_address")
 
-    def __init__(self, memory: FlagMemory, row: int, rank: int, offset: int = 0):
+    def __init__(self, memory: OrderedFlags, row: int, rank: int, offset: int = 0):
         self._memory, self.row, self.rank = memory, row, rank
         self.device_address = memory.address(row, rank) + offset
 

@@ -1,4 +1,4 @@
-"""The node's host copy: one block of memory that the data-parallel ranks of a node share.
+"""The node's host copies: blocks of memory that ranks of a node share.
 
 [Note: Versions in shared memory]
 A rank publishes its shard (and, where there are several nodes, those it has received from its counterparts on the
@@ -14,7 +14,9 @@ import contextlib
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -34,153 +36,60 @@ class PeerLost(RuntimeError):
     """A rank of this node is gone, or cannot publish, while others wait for it."""
 
 
-class HostPool:
-    """Host copies and flags of published groups, mapped into this rank.
-
-    Args:
-        groups: published groups, the same list on every rank of the pool.
-        copied: indices of those that have a host copy; the others have only flags.
-        by_thread: indices of those whose host copy threads write.
-        rank: this rank's index in the pool (among the data-parallel ranks on the node).
-        size: number of ranks in the pool.
-        exchange: collective ``exchange(object) -> list`` over exactly the pool's ranks.
-        device: page-locks the block, see :meth:`pin`.
-        progress: called with the bytes of this rank's pages that are allocated, and the bytes of all of them.
-        on_drive: indices of those that have a copy on the drive.
+class Sharers(NamedTuple):
+    """Ranks of this node that share the copies of ``groups``: experts have others than all else.
 
     Attributes:
-        memory: the whole block as uint8, flags included; page-locked as one region.
-        copies: host copies by group index, 1D.
-        reads_done: flags by rank: iterations that have ended there.
-
-    Raises:
-        InputError: another rank's block cannot be opened, there is no memory for it, or this machine cannot order
-            stores (see flags.py).
+        groups: the same list on every one of them.
+        rank: this one's index among them.
+        size: how many they are.
+        exchange: collective ``exchange(object) -> list`` over exactly them.
     """
 
-    def __init__(
-        self,
-        groups: list[Group],
-        copied: set[int],
-        by_thread: set[int],
-        rank: int,
-        size: int,
-        exchange,
-        device,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-        on_drive: frozenset[int] = frozenset(),
-    ):
-        self.rank, self.size, self._device, self._by_thread = rank, size, device, by_thread
-        self._awaited = [(index, COPY) for index in copied] + [(index, DRIVE) for index in on_drive]
-        self._number = {group.index: n for n, group in enumerate(groups)}
-        self._rows = 2 * len(groups) + 1
-        offset = -(-flags_bytes(self._rows, size) // mmap.PAGESIZE) * mmap.PAGESIZE
-        offsets = {}
-        hosted = [group for group in groups if group.index in copied]
-        for group in hosted:
-            offsets[group.index] = offset
-            offset += -(-group.bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.bytes = offset
-        descriptor = shared_block.share(offset, rank, exchange, field="gpus_per_node")
-        self._map = mmap.mmap(descriptor, offset)
+    groups: list[Group]
+    rank: int
+    size: int
+    exchange: Callable[[object], list]
+
+
+class _Block:
+    """Host copies and flags that the same ranks share, mapped into this rank.
+
+    Attributes:
+        memory: all of it as uint8, flags included; page-locked as one region.
+        copies: host copies by group index, 1D.
+        pids: processes of its ranks.
+    """
+
+    def __init__(self, sharers: Sharers, copied: set[int], progress: Callable[[int, int], None]):
+        self.sharers, self._rows = sharers, 2 * len(sharers.groups) + 1
+        rank, size, exchange = sharers[1:]
+        hosted = [group for group in sharers.groups if group.index in copied]
+        sizes = [flags_bytes(self._rows, size), *(group.bytes for group in hosted)]
+        starts = [*accumulate((-(-part // mmap.PAGESIZE) * mmap.PAGESIZE for part in sizes), initial=0)]
+        descriptor = shared_block.share(starts[-1], rank, exchange, field="gpus_per_node")
+        self._map = mmap.mmap(descriptor, starts[-1])
         os.close(descriptor)
         _make_pages(self._map, rank, size, exchange, progress)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self.pids = exchange(os.getpid())
-        self._failure: BaseException | None = None
-        self._closing, self._pinned = threading.Lock(), False
-        self.copies: dict[int, torch.Tensor] = {}
-        for group in hosted:
-            self.copies[group.index] = torch.frombuffer(
-                self._map, dtype=group.whole.dtype, count=group.whole.numel(), offset=offsets[group.index]
-            )
-        self._make_flags(0)
+        self.copies = {
+            group.index: torch.frombuffer(self._map, dtype=group.whole.dtype, count=group.whole.numel(), offset=start)
+            for group, start in zip(hosted, starts[1:])
+        }
 
-    def _make_flags(self, offset: int) -> None:
+    def make_flags(self, by_thread: Collection[int], offset: int) -> None:
         """``offset``: of the device's addresses."""
-        memory, ranks = open_flags(self._map, self._rows, self.size), range(self.size)
+        memory, ranks = open_flags(self._map, self._rows, self.sharers.size), range(self.sharers.size)
         self.flags: dict[tuple[int, int], Sequence[Flag]] = {}
-        for index, number in self._number.items():
-            kind = HostFlag if index in self._by_thread else DeviceFlag
-            self.flags[index, COPY] = [kind(memory, 2 * number, rank, offset) for rank in ranks]
-            self.flags[index, DRIVE] = [HostFlag(memory, 2 * number + 1, rank, offset) for rank in ranks]
+        for number, group in enumerate(self.sharers.groups):
+            kind = HostFlag if group.index in by_thread else DeviceFlag
+            self.flags[group.index, COPY] = [kind(memory, 2 * number, rank, offset) for rank in ranks]
+            self.flags[group.index, DRIVE] = [HostFlag(memory, 2 * number + 1, rank, offset) for rank in ranks]
         self.reads_done = [DeviceFlag(memory, self._rows - 1, rank, offset) for rank in ranks]
 
-    def pin(self) -> None:
-        """Page-lock the whole block as one region, until :meth:`close`. Raises InputError: the driver refuses."""
-        self._device.pin(self.memory)
-        self._pinned = True
-        self._make_flags(self._device.address_offset(self.memory))
-
-    @property
-    def indices(self) -> Iterable[int]:
-        """Of its groups."""
-        return self._number
-
-    @property
-    def own_reads_done(self) -> list[DeviceFlag]:
-        """This rank's flag of iterations that have ended."""
-        return [self.reads_done[self.rank]]
-
-    def flags_of(self, group: Group, where: int = COPY) -> Sequence[Flag]:
-        """Of every rank's shard of ``group``."""
-        return self.flags[group.index, where]
-
-    def own_flag(self, group: Group, where: int = COPY) -> Flag:
-        """Of this rank's shard of ``group``."""
-        return self.flags[group.index, where][self.rank]
-
-    def copy_of(self, group: Group) -> torch.Tensor:
-        """The host copy of ``group``."""
-        return self.copies[group.index]
-
-    def slice_of(self, group: Group, dp_rank: int) -> torch.Tensor:
-        """Part of the host copy that holds the shard of data-parallel rank ``dp_rank``."""
-        numel = group.shard.numel()
-        return self.copies[group.index].narrow(0, dp_rank * numel, numel)
-
-    def by_thread(self, group: Group) -> bool:
-        """Whether threads write the host copy of ``group``."""
-        return group.index in self._by_thread
-
-    def publishes(self, group: Group) -> bool:
-        """Whether ``group`` is one of those that have flags."""
-        return group.index in self._number
-
-    def published(self, group: Group, where: int = COPY) -> list[int]:
-        """Version at which each rank's shard of ``group`` is there, or :data:`FAILED`."""
-        return [flag.load() for flag in self.flags[group.index, where]]
-
-    def is_published(self, group: Group, version: int, where: int = COPY) -> bool:
-        """Whether every shard of ``group`` is there at ``version``. Raises as :meth:`check`, where this rank failed."""
-        if self._failure is not None:
-            raise self._failure
-        return all(flag.reached(version) for flag in self.flags[group.index, where])
-
-    def fail(self, error: BaseException) -> None:
-        """Mark this rank as unable to publish: waiting for it raises ``error`` here, PeerLost on other ranks."""
-        self._failure = error
-        for flags in self.flags.values():
-            flags[self.rank].store(FAILED)
-
-    def check_published(self, group: Group, version: int, where: int = COPY) -> None:
-        """Raise PeerLost where a rank that has not published ``version`` of ``group`` never will."""
-        self._check(self.flags[group.index, where], version, f"to publish group {group.index}")
-
-    def check_reads_done(self, iterations: int) -> None:
-        """Raise PeerLost where a rank that has not ended ``iterations`` never will."""
-        self._check(self.reads_done, iterations, "to finish reading")
-
-    def check_peers(self, version: int) -> None:
-        """:meth:`check_published` of every group. Called by the watch, because a stream waits for a flag without end,
-        and by the issuing thread while it waits. What fails on this rank they hear from the thread that fails."""
-        with self._closing:
-            for index, where in self._awaited if self.flags and self._failure is None else ():
-                self._check(self.flags[index, where], version, f"to publish group {index}")
-
-    def _check(self, flags: Sequence[Flag], value: int, what: str) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def check(self, flags: Sequence[Flag], value: int, what: str) -> None:
+        """Raise PeerLost where a rank whose flag is not ``value`` never stores it."""
         for rank, flag in enumerate(flags):
             if flag.load() >= value:
                 continue
@@ -196,15 +105,152 @@ class HostPool:
                 )
 
     def close(self) -> None:
-        """Unmap the block. It disappears with its last rank."""
-        if self._pinned:
-            self._device.unpin(self.memory)
-        self.copies.clear()
-        with self._closing:
-            self.flags, self.reads_done = {}, []
-            del self.memory
+        """Unmap it. It disappears with its last rank."""
+        self.copies, self.flags, self.reads_done = {}, {}, []
+        del self.memory
         with contextlib.suppress(BufferError):  # a view still lives; the mapping ends with the process
             self._map.close()
+
+
+class HostPool:
+    """Host copies and flags of this rank's published groups.
+
+    Args:
+        sharers: which ranks share which groups.
+        copied: indices of groups that have a host copy; the others have only flags.
+        by_thread: indices of those whose host copy threads write.
+        device: page-locks the blocks, see :meth:`pin`.
+        progress: called with the bytes of this rank's pages of a block that are there, and the bytes of all of them.
+        on_drive: indices of groups that have a copy on the drive.
+
+    Attributes:
+        blocks: of memory, one of each of the ``sharers``.
+        copies: host copies by group index, 1D.
+        flags: by group index and :data:`COPY` or :data:`DRIVE`, of every rank's shard.
+        reads_done: flags of iterations that have ended, of every rank of every block.
+        own_reads_done: this rank's of them.
+
+    Raises:
+        InputError: another rank's block cannot be opened, there is no memory for it, or this machine cannot order
+            stores (see flags.py). All blocks have been tried then: who shares another one may know of no failure.
+    """
+
+    def __init__(
+        self,
+        sharers: Sequence[Sharers],
+        copied: set[int],
+        by_thread: set[int],
+        device,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        on_drive: Collection[int] = (),
+    ):
+        self._device, self._by_thread = device, by_thread
+        self._awaited = [(index, COPY) for index in copied] + [(index, DRIVE) for index in on_drive]
+        self._failure: BaseException | None = None
+        self._closing, self._pinned = threading.Lock(), False
+        self.blocks: list[_Block] = []
+        errors = []
+        for own in sharers:
+            try:
+                self.blocks.append(_Block(own, copied, progress))
+            except InputError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        self._block_of = {group.index: block for block in self.blocks for group in block.sharers.groups}
+        self.copies = {index: copy for block in self.blocks for index, copy in block.copies.items()}
+        self._make_flags([0] * len(self.blocks))
+
+    def _make_flags(self, offsets: Sequence[int]) -> None:
+        for block, offset in zip(self.blocks, offsets):
+            block.make_flags(self._by_thread, offset)
+        self.flags = {key: flags for block in self.blocks for key, flags in block.flags.items()}
+        self.reads_done = [flag for block in self.blocks for flag in block.reads_done]
+        self.own_reads_done = [block.reads_done[block.sharers.rank] for block in self.blocks]
+
+    def pin(self) -> None:
+        """Page-lock every block as one region, until :meth:`close`. Raises InputError: the driver refuses."""
+        for block in self.blocks:
+            self._device.pin(block.memory)
+            self._pinned = True
+        self._make_flags([self._device.address_offset(block.memory) for block in self.blocks])
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks."""
+        return sum(block.memory.numel() for block in self.blocks)
+
+    @property
+    def own_bytes(self) -> int:
+        """This rank's part of the host copies."""
+        return sum(copy.nbytes // self._block_of[index].sharers.size for index, copy in self.copies.items())
+
+    def own_flag(self, group: Group, where: int = COPY) -> Flag:
+        """Of this rank's shard of ``group``."""
+        return self.flags[group.index, where][self._block_of[group.index].sharers.rank]
+
+    def slice_of(self, group: Group, dp_rank: int) -> torch.Tensor:
+        """Part of the host copy that holds the shard of data-parallel rank ``dp_rank``."""
+        numel = group.shard.numel()
+        return self.copies[group.index].narrow(0, dp_rank * numel, numel)
+
+    def by_thread(self, group: Group) -> bool:
+        """Whether threads write the host copy of ``group``."""
+        return group.index in self._by_thread
+
+    def publishes(self, group: Group) -> bool:
+        """Whether ``group`` is one of those that have flags."""
+        return group.index in self._block_of
+
+    def published(self, group: Group, where: int = COPY) -> list[int]:
+        """Version at which each rank's shard of ``group`` is there, or :data:`FAILED`."""
+        return [flag.load() for flag in self.flags[group.index, where]]
+
+    def is_published(self, group: Group, version: int, where: int = COPY) -> bool:
+        """Whether every shard of ``group`` is there at ``version``. Raises as :meth:`check`, where this rank failed."""
+        self._raise_failure()
+        return all(flag.reached(version) for flag in self.flags[group.index, where])
+
+    def fail(self, error: BaseException) -> None:
+        """Mark this rank as unable to publish: waiting for it raises ``error`` here, PeerLost on other ranks."""
+        self._failure = error
+        for (index, _), flags in self.flags.items():
+            flags[self._block_of[index].sharers.rank].store(FAILED)
+
+    def check_published(self, group: Group, version: int, where: int = COPY) -> None:
+        """Raise PeerLost where a rank that has not published ``version`` of ``group`` never will."""
+        self._raise_failure()
+        self._check(group.index, where, version)
+
+    def check_reads_done(self, iterations: int) -> None:
+        """Raise PeerLost where a rank that has not ended ``iterations`` never will."""
+        self._raise_failure()
+        for block in self.blocks:
+            block.check(block.reads_done, iterations, "to finish reading")
+
+    def check_peers(self, version: int) -> None:
+        """:meth:`check_published` of every group. Called by the watch, because a stream waits for a flag without end,
+        and by the issuing thread while it waits. What fails on this rank they hear from the thread that fails."""
+        with self._closing:
+            for index, where in self._awaited if self.flags and self._failure is None else ():
+                self._check(index, where, version)
+
+    def _check(self, index: int, where: int, version: int) -> None:
+        self._block_of[index].check(self.flags[index, where], version, f"to publish group {index}")
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Unmap the blocks. They disappear with their last ranks."""
+        for block in self.blocks if self._pinned else ():
+            self._device.unpin(block.memory)
+        self.copies.clear()
+        with self._closing:
+            self.flags, self.reads_done, self.own_reads_done = {}, [], []
+            for block in self.blocks:
+                block.close()
 
 
 def _make_pages(block: mmap.mmap, rank: int, size: int, exchange, progress) -> None:

@@ -37,8 +37,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_ext.runtime.node_groups import make_node_groups
-from megatron_ext.workload.parallel import Parallel
+from megatron_ext.runtime.node_groups import NodeGroups
 
 IN_FLIGHT = 2
 """Exchanges that may be in flight at once."""
@@ -63,14 +62,18 @@ class NodeExchange:
     """The exchange of one rank with its counterparts.
 
     Args:
-        counterparts: process group of the ranks with this rank's index on their nodes, in node
-            order; None where the data-parallel group lies on one node.
+        groups: process groups over host memory; None where the data-parallel group lies on one node.
+
+    Attributes:
+        counterparts: their process group, in node order; None: there are none.
         dp_ranks: data-parallel ranks of the counterparts, in the same order.
     """
 
-    def __init__(self, counterparts=None, dp_ranks: tuple[int, ...] = ()):
-        self.counterparts, self.dp_ranks = counterparts, dp_ranks
-        self._ranks = () if counterparts is None else tuple(dist.get_process_group_ranks(counterparts))
+    def __init__(self, groups: NodeGroups | None = None):
+        self.counterparts, self.dp_ranks, self._ranks = None, (), ()
+        if groups is not None:
+            self.counterparts, self.dp_ranks = groups.across, groups.counterparts
+            self._ranks = tuple(dist.get_process_group_ranks(groups.across))
         self._buffers: dict[torch.dtype, list[torch.Tensor]] = {}
         self._begun = 0
 
@@ -112,16 +115,3 @@ class NodeExchange:
         if buffers[slot].numel() < size:
             buffers[slot] = torch.empty(size, dtype=dtype)
         return buffers[slot][:size]
-
-
-def make_process_groups(parallel: Parallel, ranks: int | None = None) -> tuple[dist.ProcessGroup | None, NodeExchange]:
-    """``(local, exchange)`` of this rank: a process group of the data-parallel ranks on its node
-    (None: the whole data-parallel group), and its :class:`NodeExchange`. ``ranks``: see :func:`make_node_groups`.
-
-    Collective over all ranks of the run. Raises InputError as
-    :func:`megatron_ext.workload.nodes.nodes_of_replicas`.
-    """
-    groups = make_node_groups(parallel, ranks=ranks)
-    return (
-        (None, NodeExchange()) if groups is None else (groups.local, NodeExchange(groups.across, groups.counterparts))
-    )

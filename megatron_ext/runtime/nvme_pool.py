@@ -3,8 +3,7 @@
 import contextlib
 import itertools
 import mmap
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -12,19 +11,18 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import block_pages, drive
 from megatron_ext.runtime.flags import private_flags
 from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.host_pool import Sharers
+from megatron_ext.runtime.shared_block import share_file
 from megatron_ext.runtime.worker import Transfer
 from megatron_ext.workload.drive_reads import DriveReads
 
 
 class NvmePool:
-    """NVMe copies of ``groups`` and this rank's staging slots.
+    """NVMe copies of groups and this rank's staging slots.
 
     Args:
         directory: on the drive.
-        groups: groups with an NVMe copy, the same list on every rank of the pool.
-        rank: this rank's index among the data-parallel ranks of the node.
-        exchange: collective ``exchange(object) -> list`` over these.
-        others: the same three of further groups, which other ranks of the node share.
+        sharers: which ranks of the node share the copies of which groups.
         slots, slot_bytes: staging slots of this rank and the size of each.
         settings: how to read.
         device: pins the slots.
@@ -38,30 +36,20 @@ class NvmePool:
     """
 
     def __init__(
-        self,
-        directory,
-        groups: list[Group],
-        rank: int,
-        exchange,
-        *,
-        others: Sequence[tuple[list[Group], int, Callable]] = (),
-        slots: int,
-        slot_bytes: int,
-        settings: DriveReads,
-        device,
+        self, directory, sharers: Sequence[Sharers], *, slots: int, slot_bytes: int, settings: DriveReads, device
     ):
         self.place_of: dict[int, tuple[drive.DriveFile, int]] = {}
         self.files: list[drive.DriveFile] = []
         failed: InputError | None = None
-        for own, of_rank, among in ((groups, rank, exchange), *others):
-            sizes = [drive.aligned(group.bytes) for group in own]
+        for own in sharers:
+            sizes = [drive.aligned(group.bytes) for group in own.groups]
             try:
-                self.files.append(_open_shared(directory, sum(sizes), of_rank, among, settings))
+                self.files.append(_open_shared(directory, sum(sizes), own, settings))
             except InputError as error:  # other ranks wait for this one to open the others
                 failed = error
                 continue
             offsets = itertools.accumulate(sizes, initial=0)
-            self.place_of |= {group.index: (self.files[-1], offset) for group, offset in zip(own, offsets)}
+            self.place_of |= {group.index: (self.files[-1], offset) for group, offset in zip(own.groups, offsets)}
         if failed is not None:
             self._close_files()
             raise failed
@@ -110,28 +98,16 @@ class NvmePool:
             self._map.close()
 
 
-def _open_shared(directory, size: int, rank: int, exchange, settings: DriveReads) -> drive.DriveFile:
+def _open_shared(directory, size: int, sharers: Sharers, settings: DriveReads) -> drive.DriveFile:
     """The pool's first rank makes the file, all open it, all fail alike."""
-    own = error = None
-    if rank == 0:
-        try:
-            own = drive.create(directory, size)
-        except InputError as refused:
-            error = str(refused)
-    pid, handle, error = exchange((os.getpid(), own, error))[0]
-    if error is not None:
-        raise InputError(error)
-    label = f"the file of process {pid} in {directory}"
+    make = lambda: drive.create(directory, size)
+    descriptor, pid = share_file(make, sharers.rank, sharers.exchange, field="gpus_per_node")
     opened = failed = None
     try:
-        opened = drive.DriveFile(
-            f"/proc/{pid}/fd/{handle}", label, block_bytes=settings.block_bytes, queue_depth=settings.queue_depth
-        )
+        opened = drive.open_file(descriptor, pid, directory, settings)
     except (InputError, OSError) as refused:
         failed = str(refused)
-    failures = [text for text in exchange(failed) if text is not None]
-    if own is not None:
-        os.close(own)  # everybody has opened it
+    failures = [text for text in sharers.exchange(failed) if text is not None]
     if failures:
         if opened is not None:
             opened.close()

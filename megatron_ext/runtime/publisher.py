@@ -19,7 +19,6 @@ import torch
 from megatron_ext.runtime.flags import DeviceFlag, poll, private_flags
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import DRIVE, HostPool
-from megatron_ext.runtime.host_pools import HostPools
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool
@@ -83,7 +82,7 @@ class Publisher(Part):
     def __init__(
         self,
         targets: list[Target],
-        pool: HostPool | HostPools,
+        pool: HostPool,
         nvme: NvmePool | None,
         device,
         issuer: Issuer,

@@ -21,18 +21,33 @@ def create(size: int) -> int:
 
 
 def share(size: int, rank: int, exchange: Callable[[object], list], *, field: str) -> int:
-    """A descriptor of one block of ``size`` bytes, the same block on every rank. Collective.
+    """A descriptor of one block of ``size`` bytes, the same block on every rank; see :func:`share_file`."""
+    return share_file(lambda: create(size), rank, exchange, field=field)[0]
+
+
+def share_file(
+    make: Callable[[], int], rank: int, exchange: Callable[[object], list], *, field: str
+) -> tuple[int, int]:
+    """A descriptor of one file without a name, the same file on every rank, and the process that made it. Collective.
 
     Args:
-        rank: this rank's index among those that share the block; rank 0 creates it.
+        make: makes it, on rank 0, and returns its descriptor.
+        rank: this rank's index among those that share the file.
         exchange: collective ``exchange(object) -> list`` over exactly these ranks.
         field: what an error names: the option or variable that says which ranks share a node.
 
     Raises:
-        InputError: a rank cannot open the block; then on every rank.
+        InputError: it cannot be made, or a rank cannot open it; then on every rank.
     """
-    own = create(size) if rank == 0 else None
-    pid, handle, identity = exchange((os.getpid(), own, own is not None and _identity(own)))[0]
+    own = error = None
+    if rank == 0:
+        try:
+            own = make()
+        except InputError as refused:
+            error = str(refused)
+    pid, handle, identity, error = exchange((os.getpid(), own, own is not None and _identity(own), error))[0]
+    if error is not None:
+        raise InputError(error)
     descriptor, failed = own, None
     if own is None:
         try:
@@ -52,7 +67,7 @@ def share(size: int, rank: int, exchange: Callable[[object], list], *, field: st
             field=field,
         )
     assert descriptor is not None
-    return descriptor
+    return descriptor, pid
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

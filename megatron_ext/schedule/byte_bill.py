@@ -21,6 +21,7 @@ from megatron_ext.workload.bucket_layout import ITEM_BYTES as ITEMS
 from megatron_ext.workload.bucket_layout import shard_parts
 from megatron_ext.workload.drive_reads import SECTOR_BYTES
 from megatron_ext.workload.nodes import nodes_spanned
+from megatron_ext.workload.route import kind_of
 from megatron_ext.workload.state_layout import ITEM_BYTES, LINE_BYTES, region_bytes, tensor_bytes
 from megatron_ext.workload.workload import Workload
 
@@ -80,11 +81,9 @@ class _RankBill:
             for action in entry.stage_in:
                 yield "gather", "drive_read", -(-groups[action.group].bytes // SECTOR_BYTES) * SECTOR_BYTES
             for action in entry.unshard:
-                size, own = groups[action.group].bytes, groups[action.group].bytes // groups[action.group].ranks
-                if action.route in ("gpu", "cpu_shard"):
-                    yield "gather", "network", size - own
-                if action.route != "gpu":
-                    yield "gather", "to_device", own if action.route == "cpu_shard" else size
+                size, ranks, kind = groups[action.group].bytes, groups[action.group].ranks, kind_of(action.route)
+                yield "gather", "network", kind.network_bytes(size, ranks)
+                yield "gather", "to_device", kind.host_link_bytes(size, ranks)
 
     def _published(self) -> Iterator[Row]:
         for entry in self.schedule.publish:

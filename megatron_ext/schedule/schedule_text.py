@@ -9,14 +9,14 @@ just before layer 1; ``-3`` reshard group 3, ``-3@1`` just after layer 1.
 from megatron_ext.formats import rank_memory
 from megatron_ext.schedule.user_defined_schedule import Rank, Schedule
 from megatron_ext.schedule.validate import InvalidSchedule
-from megatron_ext.workload.route import SYMMETRIC
+from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC, kind_of
 
 ROWS = 200
 """Most rows that are shown unless all are asked for."""
 
 ARROW = "--> "
-_LETTERS = {"cpu_shard": "s", SYMMETRIC: "e"}
-"""Of ways that are not shown by their first letter."""
+_LETTERS = {HIERARCHICAL: "h", SYMMETRIC: "e"}
+"""Of the algorithms of route ``gpu``."""
 
 
 def action_text(entry, index: int, groups) -> str:
@@ -27,7 +27,7 @@ def action_text(entry, index: int, groups) -> str:
         need = f">{a.need_by}" if a.need_by >= 0 and a.need_by != index else ""
         at = f"@{a.at}" if a.at >= 0 else ""
         way = _way(a, groups)
-        letter = _LETTERS.get(way, way[0])
+        letter = _LETTERS.get(way) or kind_of(way).letter
         parts.append(f"+{a.group}{letter}{need}{at}")
     for a in getattr(entry, "reshard", ()):
         parts.append(f"-{a.group}" + (f"@{a.at}" if a.at >= 0 else ""))

@@ -35,7 +35,7 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.formats.versions import SCHEDULE_VERSION as SCHEDULE_VERSION
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.route import Algorithm, Route
+from megatron_ext.workload.route import ROUTE_KINDS, Algorithm, Route
 from megatron_ext.workload.workload import Limits
 
 
@@ -46,6 +46,10 @@ class Unshard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     route: Route
     need_by: int = -1
     at: int = -1
+
+    def __post_init__(self) -> None:
+        if self.route not in ROUTE_KINDS:
+            raise ValueError(f"expected a route among {', '.join(ROUTE_KINDS)}, not {self.route!r}")
 
 
 class StageIn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from megatron_ext.schedule.group_uses import uses_of_groups
 from megatron_ext.schedule.memory_bill import gradient_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.simulator.activity_kinds import CPU, GPU, NVME
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import shard_pieces
+from megatron_ext.workload.route import RouteKind, kind_of, shard_pieces
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
@@ -75,7 +76,11 @@ def lower(schedule: Schedule, workload: Workload, timing: Timing) -> list[RankPr
 SHARD = -1
 """In place of a link's kind: a gather by ``cpu_shard``, over two links one after the other."""
 
-_ROUTE_KIND = {"gpu": 1, "cpu": 2, "nvme": 3, "cpu_shard": SHARD}
+
+def _link_of(kind: RouteKind) -> int:
+    if kind.shard_from_host:
+        return SHARD
+    return NVME if kind.staged else CPU if kind.copy else GPU
 
 
 def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgram:
@@ -89,14 +94,15 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
     def gather(action, index: int) -> tuple:
         size, algorithm, ranks = groups[action.group].bytes, groups[action.group].algorithm, groups[action.group].ranks
         own, key = timing.among(ranks), (action.route, size, algorithm, ranks)
+        kind = kind_of(action.route)
         if key not in costs:
             costs[key] = own.unshard_us(action.route, size, algorithm), own.issue_us(action.route, size)
-        slot = slot_of.get(action.group, -1) if action.route == "nvme" else -1
+        slot = slot_of.get(action.group, -1) if kind.staged else -1
         need_by = index if action.need_by < 0 else action.need_by
         waits.setdefault(need_by, []).append((action.group, len(gathers)))
         flat = action.route == "gpu" and algorithm is None
-        gathers.append(Gather(action.group, _ROUTE_KIND[action.route], size, *costs[key], slot, flat))
-        if action.route == "cpu_shard":
+        gathers.append(Gather(action.group, _link_of(kind), size, *costs[key], slot, flat))
+        if kind.shard_from_host:
             gathers[-1].shard_bytes = size // ranks
             gathers[-1].shard_us, gathers[-1].pieces = own.shard_copy_us(size), shard_pieces(size)
         return (ISSUE, len(gathers) - 1)

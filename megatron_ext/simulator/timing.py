@@ -14,7 +14,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import COMPUTE
 from megatron_ext.simulator.processor_times import ProcessorTimes
 from megatron_ext.workload.nodes import algorithm_of_nodes, crossing_bytes, nodes_spanned
-from megatron_ext.workload.route import Algorithm, shard_pieces
+from megatron_ext.workload.route import Algorithm, kind_of, shard_pieces
 from megatron_ext.workload.workload import Chunk, Workload, expert_ranks
 
 PADDING_SHARE = 64
@@ -133,7 +133,7 @@ class Timing:
 
     def offers(self, route: str) -> bool:
         """Whether the table has measured ``route``."""
-        return self.costs.offers(route)
+        return self.costs.offers(kind_of(route).curve)
 
     def gather_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
         """One gather of a whole group by ``route``, alone; by ``gpu``, with ``algorithm``. Raises
@@ -145,7 +145,7 @@ class Timing:
                 field=f"routes.{route}.algorithms",
                 value=algorithm,
             )
-        return self._estimate(f"routes.{route}", size_bytes, costs).us
+        return self._estimate(f"routes.{kind_of(route).curve}", size_bytes, costs).us
 
     def algorithm(self, pp_rank: int, size_bytes: int, ranks: int | None = None) -> str | None:
         """The fastest way a group of this pipeline rank, of ``ranks`` ranks, can go by ``gpu``; None: one
@@ -232,10 +232,11 @@ class Timing:
         """Microseconds that an unshard occupies its link; of ``nvme`` and ``cpu_shard`` the last leg alone."""
         key = route, size_bytes, algorithm if route == "gpu" else None
         if key not in self._unshard:
-            if route == "cpu_shard":
+            if kind_of(route).shard_from_host:
                 self._unshard[key] = self._shard_gather_us(size_bytes)
             else:
-                self._unshard[key] = self._slot_copy_us(size_bytes) if route == "nvme" else self.gather_us(*key)
+                staged = kind_of(route).staged
+                self._unshard[key] = self._slot_copy_us(size_bytes) if staged else self.gather_us(*key)
         return self._unshard[key]
 
     def stage_us(self, size_bytes: int) -> float:

@@ -1,13 +1,93 @@
-"""The routes by which a whole group can reach the device."""
+"""The routes by which a whole group can reach the device, and what planning knows of each.
 
+[Note: A route]
+A route is described once for planning, here, and made once for training (``runtime/routes/makers.py``). Everyone else
+asks the description which copy it reads, which links its bytes cross, what it holds on the device. docs/architecture.md
+says how to add one.
+"""
+
+from dataclasses import dataclass
 from typing import Literal
 
-Route = Literal["gpu", "cpu", "cpu_shard", "nvme"]
+Copy = Literal["cpu", "nvme"]
+"""Where groups are published: to the node's host copy, or to its copy on the drive."""
 
-ROUTES: tuple[Route, ...] = ("gpu", "cpu", "cpu_shard", "nvme")
-"""``cpu_shard``: the own shard from host memory, then an all-gather."""
+Route = str
+"""The name of a :class:`RouteKind`."""
 
 PIECE_BYTES, MOST_PIECES = 16 << 20, 8
+
+
+@dataclass(frozen=True)
+class RouteKind:
+    """What planning knows of a route.
+
+    Attributes:
+        name: in schedules.
+        letter: in a schedule as text.
+        link: on which its last leg travels, by the lane of a trace.
+        copy: the published copy that it reads; None: it gathers the ranks' shards.
+        staged: it reads through a staging slot, which a ``stage_in`` has filled.
+        shard_from_host: each rank's shard rests in host memory and is copied from there before it is gathered.
+        costs_as: the route whose curve in a cost table holds for it; empty: its own.
+    """
+
+    name: str
+    letter: str
+    link: Literal["gpu", "cpu"]
+    copy: Copy | None = None
+    staged: bool = False
+    shard_from_host: bool = False
+    costs_as: str = ""
+
+    @property
+    def curve(self) -> str:
+        """Name of its curve in a table's ``routes``."""
+        return self.costs_as or self.name
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the ranks gather their shards, by collectives."""
+        return self.copy is None
+
+    @property
+    def needs_device_shard(self) -> bool:
+        """Whether each rank's shard has to rest on the device."""
+        return self.gathers and not self.shard_from_host
+
+    def network_bytes(self, size_bytes: int, ranks: int) -> int:
+        """Received from other ranks for a group of ``size_bytes`` whose shards ``ranks`` ranks share."""
+        return size_bytes - size_bytes // ranks if self.gathers else 0
+
+    def host_link_bytes(self, size_bytes: int, ranks: int) -> int:
+        """Copied from host memory to the device."""
+        if self.gathers:
+            return size_bytes // ranks if self.shard_from_host else 0
+        return size_bytes
+
+    def buffer_bytes(self, size_bytes: int) -> int:
+        """Of the buffer on the device that a group passes through; 0: none."""
+        return piece_buffer_bytes(size_bytes) if self.shard_from_host else 0
+
+
+ROUTE_KINDS: dict[Route, RouteKind] = {
+    kind.name: kind
+    for kind in (
+        RouteKind("gpu", "g", "gpu"),
+        RouteKind("cpu", "c", "cpu", copy="cpu"),
+        RouteKind("cpu_shard", "s", "gpu", shard_from_host=True),
+        RouteKind("nvme", "n", "cpu", copy="nvme", staged=True),
+    )
+}
+"""What a schedule can name."""
+
+ROUTES: tuple[Route, ...] = tuple(ROUTE_KINDS)
+"""Those that a cost table has curves of."""
+
+
+def kind_of(route: Route) -> RouteKind:
+    """The route of a name that is known."""
+    return ROUTE_KINDS[route]
 
 
 def shard_pieces(size_bytes: int) -> int:

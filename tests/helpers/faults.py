@@ -186,7 +186,7 @@ def _delays(faults: Faults) -> Iterator[tuple[Any, str, Wrapper]]:
         yield Publisher, "_copy", _before(own_shards)
         yield Publisher, "_bring", _before(brought)
     if faults.copy_delay_ms:
-        yield HostCopy, "_copy", _before(stream(faults.copy_delay_ms, lambda self: self.copies.stream))
+        yield HostCopy, "_copy", _before(stream(faults.copy_delay_ms, lambda self: self.stream))
         yield ShardGather, "_queue", _before(stream(faults.copy_delay_ms, lambda self: self._copies))
     if faults.read_delay_ms:
         yield DriveCopy, "_read", _before(thread(faults.read_delay_ms))
@@ -218,7 +218,7 @@ def _no_wait(on: int) -> Iterator[tuple[Any, str, Wrapper]]:
 
     def at_once(issue):
         def call(self, group):
-            arrival = self.copies.arrival(group.index)
+            arrival = self.arrival(group.index)
             self._copy(group, arrival)
             return arrival
 

@@ -29,13 +29,13 @@ from megatron_ext.runtime import block_reads
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import Clock, Group, Residency
-from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.host_pool import HostPool, Sharers
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
 from megatron_ext.runtime.host_step.room import Link
 from megatron_ext.runtime.host_step.unit import Piece
 from megatron_ext.runtime.issuer import Issuer
-from megatron_ext.runtime.node_exchange import make_process_groups
+from megatron_ext.runtime.node_exchange import NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.program import Program, StepProgram
@@ -102,7 +102,8 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
     clock, device, recorder = Clock(), HostDevice(), Recorder(rank)
     groups = [Group(index, "chunk 0", torch.full((1 << 13,), float(index)), rank, 2) for index in range(3)]
     # All groups first: who makes one with a rank that is gone waits for the launcher, which here is none.
-    local, nodes = make_process_groups(parallel)
+    of_nodes = make_node_groups(parallel)
+    local, nodes = None if of_nodes is None else of_nodes.local, NodeExchange(of_nodes)
     sums, gathers, legs = dist.new_group([0, 1]), dist.new_group([0, 1]), make_node_groups(parallel)
     watch = Watch(rank, 1.0 if stalls else 0.0)
 
@@ -113,12 +114,13 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
 
     targets, issuer = [Target(groups[n], True, n == 1, nodes=nodes) for n in range(2)], Issuer()
     written = by_thread(targets)
-    pool = HostPool(groups[:2], {0, 1}, written, dist.get_rank(local), per_node, exchange, device)
+    sharers = Sharers(groups[:2], dist.get_rank(local), per_node, exchange)
+    pool = HostPool([sharers], {0, 1}, written, device)
     slots = dict(slots=1, slot_bytes=groups[1].bytes, settings=DriveReads(block_bytes=4096, queue_depth=3))
-    nvme = NvmePool(folder, groups[1:2], dist.get_rank(local), exchange, **slots, device=device)
+    nvme = NvmePool(folder, [sharers._replace(groups=groups[1:2])], **slots, device=device)
     how = (device, issuer, clock)
     cpu = HostCopy(pool, *how, recorder)
-    read = DriveCopy(nvme, pool, *how, 1, recorder)
+    read = DriveCopy(nvme, pool, *how, recorder)
     if legs is None:
         collective = ShardGather(gathers, device, recorder)
     else:

@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import expert_model
 import model_and_optimizer
 import pretrain_gpt_hybrid
+import toy_route
 from engine_stand_in import FusedAdam
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import optimizer as megatron_optimizer
@@ -201,7 +202,13 @@ def ramping(example):
         calculator.unset_num_microbatches_calculator()
 
 
-SURROUNDINGS = {"overflow": overflowing, "fused": lambda example: fused(), "split": split, "ramp": ramping}
+SURROUNDINGS = {
+    "toy route": lambda example: toy_route.added(),
+    "overflow": overflowing,
+    "fused": lambda example: fused(),
+    "split": split,
+    "ramp": ramping,
+}
 
 
 def train(

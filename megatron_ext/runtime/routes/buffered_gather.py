@@ -1,16 +1,16 @@
 """Gathers that go through a buffer or in pieces: on a stream, and with a process group, of their own."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext.runtime.group import Group
-from megatron_ext.runtime.streams import Arrival, Stream
+from megatron_ext.runtime.streams import Arrival
 
 
-class BufferedGather(ABC):
+class BufferedGather:
     """Gathers whole groups from shards; one instance a rank.
 
     Args:
@@ -18,9 +18,6 @@ class BufferedGather(ABC):
         device: see :mod:`megatron_ext.runtime.device`.
         recorder: where gathers are recorded, or None.
     """
-
-    link = "gpu"
-    """On which gathers are recorded."""
 
     def __init__(self, name: str, process_groups: Sequence[dist.ProcessGroup], device, recorder=None):
         self.device, self.stream, self.recorder = device, device.stream(name), recorder
@@ -46,16 +43,19 @@ class BufferedGather(ABC):
             self.recorder.moved("gather", "network", whole.nbytes - shard.nbytes)
         return arrival.end(self.stream)
 
-    @abstractmethod
     def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:
         """Queue everything on :attr:`stream`, which has waited for ``taken``: ``whole`` may be written to."""
+        self._run(name, partial(self._gather, whole, shard))
 
-    def _recorded(self, link: str, name: str, stream: Stream, function) -> None:
-        """Queue ``function`` on ``stream``, and record it where it is not a device that does it."""
-        if self.recorder is None or self.device.kind == "cuda":
-            stream.run(function)
-        else:
-            stream.run(self.recorder.timed_on_thread(link, name, function))
+    def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        """By the device, or by the stream's thread."""
+        raise NotImplementedError
+
+    def _run(self, name: str, gather) -> None:
+        """Queue ``gather``, and record it where it is not a device that does it."""
+        if self.recorder is not None and self.device.kind != "cuda":
+            gather = self.recorder.timed_on_thread("gpu", name, gather)
+        self.stream.run(gather)
 
     def _buffer(self, dtype: torch.dtype, numel: int, device: torch.device) -> torch.Tensor:
         """Kept from gather to gather, which run one after another."""

@@ -7,7 +7,6 @@ from megatron_ext.runtime import drive
 from megatron_ext.runtime.flags import poll
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import DRIVE, HostPool
-from megatron_ext.runtime.host_pools import HostPools
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.recorder import Recorder
@@ -16,7 +15,7 @@ from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
-class DriveCopy:
+class DriveCopy(Copies):
     """``stage_in`` begins the read into a slot, ``issue`` the copy out of it.
 
     A slot is filled anew only when the copy out of it has ended, which its stream says by a flag. The copy is issued
@@ -24,19 +23,13 @@ class DriveCopy:
     in the trace each begins where the one before ended.
     """
 
-    def __init__(
-        self,
-        pool: NvmePool,
-        flags: HostPool | HostPools,
-        device,
-        issuer: Issuer,
-        clock: Clock,
-        slots: int,
-        recorder=None,
-    ):
+    def __init__(self, pool: NvmePool, flags: HostPool, device, issuer: Issuer, clock: Clock, recorder=None):
+        super().__init__("nvme-copy", device, issuer, recorder)
         self.pool, self.flags, self.issuer, self.clock, self.recorder = pool, flags, issuer, clock, recorder
-        self.reader, self.copies = Worker("nvme-read"), Copies("nvme-copy", device, issuer, recorder)
-        self._copied_out = [0] * slots  # copies out of each slot so far, those that are not issued yet included
+        self.reader = Worker("nvme-read")
+        self._copied_out = [0] * len(
+            pool.copied_out
+        )  # copies out of each slot so far, those that are not issued yet included
         self._staged: dict[int, tuple[int, Transfer]] = {}
         self._read_end = 0
 
@@ -65,21 +58,21 @@ class DriveCopy:
     def issue(self, group: Group) -> Arrival:
         slot, staged = self._staged.pop(group.index)
         self._copied_out[slot] += 1
-        arrival = self.copies.arrival(group.index)
+        arrival = self.arrival(group.index)
         copy = partial(self._copy, group, slot, self._copied_out[slot], staged, arrival)
         self.issuer.when(lambda: staged.ended, copy)
         return arrival
 
     def _copy(self, group: Group, slot: int, number: int, staged: Transfer, arrival: Arrival) -> None:
         staged.check()
-        self.copies.copy(group.index, group.whole, self.pool.staged(group, slot), arrival)
-        self.copies.stream.store(self.pool.copied_out[slot], number)
+        self.copy(group.index, group.whole, self.pool.staged(group, slot), arrival)
+        self.stream.store(self.pool.copied_out[slot], number)
 
     def drop(self) -> None:
-        """Empty the slots; waits for reads that nobody has taken."""
+        """Waits for reads that nobody has taken."""
         while self._staged:
             self.issuer.join(self._staged.popitem()[1][1])
 
     def close(self) -> None:
         self.reader.close()
-        self.copies.close()
+        super().close()

@@ -27,9 +27,6 @@ class HierarchicalGather(BufferedGather):
         super().__init__("hierarchical", (groups.local, groups.across), device, recorder)
         self.groups = groups
 
-    def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:
-        self._recorded(self.link, name, self.stream, lambda: self._gather(whole, shard))
-
     def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         nodes, numel = self.groups.nodes, shard.numel()
         number, per_node = len(nodes), len(nodes[0])

@@ -6,8 +6,7 @@ import torch
 
 from megatron_ext.runtime.flags import DeviceFlag
 from megatron_ext.runtime.group import Clock, Group
-from megatron_ext.runtime.host_pool import HostPool
-from megatron_ext.runtime.host_pools import HostPools
+from megatron_ext.runtime.host_pool import COPY, HostPool
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.recorder import Recorder, log_of
 from megatron_ext.runtime.streams import Arrival, Stream
@@ -40,35 +39,35 @@ class Copies:
         self.stream.copy(destination, source, f"unshard {index}")
         arrival.end(self.stream)
 
+    def drop(self) -> None:
+        """Empty the staging slots, where the route has some."""
+
     def close(self) -> None:
         self.stream.close()
 
 
-class HostCopy:
+class HostCopy(Copies):
     """The whole group at the clock's version; see :mod:`megatron_ext.runtime.host_pool` for who publishes it."""
 
-    def __init__(self, pool: HostPool | HostPools, device, issuer: Issuer, clock: Clock, recorder=None):
+    def __init__(self, pool: HostPool, device, issuer: Issuer, clock: Clock, recorder=None):
+        super().__init__("cpu-route", device, issuer, recorder)
         self.pool, self.issuer, self.clock = pool, issuer, clock
-        self.copies = Copies("cpu-route", device, issuer, recorder)
         self._waited: dict[int, int] = {}  # version that the stream has waited for, by group
         issuer.checks.append(lambda: pool.check_peers(clock.version))
 
     def issue(self, group: Group) -> Arrival:
-        version, arrival, pool = self.clock.version, self.copies.arrival(group.index), self.pool
+        version, arrival, pool = self.clock.version, self.arrival(group.index), self.pool
         if pool.by_thread(group):
             self.issuer.when(partial(pool.is_published, group, version), partial(self._copy, group, arrival))
             return arrival
         if self._waited.get(group.index) != version:
             self._waited[group.index] = version
             check = partial(pool.check_published, group, version)
-            for flag in pool.flags_of(group):
+            for flag in pool.flags[group.index, COPY]:
                 assert isinstance(flag, DeviceFlag)
-                self.copies.stream.wait_flag(flag, version, check)
+                self.stream.wait_flag(flag, version, check)
         self._copy(group, arrival)
         return arrival
 
     def _copy(self, group: Group, arrival: Arrival) -> None:
-        self.copies.copy(group.index, group.whole, self.pool.copy_of(group), arrival)
-
-    def close(self) -> None:
-        self.copies.close()
+        self.copy(group.index, group.whole, self.pool.copies[group.index], arrival)

@@ -8,12 +8,14 @@ Large groups come in pieces (:func:`megatron_ext.workload.route.shard_pieces`): 
 copied, and the next group is copied beside this one's last all-gather. The route has a process group of its own.
 """
 
+import itertools
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext.runtime.node_groups import high_priority
+from megatron_ext.runtime.recorder import log_of
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import shard_pieces
@@ -40,21 +42,18 @@ class ShardGather(BufferedGather):
         super().__init__("cpu-shard-gathers", (process_group,), device, recorder)
         self.process_group = process_group
         self._copies, self._copied = device.stream("cpu-shard-copies"), device.event()
+        self._copies.log = log_of(recorder, "gather", "to_device", "cpu")
 
     def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:
         pieces = shard_pieces(whole.numel() * whole.element_size())
         ends = [shard.numel() * number // pieces for number in range(pieces + 1)]
         self._copies.wait(taken)
-        if self.recorder is not None:
-            self.recorder.moved("gather", "to_device", shard.nbytes)
-        for begin, end in zip(ends, ends[1:]):
-            copy = partial(_copy, whole[start + begin : start + end], shard[begin:end])
-            self._recorded("cpu", name, self._copies, copy)
+        for begin, end in itertools.pairwise(ends):
+            self._copies.copy(whole[start + begin : start + end], shard[begin:end], name)
             self.stream.wait(self._copies.record(self._copied))
-            gather = partial(self._gather, whole, start, shard.numel(), begin, end)
-            self._recorded("gpu", name, self.stream, gather)
+            self._run(name, partial(self._gather_piece, whole, start, shard.numel(), begin, end))
 
-    def _gather(self, whole: torch.Tensor, start: int, numel: int, begin: int, end: int) -> None:
+    def _gather_piece(self, whole: torch.Tensor, start: int, numel: int, begin: int, end: int) -> None:
         """All-gather elements ``begin`` to ``end`` of every rank's shard, which has ``numel``."""
         own = whole[start + begin : start + end]
         if end - begin == numel:
@@ -69,7 +68,3 @@ class ShardGather(BufferedGather):
     def close(self) -> None:
         self._copies.close()
         super().close()
-
-
-def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
-    destination.copy_(source, non_blocking=True)

@@ -91,9 +91,6 @@ class SymmetricGather(BufferedGather):
             self._buffers[dtype] = memory.empty(numel, dtype=dtype, device=device.device)
             memory.rendezvous(self._buffers[dtype], group=process_group.group_name)
 
-    def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:
-        self._recorded(self.link, name, self.stream, lambda: self._gather(whole, shard))
-
     def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         buffer, numel = self._buffers[whole.dtype], whole.numel()
         received, sent = buffer[:numel], buffer[numel:][: shard.numel()]

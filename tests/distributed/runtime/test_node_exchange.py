@@ -8,6 +8,7 @@ from training import run
 
 from megatron_ext.runtime import node_exchange
 from megatron_ext.runtime.node_exchange import NodeExchange
+from megatron_ext.runtime.node_groups import NodeGroups
 
 
 def test_every_shard_enters_a_node_once_and_stays_while_the_next_is_on_its_way():
@@ -34,7 +35,7 @@ def test_receives_are_issued_before_sends(monkeypatch):
     monkeypatch.setattr(
         node_exchange.dist, "isend", lambda tensor, rank, group, tag: issued.append(("send", rank, tag))
     )
-    exchange = NodeExchange("counterparts", (0, 1, 2))
+    exchange = NodeExchange(NodeGroups("local", "counterparts", [[0], [1], [2]], 0))
     for _ in range(3):
         exchange.begin(exchange.places(torch.zeros(4), 1), 1)
     assert issued == [

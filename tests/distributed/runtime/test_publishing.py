@@ -20,7 +20,7 @@ from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError
-from megatron_ext.runtime.host_pool import COPY, HostPool, PeerLost
+from megatron_ext.runtime.host_pool import COPY, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool
@@ -40,11 +40,12 @@ class Node:
         self.groups = [Group(index, "chunk 0", torch.full((1 << 12,), float(index)), 0, 1) for index in range(3)]
         targets = [Target(group, True, True, nodes=nodes or NodeExchange()) for group in self.groups]
         alone = lambda value: [value]
-        self.pool = HostPool(self.groups, {0, 1, 2}, by_thread(targets), 0, 1, alone, device)
+        sharers = [Sharers(self.groups, 0, 1, alone)]
+        self.pool = HostPool(sharers, {0, 1, 2}, by_thread(targets), device)
         slots = dict(slots=1, slot_bytes=self.groups[0].bytes, settings=DriveReads(), device=device)
-        self.nvme = NvmePool(directory, self.groups, 0, alone, **slots)
+        self.nvme = NvmePool(directory, sharers, **slots)
         how = (device, self.issuer, self.clock)
-        self.cpu, self.route = HostCopy(self.pool, *how), DriveCopy(self.nvme, self.pool, *how, 1)
+        self.cpu, self.route = HostCopy(self.pool, *how), DriveCopy(self.nvme, self.pool, *how)
         self.publisher = Publisher(targets, self.pool, self.nvme, *how)
 
     def publish(self) -> None:
@@ -84,7 +85,8 @@ class SlowNetwork(NodeExchange):
     crosses_nodes = True
 
     def __init__(self):
-        super().__init__(dp_ranks=(0,))
+        super().__init__()
+        self.dp_ranks = (0,)
         self.works = []
 
     def begin(self, shards, dp_rank):
@@ -183,7 +185,8 @@ def test_other_ranks_of_the_node_hear_that_one_cannot_publish(by_thread):
     pools: dict[int, HostPool] = {}
 
     def make(rank: int) -> None:
-        pools[rank] = HostPool(groups, {0}, {0} if by_thread else set(), rank, 2, exchange_of(rank), HostDevice())
+        sharers = [Sharers(groups, rank, 2, exchange_of(rank))]
+        pools[rank] = HostPool(sharers, {0}, {0} if by_thread else set(), HostDevice())
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -204,9 +207,10 @@ def test_other_ranks_of_the_node_hear_that_one_cannot_publish(by_thread):
 
 def test_a_pool_that_one_rank_cannot_open_is_refused_on_all(monkeypatch):
     groups = [Group(0, "chunk 0", torch.zeros(128), 0, 2)]
-    answers = iter([[(os.getpid(), 10_000, (1, 1)), (os.getpid(), None, False)], [None, "Permission denied"]])
+    pid = os.getpid()
+    answers = iter([[(pid, 10_000, (1, 1), None), (pid, None, False, None)], [None, "Permission denied"]])
     with pytest.raises(InputError, match="gpus_per_node: memory of process [0-9]+ cannot be shared: Permission denied"):
-        HostPool(groups, {0}, set(), 0, 2, lambda value: next(answers), HostDevice())
+        HostPool([Sharers(groups, 0, 2, lambda value: next(answers))], {0}, set(), HostDevice())
 
 
 @faults.injected(publish_delay_ms=300.0)

@@ -12,7 +12,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import block_pages, shared_block
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.group import Group
-from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.host_pool import HostPool, Sharers
 
 PAGES = 64
 
@@ -84,7 +84,7 @@ def test_memory_that_cannot_be_had_is_refused_on_all_ranks(monkeypatch):
     monkeypatch.setattr(block_pages, "make", none_left)
     group = Group(0, "chunk 0", torch.zeros(128), 0, 1)
     with pytest.raises(InputError, match="host memory = [0-9]+: 4096 bytes of host memory cannot be had"):
-        HostPool([group], {0}, set(), 0, 1, lambda value: [value], HostDevice())
+        HostPool([Sharers([group], 0, 1, lambda value: [value])], {0}, set(), HostDevice())
 
 
 def test_the_whole_pool_is_page_locked_at_once_and_released_at_once():
@@ -95,7 +95,7 @@ def test_the_whole_pool_is_page_locked_at_once_and_released_at_once():
         unpin = staticmethod(lambda memory: locked.append(-memory.numel()))
 
     groups = [Group(index, "chunk 0", torch.zeros(1 << 12), 0, 1) for index in range(3)]
-    pool = HostPool(groups, {0, 2}, set(), 0, 1, lambda value: [value], Device())
+    pool = HostPool([Sharers(groups, 0, 1, lambda value: [value])], {0, 2}, set(), Device())
     assert locked == []
     pool.pin()
     size = pool.bytes

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.group import Clock, Group
-from megatron_ext.runtime.host_pool import COPY, DRIVE, HostPool, PeerLost
+from megatron_ext.runtime.host_pool import COPY, DRIVE, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.host_stream import HostStream
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.nvme_pool import NvmePool
@@ -44,13 +44,14 @@ class Copies:
     def __init__(self, directory, recorder=None, device=HostDevice(), by_thread=False):  # noqa: B008
         self.groups = [Group(index, "chunk 0", torch.zeros(1 << 12), 0, 1) for index in range(2)]
         self.clock, self.issuer = Clock(), Issuer()
-        self.pool = HostPool(self.groups, {0, 1}, {0, 1} if by_thread else set(), 0, 1, alone, device)
+        sharers = [Sharers(self.groups, 0, 1, alone)]
+        self.pool = HostPool(sharers, {0, 1}, {0, 1} if by_thread else set(), device)
         size = self.groups[0].bytes
         drive = dict(slots=1, slot_bytes=size, settings=DriveReads(), device=device)
-        self.nvme = NvmePool(directory, self.groups, 0, alone, **drive)
+        self.nvme = NvmePool(directory, sharers, **drive)
         how = (device, self.issuer, self.clock)
         self.host_copy = HostCopy(self.pool, *how, recorder)
-        self.drive = DriveCopy(self.nvme, self.pool, *how, 1, recorder)
+        self.drive = DriveCopy(self.nvme, self.pool, *how, recorder)
 
     def store(self, group: Group) -> None:
         """Say that both copies are there at the clock's version."""
@@ -164,14 +165,14 @@ def test_who_waits_for_a_rank_that_cannot_publish_hears_why(either):
 def test_who_waits_for_a_rank_that_is_gone_hears_of_it(either):
     either.clock.version += 1
     transfer = either.host_copy.issue(either.groups[0])
-    either.pool.pids = [(1 << 22) + 1]  # more than any process's number
+    either.pool.blocks[0].pids = [(1 << 22) + 1]  # more than any process's number
     with pytest.raises(PeerLost, match="ended while others waited for it to publish group 0"):
         transfer.wait()
 
 
 def test_a_stream_waits_once_for_each_version(copies, monkeypatch):
     waits = []
-    stream = copies.host_copy.copies.stream
+    stream = copies.host_copy.stream
     monkeypatch.setattr(stream, "wait_flag", lambda flag, value, check: waits.append((flag.row, value)))
     for value in (3.0, 5.0):
         copies.publish(value)

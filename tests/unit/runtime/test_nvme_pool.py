@@ -11,6 +11,7 @@ from megatron_ext.runtime import drive
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.host_pool import Sharers
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.worker import Transfer
 from megatron_ext.workload.drive_reads import DriveReads
@@ -27,9 +28,7 @@ def make_pool(directory, groups, **settings) -> NvmePool:
     largest = max(group.bytes for group in groups)
     return NvmePool(
         directory,
-        groups,
-        0,
-        lambda value: [value],
+        [Sharers(groups, 0, 1, lambda value: [value])],
         slots=2,
         slot_bytes=largest,
         settings=DriveReads(**settings),

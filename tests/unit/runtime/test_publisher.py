@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.group import Clock, Group
-from megatron_ext.runtime.host_pool import DRIVE, HostPool, PeerLost
+from megatron_ext.runtime.host_pool import DRIVE, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
@@ -22,7 +22,9 @@ class OneRank:
         self.groups = [Group(index, "chunk 0", torch.full((256,), 1.0 + index), 0, 2) for index in range(3)]
         targets = [Target(group, host, drive is not None, offloaded, nodes or NodeExchange()) for group in self.groups]
         self.device, hosted = HostDevice(), {0, 1, 2} if host else set()
-        self.pool = HostPool(self.groups, hosted, by_thread(targets), 0, 1, lambda value: [value], self.device)
+        self.pool = HostPool(
+            [Sharers(self.groups, 0, 1, lambda value: [value])], hosted, by_thread(targets), self.device
+        )
         self.clock, self.issuer = Clock(), Issuer()
         how = (self.device, self.issuer, self.clock, recorder)
         self.publisher = Publisher(targets, self.pool, drive, *how)
@@ -43,6 +45,10 @@ class OtherNode(NodeExchange):
     """An exchange with one counterpart, all of whose elements are 9."""
 
     crosses_nodes = True
+
+    def __init__(self):
+        super().__init__()
+        self.dp_ranks = (0, 1)
 
     def begin(self, shards, dp_rank):
         shards[1].fill_(9.0)
@@ -66,7 +72,7 @@ def test_every_shard_lies_in_its_part_of_the_host_copy_before_its_flag_is_set(ra
 
 
 def test_what_comes_from_another_node_is_received_in_its_place_in_the_host_copy():
-    rank = OneRank(nodes=OtherNode(dp_ranks=(0, 1)))
+    rank = OneRank(nodes=OtherNode())
     rank.publish()
     rank.publisher.wait()
     for group in rank.groups:
@@ -194,7 +200,7 @@ def test_an_error_while_writing_is_heard_by_who_waits(by_thread, monkeypatch):
 def test_the_watch_hears_of_a_rank_that_will_never_publish_whoever_writes_the_copy():
     for offloaded in (None, lambda: [(0, torch.ones(128))]):
         rank = OneRank(offloaded=offloaded)
-        rank.pool.pids = [(1 << 22) + 1]  # more than any process's number
+        rank.pool.blocks[0].pids = [(1 << 22) + 1]  # more than any process's number
         with pytest.raises(PeerLost, match="ended while others waited for it to publish group 0"):
             rank.pool.check_peers(2)
         rank.close()

@@ -62,12 +62,13 @@ def test_the_census_is_the_sum_at_its_peak():
     (torch.ones(4, 8) @ weight).sum().backward()  # 128 bytes beside 1000
     residency.add(-900)
     residency.add(50)  # more parameters, at a moment without activations
-    census.end(residency.peak)
+    census.end()
     memory = census.memory()
     assert memory.device_bytes == {"whole_parameters": 1000, "shards": 7, "activations": 128}
     assert memory.host_bytes == {"host_copies": 5} and memory.device_total_bytes == 1135
     census.begin()
-    census.end(1200)
+    residency.peak = 1200
+    census.end()
     assert census.memory().device_bytes["whole_parameters"] == 1200
 
 

@@ -9,7 +9,7 @@ import torch
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.flags import DeviceFlag, HostFlag
 from megatron_ext.runtime.group import Group
-from megatron_ext.runtime.host_pool import DRIVE, FAILED, HostPool, PeerLost
+from megatron_ext.runtime.host_pool import DRIVE, FAILED, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.stream_flags import StreamFlagError, StreamFlags, open_stream_flags
 from megatron_ext.runtime.streams import CudaStream
 
@@ -53,7 +53,7 @@ def pool_of_two(peer: int, device=HostDevice(), by_thread=frozenset()) -> tuple[
     def exchange(value):
         return [value, peer if value == os.getpid() else value]
 
-    return HostPool([group], {0}, by_thread, 0, 2, exchange, device), group
+    return HostPool([Sharers([group], 0, 2, exchange)], {0}, by_thread, device), group
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_the_driver_is_asked_for_every_rank_at_the_device_s_addresses(stream):
     driver = Driver()
     pool, group = pool_of_two(os.getpid(), Device(driver))
     pool.pin()
-    start, own = pool.memory.data_ptr() + 4096, stream(driver)
+    start, own = pool.blocks[0].memory.data_ptr() + 4096, stream(driver)
     for flag in pool.flags[0, 0]:
         own.wait_flag(flag, 5, check)
     own.store(pool.flags[0, 0][0], 6)

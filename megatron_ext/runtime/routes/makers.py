@@ -1,0 +1,129 @@
+"""The routes of training by their names: how each is made on a rank.
+
+A route that reads published copies is one of :data:`READERS`, one that gathers shards one of :data:`GATHERERS`. What
+planning knows of it is in :mod:`megatron_ext.workload.route`; docs/architecture.md says how to add one.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime.device import Device, device_of
+from megatron_ext.runtime.group import Clock, Group
+from megatron_ext.runtime.host_pool import HostPool
+from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.node_groups import make_node_groups
+from megatron_ext.runtime.nvme_pool import NvmePool
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.routes import symmetric_gather
+from megatron_ext.runtime.routes.buffered_gather import BufferedGather
+from megatron_ext.runtime.routes.drive_copy import DriveCopy
+from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
+from megatron_ext.runtime.routes.host_copy import Copies, HostCopy
+from megatron_ext.runtime.routes.shard_gather import ShardGather, make_data_group
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
+
+
+class Sources(NamedTuple):
+    """What a rank's routes read published copies from, and what they issue by."""
+
+    pool: HostPool
+    nvme: NvmePool | None
+    device: Device
+    issuer: Issuer
+    clock: Clock
+    recorder: Recorder | None
+
+
+def _drive_copy(of: Sources) -> DriveCopy:
+    assert of.nvme is not None  # some group has a copy there
+    return DriveCopy(of.nvme, of.pool, of.device, of.issuer, of.clock, of.recorder)
+
+
+READERS: dict[str, Callable[[Sources], Copies]] = {
+    "cpu": lambda of: HostCopy(of.pool, of.device, of.issuer, of.clock, of.recorder),
+    "nvme": _drive_copy,
+}
+
+
+class OfKind(NamedTuple):
+    """Groups whose shards as many ranks share: dense ones, or experts.
+
+    Attributes:
+        schedules: of all numbers of micro-batches; they have their groups in common.
+        ranks: that share a group's shards.
+        indices: of those of all ranks.
+        groups: this rank's.
+        backend: of the process groups.
+    """
+
+    schedules: list[Schedule]
+    ranks: int
+    indices: set[int]
+    groups: dict[int, Group]
+    backend: str
+    recorder: Recorder | None
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.schedules[0]
+
+    def wanted(self, algorithm: str) -> set[int]:
+        """Of all ranks, those that ``algorithm`` gathers."""
+        return {index for index in self.indices if self.schedule.groups[index].algorithm == algorithm}
+
+
+# Process groups are made by all ranks together as soon as any rank has a group that goes by them. Each of these returns
+# the route of this rank's groups, or None where it has none.
+
+
+def _hierarchical(of: OfKind) -> BufferedGather | None:
+    wanted = of.wanted(HIERARCHICAL)
+    if not wanted:
+        return None
+    node_groups = make_node_groups(of.schedule.parallel, of.backend, of.ranks)
+    own = [group for index, group in of.groups.items() if index in wanted]
+    assert node_groups is not None  # validation lets such groups pass only where nodes make two legs
+    return HierarchicalGather(node_groups, device_of(own[0].whole), of.recorder) if own else None
+
+
+def _symmetric(of: OfKind) -> BufferedGather | None:
+    wanted, groups = of.wanted(SYMMETRIC), of.groups
+    if not wanted:
+        return None
+    device: Any = next((device_of(group.whole) for group in groups.values()), None)
+    how = {}
+    if device is not None:  # or this rank holds nothing, and gathers nothing
+        why = symmetric_gather.missing(device.kind, of.ranks, 1)
+        if why is not None:
+            raise InputError(f"cannot be done here: {why}", field=f"groups[{min(wanted)}].algorithm", value=SYMMETRIC)
+        how = symmetric_gather.without_thread_blocks(device.device)
+    data = make_data_group(of.schedule.parallel, of.backend, of.ranks, **how)
+    largest: dict[torch.dtype, int] = {}
+    for whole in (group.whole for index, group in groups.items() if index in wanted):
+        largest[whole.dtype] = max(largest.get(whole.dtype, 0), whole.numel())
+    return symmetric_gather.SymmetricGather(data, device, largest, of.recorder) if largest else None
+
+
+def _shard_gather(of: OfKind) -> BufferedGather | None:
+    if not any(
+        action.route == "cpu_shard" and action.group in of.indices
+        for schedule in of.schedules
+        for rank in schedule.ranks
+        for entry in (rank.start, *rank.steps)
+        for action in entry.unshard
+    ):
+        return None
+    own = make_data_group(of.schedule.parallel, of.backend, of.ranks)
+    return ShardGather(own, device_of(next(iter(of.groups.values())).whole), of.recorder) if of.groups else None
+
+
+GATHERERS: dict[str, Callable[[OfKind], BufferedGather | None]] = {
+    HIERARCHICAL: _hierarchical,
+    SYMMETRIC: _symmetric,
+    "cpu_shard": _shard_gather,
+}
+"""Beside the plain all-gather; its algorithms by their names. Each raises InputError where it cannot be had here."""
