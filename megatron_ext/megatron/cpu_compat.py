@@ -64,8 +64,7 @@ def install(*, even_with_a_device: bool = False) -> bool:
             field="module",
             value=first,
         )
-    # Compiling the small functions takes longer than running them.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    _compile_nothing()
     _build_helpers_for_this_python()
     if not hasattr(typing, "override"):  # Python 3.11; Megatron from 0.18 on imports it
         typing.override = lambda method: method
@@ -159,6 +158,15 @@ _MEMORY_KEYS = tuple(
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "num_alloc_retries", "allocation")
     for when in ("current", "peak", "allocated", "freed")
 )
+
+
+def _compile_nothing() -> None:
+    """Compiling the small functions takes longer than running them.
+
+    Importing the compiler takes longer than importing Megatron, and ``torch.compile`` imports it in any case.
+    """
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    torch.compile = lambda model=None, **options: (lambda model: model) if model is None else model
 
 
 def _replace_cuda_functions() -> None:

@@ -46,11 +46,11 @@ def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=Non
     if delay is not None and (schedule is None or delay < 0):
         why = "needs --user-defined-schedule" if schedule is None else "expected 0 or more iterations"
         raise InputError(why, field="--delayed-parameter-update", value=delay)
+    _end_reading()
     if schedule is None and trace is None:
         return None
     from megatron_ext.megatron.lifecycle import Run
 
-    _end_reading()
     _run = Run(schedule, trace, parallel, check, delay, nvme_path)
     return _run
 

@@ -109,9 +109,9 @@ def train(args, schedule: str | None, *, stock: bool, overflow: bool = False, at
         digests = {f"{n} {name}": digest(p) for n, c in enumerate(model) for name, p in c.named_parameters()}
         told = [[loss.item() for loss in row] for row in losses]
     except InputError:  # on all ranks; after any other error the process ends, and ending a run is collective
-        hooks.finish()
+        hooks.finish(read_later=False)
         raise
-    hooks.finish()
+    hooks.finish(read_later=False)  # the digests are taken: nobody reads parameters, and their memory is free
     del model, optimizer, config
     gc.collect()
     return Trained(told, norms, digests, time.monotonic() - begun)

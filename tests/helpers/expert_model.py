@@ -68,14 +68,14 @@ def _check(check, args, **how):
 
 
 def _config(transformer_config, args, **overrides):
-    if args.num_experts is None:
+    if getattr(args, "num_experts", None) is None:  # arguments that were parsed without these options
         return transformer_config(args, **overrides)
     experts = {name: getattr(args, name) for name in OF_CONFIG} | {"num_moe_experts": args.num_experts}
     return transformer_config(args, **experts, add_bias_linear=False, **overrides)
 
 
 def _layer_spec(layer_spec, args, config):
-    if args.num_experts is None:
+    if getattr(args, "num_experts", None) is None:
         return layer_spec(args, config)
     return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
 

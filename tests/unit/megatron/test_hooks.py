@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from megatron_ext.megatron import hooks, one_line_end
 
@@ -20,3 +20,15 @@ def test_a_script_without_a_hook_begins_at_the_parser(monkeypatch):
         parser = hooks.add_arguments(argparse.ArgumentParser())
     assert began == ["one line", hooks.require_end]
     assert "--user-defined-schedule" in parser.format_help()
+
+
+def test_a_run_that_stays_for_readers_ends_where_the_next_training_has_no_schedule(monkeypatch):
+    closed = []
+    kept = SimpleNamespace(finish=lambda read_later: True, close=lambda: closed.append(True))
+    monkeypatch.setattr(hooks, "_run", kept)
+    monkeypatch.setattr(hooks, "ended", False)
+    monkeypatch.setattr(hooks.atexit, "register", lambda function: None)
+    hooks.finish()
+    assert hooks._run is kept and closed == []
+    assert hooks.configure(None) is None
+    assert hooks._run is None and closed == [True]
