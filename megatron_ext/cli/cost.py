@@ -123,10 +123,11 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
     from megatron_ext.formats import json_files
     from megatron_ext.report.calibrate import calibrate
 
-    run = reports.load(run_dir)
+    run = reports.load_measured(run_dir)
     path = out or os.path.join(run_dir, "calibrated.cost_table.json")
     json_files.check_writable(path)
-    with naming_files(table_path or str(run.file("cost_table")), str(run.file("workload"))):
+    of_run, workload_path = (os.path.join(run_dir, f"{name}.json") for name in ("cost_table", "workload"))
+    with naming_files(table_path or of_run, workload_path):
         table = cost_table.load(table_path) if table_path is not None else None
         found = calibrate(run, table, extrapolate=extrapolate)
     cost_table.save(path, found.table)

@@ -113,12 +113,12 @@ def _write(out: str, found) -> None:
     table = found.problem.costs.of(winner.setting, work)
     workload.save(paths["workload"], work)
     cost_table.save(paths["cost_table"], table)
-    digest = json_files.sha256(paths["cost_table"])
-    made = planner.plan(work, table, cost_table_sha256=digest)
+    made = winner.schedules[0] if winner.planned else planner.plan(work, table)
     assert made.predicted is not None
     if len(winner.schedules) == 1 and winner.us < made.predicted.iteration_time_us:  # a quick plan is faster
         timing = Timing(work, table)
         quick = validate(replace(winner.schedules[0], metadata=made.metadata, limits=work.limits))
         bills = tuple(memory_bill(quick, work))
         made = with_prediction(quick, run(work, timing, quick)._replace(memory=bills))
-    user_defined_schedule.save(paths["schedule"], made)
+    metadata = replace(made.metadata, cost_table_sha256=json_files.sha256(paths["cost_table"]))
+    user_defined_schedule.save(paths["schedule"], replace(made, metadata=metadata))

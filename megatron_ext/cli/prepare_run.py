@@ -262,7 +262,7 @@ def prepare(
     schedule = os.path.abspath(steps.schedule_path)
     lines = [judged.text, "", "add to the launch script:", f"    --user-defined-schedule {schedule}"]
     if found is not None:
-        lines = [fit_text.as_text(found), "", *lines]
+        lines = [judged.text, "", fit_text.as_text(found, schedule)]
     if not steps.patched:
         lines += ["and patch the checkout:", f"    megatron-ext patch apply {checkout}"]
     emit(

@@ -15,7 +15,13 @@ def report(run_dir: str, extrapolate: bool, as_json: bool) -> None:
     """Compare a scheduled run with stock Megatron and with its prediction; draw a timeline."""
     from megatron_ext import report as reports
 
-    run = reports.load(run_dir)
+    run = reports.load_measured(run_dir)
+    if isinstance(run, reports.TracedRun):
+        said = _fit_again(run, extrapolate)
+        if said is not None:
+            emit(as_json, {"fit": said[0]}, said[1])
+            return
+        run = reports.load(run_dir)  # names the file that is missing
     with naming_files(str(run.file("cost_table")), str(run.file("workload"))):
         built = reports.build(run, extrapolate=extrapolate)
         said = _fit_again(run, extrapolate)

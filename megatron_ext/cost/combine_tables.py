@@ -40,6 +40,7 @@ LINKS = (
     "topology.nic_shares_pcie",
     "set_up.pages_us_per_gib",
     "set_up.pin_us_per_gib",
+    "set_up.beside_allocator_bytes",
 )
 COMPUTE = ("compute", "optimizer", "host_add", "host_step", "device_step", "host_cpu", "host_memory", "launches")
 PARTS = LINKS + COMPUTE

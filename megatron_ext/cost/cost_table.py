@@ -141,10 +141,12 @@ class Launches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 class SetUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What host copies take before the first step, per GiB of a node, by all of its ranks at once: to make their pages,
-    and to page-lock them on every rank (``pin``)."""
+    and to page-lock them on every rank (``pin``). ``beside_allocator_bytes``: what a rank holds of its device beside
+    PyTorch's blocks: the CUDA context, kernels, NCCL."""
 
     pages_us_per_gib: float | None = None
     pin_us_per_gib: float | None = None
+    beside_allocator_bytes: int | None = None
 
 
 class HostMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -300,6 +302,7 @@ def _check_figures(table: CostTable, checker: Checker) -> None:
     checker.duration(table.group_overhead.call_us, "group_overhead.call_us", zero=True)
     for name in ("pages_us_per_gib", "pin_us_per_gib"):
         checker.duration(getattr(table.set_up, name), f"set_up.{name}", zero=True)
+    checker.positive(table.set_up.beside_allocator_bytes, "set_up.beside_allocator_bytes")
     if table.host_memory is not None:
         rate, slow = table.host_memory.bytes_per_s, table.host_memory.slow_bytes_per_s
         checker.positive(rate, "host_memory.bytes_per_s")

@@ -13,6 +13,8 @@ parameters; that is all that was measured of it.
 4 elsewhere, which is assumed. Megatron uses one communicator for data, tensor and pipeline parallelism each, one for
 tied embeddings and one for the whole model's norm.
 
+Where ``measure`` has run on a GPU, its table has what the device held beside PyTorch's blocks, in place of both.
+
 ``rounding_bytes``: PyTorch's allocator rounds blocks of 10 MiB and more up to 2 MiB (CUDACachingAllocator,
 kRoundLarge): one MiB for each whole group and gradient, in the mean.
 
@@ -23,6 +25,7 @@ than allocated (16,726 and 15,006 MB, pytorch/pytorch#40989); that is taken of a
 
 from typing import NamedTuple
 
+from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.cost.hardware_sheet import HardwareSheet
 from megatron_ext.workload.parallel import Parallel
 
@@ -48,20 +51,24 @@ class Reserve(NamedTuple):
         return sum(self)
 
 
-def device_reserve(sheet: HardwareSheet, parallel: Parallel, *, layers: int, activation_bytes: int) -> Reserve:
+def device_reserve(
+    sheet: HardwareSheet, parallel: Parallel, *, layers: int, activation_bytes: int, table: CostTable | None = None
+) -> Reserve:
     """The reserve of one rank.
 
     Args:
+        table: measured on the device: context and NCCL are what it says, where it does.
         layers: of the rank that has most, each a group with a gradient.
         activation_bytes: at their peak.
     """
     sizes = (parallel.dp, parallel.tensor_model_parallel_size, parallel.pp)
     communicators = sum(size > 1 for size in sizes) + (parallel.pp > 1) + (parallel.world_size > 1)
     channels = OTHER_CHANNELS if sheet.nvlink is None else NVLINK_CHANNELS
+    measured = None if table is None else table.set_up.beside_allocator_bytes
     return Reserve(
-        CONTEXT_BYTES,
+        measured or CONTEXT_BYTES,
         LIBRARY_BYTES,
-        communicators * channels * CONNECTION_BYTES,
+        0 if measured else communicators * channels * CONNECTION_BYTES,
         2 * layers * ROUNDING_BYTES,
         int(FRAGMENTS * activation_bytes),
     )

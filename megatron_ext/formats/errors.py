@@ -3,7 +3,7 @@
 import re
 
 GIB = 2**30
-_BYTES = re.compile(r"\b(\d{10,}) bytes\b")
+_BYTES = re.compile(r"\b(\d{10,}) bytes\b(?! \()")
 
 
 class InputError(ValueError):

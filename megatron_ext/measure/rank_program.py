@@ -24,6 +24,7 @@ from functools import partial
 from statistics import median
 from time import monotonic
 
+import torch
 import torch.distributed as dist
 
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
@@ -209,7 +210,7 @@ class Measurement:
         self.done += len(self.pairs)
         if self.compute_rounds is not None:
             compute = self.compute_rounds.result()
-        set_up = set_up_of(fabric)
+        set_up = set_up_of(fabric) | beside_allocator(fabric)
         us_per_byte = self.softirq.us_per_byte(shared_processors.kernel_of(fabric))
         if fabric.rank != 0:
             return None
@@ -351,6 +352,18 @@ def set_up_of(fabric: Fabric) -> dict[str, float]:
     pages, pin = (max(seconds) * 1e6 / (fabric.set_up_bytes / 2**30) for seconds in zip(*everyone))
     on_cuda = fabric.torch_device.type == "cuda"
     return {"pages_us_per_gib": pages} | ({"pin_us_per_gib": pin} if on_cuda else {})
+
+
+def beside_allocator(fabric: Fabric) -> dict[str, int]:
+    """Bytes of a device that a rank holds beside PyTorch's blocks, of the rank that holds most; ranks of one device
+    count alike. Empty without CUDA. Collective."""
+    if fabric.torch_device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(fabric.torch_device)
+    own = (total - free) // fabric.ranks_per_device - torch.cuda.memory_reserved(fabric.torch_device)
+    everyone: list = [None] * fabric.world_size
+    dist.all_gather_object(everyone, own)
+    return {"beside_allocator_bytes": max(everyone)} if max(everyone) > 0 else {}
 
 
 def parts_due(used: float) -> int:

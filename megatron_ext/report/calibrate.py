@@ -25,7 +25,7 @@ from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.report.links_busy import LINKS, moving
 from megatron_ext.report.parts import BACKWARD, FORWARD, apart, part_of
-from megatron_ext.report.run_dir import RunDir
+from megatron_ext.report.run_dir import RunDir, TracedRun
 from megatron_ext.report.turn_ratio import counted
 
 CURVES = {
@@ -58,7 +58,7 @@ class Calibrated(NamedTuple):
     error_after: float
 
 
-def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool = False) -> Calibrated:
+def calibrate(run: RunDir | TracedRun, table: CostTable | None = None, *, extrapolate: bool = False) -> Calibrated:
     """The table (by default the run's own) with the figures of the scheduled training of ``run``.
 
     Raises:
@@ -71,7 +71,8 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
     indices = counted(run.iterations, run.turn_iterations)
     windows = [_times(run.scheduled_trace.window(index + 1).events, run) for index in indices]
     measured = {key: median(each.get(key, 0.0) for each in windows) for key in {key for one in windows for key in one}}
-    measured_us = median(run.scheduled.iteration_us[index] for index in indices)
+    took = run.iteration_us
+    measured_us = median(took[index] for index in indices)
 
     def simulated(by: CostTable) -> tuple[Times, float]:
         result = evaluate(run.workload, by, run.schedule, trace=True, extrapolate=extrapolate)
@@ -87,7 +88,7 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
     return Calibrated(made, named, before_us / measured_us - 1, after_us / measured_us - 1)
 
 
-def _times(events: Iterable[Event], run: RunDir) -> Times:
+def _times(events: Iterable[Event], run: RunDir | TracedRun) -> Times:
     """Means over the ranks of a pipeline rank. A transfer by a link counts from when all of its ranks take part."""
     parallel, given = run.workload.parallel, apart(events, run.on_device)
     links = [event for event in moving(given, parallel, run.schedule.groups) if not event.name.startswith("states ")]

@@ -1,7 +1,7 @@
 """The frontier of ``fit`` as a picture: iteration time over device bytes, with stock Megatron's settings as points."""
 
 from megatron_ext.formats import picture
-from megatron_ext.planner.fit.fit_text import GIB, Found
+from megatron_ext.planner.fit.fit_text import GIB, Found, parameters_text
 
 
 def save(found: Found, path) -> None:
@@ -43,9 +43,7 @@ def save(found: Found, path) -> None:
     axes.set_xlabel("GiB on the device of the rank that holds most, by the memory bill")
     axes.set_ylabel("ms an iteration")
     axes.set_ylim(0, 1.15 * max([*ms, *(each.us / 1e3 for each in stock)]))
-    axes.set_title(
-        f"{fit.winner.setting.shape.numel / 1e9:.3g}B parameters, {fit.winner.setting.parallel.world_size} GPUs"
-    )
+    axes.set_title(f"{parameters_text(fit.winner.setting)}, {fit.winner.setting.parallel.world_size} GPUs")
     axes.legend(fontsize=8, loc="upper right")
     picture.save(path, figure)
 

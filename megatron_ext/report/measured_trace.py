@@ -43,7 +43,7 @@ class MeasuredTrace:
     Args:
         path: the file.
         parallel: parallel sizes of the run.
-        iterations: training iterations that the trace must hold.
+        iterations: training iterations that the trace must hold; None: as many as it holds.
 
     Attributes:
         moved_bytes: by rank and iteration, what was counted; empty where nothing was.
@@ -52,9 +52,11 @@ class MeasuredTrace:
         InputError: not a measured trace, other ranks or iterations, or steps in another order.
     """
 
-    def __init__(self, path, parallel: Parallel, iterations: int):
-        self.path, self.parallel, self.iterations = path, parallel, iterations
+    def __init__(self, path, parallel: Parallel, iterations: int | None = None):
         events, about = traces.load(path)
+        if iterations is None:
+            iterations = max((event.iteration for event in events if event.lane == "optimizer"), default=0)
+        self.path, self.parallel, self.iterations = path, parallel, iterations
         if about.get("kind") != "measured":
             raise InputError(
                 "expected the trace of a training run", file=path, field="otherData.kind", value=about.get("kind")

@@ -1,6 +1,7 @@
 """The files of one main job, read together and checked against each other."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +63,12 @@ class RunDir(NamedTuple):
     @property
     def on_device(self) -> bool:
         """Whether ranks compute on devices of their own, beside which the training thread issues."""
-        return (self.table.metadata.software or {}).get("backend") == "nccl"
+        return _on_device(self.table)
+
+    @property
+    def iteration_us(self) -> Sequence[float]:
+        """What each iteration of the scheduled run took."""
+        return self.scheduled.iteration_us
 
     @property
     def iterations(self) -> int:
@@ -79,6 +85,69 @@ class RunDir(NamedTuple):
         return self.path / {**READ, **WRITTEN}[name]
 
 
+class TracedRun(NamedTuple):
+    """What ``prepare`` made, and a training by it of which nothing but the trace was kept: scripts that are not the
+    example write no metrics."""
+
+    path: Path
+    table: cost.CostTable
+    workload: Workload
+    schedule: Schedule
+    scheduled_trace: MeasuredTrace
+    turn_iterations: int | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """As of :class:`RunDir`."""
+        return _on_device(self.table)
+
+    @property
+    def iterations(self) -> int:
+        """Iterations that were trained."""
+        return self.scheduled_trace.iterations
+
+    @property
+    def iteration_us(self) -> Sequence[float]:
+        """What each took, from the begin of its first step to the end of the optimizer's."""
+        windows = map(self.scheduled_trace.window, range(1, self.iterations + 1))
+        return [w.end_us - min(each.start_us for each in w.events if each.lane == "compute") for w in windows]
+
+
+def _on_device(table: cost.CostTable) -> bool:
+    return (table.metadata.software or {}).get("backend") == "nccl"
+
+
+def load_measured(directory) -> RunDir | TracedRun:
+    """Read a run directory, or of one without metrics what was planned and the trace of the training.
+
+    Raises:
+        InputError: as :func:`load`.
+    """
+    path = Path(directory)
+    trace = path / READ["scheduled_trace"]
+    if (path / READ["scheduled_metrics"]).exists() or not trace.exists():
+        return load(directory)
+    table, workload, schedule = _load_planned(path)
+    return TracedRun(path, table, workload, schedule, MeasuredTrace(trace, workload.parallel))
+
+
+def _load_planned(path: Path) -> tuple[cost.CostTable, Workload, Schedule]:
+    at = {key: path / name for key, name in READ.items()}
+    table = cost.load(at["cost_table"])
+    workload = workload_file.load(at["workload"])
+    schedule = validate.load(at["schedule"])
+    match.match(schedule, workload, file=at["schedule"])
+    planned_by = schedule.metadata.cost_table_sha256
+    if planned_by is not None and planned_by != json_files.sha256(at["cost_table"]):
+        raise InputError(
+            "planned by another cost table than the one beside it",
+            file=at["schedule"],
+            field="metadata.cost_table_sha256",
+            value=planned_by[:12],
+        )
+    return table, workload, schedule
+
+
 def load(directory) -> RunDir:
     """Read a run directory.
 
@@ -88,20 +157,9 @@ def load(directory) -> RunDir:
     path = Path(directory)
     if not os.path.isdir(path):
         raise InputError("not a directory", file=path)
+    table, workload, schedule = _load_planned(path)
     at = {key: path / name for key, name in READ.items()}
-    table = cost.load(at["cost_table"])
-    workload = workload_file.load(at["workload"])
-    schedule = validate.load(at["schedule"])
-    match.match(schedule, workload, file=at["schedule"])
     gathers_only = _gathers_only(path / GATHERS_ONLY, workload)
-    planned_by = schedule.metadata.cost_table_sha256
-    if planned_by is not None and planned_by != json_files.sha256(at["cost_table"]):
-        raise InputError(
-            "planned by another cost table than the one beside it",
-            file=at["schedule"],
-            field="metadata.cost_table_sha256",
-            value=planned_by[:12],
-        )
     scheduled = metrics_file.load(at["scheduled_metrics"])
     stock = _same_length(at["stock_metrics"], scheduled)
     reference = _same_length(at["reference_metrics"], scheduled) if at["reference_metrics"].exists() else None

@@ -144,7 +144,7 @@ def quick_choice(setting: Setting, workload: Workload, table: CostTable, bound: 
     chosen = sorted(plans, key=lambda plan: plan.times.iteration_time_us)[:PLACED]
     for plan in chosen:
         try:
-            found.append(_choice(setting, rounds, timings, _placed(rounds, timings, plan), bound, stock))
+            found.append(choice_of(setting, rounds, _placed(rounds, timings, plan), bound, stock))
         except InputError as error:
             refused = error
     if not found:
@@ -191,24 +191,10 @@ def _placed(rounds: FewRounds, timings: list[Timing], plan: Plan) -> Plan:
     return plan._replace(schedules=made, times=rounds.times(timings, made))
 
 
-def _choice(setting: Setting, rounds: FewRounds, timings, plan: Plan, bound: float, stock) -> Choice:
-    """Raises InputError where the plan does not keep the limits, or the run would refuse it."""
-    work = rounds.parts[-1][0]
-    return choice_of(
-        setting,
-        rounds,
-        plan,
-        [bill.memory for bill in memory_bill(plan.schedules[-1], work)],
-        bound,
-        stock,
-        planned=False,
-    )
-
-
 def choice_of(
-    setting: Setting, rounds: FewRounds, plan: Plan, memories, bound: float, stock, *, planned: bool
+    setting: Setting, rounds: FewRounds, plan: Plan, bound: float, stock: Stock | None, *, planned: bool = False
 ) -> Choice:
-    """A choice from what every pipeline rank holds.
+    """A choice from a plan.
 
     Raises:
         InputError: the plan does not keep the limits, or the run would refuse it.
@@ -216,6 +202,7 @@ def choice_of(
     schedule = plan.schedules[-1]
     if setting.keeps_gradients and any(group.gradients for group in schedule.groups):
         raise InputError("needs whole gradients, which do not fit", field="--sequence-parallel", value=True)
+    memories = [bill.memory for bill in memory_bill(schedule, rounds.parts[-1][0])]
     memory = max(memories, key=lambda memory: memory.device_total_bytes)
     of_ranks = [(sum(held.host_bytes.values()), held.nvme_bytes) for held in memories]
     host, drive = (_of_node(setting, [pair[kind] for pair in of_ranks]) for kind in (0, 1))

@@ -1,5 +1,6 @@
 """What ``fit`` found, on one screen and as one JSON object."""
 
+import os
 import shlex
 from collections.abc import Iterator
 from itertools import product
@@ -43,13 +44,18 @@ class Found(NamedTuple):
         return msgspec.structs.replace(self.problem.limits, device_bytes=room)
 
     @property
+    def given(self) -> tuple[Choice | None, str]:
+        """The settings as given, or None and why they cannot be."""
+        refused = self.problem.refused
+        return (None, refused) if refused else (self.fit.given, self.fit.refused)
+
+    @property
     def launch(self) -> tuple[dict[str, str], list[str]]:
         """Options to add to the launch script, and those to take out."""
-        given, chosen = (
-            {name: value for name, value in setting.options().items() if name not in OURS}
-            for setting in (self.problem.space.given, self.fit.winner.setting)
-        )
-        add, take_out = changes(given, chosen)
+        given, chosen = self.problem.space.given.options(), self.fit.winner.setting.options()
+        for name in (*OURS, *self.problem.changed):
+            given.pop(name, None)
+        add, take_out = changes(given, {name: value for name, value in chosen.items() if name not in OURS})
         return add | {name: "" for name in NEEDED if name not in self.request.words}, take_out
 
     def words(self, *without: str) -> tuple[str, ...]:
@@ -135,7 +141,8 @@ def way_of(choice: Choice) -> str:
         words.append("gradient shards on the device")
     if share(lambda group: group.shard_rests == "host") > 0.5:
         words.append("shards in host memory")
-    words.append("optimizer on the host" if choice.setting.optimizer.on_host else "optimizer on the device")
+    here = not choice.setting.optimizer.on_host or share(lambda group: group.states_rest == "device") > 0.5
+    words.append("optimizer on the device" if here else "optimizer on the host")
     return ", ".join(words)
 
 
@@ -194,9 +201,9 @@ def as_json(found: Found) -> dict:
 
 
 def _given_json(found: Found) -> dict:
-    given = found.fit.given
+    given, refused = found.given
     if given is None:
-        return {"refused": found.fit.refused}
+        return {"refused": refused}
     figures, gain = _figures(found, given), found.certainty.gain(given)
     if gain is not None and given.stock is not None:
         figures |= {"stock_by_option_us": given.stock.by_option_us, "gain": gain[0]}
@@ -204,8 +211,8 @@ def _given_json(found: Found) -> dict:
     return figures
 
 
-def as_text(found: Found) -> str:
-    """One screen."""
+def as_text(found: Found, schedule: str | None = None) -> str:
+    """One screen. ``schedule``: where ``prepare`` has planned the winner."""
     fit, problem = found.fit, found.problem
     winner, given = fit.winner, problem.space.given
     by = "ESTIMATED from a data sheet, not measured" if problem.costs.table is None else "By a measured cost table"
@@ -213,11 +220,11 @@ def as_text(found: Found) -> str:
     limits = found.limits
     host = "" if limits.host_bytes is None else f", of a node's host {limits.host_bytes / GIB:.1f} GiB"
     lines = [
-        f"{given.shape.numel / 1e9:.3g}B parameters, {given.shape.dtype}; GPUs: {given.parallel.world_size}"
+        f"{parameters_text(given)}, {given.shape.dtype}; GPUs: {given.parallel.world_size}"
         + (f" of {problem.sheet.title}" if problem.sheet else ""),
         f"a global batch of {given.samples} x {given.batch.seq_length} tokens. {by}.",
         f"{fit.settings} settings: {fit.pruned} do not fit, {planned} planned in full"
-        + (f", {fit.left_out} not tried for lack of effort" if fit.left_out else ""),
+        + (f", {fit.left_out} not tried although their bound is lower than the fastest" if fit.left_out else ""),
         f"a run may fill of a device {(limits.device_bytes or 0) / GIB:.1f} GiB by the memory bill{host}",
         "",
         f"{'device GiB':>10} {'ms':>8} {'interval':>18} {'tokens/s':>9} {'host GiB':>8} {'over bound':>10}  "
@@ -231,12 +238,18 @@ def as_text(found: Found) -> str:
         *(
             []
             if winner.planned
-            else ["planned by quick rules only: a whole plan takes minutes; the commands below make it"]
+            else ["planned by quick rules, which --out writes; the commands below plan in full, which may take minutes"]
         ),
         "",
-        *_launch_lines(found),
+        *_launch_lines(found, schedule),
     ]
     return "\n".join(lines)
+
+
+def parameters_text(setting: Setting) -> str:
+    """How many there are: "1.62B parameters"."""
+    numel = setting.shape.numel
+    return f"{numel / 1e9:.3g}B parameters" if numel >= 1e9 else f"{numel / 1e6:.3g}M parameters"
 
 
 def _row(found: Found, choice: Choice) -> str:
@@ -281,9 +294,9 @@ def _way_lines(found: Found) -> list[str]:
 
 
 def _given_lines(found: Found) -> list[str]:
-    given = found.fit.given
+    given, refused = found.given
     if given is None:
-        return [f"as given it does not fit: {found.fit.refused}"]
+        return [f"as given it {'is refused' if found.problem.refused else 'does not fit'}: {refused}"]
     gain = found.certainty.gain(given)
     lines = [f"as given: {given.us / 1e3:.0f} ms, {given.device_bytes / GIB:.1f} GiB"]
     if gain is None or given.stock is None:
@@ -297,12 +310,17 @@ def _given_lines(found: Found) -> list[str]:
     return [*lines, *option_hint(name, by_option)]
 
 
-def _launch_lines(found: Found) -> list[str]:
+def _launch_lines(found: Found, schedule: str | None) -> list[str]:
     add, take_out = found.launch
-    return [
-        "put into the launch script:",
-        f"    {as_words(add)} --user-defined-schedule schedule.json",
-        *([f"and take out of it: {' '.join(take_out)}"] if take_out else []),
-        "which is planned by:",
-        *(f"    {command}" for command in found.commands()),
-    ]
+    options = "--user-defined-schedule schedule.json"
+    then = ["which is planned by:", *(f"    {command}" for command in found.commands())]
+    if schedule is not None:
+        directory = os.path.dirname(schedule)
+        trace = f"--user-defined-schedule-trace {directory}/scheduled.trace.json"
+        options = f"--user-defined-schedule {schedule} {trace}"
+        then = [
+            "and after the run ask whether other settings are faster by what it measured:",
+            f"    megatron-ext report {directory}",
+        ]
+    out = [f"and take out of it: {' '.join(take_out)}"] if take_out else []
+    return ["put into the launch script:", f"    {as_words(add)} {options}", *out, *then]

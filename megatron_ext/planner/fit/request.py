@@ -1,5 +1,6 @@
 """What a user asks of ``fit``: a machine, limits, what stays, and the arguments of a training script."""
 
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -12,14 +13,18 @@ from megatron_ext.megatron import gpt_arguments
 from megatron_ext.megatron.ignored_options import parse
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.planner.fit.costs import Costs
-from megatron_ext.planner.fit.search_settings import Fit, search
+from megatron_ext.planner.fit.search_settings import Fit, Search
 from megatron_ext.planner.fit.setting import Setting
-from megatron_ext.planner.fit.space import NAMES, Space
+from megatron_ext.planner.fit.space import LAYOUT, NAMES, Space
 from megatron_ext.schedule.memory_bill import activation_peaks
 from megatron_ext.workload.workload import Limits, Workload
 
 HOST_PART = 0.8
 """Of the host's memory that a run may fill; the rest is for the system, the data loader and Python."""
+
+
+NEEDED = ("--num-layers", "--global-batch-size")
+"""Options without which there is no model, or it is not known what an iteration trains."""
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -51,6 +56,8 @@ class Problem(NamedTuple):
 
     Attributes:
         passed_over: options that no list names.
+        changed, refused: where the sizes given divide neither batch nor layers, the options that stand in the space's
+            given setting in their place, and what is wrong with them.
     """
 
     space: Space
@@ -58,6 +65,8 @@ class Problem(NamedTuple):
     sheet: HardwareSheet | None
     limits: Limits
     passed_over: list[str]
+    changed: tuple[str, ...] = ()
+    refused: str = ""
 
     def room(self, setting: Setting, workload: Workload) -> int:
         """Device bytes that a plan may hold by its bill: the limit, or what the device has beside the reserve."""
@@ -65,10 +74,9 @@ class Problem(NamedTuple):
             return self.most_bytes
         parallel = setting.parallel
         layers = max(sum(c.num_layers for c in workload.chunks_of_rank(rank)) for rank in range(parallel.pp))
-        reserve = device_reserve(
-            self.sheet, parallel, layers=layers, activation_bytes=max(activation_peaks(workload), default=0)
-        )
-        return self.most_bytes - reserve.total_bytes
+        activations = max(activation_peaks(workload), default=0)
+        how = {"layers": layers, "activation_bytes": activations, "table": self.costs.table}
+        return self.most_bytes - device_reserve(self.sheet, parallel, **how).total_bytes
 
     @property
     def most_bytes(self) -> int:
@@ -80,7 +88,7 @@ class Problem(NamedTuple):
 
     def search(self) -> Fit:
         """Raises InputError where nothing fits."""
-        return search(self.space, self.costs, self.limits, self.room, self.most_bytes)
+        return Search(self.space, self.costs, self.limits, self.room, self.most_bytes).run()
 
 
 def ready(request: Request, corrected_by: cost_table.CostTable | None = None) -> Problem:
@@ -99,7 +107,7 @@ def ready(request: Request, corrected_by: cost_table.CostTable | None = None) ->
         raise InputError(f"fixes no setting; known: all, {', '.join(NAMES)}", field="--fix", value=min(unknown))
     sheet = None if request.hardware is None else hardware_sheet.load(request.hardware)
     passed_over: list[str] = []
-    args = _parsed(request, sheet, passed_over)
+    args, changed, refused = _parsed(request, sheet, passed_over)
     given = _setting(args)
     limits = gpt_arguments.limits_of(args)
     if sheet is None and limits.device_bytes is None:
@@ -114,7 +122,8 @@ def ready(request: Request, corrected_by: cost_table.CostTable | None = None) ->
     fixed = frozenset(NAMES if "all" in request.fixed else request.fixed)
     sequence_parallel = getattr(args, "sequence_parallel", False)
     space = Space(given, fixed, request.search_layout, request.allow_delayed_update, vocab, sequence_parallel)
-    return Problem(space, _costs(request, sheet, space, limits, corrected_by), sheet, limits, passed_over)
+    costs = _costs(request, sheet, space, limits, corrected_by)
+    return Problem(space, costs, sheet, limits, passed_over, changed, refused)
 
 
 def _costs(request: Request, sheet: HardwareSheet | None, space: Space, limits: Limits, corrected_by) -> Costs:
@@ -140,23 +149,29 @@ def _setting(args) -> Setting:
 
 
 def _parsed(request: Request, sheet: HardwareSheet | None, passed_over: list[str]):
-    """The script's options; with another micro-batch size, or other stages, where those given do not divide the batch
-    and are searched."""
-    tries: list[tuple[str, ...]] = [()]
-    if not {"micro-batch-size", "all"} & {*request.fixed}:
-        tries.append(("--micro-batch-size", "1"))
+    """The script's options; where their sizes divide neither batch nor layers and are searched, with others. The names
+    of those follow, and the refusal of what is given."""
+    for name in NEEDED:
+        if not any(word.partition("=")[0] == name for word in request.words):
+            raise InputError("is needed, behind --: fit keeps the model and the global batch", field=name)
+    others = {"micro-batch-size": ["1"]}
     if request.search_layout:
-        layouts = [("--pipeline-model-parallel-size", str(1 << power)) for power in range(8)]
-        tries += [(*tries[-1], *layout, "--tensor-model-parallel-size", "1") for layout in layouts]
-    for number, more in enumerate(tries):
+        others |= dict.fromkeys(LAYOUT[:2], [str(1 << power) for power in range(8)])
+    kept = {*NAMES} if "all" in request.fixed else {*request.fixed}
+    free = {name: values for name, values in others.items() if name not in kept}
+    changes = ({f"--{name}": value for name, value in zip(free, values)} for values in product(*free.values()))
+    refused = None
+    for more in ({}, *changes):
         try:
             passed_over.clear()
-            return _parse((*request.words, *more), request, sheet, passed_over)
+            words = *request.words, *(word for pair in more.items() for word in pair)
+            return _parse(words, request, sheet, passed_over), tuple(more), str(refused or "")
         except InputError as error:
-            first = error if number == 0 else first  # noqa: F821 - bound in the first turn
-            if error.field not in ("--global-batch-size", "--num-layers") or number + 1 == len(tries):
-                raise first from None
-    raise AssertionError("one of them raises or returns")
+            refused = refused or error
+            if refused.field not in ("--global-batch-size", "--num-layers"):
+                break
+    assert refused is not None
+    raise refused from None
 
 
 def _parse(words: tuple[str, ...], request: Request, sheet: HardwareSheet | None, passed_over: list[str]):

@@ -84,7 +84,8 @@ class Fit(NamedTuple):
         frontier: the fastest first, each with fewer bytes than the one before; the first is the winner.
         tried: all choices of the whole device by their time, the planned ones as planned.
         given: the user's own setting; None where it does not fit, and ``refused`` says why.
-        settings, pruned, left_out: how many there are, do not fit, and were not estimated for lack of effort.
+        settings, pruned, left_out: how many there are, do not fit, and were not estimated for lack of effort although
+            by their bound they might be faster.
         bound_us: no setting that fits can be faster.
     """
 
@@ -106,33 +107,32 @@ class NothingFits(InputError):
     """``least``: the setting that needs least beyond its room; the bytes of a device that it needs, and that are
     missing."""
 
-    def __init__(self, message: str, least: Setting, need_bytes: int, short_bytes: int, **where):
-        super().__init__(message, **where)
+    def __init__(self, least: Setting, need_bytes: int, short_bytes: int):
         self.least, self.need_bytes, self.short_bytes = least, need_bytes, short_bytes
+        super().__init__(
+            f"nothing fits: {least.text()} needs least, {need_bytes} bytes of a device, {short_bytes} bytes short",
+            field="--limit-device-bytes",
+            value=need_bytes - short_bytes,
+        )
 
 
-def search(space: Space, costs: Costs, limits: Limits, room: Room, most_bytes: int) -> Fit:
+class Search:
     """The fastest settings of ``space`` for every amount of device bytes.
 
     Args:
         most_bytes: no setting has more room.
-
-    Raises:
-        NothingFits: none fits the device.
-        InputError: the space is empty, or none keeps the other limits.
     """
-    return _Search(space, costs, limits, room, most_bytes).run()
 
-
-class _Search:
     def __init__(self, space: Space, costs: Costs, limits: Limits, room: Room, most_bytes: int):
         self.space, self.costs, self.limits, self.room, self.most_bytes = space, costs, limits, room, most_bytes
         self.effort = EFFORT * ON_WHOLE
         self.choices: dict[Setting, list[Choice]] = {}
         self.refused: dict[Setting, InputError] = {}
-        self.left_out = 0
+        self.left_out: set[Setting] = set()
 
     def run(self) -> Fit:
+        """Raises NothingFits where none fits the device, and InputError where the space is empty or none keeps the
+        other limits."""
         settings = [one for one in self.space.settings() if self.costs.allows(one)]
         candidates = self._that_fit(settings)
         own = next((one for one in candidates if one.setting == self.space.given), None)
@@ -141,16 +141,12 @@ class _Search:
         for part in PARTS:
             self._at(part, candidates)
             self.effort += EFFORT * (1 - ON_WHOLE) / (len(PARTS) - 1)
-        whole = [choice for choices in self.choices.values() for choice in choices]
+        planned = {choice.setting: choice for choice in self._planned(candidates)}
+        whole = [*planned.values(), *(choice for choices in self.choices.values() for choice in choices)]
         if not whole:
             raise next(iter(self.refused.values()))
-        planned = self._planned(candidates)
-        best = {choice.setting: choice for choice in planned}
-        whole += planned
-        tried = [best.get(one.setting) or self._known(one, 1.0) for one in candidates]
-        tried = sorted(
-            (choice for choice in tried if choice is not None), key=lambda choice: (choice.us, choice.device_bytes)
-        )
+        best = (planned.get(one.setting) or self._known(one, 1.0) for one in candidates)
+        tried = sorted(filter(None, best), key=lambda choice: (choice.us, choice.device_bytes))
         given = next((choice for choice in tried if choice.setting == self.space.given), None)
         return Fit(
             _frontier(whole, tried[0]),
@@ -159,7 +155,7 @@ class _Search:
             str(self.refused.get(self.space.given, "")),
             len(settings),
             len(settings) - len(candidates),
-            self.left_out,
+            len(self.left_out - {*self.choices} - {*self.refused}),
             min(one.bound_us for one in candidates),
         )
 
@@ -172,10 +168,8 @@ class _Search:
             if floor > self.most_bytes and setting != self.space.given and least[0] <= floor - self.most_bytes:
                 continue
             key = setting.shape, setting.parallel, setting.batch
-            if key not in bases:
-                bases = {
-                    key: self.costs.with_activations(setting, setting.workload(self.limits))
-                }  # settings of one layout and batch follow each other
+            if key not in bases:  # settings of one layout and batch follow each other
+                bases = {key: self.costs.with_activations(setting, setting.workload(self.limits))}
             work = replace(bases[key], zero_stage=setting.zero_stage, optimizer=setting.optimizer)
             room_bytes = self.room(setting, work)
             need = least_bytes(work, setting.keeps_gradients)
@@ -191,8 +185,7 @@ class _Search:
         if not found:
             short, setting, need = least
             assert setting is not None
-            why = f"nothing fits: {setting.text()} needs least, {need} bytes of a device, {short} bytes short"
-            raise NothingFits(why, setting, need, int(short), field="limits.device_bytes", value=need - int(short))
+            raise NothingFits(setting, need, int(short))
         return found
 
     def _known(self, one: Candidate, part: float) -> Choice | None:
@@ -219,7 +212,7 @@ class _Search:
         effort = OF_STEP * FewRounds(one.workload).steps * layers / one.workload.parallel.vp
         effort += OF_PAIR * one.workload.parallel.pp * layers**2 if one.setting.zero_stage > 1 else 0.0
         if self.effort < effort:
-            self.left_out += 1
+            self.left_out.add(one.setting)
             return None
         self.effort -= effort
         limits = replace(one.workload.limits, device_bytes=int(part * one.room_bytes))
@@ -235,21 +228,30 @@ class _Search:
     def _planned(self, candidates: list[Candidate]) -> list[Choice]:
         """The best settings of the whole device, planned in full."""
         found: list[Choice] = []
-        known = [(choice, one) for one in candidates if (choice := self._known(one, 1.0)) is not None]
+        quick = [self._known(one, 1.0) for one in candidates]
         effort, best = PLAN_EFFORT, inf
         small = all(map(_is_small, candidates))
-        for choice, one in sorted(known, key=lambda item: (item[0].us, item[0].device_bytes)):
+        for choice, one in sorted(zip(quick, candidates), key=_by_quick_plan):
             cost = _plan_effort(one)
             if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (cost > effort and not small):
                 break
-            if (one.bound_us if small else choice.us) >= best:
+            hoped = one.bound_us if small else inf if choice is None else choice.us
+            if hoped >= best:
                 continue
             effort -= cost
             made = _whole_plan(one, choice)
-            if made is not None:
-                found.append(made if made.us <= choice.us * (1 + ALIKE) else choice)
-                best = min(best, found[-1].us)
+            if made is not None and (choice is None or made.us <= choice.us * (1 + ALIKE)):
+                choice = made
+            if choice is not None:
+                found.append(choice)
+                best = min(best, choice.us)
         return found
+
+
+def _by_quick_plan(item: tuple[Choice | None, Candidate]) -> tuple[float, float]:
+    """The fastest quick plan first; those without one by their bound."""
+    choice, one = item
+    return (inf, one.bound_us) if choice is None else (choice.us, choice.device_bytes)
 
 
 def _plan_effort(one: Candidate) -> float:
@@ -261,18 +263,18 @@ def _is_small(one: Candidate) -> bool:
     return layers <= SMALL_LAYERS and number_of_steps(one.workload) <= SMALL_STEPS
 
 
-def _whole_plan(one: Candidate, quick: Choice) -> Choice | None:
+def _whole_plan(one: Candidate, quick: Choice | None) -> Choice | None:
     """The setting by the whole planner; None where it finds nothing."""
     try:
         schedule = plan(one.workload, one.table)
         predicted = schedule.predicted
-        assert predicted is not None and predicted.memory
+        assert predicted is not None
         rounds = FewRounds(one.workload)
         rounds.parts = [(one.workload, 1.0)]
         times = Times(predicted.iteration_time_us, predicted.busy_us, max(predicted.exposed_us, default=0.0))
         bound = max(one.bound_us, predicted.lower_bound_us or 0.0)
         made = Plan("hybrid", (schedule,), times)
-        return choice_of(one.setting, rounds, made, predicted.memory, bound, quick.stock, planned=True)
+        return choice_of(one.setting, rounds, made, bound, quick and quick.stock, planned=True)
     except InputError:
         return None
 

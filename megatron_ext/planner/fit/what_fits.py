@@ -16,13 +16,15 @@ MORE_NODES = (2, 4, 8)
 
 def explained(problem: Problem, error: NothingFits) -> InputError:
     """The refusal with what would fit."""
-    setting = error.least
-    words = [f"{error.short_bytes} bytes more on each device"]
-    gpus = _devices(setting, error.need_bytes)
-    words += [f"a GPU with more memory ({', '.join(gpus)})"] if gpus else []
-    nodes = _nodes(problem, setting)
+    limited = problem.limits.device_bytes is not None
+    more = f"--limit-device-bytes {error.need_bytes}" if limited else f"{error.short_bytes} bytes more on each device"
+    words = [more]
+    gpus = _devices(error.least, error.need_bytes)
+    words += [f"a GPU with more memory ({', '.join(gpus)})"] if gpus and not limited else []
+    nodes = _nodes(problem, error.least)
     words += [f"{nodes} times as many nodes"] if nodes else []
-    return InputError(f"{error.message}; what would do: {', or '.join(words)}", field=error.field, value=error.value)
+    where = {"field": error.field, "value": error.value} if limited else {"field": "--hardware"}
+    return InputError(f"{error.message}; what would do: {', or '.join(words)}", **where)
 
 
 def _devices(setting: Setting, need: int) -> list[str]:

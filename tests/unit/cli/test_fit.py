@@ -79,22 +79,33 @@ def refused(capsys, *arguments: str) -> str:
     [
         (["--hardware", "h1000"], "hardware = 'h1000': is neither a file nor a known machine; known: a100-nvlink"),
         ([], "--hardware: or --cost-table is needed"),
-        (["--hardware", "h100-nvlink", "--nodes", "2", "--", *MODEL], "one node, 8 x H100 SXM, NVLink has no network"),
-        (["--hardware", "l40s", "--picture", "/proc/nowhere/a.png"], "/proc/nowhere/a.png: cannot be written"),
-        (["--hardware", "l40s", "--", "--hiden-size", "8"], "'--hiden-size': is not an option that fit knows; did"),
-        (["--hardware", "l40s", "--", "--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size = 3"),
+        (["--hardware", "l40s"], "--num-layers: is needed, behind --"),
+        (["--hardware", "l40s", "--", *MODEL], "--global-batch-size: is needed, behind --"),
         (
-            ["--hardware", "l40s", "--", "--data-parallel-size", "4"],
+            ["--hardware", "h100-nvlink", "--nodes", "2", "--", *MODEL, *BATCH],
+            "one node, 8 x H100 SXM, NVLink has no network",
+        ),
+        (["--hardware", "l40s", "--picture", "/proc/nowhere/a.png"], "/proc/nowhere/a.png: cannot be written"),
+        (
+            ["--hardware", "l40s", "--", *MODEL, *BATCH, "--hiden-size", "8"],
+            "'--hiden-size': is not an option that fit knows; did",
+        ),
+        (
+            ["--hardware", "l40s", "--", *MODEL, *BATCH, "--tensor-model-parallel-size", "3"],
+            "--tensor-model-parallel-size = 3",
+        ),
+        (
+            ["--hardware", "l40s", "--", *MODEL, *BATCH, "--data-parallel-size", "4"],
             "nodes = 1: gives 8 GPUs; the parallel sizes need 4",
         ),
-        (["--hardware", "l40s", "--", "--num-experts", "8"], "then `cost estimate` and `plan`"),
+        (["--hardware", "l40s", "--", *MODEL, *BATCH, "--num-experts", "8"], "then `cost estimate` and `plan`"),
         (["--hardware", "l40s", "--nodes", "0"], "--nodes"),
         (
             ["--hardware", "l40s", "--fix", "zero", "--", *MODEL],
             "--fix = 'zero': fixes no setting; known: all, zero-stage",
         ),
         (
-            ["--hardware", "l40s", "--fix", "all", "--search-layout", "--", *MODEL],
+            ["--hardware", "l40s", "--fix", "all", "--search-layout", "--", *MODEL, *BATCH],
             "--search-layout = True: all parallel sizes are fixed by --fix",
         ),
         (
@@ -130,8 +141,19 @@ def test_a_batch_that_the_given_sizes_do_not_divide_is_searched_for_others(capsy
         main(["fit", "--hardware", "l40s", "--fix", "recompute,zero-stage,optimizer-cpu-offload", "--json", *words])
         == 0
     )
-    winner = json.loads(capsys.readouterr().out)["frontier"][0]
-    assert 32 % (8 * int(winner["options"]["--micro-batch-size"])) == 0
+    found = json.loads(capsys.readouterr().out)
+    size = found["frontier"][0]["options"]["--micro-batch-size"]
+    assert 32 % (8 * int(size)) == 0
+    # The script's own size goes.
+    assert f"--micro-batch-size {size}" in found["launch"]["add"] and "no multiple" in found["given"]["refused"]
+
+
+def test_a_batch_that_only_other_layouts_divide_is_searched_for_them(capsys):
+    words = [*MODEL, "--micro-batch-size", "1", "--global-batch-size", "7"]
+    fixed = "recompute,zero-stage,optimizer-cpu-offload"
+    assert main(["fit", "--hardware", "l40s", "--search-layout", "--fix", fixed, "--json", "--", *words]) == 0
+    add = json.loads(capsys.readouterr().out)["launch"]["add"]
+    assert "--tensor-model-parallel-size" in add and "--pipeline-model-parallel-size" in add
 
 
 def test_where_nothing_fits_it_says_what_would(capsys):
@@ -140,4 +162,7 @@ def test_where_nothing_fits_it_says_what_would(capsys):
     assert "nothing fits" in said and "more on each device" in said and "a GPU with more memory (l40s" in said
     words = [*MODEL, "--num-layers", "96", "--hidden-size", "4096", *BATCH, "--zero-stage", "3"]
     said = refused(capsys, "--hardware", "rtx4090", "--fix", "zero-stage,optimizer-cpu-offload", "--", *words)
+    assert said.count("GiB) (") == 0
     assert "or 2 times as many nodes" in said or "or 4 times as many nodes" in said
+    said = refused(capsys, "--hardware", "l40s", "--", *MODEL, *BATCH, "--limit-device-bytes", "1000")
+    assert "--limit-device-bytes = 1000: nothing fits" in said and "what would do: --limit-device-bytes " in said

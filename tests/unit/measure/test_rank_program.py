@@ -70,6 +70,21 @@ def test_what_host_memory_takes_before_the_first_step_is_that_of_the_slowest_ran
     assert rank_program.set_up_of(fabric) == {}
 
 
+def test_a_device_holds_more_than_pytorchs_blocks(monkeypatch):
+    """Two ranks share a device of 80 GB of which 10 are taken; the other rank has found 3."""
+    fabric = SimpleNamespace(world_size=2, ranks_per_device=2, torch_device=SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(rank_program.torch.cuda, "mem_get_info", lambda device: (70 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(rank_program.torch.cuda, "memory_reserved", lambda device: 4 * 10**9)
+    monkeypatch.setattr(
+        rank_program.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(slice(2), [own, 3 * 10**9])
+    )
+    assert rank_program.beside_allocator(fabric) == {"beside_allocator_bytes": 3 * 10**9}
+    monkeypatch.setattr(rank_program.torch.cuda, "memory_reserved", lambda device: 10**9)
+    assert rank_program.beside_allocator(fabric) == {"beside_allocator_bytes": 4 * 10**9}
+    fabric.torch_device.type = "cpu"
+    assert rank_program.beside_allocator(fabric) == {}
+
+
 @pytest.mark.parametrize(("links", "share"), [(("compute",), 1.0), (("compute", "cpu"), rank_program.COMPUTE_SHARE)])
 def test_compute_asked_for_alone_has_all_of_the_time(visits, monkeypatch, links, share):
     given, taken = [], []

@@ -100,6 +100,21 @@ def test_the_error_falls_to_nothing_by_running_and_calibrating(tmp_path):
     assert "optimizer x 5" in " ".join(table.metadata.notes)
 
 
+def test_of_a_run_without_metrics_the_trace_is_enough(tmp_path):
+    """Scripts that are not the example write none; iterations are timed by the trace."""
+    run = trained(tmp_path, wrong_table(), 0)
+    whole = calibrate(run)
+    for kind in ("stock", "scheduled"):
+        (run.path / f"{kind}.metrics.json").unlink()
+    traced = report.load_measured(run.path)
+    assert isinstance(traced, report.TracedRun) and traced.iterations == 6
+    assert calibrate(traced).factors == whole.factors
+    assert traced.iteration_us[2:5] == pytest.approx(run.iteration_us[2:5], rel=0.05)
+    (run.path / "scheduled.trace.json").unlink()
+    with pytest.raises(InputError, match="scheduled.metrics.json"):
+        report.load_measured(run.path)
+
+
 def test_what_explains_the_difference_is_named(tmp_path):
     slow = replace(TRUTH, compute=tuple(replace(row, backward_us=row.backward_us / 3) for row in TRUTH.compute))
     built = report.build(trained(tmp_path, slow, 0))

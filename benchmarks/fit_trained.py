@@ -1,0 +1,169 @@
+"""Is what `fit` chooses the fastest when it is trained, and does what it calls fitting fit? On processors.
+
+    sudo .venv/bin/python benchmarks/fit_trained.py [--iters 40] [--slice 8] [--folder runs/fit_trained]
+
+Costs of a GPT are measured with one setting and correct a data sheet of this machine; `fit` chooses within a limit of
+device bytes. Its choice, and the eight next by its estimate train by their schedules in turns of
+a few seconds (interleaved_ab.py). Each runs in a control group whose memory is what `fit` counted (the limit of the
+device, and the choice's bytes in host memory) and what a process takes that trains next to nothing. Control groups
+(version 1) need root. Files that lie in the folder are used again. Writes benchmarks/results/fit_trained.json.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import pictures
+import torch
+from interleaved_ab import Run, interleave, over_slices, ratio_of, ratios_to
+from machine import about_this_machine
+from measuring import ROOT, measure_command, training_command
+
+from megatron_ext.cost.hardware_sheet import Figure
+from megatron_ext.formats import json_files
+from megatron_ext.planner.fit.request import Request, ready
+from megatron_ext.planner.fit.setting import Setting
+from megatron_ext.schedule import user_defined_schedule as schedule_file
+from megatron_ext.schedule.validate import validate
+from megatron_ext.workload.workload import Limits
+
+HIDDEN, SEQ = 1024, 128
+MODEL = f"--num-layers 4 --hidden-size {HIDDEN} --num-attention-heads 8 --seq-length {SEQ} --vocab-size 259 --bf16"
+MODEL += " --micro-batch-size 2 --global-batch-size 4 --untie-embeddings-and-output-weights"
+MODEL += " --optimizer-cpu-offload --data-parallel-size 1 --transformer-impl local"
+SMALL = ["--num-layers", "1", "--hidden-size", "64"]
+CHANGED = ("--micro-batch-size", "--recompute", "--optimizer-cpu-offload")
+"""Options of the example that a choice changes."""
+DEVICE_BYTES = 350_000_000
+"""Of 51M parameters the whole ones and their gradients take 310 MB: no room for all activations."""
+GROUPS = Path("/sys/fs/cgroup/memory")
+OTHERS, WITHIN = 8, 0.10
+OUT = ROOT / "benchmarks" / "results" / "fit_trained.json"
+
+
+def sheet(path: str) -> None:
+    """Write a data sheet of this machine: its rates of matrix products and of copies, by one thread, now."""
+
+    def rate(amount: float, work) -> float:
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - begin)
+        return amount / min(times)
+
+    def figure(value: float, part: float = 1.0) -> Figure:
+        ends = {} if part == 1 else {"low": value * part, "high": value / part}
+        return Figure(value=value, origin="measured", source="benchmarks/fit_trained.py", **ends)
+
+    torch.set_num_threads(1)
+    left, right = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((256, 1024), (1024, 4096)))
+    source, target = torch.ones(1 << 26), torch.ones(1 << 26)
+    flop = figure(rate(2 * 256 * 1024 * 4096, lambda: left @ right), 0.7)
+    copied = rate(2 * source.nbytes, lambda: target.copy_(source))
+    one, memory, moved = figure(1.0), figure(8e9), figure(copied, 0.7)
+    host = {"memory_bytes": memory, "memory_bytes_per_s": moved, "cores": one, "core_bytes_per_s": moved}
+    device = {"memory_bytes": memory, "memory_bytes_per_s": moved, "memory_efficiency": one}
+    device |= {"flop_per_s": {"bfloat16": flop}, "flop_efficiency": one, "attention_efficiency": one}
+    link = {"bytes_per_s": figure(copied / 2, 0.7), "efficiency": one, "pageable_efficiency": one, "pcie": None}
+    about = {"schema_version": 2, "kind": "hardware_sheet", "title": "processors of this machine", "extends": "l40s"}
+    json_files.save(path, {**about, "gpus_per_node": 1, "device": device, "host": host, "host_link": link})
+
+
+def measure(path: str, given: Setting) -> None:
+    sizes = {"hidden": HIDDEN, "seq": SEQ, "micro_batch_size": given.batch.micro_batch_size, "seconds": 60}
+    command = measure_command(Path(path), given.workload(Limits()), MODEL.split(), **sizes)
+    command.insert(command.index("--modules"), "--optimizer-on-host")
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / '.megatron'}", "PYTHONWARNINGS": "ignore"}
+    subprocess.run([sys.executable, "-m", *command], check=True, cwd=ROOT, env=environment)
+
+
+class Limited(Run):
+    """Training in a control group of its own, which ``most_bytes`` limit."""
+
+    def __init__(self, name: str, words: list[str], folder: Path, iterations: int, most_bytes: int | None, *more: str):
+        self.group, self.metrics = GROUPS / f"megatron_ext_{name}", folder / f"{name}.metrics.json"
+        self.group.mkdir()
+        if most_bytes is not None:
+            (self.group / "memory.limit_in_bytes").write_text(str(most_bytes))
+        command = training_command(words, iterations, self.metrics, "--data-cache-path", str(folder / name), *more)
+        super().__init__(name, command, 1, folder / f"{name}.log")
+        (self.group / "cgroup.procs").write_text(str(self.process.pid))  # before it has started a rank
+
+    def peak_bytes(self) -> int:
+        """Of all that was in the group, once the run is over; removes the group."""
+        self.process.wait()
+        peak = int((self.group / "memory.max_usage_in_bytes").read_text())
+        self.group.rmdir()
+        return peak
+
+
+def choose(folder: Path) -> list[dict]:
+    """What ``fit`` finds fastest, a row each, with its schedule in the folder."""
+    words = (*MODEL.split(), "--limit-device-bytes", str(DEVICE_BYTES))
+    hardware, table = (str(folder / f"{name}.json") for name in ("sheet", "cost_table"))
+    if not os.path.exists(hardware):
+        sheet(hardware)
+    if not os.path.exists(table):
+        measure(table, ready(Request(words=words, hardware=hardware)).space.given)
+    rows = []
+    for number, choice in enumerate(
+        ready(Request(words=words, hardware=hardware, cost_table=table)).search().tried[:count]
+    ):
+        assert len(choice.schedules) == 1, "few micro-batches: the quick plan is one of all of them"
+        schedule_file.save(folder / f"choice{number}.json", validate(choice.schedules[0]))
+        options = choice.setting.options().items()
+        changed = [word for pair in options if pair[0].startswith(CHANGED) for word in pair if word]
+        row = {"setting": choice.setting.text(False), "words": [*MODEL.replace(CHANGED[-1], "").split(), *changed]}
+        rows.append(row | {name: getattr(choice, name) for name in ("us", "device_bytes", "host_bytes")})
+    return rows
+
+
+def train(rows: list[dict], folder: Path, iterations: int, slice_s: float) -> None:
+    """Train all in turns; their figures go into the rows."""
+    base, runs = Limited("small", [*MODEL.split(), *SMALL], folder, 3, None).peak_bytes(), []
+    for number, row in enumerate(rows):
+        row |= {"base_bytes": base, "limit_bytes": base + DEVICE_BYTES + row["host_bytes"]}
+        more = ["--user-defined-schedule", str(folder / f"choice{number}.json")]
+        runs.append(Limited(f"choice{number}", row.pop("words"), folder, iterations, row["limit_bytes"], *more))
+    try:
+        interleave(runs, slice_s, lambda number: None)
+    finally:
+        for row, run in zip(rows, runs):
+            row |= {"peak_bytes": run.peak_bytes(), "exit_code": run.process.returncode}
+    figures = []
+    for row, run in zip(rows, runs):
+        metrics = json_files.load(run.metrics, dict)
+        figures.append(over_slices(run, metrics["iteration_us"], metrics["iteration_us"], slice_s))
+        row |= {"iteration_us": median(figures[-1].values), "iterations": len(figures[-1].values)}
+        row |= {"census_bytes": max(metrics["device_bytes"], default=None)}
+    for row, figure in list(zip(rows, figures))[1:]:
+        row["over_chosen"] = ratio_of(ratios_to(figures[0].of_slice, figure.of_slice))._asdict()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--iters", type=int, default=40)
+    parser.add_argument("--slice", type=float, default=8.0)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "fit_trained")
+    args = parser.parse_args()
+    load, kept = os.getloadavg()[0], args.folder / "choices.json"
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if not kept.exists():
+        json_files.save(kept, choose(args.folder))
+    rows = json_files.load(kept, list)
+    train(rows, args.folder, args.iters, args.slice)
+    summary = {"trained": len(rows), "out_of_memory": sum(row["exit_code"] != 0 for row in rows)}
+    summary["chosen_over_fastest"] = 1 / min(1.0, *(row["over_chosen"]["median"] for row in rows[1:]))
+    json_files.save(OUT, {**about_this_machine(load_before=load), **summary, "rows": rows}, indent=1)
+    pictures.draw(OUT)
+    print(summary)
+    return int(summary["chosen_over_fastest"] > 1 + WITHIN or summary["out_of_memory"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
