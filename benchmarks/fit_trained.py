@@ -3,10 +3,11 @@
     sudo .venv/bin/python benchmarks/fit_trained.py [--iters 40] [--slice 8] [--folder runs/fit_trained]
 
 Costs of a GPT are measured with one setting and correct a data sheet of this machine; `fit` chooses within a limit of
-device bytes. Its choice, and the eight next by its estimate train by their schedules in turns of
-a few seconds (interleaved_ab.py). Each runs in a control group whose memory is what `fit` counted (the limit of the
-device, and the choice's bytes in host memory) and what a process takes that trains next to nothing. Control groups
-(version 1) need root. Files that lie in the folder are used again. Writes benchmarks/results/fit_trained.json.
+device bytes. The fastest that it found for each micro-batch size and kind of recompute, its choice among them, train by
+their schedules, in turns of a few seconds (interleaved_ab.py). Each runs in a control group whose memory is what `fit`
+counted (the limit of the device, and the setting's bytes in host memory) and what a process takes that trains next to
+nothing. Control groups (version 1) need root. Files that lie in the folder are used again. Writes
+benchmarks/results/fit_trained.json.
 """
 
 import argparse
@@ -19,12 +20,14 @@ from statistics import median
 
 import pictures
 import torch
+from fit_truth import plan_less
 from interleaved_ab import Run, interleave, over_slices, ratio_of, ratios_to
 from machine import about_this_machine
 from measuring import ROOT, measure_command, training_command
 
 from megatron_ext.cost.hardware_sheet import Figure
 from megatron_ext.formats import json_files
+from megatron_ext.planner.fit.estimate_setting import Choice
 from megatron_ext.planner.fit.request import Request, ready
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.schedule import user_defined_schedule as schedule_file
@@ -41,7 +44,7 @@ CHANGED = ("--micro-batch-size", "--recompute", "--optimizer-cpu-offload")
 DEVICE_BYTES = 350_000_000
 """Of 51M parameters the whole ones and their gradients take 310 MB: no room for all activations."""
 GROUPS = Path("/sys/fs/cgroup/memory")
-OTHERS, WITHIN = 8, 0.10
+WITHIN = 0.10
 OUT = ROOT / "benchmarks" / "results" / "fit_trained.json"
 
 
@@ -103,17 +106,19 @@ class Limited(Run):
 
 
 def choose(folder: Path) -> list[dict]:
-    """What ``fit`` finds fastest, a row each, with its schedule in the folder."""
+    """The fastest setting for each micro-batch size and recompute, a row each, with its schedule in the folder."""
     words = (*MODEL.split(), "--limit-device-bytes", str(DEVICE_BYTES))
     hardware, table = (str(folder / f"{name}.json") for name in ("sheet", "cost_table"))
     if not os.path.exists(hardware):
         sheet(hardware)
     if not os.path.exists(table):
         measure(table, ready(Request(words=words, hardware=hardware)).space.given)
+    plan_less()
+    best: dict[tuple, Choice] = {}
+    for choice in ready(Request(words=words, hardware=hardware, cost_table=table)).search().tried:
+        best.setdefault((choice.setting.batch.micro_batch_size, choice.setting.batch.recompute), choice)
     rows = []
-    for number, choice in enumerate(
-        ready(Request(words=words, hardware=hardware, cost_table=table)).search().tried[:count]
-    ):
+    for number, choice in enumerate(best.values()):
         assert len(choice.schedules) == 1, "few micro-batches: the quick plan is one of all of them"
         schedule_file.save(folder / f"choice{number}.json", validate(choice.schedules[0]))
         options = choice.setting.options().items()
