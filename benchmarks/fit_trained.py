@@ -162,7 +162,7 @@ def main() -> int:
         json_files.save(kept, choose(args.folder))
     rows = json_files.load(kept, list)
     train(rows, args.folder, args.iters, args.slice)
-    summary = {"trained": len(rows), "out_of_memory": sum(row["exit_code"] != 0 for row in rows)}
+    summary: dict[str, float] = {"trained": len(rows), "out_of_memory": sum(row["exit_code"] != 0 for row in rows)}
     summary["chosen_over_fastest"] = 1 / min(1.0, *(row["over_chosen"]["median"] for row in rows[1:]))
     json_files.save(OUT, {**about_this_machine(load_before=load), **summary, "rows": rows}, indent=1)
     pictures.draw(OUT)
