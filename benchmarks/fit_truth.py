@@ -19,7 +19,7 @@ import machine
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner import plan, policies, search_state
+from megatron_ext.planner import effort, plan, policies
 from megatron_ext.planner.fit.estimate_setting import quick_choice
 from megatron_ext.planner.fit.request import Problem, Request, ready
 from megatron_ext.planner.fit.setting import Setting
@@ -69,7 +69,7 @@ def fastest_us(problem: Problem, setting: Setting) -> float | None:
 
 def plan_less() -> None:
     """Cut the planner's effort."""
-    search_state.EFFORT.update({stage: effort // PART_OF_EFFORT for stage, effort in search_state.EFFORT.items()})
+    effort.EFFORT.update({stage: full // PART_OF_EFFORT for stage, full in effort.EFFORT.items()})
     policies.is_tiny = lambda workload: False  # no solver
 
 

@@ -47,7 +47,7 @@ from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.program import compile_program
-from megatron_ext.schedule.group_uses import uses_of_groups
+from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.workload.step_order import steps_of_ranks
 
 PARALLEL = [*LAYOUTS["interleaved"], "--untie-embeddings-and-output-weights"]

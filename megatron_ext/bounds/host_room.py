@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from megatron_ext.bounds.feasibility import check_limits
 from megatron_ext.bounds.memory_headroom import groups_of_rank
 from megatron_ext.formats.errors import InputError
-from megatron_ext.schedule.memory_bill import gradient_bytes, host_add_bytes, resting_bytes
-from megatron_ext.schedule.state_placement import LEAST_SLOTS, on_nodes
+from megatron_ext.schedule.host_slots import LEAST_SLOTS
+from megatron_ext.schedule.memory_bill import gradient_bytes, host_add_bytes, on_nodes, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.state_layout import gradient_slot_bytes, region_bytes
 from megatron_ext.workload.workload import Workload
@@ -46,11 +46,11 @@ def with_host_room(workload: Workload) -> Workload:
     check_limits(workload)
     left = max(limits.host_bytes - max(least_of_optimizer(workload)), 0)
     pinned = left if limits.pinned_host_bytes is None else min(left, limits.pinned_host_bytes)
-    limits = replace(limits, pinned_host_bytes=pinned)
+    workload = workload.with_limits(pinned_host_bytes=pinned)
     try:
-        return check_limits(replace(workload, limits=limits))
+        return check_limits(workload)
     except InputError:
-        return replace(workload, limits=replace(limits, nvme_slots=0, nvme_slot_bytes=None))
+        return workload.with_limits(nvme_slots=0, nvme_slot_bytes=None)
 
 
 def pinned_limit(workload: Workload, groups: Sequence[Group], states_in_memory: bool = False) -> int | None:

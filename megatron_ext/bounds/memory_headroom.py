@@ -2,14 +2,14 @@
 
 from typing import Literal
 
-import msgspec
-
 from megatron_ext.bounds.feasibility import largest_layers
 from megatron_ext.formats.errors import InputError
-from megatron_ext.schedule.memory_bill import activation_peaks, resting_bytes
+from megatron_ext.schedule.bill_by_step import activation_peaks
+from megatron_ext.schedule.group_facts import make_group
+from megatron_ext.schedule.memory_bill import resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.bucket_rules import buckets
-from megatron_ext.workload.workload import Chunk, Workload, group_bytes, group_ranks
+from megatron_ext.workload.workload import Chunk, Workload
 
 
 def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None) -> Workload:
@@ -53,28 +53,16 @@ def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None
     if workload.zero_stage < 3:
         return workload
     headroom = max(min(left), 0) if limits.whole_parameter_bytes is None else min(limits.whole_parameter_bytes, *left)
-    return msgspec.structs.replace(
-        workload, limits=msgspec.structs.replace(limits, whole_parameter_bytes=max(headroom, 0))
-    )
+    return workload.with_limits(whole_parameter_bytes=max(headroom, 0))
 
 
 def groups_of_rank(workload: Workload, pp_rank: int, shard_rests, *, single: bool) -> list[Group]:
     """Groups with the most padding (one a parameter) or the least (as few as a chunk allows)."""
-    groups = []
-    for chunk in workload.chunks_of_rank(pp_rank):
-        for part in [(p,) for p in chunk.parameters] if single else buckets(chunk):
-            names = tuple(p.name for p in part)
-            groups.append(
-                Group(
-                    pp_rank=pp_rank,
-                    model_chunk_id=chunk.model_chunk_id,
-                    parameters=names,
-                    bytes=group_bytes(part, workload.parallel),
-                    ranks=group_ranks(part, workload.parallel),
-                    shard_rests=shard_rests,
-                )
-            )
-    return groups
+    return [
+        make_group(workload, pp_rank, chunk.model_chunk_id, part, shard_rests=shard_rests)
+        for chunk in workload.chunks_of_rank(pp_rank)
+        for part in ([(p,) for p in chunk.parameters] if single else buckets(chunk))
+    ]
 
 
 def with_most_headroom(workload: Workload) -> Workload:
@@ -90,7 +78,7 @@ def with_most_headroom(workload: Workload) -> Workload:
     most = max(max(left), *largest_layers(workload), 1)
     if limits.whole_parameter_bytes is not None:
         most = min(most, limits.whole_parameter_bytes)
-    return msgspec.structs.replace(workload, limits=msgspec.structs.replace(limits, whole_parameter_bytes=most))
+    return workload.with_limits(whole_parameter_bytes=most)
 
 
 def what_helps(workload: Workload, relieved: bool = False) -> str:

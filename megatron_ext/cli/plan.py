@@ -54,6 +54,17 @@ def _notes(planned, work, table, extrapolate: bool) -> dict[str, str | None]:
     }
 
 
+def _judged(work, table, planned, extrapolate: bool, file: str):
+    """The verdict, the schedules of a batch that grows, and what a delayed update would bring."""
+    from megatron_ext import planner
+    from megatron_ext.planner.missing_figures import missing_curves, refuse_missing
+
+    refuse_missing(missing_curves(work, table, planned, extrapolate=extrapolate), file=file)
+    judged = planner.verdict(work, table, planned, extrapolate=extrapolate)
+    ramp = planner.plan_ramp(planned, work, table, extrapolate=extrapolate)
+    return judged, ramp, planner.delay(planned, work, table, extrapolate=extrapolate)
+
+
 @click.command(cls=ScriptCommand)
 @planning_inputs(workload_required=False)
 @checkout_option
@@ -68,6 +79,13 @@ def _notes(planned, work, table, extrapolate: bool) -> dict[str, str | None]:
         "-75, urgency, pipeswitch, hierarchical."
     ),
 )
+@click.option(
+    "--explain",
+    "explained",
+    metavar="GROUP",
+    multiple=True,
+    help="Say why a group is planned as it is: its number, or the name of one of its parameters. May be repeated.",
+)
 @click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def plan(
@@ -78,6 +96,7 @@ def plan(
     script_arguments,
     out: str,
     policy: str,
+    explained: tuple[str, ...],
     extrapolate: bool,
     allow_differences: bool,
     this_machine: bool,
@@ -91,7 +110,6 @@ def plan(
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.cost import environment
     from megatron_ext.formats import json_files
-    from megatron_ext.planner import missing_figures
     from megatron_ext.planner.policies import check_policy
     from megatron_ext.schedule import schedules
     from megatron_ext.schedule import user_defined_schedule as schedule
@@ -111,21 +129,15 @@ def plan(
             table, work, this_machine=this_machine, allow=allow_differences, file=cost_table
         )
         digest = json_files.sha256(cost_table)
-        planned = planner.plan(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
-        lacking = missing_figures.missing_curves(work, table, planned, extrapolate=extrapolate)
-        missing_figures.refuse_missing(lacking, file=cost_table)
-        judged = planner.verdict(work, table, planned, extrapolate=extrapolate)
-        ramp = planner.plan_ramp(planned, work, table, extrapolate=extrapolate)
-        delay = planner.delay(planned, work, table, extrapolate=extrapolate)
+        found = planner.planned(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
+        planned, reasons = found.schedule, {group: planner.explain(found, group) for group in explained}
+        judged, ramp, delay = _judged(work, table, planned, extrapolate, cost_table)
     schedules.save(out, [*ramp, planned]) if ramp else schedule.save(out, planned)
     notes = _notes(planned, work, table, extrapolate) | {"ramp_note": planner.ramp_note(ramp)}
     notes["delay_note"] = delay.text() if delay is not None else None
     said, last = _ending(judged, out)
-    said += [planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work), *notes.values(), *last]
-    emit(
-        as_json,
-        {"schedule": out, "policy": policy, "verdict": judged.text}
-        | judged.figures
-        | {**notes, "delay": delay and delay._asdict(), "differences": differences, "ramp": planner.ramp_us(ramp)},
-        "\n".join(line for line in said if line is not None),
-    )
+    more = [planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work), *notes.values()]
+    figures = {"schedule": out, "policy": policy, "verdict": judged.text} | judged.figures | notes
+    figures |= {"delay": delay and delay._asdict(), "differences": differences, "ramp": planner.ramp_us(ramp)}
+    text = "\n".join(line for line in (*reasons.values(), *said, *more, *last) if line is not None)
+    emit(as_json, figures | {"explained": reasons}, text)

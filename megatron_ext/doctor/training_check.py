@@ -19,12 +19,10 @@ from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.random_plan import random_schedule
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.runtime import host_threads
 from megatron_ext.schedule import user_defined_schedule
-from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
-from megatron_ext.schedule.rollback import can_step_early, saved_bytes
-from megatron_ext.schedule.state_placement import largest_region
-from megatron_ext.schedule.step_slots import largest_gradient
+from megatron_ext.schedule.group_facts import can_step_early, largest_gradient, largest_region, saved_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots, StepSlots
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
@@ -120,7 +118,7 @@ def with_states_spread(
     groups = tuple(replace(group, states_rest=place) for group, place in zip(schedule.groups, places))
     schedule = replace(schedule, groups=groups)
     gradients = [largest_gradient(group, workload) for group in groups if group.states_rest is None]
-    regions = [largest_region(schedule, workload, i) for i, group in enumerate(groups) if group.states_rest == "nvme"]
+    regions = [largest_region(group, workload) for group in groups if group.states_rest == "nvme"]
     return replace(
         schedule,
         step_slots=StepSlots(slots=2, slot_bytes=max(gradients), cast=cast),

@@ -11,7 +11,7 @@ from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
 from megatron_ext.runtime.host_step.room import Link, Piece, SharedRooms
 from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.page_locked import large_tensor
-from megatron_ext.schedule.step_slots import SLOTS, planned_slot_bytes
+from megatron_ext.schedule.host_slots import SLOTS, planned_slot_bytes
 from megatron_ext.workload.state_layout import LINE_BYTES, tensor_bytes
 
 

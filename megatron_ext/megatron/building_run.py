@@ -43,7 +43,7 @@ from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.watch import Watch
 from megatron_ext.schedule import match, memory_bill, schedules
-from megatron_ext.schedule.state_placement import host_bytes_taken
+from megatron_ext.schedule.memory_bill import host_bytes_taken
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.workload import Workload

@@ -1,7 +1,8 @@
 """Costs in, schedule out."""
 
-from megatron_ext.planner.host_step_choice import delay, device_note, offload_note, step_note
-from megatron_ext.planner.policies import POLICIES, plan, search_note
+from megatron_ext.planner.explain import explain
+from megatron_ext.planner.host_notes import delay, device_note, offload_note, step_note
+from megatron_ext.planner.policies import POLICIES, plan, planned, search_note
 from megatron_ext.planner.ramp import plan_ramp, ramp_note, ramp_us
 from megatron_ext.planner.set_up_time import never_whole_line, set_up_line
 from megatron_ext.planner.verdict import Verdict, verdict
@@ -11,9 +12,11 @@ __all__ = [
     "Verdict",
     "delay",
     "device_note",
+    "explain",
     "never_whole_line",
     "offload_note",
     "plan",
+    "planned",
     "plan_ramp",
     "ramp_note",
     "ramp_us",

@@ -1,5 +1,6 @@
 """Makes a schedule of decisions; used by every planner and baseline."""
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from megatron_ext.schedule.user_defined_schedule import (
@@ -19,7 +20,7 @@ from megatron_ext.schedule.user_defined_schedule import (
 )
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.step_order import steps_of_ranks
-from megatron_ext.workload.workload import Workload, fingerprint, group_bytes, group_ranks
+from megatron_ext.workload.workload import Workload, fingerprint
 
 
 class Placed(NamedTuple):
@@ -41,22 +42,6 @@ class Freed(NamedTuple):
     group: int
     step: int
     at: int = -1
-
-
-def make_group(workload: Workload, pp_rank: int, model_chunk_id: int, parameters, algorithm=None) -> Group:
-    """A group of ``parameters`` (execution order, one dtype) with Megatron's padding.
-
-    ``algorithm(pp_rank, bytes, ranks)`` says how it goes by ``gpu``; without it, by one all-gather.
-    """
-    size, ranks = group_bytes(parameters, workload.parallel), group_ranks(parameters, workload.parallel)
-    return Group(
-        pp_rank=pp_rank,
-        model_chunk_id=model_chunk_id,
-        parameters=tuple(p.name for p in parameters),
-        bytes=size,
-        ranks=ranks,
-        algorithm=algorithm(pp_rank, size, ranks) if algorithm else None,
-    )
 
 
 def assemble(
@@ -103,6 +88,18 @@ def assemble(
         )
         start = Start(tuple(stages.get(-1, ())), tuple(unshards.get(-1, ())))
         ranks.append(Rank(pp_rank=pp_rank, start=start, steps=entries))
+    return schedule_of(workload, groups, ranks, planner, options, publish)
+
+
+def schedule_of(
+    workload: Workload,
+    groups: Sequence[Group],
+    ranks: Sequence[Rank],
+    planner: str,
+    options: PlanOptions | None = None,
+    publish: Mapping[int, Sequence[Literal["cpu", "nvme"]]] = {},
+) -> Schedule:
+    """The schedule of these steps; ``publish``: by group, where it is published to."""
     return Schedule(
         schema_version=SCHEDULE_VERSION,
         kind="user_defined_schedule",

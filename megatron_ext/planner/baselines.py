@@ -27,18 +27,19 @@ from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import cut_by_layer, make_blocks
+from megatron_ext.planner.effort import judged_us
 from megatron_ext.planner.link_split import part_of
+from megatron_ext.planner.passes.place_gathers import Choices, place_gathers
 from megatron_ext.planner.pipelined_groups import pipelined_cut
-from megatron_ext.planner.placement import Choices, place_gathers
+from megatron_ext.planner.reroute import rerouted
 from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import groups_of, stock_schedule
-from megatron_ext.schedule.user_defined_schedule import Metadata, PublishGroup, Schedule
+from megatron_ext.schedule.user_defined_schedule import Metadata, Schedule
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets
 from megatron_ext.workload.nodes import has_hierarchy
-from megatron_ext.workload.route import HIERARCHICAL
+from megatron_ext.workload.route import HIERARCHICAL, Route
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
@@ -56,7 +57,7 @@ def all_cpu(workload: Workload) -> Schedule:
     """
     schedule = stock_schedule(workload)
     check_pinned(workload, schedule.groups, ["cpu"] * len(schedule.groups))
-    return _named(rerouted(schedule, ["cpu"] * len(schedule.groups)), "all-cpu")
+    return _named(rerouted(schedule, lambda _: "cpu"), "all-cpu")
 
 
 def fixed_share(workload: Workload, percent: int) -> Schedule:
@@ -78,9 +79,9 @@ def fixed_share(workload: Workload, percent: int) -> Schedule:
     for chunk in workload.chunks:
         hosted += [host for _, host in cut(chunk)]
     schedule = stock_schedule(workload, lambda chunk: [members for members, _ in cut(chunk)])
-    routed = ["cpu" if host else "gpu" for host in hosted]
+    routed: list[Route] = ["cpu" if host else "gpu" for host in hosted]
     check_pinned(workload, schedule.groups, routed)
-    return _named(rerouted(schedule, routed), f"share-{percent}")
+    return _named(rerouted(schedule, lambda action: routed[action.group]), f"share-{percent}")
 
 
 def window(workload: Workload, ahead: int) -> Schedule:
@@ -195,7 +196,7 @@ def best_of_gathers(
         try:
             schedule = BASELINES[name][1](workload, timing)
             validate(schedule)
-            us = run(workload, timing, schedule).iteration_time_us
+            us = judged_us(workload, timing, schedule)
         except InputError:  # not for these nodes, these limits or the sizes that were measured
             continue
         if best is None or us < best[2]:
@@ -214,23 +215,6 @@ def check_pinned(workload: Workload, groups, routed) -> None:
                 field="limits.pinned_host_bytes",
                 value=limit,
             )
-
-
-def rerouted(schedule: Schedule, routed: list[str]) -> Schedule:
-    """``schedule`` with group ``i`` going by ``routed[i]`` (``gpu`` or ``cpu``), published where needed."""
-
-    def change(actions):
-        return tuple(msgspec.structs.replace(a, route=routed[a.group]) for a in actions)
-
-    ranks, order = [], {}
-    for rank in schedule.ranks:
-        start = msgspec.structs.replace(rank.start, unshard=change(rank.start.unshard))
-        steps = tuple(msgspec.structs.replace(e, unshard=change(e.unshard)) if e.unshard else e for e in rank.steps)
-        ranks.append(msgspec.structs.replace(rank, start=start, steps=steps))
-        for actions in (start.unshard, *(entry.unshard for entry in steps)):
-            order.update((a.group, None) for a in actions if a.route == "cpu")
-    publish = tuple(PublishGroup(group=group, to=("cpu",)) for group in order)
-    return msgspec.structs.replace(schedule, ranks=tuple(ranks), publish=publish)
 
 
 def _named(schedule: Schedule, name: str) -> Schedule:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron_ext.bounds.least_loads import layer_bytes
-from megatron_ext.planner.assemble import make_group
+from megatron_ext.schedule.group_facts import make_group
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -86,31 +86,19 @@ def make_blocks(
     blocks: list[Block] = []
     of_stage = []
     for chunk, starts in zip(workload.chunks, cuts):
-        ids: list[int] = []
-        lasting: dict[int, int] = {}  # group that further blocks use -> its last layer
-        for first, end in zip(starts, [*starts[1:], chunk.num_layers]) if chunk.parameters else ():
+        spans: dict[int, tuple[int, int]] = {}
+        for first, end in zip(starts, [*starts[1:], chunk.num_layers]):
             members: dict[tuple, list[Parameter]] = {}
             for parameter in chunk.parameters:
                 if first <= parameter.layer < end:
                     alone = parameter.shared_embedding or parameter.uses[-1] >= end
                     key = parameter.expert, parameter.dtype, parameter.name if alone else None
                     members.setdefault(key, []).append(parameter)
-            own = [group for group, last in lasting.items() if last >= first]
-            if not members and not own:  # layers without parameters belong to the block before, or else behind
-                if ids:
-                    blocks[ids[-1]] = blocks[ids[-1]]._replace(last=end - 1)
-                continue
             for whole in members.values():
                 for part in split(whole) if split else [whole]:
-                    lasting[len(groups)] = max(parameter.uses[-1] for parameter in part)
-                    own.append(len(groups))
+                    spans[len(groups)] = first, max(parameter.uses[-1] for parameter in part)
                     groups.append(make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part, algorithm))
-            ids.append(len(blocks))
-            size = sum(groups[g].bytes for g in own)
-            blocks.append(
-                Block(chunk.pp_rank, chunk.model_chunk_id, first if len(ids) > 1 else 0, end - 1, tuple(own), size)
-            )
-        of_stage.append(tuple(ids))
+        of_stage.append(_add_blocks(blocks, groups, chunk, starts, spans))
     return Blocks(tuple(groups), tuple(blocks), tuple(of_stage))
 
 
@@ -120,25 +108,38 @@ def blocks_of_groups(workload: Workload, groups: tuple[Group, ...]) -> Blocks:
     of_stage = []
     for chunk in workload.chunks:
         by_name = {p.name: p for p in chunk.parameters}
-        spans: dict[int, tuple[int, int, int]] = {}  # first and last own layer, last use
+        spans: dict[int, tuple[int, int]] = {}
+        inside: set[int] = set()  # layers at which no block may begin
         for index, group in enumerate(groups):
             if (group.pp_rank, group.model_chunk_id) == (chunk.pp_rank, chunk.model_chunk_id):
                 own = [by_name[name] for name in group.parameters]
                 layers = [p.layer for p in own]
-                spans[index] = min(layers), max(layers), max(p.uses[-1] for p in own)
-        starts = [n for n in range(chunk.num_layers) if not any(first < n <= last for first, last, _ in spans.values())]
-        ids: list[int] = []
-        for first, end in zip(starts, [*starts[1:], chunk.num_layers]) if spans else ():
-            own = tuple(index for index, span in spans.items() if span[0] < end and span[2] >= first)
-            if own:
-                begin = first if ids else 0  # layers without parameters belong to the block before, or else behind
-                ids.append(len(blocks))
-                size = sum(groups[index].bytes for index in own)
-                blocks.append(Block(chunk.pp_rank, chunk.model_chunk_id, begin, end - 1, own, size))
-            elif ids:
-                blocks[-1] = blocks[-1]._replace(last=end - 1)
-        of_stage.append(tuple(ids))
+                spans[index] = min(layers), max(p.uses[-1] for p in own)
+                inside.update(range(min(layers) + 1, max(layers) + 1))
+        starts = [layer for layer in range(chunk.num_layers) if layer not in inside]
+        of_stage.append(_add_blocks(blocks, groups, chunk, starts, spans))
     return Blocks(groups, tuple(blocks), tuple(of_stage))
+
+
+def _add_blocks(
+    blocks: list[Block], groups: Sequence[Group], chunk: Chunk, starts: Sequence[int], spans: dict[int, tuple[int, int]]
+) -> tuple[int, ...]:
+    """Add the blocks of a chunk that begin at ``starts``, and return their ids.
+
+    Args:
+        spans: by group, the first layer of its parameters and the last that uses one.
+    """
+    ids: list[int] = []
+    for first, end in zip(starts, [*starts[1:], chunk.num_layers]) if spans else ():
+        own = tuple(index for index, span in spans.items() if span[0] < end and span[1] >= first)
+        if own:
+            begin = first if ids else 0  # layers without parameters belong to the block before, or else behind
+            ids.append(len(blocks))
+            size = sum(groups[index].bytes for index in own)
+            blocks.append(Block(chunk.pp_rank, chunk.model_chunk_id, begin, end - 1, own, size))
+        elif ids:
+            blocks[-1] = blocks[-1]._replace(last=end - 1)
+    return tuple(ids)
 
 
 class BlockUse(NamedTuple):

@@ -24,6 +24,11 @@ class Gap(NamedTuple):
     after: int
     use: int
 
+    @property
+    def first(self) -> int:
+        """The first use before which the group may be gathered; -1: the start."""
+        return self.after + 1 if self.after >= 0 else -1
+
 
 def gaps_of_rank(workload: Workload, blocks: Blocks, block_uses: list[BlockUse], rank: int) -> list[Gap]:
     """All gaps of a rank in the order of their uses; at zero stage 1 the first of each group alone."""
@@ -64,7 +69,7 @@ class RankGaps:
         self.uses = block_uses_of_rank(workload, timing, blocks, rank)
         self.gaps = gaps_of_rank(workload, blocks, self.uses, rank)
         self.sizes = [blocks.groups[gap.group].bytes for gap in self.gaps]
-        self.first = tuple(gap.after + 1 if gap.after >= 0 else -1 for gap in self.gaps)
+        self.first = tuple(gap.first for gap in self.gaps)
         self.fixed = frozenset(
             number
             for number, gap in enumerate(self.gaps)

@@ -23,12 +23,11 @@ from megatron_ext.bounds.reduce_tail import least_tail_us
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
-from megatron_ext.planner.decisions import Gap, gaps_of_rank
-from megatron_ext.planner.placement import Choices
-from megatron_ext.planner.search_grid import Grid, Settings
-from megatron_ext.planner.search_state import Search
+from megatron_ext.planner.decisions import Gap, RankGaps
+from megatron_ext.planner.effort import judged_us
+from megatron_ext.planner.search import Grouping, Search, Settings
+from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
-from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -87,28 +86,28 @@ def solve(
     """
     best, best_us, lowest, models = known, known_us, None, 0
     # The known schedule's own groups first, where the search can begin at it.
-    for made in sorted(_groupings(workload, timing, routes), key=lambda made: made[0].groups != known.groups):
-        if models == effort.models or not _small(workload, timing, made[0], effort.choices):
+    for made in sorted(_groupings(workload, timing, routes), key=lambda made: made.blocks.groups != known.groups):
+        if models == effort.models or not _small(workload, timing, made.blocks, effort.choices):
             continue
         try:
-            schedule, bound = solve_groups(workload, timing, *made, known, known_us, effort.work)
+            schedule, bound = solve_groups(workload, timing, made, known, known_us, effort.work)
         except InputError:  # a group of a size that was not measured
             continue
         models += 1
         lowest = bound if lowest is None else min(lowest, bound)
         if schedule is not None:
-            us = run(workload, timing, schedule, bound_us=0.0).iteration_time_us
+            us = judged_us(workload, timing, schedule)
             if us < best_us * (1 - 1e-9):
                 best, best_us = schedule, us
     return best, best_us, lowest
 
 
-def _groupings(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> list[tuple[Blocks, Choices]]:
+def _groupings(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> list[Grouping]:
     """Every way to cut and divide the blocks that fits the workload's limits."""
-    grid = Grid(Search(workload, timing, routes, 0.0))
+    every = Search(workload, timing, routes)
     made = (
-        grid.made(Settings(cut, divide, grid.sizes[2] - 1, 0))
-        for divide, cut in product(range(grid.sizes[1]), range(grid.sizes[0]))
+        every.made(Settings(cut, divide, len(every.horizons) - 1, 0))
+        for divide, cut in product(range(len(every.divides)), range(len(every.cuts)))
     )
     return [one for one in made if one is not None]
 
@@ -118,7 +117,7 @@ def _why_unsolved(workload: Workload, timing: Timing, routes: tuple[Route, ...],
     groupings = _groupings(workload, timing, routes)
     if not groupings:
         return "no grouping that this policy tries fits the limits"
-    if not any(_small(workload, timing, blocks, effort.choices) for blocks, _ in groupings):
+    if not any(_small(workload, timing, one.blocks, effort.choices) for one in groupings):
         return f"more than {effort.choices} choices of when to gather in each grouping that fits the limits"
     return "each grouping that is small enough has a group of a size that was not measured"
 
@@ -140,11 +139,11 @@ def _small(workload: Workload, timing: Timing, blocks: Blocks, choices: int) -> 
 
 
 def solve_groups(
-    workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, known: Schedule, known_us: float, work: float
+    workload: Workload, timing: Timing, given: Grouping, known: Schedule, known_us: float, work: float
 ) -> tuple[Schedule | None, float]:
     """Optimum for these groups: a schedule (None where the known one is no worse) and a lower bound."""
-    model = _Model(workload, timing, blocks, choices, known_us)
-    if known.groups == blocks.groups:
+    model = _Model(workload, timing, given, known_us)
+    if known.groups == given.blocks.groups:
         model.start_from(known)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -162,14 +161,16 @@ def solve_groups(
 class _Model:
     """Variables of one CP-SAT model; times are whole units of ``unit`` microseconds."""
 
-    def __init__(self, workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, known_us: float):
-        self.workload, self.timing, self.blocks, self.choices = workload, timing, blocks, choices
+    def __init__(self, workload: Workload, timing: Timing, given: Grouping, known_us: float):
+        self.workload, self.timing, (self.blocks, self.choices) = workload, timing, given
+        blocks = self.blocks
         self.unit = known_us / UNITS
         self.horizon = UNITS + 1000  # no schedule slower than the known one is asked for
         self.model = cp_model.CpModel()
         parallel = workload.parallel
         self.steps = steps_of_ranks(parallel)
-        self.block_uses = [block_uses_of_rank(workload, timing, blocks, rank) for rank in range(parallel.pp)]
+        self.ranks = [RankGaps(workload, timing, blocks, rank) for rank in range(parallel.pp)]
+        self.block_uses = [rank.uses for rank in self.ranks]
         self.reach = [
             [self._time(f"r{rank}.{n}") for n in range(len(block_uses) + 1)]
             for rank, block_uses in enumerate(self.block_uses)
@@ -178,11 +179,7 @@ class _Model:
             [self._time(f"b{rank}.{n}") for n in range(len(block_uses))]
             for rank, block_uses in enumerate(self.block_uses)
         ]
-        self.gaps = [
-            gap
-            for rank, block_uses in enumerate(self.block_uses)
-            for gap in gaps_of_rank(workload, blocks, block_uses, rank)
-        ]
+        self.gaps = [gap for rank in self.ranks for gap in rank.gaps]
         self.issue: dict[Gap, dict[int, cp_model.IntVar]] = {}
         self.keep: dict[Gap, cp_model.IntVar | None] = {}
         self.by: dict[Gap, dict[Route, cp_model.IntVar]] = {}
@@ -235,19 +232,14 @@ class _Model:
 
     def _gathers(self) -> None:
         model, groups = self.model, self.blocks.groups
-        spans = self._layer_spans()
+        spans = uses_of_groups(groups, self.workload)
         lanes: dict[tuple[int, str], list] = {}
         published: dict[int, tuple[cp_model.LinearExprT, cp_model.IntVar]] = {}
-        for gap in self.gaps:
+        for number, gap in [pair for rank in self.ranks for pair in enumerate(rank.gaps)]:
             name = f"{gap.rank}.{gap.group}.{gap.use}"
             # A group of several blocks stays within a step.
-            stays = (
-                gap.after >= 0 and self.block_uses[gap.rank][gap.after].step == self.block_uses[gap.rank][gap.use].step
-            )
-            places = () if stays else range(gap.after + (gap.after >= 0), gap.use + 1)
+            places = () if number in self.ranks[gap.rank].fixed else range(gap.first, gap.use + 1)
             issue = {place: model.new_bool_var(f"i{name}.{place}") for place in places}
-            if gap.after < 0:
-                issue.setdefault(-1, model.new_bool_var(f"i{name}.start"))
             kept = model.new_bool_var(f"k{name}") if gap.after >= 0 else None
             model.add_exactly_one([*issue.values(), *([kept] if kept is not None else [])])
             start, lead = self._time(f"s{name}"), self._lead(gap, *spans[gap.group])
@@ -273,15 +265,6 @@ class _Model:
         for intervals in lanes.values():
             model.add_no_overlap(intervals)
         self._host_memory({group: pair[1] for group, pair in published.items()})
-
-    def _layer_spans(self) -> list[tuple[int, int]]:
-        """First and last layer of its chunk that use each group."""
-        layers = {(c.pp_rank, c.model_chunk_id, p.name): p.uses for c in self.workload.chunks for p in c.parameters}
-        used = [
-            [layer for name in g.parameters for layer in layers[g.pp_rank, g.model_chunk_id, name]]
-            for g in self.blocks.groups
-        ]
-        return [(min(found), max(found)) for found in used]
 
     def _lead(self, gap: Gap, first: int, last: int) -> int:
         """Units that the block computes before a layer uses the group, rounded up: the run waits there, not where the
@@ -329,7 +312,7 @@ class _Model:
                 if gap.rank != rank:
                     continue
                 size = groups[gap.group].bytes
-                for place in range(gap.after + (gap.after >= 0), gap.use + 1):
+                for place in range(gap.first, gap.use + 1):
                     whole = [chosen for issue, chosen in self.issue[gap].items() if issue <= place]
                     kept = self.keep[gap]
                     if kept is not None:
@@ -341,30 +324,16 @@ class _Model:
 
     def start_from(self, known: Schedule) -> None:
         """Let the search begin at a schedule of the same groups: its routes, issues and what it keeps."""
-        for rank, block_uses in enumerate(self.block_uses):
-            places: dict[tuple[int, int], int] = {}
-            for number, block_use in enumerate(block_uses):
-                places.setdefault((block_use.step, block_use.before), number)
-            issued: dict[int, list[tuple[int, str]]] = {}
-            for unshard in known.ranks[rank].start.unshard:
-                issued.setdefault(unshard.group, []).append((-1, unshard.route))
-            for step, entry in enumerate(known.ranks[rank].steps):
-                for unshard in entry.unshard:
-                    issued.setdefault(unshard.group, []).append((places.get((step, unshard.at), -2), unshard.route))
-            for gap in self.gaps:
-                if gap.rank != rank:
-                    continue
-                first = gap.after + (gap.after >= 0)
-                place, route = next(
-                    ((t, r) for t, r in issued.get(gap.group, ()) if first <= t <= gap.use), (None, None)
-                )
-                kept = self.keep[gap]
+        for pp_rank, rank in enumerate(self.ranks):
+            now = rank.decisions_of(known, pp_rank)
+            for number, gap in enumerate(rank.gaps):
+                gathered, kept = number not in now.kept, self.keep[gap]
                 if kept is not None:
-                    self.model.add_hint(kept, place is None)
-                for number, chosen in self.issue[gap].items():
-                    self.model.add_hint(chosen, number == place)
-                for name, chosen in self.by[gap].items():
-                    self.model.add_hint(chosen, name == route)
+                    self.model.add_hint(kept, not gathered)
+                for place, chosen in self.issue[gap].items():
+                    self.model.add_hint(chosen, gathered and place == now.earliest[number])
+                for route, chosen in self.by[gap].items():
+                    self.model.add_hint(chosen, gathered and route == now.routes[number])
 
     def schedule(self, solver) -> Schedule:
         """The schedule of the solution, every gather issued at the last use reached before it starts."""

@@ -22,15 +22,16 @@ from megatron_ext.bounds.host_room import pinned_limit
 from megatron_ext.bounds.memory_headroom import what_helps
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
-from megatron_ext.planner.baselines import rerouted
-from megatron_ext.planner.relief import Kept, Placer, Relief, Rule, Weighed
-from megatron_ext.planner.search_grid import by_parameter
+from megatron_ext.planner.effort import judged_us
+from megatron_ext.planner.passes.cut_groups import by_parameter
+from megatron_ext.planner.passes.offload_groups import OffloadCosts, Offloader, Relief, Residency, Rule
+from megatron_ext.planner.reroute import rerouted
+from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.schedule.memory_bill import activations, memory_bill
-from megatron_ext.schedule.state_placement import on_nodes, with_states_on_drive
+from megatron_ext.schedule.bill_by_step import activations
+from megatron_ext.schedule.memory_bill import keeps_device_bytes, memory_bill, on_nodes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.route import Route, piece_buffer_bytes
@@ -50,7 +51,7 @@ class Way(NamedTuple):
     in which the optimizer there rounds parameters; bytes in host memory, and pinned ones of these, and of the slots
     there by which its gradient comes; microseconds of links."""
 
-    kept: Kept
+    kept: Residency
     route: Route
     throughout: int
     around: int
@@ -132,19 +133,16 @@ class _Model:
 
     def __init__(self, workload: Workload, timing: Timing, routes: tuple[Route, ...], reliefs, cut):
         self.workload, self.timing, self.routes = workload, timing, routes
-        first = replace(workload.limits, whole_parameter_bytes=1)  # whole just before its layer
-        self.streams = [
-            replace(stock_schedule(replace(workload, limits=limits), cut), limits=workload.limits)
-            for limits in (workload.limits, first)
-        ]
+        first = workload.with_limits(whole_parameter_bytes=1)  # whole just before its layer
+        self.streams = [replace(stock_schedule(work, cut), limits=workload.limits) for work in (workload, first)]
         groups = self.streams[0].groups
-        self.placer = Placer(workload, Rule(None, tuple(reliefs)), timing)
-        self.ranks = list(self.placer.by_rank(groups))
+        self.offloader = Offloader(workload, Rule(None, tuple(reliefs)), timing)
+        self.ranks = list(self.offloader.by_rank(groups))
         self.ways = {
             index: self._ways(one) for _, indices, weighed in self.ranks for index, one in zip(indices, weighed)
         }
 
-    def _ways(self, one: Weighed) -> list[Way]:
+    def _ways(self, one: OffloadCosts) -> list[Way]:
         dp, zero_3, size = one.group.ranks, self.workload.zero_stage == 3, one.group.bytes
         ways = []
         for kept, cost in one.ways.items():
@@ -153,14 +151,14 @@ class _Model:
                 route = "cpu_shard" if "cpu_shard" in self.routes else "cpu"
             if kept.alone != (kept.gradients is not None) or route not in self.routes or cost == inf:
                 continue
-            host, pinned = self.placer.on_host([one], [kept])
+            host, pinned = self.offloader.on_host([one], [kept])
             throughout = 0 if kept.shard_on_host or not zero_3 else size // dp
             throughout += {None: one.gradient, "sharded": one.gradient // dp, "host": 0}[kept.gradients]
             buffer = piece_buffer_bytes(size) if route == "cpu_shard" else 0
             around = one.gradient if kept.gradients is not None else 0
-            copies = size // self.placer.sharing[dp] if route == "cpu" and not kept.shard_on_host else 0
+            copies = size // self.offloader.sharing[dp] if route == "cpu" and not kept.shard_on_host else 0
             slots = GRADIENT_SLOTS * (one.gradient // dp) if kept.gradients == "host" else 0
-            rounding = self.placer.rounding(one.group) if kept.shard_on_host else 0
+            rounding = self.offloader.rounding(one.group) if kept.shard_on_host else 0
             ways.append(
                 Way(
                     kept,
@@ -194,7 +192,7 @@ class _Model:
         for held in self._device(model, chosen):
             model.add(held <= device_limit)
         host, pinned = (self._nodes(model, chosen, kind) for kind in ("host", "pinned"))
-        for held, by_optimizer in zip(host, self.placer.optimizer):
+        for held, by_optimizer in zip(host, self.offloader.optimizer):
             if aim == "host":
                 model.add(held + by_optimizer <= most)
             elif limits.host_bytes is not None:
@@ -243,7 +241,7 @@ class _Model:
         zero_3 = self.workload.zero_stage == 3
         for rank, indices, weighed in self.ranks:
             buffers = sum(self._most(model, chosen, indices, name) for name in ("buffer", "rounding"))
-            resting = self.placer.fixed[rank] + self._sum(chosen, indices, "throughout") + buffers
+            resting = self.offloader.fixed[rank] + self._sum(chosen, indices, "throughout") + buffers
             everything = sum(one.group.bytes for one in weighed)
             for moment, saved in self._moments(rank).items():
                 here = [(i, one) for i, one in zip(indices, weighed) if one.group.model_chunk_id == moment.chunk]
@@ -287,27 +285,24 @@ class _Model:
                 yield from ((i, False) for i, one in reversed(own) if one.span[1] == layer)
 
     def _schedule(self, stream: Schedule, ways: Sequence[Way]) -> Schedule:
-        groups = tuple(self.placer.kept_as(group, way.kept) for group, way in zip(stream.groups, ways))
-        return validate(rerouted(replace(stream, groups=groups), [way.route for way in ways]))
+        groups = tuple(self.offloader.kept_as(group, way.kept) for group, way in zip(stream.groups, ways))
+        return validate(rerouted(replace(stream, groups=groups), lambda action: ways[action.group].route))
 
     def _finished(self, found: Schedule) -> Schedule:
         """The fastest of ``found`` and the same with each layer gathered while the one before computes, and with what
         rests in host memory brought by host copies, as far as that keeps the limits."""
-        routes: dict[int, str] = {a.group: a.route for rank in found.ranks for e in rank.steps for a in e.unshard}
-        routed = [routes[index] for index in range(len(found.groups))]
-        ways = [routed]
+        routes: dict[int, Route] = {a.group: a.route for rank in found.ranks for e in rank.steps for a in e.unshard}
+        ways = [routes]
         if "cpu" in self.routes:
-            copied = ["cpu" if route == "cpu_shard" else route for route in routed]
+            copied: dict[int, Route] = {i: "cpu" if route == "cpu_shard" else route for i, route in routes.items()}
             limit = pinned_limit(self.workload, found.groups)
-            if limit is None or max(pinned_need(self.workload, found.groups, copied)) <= limit:
+            routed = [copied[index] for index in range(len(found.groups))]
+            if limit is None or max(pinned_need(self.workload, found.groups, routed)) <= limit:
                 ways.append(copied)
         tried = [
-            with_states_on_drive(rerouted(replace(stream, groups=found.groups), way), self.workload)
+            rerouted(replace(stream, groups=found.groups), lambda action, way=way: way[action.group])
             for stream in self.streams
             for way in ways
         ]
-        limit = self.workload.limits.device_bytes or 0
-        fits = [
-            one for one in tried if max(b.memory.device_total_bytes for b in memory_bill(one, self.workload)) <= limit
-        ]
-        return min(fits, key=lambda schedule: run(self.workload, self.timing, schedule).iteration_time_us)
+        fits = [one for one in tried if keeps_device_bytes(with_states_on_drive(one, self.workload), self.workload)]
+        return min(fits, key=lambda schedule: judged_us(self.workload, self.timing, schedule))

@@ -7,16 +7,15 @@ memory is tight, the best schedule does neither everywhere.
 
 import random
 from functools import lru_cache
+from itertools import product
 from math import exp, inf
 
 from megatron_ext.bounds.feasibility import pinned_need
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
-from megatron_ext.planner.blocks import Blocks
 from megatron_ext.planner.decisions import Decisions, RankGaps
-from megatron_ext.planner.placement import Choices
-from megatron_ext.planner.search_grid import Grid, Settings
-from megatron_ext.planner.search_state import Search
+from megatron_ext.planner.passes.place_gathers import place_gathers
+from megatron_ext.planner.search import Grouping, Search, Settings
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run
@@ -53,7 +52,7 @@ def improve(
         bound_us: a time that no schedule can beat; one that reaches it is not improved.
     """
     found = [
-        Annealing(workload, timing, *made, known if made[0].groups == known.groups else None)
+        Annealing(workload, timing, made, known if made.blocks.groups == known.groups else None)
         for made in groupings(workload, timing, routes, known)
     ]
     found = [one for one in found if one.us < inf]
@@ -77,43 +76,36 @@ def _valid(schedule: Schedule) -> bool:
     return True
 
 
-def groupings(
-    workload: Workload, timing: Timing, routes: tuple[Route, ...], known: Schedule
-) -> list[tuple[Blocks, Choices]]:
+def groupings(workload: Workload, timing: Timing, routes: tuple[Route, ...], known: Schedule) -> list[Grouping]:
     """The groups of ``known``, and the best others by estimate; one of those that are the same."""
-    grid = Grid(Search(workload, timing, routes, 0.0))
-    grid.also_halved()
+    every = Search(workload, timing, routes)
+    every.also_halved()
     best: dict[tuple, tuple[float, Settings]] = {}
-    for cut, divide, horizon, hosts in (
-        (c, d, h, o)
-        for c in range(grid.sizes[0])
-        for d in range(grid.sizes[1])
-        for h in range(grid.sizes[2])
-        for o in range(grid.sizes[4])
-    ):
-        settings = Settings(cut, divide, horizon, 0, hosts)
-        us = grid.estimate(settings)
-        made = grid.made(settings)
+    cuts, divides, horizons, _, hosts = map(range, every.sizes)
+    for cut, divide, horizon, order in product(cuts, divides, horizons, hosts):
+        settings = Settings(cut, divide, horizon, 0, order)
+        us, made = every.estimate(settings), every.made(settings)
         if us < inf and made is not None:
-            own = made[0].groups
+            own = made.blocks.groups
             best[own] = min(best.get(own, (inf, settings)), (-1.0 if own == known.groups else us, settings))
     ranked = sorted(best.values())[:GROUPINGS]
-    return [made for _, settings in ranked if (made := grid.made(settings)) is not None]
+    return [made for _, settings in ranked if (made := every.made(settings)) is not None]
 
 
 class Annealing:
     """One grouping: its present decisions and the best schedule so far."""
 
-    def __init__(
-        self, workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, known: Schedule | None = None
-    ):
-        self.workload, self.timing, self.blocks, self.choices = workload, timing, blocks, choices
+    def __init__(self, workload: Workload, timing: Timing, given: Grouping, known: Schedule | None = None):
+        self.workload, self.timing, (self.blocks, self.choices) = workload, timing, given
+        blocks = self.blocks
         self.ranks = [RankGaps(workload, timing, blocks, rank) for rank in range(workload.parallel.pp)]
         self.placed = [lru_cache(maxsize=8)(rank.placed) for rank in self.ranks]  # one rank changes at a time
         self.number_of_gaps = sum(len(rank.gaps) for rank in self.ranks)
         self.random = random.Random(0)
-        start = Search(workload, timing, choices.routes, 0.0).schedule(blocks, choices) if known is None else known
-        as_it_is = [rank.decisions_of(start, number) for number, rank in enumerate(self.ranks)]
+        if known is None:
+            plan = place_gathers(workload, timing, *given)
+            known = assemble(workload, blocks.groups, plan.placed, plan.freed, planner="hybrid")
+        as_it_is = [rank.decisions_of(known, number) for number, rank in enumerate(self.ranks)]
         early = [one._replace(earliest=rank.first) for one, rank in zip(as_it_is, self.ranks)]
         self.best: Schedule | None = None
         self.best_us = inf

@@ -1,44 +1,46 @@
-"""Costs in, schedule out: one function for every policy."""
+"""Costs in, schedule out: one function for every policy, and the table of policies."""
 
 import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
-from megatron_ext.bounds.feasibility import check_fits
-from megatron_ext.bounds.host_room import with_host_room
-from megatron_ext.bounds.lower_bound import lower_bound
-from megatron_ext.bounds.memory_headroom import with_headroom, with_most_headroom
-from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import BASELINES, best_of_gathers
-from megatron_ext.planner.device_states import bytes_to_reserve, may_rest_on_device
-from megatron_ext.planner.host_step_choice import is_small, with_states_placed
+from megatron_ext.planner.candidate import Candidate
+from megatron_ext.planner.effort import is_small, is_tiny, judged_us
+from megatron_ext.planner.finish import finished, rest_states
 from megatron_ext.planner.local_search import improve
+from megatron_ext.planner.passes.rest_states import bytes_to_reserve, may_rest_on_device, rest_as_must
+from megatron_ext.planner.problem import Problem, problem_of
 from megatron_ext.planner.random_plan import random_schedule
+from megatron_ext.planner.reroute import with_host_shards
 from megatron_ext.planner.search import search
-from megatron_ext.planner.search_state import is_tiny
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.planner.within_memory import plan_within_memory
-from megatron_ext.schedule.host_shards import FROM_HOST, by_cpu_shard, can_rest_on_host, with_host_shards
 from megatron_ext.schedule.match import check_device_bytes, match
 from megatron_ext.schedule.memory_bill import memory_bill
-from megatron_ext.schedule.state_placement import with_states_on_drive
-from megatron_ext.schedule.user_defined_schedule import MeasuredOn, Metadata, PlanOptions, Schedule
+from megatron_ext.schedule.user_defined_schedule import MeasuredOn, PlanOptions, Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run, with_prediction
-from megatron_ext.simulator.timing import Timing, require
-from megatron_ext.workload.nodes import check_spread
-from megatron_ext.workload.route import ROUTES, Route
+from megatron_ext.simulator.timing import require
+from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
 
-PASSES = 2
+ROUNDS = 2
 """Of changing decisions one by one and solving small groupings, in little memory; the second if solving helped."""
 
 PROVEN = 1e-4
 """Largest gap to a bound that counts as none: CP-SAT's units of time."""
 
-POLICIES = ("hybrid", "exact", "random:SEED", *BASELINES)
+
+class Found(NamedTuple):
+    """Where groups are cut and kept and gathers placed, and the iteration times of other policies by name."""
+
+    schedule: Schedule
+    baselines_us: dict[str, float] = {}
 
 
 def plan(
@@ -60,202 +62,166 @@ def plan(
         InputError: the workload cannot fit, the limits contradict each other, the policy is
             unknown, or the table lacks a figure.
     """
-    check_policy(policy)
-    workload = with_activations(workload, table)
-    timing = Timing(workload, table, extrapolate=extrapolate)
-    by_memory = keeps_device_bytes(workload) and policy in ("hybrid", "gathers-only")
-    if by_memory:
-        routes, from_host = usable_routes(workload, timing), False
-    else:
-        workload, routes, from_host = _headroom_and_routes(workload, timing)
-    if from_host and policy != "hybrid":  # these know no cpu_shard
-        routes = _of_host(usable_routes(workload, timing))
-    check_fits(workload)
-    _check_routes(workload, timing, routes)
-    bound_us = lower_bound(with_most_headroom(workload), timing)
-    baselines: dict[str, float] = {}
-    if by_memory:
-        schedule, baselines = _within_memory(workload, timing, routes, bound_us, policy)
-    elif policy == "gathers-only" and (best := best_of_gathers(workload, timing)):
-        schedule = best[1]
-    elif policy in BASELINES:
-        needs, make = BASELINES[policy]
-        for route in sorted(needs):
-            require(timing, route)
-        schedule = make(workload, timing)
-    elif policy.startswith("random:"):
-        schedule = random_schedule(workload, routes, _seed(policy))
-    elif policy == "exact":
-        schedule, baselines = _exact(workload, timing, routes, bound_us)
-    elif policy == "hybrid" and from_host:
-        schedule = _from_host(workload, timing, routes, bound_us)
-    else:
-        schedule, baselines = _hybrid(workload, timing, routes, bound_us)
-    if policy in BASELINES:
-        _refuse_what_does_not_fit(schedule, policy)
-    if workload.limits.device_bytes is not None and not by_memory:
-        schedule = _within_device_bytes(with_host_shards(schedule, workload), workload)
-    schedule = _with_states_placed(schedule, workload, timing, policy, routes, bound_us)
+    found = planned(workload, table, policy=policy, cost_table_sha256=cost_table_sha256, extrapolate=extrapolate)
+    return found.schedule
+
+
+def planned(
+    workload: Workload,
+    table: CostTable,
+    *,
+    policy: str = "hybrid",
+    cost_table_sha256: str | None = None,
+    extrapolate: bool = False,
+) -> Candidate:
+    """As :func:`plan`, with what every pass decided and why."""
+    chosen = check_policy(policy)
+    problem = problem_of(workload, table, offloads=chosen.offloads, extrapolate=extrapolate)
+    found = chosen.find(problem, policy)  # the passes cut, offload and place
+    schedule = _within_device_bytes(found.schedule, problem)
+    candidate = Candidate(problem.workload, problem.timing, schedule).decided("cut", _compared(found, chosen.fixes))
+    candidate = chosen.finish(problem, candidate)
+    schedule, workload = candidate.schedule, problem.workload
     _check_own_work(schedule, workload)
-    result = run(workload, timing, schedule, bound_us=bound_us)
+    result = run(workload, problem.timing, schedule, bound_us=problem.bound_us)
     result = result._replace(memory=tuple(memory_bill(schedule, workload)))
-    metadata = _metadata(schedule, table, policy, cost_table_sha256)
-    return with_prediction(msgspec.structs.replace(schedule, metadata=metadata), result, baselines)
-
-
-def _with_states_placed(
-    schedule: Schedule, workload: Workload, timing: Timing, policy: str, routes: tuple[Route, ...], bound_us: float
-) -> Schedule:
-    """Where optimizer states rest, and when the host steps them; ``hybrid``, and what it is compared with, choose by
-    simulation."""
-    if policy == "hybrid":
-        placed = with_states_placed(schedule, workload, timing)
-        return _with_room_for_states(placed, workload, timing, routes, bound_us)
-    if policy == "gathers-only" and workload.optimizer.on_host:
-        return with_states_placed(schedule, workload, timing)
-    return with_states_on_drive(schedule, workload)
-
-
-def _with_room_for_states(
-    schedule: Schedule, workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float
-) -> Schedule:
-    """At zero stage 3 whole parameters usually take all the room that the limit leaves: the faster of the schedule and,
-    in small cases, of plans that leave room for optimizer states on the device."""
-    if workload.zero_stage < 3 or not may_rest_on_device(workload, timing) or not is_small(workload):
-        return schedule
-    us, limits = run(workload, timing, schedule).iteration_time_us, workload.limits
-    for size in bytes_to_reserve(schedule, workload, timing):
-        less = msgspec.structs.replace(limits, device_bytes=(limits.device_bytes or 0) - size)
-        with contextlib.suppress(InputError):  # so much room cannot be left
-            narrow = msgspec.structs.replace(workload, limits=less)
-            tried, _ = _within_memory(narrow, timing, routes, bound_us, "hybrid", again=True)
-            whole = msgspec.structs.replace(tried.limits, device_bytes=limits.device_bytes)
-            tried = with_states_placed(msgspec.structs.replace(tried, limits=whole), workload, timing)
-            tried_us = run(workload, timing, tried).iteration_time_us
-            us, schedule = min((us, schedule), (tried_us, tried), key=lambda found: found[0])
-    return schedule
-
-
-def _metadata(schedule: Schedule, table: CostTable, policy: str, digest: str | None) -> Metadata:
-    return msgspec.structs.replace(
-        schedule.metadata,
-        planner=policy.partition(":")[0],
-        cost_table_sha256=digest,
-        options=_options_of_run(schedule, table),
+    options = _options_of_run(schedule, table)
+    metadata = replace(
+        schedule.metadata, planner=policy.partition(":")[0], cost_table_sha256=cost_table_sha256, options=options
     )
+    schedule = with_prediction(replace(schedule, metadata=metadata), result, found.baselines_us)
+    return candidate._replace(schedule=schedule, us=result.iteration_time_us)
 
 
-def keeps_device_bytes(workload: Workload) -> bool:
-    """Whether gradients, and at zero stage 3 shards, can go elsewhere to keep ``limits.device_bytes``."""
-    return workload.limits.device_bytes is not None and workload.zero_stage > 1
+def _compared(found: Found, fixed: str) -> str:
+    """What the groups and gathers of a plan were compared with."""
+    times = ", ".join(f"{name} {us / 1e3:.3f}" for name, us in found.baselines_us.items())
+    rule = found.schedule.metadata.options.rule
+    said = f"the policy fixes {fixed}"
+    said += f", and takes the groups and gathers of {rule}" if rule else ""
+    return f"{said}; simulated beside it (ms): {times}" if times else said
 
 
-def _within_memory(
-    workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float, policy: str, *, again: bool = False
-) -> tuple[Schedule, dict[str, float]]:
-    """The faster of the plans by all routes and by all-gathers alone, and the time of the latter. ``again``: the latter
-    is known with more room."""
+def check_policy(policy: str) -> "Policy":
+    """The row of the table. Raises InputError where there is no such policy."""
+    if policy.startswith("random:"):
+        _seed(policy)
+        return POLICIES["random:SEED"]
+    if policy not in POLICIES:
+        raise InputError(f"unknown policy; known: {', '.join(POLICIES)}", field="policy", value=policy)
+    return POLICIES[policy]
+
+
+def _seed(policy: str) -> int:
+    text = policy.partition(":")[2]
+    if not text.isdecimal() or len(text) > 18:
+        raise InputError("expected random:SEED with a whole number", field="policy", value=policy)
+    return int(text)
+
+
+def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
+    """The best of everything that can be planned, by simulation: never worse than a baseline.
+
+    What cannot be simulated (a group larger than any that was measured, host copies that do
+    not fit) is no candidate; only if nothing is left does a reason count. Where no schedule is faster than a
+    baseline, the plan is the baseline and its options name it, and why the search gave nothing.
+    """
+    workload, timing = problem.workload, problem.timing
+    ways: dict[str, Callable[[], Schedule]] = {}
+    if not problem.offloads:
+        for name, (needs, make) in BASELINES.items():
+            if needs <= set(problem.routes):
+                ways[name] = lambda name=name, make=make: _that_fits(make(workload, timing), name)
+    elif "gpu" in problem.routes:
+        ways["gathers-only"] = lambda: _searched(problem, only_gathers=True)
+    ways["hybrid"] = lambda: _searched(problem)
     found: dict[str, tuple[float, Schedule]] = {}
     reasons: dict[str, InputError] = {}
-    ways: dict[str, tuple[Route, ...]] = {}
-    if not again:
-        ways["gathers-only"] = tuple(route for route in routes if route == "gpu")
-    if policy == "hybrid":
-        ways[policy] = routes
-    for name, chosen in ways.items():
-        if not chosen:
-            continue
+    for name, make in ways.items():
         try:
-            schedule = plan_within_memory(workload, timing, chosen, bound_us, only_gathers=name != "hybrid")
-            found[name] = run(workload, timing, schedule).iteration_time_us, schedule
+            schedule = make()
+            found[name] = judged_us(workload, timing, schedule), schedule
         except InputError as error:
             reasons[name] = error
     if not found:
-        raise list(reasons.values())[-1]
-    baselines = {name: us for name, (us, _) in found.items() if name == "gathers-only"}
-    best = _best(found)
+        raise list(reasons.values())[-1 if problem.offloads else 0]
+    best = min(found, key=lambda name: (found[name][0] * (1 + 1e-9 * (name == "hybrid")), name == "hybrid"))
     schedule = found[best][1]
-    return schedule if best == policy else _named(schedule, best, reasons.get("hybrid")), baselines
+    if best != "hybrid":
+        failed = reasons.get("hybrid")
+        options = PlanOptions(rule=best, search_failed=None if failed is None else str(failed))
+        schedule = replace(schedule, metadata=replace(schedule.metadata, options=options))
+    return Found(schedule, {name: us for name, (us, _) in found.items() if name != "hybrid"})
 
 
-def _best(found: dict[str, tuple[float, Schedule]]) -> str:
-    """The name of the fastest; ``hybrid`` only where it is faster than every baseline."""
-    return min(found, key=lambda name: (found[name][0] * (1 + 1e-9 if name == "hybrid" else 1), name == "hybrid"))
+def _searched(problem: Problem, only_gathers: bool = False) -> Schedule:
+    workload, timing, routes, bound_us = problem.workload, problem.timing, problem.routes, problem.bound_us
+    if problem.offloads:
+        routes = tuple[Route, ...](route for route in routes if route == "gpu" or not only_gathers)
+        return plan_within_memory(workload, timing, routes, bound_us, only_gathers=only_gathers)
+    found, found_us = search(workload, timing, routes, bound_us)
+    if found_us > bound_us * (1 + 1e-9) and is_tiny(workload):
+        from megatron_ext.planner.exact import BETWEEN, SMALL, solve  # ortools takes a while to import
+
+        by_changes = workload.zero_stage == 3 and bool(workload.limits.whole_parameter_bytes) and "nvme" not in routes
+        for _ in range(ROUNDS if by_changes else 1):
+            if by_changes:
+                found, found_us = improve(workload, timing, routes, found, found_us, bound_us)
+            changed_us = found_us
+            found, found_us, _ = solve(workload, timing, routes, found, found_us, BETWEEN if by_changes else SMALL)
+            if found_us == changed_us:
+                break
+    return found
 
 
-def _named(schedule: Schedule, rule: str, failed: InputError | None) -> Schedule:
-    """The schedule of a baseline, with its name and why the search gave nothing, for :func:`search_note`."""
-    options = PlanOptions(rule=rule, search_failed=None if failed is None else str(failed))
-    metadata = msgspec.structs.replace(schedule.metadata, options=options)
-    return msgspec.structs.replace(schedule, metadata=metadata)
-
-
-def check_policy(policy: str) -> None:
-    """Raises InputError where there is no such policy."""
-    if policy.startswith("random:"):
-        _seed(policy)
-    elif policy not in POLICIES or policy == "random:SEED":
-        raise InputError(f"unknown policy; known: {', '.join(POLICIES)}", field="policy", value=policy)
-
-
-def _exact(workload: Workload, timing: Timing, routes, bound_us: float) -> tuple[Schedule, dict[str, float]]:
+def _exact(problem: Problem, _: str) -> Found:
     """The exact solver's schedule, and the baselines' times."""
     from megatron_ext.planner.exact import exact_schedule  # ortools takes a while to import
 
-    known, baselines = _hybrid(workload, timing, routes, bound_us)
-    known_us = run(workload, timing, known, bound_us=0.0).iteration_time_us
-    return exact_schedule(workload, timing, routes, known, known_us, bound_us), baselines
+    workload, timing = problem.workload, problem.timing
+    known, baselines_us = _hybrid(problem)
+    known_us = judged_us(workload, timing, known)
+    return Found(exact_schedule(workload, timing, problem.routes, known, known_us, problem.bound_us), baselines_us)
 
 
-def _headroom_and_routes(workload: Workload, timing: Timing) -> tuple[Workload, tuple[Route, ...], bool]:
-    """The workload with what ``limits.device_bytes`` leaves for whole parameters and ``limits.host_bytes`` for host
-    copies, the routes to plan with, and whether all shards rest in host memory, because on the device they leave too
-    little.
+def _gathers_only(problem: Problem, policy: str) -> Found:
+    if problem.offloads:
+        schedule = _searched(problem, only_gathers=True)
+        return Found(schedule, {policy: judged_us(problem.workload, problem.timing, schedule)})
+    best = best_of_gathers(problem.workload, problem.timing)
+    return Found(best[1]) if best else _by_rule(problem, policy)
 
-    Raises:
-        InputError: it cannot fit either way.
-    """
-    workload = with_host_room(workload)
-    routes = usable_routes(workload, timing)
+
+def _random(problem: Problem, policy: str) -> Found:
+    return Found(random_schedule(problem.workload, problem.routes, _seed(policy)))
+
+
+def _by_rule(problem: Problem, policy: str) -> Found:
+    needs, make = BASELINES[policy]
+    for route in sorted(needs):
+        require(problem.timing, route)
+    return Found(_that_fits(make(problem.workload, problem.timing), policy))
+
+
+def _that_fits(schedule: Schedule, policy: str) -> Schedule:
+    """Raise InputError where the schedule of a rule that does not count limits or padding does not fit."""
     try:
-        return with_headroom(workload), routes, False
-    except InputError:
-        possible = any(route in FROM_HOST for route in routes) or timing.offers_cpu_shard
-        if workload.zero_stage < 3 or not possible or not can_rest_on_host(workload):
-            raise
-        return with_headroom(workload, "host"), routes, True
+        return validate(schedule)
+    except InputError as error:
+        raise InputError(f"does not keep the limits: {error}", field="policy", value=policy) from None
 
 
-def _from_host(workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float) -> Schedule:
-    """The faster of two plans with all shards in host memory: by host copies alone, and with all-gathers of shards that
-    come from there, in the groups in which a search chooses all-gathers.
-
-    Raises:
-        InputError: neither keeps the limits.
-    """
-    found: list[tuple[float, Schedule]] = []
-    reasons: list[InputError] = []
-    alone = _of_host(routes)
-    for chosen in {alone, routes if timing.offers_cpu_shard else alone} - {()}:
-        try:
-            searched, _ = _hybrid(workload, timing, chosen, bound_us)
-            schedule = validate(with_host_shards(by_cpu_shard(searched), workload))
-            found.append((run(workload, timing, schedule, bound_us=0.0).iteration_time_us, schedule))
-        except InputError as error:
-            reasons.append(error)
-    if not found:
-        raise reasons[0]
-    return min(found, key=lambda item: item[0])[1]
-
-
-def _within_device_bytes(schedule: Schedule, workload: Workload) -> Schedule:
-    """The schedule, or stock Megatron's own where at zero stage 1 the padding of the schedule's groups is too much.
+def _within_device_bytes(schedule: Schedule, problem: Problem) -> Schedule:
+    """A schedule that was made without offloading, with the shards in host memory that never come from the device; or
+    stock Megatron's own where at zero stage 1 the padding of the schedule's groups is too much.
 
     Raises:
         InputError: neither keeps ``limits.device_bytes``.
     """
-    limit = workload.limits.device_bytes
-    assert limit is not None
+    workload, limit = problem.workload, problem.workload.limits.device_bytes
+    if limit is None or problem.offloads:
+        return schedule
+    schedule = with_host_shards(schedule, workload)
     try:
         check_device_bytes(schedule, workload, limit)
     except InputError as error:
@@ -263,31 +229,66 @@ def _within_device_bytes(schedule: Schedule, workload: Workload) -> Schedule:
             raise
         options = PlanOptions(rule="all-gpu", search_failed=str(error))
         schedule = stock_schedule(workload)
-        schedule = msgspec.structs.replace(
-            schedule, metadata=msgspec.structs.replace(schedule.metadata, options=options)
-        )
+        schedule = replace(schedule, metadata=replace(schedule.metadata, options=options))
         check_device_bytes(schedule, workload, limit)
     return schedule
 
 
-def _check_routes(workload: Workload, timing: Timing, routes: tuple[str, ...]) -> None:
-    """Raises InputError where something must be gathered and no route is left for it."""
-    if routes or not any(chunk.parameters for chunk in workload.chunks):
-        return
-    shut = [route for route in ROUTES if timing.offers(route)]
-    if shut and not _spreads_evenly(workload):
-        raise InputError(
-            f"nodes hold different numbers of replicas, which {' or '.join(shut)} cannot serve: nothing can be "
-            "gathered",
-            field="parallel.gpus_per_node",
-            value=workload.parallel.gpus_per_node,
-        )
-    why = (
-        f"the limits (pinned_host_bytes, nvme_slots) leave no room for {' or '.join(shut)}"
-        if shut
-        else "no route has points"
-    )
-    raise InputError(f"{why}: nothing can be gathered", field="limits" if shut else "routes")
+def _finish_by_simulation(problem: Problem, given: Candidate) -> Candidate:
+    """All passes; at zero stage 3, where whole parameters usually take all the room that the limit leaves, also of
+    plans that leave room for optimizer states on the device, in small cases."""
+    best, (workload, timing) = finished(given), given[:2]
+    if workload.zero_stage < 3 or not may_rest_on_device(workload, timing) or not is_small(workload):
+        return best
+    limits = workload.limits
+    for size in bytes_to_reserve(best):
+        less = workload.with_limits(device_bytes=(limits.device_bytes or 0) - size)
+        with contextlib.suppress(InputError):  # so much room cannot be left
+            made = _searched(problem._replace(workload=less))
+            whole = replace(made, limits=replace(made.limits, device_bytes=limits.device_bytes))
+            tried = finished(given._replace(schedule=whole))
+            said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
+            best = min(best, tried.decided(rest_states.NAME, said), key=Candidate.simulated_us)
+    return best
+
+
+def _finish_as_stock(_: Problem, given: Candidate) -> Candidate:
+    return rest_as_must(given)
+
+
+def _finish_alike(problem: Problem, given: Candidate) -> Candidate:
+    """As ``hybrid`` where the host steps, so that a plan's gain over it is by how parameters come."""
+    return finished(given) if problem.workload.optimizer.on_host else rest_as_must(given)
+
+
+class Policy(NamedTuple):
+    """Attributes:
+    fixes: what it does not choose.
+    find: the passes cut, offload and place.
+    finish: the passes step slots, rest states and host step.
+    offloads: whether gradients and shards may go elsewhere to keep ``limits.device_bytes``.
+    """
+
+    fixes: str
+    find: Callable[[Problem, str], Found]
+    finish: Callable[[Problem, Candidate], Candidate] = _finish_as_stock
+    offloads: bool = False
+
+
+POLICIES = {
+    "hybrid": Policy("nothing", _hybrid, _finish_by_simulation, offloads=True),
+    "exact": Policy("the host's step", _exact),
+    "random:SEED": Policy("everything, drawn by chance", _random),
+} | {name: Policy("groups, routes and steps, by a rule", _by_rule) for name in BASELINES}
+POLICIES["gathers-only"] = Policy("the route: all-gathers", _gathers_only, _finish_alike, offloads=True)
+
+
+def _check_own_work(schedule: Schedule, workload: Workload) -> None:
+    """Check the finished plan as a run would; a failure is a defect of the planner, not of the input."""
+    try:
+        match(validate(schedule), workload)
+    except InputError as error:
+        raise AssertionError(f"the planner made a schedule that would be refused: {error}") from error
 
 
 def search_note(schedule: Schedule) -> str | None:
@@ -311,100 +312,7 @@ def _options_of_run(schedule: Schedule, table: CostTable) -> PlanOptions:
     options, metadata, nvme = schedule.metadata.options, table.metadata, table.routes.nvme
     if not metadata.synthetic and (metadata.hardware or metadata.software):
         measured_on = MeasuredOn(hardware=metadata.hardware, software=metadata.software)
-        options = msgspec.structs.replace(options, measured_on=measured_on)
+        options = replace(options, measured_on=measured_on)
     if nvme is not None and any("nvme" in entry.to for entry in schedule.publish):
-        options = msgspec.structs.replace(options, nvme=nvme.reads)
+        options = replace(options, nvme=nvme.reads)
     return options
-
-
-def _check_own_work(schedule: Schedule, workload: Workload) -> None:
-    """Check the finished plan as a run would; a failure is a defect of the planner, not of the input."""
-    try:
-        match(validate(schedule), workload)
-    except InputError as error:
-        raise AssertionError(f"the planner made a schedule that would be refused: {error}") from error
-
-
-def _refuse_what_does_not_fit(schedule: Schedule, policy: str) -> None:
-    """Raise InputError where the schedule of a rule that does not count limits or padding does not fit."""
-    try:
-        validate(schedule)
-    except InputError as error:
-        raise InputError(f"does not keep the limits: {error}", field="policy", value=policy) from None
-
-
-def usable_routes(workload: Workload, timing: Timing) -> tuple[Route, ...]:
-    """Routes that the table offers, the limits allow, and the nodes can serve."""
-    limits = workload.limits
-    shut = set() if limits.nvme_slots else {"nvme"}
-    if limits.pinned_host_bytes == 0 or not _spreads_evenly(workload):
-        shut |= {"cpu", "nvme"}
-    shut.add("cpu_shard")  # planned in place of all-gathers, where shards rest in host memory
-    return tuple(route for route in ROUTES if timing.offers(route) and route not in shut)
-
-
-def _spreads_evenly(workload: Workload) -> bool:
-    """Whether every node has as many of a group's replicas as another: host copies need it."""
-    try:
-        check_spread(workload.parallel)
-    except InputError:
-        return False
-    return True
-
-
-def _of_host(routes: tuple[Route, ...]) -> tuple[Route, ...]:
-    return tuple(route for route in routes if route in FROM_HOST)
-
-
-def _seed(policy: str) -> int:
-    text = policy.partition(":")[2]
-    if not text.isdecimal() or len(text) > 18:
-        raise InputError("expected random:SEED with a whole number", field="policy", value=policy)
-    return int(text)
-
-
-def _hybrid(workload: Workload, timing: Timing, routes, bound_us: float) -> tuple[Schedule, dict[str, float]]:
-    """The best of everything that can be planned, by simulation: never worse than a baseline.
-
-    What cannot be simulated (a group larger than any that was measured, host copies that do
-    not fit) is no candidate; only if nothing is left does the first reason count. Where no schedule is faster than a
-    baseline, the plan is the baseline and its options name it, and why the search gave nothing.
-    """
-    found: dict[str, tuple[float, Schedule]] = {}
-    reasons: dict[str, InputError] = {}
-
-    def consider(name: str, make) -> None:
-        try:
-            schedule = make()
-            if name in BASELINES:
-                _refuse_what_does_not_fit(schedule, name)
-            schedule = with_states_on_drive(schedule, workload)
-            found[name] = run(workload, timing, schedule, bound_us=0.0).iteration_time_us, schedule
-        except InputError as error:
-            reasons[name] = error
-
-    for name, (needs, make) in BASELINES.items():
-        if needs <= set(routes):
-            consider(name, lambda make=make: make(workload, timing))
-    consider("hybrid", lambda: _searched(workload, timing, routes, bound_us))
-    if not found:
-        raise next(iter(reasons.values()))
-    best = _best(found)
-    schedule = found[best][1] if best == "hybrid" else _named(found[best][1], best, reasons.get("hybrid"))
-    return schedule, {name: us for name, (us, _) in found.items() if name != "hybrid"}
-
-
-def _searched(workload: Workload, timing: Timing, routes, bound_us: float) -> Schedule:
-    found, found_us = search(workload, timing, routes, bound_us)
-    if found_us > bound_us * (1 + 1e-9) and is_tiny(workload):
-        from megatron_ext.planner.exact import BETWEEN, SMALL, solve  # ortools takes a while to import
-
-        by_changes = workload.zero_stage == 3 and bool(workload.limits.whole_parameter_bytes) and "nvme" not in routes
-        for _ in range(PASSES if by_changes else 1):
-            if by_changes:
-                found, found_us = improve(workload, timing, routes, found, found_us, bound_us)
-            changed_us = found_us
-            found, found_us, _ = solve(workload, timing, routes, found, found_us, BETWEEN if by_changes else SMALL)
-            if found_us == changed_us:
-                break
-    return found

@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
-import msgspec
-
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.baselines import BASELINES
-from megatron_ext.planner.blocks import cut_by_layer, make_blocks
+from megatron_ext.planner.blocks import Blocks, cut_by_layer
 from megatron_ext.planner.link_split import splitter
-from megatron_ext.planner.memory_settings import rules
-from megatron_ext.planner.placement import Choices, place_gathers
-from megatron_ext.planner.policies import usable_routes
-from megatron_ext.planner.relief import Kept, Placer, Relief, Rule
-from megatron_ext.planner.search_grid import fits, hosted_groups, staged_groups
+from megatron_ext.planner.passes.cut_groups import Divide, cut_groups
+from megatron_ext.planner.passes.offload_groups import Offloader, Rule
+from megatron_ext.planner.passes.place_gathers import Choices, place_gathers
+from megatron_ext.planner.place_choices import hosted_groups, staged_groups
+from megatron_ext.planner.problem import usable_routes
+from megatron_ext.planner.search import grouping_of
 from megatron_ext.planner.stock import SYNCHRONOUS, synchronous_schedule
-from megatron_ext.schedule.host_shards import can_rest_on_host
+from megatron_ext.planner.within_memory import reliefs_of, rules, with_whole_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
 
 Make = Callable[[Workload, Timing], Schedule]
@@ -142,75 +142,51 @@ def _placed(layers_ahead: float, *, divide: bool) -> Make:
         routes = usable_routes(workload, timing)
         if len(routes) < 2:
             raise InputError("has no second route", field="routes")
-        cuts = [cut_by_layer(chunk) for chunk in workload.chunks]
-        blocks = make_blocks(workload, cuts, splitter(timing, routes) if divide else None, timing.algorithm)
-        if not fits(workload, blocks):
-            raise InputError("a layer does not fit", field="limits.whole_parameter_bytes")
-        hosted = hosted_groups(workload, blocks)
-        layers = [us for row in timing.layers for times in row for us in times.forward]
-        horizon_us = layers_ahead * sum(layers) / len(layers)
-        choices = Choices(horizon_us, routes, hosted, staged_groups(workload, blocks, hosted))
-        plan = place_gathers(workload, timing, blocks, choices)
-        return assemble(workload, blocks.groups, plan.placed, plan.freed, planner="quick")
+        blocks = _blocks(workload, timing, splitter(timing, routes) if divide else None)
+        return _by_layer(workload, timing, blocks, routes, layers_ahead)
 
     return make
 
 
+def _blocks(workload: Workload, timing: Timing, divide: Divide | None = None) -> Blocks:
+    return cut_groups(workload, timing, [cut_by_layer(chunk) for chunk in workload.chunks], divide)
+
+
+def _by_layer(
+    workload: Workload, timing: Timing, blocks: Blocks, routes: tuple[Route, ...], layers_ahead: float = LAYERS_AHEAD
+) -> Schedule:
+    layers = [us for row in timing.layers for times in row for us in times.forward]
+    hosted = hosted_groups(workload, blocks) if "cpu" in routes else frozenset()
+    staged = staged_groups(workload, blocks, hosted)
+    choices = Choices(layers_ahead * sum(layers) / len(layers), routes, hosted, staged)
+    made = grouping_of(workload, blocks, choices)
+    if made is None:
+        raise InputError("a layer does not fit", field="limits.whole_parameter_bytes")
+    plan = place_gathers(workload, timing, *made)
+    return assemble(workload, blocks.groups, plan.placed, plan.freed, planner="quick")
+
+
 def relieved_plans(rounds: FewRounds, timings: Sequence[Timing]) -> Iterator[Plan]:
     """Plans at zero stages 2 and 3 with ``limits.device_bytes`` by layer, with gradients and shards elsewhere as far as
-    memory asks for it: by the rules of :mod:`megatron_ext.planner.memory_settings` that cost least by link times."""
+    memory asks for it: by the rules of :mod:`megatron_ext.planner.within_memory` that cost least by link times."""
     work, timing = rounds.parts[-1][0], timings[-1]
-    routes, reliefs = usable_routes(work, timing), ["sharded", "host", "alone"]
-    if work.zero_stage == 3 and work.limits.pinned_host_bytes != 0 and can_rest_on_host(work):
-        routes = (*routes, *(("cpu_shard",) if timing.offers_cpu_shard else ()))
-        reliefs += ["shards"] if {"cpu", "cpu_shard"} & {*routes} else []
+    routes, reliefs = reliefs_of(work, timing, usable_routes(work, timing))
     found: dict[tuple[Group, ...], tuple[float, int, Rule]] = {}
-    tried = list(rules(work, frozenset[Relief](reliefs)))  # type: ignore[arg-type]
-    blocks = make_blocks(work, [cut_by_layer(chunk) for chunk in work.chunks], None, timing.algorithm)
+    tried, blocks = list(rules(work, reliefs)), _blocks(work, timing)
     for size in sorted({rule.whole_bytes or 0 for rule in tried})[:ROOM_TRIED][::-1]:
         for rule in tried:  # what is left beside so much room goes to whole parameters, too
-            placer = Placer(work, rule, timing)
-            placed = placer(blocks.groups) if (rule.whole_bytes or 0) == size else None
+            offloader = Offloader(work, rule, timing)
+            placed = offloader(blocks.groups) if (rule.whole_bytes or 0) == size else None
             if placed is not None and placed not in found:
-                found[placed] = _cost_us(placer, placed), len(found), placer.filled(placed)
+                found[placed] = offloader.cost_us(blocks.groups, placed), len(found), offloader.filled(placed)
         if found:
             break
     for groups, (_, number, rule) in sorted(found.items(), key=lambda item: item[1][:2])[:RELIEVED]:
         try:
-            made = tuple(_by_layer(part, each, groups, rule, routes) for (part, _), each in zip(rounds.parts, timings))
+            made = tuple(
+                _by_layer(with_whole_bytes(part, rule), each, _blocks(part, each)._replace(groups=groups), routes)
+                for (part, _), each in zip(rounds.parts, timings)
+            )
             yield Plan(f"relieved-{number}", made, rounds.times(timings, made))
         except InputError:
             continue
-
-
-def _cost_us(placer: Placer, placed: Sequence[Group]) -> float:
-    """Link time of what is relieved, of the rank that has most."""
-    kept = [Kept(group.gradients, group.shard_rests == "host", group.alone) for group in placed]
-    ranks = [
-        sum(one.ways[kept[index]] for index, one in zip(indices, weighed))
-        for _, indices, weighed in placer.by_rank([_unrelieved(group) for group in placed])
-    ]
-    return max(ranks)
-
-
-def _unrelieved(group: Group) -> Group:
-    """The group as it is before anything is relieved."""
-    return msgspec.structs.replace(group, gradients=None, reduce_every=1, alone=False, shard_rests=None)
-
-
-def _by_layer(work: Workload, timing: Timing, groups: tuple[Group, ...], rule: Rule, routes) -> Schedule:
-    if rule.whole_bytes is not None:
-        limits = msgspec.structs.replace(work.limits, whole_parameter_bytes=rule.whole_bytes)
-        work = msgspec.structs.replace(work, limits=limits)
-    blocks = make_blocks(work, [cut_by_layer(chunk) for chunk in work.chunks], None, timing.algorithm)
-    blocks = blocks._replace(groups=groups)
-    from_host = frozenset(number for number, group in enumerate(groups) if group.shard_rests == "host")
-    hosted = hosted_groups(work, blocks) if "cpu" in routes else frozenset()
-    gathered = {g for g in range(len(groups)) if ("cpu_shard" if g in from_host else "gpu") in routes}
-    if not fits(work, blocks) or len(gathered | hosted) < len(groups):
-        raise InputError("a layer does not fit", field="limits.whole_parameter_bytes")
-    layers = [us for row in timing.layers for times in row for us in times.forward]
-    horizon_us = LAYERS_AHEAD * sum(layers) / len(layers)
-    choices = Choices(horizon_us, routes, hosted, staged_groups(work, blocks, hosted), from_host=from_host)
-    plan = place_gathers(work, timing, blocks, choices)
-    return assemble(work, blocks.groups, plan.placed, plan.freed, planner="quick")

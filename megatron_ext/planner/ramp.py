@@ -13,8 +13,9 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.baselines import BASELINES
 from megatron_ext.planner.blocks import Blocks, blocks_of_groups
-from megatron_ext.planner.placement import Choices, place_gathers
-from megatron_ext.planner.search_grid import fits, horizons
+from megatron_ext.planner.passes.cut_groups import fits
+from megatron_ext.planner.passes.place_gathers import Choices, place_gathers
+from megatron_ext.planner.place_choices import horizons
 from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import memory_bill
@@ -80,7 +81,7 @@ def _candidates(planned: Schedule, workload: Workload, timing: Timing) -> Iterat
         except InputError:  # it makes other groups for this number
             pass
     limit = max(device_peaks(planned)) if workload.zero_stage == 3 else workload.limits.whole_parameter_bytes
-    limited = replace(workload, limits=replace(workload.limits, whole_parameter_bytes=limit))
+    limited = workload.with_limits(whole_parameter_bytes=limit)
     number = workload.parallel.num_microbatches
     blocks = blocks_of_groups(workload, tuple(clamped(group, number) for group in planned.groups))
     if not fits(limited, blocks):

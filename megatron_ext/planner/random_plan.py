@@ -5,11 +5,13 @@ Everything that is free is drawn at random: groups (contiguous or not), routes, 
 """
 
 import random
+from math import inf
 
 from megatron_ext.bounds.feasibility import check_fits, pinned_need
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
+from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.stock import stream
+from megatron_ext.schedule.group_facts import make_group
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets
 from megatron_ext.workload.route import Route
@@ -26,16 +28,12 @@ def random_schedule(workload: Workload, routes: tuple[Route, ...], seed: int) ->
     check_fits(workload)
     draw = random.Random(seed)
     groups, of_stage = [], []
-    streams = [_must_stream(workload, rank) for rank in range(workload.parallel.pp)]
-    whole = [_must_not_part(workload, rank) for rank in range(workload.parallel.pp)]
+    padded = [_padded(workload, rank) for rank in range(workload.parallel.pp)]
+    limit, zero_3 = workload.limits.whole_parameter_bytes, workload.zero_stage == 3
+    limit = inf if limit is None else limit
+    streams = [zero_3 and max(sizes) > limit for sizes in padded]
     for chunk in workload.chunks:
-        parts = (
-            layer_buckets(chunk)
-            if streams[chunk.pp_rank]
-            else buckets(chunk)
-            if whole[chunk.pp_rank]
-            else random_groups(chunk, draw)
-        )
+        parts = _parts(chunk, streams[chunk.pp_rank], not zero_3 and sum(padded[chunk.pp_rank]) > limit, draw)
         of_stage.append(list(range(len(groups), len(groups) + len(parts))))
         groups += [make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part) for part in parts]
     routed = _affordable_routes(workload, groups, routes, draw)
@@ -53,24 +51,18 @@ def random_schedule(workload: Workload, routes: tuple[Route, ...], seed: int) ->
     return assemble(workload, groups, placed, freed, planner="random", options=PlanOptions(seed=seed))
 
 
-def _must_stream(workload: Workload, pp_rank: int) -> bool:
-    """Whether a chunk of the rank may not fit whole; padding is worst with a group a parameter."""
-    limit = workload.limits.whole_parameter_bytes
-    if workload.zero_stage < 3 or limit is None:
-        return False
+def _padded(workload: Workload, pp_rank: int) -> list[int]:
+    """Bytes of each chunk of a rank with the worst padding, that of a group a parameter."""
     chunks = workload.chunks_of_rank(pp_rank)
-    return max(sum(group_bytes([p], workload.parallel) for p in chunk.parameters) for chunk in chunks) > limit
+    return [sum(group_bytes([p], workload.parallel) for p in chunk.parameters) for chunk in chunks]
 
 
-def _must_not_part(workload: Workload, pp_rank: int) -> bool:
-    """Whether, with everything whole at once, the padding of more groups may not fit."""
-    limit = workload.limits.whole_parameter_bytes
-    if workload.zero_stage == 3 or limit is None:
-        return False
-    return (
-        sum(group_bytes([p], workload.parallel) for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters)
-        > limit
-    )
+def _parts(chunk: Chunk, by_layer: bool, by_bucket: bool, draw: random.Random) -> list[list]:
+    """Groups of a chunk: by layer where it may not fit whole, by bucket where all are whole and the padding of more may
+    not fit, and otherwise at random."""
+    if by_layer:
+        return layer_buckets(chunk)
+    return buckets(chunk) if by_bucket else random_groups(chunk, draw)
 
 
 def random_groups(chunk: Chunk, draw: random.Random) -> list[list]:

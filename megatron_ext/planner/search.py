@@ -1,20 +1,38 @@
-"""The hybrid policy: placement passes with different choices; the best are simulated, then improved locally.
+"""The search: ways to cut, keep and place groups are estimated by placement passes, the best are simulated, and then
+improved one decision at a time.
 
 The effort is counted in simulated steps and not in seconds, so the same inputs give the same plan on every machine.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product, zip_longest
 from math import inf
+from typing import NamedTuple
 
 from megatron_ext.bounds.feasibility import pinned_need
 from megatron_ext.bounds.host_room import pinned_limit
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
-from megatron_ext.planner.placement import Choices, place_gathers
-from megatron_ext.planner.search_grid import Grid, Settings
-from megatron_ext.planner.search_state import EFFORT, POLISHED_STEPS, Place, Search
-from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.planner.assemble import assemble
+from megatron_ext.planner.blocks import Blocks
+from megatron_ext.planner.effort import (
+    CLOSE_ENOUGH,
+    EFFORT,
+    LEAST_CANDIDATES,
+    POLISHED_STEPS,
+    RELIEF_WEIGHT,
+    is_tiny,
+    judged_us,
+    number_of_steps,
+    relieved_share,
+    shortened,
+    visits_of_gradients,
+)
+from megatron_ext.planner.link_split import splitter
+from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups, cuttings, fits, halves
+from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Plan
+from megatron_ext.planner.place_choices import horizons, hosted_groups, route_sets, staged_groups
+from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
@@ -22,9 +40,259 @@ from megatron_ext.workload.workload import Workload
 SIMULATED = 8
 """Best settings by estimate that the simulator judges."""
 
-
 POLISHED = 4
 """The best of those; their decisions are then changed one by one."""
+
+PLACERS = 4
+"""Groupings whose placement passes are kept ready."""
+
+Offload = Callable[[tuple[Group, ...]], tuple[Group, ...] | None]
+"""The pass that decides for groups where their shards rest and how their gradients are kept; None where memory is
+short."""
+
+
+class Settings(NamedTuple):
+    """One point of the grid that is searched: indices into the ways to cut, to divide blocks
+    between links, horizons, sets of routes, and orders of giving host copies."""
+
+    cut: int
+    divide: int
+    horizon: int
+    routes: int
+    hosts: int = 0
+
+
+class Grouping(NamedTuple):
+    """Groups as they are cut and kept, and what a placement pass may choose."""
+
+    blocks: Blocks
+    choices: Choices
+
+
+class Search:
+    """All settings of a workload, each estimated once; tries some by simulation and keeps the best schedule.
+
+    Args:
+        bound_us: a time that no schedule can beat.
+        offload: of the groups of every candidate; by default everything stays on the device.
+        own_cuts: ways to cut beside :func:`cuttings`; the best settings of each are simulated, whatever their
+            estimates.
+        effort: part of the usual effort.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        timing: Timing,
+        routes: tuple[Route, ...],
+        bound_us: float = 0.0,
+        offload: Offload | None = None,
+        own_cuts: Sequence[list[list[int]]] = (),
+        effort: float = 1.0,
+    ):
+        self.workload, self.timing, self.bound_us, self.offload = workload, timing, bound_us, offload
+        self.rough, self.steps = shortened(workload), number_of_steps(workload)
+        self.own_cuts, self.cuts = own_cuts, list(cuttings(workload, timing, routes))
+        self.cuts += [cut for cut in own_cuts if cut not in self.cuts]
+        self.divides: list[Divide | None] = [None]
+        links = tuple[Route, ...](route for route in routes if route != "cpu_shard")
+        if len(links) > 1:
+            self.divides.append(splitter(timing, links))
+        limits = workload.limits
+        if (
+            workload.zero_stage == 3 and limits.whole_parameter_bytes is not None
+        ) or limits.pinned_host_bytes is not None:
+            self.divides.append(by_parameter)
+        self.horizons, self.sets = horizons(workload, timing), route_sets(routes)
+        orders = 5 if limits.host_bytes is not None and workload.optimizer.on_host else 4
+        limited = limits.pinned_host_bytes is not None or limits.host_bytes is not None
+        self.hosts = range(orders if limited and "cpu" in routes else 1)
+        self.full_effort = int(EFFORT[workload.zero_stage] * effort)
+        self.effort, self.tried = self.full_effort, 0
+        self.estimates: dict[Settings, float] = {}
+        self.best_us = self.best_mark = inf
+        self.best: Schedule | None = None
+        self.refused: InputError | None = None
+        self._blocks: dict[tuple[int, int], Blocks | None] = {}
+        self._placers: list[tuple[Blocks, Workload, GatherPlacer]] = []
+        self._times: dict[tuple, float] = {}  # of a tiny workload, by groups and gathers: choices often give the same
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of settings along the axes."""
+        return tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets, self.hosts)))
+
+    @property
+    def middle(self) -> int:
+        """The horizon that looks about eight layers ahead."""
+        return min(6, len(self.horizons) - 1)
+
+    def also_halved(self) -> None:
+        """Let every division be tried with each of its groups cut in two of about equal bytes, too."""
+        self.divides += [partial(halves, divide) for divide in self.divides]
+
+    def made(self, settings: Settings) -> Grouping | None:
+        """Blocks and choices of these settings, by the passes cut and offload; None where they cannot work."""
+        workload, key, allowed = self.workload, settings[:2], self.sets[settings.routes]
+        if key not in self._blocks:
+            blocks = cut_groups(workload, self.timing, self.cuts[settings.cut], self.divides[settings.divide])
+            groups = blocks.groups if self.offload is None else self.offload(blocks.groups)
+            self._blocks[key] = None if groups is None else blocks._replace(groups=groups)
+        blocks = self._blocks[key]
+        if blocks is None:
+            return None
+        hosted = hosted_groups(workload, blocks, settings.hosts) if "cpu" in allowed else frozenset()
+        staged = staged_groups(workload, blocks, hosted) if "nvme" in allowed else frozenset()
+        return grouping_of(workload, blocks, Choices(self.horizons[settings.horizon], allowed, hosted, staged))
+
+    def _place(self, given: Grouping, workload: Workload) -> Plan:
+        """The pass place, of the whole workload or of :func:`shortened` one."""
+        for blocks, work, placer in self._placers:
+            if blocks is given.blocks and work is workload:
+                return placer.place(given.choices)
+        placer = GatherPlacer(workload, self.timing, given.blocks)
+        self._placers = [(given.blocks, workload, placer), *self._placers[: PLACERS - 1]]
+        return placer.place(given.choices)
+
+    def estimate(self, settings: Settings) -> float:
+        """Estimated end of the last step, by a placement pass of the :func:`shortened` workload."""
+        if settings not in self.estimates:
+            given, us, rough = self.made(settings), inf, self.rough
+            if given is not None:
+                blocks = sum(map(len, given.blocks.of_stage))
+                self.effort -= number_of_steps(rough) + 2 * blocks * rough.parallel.num_microbatches
+                try:
+                    us = self._place(given, rough).end_us
+                except InputError as error:  # a group of a size that was not measured
+                    self.refused = self.refused or error
+            self.estimates[settings] = us
+        return self.estimates[settings]
+
+    def descend(self) -> None:
+        """From every way to cut with every division, best first: better settings one axis at a
+        time, until nothing changes or the effort is spent."""
+        starts = [Settings(c, d, self.middle, 0) for c in range(len(self.cuts)) for d in range(len(self.divides))]
+        for start in starts:
+            self.estimate(start)
+        for start in sorted(starts, key=lambda s: (self.estimates[s], s)):
+            best, changed = start, True
+            while changed:  # ends: each change has a lower estimate, and there are finitely many settings
+                changed = False
+                for axis in (2, 3, 4, 0, 1):
+                    for value in self._values(axis, best):
+                        if self.effort <= 0:
+                            return
+                        other = best._replace(**{Settings._fields[axis]: value})
+                        if self.estimate(other) < self.estimates[best] * (1 - 1e-9):
+                            best, changed = other, True
+
+    def _values(self, axis: int, settings: Settings) -> Sequence[int]:
+        """What to try along one axis: all, but of the many horizons only nearby ones and the last."""
+        size = self.sizes[axis]
+        if axis != 2:
+            return range(size)
+        near = [settings.horizon + d for d in (1, -1, 2, -2, 4, -4)]
+        return [value for value in (*near, size - 1) if 0 <= value < size]
+
+    def spent(self) -> bool:
+        near = self.best_us <= self.bound_us * (1 + (1e-9 if is_tiny(self.workload) else CLOSE_ENOUGH))
+        return near or (self.effort <= 0 and self.tried >= LEAST_CANDIDATES)
+
+    def time_of(self, given: Grouping) -> float:
+        """Simulated iteration time with these choices; the best schedule so far is kept. Infinite where a node's host
+        memory is short."""
+        self.effort -= self.steps  # the placement pass
+        gathers = ()
+        try:
+            plan = self._place(given, self.workload)
+            if is_tiny(self.workload):
+                gathers = (given.blocks.groups, *map(tuple, plan.placed), *map(tuple, plan.freed))
+                if gathers in self._times:
+                    self._count(plan)
+                    return self._times[gathers]
+            schedule = assemble(self.workload, given.blocks.groups, plan.placed, plan.freed, planner="hybrid")
+            us = judged_us(self.workload, self.timing, schedule)
+        except InputError as error:
+            self.refused = error
+            return inf
+        self._count(plan, visits_of_gradients(self.workload, schedule.groups))
+        if gathers:
+            self._times[gathers] = us
+        mark = us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups))
+        if mark < self.best_mark * (1 - 1e-9):
+            self.best_mark, self.best_us, self.best = mark, us, schedule
+        return us
+
+    def _count(self, plan: Plan, visits: int = 0) -> None:
+        """Count a simulated plan against the effort."""
+        self.tried += 1
+        self.effort -= self.steps + 4 * (sum(map(len, plan.placed)) + visits)
+
+    def polish(self, given: Grouping, us: float) -> None:
+        """Change one decision at a time while the simulated iteration time falls.
+
+        A change sends one gather by another link, stops prefetching before one use, or gives or
+        takes a host copy.
+        """
+        improved = True
+        while improved and not self.spent():  # ends: each turn lowers us and tries a new plan
+            improved, plan = False, self._place(given, self.workload)
+            for choices in self._changes(given, plan):
+                if self.spent():
+                    return
+                if choices is None:  # places as ``plan`` does, and counts as if it had been tried
+                    self.effort -= self.steps
+                    groups = () if is_tiny(self.workload) else given.blocks.groups
+                    self._count(plan, visits_of_gradients(self.workload, groups))
+                    continue
+                other = given._replace(choices=choices)
+                found = self.time_of(other)
+                if found < us * (1 - 1e-9):
+                    best, us, improved = other, found, True
+            given = best if improved else given
+
+    def _changes(self, given: Grouping, plan: Plan) -> Iterator[Choices | None]:
+        """Neighbours of the choices, one decision apart; None for one that cannot place anything else."""
+        workload, (blocks, choices) = self.workload, given
+        for pp_rank, mine in enumerate(plan.placed):
+            for number, item in enumerate(mine):
+                for route in choices.routes:
+                    if route != item.route:
+                        changes = (pp_rank, number) in choices.forced or choices.may_take(route, item.group)
+                        forced = {**choices.forced, (pp_rank, number): route}
+                        yield choices._replace(forced=forced) if changes else None
+        limit, every = pinned_limit(workload, blocks.groups), range(len(blocks.groups))
+        if limit is not None and "cpu" in choices.routes and not choices.from_host:
+            for swap in product(every, repeat=2):
+                hosted = choices.hosted ^ frozenset(swap)
+                staged = choices.staged - hosted
+                # Slots of ranks that stage are pinned too.
+                routed = ["cpu" if g in hosted else "nvme" if g in staged else "gpu" for g in every]
+                if ("gpu" in choices.routes or len(hosted) == len(routed)) and max(
+                    pinned_need(workload, blocks.groups, routed)
+                ) <= limit:
+                    yield choices._replace(hosted=hosted, staged=staged)
+        if workload.zero_stage == 3:
+            for pp_rank, uses in enumerate(self._uses(given)):
+                for use in range(1, uses):
+                    held = choices.held ^ {(pp_rank, use)}
+                    changes = len(held) < len(choices.held) or use in plan.ahead[pp_rank]
+                    yield choices._replace(held=held) if changes else None
+
+    def _uses(self, given: Grouping) -> list[int]:
+        """By pipeline rank, the number of its block uses."""
+        (placer,) = (p for blocks, work, p in self._placers if blocks is given.blocks and work is self.workload)
+        return [len(rank.block_uses) for rank in placer.ranks]
+
+
+def grouping_of(workload: Workload, blocks: Blocks, choices: Choices) -> Grouping | None:
+    """Blocks and choices, where the groups' shards allow them; None where a block or a group has no room or route."""
+    every, allowed = range(len(blocks.groups)), choices.routes
+    from_host = frozenset(g for g in every if blocks.groups[g].shard_rests == "host")
+    gathered = {g for g in every if ("cpu_shard" if g in from_host else "gpu") in allowed}
+    if not fits(workload, blocks) or len(gathered | choices.hosted) < len(blocks.groups):
+        return None
+    return Grouping(blocks, choices._replace(from_host=from_host))
 
 
 def search(
@@ -32,37 +300,32 @@ def search(
     timing: Timing,
     routes: tuple[Route, ...],
     bound_us: float = 0.0,
-    place: Place | None = None,
+    offload: Offload | None = None,
     effort: float = 1.0,
-    cuts: Sequence[list[list[int]]] = (),
+    own_cuts: Sequence[list[list[int]]] = (),
 ) -> tuple[Schedule, float]:
-    """The best schedule found, and its simulated iteration time.
-
-    Args:
-        place, cuts: see :class:`Search`.
-        effort: part of the usual effort.
+    """The best schedule found, and its simulated iteration time. Arguments: see :class:`Search`.
 
     Raises:
         InputError: no groups can be gathered within the limits and the measured sizes.
     """
-    state = Search(workload, timing, routes, bound_us, place, cuts)
-    state.effort = int(state.effort * effort)
-    grid = Grid(state)
-    grid.descend()
-    if all(us == inf for us in grid.estimates.values()):
-        raise grid.refused or InputError("cannot fit: no route can bring every group within the limits", field="limits")
-    state.effort = max(state.effort, int(EFFORT[workload.zero_stage] * effort) // 4)
+    state = Search(workload, timing, routes, bound_us, offload, own_cuts, effort)
+    state.descend()
+    if all(us == inf for us in state.estimates.values()):
+        raise state.refused or InputError(
+            "cannot fit: no route can bring every group within the limits", field="limits"
+        )
+    state.effort = max(state.effort, state.full_effort // 4)
     judged = []
-    own = [index for index, cut in enumerate(grid.cuts) if cut in state.cuts]
-    for settings in _to_judge(grid.estimates, own):
+    own = [index for index, cut in enumerate(state.cuts) if cut in state.own_cuts]
+    for settings in _to_judge(state.estimates, own):
         if judged and state.spent():
             break
-        made = grid.made(settings)
+        made = state.made(settings)
         assert made is not None  # its estimate is finite
-        blocks, choices = made
-        judged.append((state.time_of(blocks, choices), len(judged), blocks, choices))
-    for us, _, blocks, choices in sorted(judged)[: POLISHED if state.steps <= POLISHED_STEPS else 0]:
-        _polish(state, blocks, choices, us)
+        judged.append((state.time_of(made), len(judged), made))
+    for us, _, made in sorted(judged)[: POLISHED if state.steps <= POLISHED_STEPS else 0]:
+        state.polish(made, us)
     if state.best is None:
         assert state.refused is not None  # all that was judged
         raise state.refused
@@ -85,46 +348,3 @@ def _to_judge(estimates: dict[Settings, float], own: Sequence[int] = ()) -> list
     )
     others = [settings for row in interleaved for settings in row if settings is not None and settings not in always]
     return always + others[: SIMULATED - len(always)]
-
-
-def _polish(state: Search, blocks: Blocks, choices: Choices, us: float) -> None:
-    """Change one decision at a time while the simulated iteration time falls.
-
-    A change sends one gather by another link, stops prefetching before one use, or gives or
-    takes a host copy.
-    """
-    improved = True
-    while improved and not state.spent():  # ends: each turn lowers us and tries a new plan
-        improved = False
-        for other in _changes(state, blocks, choices):
-            if state.spent():
-                return
-            found = state.time_of(blocks, other)
-            if found < us * (1 - 1e-9):
-                choices, us, improved = other, found, True
-
-
-def _changes(state: Search, blocks: Blocks, choices: Choices) -> Iterator[Choices]:
-    """Neighbours of ``choices``, one decision apart."""
-    workload = state.workload
-    placed = place_gathers(workload, state.timing, blocks, choices).placed
-    for pp_rank, mine in enumerate(placed):
-        for number, item in enumerate(mine):
-            for route in choices.routes:
-                if route != item.route:
-                    yield choices._replace(forced={**choices.forced, (pp_rank, number): route})
-    limit = pinned_limit(workload, blocks.groups)
-    if limit is not None and "cpu" in choices.routes and not choices.from_host:
-        for swap in product(range(len(blocks.groups)), repeat=2):
-            hosted = choices.hosted ^ frozenset(swap)
-            staged = choices.staged - hosted
-            # Slots of ranks that stage are pinned too.
-            routed = ["cpu" if g in hosted else "nvme" if g in staged else "gpu" for g in range(len(blocks.groups))]
-            if ("gpu" in choices.routes or len(hosted) == len(routed)) and max(
-                pinned_need(workload, blocks.groups, routed)
-            ) <= limit:
-                yield choices._replace(hosted=hosted, staged=staged)
-    if workload.zero_stage == 3:
-        for pp_rank in range(len(placed)):
-            for use in range(1, len(block_uses_of_rank(workload, state.timing, blocks, pp_rank))):
-                yield choices._replace(held=choices.held ^ {(pp_rank, use)})

@@ -1,8 +1,7 @@
 """How long a run's host copies take before its first step: their pages are made, and every rank page-locks them."""
 
 from megatron_ext.cost.cost_table import CostTable
-from megatron_ext.schedule.memory_bill import copies_of_whole, memory_bill
-from megatron_ext.schedule.state_placement import on_nodes
+from megatron_ext.schedule.memory_bill import copies_of_whole, memory_bill, on_nodes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.nodes import pinned_bytes_of_nodes
 from megatron_ext.workload.workload import Workload

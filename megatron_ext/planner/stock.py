@@ -11,21 +11,12 @@ option ``distrib_optimizer.py`` ``step_with_ready_grads`` gathers all buckets of
 release from core_v0.9.0 to core_v0.19.0 does so.
 """
 
-from megatron_ext.schedule.user_defined_schedule import (
-    SCHEDULE_VERSION,
-    Group,
-    Metadata,
-    Model,
-    Rank,
-    Reshard,
-    Schedule,
-    Start,
-    StepActions,
-    Unshard,
-)
+from megatron_ext.planner.assemble import schedule_of
+from megatron_ext.schedule.group_facts import make_group
+from megatron_ext.schedule.user_defined_schedule import Group, Rank, Reshard, Schedule, Start, StepActions, Unshard
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets, stock_buckets
 from megatron_ext.workload.step_order import schedule_table, steps_of_ranks
-from megatron_ext.workload.workload import Workload, fingerprint, group_bytes, group_ranks
+from megatron_ext.workload.workload import Workload
 
 STOCK = "stock Megatron"
 OVERLAPPED, SYNCHRONOUS = f"{STOCK} with --overlap-param-gather", f"{STOCK} without --overlap-param-gather"
@@ -38,15 +29,7 @@ def groups_of(workload: Workload, cut=buckets) -> tuple[tuple[Group, ...], list[
         ids = []
         for members in cut(chunk):
             ids.append(len(groups))
-            groups.append(
-                Group(
-                    pp_rank=chunk.pp_rank,
-                    model_chunk_id=chunk.model_chunk_id,
-                    parameters=tuple(p.name for p in members),
-                    bytes=group_bytes(members, workload.parallel),
-                    ranks=group_ranks(members, workload.parallel),
-                )
-            )
+            groups.append(make_group(workload, chunk.pp_rank, chunk.model_chunk_id, members))
         of_stage.append(ids)
     return tuple(groups), of_stage
 
@@ -108,7 +91,7 @@ def stock_schedule(workload: Workload, cut=None) -> Schedule:
             StepActions(str(step), unshard=tuple(at_step.get(index, ()))) for index, step in enumerate(steps)
         )
         ranks.append(Rank(pp_rank=pp_rank, start=Start(unshard=tuple(start)), steps=entries))
-    return _schedule(workload, groups, ranks)
+    return schedule_of(workload, groups, ranks, planner="stock")
 
 
 def synchronous_schedule(workload: Workload) -> Schedule:
@@ -127,7 +110,7 @@ def synchronous_schedule(workload: Workload) -> Schedule:
         unshards = tuple(Unshard(group, "gpu") for stage in stages for group in reversed(of_stage[stage]))
         entries = tuple(StepActions(str(step)) for step in steps)
         ranks.append(Rank(pp_rank=pp_rank, start=Start(unshard=unshards), steps=entries))
-    return _schedule(workload, groups, ranks)
+    return schedule_of(workload, groups, ranks, planner="stock")
 
 
 def _stock_zero3(workload: Workload, cut) -> Schedule:
@@ -144,7 +127,7 @@ def _stock_zero3(workload: Workload, cut) -> Schedule:
     for pp_rank, steps in enumerate(steps_of_ranks(parallel)):
         entries = tuple(StepActions(str(step), (), *patterns[step.stage, step.kind]) for step in steps)
         ranks.append(Rank(pp_rank=pp_rank, steps=entries))
-    return _schedule(workload, groups, ranks)
+    return schedule_of(workload, groups, ranks, planner="stock")
 
 
 def stream(
@@ -172,18 +155,4 @@ def stream(
     unshards.sort(key=lambda item: item[0])
     return tuple(action for _, action in unshards), tuple(
         Reshard(g, position(last_at[g])) for g in sorted(spans, key=lambda g: (last_at[g], g))
-    )
-
-
-def _schedule(workload: Workload, groups, ranks) -> Schedule:
-    return Schedule(
-        schema_version=SCHEDULE_VERSION,
-        kind="user_defined_schedule",
-        metadata=Metadata(planner="stock"),
-        parallel=workload.parallel,
-        zero_stage=workload.zero_stage,
-        model=Model(fingerprint=fingerprint(workload)),
-        limits=workload.limits,
-        groups=groups,
-        ranks=tuple(ranks),
     )

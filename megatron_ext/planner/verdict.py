@@ -10,15 +10,15 @@ from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import best_of_gathers
+from megatron_ext.planner.candidate import Candidate
+from megatron_ext.planner.finish import finished
 from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
-from megatron_ext.planner.host_step_choice import with_states_placed
 from megatron_ext.planner.limit import limit_of, limit_text
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule, synchronous_schedule
 from megatron_ext.planner.within_memory import plan_within_memory
 from megatron_ext.schedule.footprint import pinned_host_bytes
-from megatron_ext.schedule.match import check_device_bytes
+from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, keeps_device_bytes
 from megatron_ext.schedule.schedule_text import bytes_by_route
-from megatron_ext.schedule.state_placement import host_bytes_of_nodes
 from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
@@ -116,7 +116,7 @@ def compare_with(
             best = _stepped_alike("gathers-only", gathers, workload, timing)
         except InputError:  # nothing by all-gathers alone keeps the limits
             return None
-        return Comparison(naive, naive_us if _keeps_limits(naive, workload) else None, best, *known)
+        return Comparison(naive, naive_us if keeps_device_bytes(naive, workload) else None, best, *known)
     best = best_of_gathers(workload, timing, known_us) or ("all-gpu", naive, naive_us)
     if workload.optimizer.on_host:
         with contextlib.suppress(InputError):
@@ -128,16 +128,9 @@ def _stepped_alike(name: str, schedule: Schedule, workload: Workload, timing: Ti
     """Name, schedule and iteration time where states rest and the host steps as ``hybrid`` would choose for this
     schedule: what a plan gains over it, it gains by how parameters come. Raises InputError."""
     if workload.optimizer.on_host:
-        schedule = with_states_placed(schedule, with_activations(workload, timing.table), timing)
+        given = Candidate(with_activations(workload, timing.table), timing, schedule)
+        schedule = finished(given).schedule
     return name, schedule, run(workload, timing, schedule).iteration_time_us
-
-
-def _keeps_limits(schedule: Schedule, workload: Workload) -> bool:
-    try:
-        check_device_bytes(schedule, workload, workload.limits.device_bytes or 0)
-    except InputError:
-        return False
-    return True
 
 
 def verdict(

@@ -1,29 +1,35 @@
 """The fastest plan that keeps ``limits.device_bytes`` at zero stages 2 and 3: gradients, shards and routes together.
 
-Every rule of :mod:`megatron_ext.planner.memory_settings` is estimated by placement passes; the best few are searched.
+A rule leaves some bytes for whole parameters and gives an order of reliefs (``passes/offload_groups.py``). Every rule
+is estimated by placement passes; the best few are searched.
 """
 
+from collections.abc import Iterator
 from math import inf
 
-import msgspec
-
+from megatron_ext.bounds.feasibility import largest_layers
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.memory_settings import rules
-from megatron_ext.planner.relief import Placer, Relief, Rule
-from megatron_ext.planner.search import search
-from megatron_ext.planner.search_grid import Grid, Settings
-from megatron_ext.planner.search_state import POLISHED_STEPS, RELIEF_WEIGHT, Search, number_of_steps, relieved_share
+from megatron_ext.planner.effort import POLISHED_STEPS, RELIEF_WEIGHT, number_of_steps, relieved_share
+from megatron_ext.planner.passes.offload_groups import Offloader, Relief, Rule
+from megatron_ext.planner.search import Search, Settings, search
+from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.planner.stock import groups_of
-from megatron_ext.schedule.group_uses import uses_of_groups
-from megatron_ext.schedule.host_shards import can_rest_on_host
-from megatron_ext.schedule.match import check_device_bytes, match
-from megatron_ext.schedule.state_placement import with_states_on_drive
+from megatron_ext.schedule.group_facts import can_rest_on_host, uses_of_groups
+from megatron_ext.schedule.match import match
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.route import Route
-from megatron_ext.workload.workload import Workload
+from megatron_ext.workload.workload import Workload, group_bytes
+
+ORDERS: tuple[tuple[Relief, ...], ...] = (
+    ("sharded", "host", "shards", "alone"),
+    ("sharded", "alone", "host", "shards"),
+    ("shards", "sharded", "alone", "host"),
+    ("sharded", "shards", "alone", "host"),
+    ("host", "alone", "shards"),
+)
 
 SEARCHED = 2
 """Rules that are searched, the best by estimate; more only where none of these gives a schedule."""
@@ -47,14 +53,11 @@ def plan_within_memory(
     Raises:
         InputError: nothing fits, with what is missing and the settings that would help.
     """
-    reliefs: set[Relief] = {"sharded", "host", "alone"}
-    hosted = workload.limits.pinned_host_bytes != 0 and can_rest_on_host(workload)
-    if workload.zero_stage == 3 and hosted and not only_gathers:
-        shard_routes: tuple[Route, ...] = ("cpu_shard",) if timing.offers_cpu_shard else ()
-        if "cpu" in routes or shard_routes:
-            reliefs.add("shards")
-            routes = tuple(sorted({*routes, *shard_routes}, key=("gpu", "cpu", "cpu_shard", "nvme").index))
-    estimated = _estimated(workload, timing, routes, frozenset(reliefs), bound_us)
+    if only_gathers:
+        reliefs = frozenset[Relief](("sharded", "host", "alone"))
+    else:
+        routes, reliefs = reliefs_of(workload, timing, routes)
+    estimated = _estimated(workload, timing, routes, reliefs, bound_us)
     found: list[tuple[float, Schedule]] = []
     many = number_of_steps(workload) > FEW_STEPS
     for us, rule in estimated:
@@ -68,25 +71,23 @@ def plan_within_memory(
         return min(found, key=lambda item: item[0])[1]
     from megatron_ext.planner.least_memory import least_plan  # ortools takes a while to import
 
-    return least_plan(workload, timing, routes, frozenset(reliefs))
+    return least_plan(workload, timing, routes, reliefs)
 
 
 def _searched(workload, timing, routes, rule: Rule, bound_us: float) -> tuple[float, Schedule]:
-    limited = _with_whole_bytes(workload, rule)
-    placer = Placer(workload, rule, timing)
-    schedule, us = search(limited, timing, routes, bound_us, placer, 1 / SEARCHED, _own_cut(workload, placer))
-    limit = workload.limits.device_bytes
-    assert limit is not None
-    check_device_bytes(validate(schedule), workload, limit)
-    match(with_states_on_drive(schedule, workload), workload)  # host copies beside shards may not fit either
+    limited = with_whole_bytes(workload, rule)
+    offloader = Offloader(workload, rule, timing)
+    schedule, us = search(limited, timing, routes, bound_us, offloader, 1 / SEARCHED, _own_cut(workload, offloader))
+    stepped = validate(with_states_on_drive(schedule, workload))
+    match(stepped, workload)  # limits of device memory, and of host copies beside shards
     return us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups)), schedule
 
 
-def _own_cut(workload: Workload, placer: Placer) -> list[list[list[int]]]:
+def _own_cut(workload: Workload, offloader: Offloader) -> list[list[list[int]]]:
     """Layers that are relieved each a block of its own, so that no more than is missing need be; those between
     together."""
     layers, _ = groups_of(workload, layer_buckets)
-    placed = placer(layers)
+    placed = offloader(layers)
     if placed is None:
         return []
     relieved: dict[tuple[int, int], set[int]] = {}
@@ -100,11 +101,6 @@ def _own_cut(workload: Workload, placer: Placer) -> list[list[list[int]]]:
     return [cuts]
 
 
-def _with_whole_bytes(workload: Workload, rule: Rule) -> Workload:
-    limits = msgspec.structs.replace(workload.limits, whole_parameter_bytes=rule.whole_bytes)
-    return workload if rule.whole_bytes is None else msgspec.structs.replace(workload, limits=limits)
-
-
 def _estimated(workload, timing, routes, reliefs: frozenset[Relief], bound_us: float) -> list[tuple[float, Rule]]:
     """Rules that fit, the fastest by estimate first. Of rules that place a layer's groups alike, one: that which gives
     whole parameters all that is left, or where that does not work the rule as it was."""
@@ -112,18 +108,18 @@ def _estimated(workload, timing, routes, reliefs: frozenset[Relief], bound_us: f
     seen, found = {}, []
 
     def works(rule: Rule) -> bool:
-        placer = Placer(workload, rule, timing)
-        placed = placer(layers)
+        offloader = Offloader(workload, rule, timing)
+        placed = offloader(layers)
         if placed is None:
             return False
         key = rule.whole_bytes, placed
         if key in seen:
             return seen[key]
-        filled = placer.filled(placed)
+        filled = offloader.filled(placed)
         seen[key] = filled != rule and works(filled)
         if not seen[key]:
-            cut = _own_cut(workload, placer)
-            us = _estimate(Grid(Search(_with_whole_bytes(workload, rule), timing, routes, bound_us, placer, cut)))
+            cut = _own_cut(workload, offloader)
+            us = _estimate(Search(with_whole_bytes(workload, rule), timing, routes, bound_us, offloader, cut))
             seen[key] = us < inf
             if us < inf:
                 found.append((us, len(found), rule))
@@ -134,19 +130,63 @@ def _estimated(workload, timing, routes, reliefs: frozenset[Relief], bound_us: f
     return [(us, rule) for us, _, rule in sorted(found, key=lambda item: item[:2])]
 
 
-def _estimate(grid: Grid) -> float:
+def _estimate(state: Search) -> float:
     """The best estimate of a few ways to cut; where a simulation is quick, the better of that and the rule's own cut as
     simulated."""
-    steps = number_of_steps(grid.state.workload)
-    cuts = range(len(grid.cuts))[-3 if steps > FEW_STEPS else 0 :]
-    middle = min(6, grid.sizes[2] - 1)
-    settings = [Settings(cut, 0, middle, 0) for cut in cuts]
-    best = min(settings, key=grid.estimate)
-    if steps > POLISHED_STEPS:
-        return grid.estimate(best)
-    own = [one for one in settings if grid.cuts[one.cut] in grid.state.cuts]
-    made = [grid.made(one) for one in {best, *own} if grid.estimate(one) < inf]
-    for one in made:
-        if one is not None:
-            grid.state.time_of(*one)
-    return grid.state.best_mark
+    cuts = range(len(state.cuts))[-3 if state.steps > FEW_STEPS else 0 :]
+    settings = [Settings(cut, 0, state.middle, 0) for cut in cuts]
+    best = min(settings, key=state.estimate)
+    if state.steps > POLISHED_STEPS:
+        return state.estimate(best)
+    own = [one for one in settings if state.cuts[one.cut] in state.own_cuts]
+    for made in [state.made(one) for one in {best, *own} if state.estimate(one) < inf]:
+        if made is not None:
+            state.time_of(made)
+    return state.best_mark
+
+
+def reliefs_of(
+    workload: Workload, timing: Timing, routes: tuple[Route, ...]
+) -> tuple[tuple[Route, ...], frozenset[Relief]]:
+    """The routes with ``cpu_shard``, and the reliefs that are possible, where shards may rest in host memory."""
+    reliefs: set[Relief] = {"sharded", "host", "alone"}
+    by_shards: tuple[Route, ...] = ("cpu_shard",) if timing.offers_cpu_shard else ()
+    hosted = workload.limits.pinned_host_bytes != 0 and can_rest_on_host(workload)
+    if workload.zero_stage == 3 and hosted and ("cpu" in routes or by_shards):
+        reliefs.add("shards")
+        routes = tuple(sorted({*routes, *by_shards}, key=("gpu", "cpu", "cpu_shard", "nvme").index))
+    return routes, frozenset(reliefs)
+
+
+def rules(workload: Workload, reliefs: frozenset[Relief]) -> Iterator[Rule]:
+    """Rules worth trying, those that leave most for whole parameters first."""
+    orders: dict[tuple[Relief, ...], None] = dict.fromkeys(
+        tuple(name for name in order if name in reliefs) for order in ORDERS
+    )
+    parallel = workload.parallel
+    visits = {1} | ({parallel.microbatch_group_size} if parallel.order == "interleaved" else set())
+    for whole_bytes in _whole_bytes(workload):
+        for every in sorted(visit for visit in visits if visit <= parallel.num_microbatches):
+            for order in orders:
+                yield Rule(whole_bytes, order, every)
+
+
+def _whole_bytes(workload: Workload) -> list[int | None]:
+    if workload.zero_stage < 3:
+        return [None]
+    parallel = workload.parallel
+    everything = max(
+        sum(group_bytes([p], parallel) for chunk in workload.chunks_of_rank(rank) for p in chunk.parameters)
+        for rank in range(parallel.pp)
+    )
+    least = max(largest_layers(workload))
+    most = min(everything, workload.limits.whole_parameter_bytes or everything)
+    sizes: set[int] = {most, most // 2, most // 4, 3 * least, 2 * least, least}
+    return [*sorted((size for size in sizes if least <= size <= most), reverse=True)]
+
+
+def with_whole_bytes(workload: Workload, rule: Rule) -> Workload:
+    """The workload with what the rule leaves for whole parameters."""
+    if rule.whole_bytes is None:
+        return workload
+    return workload.with_limits(whole_parameter_bytes=rule.whole_bytes)

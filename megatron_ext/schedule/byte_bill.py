@@ -14,8 +14,8 @@ Not billed: messages between stages; zeroing, the norm and the clipping of gradi
 from collections.abc import Iterator
 
 from megatron_ext.formats.moved_bytes import ADD_PASSES, MovedBytes, Row, add_up
-from megatron_ext.schedule.memory_bill import gradient_bytes, members_of
-from megatron_ext.schedule.rollback import can_step_early
+from megatron_ext.schedule.group_facts import can_step_early, members_of
+from megatron_ext.schedule.host_slots import gradient_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES as ITEMS
 from megatron_ext.workload.bucket_layout import shard_parts
@@ -42,7 +42,7 @@ def publish_passes(group: Group, workload: Workload) -> float:
     """Bytes that publishing a shard to a host copy moves in host memory, for each of its own: a copy from the device
     writes them; those that rest in host memory are read before; those of the host's optimizer are read in fp32."""
     if workload.optimizer.on_host and group.states_rest is None:
-        return 1 + ITEM_BYTES / ITEMS[members_of(workload, group)[0]]
+        return 1 + ITEM_BYTES / ITEMS[members_of(group, workload)[0].dtype]
     return 2 if group.shard_rests == "host" else 1
 
 
@@ -67,10 +67,10 @@ class _RankBill:
         """Elements of each parameter of which the rank has a part."""
         parallel = self.workload.parallel
         apart = parallel.world_size // parallel.pp // group.ranks  # ranks that hold others, of the same place
-        return shard_parts(members_of(self.workload, group)[1], group.ranks)[self.rank // apart]
+        return shard_parts([p.numel for p in members_of(group, self.workload)], group.ranks)[self.rank // apart]
 
     def _item(self, group: Group) -> int:
-        return ITEMS[members_of(self.workload, group)[0]]
+        return ITEMS[members_of(group, self.workload)[0].dtype]
 
     def _on_host(self, group: Group) -> bool:
         return self.settings.on_host and group.states_rest != "device"

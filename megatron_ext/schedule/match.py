@@ -2,16 +2,16 @@
 
 import re
 
+from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule.action_checks import InvalidSchedule
 from megatron_ext.schedule.footprint import device_peaks, over_limit, pinned_host_bytes
-from megatron_ext.schedule.host_shards import check_host_shards
-from megatron_ext.schedule.layer_use import check_layers
+from megatron_ext.schedule.group_facts import members_of, uses_of_groups
 from megatron_ext.schedule.memory_bill import memory_bill
-from megatron_ext.schedule.state_placement import check_states
-from megatron_ext.schedule.step_slots import check_steps_through_slots
-from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.rest_checks import check_rests_of_run
+from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import Workload, fingerprint, group_bytes, group_ranks
+from megatron_ext.workload.workload import Parameter, Workload, fingerprint, group_bytes, group_ranks
 
 
 def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
@@ -20,39 +20,45 @@ def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
     Raises:
         InputError: naming the first field of the schedule that differs, and both values.
     """
+    check = Checker(file)
     match_parallel(schedule, workload.parallel, file=file)
     if schedule.zero_stage != workload.zero_stage:
-        raise InputError(f"the run has {workload.zero_stage}", file=file, field="zero_stage", value=schedule.zero_stage)
+        check.refuse(f"the run has {workload.zero_stage}", "zero_stage", schedule.zero_stage)
     match_layers(schedule, _layers_of(workload), file=file)
-    _match_groups(schedule, workload, file)
+    _match_groups(schedule, workload, check)
     if schedule.model.fingerprint != fingerprint(workload):
-        raise InputError(
-            f"made for another model; the run's is {fingerprint(workload)[:12]}",
-            file=file,
-            field="model.fingerprint",
-            value=schedule.model.fingerprint[:12],
-        )
-    check_host_shards(schedule, workload, file=file)
-    _check_shared_embedding(schedule, workload, file)
-    check_states(schedule, workload, file=file)
-    check_steps_through_slots(schedule, workload, file=file)
+        said = f"made for another model; the run's is {fingerprint(workload)[:12]}"
+        check.refuse(said, "model.fingerprint", schedule.model.fingerprint[:12])
+    _check_shared_embedding(schedule, workload, check)
+    check_rests_of_run(schedule, workload, check)
     check_layers(schedule, workload, file=file)
-    _match_limits(schedule, workload, file)
+    _match_limits(schedule, workload, check)
 
 
-def _check_shared_embedding(schedule: Schedule, workload: Workload, file) -> None:
+def _check_shared_embedding(schedule: Schedule, workload: Workload, check: Checker) -> None:
     for index, group in enumerate(schedule.groups):
-        if group.gradients is None:
-            continue
-        chunk = workload.chunk(group.pp_rank, group.model_chunk_id)
-        if any(p.shared_embedding for p in chunk.parameters if p.name in group.parameters):
-            raise InputError(
+        if group.gradients is not None and any(p.shared_embedding for p in members_of(group, workload)):
+            check.refuse(
                 "the embedding that two pipeline ranks share keeps its gradient whole: Megatron adds both ranks' after "
                 "all others are reduced",
-                file=file,
-                field=f"groups[{index}].gradients",
-                value=group.gradients,
+                f"groups[{index}].gradients",
+                group.gradients,
             )
+
+
+_SIZES = {
+    "pp": "pipeline_model_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "dp": "data_parallel_size",
+    "tensor_model_parallel_size": "tensor_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "num_microbatches": "num_microbatches",
+    "order": "order",
+    "microbatch_group_size": "microbatch_group_size_per_vp_stage",
+    "node_size": "gpus_per_node",
+}
+"""Fields of the file by what is compared, in this order."""
 
 
 def match_parallel(schedule: Schedule, parallel: Parallel, *, file=None) -> None:
@@ -61,31 +67,10 @@ def match_parallel(schedule: Schedule, parallel: Parallel, *, file=None) -> None
     Raises:
         InputError: naming the field, its value, and the run's.
     """
-    ours, theirs = schedule.parallel, parallel
-    for name in (
-        "pp",
-        "vp",
-        "dp",
-        "tensor_model_parallel_size",
-        "ep",
-        "etp",
-        "num_microbatches",
-        "order",
-        "microbatch_group_size",
-        "node_size",
-    ):
-        have, run = getattr(ours, name), getattr(theirs, name)
+    for name, field in _SIZES.items():
+        have, run = getattr(schedule.parallel, name), getattr(parallel, name)
         if have != run:
-            field = {
-                "pp": "pipeline_model_parallel_size",
-                "vp": "virtual_pipeline_model_parallel_size",
-                "dp": "data_parallel_size",
-                "ep": "expert_model_parallel_size",
-                "etp": "expert_tensor_parallel_size",
-                "microbatch_group_size": "microbatch_group_size_per_vp_stage",
-                "node_size": "gpus_per_node",
-            }.get(name, name)
-            raise InputError(f"the run has {run!r}", file=file, field=f"parallel.{field}", value=have)
+            Checker(file).refuse(f"the run has {run!r}", f"parallel.{field}", have)
 
 
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
@@ -114,11 +99,11 @@ def match_layers(schedule: Schedule, layers: int, *, file=None) -> None:
         )
 
 
-def _match_limits(schedule: Schedule, workload: Workload, file) -> None:
+def _match_limits(schedule: Schedule, workload: Workload, check: Checker) -> None:
     """The schedule keeps its own limits; a workload may have others."""
     limits = workload.limits
     if limits.device_bytes is not None:
-        check_device_bytes(schedule, workload, limits.device_bytes, file=file)
+        check_device_bytes(schedule, workload, limits.device_bytes, file=check.file)
     for name, needs, text in (
         ("whole_parameter_bytes", device_peaks, "pipeline rank {} has up to {} bytes whole"),
         ("pinned_host_bytes", pinned_host_bytes, "node {} needs {} bytes of pinned host memory"),
@@ -126,7 +111,7 @@ def _match_limits(schedule: Schedule, workload: Workload, file) -> None:
         limit = getattr(limits, name)
         for index, need, _ in over_limit(needs(schedule), limit):
             said = f"{text.format(index, need)}, the workload allows {limit}"
-            raise InputError(said, file=file, field=f"limits.{name}", value=getattr(schedule.limits, name))
+            check.refuse(said, f"limits.{name}", getattr(schedule.limits, name))
 
 
 def check_device_bytes(schedule: Schedule, workload: Workload, limit: int, *, file=None) -> None:
@@ -154,55 +139,89 @@ def _layers_of(workload: Workload) -> int:
     return len({(c.pp_rank, c.model_chunk_id, found[1]) for c, name in names if (found := _LAYER.search(name))})
 
 
-def _match_groups(schedule: Schedule, workload: Workload, file) -> None:
-    grouped: dict[tuple[int, int], dict[str, int]] = {}
+def _match_groups(schedule: Schedule, workload: Workload, check: Checker) -> None:
+    grouped: dict[tuple[int, int], set[str]] = {}
     for index, group in enumerate(schedule.groups):
         chunk = workload.chunk(group.pp_rank, group.model_chunk_id)
         by_name = {p.name: (n, p) for n, p in enumerate(chunk.parameters)}
-        field = f"groups[{index}].parameters"
-        positions, members = [], []
         for name in group.parameters:
             if name not in by_name:
-                raise InputError(
-                    f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}",
-                    file=file,
-                    field=field,
-                    value=name,
-                )
-            position, parameter = by_name[name]
-            positions.append(position)
-            members.append(parameter)
-        if positions != sorted(positions):
-            raise InputError("parameters of a group must be in execution order", file=file, field=field)
-        if len({p.dtype for p in members}) > 1:
-            raise InputError(
-                f"mixes dtypes {sorted({p.dtype for p in members})}; a bucket has one", file=file, field=field
-            )
-        if len({p.expert for p in members}) > 1:
-            raise InputError(
-                "mixes parameters of experts with others: they are sharded among other ranks", file=file, field=field
-            )
-        if group.ranks != group_ranks(members, workload.parallel):
-            said = f"in the model these parameters are sharded among {group_ranks(members, workload.parallel)} ranks"
-            raise InputError(said, file=file, field=f"groups[{index}].ranks", value=group.ranks)
-        if len(members) > 1 and any(p.shared_embedding for p in members):
-            raise InputError("the shared embedding must be a group of its own", file=file, field=field)
-        if group.bytes != group_bytes(members, workload.parallel):
-            raise InputError(
-                f"in the model these parameters take {group_bytes(members, workload.parallel)} (with Megatron's "
-                "padding): another size or precision",
-                file=file,
-                field=f"groups[{index}].bytes",
-                value=group.bytes,
-            )
-        grouped.setdefault((group.pp_rank, group.model_chunk_id), {}).update(dict.fromkeys(group.parameters, index))
+                said = f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}"
+                check.refuse(said, f"groups[{index}].parameters", name)
+        positions, members = zip(*(by_name[name] for name in group.parameters))
+        if list(positions) != sorted(positions):
+            check.refuse("parameters of a group must be in execution order", f"groups[{index}].parameters")
+        _match_group(group, members, f"groups[{index}]", workload.parallel, check)
+        grouped.setdefault((group.pp_rank, group.model_chunk_id), set()).update(group.parameters)
     for chunk in workload.chunks:
-        have = grouped.get((chunk.pp_rank, chunk.model_chunk_id), {})
+        have = grouped.get((chunk.pp_rank, chunk.model_chunk_id), ())
         for parameter in chunk.parameters:
             if parameter.name not in have:
-                raise InputError(
-                    f"no group holds this parameter of pipeline rank {chunk.pp_rank}, chunk {chunk.model_chunk_id}",
-                    file=file,
-                    field="groups",
-                    value=parameter.name,
-                )
+                said = f"no group holds this parameter of pipeline rank {chunk.pp_rank}, chunk {chunk.model_chunk_id}"
+                check.refuse(said, "groups", parameter.name)
+
+
+def _match_group(group: Group, members: tuple[Parameter, ...], field: str, parallel: Parallel, check: Checker) -> None:
+    """Refuse a group whose parameters do not belong together, or have other sizes in the model."""
+    dtypes, size, ranks = {p.dtype for p in members}, group_bytes(members, parallel), group_ranks(members, parallel)
+    if len(dtypes) > 1:
+        check.refuse(f"mixes dtypes {sorted(dtypes)}; a bucket has one", f"{field}.parameters")
+    if len({p.expert for p in members}) > 1:
+        said = "mixes parameters of experts with others: they are sharded among other ranks"
+        check.refuse(said, f"{field}.parameters")
+    if group.ranks != ranks:
+        said = f"in the model these parameters are sharded among {ranks} ranks"
+        check.refuse(said, f"{field}.ranks", group.ranks)
+    if len(members) > 1 and any(p.shared_embedding for p in members):
+        check.refuse("the shared embedding must be a group of its own", f"{field}.parameters")
+    if group.bytes != size:
+        said = f"in the model these parameters take {size} (with Megatron's padding): another size or precision"
+        check.refuse(said, f"{field}.bytes", group.bytes)
+
+
+def check_layers(schedule: Schedule, workload: Workload, *, file=None) -> None:
+    """Refuse actions at layers that do not exist, come too late or free too early: within a step a group must be
+    unsharded no later than before its first layer in the direction of the step, and freed no earlier than behind its
+    last. The schedule alone does not know these layers.
+
+    Args:
+        schedule: valid, with the workload's groups.
+        workload: what it is for.
+
+    Raises:
+        InvalidSchedule: naming the action.
+    """
+    uses = uses_of_groups(schedule.groups, workload)
+    pp = schedule.parallel.pp
+    for rank in schedule.ranks:
+        for index, entry in enumerate(rank.steps):
+            if all(action.at < 0 for action in (*entry.unshard, *entry.reshard)):
+                continue
+            backward = "B" in entry.step
+            chunk = int(entry.step.partition("B" if backward else "F")[0]) // pp
+            num_layers = workload.chunk(rank.pp_rank, chunk).num_layers
+
+            def fail(message: str, field: str, at: int, entry=entry, rank=rank, index=index):
+                said = f"step {entry.step}: {message}"
+                raise InvalidSchedule.at_step(rank.pp_rank, index, said, f"{field}.at", at, file)
+
+            for kind in ("unshard", "reshard"):
+                for n, action in enumerate(getattr(entry, kind)):
+                    if action.at < 0:
+                        continue
+                    field = f"{kind}[{n}]"
+                    if action.at >= num_layers:
+                        fail(f"the chunk has {num_layers} layers", field, action.at)
+                    if schedule.groups[action.group].model_chunk_id != chunk:
+                        continue
+                    first, last = uses[action.group]
+                    if kind == "unshard" and (action.need_by < 0 or action.need_by == index):
+                        if action.at < last if backward else action.at > first:
+                            fail(
+                                f"layer {last if backward else first} computes on group {action.group} before that",
+                                field,
+                                action.at,
+                            )
+                    elif kind == "reshard" and (action.at > first if backward else action.at < last):
+                        layer = first if backward else last
+                        fail(f"layer {layer} still computes on group {action.group} after that", field, action.at)

@@ -22,27 +22,31 @@ Not counted: what a layer's kernels allocate and free again within the layer, ``
 the gradient buffer, messages between stages that no layer has saved, and what communication libraries allocate.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
-
-from msgspec.structs import replace
 
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
+from megatron_ext.schedule.bill_by_step import moments
 from megatron_ext.schedule.footprint import slot_bytes
-from megatron_ext.schedule.group_uses import uses_of_groups
-from megatron_ext.schedule.step_slots import largest_gradient, step_slots_bytes
+from megatron_ext.schedule.group_facts import members_of
+from megatron_ext.schedule.host_slots import (
+    gradient_bytes,
+    host_add_bytes,
+    narrow_gradient_bytes,
+    rounding_bytes,
+    state_slots_bytes,
+    step_slots_bytes,
+)
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels, shard_parts
-from megatron_ext.workload.nodes import nodes_spanned, ranks_of_copy
+from megatron_ext.workload.nodes import nodes_spanned, pinned_bytes_of_nodes, ranks_of_copy
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import piece_buffer_bytes
-from megatron_ext.workload.state_layout import GRADIENT_SLOTS, ROUNDING_BYTES, gradient_slot_bytes, region_bytes
-from megatron_ext.workload.step_order import steps_of_ranks
-from megatron_ext.workload.workload import Chunk, Limits, Workload
+from megatron_ext.workload.state_layout import region_bytes
+from megatron_ext.workload.workload import Workload
 
 
 class Bill(NamedTuple):
@@ -52,34 +56,27 @@ class Bill(NamedTuple):
     step_device_bytes: tuple[int, ...]
 
 
-class _Moment(NamedTuple):
-    """Bytes by kind at the moment of a step at which their sum is largest."""
-
-    step: str
-    whole: int
-    activations: int
-    gradients: int
-
-    @property
-    def total(self) -> int:
-        return self.whole + self.activations + self.gradients
-
-
 def memory_bill(schedule: Schedule, workload: Workload) -> list[Bill]:
     """The bill of every pipeline rank. The schedule must be valid and match the workload."""
     return [_bill(schedule, workload, pp_rank) for pp_rank in range(schedule.parallel.pp)]
+
+
+def keeps_device_bytes(schedule: Schedule, workload: Workload) -> bool:
+    """Whether no rank holds more than the workload's ``limits.device_bytes``."""
+    limit = workload.limits.device_bytes
+    return limit is None or all(b.memory.device_total_bytes <= limit for b in memory_bill(schedule, workload))
 
 
 def _bill(schedule: Schedule, workload: Workload, pp_rank: int) -> Bill:
     device, host, nvme_bytes = _resting(schedule, workload, pp_rank)
     device["buffers"] += buffer_bytes(schedule, workload, pp_rank)
     resting = sum(device.values())
-    moments = list(_moments(schedule, workload, pp_rank))
-    peak = max(moments, key=lambda moment: moment.total)
+    by_step = list(moments(schedule, workload, pp_rank))
+    peak = max(by_step, key=lambda moment: moment.total)
     device |= {"whole_parameters": peak.whole, "activations": peak.activations}
     device["gradients"] += peak.gradients
     return Bill(
-        rank_memory.make(device, host, nvme_bytes, peak.step), tuple(resting + moment.total for moment in moments)
+        rank_memory.make(device, host, nvme_bytes, peak.step), tuple(resting + moment.total for moment in by_step)
     )
 
 
@@ -139,7 +136,7 @@ def resting_bytes(
     device, host = {"shards": 0, "gradients": 0, "gradient_shards": 0}, {"shards": 0, "gradients": 0}
     held = {ranks: _Held.of_ranks(ranks) for ranks in (parallel.dp, parallel.expert_dp)}
     for group in groups:
-        dtype, numels = members_of(workload, group)
+        dtype, numels = dtype_and_numels(group, workload)
         dp, (on_device, on_host, following) = group.ranks, held[group.ranks]
         if workload.zero_stage == 3:
             (host if group.shard_rests == "host" else device)["shards"] += group.bytes // dp
@@ -174,13 +171,6 @@ def resting_bytes(
     return device, host
 
 
-def gradient_bytes(group: Group, workload: Workload) -> int:
-    """Bytes of the whole gradient of ``group``, with Megatron's padding."""
-    parameters = workload.chunk(group.pp_rank, group.model_chunk_id).parameters
-    dtype = next(p.dtype for p in parameters if p.name == group.parameters[0])
-    return group.bytes // ITEM_BYTES[dtype] * workload.optimizer.gradient_item_bytes
-
-
 def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
     """Bytes on the device that gathers of a rank go through: for each dtype, of experts and of
     all else, as large as the largest group needs."""
@@ -199,29 +189,6 @@ def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
             key = (action.route, group.ranks, next(p.dtype for p in parameters if p.name == group.parameters[0]))
             most[key] = max(most.get(key, 0), size)
     return sum(most.values())
-
-
-def activation_peaks(workload: Workload) -> list[int]:
-    """The most bytes of activations of every pipeline rank, whatever the schedule."""
-    return list(_activation_peaks(replace(workload, limits=Limits())))  # a search tries many limits
-
-
-@lru_cache(maxsize=4)
-def _activation_peaks(workload: Workload) -> tuple[int, ...]:
-    return tuple(max(max(saved) for *_, saved in activations(workload, rank)) for rank in range(workload.parallel.pp))
-
-
-def activations(workload: Workload, pp_rank: int) -> Iterator[tuple[int, bool, list[int]]]:
-    """By step of a pipeline rank: its chunk, whether it is a backward, and by layer the bytes of activations that are
-    there while the layer computes."""
-    sums = [_sums_of(chunk) for chunk in workload.chunks_of_rank(pp_rank)]
-    in_flight = 0  # saved by micro-batches that have done their forward and not begun their backward
-    for step in steps_of_ranks(workload.parallel)[pp_rank]:
-        chunk, backward = step.model_chunk_id(workload.parallel.pp), step.kind == "B"
-        own = sums[chunk][0][-1]
-        in_flight -= own if backward else 0
-        yield chunk, backward, [in_flight + size for size in sums[chunk][backward]]
-        in_flight += 0 if backward else own
 
 
 def check_run(schedule: Schedule, workload: Workload, *, file=None) -> None:
@@ -277,14 +244,35 @@ def copies_of_whole(schedule: Schedule) -> list[int]:
     return [size if short_of_whole(schedule, pp_rank) else 0 for pp_rank, size in enumerate(own)]
 
 
+def on_nodes(workload: Workload, of_ranks: list[int]) -> list[int]:
+    """By node, the sum over its ranks of what every rank of a pipeline rank has."""
+    return pinned_bytes_of_nodes(workload.parallel, {}, of_ranks)
+
+
+def host_bytes_of_nodes(schedule: Schedule, workload: Workload) -> list[int]:
+    """Host memory that the ranks of each node hold by the memory bill."""
+    return on_nodes(workload, [sum(kinds.values()) for kinds in host_bytes(schedule, workload)])
+
+
+def host_bytes_taken(schedule: Schedule, workload: Workload, loaded: bool = False, saved: bool = False) -> list[int]:
+    """Host memory of each node that a run takes between its setup and the end of its first iteration: host copies,
+    staging slots, shards that rest there, and optimizer states. Gradients and main parameters are there before, and so
+    are states that were ``loaded`` from a checkpoint. A checkpoint that is ``saved`` takes copies of what never fits
+    whole."""
+    taken = {"host_copies", "staging_slots", "shards", "optimizer_states", "previous_states", "next_parameters"}
+    taken -= {"optimizer_states"} if loaded else set()
+    of_ranks = [sum(kinds.get(kind, 0) for kind in taken) for kinds in host_bytes(schedule, workload)]
+    copies = copies_of_whole(schedule) if saved else [0] * len(of_ranks)
+    return on_nodes(workload, [held + copied for held, copied in zip(of_ranks, copies, strict=True)])
+
+
 _shard_numels = lru_cache(maxsize=4096)(shard_numels)
 _shard_parts = lru_cache(maxsize=4096)(shard_parts)
 
 
-def members_of(workload: Workload, group: Group) -> tuple[str, tuple[int, ...]]:
+def dtype_and_numels(group: Group, workload: Workload) -> tuple[str, tuple[int, ...]]:
     """Dtype and elements of a group's parameters."""
-    names = set(group.parameters)
-    members = [p for p in workload.chunk(group.pp_rank, group.model_chunk_id).parameters if p.name in names]
+    members = members_of(group, workload)
     return members[0].dtype, tuple(p.numel for p in members)
 
 
@@ -294,41 +282,9 @@ def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
     held = {ranks: _Held.of_ranks(ranks) for ranks in (parallel.dp, parallel.expert_dp)}
     for group in groups:
         if group.states_rest == "nvme":
-            for rank, parts in enumerate(_shard_parts(members_of(workload, group)[1], group.ranks)):
+            for rank, parts in enumerate(_shard_parts(dtype_and_numels(group, workload)[1], group.ranks)):
                 held[group.ranks].following[rank] += sum(region_bytes(numel, moments) for numel in parts)
     return max(_of_every_rank(parallel, held).following)
-
-
-def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> int:
-    """Of the slots through which states on the drive pass on a rank with ``groups``, and of the rooms beside them,
-    through which gradients arrive and parameters leave."""
-    slots, on_drive = schedule.state_slots, [group for group in groups if group.states_rest == "nvme"]
-    if slots is None or not on_drive:
-        return 0
-    settings = workload.optimizer
-    room = 0 if settings.delayed else gradient_slot_bytes(slots.slot_bytes, len(settings.moment_dtypes))
-    return slots.slots * (slots.slot_bytes + room)
-
-
-def host_add_bytes(groups: Iterable[Group], workload: Workload) -> int:
-    """Of the slots through which gradients reach their sums in host memory, on a rank with ``groups``."""
-    shards = [gradient_bytes(g, workload) // g.ranks for g in groups if g.gradients == "host"]
-    return GRADIENT_SLOTS * max(shards, default=0)
-
-
-def narrow_gradient_bytes(groups: Iterable[Group], workload: Workload) -> int:
-    """Of the buffer on the device in which 16-bit gradients become fp32 where the states rest on the drive."""
-    if workload.optimizer.delayed or workload.optimizer.gradient_dtype == "float32":
-        return 0
-    return max((largest_gradient(group, workload) for group in groups if group.states_rest == "nvme"), default=0)
-
-
-def rounding_bytes(groups: Iterable[Group], workload: Workload) -> int:
-    """Of the buffer on the device through which an optimizer that steps there writes shards in host memory."""
-    if workload.optimizer.on_host:
-        return 0
-    fp32 = [largest_gradient(group, workload) for group in groups if group.shard_rests == "host"]
-    return min(max(fp32, default=0) // 2, ROUNDING_BYTES)
 
 
 def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:
@@ -346,86 +302,3 @@ def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dic
         for where, sizes in copies.items()
     }
     return {"host_copies": own["cpu"], "staging_slots": slots}, own["nvme"] + states_on_drive
-
-
-def _moments(schedule: Schedule, workload: Workload, pp_rank: int) -> Iterator[_Moment]:
-    """The largest moment of every step, in order."""
-    groups, rank = schedule.groups, schedule.ranks[pp_rank]
-    freed = schedule.zero_stage == 3
-    gradients = _Gradients(schedule, workload, pp_rank)
-    whole = sum(groups[a.group].bytes for a in rank.start.unshard)
-    if not freed:
-        whole = sum(group.bytes for group in groups if group.pp_rank == pp_rank)
-    for entry, (chunk, backward, by_layer) in zip(rank.steps, activations(workload, pp_rank)):
-        best = _Moment(entry.step, 0, 0, 0)
-        if backward:
-            gradients.begin(chunk)
-        for layer, saved in reversed(list(enumerate(by_layer))) if backward else enumerate(by_layer):
-            if freed:
-                first = layer == (len(by_layer) - 1 if backward else 0)
-                whole += sum(groups[a.group].bytes for a in entry.unshard if a.at == layer or (first and a.at < 0))
-            if backward:
-                gradients.before(chunk, layer)
-            best = max(best, _Moment(entry.step, whole, saved, gradients.bytes), key=lambda m: m.total)
-            if backward:
-                gradients.behind(chunk, layer)
-            if freed and entry.reshard:
-                whole -= sum(groups[a.group].bytes for a in entry.reshard if a.at == layer)
-        if freed:
-            whole -= sum(groups[a.group].bytes for a in entry.reshard if a.at < 0)
-        yield best
-
-
-class _Gradients:
-    """Whole gradients of one rank that come and go. ``bytes``: those that are there."""
-
-    def __init__(self, schedule: Schedule, workload: Workload, pp_rank: int):
-        self.bytes = 0
-        self._on_its_way: tuple[int, int] | None = None  # group and bytes
-        self._visits = [0] * schedule.parallel.vp
-        self._last = schedule.parallel.num_microbatches
-        spans = uses_of_groups(schedule.groups, workload) if any(g.gradients for g in schedule.groups) else []
-        self._allocated: dict[tuple[int, int], list[tuple[int, int, int, bool]]] = {}
-        self._reduced: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        for index, (group, (first, last)) in enumerate(zip(schedule.groups, spans)):
-            if group.pp_rank == pp_rank and group.gradients is not None:
-                item = index, gradient_bytes(group, workload), group.reduce_every
-                self._allocated.setdefault((group.model_chunk_id, last), []).append((*item, group.alone))
-                self._reduced.setdefault((group.model_chunk_id, first), []).append(item)
-
-    def begin(self, chunk: int) -> None:
-        """A backward step of ``chunk`` begins."""
-        self._visits[chunk] += 1
-
-    def before(self, chunk: int, layer: int) -> None:
-        """Allocate what the backward of ``layer`` is the first to add to."""
-        for index, size, every, alone in self._allocated.get((chunk, layer), ()):
-            if (self._visits[chunk] - 1) % every == 0:
-                if alone or (self._on_its_way is not None and self._on_its_way[0] == index):
-                    self._settle()  # the group's own of the visit before, or whichever it is
-                self.bytes += size
-
-    def behind(self, chunk: int, layer: int) -> None:
-        """Issue the reduces that are due behind the backward of ``layer``; the one before has ended and is freed."""
-        visit = self._visits[chunk]
-        for index, size, every in self._reduced.get((chunk, layer), ()):
-            if visit % every == 0 or visit == self._last:
-                self._settle()
-                self._on_its_way = index, size
-
-    def _settle(self) -> None:
-        if self._on_its_way is not None:
-            self.bytes -= self._on_its_way[1]
-            self._on_its_way = None
-
-
-def _sums_of(chunk: Chunk) -> tuple[list[int], list[int]]:
-    """For every layer: what is saved of one micro-batch up to and with it, and that with what its backward recomputes.
-
-    Megatron recomputes within its transformer block alone. What the output layer saves is freed before the block's
-    backward recomputes anything.
-    """
-    saved = list(accumulate(chunk.activation_bytes or (0,) * chunk.num_layers))
-    kinds = chunk.layer_kinds or ("transformer",) * len(saved)
-    recomputed = (0 if kind in ("embedding", "output") else chunk.recompute_bytes for kind in kinds)
-    return saved, [own + anew for own, anew in zip(saved, recomputed, strict=True)]

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron_ext.schedule.group_facts import can_step_early, saved_bytes
 from megatron_ext.schedule.memory_bill import states_on_drive_bytes
-from megatron_ext.schedule.rollback import can_step_early, saved_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload, optimizer_bytes

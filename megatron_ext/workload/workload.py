@@ -148,6 +148,10 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         parallel = msgspec.structs.replace(self.parallel, num_microbatches=number)
         return msgspec.structs.replace(self, parallel=parallel, ramp=())
 
+    def with_limits(self, **limits: int | None) -> "Workload":
+        """The workload with these limits in place of its own."""
+        return msgspec.structs.replace(self, limits=msgspec.structs.replace(self.limits, **limits))
+
 
 def make_workload(
     *,

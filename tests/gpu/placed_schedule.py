@@ -8,10 +8,10 @@ from case_table import Training
 from draw_schedule import draw_schedule, states_on_device, states_on_drive, with_own_peak, with_step_slots
 from msgspec.structs import replace
 
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.schedule import match, validate
-from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
+from megatron_ext.schedule.group_facts import can_step_early, saved_bytes
 from megatron_ext.schedule.memory_bill import copies_of_whole
-from megatron_ext.schedule.rollback import can_step_early, saved_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload

@@ -19,7 +19,7 @@ from megatron_ext.megatron import describe_model
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
-from megatron_ext.schedule.state_placement import largest_region
+from megatron_ext.schedule.group_facts import largest_region
 from megatron_ext.schedule.user_defined_schedule import StateSlots
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.state_layout import region_bytes
@@ -60,7 +60,7 @@ def write_schedule(path: Path, rest: str):
     numels = {parameter.name: parameter.numel for chunk in work.chunks for parameter in chunk.parameters}
     sizes = [sum(region_bytes(numels[name], 2) for name in group.parameters) for group in schedule.groups]
     if rest == "nvme":
-        slots = StateSlots(slots=2, slot_bytes=max(largest_region(schedule, work, i) for i in range(len(sizes))))
+        slots = StateSlots(slots=2, slot_bytes=max(largest_region(schedule.groups[i], work) for i in range(len(sizes))))
         groups = tuple(replace(group, states_rest="nvme") for group in schedule.groups)
         schedule = replace(schedule, groups=groups, state_slots=slots)
     schedule_file.save(path, validate.validate(schedule))

@@ -9,14 +9,13 @@ import random
 
 from msgspec.structs import replace
 
-from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
+from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.random_plan import random_groups, with_slots
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.schedule import footprint, match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
-from megatron_ext.schedule.host_shards import by_cpu_shard, can_rest_on_host, with_host_shards
+from megatron_ext.schedule.group_facts import can_rest_on_host, largest_gradient, largest_region, make_group
 from megatron_ext.schedule.memory_bill import copies_of_whole, memory_bill
-from megatron_ext.schedule.state_placement import largest_region
-from megatron_ext.schedule.step_slots import largest_gradient
 from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule, StateSlots, StepSlots
 from megatron_ext.workload.nodes import has_hierarchy
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -127,7 +126,7 @@ def states_on_drive(schedule: Schedule, workload: Workload, chosen: list[int], s
     )
     if not chosen:
         return replace(schedule, groups=groups, state_slots=None)
-    size = max(largest_region(schedule, workload, index) for index in chosen)
+    size = max(largest_region(schedule.groups[index], workload) for index in chosen)
     return replace(schedule, groups=groups, state_slots=StateSlots(slots=slots, slot_bytes=size))
 
 

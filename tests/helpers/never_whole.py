@@ -21,9 +21,9 @@ from parity_worker import pretrain_gpt_hybrid, train
 from megatron_ext.megatron import describe_model, gpt_arguments
 from megatron_ext.megatron.lifecycle import STOCK_GATHER
 from megatron_ext.planner.baselines import all_gpu
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
-from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.workload import Limits
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from draw_schedule import draw_schedule, states_on_device, states_on_drive, with_gradients, with_step_slots
 from msgspec.structs import replace
 
-from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.workload import Workload
 

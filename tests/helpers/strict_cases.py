@@ -21,10 +21,10 @@ from draw_schedule import (
 from msgspec.structs import replace
 from strict_engine import ONE_QUEUE
 
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.runtime.node_exchange import IN_FLIGHT
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
-from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.user_defined_schedule import PublishGroup, Schedule
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.route import HIERARCHICAL

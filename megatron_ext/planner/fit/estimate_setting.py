@@ -11,12 +11,14 @@ from megatron_ext.bounds.memory_headroom import groups_of_rank, with_headroom, w
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
+from megatron_ext.planner.candidate import Candidate
+from megatron_ext.planner.effort import number_of_steps
+from megatron_ext.planner.finish import finished
 from megatron_ext.planner.fit.setting import Setting
-from megatron_ext.planner.host_step_choice import with_states_placed
 from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, quick_plans, relieved_plans, synchronous_plan
-from megatron_ext.planner.search_state import number_of_steps
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule
-from megatron_ext.schedule.memory_bill import activations, gradient_bytes, memory_bill, resting_bytes
+from megatron_ext.schedule.bill_by_step import activations
+from megatron_ext.schedule.memory_bill import gradient_bytes, memory_bill, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.activation_bytes import kept_by_chunk
@@ -181,9 +183,9 @@ def stock_of(rounds: FewRounds, timings: list[Timing]) -> Stock:
 
 
 def _placed(rounds: FewRounds, timings: list[Timing], plan: Plan) -> Plan:
-    """The plan with optimizer states where :func:`with_states_placed` puts them for the part with most micro-batches,
+    """The plan with optimizer states where :func:`finished` puts them for the part with most micro-batches,
     and there for all parts."""
-    last = with_states_placed(plan.schedules[-1], rounds.parts[-1][0], timings[-1])
+    last = finished(Candidate(rounds.parts[-1][0], timings[-1], plan.schedules[-1])).schedule
     same = {name: getattr(last, name) for name in ("groups", "state_slots", "step_slots", "rollback_bytes")}
     limits = rounds.parts[0][0].limits
     made = (*(replace(schedule, **same) for schedule in plan.schedules[:-1]), last)

@@ -16,7 +16,7 @@ from megatron_ext.planner.fit.costs import Costs
 from megatron_ext.planner.fit.search_settings import Fit, Search
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.fit.space import LAYOUT, NAMES, Space
-from megatron_ext.schedule.memory_bill import activation_peaks
+from megatron_ext.schedule.bill_by_step import activation_peaks
 from megatron_ext.workload.workload import Limits, Workload
 
 HOST_PART = 0.8

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.effort import number_of_steps
 from megatron_ext.planner.fit.costs import Costs
 from megatron_ext.planner.fit.estimate_setting import (
     Choice,
@@ -32,7 +33,6 @@ from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.fit.space import Space
 from megatron_ext.planner.policies import plan
 from megatron_ext.planner.quick_plan import FewRounds, Plan, Times
-from megatron_ext.planner.search_state import number_of_steps
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Limits, Workload
 

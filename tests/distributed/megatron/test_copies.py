@@ -96,7 +96,8 @@ def test_layers_that_are_recomputed_together_are_not_parted(workloads):
 
     from megatron_ext.formats.errors import InputError
     from megatron_ext.megatron.recompute import blocks_of, check_recompute
-    from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
+    from megatron_ext.planner.assemble import Freed, Placed, assemble
+    from megatron_ext.schedule.group_facts import make_group
     from megatron_ext.workload.step_order import steps_of_ranks
 
     assert "no_pipeline" in LAYOUTS

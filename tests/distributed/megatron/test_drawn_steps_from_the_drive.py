@@ -11,7 +11,7 @@ from variations import some
 
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
-from megatron_ext.schedule.step_slots import largest_gradient
+from megatron_ext.schedule.group_facts import largest_gradient
 from megatron_ext.schedule.user_defined_schedule import Schedule, StepSlots
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from parity_service import differences
 from variations import some
 
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
-from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload import workload as workload_file

@@ -8,8 +8,7 @@ from planning_cases import line, make_table, make_workload
 
 from megatron_ext.planner import plan
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.schedule.memory_bill import memory_bill
-from megatron_ext.schedule.state_placement import host_bytes_of_nodes
+from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
 from megatron_ext.workload.workload import Limits
 
 MOST_SECONDS = 60.0

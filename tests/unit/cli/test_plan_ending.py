@@ -20,8 +20,12 @@ def test_the_last_lines_say_what_to_do(tmp_path, capsys, limits):
     workload.save(paths["w"], work)
     cost.save(paths["t"], make_table(work, **WHOLE))
     files = ["--workload", paths["w"], "--cost-table", paths["t"], "--out", paths["s"]]
-    assert cli.main(["plan", *files, "--json"]) == 0
+    assert cli.main(["plan", *files, "--explain", "no.such.parameter"]) == 2
+    assert "--explain = 'no.such.parameter': expected a group's number" in capsys.readouterr().err
+    assert cli.main(["plan", *files, "--json", "--explain", "0"]) == 0
     out, error = capsys.readouterr()
+    explained = json.loads(out)["explained"]["0"]
+    assert explained in error and "\n  place: gathers an iteration: " in explained
     figures, (*said, add, last) = json.loads(out), error.splitlines()
     assert (
         last.startswith(f"verdict: {figures['answer']}") and sum("verdict" in line for line in error.splitlines()) == 1

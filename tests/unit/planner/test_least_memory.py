@@ -11,13 +11,12 @@ from planning_cases import line, make_table, make_workload
 from megatron_ext.bounds.host_room import optimizer_on_host
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
-from megatron_ext.planner.baselines import rerouted
 from megatron_ext.planner.least_memory import least_plan
+from megatron_ext.planner.reroute import rerouted
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.schedule.host_shards import steps_on_host_shards
+from megatron_ext.schedule.group_facts import steps_on_host_shards
 from megatron_ext.schedule.match import match
-from megatron_ext.schedule.memory_bill import memory_bill
-from megatron_ext.schedule.state_placement import host_bytes_of_nodes
+from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload import workload as workload_file
@@ -61,7 +60,7 @@ def everything(work) -> set[tuple[int, int]]:
                 for group, (gradients, rest) in zip(stream.groups, ways)
             )
             routed = ["cpu_shard" if rest else "gpu" for _, rest in ways]
-            schedule = rerouted(replace(stream, groups=groups), routed)
+            schedule = rerouted(replace(stream, groups=groups), lambda action, routed=routed: routed[action.group])
             device = max(bill.memory.device_total_bytes for bill in memory_bill(schedule, work))
             found.add((device, max(host_bytes_of_nodes(schedule, work))))
     return found

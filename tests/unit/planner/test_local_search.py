@@ -8,8 +8,8 @@ from planning_cases import least_room, make_table, make_workload, random_case, u
 
 from megatron_ext.planner import local_search, plan, search_note
 from megatron_ext.planner.local_search import Annealing, groupings, improve
+from megatron_ext.planner.passes.cut_groups import by_parameter, halves
 from megatron_ext.planner.search import search
-from megatron_ext.planner.search_grid import by_parameter, halves
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run
@@ -75,9 +75,9 @@ def test_a_group_gives_up_its_host_copy_to_one_of_another_rank(monkeypatch):
     """Pinned memory is full, so no host copy can be added: only an exchange changes which groups have one."""
     work, table = random_case(9)
     timing = Timing(work, table)
-    blocks, choices = groupings(work, timing, ("gpu", "cpu"), search(work, timing, ("gpu", "cpu"), effort=0.02)[0])[0]
+    given = groupings(work, timing, ("gpu", "cpu"), search(work, timing, ("gpu", "cpu"), effort=0.02)[0])[0]
     monkeypatch.setattr(local_search, "EXCHANGES", 1.0)
-    one = Annealing(work, timing, blocks, choices)
+    one = Annealing(work, timing, given)
 
     def hosted() -> frozenset[int]:
         rows = [(rank, now) for rank, now in zip(one.ranks, one.now)]
@@ -87,7 +87,7 @@ def test_a_group_gives_up_its_host_copy_to_one_of_another_rank(monkeypatch):
     for _ in range(30):
         one.run(1)
         seen.add(hosted())
-    ranks = {tuple(sorted(blocks.groups[group].pp_rank for group in copies)) for copies in seen}
+    ranks = {tuple(sorted(given.blocks.groups[group].pp_rank for group in copies)) for copies in seen}
     assert before and len(seen) > 1 and len(ranks) > 1
     assert {len(copies) for copies in seen} == {len(before)}
 
@@ -107,8 +107,8 @@ def test_groups_are_tried_in_halves_too():
 def test_decisions_of_a_schedule_give_this_schedule():
     work, table = uneven_case(257)
     timing = Timing(work, table)
-    for blocks, choices in groupings(work, timing, ("gpu",), search(work, timing, ("gpu",), effort=0.02)[0]):
-        one = Annealing(work, timing, blocks, choices)
+    for found in groupings(work, timing, ("gpu",), search(work, timing, ("gpu",), effort=0.02)[0]):
+        one = Annealing(work, timing, found)
         again = [rank.decisions_of(one.best, number) for number, rank in enumerate(one.ranks)]
         before = one.best_us
         one.cost(again)

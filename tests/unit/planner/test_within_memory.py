@@ -10,7 +10,7 @@ from variations import some
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
-from megatron_ext.planner.relief import Kept, Placer, Rule
+from megatron_ext.planner.passes.offload_groups import Offloader, Residency, Rule
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.memory_bill import gradient_bytes
@@ -71,15 +71,15 @@ def test_relieved_groups_are_the_cheapest_and_none_could_be_relieved_less():
     work, table, stock = case("DP 4", microbatches=4)
     work = limited(work, stock * 18 // 25, zero_stage=2)
     groups, _ = groups_of(work, layer_buckets)
-    placer = Placer(work, Rule(None, ("sharded", "host")), Timing(work, table))
-    placed = placer(groups)
-    _, _, weighed = next(placer.by_rank(groups))
-    kept = [Kept(group.gradients) for group in placed]
-    held = lambda ways: sum(placer.held(0, weighed, ways).values())
-    assert held(kept) <= placer.limit < held([Kept() for _ in groups])
+    offloader = Offloader(work, Rule(None, ("sharded", "host")), Timing(work, table))
+    placed = offloader(groups)
+    _, _, weighed = next(offloader.by_rank(groups))
+    kept = [Residency(group.gradients) for group in placed]
+    held = lambda ways: sum(offloader.held(0, weighed, ways).values())
+    assert held(kept) <= offloader.limit < held([Residency() for _ in groups])
     for index, one in enumerate(weighed):
         less = [way for way in one.ways if one.ways[way] < one.ways[kept[index]]]
-        assert all(held([*kept[:index], way, *kept[index + 1 :]]) > placer.limit for way in less)
+        assert all(held([*kept[:index], way, *kept[index + 1 :]]) > offloader.limit for way in less)
     assert {group.gradients for group in placed} == {None, "sharded"}  # host memory would cost a copy more
 
 
@@ -87,11 +87,11 @@ def test_what_the_rule_leaves_goes_to_whole_parameters():
     work, table, stock = case("DP 4")
     work = limited(work, stock * 2 // 3)
     groups, _ = groups_of(work, layer_buckets)
-    placer = Placer(work, Rule(max(group.bytes for group in groups), ("sharded", "host", "shards")))
-    filled = placer.filled(placer(groups))
-    more = filled.whole_bytes - placer.rule.whole_bytes
-    assert more > 0 and Placer(work, filled)(groups) is not None
-    assert Placer(work, filled).filled(placer(groups)) == filled  # nothing is left
+    offloader = Offloader(work, Rule(max(group.bytes for group in groups), ("sharded", "host", "shards")))
+    filled = offloader.filled(offloader(groups))
+    more = filled.whole_bytes - offloader.rule.whole_bytes
+    assert more > 0 and Offloader(work, filled)(groups) is not None
+    assert Offloader(work, filled).filled(offloader(groups)) == filled  # nothing is left
 
 
 def test_in_the_least_memory_there_is_one_whole_gradient_at_a_time():

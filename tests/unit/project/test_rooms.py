@@ -143,7 +143,7 @@ def test_the_product_stays_small():
 
 @pytest.mark.parametrize("room", ["planner", "bounds", "simulator"])
 def test_every_loop_that_might_not_end_says_why_it_does(room):
-    for path in sorted((PACKAGE / room).glob("*.py")):
+    for path in sorted((PACKAGE / room).rglob("*.py")):
         text = path.read_text()
         lines = text.splitlines()
         for node in ast.walk(ast.parse(text)):

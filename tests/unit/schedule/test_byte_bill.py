@@ -7,9 +7,9 @@ from planning_cases import line, make_table, make_workload
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.moved_bytes import add_up, by_link, differences
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.byte_bill import byte_bill
-from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.memory_bill import states_on_drive_bytes
 from megatron_ext.schedule.user_defined_schedule import PublishGroup, StateSlots, StepSlots
 from megatron_ext.schedule.validate import validate

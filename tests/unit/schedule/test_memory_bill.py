@@ -7,18 +7,12 @@ from planning_cases import make_table, make_workload
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.schedule.bill_by_step import activation_peaks
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
-from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.match import match
-from megatron_ext.schedule.memory_bill import (
-    activation_peaks,
-    buffer_bytes,
-    check_run,
-    gradient_bytes,
-    host_add_bytes,
-    memory_bill,
-)
+from megatron_ext.schedule.memory_bill import buffer_bytes, check_run, gradient_bytes, host_add_bytes, memory_bill
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.bucket_layout import bucket_numel, shard_numels
 from megatron_ext.workload.bucket_rules import layer_buckets

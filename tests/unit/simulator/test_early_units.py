@@ -7,8 +7,8 @@ from planning_cases import line, make_table, make_workload
 
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.schedule.group_facts import can_step_early, saved_bytes
 from megatron_ext.schedule.memory_bill import states_on_drive_bytes
-from megatron_ext.schedule.rollback import can_step_early, saved_bytes
 from megatron_ext.schedule.user_defined_schedule import PublishGroup, StateSlots
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.early_units import delayed_steps

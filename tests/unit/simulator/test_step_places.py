@@ -7,7 +7,7 @@ from planning_cases import line, make_table, make_workload
 from megatron_ext.cost.cost_table import CAST_ON_DEVICE
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.schedule.rollback import can_step_early, saved_bytes
+from megatron_ext.schedule.group_facts import can_step_early, saved_bytes
 from megatron_ext.schedule.user_defined_schedule import StepSlots
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.step_places import optimizer_us

@@ -9,8 +9,8 @@ from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.schedule.host_shards import by_cpu_shard, with_host_shards
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import buckets

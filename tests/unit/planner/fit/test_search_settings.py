@@ -6,11 +6,11 @@ import pytest
 
 from megatron_ext.cost import hardware_sheet
 from megatron_ext.planner import plan, policies
+from megatron_ext.planner.effort import EFFORT
 from megatron_ext.planner.fit.estimate_setting import floor_bytes, least_bytes
 from megatron_ext.planner.fit.fit_text import as_json, as_text, judge
 from megatron_ext.planner.fit.request import Request, ready
 from megatron_ext.planner.fit.space import NAMES, Space
-from megatron_ext.planner.search_state import EFFORT
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.validate import validate

@@ -4,22 +4,22 @@ import pytest
 from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
+from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.states_on_drive import FEW_SLOTS, STATE_SLOTS, with_states_on_drive
 from megatron_ext.runtime import host_memory
+from megatron_ext.schedule.group_facts import largest_gradient, largest_region
 from megatron_ext.schedule.match import match
-from megatron_ext.schedule.memory_bill import gradient_bytes, memory_bill, narrow_gradient_bytes
-from megatron_ext.schedule.state_placement import (
-    FEW_SLOTS,
-    SLOTS,
-    check_state_slots,
+from megatron_ext.schedule.memory_bill import (
+    gradient_bytes,
     host_bytes_of_nodes,
     host_bytes_taken,
-    largest_region,
-    with_states_on_drive,
+    memory_bill,
+    narrow_gradient_bytes,
 )
-from megatron_ext.schedule.step_slots import largest_gradient
+from megatron_ext.schedule.rest_checks import check_rests
 from megatron_ext.schedule.user_defined_schedule import StateSlots
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -148,7 +148,7 @@ def test_states_on_the_device_are_refused_where_a_group_or_a_run_cannot_step_the
     for field in ("gradients", "shard_rests"):
         placed = replace(on_device(schedule, 1, **{field: "host"}), zero_stage=3)
         with pytest.raises(InputError, match=rf"groups\[1\].states_rest = 'device': .*its {field} cannot be 'host'"):
-            check_state_slots(placed)
+            check_rests(placed, Checker())
     for settings, message in (
         (OptimizerSettings(), "train with --optimizer-cpu-offload"),
         (OptimizerSettings(on_host=True, delayed=True), "cannot be combined with --delayed-parameter-update"),
@@ -175,7 +175,7 @@ def test_a_run_whose_optimizer_or_parameters_do_not_fit_is_refused():
     schedule, work = planned(0.5)
     with pytest.raises(InputError, match="train with --optimizer-cpu-offload"):
         match(schedule, replace(work, optimizer=OptimizerSettings()))
-    need = max(largest_region(schedule, work, index) for index in range(len(schedule.groups)))
+    need = max(largest_region(group, work) for group in schedule.groups)
     small = replace(schedule, state_slots=StateSlots(slots=3, slot_bytes=need - 4096))
     with pytest.raises(InputError, match=f"needs {need} bytes for one parameter and its moments"):
         match(small, work)
@@ -241,4 +241,4 @@ def test_a_drive_has_several_reads_and_writes_waiting_where_the_states_are_many(
         slots = with_states_on_drive(schedule, half).state_slots
         assert slots is not None
         numbers.append(slots.slots)
-    assert numbers == [FEW_SLOTS, SLOTS]
+    assert numbers == [FEW_SLOTS, STATE_SLOTS]

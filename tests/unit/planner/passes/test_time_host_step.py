@@ -4,11 +4,13 @@ import pytest
 from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
-from megatron_ext.planner import delay, host_step_choice, offload_note, plan, step_note, verdict
+from megatron_ext.planner import delay, offload_note, plan, step_note, verdict
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.gain_interval import gain_interval
+from megatron_ext.planner.passes import rest_states
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.schedule.state_placement import host_bytes_of_nodes, largest_region
+from megatron_ext.schedule.group_facts import largest_region
+from megatron_ext.schedule.memory_bill import host_bytes_of_nodes
 from megatron_ext.schedule.user_defined_schedule import StateSlots
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.workload import Limits
@@ -71,7 +73,7 @@ def test_states_go_to_the_drive_so_that_others_have_room_to_be_stepped_beside_th
     fast = replace(table, routes=drive.routes, publish=drive.publish)
     slow = replace(fast, routes=replace(drive.routes, nvme=line(1e5, 1e4)))
     found, by_slow = plan(work, fast), plan(work, slow)
-    monkeypatch.setattr(host_step_choice, "PARTS", ())
+    monkeypatch.setattr(rest_states, "PARTS", ())
     least = plan(work, fast)
     assert host_bytes_of_nodes(found, work)[0] <= limit
     assert len(on_drive(least)) < len(on_drive(found))
@@ -82,7 +84,7 @@ def test_states_go_to_the_drive_so_that_others_have_room_to_be_stepped_beside_th
 
 def test_states_on_the_drive_are_those_that_are_reduced_first(monkeypatch):
     """Two chunks a rank, of which the last is reduced first: the drive has the backward of the other for its states."""
-    monkeypatch.setattr(host_step_choice, "PARTS", (0.0,))  # as few as must be
+    monkeypatch.setattr(rest_states, "PARTS", (0.0,))  # as few as must be
     work, table = case()
     rank_bytes = sum(chunk.bytes for chunk in work.chunks_of_rank(0))
     drive = make_table(work, nvme=(1.0, rank_bytes / 500.0), publish=(1.0, rank_bytes / 500.0))
@@ -106,7 +108,7 @@ def test_where_all_states_rest_on_the_drive_no_copy_is_needed():
     drive = make_table(work, nvme=(1.0, 1e4))
     table = replace(table, routes=replace(table.routes, nvme=drive.routes.nvme), publish=drive.publish)
     free = plan(work, table, policy="all-gpu")
-    slots = StateSlots(slots=2, slot_bytes=max(largest_region(free, work, index) for index in range(len(free.groups))))
+    slots = StateSlots(slots=2, slot_bytes=max(largest_region(group, work) for group in free.groups))
     groups = tuple(replace(group, states_rest="nvme") for group in free.groups)
     least = replace(free, groups=groups, state_slots=slots, rollback_bytes=0)
     work = replace(work, limits=replace(work.limits, host_bytes=host_bytes_of_nodes(least, work)[0]))

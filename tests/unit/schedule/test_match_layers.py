@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 from planning_cases import make_workload
 
-from megatron_ext.planner.assemble import Freed, Placed, assemble, make_group
-from megatron_ext.schedule.group_uses import uses_of_groups
+from megatron_ext.planner.assemble import Freed, Placed, assemble
+from megatron_ext.schedule.group_facts import make_group, uses_of_groups
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import InvalidSchedule, validate
 from megatron_ext.workload.step_order import steps_of_ranks

@@ -1,4 +1,4 @@
-"""Relieves groups by one rule until everything that a rank holds fits: no more of them than are missing.
+"""Pass: gradients and shards that go elsewhere, cheapest first, until the rank's memory fits, and no more of them.
 
 [Note: Which groups are relieved]
 Relieving a group frees its whole gradient, or its shard, and costs time of links at every visit. Gradients that come
@@ -17,16 +17,16 @@ from msgspec.structs import replace
 
 from megatron_ext.bounds.host_room import least_of_optimizer
 from megatron_ext.formats.errors import InputError
-from megatron_ext.schedule.group_uses import uses_of_groups
-from megatron_ext.schedule.host_shards import steps_on_host_shards
-from megatron_ext.schedule.memory_bill import activation_peaks, gradient_bytes, resting_bytes, rounding_bytes
-from megatron_ext.schedule.state_placement import on_nodes
+from megatron_ext.schedule.bill_by_step import activation_peaks
+from megatron_ext.schedule.group_facts import make_group, steps_on_host_shards, uses_of_groups
+from megatron_ext.schedule.host_slots import gradient_bytes, rounding_bytes
+from megatron_ext.schedule.memory_bill import on_nodes, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.nodes import ranks_of_copy
 from megatron_ext.workload.route import piece_buffer_bytes
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS
-from megatron_ext.workload.workload import Workload, group_bytes, group_ranks
+from megatron_ext.workload.workload import Workload
 
 Relief = Literal["sharded", "host", "alone", "shards"]
 """Gradients added up in shards on the device, or in host memory; of these, gradients that are allocated when the one
@@ -47,7 +47,7 @@ class Rule(NamedTuple):
     reduce_every: int = 1
 
 
-class Kept(NamedTuple):
+class Residency(NamedTuple):
     """Where a group's gradients are, whether its shard rests in host memory, and whether its whole gradient is
     allocated alone."""
 
@@ -55,8 +55,13 @@ class Kept(NamedTuple):
     shard_on_host: bool = False
     alone: bool = False
 
+    @classmethod
+    def of(cls, group: Group) -> "Residency":
+        """As a group of a schedule says."""
+        return cls(group.gradients, group.shard_rests == "host", group.alone)
 
-class Weighed(NamedTuple):
+
+class OffloadCosts(NamedTuple):
     """A group of one rank: what relieving it frees and costs.
 
     Attributes:
@@ -69,10 +74,10 @@ class Weighed(NamedTuple):
     group: Group
     span: tuple[int, int]
     gradient: int
-    ways: dict[Kept, float]
+    ways: dict[Residency, float]
 
 
-class Placer:
+class Offloader:
     """Relieves groups by one rule; called with all groups of a candidate.
 
     Args:
@@ -90,7 +95,7 @@ class Placer:
         self.optimizer, parallel = least_of_optimizer(workload), workload.parallel
         self.sharing = {ranks: ranks_of_copy(parallel, 0, ranks) for ranks in (parallel.dp, parallel.expert_dp)}
         self.by_shards = timing is None or timing.offers_cpu_shard
-        self._costs: dict[tuple, dict[Kept, float]] = {}
+        self._costs: dict[tuple, dict[Residency, float]] = {}
         self._rounding: dict[tuple, int] = {}
         self._dtypes = [{p.name: p for p in chunk.parameters} for chunk in workload.chunks]
 
@@ -106,7 +111,9 @@ class Placer:
                 placed[index] = self.kept_as(groups[index], way)
         return tuple(placed)
 
-    def _within_host(self, weighed: list[list[Weighed]], found: list[list[list[Kept]]]) -> list[list[Kept]] | None:
+    def _within_host(
+        self, weighed: list[list[OffloadCosts]], found: list[list[list[Residency]]]
+    ) -> list[list[Residency]] | None:
         """Of what was found for every rank, cheapest first, the cheapest with which every node keeps its limits of host
         memory: ranks take what needs least there, one after the other, as far as it must be. None where a rank has
         nothing, or no choice keeps them."""
@@ -128,7 +135,7 @@ class Placer:
         pairs = ((held, limits.host_bytes), (max(pinned), limits.pinned_host_bytes))
         return all(limit is None or need <= limit for need, limit in pairs)
 
-    def on_host(self, weighed: Sequence[Weighed], kept: Sequence[Kept]) -> tuple[int, int]:
+    def on_host(self, weighed: Sequence[OffloadCosts], kept: Sequence[Residency]) -> tuple[int, int]:
         """What each rank holds in host memory, and how much of that is pinned: gradients and shards that rest there,
         the slots by which these gradients come, and its part of the host copies without which these shards do not come
         back."""
@@ -147,11 +154,18 @@ class Placer:
         left = []
         for rank, indices, weighed in self.by_rank(groups):
             own = [groups[index] for index in indices]
-            kept = [Kept(group.gradients, group.shard_rests == "host", group.alone) for group in own]
+            kept = [Residency.of(group) for group in own]
             left.append(self.limit - sum(self.held(rank, weighed, kept).values()))
         most = self.workload.limits.whole_parameter_bytes
         whole = self.rule.whole_bytes + max(min(left), 0)
         return self.rule._replace(whole_bytes=whole if most is None else min(whole, most))
+
+    def cost_us(self, groups: Sequence[Group], placed: Sequence[Group]) -> float:
+        """Link time of what is relieved of ``groups``, which were ``placed``; of the rank that has most."""
+        return max(
+            sum(one.ways[Residency.of(placed[index])] for index, one in zip(indices, weighed))
+            for _, indices, weighed in self.by_rank(groups)
+        )
 
     def by_rank(self, groups: Sequence[Group]):
         """By pipeline rank: its number, the indices of its groups, and what they are."""
@@ -160,7 +174,7 @@ class Placer:
             indices = [index for index, group in enumerate(groups) if group.pp_rank == rank]
             yield rank, indices, [self._place(groups[index], spans[index]) for index in indices]
 
-    def _place(self, group: Group, span: tuple[int, int]) -> Weighed:
+    def _place(self, group: Group, span: tuple[int, int]) -> OffloadCosts:
         stage = group.model_chunk_id * self.workload.parallel.pp + group.pp_rank
         first = self._dtypes[stage][group.parameters[0]]
         gradient = gradient_bytes(group, self.workload)
@@ -172,11 +186,11 @@ class Placer:
         key = group.bytes, group.ranks, gradient, len(gradients), on_host  # layers are alike
         if key not in self._costs:
             hows = list(product(rests, (False, True)))
-            ways = [Kept(kept, *how) for kept in gradients for how in hows if kept or not how[1]]
+            ways = [Residency(kept, *how) for kept in gradients for how in hows if kept or not how[1]]
             self._costs[key] = {way: self._cost_us(group, gradient, way) for way in ways}
-        return Weighed(group, span, gradient, self._costs[key])
+        return OffloadCosts(group, span, gradient, self._costs[key])
 
-    def _cost_us(self, group: Group, gradient: int, way: Kept) -> float:
+    def _cost_us(self, group: Group, gradient: int, way: Residency) -> float:
         if self.timing is None:
             return 0.0
         timing, size = self.timing.among(group.ranks), group.bytes
@@ -196,9 +210,9 @@ class Placer:
             return inf
         return us
 
-    def _relieve(self, rank: int, weighed: list[Weighed]) -> list[list[Kept]]:
+    def _relieve(self, rank: int, weighed: list[OffloadCosts]) -> list[list[Residency]]:
         """Ways to keep the groups of a rank with which everything fits, the cheapest first."""
-        start = [Kept() for _ in weighed]
+        start = [Residency() for _ in weighed]
         if self._fits(rank, weighed, start):
             return [start]
         found = [self._in_order(rank, weighed, start, order) for order in _orders(weighed)]
@@ -207,13 +221,15 @@ class Placer:
             key=lambda kept: sum(one.ways[way] for one, way in zip(weighed, kept)),
         )
 
-    def _in_order(self, rank: int, weighed: list[Weighed], kept: list[Kept], order: list[int]) -> list[Kept] | None:
+    def _in_order(
+        self, rank: int, weighed: list[OffloadCosts], kept: list[Residency], order: list[int]
+    ) -> list[Residency] | None:
         """Relieve groups in ``order``, by one relief after the other."""
         for relief in self.rule.reliefs:
             changed = [relieved(one, way, relief) for one, way in zip(weighed, kept)]
             usable = [index for index in order if changed[index] != kept[index]]
 
-            def first(number: int, kept=kept, changed=changed, usable=usable) -> list[Kept]:
+            def first(number: int, kept=kept, changed=changed, usable=usable) -> list[Residency]:
                 chosen = {*usable[:number]}
                 return [changed[i] if i in chosen else way for i, way in enumerate(kept)]
 
@@ -237,7 +253,7 @@ class Placer:
             kept = least
         return None
 
-    def _given_back(self, rank: int, weighed: list[Weighed], kept: list[Kept]) -> list[Kept]:
+    def _given_back(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> list[Residency]:
         """``kept`` with every group relieved less, where everything still fits; the dearest first."""
         for index in sorted(range(len(weighed)), key=lambda index: (-weighed[index].ways[kept[index]], index)):
             for way in sorted(weighed[index].ways, key=lambda way: weighed[index].ways[way]):
@@ -249,7 +265,7 @@ class Placer:
                     break
         return kept
 
-    def kept_as(self, group: Group, way: Kept) -> Group:
+    def kept_as(self, group: Group, way: Residency) -> Group:
         """``group`` kept that way, with the rule's ``reduce_every``."""
         if way.gradients is not None:
             group = replace(group, gradients=way.gradients, reduce_every=self.rule.reduce_every, alone=way.alone)
@@ -262,10 +278,10 @@ class Placer:
             self._rounding[key] = rounding_bytes([replace(group, shard_rests="host")], self.workload)
         return self._rounding[key]
 
-    def _fits(self, rank: int, weighed: list[Weighed], kept: list[Kept]) -> bool:
+    def _fits(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> bool:
         return sum(self.held(rank, weighed, kept).values()) <= self.limit
 
-    def held(self, rank: int, weighed: list[Weighed], kept: list[Kept]) -> dict[str, int]:
+    def held(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> dict[str, int]:
         """By kind, at least what the rank holds at its peak: all kinds are taken to be largest at once."""
         zero_3 = self.workload.zero_stage == 3
         both = list(zip(weighed, kept))
@@ -287,14 +303,14 @@ class Placer:
             "buffers": pieces + legs + rounding,
         }
 
-    def _coming_and_going(self, weighed: list[tuple[Weighed, bool]]) -> int:
+    def _coming_and_going(self, weighed: list[tuple[OffloadCosts, bool]]) -> int:
         """At least the bytes of whole gradients that come and go at their peak; with each, whether it is alone.
 
         In a backward there are those whose layers are in progress, and the one that was reduced last. Those that are
         not reduced every time stay for several backward steps; in the interleaved order these are of one chunk at a
         time, if they are as many as a group of micro-batches.
         """
-        chunks: dict[int, list[tuple[Weighed, bool]]] = {}
+        chunks: dict[int, list[tuple[OffloadCosts, bool]]] = {}
         for one, alone in weighed:
             chunks.setdefault(one.group.model_chunk_id, []).append((one, alone))
         before = max((one.gradient for one, _ in weighed), default=0)
@@ -307,7 +323,7 @@ class Placer:
         return ((max if one_chunk else sum)(stay) if stay else 0) + in_flight
 
 
-def relieved(one: Weighed, way: Kept, relief: Relief) -> Kept:
+def relieved(one: OffloadCosts, way: Residency, relief: Relief) -> Residency:
     """``way`` itself where the group cannot be relieved, or not further."""
     if relief == "shards":
         other = way._replace(shard_on_host=True)
@@ -318,7 +334,7 @@ def relieved(one: Weighed, way: Kept, relief: Relief) -> Kept:
     return other
 
 
-def _orders(weighed: list[Weighed]) -> list[list[int]]:
+def _orders(weighed: list[OffloadCosts]) -> list[list[int]]:
     keys: list[Callable[[int], tuple]] = [
         lambda index: (-weighed[index].group.bytes, -weighed[index].span[1], -index),
         lambda index: (weighed[index].group.bytes, -weighed[index].span[1], -index),
@@ -327,7 +343,7 @@ def _orders(weighed: list[Weighed]) -> list[list[int]]:
     return orders if orders[0] != orders[1] else orders[:1]
 
 
-def _peak_of_backward(weighed: list[tuple[Weighed, bool]], on_its_way: int) -> int:
+def _peak_of_backward(weighed: list[tuple[OffloadCosts, bool]], on_its_way: int) -> int:
     there, peak = 0, on_its_way
     begin: dict[int, list[tuple[int, bool]]] = {}
     ends: dict[int, list[int]] = {}
@@ -347,13 +363,7 @@ def _peak_of_backward(weighed: list[tuple[Weighed, bool]], on_its_way: int) -> i
 def _fixed_bytes(workload: Workload, rank: int) -> int:
     """Main parameters and optimizer states on the device; no grouping has less."""
     groups = [
-        Group(
-            pp_rank=rank,
-            model_chunk_id=chunk.model_chunk_id,
-            parameters=(p.name,),
-            bytes=group_bytes([p], workload.parallel),
-            ranks=group_ranks([p], workload.parallel),
-        )
+        make_group(workload, rank, chunk.model_chunk_id, [p])
         for chunk in workload.chunks_of_rank(rank)
         for p in chunk.parameters
     ]

@@ -5,11 +5,12 @@ from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
 from megatron_ext.cost.cost_table import CAST_ON_DEVICE
-from megatron_ext.planner import device_note, device_states, plan
-from megatron_ext.planner.device_states import bytes_to_reserve, with_states_on_device
+from megatron_ext.planner import device_note, plan
+from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.evaluate import evaluate
-from megatron_ext.schedule.memory_bill import memory_bill
-from megatron_ext.schedule.state_placement import host_bytes_of_nodes
+from megatron_ext.planner.passes import rest_states
+from megatron_ext.planner.passes.rest_states import bytes_to_reserve, with_states_on_device
+from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
 from megatron_ext.schedule.user_defined_schedule import StepSlots
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -84,7 +85,7 @@ def test_groups_whose_steps_hide_least_go_first_and_their_gradients_and_shards_w
     schedule = replace(schedule, groups=groups, limits=work.limits)
     one = held(schedule, work)[0] + groups[order[0]].bytes // 2 * (MAIN_AND_STATES + 1 + 2) + 100
     work = replace(work, limits=Limits(device_bytes=one))
-    (moved,) = [*with_states_on_device(schedule, work, order, (1.0,))]
+    ((_, moved),) = with_states_on_device(schedule, work, order, (1.0,))
     assert on_device(moved) == {order[0]} and max(held(moved, work)) <= one
     assert (moved.groups[order[0]].gradients, moved.groups[order[0]].shard_rests) == ("sharded", None)
     by_shard = replace(schedule, ranks=tuple(_by_cpu_shard(rank) for rank in schedule.ranks))
@@ -119,7 +120,7 @@ def test_at_zero_stage_3_room_is_left_for_states_where_that_is_faster(monkeypatc
     taken, states = least(zero_stage=3)
     work = replace(work, limits=Limits(device_bytes=taken))
     schedule = plan(work, table)
-    monkeypatch.setattr(device_states, "RESERVED", ())
+    monkeypatch.setattr(rest_states, "RESERVED", ())
     greedy = plan(work, table)
     assert max(held(schedule, work)) <= taken and len(on_device(schedule)) > len(on_device(greedy))
     assert schedule.predicted.iteration_time_us < 0.97 * greedy.predicted.iteration_time_us
@@ -135,9 +136,10 @@ def test_room_is_left_for_the_slot_in_which_parameters_are_cast_where_that_is_fa
     schedule = plan(work, table)
     slots = StepSlots(slots=4, slot_bytes=1 << 20, cast="host")
     timing = Timing(work, replace(table, host_step=points))
-    asked = [bytes_to_reserve(replace(schedule, step_slots=one), work, timing) for one in (slots, None)]
+    asked = [bytes_to_reserve(Candidate(work, timing, replace(schedule, step_slots=one))) for one in (slots, None)]
     assert asked == [[slots.slot_bytes] if leaves else [], []]
-    assert bytes_to_reserve(replace(schedule, step_slots=replace(slots, cast="device")), work, timing) == []
+    cast_there = replace(schedule, step_slots=replace(slots, cast="device"))
+    assert bytes_to_reserve(Candidate(work, timing, cast_there)) == []
 
 
 def faster(curve, times):

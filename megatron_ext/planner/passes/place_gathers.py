@@ -25,9 +25,9 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_ext.planner.assemble import Freed, Placed
-from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
+from megatron_ext.planner.blocks import Blocks
 from megatron_ext.planner.knapsack import best_fill, least_cover
-from megatron_ext.schedule.memory_bill import gradient_bytes
+from megatron_ext.planner.rank_uses import GroupTimes, RankUses
 from megatron_ext.simulator.activity_kinds import CPU, GPU
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route, shard_pieces
@@ -36,11 +36,15 @@ from megatron_ext.workload.workload import Workload
 
 
 class Plan(NamedTuple):
-    """Unshards and reshards by rank, and the estimated end of the last step and of reducing (microseconds)."""
+    """Unshards and reshards by rank, and the estimated end of the last step and of reducing (microseconds).
+
+    ``ahead``: by rank, uses for which something was brought, freed or kept before them.
+    """
 
     placed: list[list[Placed]]
     freed: list[list[Freed]]
     end_us: float
+    ahead: list[set[int]]
 
 
 class Choices(NamedTuple):
@@ -64,37 +68,33 @@ class Choices(NamedTuple):
     held: frozenset[tuple[int, int]] = frozenset()
     from_host: frozenset[int] = frozenset()
 
+    def may_take(self, route: Route, group: int) -> bool:
+        """Whether a group can go by a route at all."""
+        if route == "cpu":
+            return group in self.hosted
+        if route == "nvme":
+            return group in self.staged
+        return route == ("cpu_shard" if group in self.from_host else "gpu")
+
 
 class RankPlacement:
-    """The placement pass of one pipeline rank. A use is named by its number among the rank's block uses."""
+    """The placement pass of one pipeline rank."""
 
-    def __init__(self, workload: Workload, timing: Timing, blocks: Blocks, choices: Choices, pp_rank: int):
-        self.workload, self.timing, self.blocks, self.choices, self.pp_rank = workload, timing, blocks, choices, pp_rank
-        self.block_uses = block_uses_of_rank(workload, timing, blocks, pp_rank)
-        self.groups_of = [blocks.blocks[use.block].groups if use.block >= 0 else () for use in self.block_uses]
-        limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
+    def __init__(self, given: RankUses, times: GroupTimes, timing: Timing, choices: Choices):
+        self.given, self.times, self.timing, self.choices = given, times, timing, choices
+        self.workload, self.blocks, self.pp_rank = given.workload, given.blocks, given.pp_rank
+        self.block_uses, self.sizes, self.stays = given.block_uses, given.sizes, given.stays
+        limit = self.workload.limits.whole_parameter_bytes if self.workload.zero_stage == 3 else None
         self.free = inf if limit is None else limit
         self.whole: dict[int, int] = {}  # group -> the use up to which it must stay
         self.arrives: dict[int, float] = {}  # group -> estimated time at which it is whole
-        self.uses_to_come: dict[int, list[int]] = {}  # group -> its remaining uses, last first
-        self.stays: dict[
-            tuple[int, int], int
-        ] = {}  # (group, use) -> last use of that step, of groups of several blocks
-        for number in range(len(self.block_uses) - 1, -1, -1):
-            for group in self.groups_of[number]:
-                uses = self.uses_to_come.setdefault(group, [])
-                if uses and self.block_uses[uses[-1]].step == self.block_uses[number].step:
-                    self.stays[group, number] = self.stays.get((group, uses[-1]), uses[-1])
-                uses.append(number)
-        self.ideal = [0.0]
-        for block_use in self.block_uses:
-            self.ideal.append(self.ideal[-1] + block_use.us)
+        self.possible: dict[int, list[Route]] = {}  # group -> routes by which it may go
+        self.ahead: set[int] = set()
+        self.uses_to_come = {group: list(uses) for group, uses in given.uses.items()}
         self.front = 0  # every use before this one has its block whole or in flight
         self.link_free = dict.fromkeys(choices.routes, 0.0)
         self.reduced = 0.0  # when what was issued to be reduced is
         self.freed_at = 0.0  # when the last whole gradient that comes and goes is freed
-        self.alone: set[int] = set()  # uses with a gradient that is allocated when the one before is freed
-        self.due = self._reduces_due()
         self.published: dict[int, float] = {}
         self.publish_free = 0.0
         self.staged: dict[int, list[int]] = {}  # step -> groups staged in there, by slot
@@ -114,7 +114,7 @@ class RankPlacement:
         while self.number < len(self.block_uses) and self.block_uses[self.number].step == step:
             number = self.number
             _, block, us, *_ = self.block_uses[number]
-            groups, done = self.groups_of[number], []
+            groups, done = self.given.groups_of[number], []
             if block >= 0:
                 for group in groups:
                     uses = self.uses_to_come[group]
@@ -126,41 +126,25 @@ class RankPlacement:
                     for group in groups:
                         if group in self.whole:
                             self.whole[group] = self.stays.get((group, number), number)
-                    missing = [group for group in groups if group not in self.whole]
+                    missing = [group for group in self.given.longest[number] if group not in self.whole]
                     fits = self._free_up(number, missing, beyond=number)
                     assert fits, "the largest block fits, and nothing else must stay"
-                    for group in self._longest_first(missing):
+                    for group in missing:
                         self._bring(number, group, number)
                     self.front = number + 1
                 self._look_ahead(number)
                 for group in groups:
                     if self.arrives[group] > self.now:
                         self.now = self.arrives[group]
-                if number in self.alone:
+                if number in self.given.alone:
                     self.now = max(self.now, self.freed_at)
             self.now += us
             self.number += 1
             if done:
                 self._reduce(done)
-            for group in self.due.get(number, ()):
+            for group in self.given.due.get(number, ()):
                 self._reduce_visit(group)
         return self.now
-
-    def _reduces_due(self) -> dict[int, list[int]]:
-        """By use, the groups whose gradients come and go and are reduced behind it."""
-        steps = steps_of_ranks(self.workload.parallel)[self.pp_rank]
-        due: dict[int, list[int]] = {}
-        for group, uses in self.uses_to_come.items():
-            if self.blocks.groups[group].gradients is None:
-                continue
-            last = {self.block_uses[n].step: n for n in reversed(uses) if steps[self.block_uses[n].step].kind == "B"}
-            visits, every = list(last.values()), self.blocks.groups[group].reduce_every
-            if self.blocks.groups[group].alone:
-                begins = {self.block_uses[n].step: n for n in uses if self.block_uses[n].step in last}
-                self.alone.update(list(begins.values())[::-1][::every])
-            for number in {*visits[every - 1 :: every], *visits[-1:]}:
-                due.setdefault(number, []).append(group)
-        return due
 
     def _reduce_visit(self, group: int) -> None:
         """Reduce a gradient that comes and goes; the one before is waited for."""
@@ -168,50 +152,49 @@ class RankPlacement:
         self._reduce([group])
         self.freed_at = max(self.now, self.reduced)
         if self.blocks.groups[group].gradients == "host":
-            size = gradient_bytes(self.blocks.groups[group], self.workload)
-            self.freed_at += self._timing(group).to_host_us(size)[0]
+            self.freed_at += self.times.to_host(group)
 
     def _reduce(self, groups: Iterable[int]) -> None:
         """Reduce the gradients of ``groups``, behind what was issued before."""
-        us = sum(self._timing(group).reduce_us(self.blocks.groups[group].bytes) for group in groups)
+        us = sum(map(self.times.reduce, groups))
         if us:
             self.reduced = max(self.now, self.reduced, self.link_free.get("gpu", 0.0)) + us
 
     def _look_ahead(self, number: int) -> None:
         """Prefetch the blocks of later uses, as far as the horizon and the memory limit allow."""
-        ideal, whole, held = self.ideal, self.whole, self.choices.held
+        given, whole, held, stays = self.given, self.whole, self.choices.held, self.stays
+        ideal, longest, last = given.ideal, given.longest, len(self.block_uses)
         reach = ideal[max(number, 0)] + self.choices.horizon_us
-        current = self.groups_of[number] if number >= 0 else ()
+        current = given.groups_of[number] if number >= 0 else ()
         # ends: each turn raises front or returns
-        while self.front < len(self.block_uses) and ideal[self.front] <= reach:
-            if held and (self.pp_rank, self.front) in held:
+        while self.front < last and ideal[self.front] <= reach:
+            front = self.front
+            if held and (self.pp_rank, front) in held:
                 return
             missing = []
-            for group in self.groups_of[self.front]:
+            for group in longest[front]:
                 if group in whole:
-                    whole[group] = max(whole[group], self.stays.get((group, self.front), self.front))
+                    until = stays.get((group, front), front) if stays else front
+                    if whole[group] < until:
+                        whole[group] = until
+                        self.ahead.add(front)
                 else:
                     missing.append(group)
-            if not missing:
-                self.front += 1
-                continue
-            fits = self._free_up(number, missing, beyond=self.front, keep=current)
-            if not fits:
-                sizes = tuple(self.blocks.groups[group].bytes for group in missing)
-                missing = [missing[index] for index in best_fill(sizes, int(self.free))]
-            for group in self._longest_first(missing):
-                self._bring(number, group, self.front)
-            if not fits:
-                return
+            if missing:
+                freed = len(self.freed)
+                fits = self._free_up(number, missing, beyond=front, keep=current)
+                if not fits:
+                    others = [group for group in given.groups_of[front] if group not in whole]
+                    chosen = best_fill(tuple(self.sizes[group] for group in others), int(self.free))
+                    missing = sorted((others[index] for index in chosen), key=longest[front].index)
+                for group in missing:
+                    self._bring(number, group, front)
+                if not fits:
+                    if missing or len(self.freed) > freed:
+                        self.ahead.add(front)
+                    return
+            self.ahead.add(front)
             self.front += 1
-
-    def _longest_first(self, missing: list[int]) -> list[int]:
-        """The order that spreads groups for one use most evenly over the links (Graham 1969)."""
-        return sorted(missing, key=lambda group: (-self.blocks.groups[group].bytes, group))
-
-    def _next_use(self, group: int) -> float:
-        uses = self.uses_to_come[group]
-        return uses[-1] if uses else inf
 
     def _free_up(self, number: int, missing: list[int], *, beyond: int, keep: tuple[int, ...] = ()) -> bool:
         """Free groups whose next use lies beyond ``beyond``, farthest first, until all of
@@ -220,22 +203,24 @@ class RankPlacement:
         Returns:
             Whether they fit. If not, everything that may be freed has been freed.
         """
-        groups = self.blocks.groups
-        short = sum(groups[group].bytes for group in missing) - self.free
+        sizes, to_come = self.sizes, self.uses_to_come
+        short = sum([sizes[group] for group in missing]) - self.free
         if short <= 0:
             return True
         usable: dict[float, list[int]] = {}
         for other, until in self.whole.items():
-            if until < number and other not in keep and (use := self._next_use(other)) > beyond:
-                usable.setdefault(use, []).append(other)
+            if until < number and other not in keep:
+                use = to_come[other][-1] if to_come[other] else inf
+                if use > beyond:
+                    usable.setdefault(use, []).append(other)
         for use in sorted(usable, reverse=True):
             others = sorted(usable[use])
-            sizes = tuple(groups[other].bytes for other in others)
-            if sum(sizes) > short:
-                others = [others[index] for index in least_cover(sizes, int(short))]
+            own = [sizes[other] for other in others]
+            if sum(own) > short:
+                others = [others[index] for index in least_cover(tuple(own), int(short))]
             for other in others:
                 self._release(number, other)
-                short -= groups[other].bytes
+                short -= sizes[other]
             if short <= 0:
                 return True
         return False
@@ -244,24 +229,23 @@ class RankPlacement:
         """Free ``group`` right after the use before ``number``; where it is needed again within that
         use's step, right after its own last use: a group may be freed in a step only behind its use."""
         previous, until = self.block_uses[number - 1], self.whole.pop(group)
-        again = self._next_use(group)
-        if again < inf and self.block_uses[int(again)].step == previous.step:
+        to_come = self.uses_to_come[group]
+        if to_come and self.block_uses[to_come[-1]].step == previous.step:
             previous = self.block_uses[until]
-        self.free += self.blocks.groups[group].bytes
+        self.free += self.sizes[group]
         self.freed.append(Freed(group, previous.step, previous.after))
 
     def _bring(self, number: int, group: int, use: int) -> None:
         """Unshard ``group`` just before use ``number`` (-1: at the start), to be whole for ``use``."""
         issue, at = (-1, -1) if number < 0 else (self.block_uses[number].step, self.block_uses[number].before)
         self.whole[group] = self.stays.get((group, use), use)
-        size = self.blocks.groups[group].bytes
-        self.free -= size
-        route, arrival, delay = self._route(group, size, issue)
+        self.free -= self.sizes[group]
+        route, arrival, delay = self._route(group, issue)
         if delay:
             other = "cpu" if route == "gpu" else "gpu"
             self.link_free[other] += delay
         if route == "cpu_shard":
-            copied = max(self.now, self.link_free.get("cpu", 0.0)) + self._timing(group).shard_copy_us(size)
+            copied = max(self.now, self.link_free.get("cpu", 0.0)) + self.times.shard_copy(group)
             self.link_free |= {"cpu": copied, "gpu": arrival}
         slot = -1
         if route == "nvme":
@@ -274,28 +258,25 @@ class RankPlacement:
         self.arrives[group] = arrival
         self.placed.append(Placed(group, route, issue, self.block_uses[use].step, at, slot, issue))
 
-    def _route(self, group: int, size: int, issue: int) -> tuple[Route, float, float]:
+    def _route(self, group: int, issue: int) -> tuple[Route, float, float]:
         """The route on which the group arrives first, counting what the others lose: route, arrival, and
         by how much the other link's queue is delayed."""
-        best, least = None, inf
-        forced = self.choices.forced.get((self.pp_rank, len(self.placed)))
-        wrong = ("gpu",) if group in self.choices.from_host else ("cpu_shard",)
-        for route in self.choices.routes:
-            ready = self.now
-            if route == "cpu":
-                if group not in self.choices.hosted:
-                    continue
-                ready = max(ready, self._published_at(group, size))
-            elif (route == "nvme" and not self._has_slot(group, issue)) or route in wrong:
+        best, least, choices = None, inf, self.choices
+        forced = choices.forced.get((self.pp_rank, len(self.placed))) if choices.forced else None
+        routes = self.possible.get(group)
+        if routes is None:
+            routes = self.possible[group] = [route for route in choices.routes if choices.may_take(route, group)]
+        for route in routes:
+            if route == "nvme" and not self._has_slot(group, issue):
                 continue
+            ready = max(self.now, self._published_at(group)) if route == "cpu" else self.now
             begin = max(ready, self.link_free[route])
             if route == "gpu" and self.blocks.groups[group].algorithm is None:
                 begin = max(begin, self.reduced)
             if route == "cpu_shard":
-                us, delay = self._by_shard(group, size) - begin, 0.0
+                us, delay = self._by_shard(group) - begin, 0.0
             else:
-                alone_us = self._timing(group).unshard_us(route, size, self.blocks.groups[group].algorithm)
-                us, delay = self._beside(route, size, begin, alone_us)
+                us, delay = self._beside(route, self.sizes[group], begin, self.times.unshard(group, route))
             found = route, begin + us, delay
             if route == forced:
                 return found
@@ -304,26 +285,22 @@ class RankPlacement:
         assert best is not None, "every group has a route"
         return best
 
-    def _by_shard(self, group: int, size: int) -> float:
+    def _by_shard(self, group: int) -> float:
         """When a group is whole whose shards are copied from the host and gathered, piece after piece."""
-        own, pieces = self._timing(group), shard_pieces(size)
-        gather_us, copy_us = own.unshard_us("cpu_shard", size), own.shard_copy_us(size)
+        pieces = shard_pieces(self.sizes[group])
+        gather_us, copy_us = self.times.shard_gather(group), self.times.shard_copy(group)
         begin = max(self.now, self.link_free.get("cpu", 0.0))
         gathered = max(begin + copy_us / pieces, self.link_free.get("gpu", 0.0)) + gather_us
         return max(gathered, begin + copy_us + gather_us / pieces)
 
-    def _timing(self, group: int) -> Timing:
-        return self.timing.among(self.blocks.groups[group].ranks)
-
     def _has_slot(self, group: int, issue: int) -> bool:
         staged = self.staged.get(issue, ())
-        return group in self.choices.staged and len(staged) < self.workload.limits.nvme_slots and group not in staged
+        return len(staged) < self.workload.limits.nvme_slots and group not in staged
 
-    def _published_at(self, group: int, size: int) -> float:
+    def _published_at(self, group: int) -> float:
         ready = self.published.get(group)
         if ready is None:
-            ready = self.publish_free + self._timing(group).publish_us(self.pp_rank, ("cpu",), size)
-            self.published[group] = self.publish_free = ready
+            ready = self.published[group] = self.publish_free = self.publish_free + self.times.publish(group)
         return ready
 
     def _beside(self, route: str, size: int, begin: float, us: float) -> tuple[float, float]:
@@ -339,38 +316,51 @@ class RankPlacement:
         return us + shared * (1.0 - 1.0 / slower), shared * others / (1.0 + others)
 
 
+class GatherPlacer:
+    """Places the gathers of these blocks by one choice after another."""
+
+    def __init__(self, workload: Workload, timing: Timing, blocks: Blocks):
+        self.workload, self.timing, self.times = workload, timing, GroupTimes(workload, timing, blocks)
+        self.ranks = [RankUses(workload, timing, blocks, rank) for rank in range(workload.parallel.pp)]
+
+    def place(self, choices: Choices) -> Plan:
+        """Run the placement pass of all ranks through one iteration."""
+        parallel, timing = self.workload.parallel, self.timing
+        pp, last = parallel.pp, parallel.pp * parallel.vp - 1
+        placements = [RankPlacement(given, self.times, timing, choices) for given in self.ranks]
+        order = steps_of_ranks(parallel)
+        position = [0] * pp
+        done: dict[tuple, float] = {}
+        waiting: dict[tuple, int] = {}
+        for one in placements:
+            one.start()
+        ready = list(range(pp - 1, -1, -1))
+        while ready:  # ends: a rank comes back once for each step that it waited for
+            rank = ready.pop()
+            steps = order[rank]
+            while position[rank] < len(steps):  # ends: each turn raises the position or breaks
+                step = steps[position[rank]]
+                stage, kind, microbatch = step
+                source = (stage - 1 if kind == "F" else stage + 1, kind, microbatch)
+                begin = 0.0
+                if 0 <= source[0] <= last:
+                    arrival = done.get(source)
+                    if arrival is None:
+                        waiting[source] = rank
+                        break
+                    begin = arrival + (timing.p2p_us if source[0] % pp != rank else 0.0)
+                done[step] = placements[rank].run_step(position[rank], begin)
+                position[rank] += 1
+                if step in waiting:
+                    ready.append(waiting.pop(step))
+        return Plan(
+            [one.placed for one in placements],
+            [one.freed for one in placements],
+            max(max(one.now, one.reduced) for one in placements),
+            [one.ahead for one in placements],
+        )
+
+
 def place_gathers(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices) -> Plan:
-    """Run the placement pass of all ranks through one iteration."""
-    parallel = workload.parallel
-    pp, last = parallel.pp, parallel.pp * parallel.vp - 1
-    placements = [RankPlacement(workload, timing, blocks, choices, rank) for rank in range(pp)]
-    order = steps_of_ranks(parallel)
-    position = [0] * pp
-    done: dict[tuple, float] = {}
-    waiting: dict[tuple, int] = {}
-    for one in placements:
-        one.start()
-    ready = list(range(pp - 1, -1, -1))
-    while ready:  # ends: a rank comes back once for each step that it waited for
-        rank = ready.pop()
-        steps = order[rank]
-        while position[rank] < len(steps):  # ends: each turn raises the position or breaks
-            step = steps[position[rank]]
-            stage, kind, microbatch = step
-            source = (stage - 1 if kind == "F" else stage + 1, kind, microbatch)
-            begin = 0.0
-            if 0 <= source[0] <= last:
-                arrival = done.get(source)
-                if arrival is None:
-                    waiting[source] = rank
-                    break
-                begin = arrival + (timing.p2p_us if source[0] % pp != rank else 0.0)
-            done[step] = placements[rank].run_step(position[rank], begin)
-            position[rank] += 1
-            if step in waiting:
-                ready.append(waiting.pop(step))
-    return Plan(
-        [one.placed for one in placements],
-        [one.freed for one in placements],
-        max(max(one.now, one.reduced) for one in placements),
-    )
+    """The gathers of these blocks by one choice."""
+    return GatherPlacer(workload, timing, blocks).place(choices)

@@ -6,8 +6,7 @@ from planning_cases import line, make_table, make_workload
 
 from megatron_ext.cost.cost_table import CAST_ON_DEVICE
 from megatron_ext.planner import plan
-from megatron_ext.schedule.memory_bill import memory_bill
-from megatron_ext.schedule.state_placement import host_bytes_of_nodes
+from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.workload import Limits
 

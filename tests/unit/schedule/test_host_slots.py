@@ -6,9 +6,9 @@ from planning_cases import make_table, make_workload
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
+from megatron_ext.schedule.group_facts import largest_gradient
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import memory_bill
-from megatron_ext.schedule.step_slots import largest_gradient
 from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots, StepSlots, decode, save
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.optimizer_settings import OptimizerSettings

@@ -1,0 +1,76 @@
+"""How much is simulated, and by which figure plans are judged."""
+
+from collections.abc import Sequence
+
+from megatron_ext.planner.states_on_drive import with_states_on_drive
+from megatron_ext.schedule.user_defined_schedule import Group, Schedule
+from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.workload import Workload
+
+EFFORT = {1: 400_000, 2: 400_000, 3: 1_200_000}
+"""By zero stage: steps, block uses, gathers and visits of gradients that one search may place and simulate."""
+
+CLOSE_ENOUGH = 5e-4
+"""A plan this near to the proven bound, relatively, is not searched further (small cases: proven)."""
+
+LEAST_CANDIDATES = 4
+"""Candidates that are tried at least, however large the workload."""
+
+ESTIMATED_ROUNDS = 2
+"""Rounds of ``microbatch_group_size`` micro-batches in an estimate; further rounds repeat the same steps."""
+
+POLISHED_STEPS = 2048
+"""With more steps than this one decision is too small a part of the whole to be worth a simulation."""
+
+
+def number_of_steps(workload: Workload) -> int:
+    """Steps of all pipeline ranks in one iteration."""
+    return 2 * workload.parallel.pp * workload.parallel.vp * workload.parallel.num_microbatches
+
+
+def shortened(workload: Workload) -> Workload:
+    """The same workload with at most :data:`ESTIMATED_ROUNDS` rounds of micro-batches."""
+    parallel = workload.parallel
+    most = ESTIMATED_ROUNDS * parallel.microbatch_group_size
+    if parallel.num_microbatches <= most or number_of_steps(workload) <= POLISHED_STEPS:
+        return workload
+    return workload.with_microbatches(most)
+
+
+RELIEF_WEIGHT = 0.01
+"""Of two plans within this share, the one that relieves less counts as better: each relieved gradient is allocated,
+cleared and added up once more a visit, which the simulator does not count."""
+
+
+def relieved_share(groups: Sequence[Group]) -> float:
+    """By bytes, the share of groups whose gradients come and go, and that of shards in host memory; 2 at most."""
+    relieved = sum(g.bytes * ((g.gradients is not None) + (g.shard_rests is not None)) for g in groups)
+    return relieved / (sum(group.bytes for group in groups) or 1)
+
+
+def visits_of_gradients(workload: Workload, groups: Sequence[Group]) -> int:
+    """Transfers of gradients that come and go: each reduce, and in host memory the copy there and the addition. Where
+    memory is short they are most of what is simulated."""
+    backwards = workload.parallel.num_microbatches
+    return sum(
+        -(-backwards // group.reduce_every) * (3 if group.gradients == "host" else 1)
+        for group in groups
+        if group.gradients is not None
+    )
+
+
+def judged_us(workload: Workload, timing: Timing, schedule: Schedule) -> float:
+    """Simulated iteration time of a schedule that says nothing of optimizer states yet, with as few on the drive as
+    must be. Raises InputError where host memory is short."""
+    return run(workload, timing, with_states_on_drive(schedule, workload), peaks=False).iteration_time_us
+
+
+def is_small(workload: Workload) -> bool:
+    """Whether several whole plans can be simulated."""
+    return number_of_steps(workload) <= POLISHED_STEPS
+
+
+def is_tiny(workload: Workload) -> bool:
+    """Few enough steps that a solver may look at all of them."""
+    return number_of_steps(workload) <= 48

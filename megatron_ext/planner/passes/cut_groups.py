@@ -1,0 +1,98 @@
+"""Pass: which parameters travel together: ways to cut chunks into blocks of layers, and blocks into groups."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.blocks import Blocks, cut_by_layer, cut_evenly, cut_within, make_blocks
+from megatron_ext.planner.pipelined_groups import pipelined_cut
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import Route
+from megatron_ext.workload.workload import Parameter, Workload
+
+Divide = Callable[[list[Parameter]], list[list[Parameter]]]
+"""Puts the parameters of a block into groups."""
+
+
+def cut_groups(workload: Workload, timing: Timing, cut: Sequence[Sequence[int]], divide: Divide | None) -> Blocks:
+    """Blocks of layers that begin at ``cut[stage]``, their parameters divided into groups."""
+    return make_blocks(workload, cut, divide, timing.algorithm)
+
+
+def fits(workload: Workload, blocks: Blocks) -> bool:
+    """Whether every block fits on its device."""
+    limit = workload.limits.whole_parameter_bytes
+    if limit is None:
+        return True
+    if workload.zero_stage == 3:
+        return all(block.bytes <= limit for block in blocks.blocks)
+    totals = [0] * workload.parallel.pp
+    for group in blocks.groups:
+        totals[group.pp_rank] += group.bytes
+    return max(totals) <= limit
+
+
+PARTS_OF_LIMIT = (1, 2, 3, 4)
+"""Where device memory is limited, blocks as large as these parts of the limit are tried, too."""
+
+
+def cuttings(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> Iterator[list[list[int]]]:
+    """Ways to cut all chunks into blocks, without repetitions.
+
+    Whole; in 2, 4, ... parts of about equal bytes; by layer; the fewest blocks that the limit of device memory, or a
+    part of it, holds; and the first chunk finer than the others (by layer, and by dynamic programming), which
+    starts the first compute early at few calls. By layer every workload fits that fits at all.
+    """
+    deepest = max(chunk.num_layers for chunk in workload.chunks)
+    limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
+    chunks, seen = workload.chunks, []
+    found = [[cut_evenly(chunk, 2**n) for chunk in chunks] for n in range((deepest - 1).bit_length())]
+    found.append([cut_by_layer(chunk) for chunk in chunks])
+    if limit is not None and deepest > 1:
+        found += [[cut_within(workload, chunk, limit / part) for chunk in chunks] for part in PARTS_OF_LIMIT]
+    if deepest > 1:
+        found.append([cut_by_layer(chunk) if chunk.model_chunk_id == 0 else [0] for chunk in chunks])
+        found.append(_pipelined(workload, timing, routes) or [])
+    for cut in found:
+        if cut and cut not in seen:
+            seen.append(cut)
+            yield cut
+
+
+def _pipelined(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> list[list[int]] | None:
+    """Groups that let the first chunk's gather and forward overlap best; None where not measured, or nothing to
+    gather."""
+    if not routes:
+        return None
+    route = "gpu" if "gpu" in routes else routes[0]
+    limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
+    try:
+        return [
+            pipelined_cut(timing, chunk, route, limit)
+            if chunk.model_chunk_id == 0
+            else [0]
+            if limit is None
+            else cut_within(workload, chunk, limit)
+            for chunk in workload.chunks
+        ]
+    except InputError:
+        return None
+
+
+def by_parameter(parameters: list[Parameter]) -> list[list[Parameter]]:
+    """Every parameter that is not small beside the others a group of its own, so that a part of a
+    layer can stay on the device, or have a host copy; the small ones together."""
+    threshold = sum(p.bytes for p in parameters) / 16
+    large = [[p] for p in parameters if p.bytes >= threshold]
+    small = [p for p in parameters if p.bytes < threshold]
+    return large + ([small] if small else [])
+
+
+def halves(divide: Divide | None, parameters: list[Parameter]) -> list[list[Parameter]]:
+    """The groups of ``divide``, or one of all, each cut in two of about equal bytes."""
+    found = []
+    for part in [parameters] if divide is None else divide(parameters):
+        whole = sum(p.bytes for p in part)
+        ends = range(1, len(part))
+        middle = min(ends, key=lambda end: abs(2 * sum(p.bytes for p in part[:end]) - whole), default=0)
+        found += [half for half in (part[:middle], part[middle:]) if half]
+    return found

@@ -1,0 +1,177 @@
+"""Pass: where optimizer states rest while the host steps: in its memory, on the device as far as there is room, or on
+the drive as far as ``limits.host_bytes`` asks for it."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from msgspec.structs import replace
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.candidate import Candidate
+from megatron_ext.planner.passes.time_host_step import can_time_steps, copies_of_states
+from megatron_ext.planner.states_on_drive import with_states_on_drive
+from megatron_ext.schedule.group_facts import can_step_early, uses_of_groups
+from megatron_ext.schedule.memory_bill import memory_bill, on_nodes, resting_bytes
+from megatron_ext.schedule.user_defined_schedule import Group, Schedule
+from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.workload import Workload
+
+NAME = "rest states"
+
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of the room that the memory bill leaves on the device, what states are given."""
+
+RESERVED = (0.5, 1.0)
+"""Of the states of the rank that has most of them, what further plans leave room for."""
+
+LEAST_GAIN = 0.01
+"""Share of the iteration that all states on the device must bring before such plans are made."""
+
+PARTS = (0.0, 0.5, 1.0)
+"""Of the copies that steps beside the backward of all groups need, what states on the drive leave room for."""
+
+
+def rest_as_must(given: Candidate) -> Candidate:
+    """The candidate with as few states on the drive as must be, and none on the device.
+
+    Raises:
+        InputError: host memory is short all the same.
+    """
+    return _on_drive(given, with_states_on_drive(given.schedule, given.workload))
+
+
+def rest_on_device(given: Candidate, *, few: bool) -> Iterator[Candidate]:
+    """The candidate as it is; and with states on the device of as many groups as each share of the room holds, with
+    their gradients and shards: those whose steps hide least beside the backward, or the largest first, which leaves
+    least of the room. Only candidates that differ. ``few``: of all the room alone."""
+    yield given
+    schedule, workload = given.schedule, given.workload
+    if not may_rest_on_device(workload, given.timing):
+        return
+    late = by_hidden_steps(schedule, workload)
+    for share, tried in with_states_on_device(schedule, workload, late, SHARES[-1:] if few else SHARES):
+        moved = [index for index, group in enumerate(tried.groups) if group.states_rest == "device"]
+        said = f"on the device, within {share:.0%} of the room that other memory leaves there"
+        yield given.decided(NAME, said, moved, groups=tried.groups)
+
+
+def rest_on_drive(given: Candidate, *, few: bool) -> Iterator[Candidate]:
+    """The candidate with states on the drive as ``limits.host_bytes`` asks for.
+
+    Of several choices of groups, unless ``few`` are asked for: the largest; or those whose states the drive reads and
+    writes beside most of the backward, because their gradient is reduced first. Either as few as must be, or more, so
+    that the others have room for the copies that steps beside the backward need.
+
+    Raises:
+        InputError: host memory is short all the same.
+    """
+    schedule, workload, timing = given.schedule, given.workload, given.timing
+    placed = with_states_on_drive(schedule, workload)
+    yield _on_drive(given, placed)
+    limits = workload.limits
+    has_drive = all(map(timing.offers_curve, ("routes.nvme", "publish.nvme"))) and (
+        placed.state_slots is not None or limits.nvme_slots > 0
+    )
+    if limits.host_bytes is None or not has_drive or few or not can_time_steps(workload, timing):
+        return
+    copies, seen = max(on_nodes(workload, copies_of_states(schedule, workload))), [placed]
+    for order, part in product((None, by_hidden_steps(schedule, workload)[::-1]), PARTS):
+        left = workload.with_limits(host_bytes=limits.host_bytes - int(part * copies))
+        with contextlib.suppress(InputError):  # so much room cannot be left
+            tried = with_states_on_drive(schedule, left, order)
+            if tried not in seen:
+                seen.append(tried)
+                yield _on_drive(given, tried, order is not None, part)
+
+
+def _on_drive(given: Candidate, tried: Schedule, reduced_first: bool = False, part: float = 0.0) -> Candidate:
+    moved = [index for index, group in enumerate(tried.groups) if group.states_rest == "nvme"]
+    if not moved:
+        where = "in host memory" if given.workload.optimizer.on_host else "on the device, where the optimizer steps"
+        return given.decided(NAME, where, [i for i, g in enumerate(tried.groups) if g.states_rest is None])
+    whose = "those whose gradient is reduced first" if reduced_first else "the largest groups first"
+    said = f"on the drive, as limits.host_bytes {given.workload.limits.host_bytes} asks for: {whose}"
+    said += f", with room left for {part:.0%} of the copies that steps beside the backward need" * (part > 0)
+    made = given.decided(NAME, said, moved, groups=tried.groups, state_slots=tried.state_slots)
+    rest = [i for i, group in enumerate(tried.groups) if group.states_rest is None]
+    return made.decided(NAME, "in host memory, which has room for them", rest)
+
+
+def by_hidden_steps(schedule: Schedule, workload: Workload) -> list[int]:
+    """Groups in the order in which their steps hide less beside the backward: those that wait, and those whose gradient
+    is reduced last."""
+    hides = [
+        (can_step_early(group, workload), group.model_chunk_id, layers)
+        for group, layers in zip(schedule.groups, uses_of_groups(schedule.groups, workload))
+    ]
+    return sorted(range(len(hides)), key=hides.__getitem__)
+
+
+def may_rest_on_device(workload: Workload, timing: Timing) -> bool:
+    """Whether states can rest there while the optimizer steps on the host, the table says what both steps take, and a
+    limit says how much room there is."""
+    settings = workload.optimizer
+    known = timing.offers_device_step and workload.limits.device_bytes is not None
+    return settings.on_host and not settings.delayed and known
+
+
+def with_states_on_device(
+    schedule: Schedule, workload: Workload, order: Sequence[int], shares: Sequence[float] = SHARES
+) -> Iterator[tuple[float, Schedule]]:
+    """Each share of the room on the device, and the schedule with states there of the groups that it holds, in this
+    order or the largest first. Only schedules that differ."""
+    limit = workload.limits.device_bytes
+    assert limit is not None
+    left = [limit - max(bill.step_device_bytes) for bill in memory_bill(schedule, workload)]
+    given, stays = schedule.groups, _by_cpu_shard(schedule)
+    moved = {index: moved_group(given[index]) for index in order if index not in stays}
+    need = {i: device_bytes(group, workload) - device_bytes(given[i], workload) for i, group in moved.items()}
+    seen = [given]
+    largest = sorted(moved, key=lambda index: -need[index])
+    for share, chosen in product(shares, (list(moved), largest)):
+        room, groups = [int(share * size) for size in left], list(given)
+        for index in chosen:
+            group = moved[index]
+            if need[index] <= room[group.pp_rank]:
+                room[group.pp_rank] -= need[index]
+                groups[index] = group
+        if tuple(groups) not in seen:
+            seen.append(tuple(groups))
+            yield share, replace(schedule, groups=seen[-1])
+
+
+def bytes_to_reserve(given: Candidate) -> list[int]:
+    """Bytes of the device to leave free by further plans: for the slot in which new parameters are cast, and for
+    states. Nothing for what would not make the iteration shorter by :data:`LEAST_GAIN`."""
+    schedule, workload = given.schedule, given.workload
+    slots, groups = schedule.step_slots, tuple(map(moved_group, schedule.groups))
+    others = [replace(schedule, groups=groups)]
+    others += [replace(schedule, step_slots=replace(slots, cast="device"))] if slots and slots.cast == "host" else []
+    us, *times = (run(workload, given.timing, each).iteration_time_us for each in (schedule, *others))
+    gains = [other_us <= us * (1 - LEAST_GAIN) for other_us in times]
+    found = [slots.slot_bytes] if slots and any(gains[1:]) else []
+    if not gains[0]:
+        return found
+    of_ranks = [0] * workload.parallel.pp
+    for group, moved in zip(schedule.groups, groups):
+        of_ranks[group.pp_rank] += device_bytes(moved, workload) - device_bytes(group, workload)
+    return found + [int(share * max(of_ranks)) for share in RESERVED]
+
+
+def moved_group(group: Group) -> Group:
+    """The group with its states on the device, and there what the device's step reads and writes."""
+    gradients = "sharded" if group.gradients == "host" else group.gradients
+    return replace(group, states_rest="device", shard_rests=None, gradients=gradients)
+
+
+def device_bytes(group: Group, workload: Workload) -> int:
+    """What the group alone takes on the device throughout the iteration. Several take no more than their sum."""
+    return sum(resting_bytes([group], workload)[0].values())
+
+
+def _by_cpu_shard(schedule: Schedule) -> set[int]:
+    """Groups whose shards have to rest in host memory."""
+    entries = [entry for rank in schedule.ranks for entry in (rank.start, *rank.steps)]
+    return {action.group for entry in entries for action in entry.unshard if action.route == "cpu_shard"}

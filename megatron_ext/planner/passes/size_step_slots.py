@@ -1,0 +1,65 @@
+"""Pass: whether gradients and parameters pass to and from the host's optimizer through slots, and where these are
+cast."""
+
+from typing import Literal
+
+from msgspec.structs import replace
+
+from megatron_ext.planner.candidate import Candidate
+from megatron_ext.schedule.group_facts import largest_gradient
+from megatron_ext.schedule.host_slots import LEAST_SLOTS, SLOTS, planned_slot_bytes
+from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, keeps_device_bytes
+from megatron_ext.schedule.user_defined_schedule import Schedule, StepSlots
+from megatron_ext.workload.workload import Workload
+
+NAME = "step slots"
+
+
+def size_step_slots(given: Candidate) -> Candidate:
+    """The candidate with slots where the host then holds less than with Megatron's copy of all gradients, and new
+    parameters cast where the table says that the host's step is shorter and the device has room."""
+    workload, timing, schedule = given.workload, given.timing, given.schedule
+    on_host = [group for group in schedule.groups if group.states_rest is None]
+    if not workload.optimizer.on_host:
+        return given.decided(NAME, "none: the optimizer steps on the device")
+    if workload.optimizer.delayed or not timing.offers_curve("host_step") or not on_host:
+        return given.decided(NAME, "none: updates are delayed, or the cost table does not know the host's step")
+    largest = max(largest_gradient(group, workload) for group in on_host)
+    of_ranks = [0] * workload.parallel.pp
+    for group in on_host:
+        of_ranks[group.pp_rank] += 2 * group.bytes // group.ranks
+    size = planned_slot_bytes(largest, max(of_ranks))
+
+    def step_us(cast: Literal["host", "device"]) -> float:
+        return sum(timing.among(group.ranks).host_step_us(group.bytes, cast) for group in on_host)
+
+    casts: list[Literal["host", "device"]] = ["host", "device"]
+    times = {cast: step_us(cast) for cast in casts}
+    limit = workload.limits.host_bytes
+    for cast in sorted(casts, key=times.__getitem__):
+        for slots in (SLOTS, LEAST_SLOTS):
+            tried = replace(schedule, step_slots=StepSlots(slots=slots, slot_bytes=size, cast=cast))
+            if limit is None or max(host_bytes_of_nodes(tried, workload)) <= limit:
+                break  # states that go to the drive would make room for more slots
+        if saves_host_memory(tried, workload) and keeps_device_bytes(tried, workload):
+            said = f"{slots} slots of {size} bytes; parameters are cast on the {cast}: the host's step of everything "
+            said += f"takes {times[cast] / 1e3:.3f} ms, cast on the {casts[cast == 'host']} "
+            return given.decided(NAME, f"{said}{times[casts[cast == 'host']] / 1e3:.3f}", step_slots=tried.step_slots)
+    return given.decided(NAME, "none: they would take as much host memory as Megatron's copy of all gradients")
+
+
+def without_useless_slots(given: Candidate) -> Candidate:
+    """The candidate without slots where no states are in host memory, or so few that a copy of their gradients takes
+    no more than the slots, which then save nothing. Its time stays."""
+    schedule, workload, slots = given.schedule, given.workload, given.schedule.step_slots
+    on_host = any(group.states_rest is None for group in schedule.groups)
+    if slots is None or (on_host and (slots.cast == "device" or saves_host_memory(schedule, workload))):
+        return given
+    said = "none after all: so few states are left in host memory that slots save nothing"
+    return given.decided(NAME, said, step_slots=None)._replace(us=given.us)
+
+
+def saves_host_memory(schedule: Schedule, workload: Workload) -> bool:
+    """Whether the node that holds most holds less with ``step_slots`` than without."""
+    held, without = (max(host_bytes_of_nodes(s, workload)) for s in (schedule, replace(schedule, step_slots=None)))
+    return held < without

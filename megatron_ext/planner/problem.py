@@ -1,0 +1,104 @@
+"""What a plan is made for: a workload with the room that its limits leave, its costs, and the routes that are open."""
+
+from typing import NamedTuple
+
+from megatron_ext.bounds.feasibility import check_fits
+from megatron_ext.bounds.host_room import with_host_room
+from megatron_ext.bounds.lower_bound import lower_bound
+from megatron_ext.bounds.memory_headroom import with_headroom, with_most_headroom
+from megatron_ext.cost.activations import with_activations
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule.group_facts import FROM_HOST, can_rest_on_host
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.nodes import check_spread
+from megatron_ext.workload.route import ROUTES, Route
+from megatron_ext.workload.workload import Workload
+
+
+class Problem(NamedTuple):
+    """Attributes:
+    workload: with the bytes of whole parameters and of host copies that its limits leave.
+    offloads: whether gradients, and at zero stage 3 shards, may go elsewhere to keep ``limits.device_bytes``.
+    bound_us: a time that no schedule can beat.
+    """
+
+    workload: Workload
+    timing: Timing
+    routes: tuple[Route, ...]
+    offloads: bool
+    bound_us: float
+
+
+def problem_of(workload: Workload, table: CostTable, *, offloads: bool, extrapolate: bool = False) -> Problem:
+    """The problem of planning ``workload`` on the machines of ``table``.
+
+    Args:
+        offloads: the policy knows how to plan gradients and shards that go elsewhere.
+
+    Raises:
+        InputError: the workload cannot fit, the limits contradict each other, or nothing can be gathered.
+    """
+    workload = with_activations(workload, table)
+    timing = Timing(workload, table, extrapolate=extrapolate)
+    offloads = offloads and workload.limits.device_bytes is not None and workload.zero_stage > 1
+    if offloads:
+        routes = usable_routes(workload, timing)
+    else:
+        workload, routes = _with_headroom(workload, timing)
+    check_fits(workload)
+    _check_routes(workload, timing, routes)
+    return Problem(workload, timing, routes, offloads, lower_bound(with_most_headroom(workload), timing))
+
+
+def usable_routes(workload: Workload, timing: Timing) -> tuple[Route, ...]:
+    """Routes that the table offers, the limits allow, and the nodes can serve."""
+    limits = workload.limits
+    shut = set() if limits.nvme_slots else {"nvme"}
+    if limits.pinned_host_bytes == 0 or not _spreads_evenly(workload):
+        shut |= {"cpu", "nvme"}
+    shut.add("cpu_shard")  # planned in place of all-gathers, where shards rest in host memory
+    return tuple(route for route in ROUTES if timing.offers(route) and route not in shut)
+
+
+def _with_headroom(workload: Workload, timing: Timing) -> tuple[Workload, tuple[Route, ...]]:
+    """The workload with what ``limits.device_bytes`` leaves for whole parameters and ``limits.host_bytes`` for host
+    copies, and the routes to plan with: those from the host alone where shards on the device leave too little, so that
+    all rest in host memory.
+
+    Raises:
+        InputError: it cannot fit either way.
+    """
+    workload = with_host_room(workload)
+    routes = usable_routes(workload, timing)
+    try:
+        return with_headroom(workload), routes
+    except InputError:
+        from_host = tuple[Route, ...](route for route in routes if route in FROM_HOST)
+        if workload.zero_stage < 3 or not can_rest_on_host(workload) or not (from_host or timing.offers_cpu_shard):
+            raise
+        return with_headroom(workload, "host"), from_host
+
+
+def _spreads_evenly(workload: Workload) -> bool:
+    """Whether every node has as many of a group's replicas as another: host copies need it."""
+    try:
+        check_spread(workload.parallel)
+    except InputError:
+        return False
+    return True
+
+
+def _check_routes(workload: Workload, timing: Timing, routes: tuple[str, ...]) -> None:
+    """Raises InputError where something must be gathered and no route is left for it."""
+    if routes or not any(chunk.parameters for chunk in workload.chunks):
+        return
+    shut = " or ".join(route for route in ROUTES if timing.offers(route))
+    if shut and not _spreads_evenly(workload):
+        raise InputError(
+            f"nodes hold different numbers of replicas, which {shut} cannot serve: nothing can be gathered",
+            field="parallel.gpus_per_node",
+            value=workload.parallel.gpus_per_node,
+        )
+    why = f"the limits (pinned_host_bytes, nvme_slots) leave no room for {shut}" if shut else "no route has points"
+    raise InputError(f"{why}: nothing can be gathered", field="limits" if shut else "routes")

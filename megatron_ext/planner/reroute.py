@@ -1,0 +1,62 @@
+"""A schedule with other routes at the same places, and with shards in host memory where that costs no time."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from msgspec.structs import replace
+
+from megatron_ext.schedule.footprint import pinned_host_bytes
+from megatron_ext.schedule.group_facts import FROM_HOST, members_of, steps_on_host_shards
+from megatron_ext.schedule.user_defined_schedule import PublishGroup, Schedule, Unshard
+from megatron_ext.workload.route import Route
+from megatron_ext.workload.workload import Workload
+
+
+def rerouted(schedule: Schedule, route_of: Callable[[Unshard], Route]) -> Schedule:
+    """``schedule`` with every unshard by ``route_of`` it, and groups published where they are then read from."""
+    ranks = []
+    publish: dict[int, list[Literal["cpu", "nvme"]]] = {}
+
+    def change(actions: tuple[Unshard, ...]) -> tuple[Unshard, ...]:
+        changed = tuple(replace(action, route=route_of(action)) for action in actions)
+        for action in changed:
+            if action.route in ("cpu", "nvme") and action.route not in publish.setdefault(action.group, []):
+                publish[action.group].append(action.route)
+        return changed
+
+    for rank in schedule.ranks:
+        start = replace(rank.start, unshard=change(rank.start.unshard))
+        steps = tuple(replace(e, unshard=change(e.unshard)) if e.unshard else e for e in rank.steps)
+        ranks.append(replace(rank, start=start, steps=steps))
+    published = tuple(PublishGroup(group=group, to=tuple(to)) for group, to in publish.items())
+    return replace(schedule, ranks=tuple(ranks), publish=published)
+
+
+def by_cpu_shard(schedule: Schedule) -> Schedule:
+    """The schedule with every all-gather preceded by a copy of the own shard from host memory."""
+    made = rerouted(schedule, lambda action: "cpu_shard" if action.route == "gpu" else action.route)
+    return replace(made, groups=tuple(replace(group, algorithm=None) for group in schedule.groups))
+
+
+def with_host_shards(schedule: Schedule, workload: Workload) -> Schedule:
+    """The schedule with the shards in host memory whose groups come from there every time: that costs no time.
+
+    As many as ``limits.pinned_host_bytes`` has room for, in the order of the groups.
+    """
+    if schedule.zero_stage < 3:
+        return schedule
+    entries = [entry for rank in schedule.ranks for entry in (rank.start, *rank.steps)]
+    by_device = {action.group for entry in entries for action in entry.unshard if action.route not in FROM_HOST}
+    limit, parallel = schedule.limits.pinned_host_bytes, schedule.parallel
+    pinned, groups = pinned_host_bytes(schedule), list(schedule.groups)
+    for index, group in enumerate(groups):
+        dtype = members_of(group, workload)[0].dtype
+        if index in by_device or not steps_on_host_shards(workload.optimizer, dtype):
+            continue
+        more = list(pinned)
+        for members in parallel.replicas(group.pp_rank, group.ranks):
+            for node in parallel.nodes_of(members):
+                more[node] += group.bytes // group.ranks
+        if limit is None or max(more) <= limit:
+            pinned, groups[index] = more, replace(group, shard_rests="host")
+    return replace(schedule, groups=tuple(groups))

@@ -1,0 +1,107 @@
+"""Optimizer states on the drive, as few as ``limits.host_bytes`` asks for."""
+
+from msgspec.structs import replace
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule.group_facts import largest_region
+from megatron_ext.schedule.host_slots import LEAST_SLOTS
+from megatron_ext.schedule.memory_bill import host_bytes, host_bytes_of_nodes, on_nodes
+from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots
+from megatron_ext.workload.drive_reads import SECTOR_BYTES
+from megatron_ext.workload.state_layout import region_bytes
+from megatron_ext.workload.workload import Workload
+
+STATE_SLOTS = 8
+"""Slots: one is stepped, the others are read and written at the same time. With 3 larger ones in the same memory a
+drive waits for the step between two reads: a third of the rate was measured."""
+
+FEW_SLOTS = 3
+"""Where memory is short: one is read, one stepped and one written at the same time."""
+
+LARGE_PIECE_BYTES = 16 << 20
+"""Bytes of a piece that is read and written at a drive's full rate."""
+
+
+def with_states_on_drive(schedule: Schedule, workload: Workload, order: list[int] | None = None) -> Schedule:
+    """The schedule with as few optimizer states on the drive as ``limits.host_bytes`` allows.
+
+    Args:
+        order: groups whose states go there first; by default the largest, so that they are few and their pieces long.
+            Those whose states rest on the device stay.
+
+    Raises:
+        InputError: they do not fit with all of them there, or the optimizer does not step on the host.
+    """
+    limit = workload.limits.host_bytes
+    if limit is None or max(host_bytes_of_nodes(schedule, workload)) <= limit:
+        return schedule
+    if not workload.optimizer.on_host:
+        why = " (without --optimizer-cpu-offload no optimizer state rests on the drive)"
+        raise short_of_host(schedule, workload, why)
+    order = order or sorted(range(len(schedule.groups)), key=lambda index: (-schedule.groups[index].bytes, index))
+    order = [index for index in order if schedule.groups[index].states_rest != "device"]
+    if not order:
+        raise short_of_host(schedule, workload)
+    fits, least, most = None, 1, len(order)
+    while least <= most:  # ends: each turn halves the range
+        number = (least + most) // 2
+        tried = _moved(schedule, workload, order[:number])
+        if max(host_bytes_of_nodes(tried, workload)) <= limit:
+            fits, most = tried, number - 1
+        else:
+            least = number + 1
+    for slots in (FEW_SLOTS, LEAST_SLOTS):
+        if fits is None or max(host_bytes_of_nodes(fits, workload)) > limit:
+            fits = _moved(schedule, workload, order, most=0, slots=slots)
+    assert fits is not None
+    if (need := max(host_bytes_of_nodes(fits, workload))) > limit:
+        if need > max(host_bytes_of_nodes(schedule, workload)):  # slots of a small model
+            raise short_of_host(schedule, workload)
+        raise short_of_host(fits, workload, " with all optimizer states on the drive")
+    return fits
+
+
+def _moved(
+    schedule: Schedule, workload: Workload, chosen: list[int], most: int = LARGE_PIECE_BYTES, slots: int | None = None
+) -> Schedule:
+    """The schedule with the states of the groups ``chosen`` on the drive; slots of ``most`` bytes where that holds a
+    parameter, by default as many as an eighth of these states has room for, within reason."""
+    groups = list(schedule.groups)
+    for index in chosen:
+        groups[index] = replace(groups[index], states_rest="nvme")
+    largest = max(largest_region(groups[index], workload) for index in chosen)
+    moments = len(workload.optimizer.moment_dtypes)
+    in_all = sum(region_bytes(groups[i].bytes // groups[i].ranks // 2, moments) for i in chosen)
+    size = max(largest, min(most, in_all // (8 * STATE_SLOTS) // SECTOR_BYTES * SECTOR_BYTES))
+    slots = slots or min(max(in_all // (8 * size), FEW_SLOTS), STATE_SLOTS)
+    return replace(schedule, groups=tuple(groups), state_slots=StateSlots(slots=slots, slot_bytes=size))
+
+
+def short_of_host(schedule: Schedule, workload: Workload, why: str = "") -> InputError:
+    """The error for a schedule with which a node holds more than ``limits.host_bytes``: what its ranks hold, by kind,
+    and the settings that free some of it. All bytes are those of the node."""
+    limit, of_ranks = workload.limits.host_bytes, host_bytes(schedule, workload)
+    assert limit is not None
+    nodes = host_bytes_of_nodes(schedule, workload)
+    node = max(range(len(nodes)), key=nodes.__getitem__)
+    held = {
+        kind: on_nodes(workload, [kinds.get(kind, 0) for kinds in of_ranks])[node]
+        for kind in dict.fromkeys(kind for kinds in of_ranks for kind in kinds)
+    }
+    kinds = ", ".join(f"{kind.replace('_', ' ')} {size}" for kind, size in held.items() if size)
+    settings = []
+    resting = any(group.gradients == "host" or group.shard_rests == "host" for group in schedule.groups)
+    if resting and workload.limits.device_bytes is not None:
+        settings.append("a larger limits.device_bytes keeps gradients and shards on the device")
+    if held.get("host_copies"):
+        settings.append(f"limits.pinned_host_bytes 0 frees host copies of {held['host_copies']}")
+    if held.get("main_parameters"):
+        freed = held["main_parameters"] + held.get("optimizer_states", 0)
+        settings.append(f"the optimizer on the device frees {freed}")
+    settings.append("fewer ranks a node divide the rest")
+    return InputError(
+        f"cannot fit: node {node} holds at least {nodes[node]} bytes in host memory ({kinds}){why}, "
+        f"{nodes[node] - limit} bytes short; {', '.join(settings)}",
+        field="limits.host_bytes",
+        value=limit,
+    )

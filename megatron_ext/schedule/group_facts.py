@@ -1,0 +1,106 @@
+"""What follows from a group and the workload: its parameters and layers, its largest pieces, where it can rest and be
+stepped. The schedule alone does not know."""
+
+from collections.abc import Iterable, Sequence
+
+from megatron_ext.schedule.user_defined_schedule import Group
+from megatron_ext.workload.bucket_layout import ITEM_BYTES
+from megatron_ext.workload.optimizer_settings import HALF, OptimizerSettings
+from megatron_ext.workload.route import Route
+from megatron_ext.workload.state_layout import LINE_BYTES, region_bytes, tensor_bytes
+from megatron_ext.workload.workload import Parameter, Workload, group_bytes, group_ranks
+
+FROM_HOST: tuple[Route, ...] = ("cpu", "cpu_shard", "nvme")
+"""Routes that bring a group without its shard on the device."""
+
+
+def make_group(
+    workload: Workload, pp_rank: int, model_chunk_id: int, parameters: Sequence[Parameter], algorithm=None, **rests
+) -> Group:
+    """A group of ``parameters`` (execution order, one dtype) with Megatron's padding.
+
+    ``algorithm(pp_rank, bytes, ranks)`` says how it goes by ``gpu``; without it, by one all-gather. ``rests``: further
+    fields of the group.
+    """
+    size, ranks = group_bytes(parameters, workload.parallel), group_ranks(parameters, workload.parallel)
+    return Group(
+        pp_rank=pp_rank,
+        model_chunk_id=model_chunk_id,
+        parameters=tuple(p.name for p in parameters),
+        bytes=size,
+        ranks=ranks,
+        algorithm=algorithm(pp_rank, size, ranks) if algorithm else None,
+        **rests,
+    )
+
+
+def members_of(group: Group, workload: Workload) -> list[Parameter]:
+    """The parameters of a group, in execution order; they have one dtype."""
+    names = set(group.parameters)
+    return [p for p in workload.chunk(group.pp_rank, group.model_chunk_id).parameters if p.name in names]
+
+
+def uses_of_groups(groups: Iterable[Group], workload: Workload) -> list[tuple[int, int]]:
+    """First and last layer of its chunk that use each group."""
+    layers = {(c.pp_rank, c.model_chunk_id, p.name): p.uses for c in workload.chunks for p in c.parameters}
+    found = []
+    for group in groups:
+        uses = [layer for name in group.parameters for layer in layers[group.pp_rank, group.model_chunk_id, name]]
+        found.append((min(uses), max(uses)))
+    return found
+
+
+def shard_numel(group: Group, members: list[Parameter]) -> int:
+    """Elements of one shard of a group, with Megatron's padding."""
+    return group.bytes // ITEM_BYTES[members[0].dtype] // group.ranks
+
+
+def largest_gradient(group: Group, workload: Workload) -> int:
+    """The most bytes that one parameter of ``group`` takes in a slot: its part in one shard, in fp32."""
+    members = members_of(group, workload)
+    shard = shard_numel(group, members)
+    return max(tensor_bytes(min(p.numel, shard)) for p in members)
+
+
+def largest_region(group: Group, workload: Workload) -> int:
+    """The same with the parameter's moments."""
+    members, moments = members_of(group, workload), len(workload.optimizer.moment_dtypes)
+    shard = shard_numel(group, members)
+    return max(region_bytes(min(p.numel, shard), moments) for p in members)
+
+
+def steps_on_host_shards(settings: OptimizerSettings, dtype: str) -> bool:
+    """Whether the optimizer can update a shard of ``dtype`` in host memory.
+
+    It updates 16-bit parameters through copies of its own and writes them into the shard, wherever that is. Other
+    parameters it updates in place, which has to be where it steps.
+    """
+    return settings.on_host or dtype in HALF
+
+
+def can_rest_on_host(workload: Workload) -> bool:
+    """Whether every shard of the workload can rest in host memory."""
+    dtypes = {p.dtype for chunk in workload.chunks for p in chunk.parameters}
+    return all(steps_on_host_shards(workload.optimizer, dtype) for dtype in dtypes)
+
+
+def can_step_early(group: Group, workload: Workload) -> bool:
+    """Whether the host's optimizer can step the group beside the backward: no other rank's gradients are added to the
+    group's behind its reduce, and its states are not on the device.
+
+    With tensor parallelism vectors are taken for parameters that its ranks hold alike.
+    """
+    if group.states_rest == "device":
+        return False
+    alike = workload.parallel.tensor_model_parallel_size > 1
+    return not any(p.shared_embedding or (alike and len(p.shape) < 2) for p in members_of(group, workload))
+
+
+def saved_bytes(group: Group, workload: Workload) -> int:
+    """At most what one rank's copies of the group's states take, as they were before a step beside the backward:
+    float32 parameters, moments and the step of each parameter. Of states on the drive the drive keeps what was before.
+    """
+    if group.states_rest == "nvme":
+        return 0
+    members, tensors = members_of(group, workload), 1 + len(workload.optimizer.moment_dtypes)
+    return tensors * tensor_bytes(shard_numel(group, members)) + len(members) * (tensors + 1) * LINE_BYTES

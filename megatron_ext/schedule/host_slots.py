@@ -1,0 +1,77 @@
+"""Slots that gradients, parameters and states of the host's optimizer pass through: how many and how large, and the
+buffers on the device beside them."""
+
+from collections.abc import Iterable
+
+from megatron_ext.schedule.group_facts import largest_gradient
+from megatron_ext.schedule.user_defined_schedule import Group, Schedule
+from megatron_ext.workload.bucket_layout import ITEM_BYTES
+from megatron_ext.workload.state_layout import GRADIENT_SLOTS, LINE_BYTES, ROUNDING_BYTES, gradient_slot_bytes
+from megatron_ext.workload.workload import Workload
+
+LEAST_SLOTS, SLOTS = 2, 4
+"""The gradient of one unit is stepped on while that of the next arrives; planned: others arrive and leave. Of states on
+the drive at least as many: reading waits for writing."""
+
+LARGE_SLOT_BYTES = 32 << 20
+"""Bytes of a piece that a link copies at its full rate."""
+
+PART = 32
+"""A planned slot has at most this part of a rank's gradients."""
+
+
+def planned_slot_bytes(largest: int, in_all: int) -> int:
+    """Of a rank whose gradients have ``in_all`` bytes in fp32, and the largest of one parameter ``largest``."""
+    size = max(largest, min(LARGE_SLOT_BYTES, in_all // PART))
+    return -(-size // LINE_BYTES) * LINE_BYTES
+
+
+def gradient_bytes(group: Group, workload: Workload) -> int:
+    """Bytes of the whole gradient of ``group``, with Megatron's padding."""
+    parameters = workload.chunk(group.pp_rank, group.model_chunk_id).parameters
+    dtype = next(p.dtype for p in parameters if p.name == group.parameters[0])
+    return group.bytes // ITEM_BYTES[dtype] * workload.optimizer.gradient_item_bytes
+
+
+def step_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> tuple[int, int]:
+    """Of the slots of a rank with ``groups``: in host memory, and on the device, where there is one for parameters and
+    another for gradients that are not fp32."""
+    slots = schedule.step_slots
+    if slots is None or not any(group.states_rest is None for group in groups):
+        return 0, 0
+    gradients = slots.slots * slots.slot_bytes
+    if slots.cast == "host":
+        return gradients + gradients // 2, 0
+    return gradients, slots.slot_bytes * (1 + (workload.optimizer.gradient_dtype != "float32"))
+
+
+def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> int:
+    """Of the slots through which states on the drive pass on a rank with ``groups``, and of the rooms beside them,
+    through which gradients arrive and parameters leave."""
+    slots, on_drive = schedule.state_slots, [group for group in groups if group.states_rest == "nvme"]
+    if slots is None or not on_drive:
+        return 0
+    settings = workload.optimizer
+    room = 0 if settings.delayed else gradient_slot_bytes(slots.slot_bytes, len(settings.moment_dtypes))
+    return slots.slots * (slots.slot_bytes + room)
+
+
+def host_add_bytes(groups: Iterable[Group], workload: Workload) -> int:
+    """Of the slots through which gradients reach their sums in host memory, on a rank with ``groups``."""
+    shards = [gradient_bytes(g, workload) // g.ranks for g in groups if g.gradients == "host"]
+    return GRADIENT_SLOTS * max(shards, default=0)
+
+
+def narrow_gradient_bytes(groups: Iterable[Group], workload: Workload) -> int:
+    """Of the buffer on the device in which 16-bit gradients become fp32 where the states rest on the drive."""
+    if workload.optimizer.delayed or workload.optimizer.gradient_dtype == "float32":
+        return 0
+    return max((largest_gradient(group, workload) for group in groups if group.states_rest == "nvme"), default=0)
+
+
+def rounding_bytes(groups: Iterable[Group], workload: Workload) -> int:
+    """Of the buffer on the device through which an optimizer that steps there writes shards in host memory."""
+    if workload.optimizer.on_host:
+        return 0
+    fp32 = [largest_gradient(group, workload) for group in groups if group.shard_rests == "host"]
+    return min(max(fp32, default=0) // 2, ROUNDING_BYTES)
