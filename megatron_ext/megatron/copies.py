@@ -19,7 +19,7 @@ from megatron_ext.runtime.node_exchange import NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
-from megatron_ext.runtime.routes.host_copy import Copies as CopyRoute
+from megatron_ext.runtime.routes.host_copy import CopyRoute
 from megatron_ext.runtime.routes.makers import READERS, Sources
 from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule

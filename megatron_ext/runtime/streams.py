@@ -33,29 +33,23 @@ class Stream(Protocol):
 
     def run(self, function: Callable[[], object]) -> None:
         """Queue the work that ``function`` gives to the current stream."""
-        ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
         """Queue a copy between tensors of one dtype; host memory is page-locked. ``name``: in traces; None: it is
         counted alone."""
-        ...
 
     def wait(self, event: Any) -> None:
         """What is queued from now on comes behind ``event``; None: at once."""
-        ...
 
     def record(self, event: Any) -> Any:
         """``event`` is what has been queued so far; returns it."""
-        ...
 
     def store(self, flag: DeviceFlag, value: int) -> None:
         """Queue the store of ``flag``."""
-        ...
 
     def wait_flag(self, flag: DeviceFlag, value: int, check: Callable[[], None]) -> None:
         """What is queued from now on waits until ``flag`` is at least ``value``. ``check`` raises where nobody stores
         it any more; the watch calls it where a device waits."""
-        ...
 
     def close(self) -> None: ...
 

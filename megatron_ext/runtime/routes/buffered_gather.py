@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.routes.stream_route import StreamRoute
 from megatron_ext.runtime.streams import Arrival
 
 
-class BufferedGather:
+class BufferedGather(StreamRoute):
     """Gathers whole groups from shards; one instance a rank.
 
     Args:
@@ -20,23 +21,20 @@ class BufferedGather:
     """
 
     def __init__(self, name: str, process_groups: Sequence[dist.ProcessGroup], device, recorder=None):
-        self.device, self.stream, self.recorder = device, device.stream(name), recorder
-        self._process_groups = process_groups
+        super().__init__(name, device)
+        self.recorder, self._process_groups = recorder, process_groups
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
-        self._arrivals: dict[int, Arrival] = {}
 
     def issue(self, group: Group) -> Arrival:
         """Gather the group; as a route does."""
-        arrival = self._arrivals.get(group.index)
-        if arrival is None:
-            arrival = self._arrivals[group.index] = Arrival(self.device)
+        arrival = self.arrival(group.index)
         return self.gather(group.whole, group.shard, group.shard_start, arrival, f"unshard {group.index}")
 
     def gather(
         self, whole: torch.Tensor, shard: torch.Tensor, start: int, arrival: Arrival | None = None, name: str = ""
     ) -> Arrival:
         """Fill ``whole`` (1D) from all ranks' shards; returns at once. The own shard belongs at element ``start``."""
-        arrival = (arrival or Arrival(self.device)).begin()
+        arrival = arrival or Arrival(self.device).begin()
         self.stream.wait(arrival.taken)
         self._queue(whole, shard, start, arrival.taken, name)
         if self.recorder is not None:
@@ -71,6 +69,6 @@ class BufferedGather:
 
     def close(self) -> None:
         """NCCL's communicators take device memory for as long as they live."""
-        self.stream.close()
+        super().close()
         for group in self._process_groups:
             dist.destroy_process_group(group)

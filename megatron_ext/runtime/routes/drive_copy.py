@@ -10,12 +10,12 @@ from megatron_ext.runtime.host_pool import DRIVE, HostPool
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.routes.host_copy import Copies
+from megatron_ext.runtime.routes.host_copy import CopyRoute
 from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
-class DriveCopy(Copies):
+class DriveCopy(CopyRoute):
     """``stage_in`` begins the read into a slot, ``issue`` the copy out of it.
 
     A slot is filled anew only when the copy out of it has ended, which its stream says by a flag. The copy is issued

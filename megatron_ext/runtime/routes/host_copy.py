@@ -9,29 +9,16 @@ from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import COPY, HostPool
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.recorder import Recorder, log_of
-from megatron_ext.runtime.streams import Arrival, Stream
+from megatron_ext.runtime.routes.stream_route import StreamRoute
+from megatron_ext.runtime.streams import Arrival
 
 
-class Copies:
-    """Copies to the device, on a stream of their own; what every route from host memory shares.
+class CopyRoute(StreamRoute):
+    """Copies whole groups to the device; base of every route from host memory."""
 
-    Args:
-        device: see :mod:`megatron_ext.runtime.device`.
-        issuer: None where every copy is issued at once.
-    """
-
-    def __init__(self, name: str, device, issuer: Issuer | None = None, recorder: Recorder | None = None):
-        self.stream: Stream = device.stream(name)
+    def __init__(self, name: str, device, issuer: Issuer, recorder: Recorder | None = None):
+        super().__init__(name, device, issuer)
         self.stream.log = log_of(recorder, "gather", "to_device", "cpu")
-        self._device, self._issuer = device, issuer
-        self._arrivals: dict[int, Arrival] = {}
-
-    def arrival(self, index: int) -> Arrival:
-        """Of the group ``index``: its memory belongs to the copy from now on."""
-        found = self._arrivals.get(index)
-        if found is None:
-            found = self._arrivals[index] = Arrival(self._device, self._issuer)
-        return found.begin()
 
     def copy(self, index: int, destination: torch.Tensor, source: torch.Tensor, arrival: Arrival) -> None:
         """Issue the copy of group ``index`` behind what the stream has been given."""
@@ -39,14 +26,8 @@ class Copies:
         self.stream.copy(destination, source, f"unshard {index}")
         arrival.end(self.stream)
 
-    def drop(self) -> None:
-        """Empty the staging slots, where the route has some."""
 
-    def close(self) -> None:
-        self.stream.close()
-
-
-class HostCopy(Copies):
+class HostCopy(CopyRoute):
     """The whole group at the clock's version; see :mod:`megatron_ext.runtime.host_pool` for who publishes it."""
 
     def __init__(self, pool: HostPool, device, issuer: Issuer, clock: Clock, recorder=None):

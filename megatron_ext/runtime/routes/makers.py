@@ -21,7 +21,7 @@ from megatron_ext.runtime.routes import symmetric_gather
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 from megatron_ext.runtime.routes.drive_copy import DriveCopy
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
-from megatron_ext.runtime.routes.host_copy import Copies, HostCopy
+from megatron_ext.runtime.routes.host_copy import CopyRoute, HostCopy
 from megatron_ext.runtime.routes.shard_gather import ShardGather, make_data_group
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
@@ -43,7 +43,7 @@ def _drive_copy(of: Sources) -> DriveCopy:
     return DriveCopy(of.nvme, of.pool, of.device, of.issuer, of.clock, of.recorder)
 
 
-READERS: dict[str, Callable[[Sources], Copies]] = {
+READERS: dict[str, Callable[[Sources], CopyRoute]] = {
     "cpu": lambda of: HostCopy(of.pool, of.device, of.issuer, of.clock, of.recorder),
     "nvme": _drive_copy,
 }
