@@ -35,6 +35,7 @@ def size_step_slots(given: Candidate) -> Candidate:
 
     casts: list[Literal["host", "device"]] = ["host", "device"]
     times = {cast: step_us(cast) for cast in casts}
+    said = ", ".join(f"{us / 1e3:.3f} ms cast on the {cast}" for cast, us in times.items())
     limit = workload.limits.host_bytes
     for cast in sorted(casts, key=times.__getitem__):
         for slots in (SLOTS, LEAST_SLOTS):
@@ -42,9 +43,10 @@ def size_step_slots(given: Candidate) -> Candidate:
             if limit is None or max(host_bytes_of_nodes(tried, workload)) <= limit:
                 break  # states that go to the drive would make room for more slots
         if saves_host_memory(tried, workload) and keeps_device_bytes(tried, workload):
-            said = f"{slots} slots of {size} bytes; parameters are cast on the {cast}: the host's step of everything "
-            said += f"takes {times[cast] / 1e3:.3f} ms, cast on the {casts[cast == 'host']} "
-            return given.decided(NAME, f"{said}{times[casts[cast == 'host']] / 1e3:.3f}", step_slots=tried.step_slots)
+            said = (
+                f"{slots} slots of {size} bytes, parameters cast on the {cast}; the host's step of everything: {said}"
+            )
+            return given.decided(NAME, said, step_slots=tried.step_slots)
     return given.decided(NAME, "none: they would take as much host memory as Megatron's copy of all gradients")
 
 
