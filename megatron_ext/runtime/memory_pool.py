@@ -12,7 +12,7 @@ Source: PyTorch, torch.cuda.MemPool.
 
 import contextlib
 import inspect
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -179,7 +179,7 @@ def rehearse(
     No group is whole when this begins or ends, also where the device is out of memory."""
     at_once = _AtOnce(layers)
     unreduced = _Unreduced(reducer) if reducer is not None else None
-    program = compile_program(schedule, rank, groups, _Routes(), clock, at_once, reducer=unreduced)
+    program = compile_program(schedule, rank, groups, defaultdict(_Ready), clock, at_once, reducer=unreduced)
     try:
         _run(program, at_once)
     finally:
@@ -204,10 +204,3 @@ def _run(program: Program, layers: _AtOnce) -> None:
                 action()
         for action in after:
             action()
-
-
-class _Routes(dict):
-    """Every route is one that makes no transfer."""
-
-    def __missing__(self, name: str) -> _Ready:
-        return _Ready()

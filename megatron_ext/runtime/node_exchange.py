@@ -70,10 +70,9 @@ class NodeExchange:
     """
 
     def __init__(self, groups: NodeGroups | None = None):
-        self.counterparts, self.dp_ranks, self._ranks = None, (), ()
-        if groups is not None:
-            self.counterparts, self.dp_ranks = groups.across, groups.counterparts
-            self._ranks = tuple(dist.get_process_group_ranks(groups.across))
+        self.counterparts = None if groups is None else groups.across
+        self.dp_ranks: tuple[int, ...] = () if groups is None else groups.counterparts
+        self._ranks = () if groups is None else tuple(dist.get_process_group_ranks(groups.across))
         self._buffers: dict[torch.dtype, list[torch.Tensor]] = {}
         self._begun = 0
 

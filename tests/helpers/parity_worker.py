@@ -238,9 +238,9 @@ def train(
     if meddle != "leave":
         args.metrics_path = args.metrics_path or "not written"  # hashes of parameters are wanted
     drive = args.user_defined_schedule_nvme_path
-    example.hooks.configure(schedule, trace, delay=args.delayed_parameter_update, nvme_path=drive)
     surroundings = SURROUNDINGS[meddle](example) if meddle in SURROUNDINGS else contextlib.nullcontext()
     with faults.from_environment(), surroundings as noted:
+        example.hooks.configure(schedule, trace, delay=args.delayed_parameter_update, nvme_path=drive)
         return _train_model(example, args, meddle) | {"microbatches": noted}
 
 
