@@ -160,7 +160,7 @@ def fit_truth(result: dict) -> str:
 def fit_trained(result: dict) -> str:
     return (
         f"the choice takes {result['chosen_over_fastest']:.2f} of the fastest of {result['trained']} settings; "
-        f"{result['out_of_memory']} ran out of the memory that `fit` counted for it"
+        f"each has ended within the memory that `fit` counted for it, the fullest took {result['fullest']:.0%} of that"
     )
 
 

@@ -44,7 +44,7 @@ def save(found: Found, path) -> None:
     axes.set_ylabel("ms an iteration")
     axes.set_ylim(0, 1.15 * max([*ms, *(each.us / 1e3 for each in stock)]))
     axes.set_title(f"{parameters_text(fit.winner.setting)}, {fit.winner.setting.parallel.world_size} GPUs")
-    axes.legend(fontsize=8, loc="upper right")
+    axes.legend(fontsize=8, loc="lower left")  # times begin at 0: nothing is there
     picture.save(path, figure)
 
 
