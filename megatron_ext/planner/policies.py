@@ -50,6 +50,7 @@ def plan(
     policy: str = "hybrid",
     cost_table_sha256: str | None = None,
     extrapolate: bool = False,
+    compare: bool = True,
 ) -> Schedule:
     """A valid schedule for ``workload`` on the machines of ``table``, with its prediction.
 
@@ -57,12 +58,16 @@ def plan(
         policy: one of :data:`POLICIES`.
         cost_table_sha256: stored in the schedule's metadata.
         extrapolate: read cost curves outside their measured range.
+        compare: within ``limits.device_bytes`` at zero stages 2 and 3, plan by all-gathers alone as well, for the
+            prediction's baselines and as the plan where that is faster. It takes as long again.
 
     Raises:
         InputError: the workload cannot fit, the limits contradict each other, the policy is
             unknown, or the table lacks a figure.
     """
-    found = planned(workload, table, policy=policy, cost_table_sha256=cost_table_sha256, extrapolate=extrapolate)
+    found = planned(
+        workload, table, policy=policy, cost_table_sha256=cost_table_sha256, extrapolate=extrapolate, compare=compare
+    )
     return found.schedule
 
 
@@ -73,10 +78,12 @@ def planned(
     policy: str = "hybrid",
     cost_table_sha256: str | None = None,
     extrapolate: bool = False,
+    compare: bool = True,
 ) -> Candidate:
     """As :func:`plan`, with what every pass decided and why."""
     chosen = check_policy(policy)
     problem = problem_of(workload, table, offloads=chosen.offloads, extrapolate=extrapolate)
+    problem = problem._replace(compares=compare)
     found = chosen.find(problem, policy)  # the passes cut, offload and place
     schedule = _within_device_bytes(found.schedule, problem)
     candidate = Candidate(problem.workload, problem.timing, schedule).decided("cut", _compared(found, chosen.fixes))
@@ -132,7 +139,7 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
         for name, (needs, make) in BASELINES.items():
             if needs <= set(problem.routes):
                 ways[name] = lambda name=name, make=make: _that_fits(make(workload, timing), name)
-    elif "gpu" in problem.routes:
+    elif "gpu" in problem.routes and problem.compares:
         ways["gathers-only"] = lambda: _searched(problem, only_gathers=True)
     ways["hybrid"] = lambda: _searched(problem)
     found: dict[str, tuple[float, Schedule]] = {}

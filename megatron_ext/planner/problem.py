@@ -21,6 +21,7 @@ class Problem(NamedTuple):
     workload: with the bytes of whole parameters and of host copies that its limits leave.
     offloads: whether gradients, and at zero stage 3 shards, may go elsewhere to keep ``limits.device_bytes``.
     bound_us: a time that no schedule can beat.
+    compares: whether, where groups are offloaded, all-gathers alone are planned as well.
     """
 
     workload: Workload
@@ -28,6 +29,7 @@ class Problem(NamedTuple):
     routes: tuple[Route, ...]
     offloads: bool
     bound_us: float
+    compares: bool = True
 
 
 def problem_of(workload: Workload, table: CostTable, *, offloads: bool, extrapolate: bool = False) -> Problem:

@@ -153,14 +153,15 @@ def resting_bytes(
         # device it copies those of another dtype.
         copied = settings.on_host and settings.gradient_dtype != settings.main_parameter_dtype
         copied = not step_slots if here else copied
+        item, main_item, state_item = ITEM_BYTES[dtype], settings.main_item_bytes(dtype), settings.state_item_bytes
         for rank, numel in enumerate(_shard_numels(numels, dp)):
-            following[rank] += numel * ITEM_BYTES[dtype]
+            following[rank] += numel * item
             if group.states_rest != "nvme":
-                main[rank] += numel * settings.main_item_bytes(dtype)
-                states[rank] += numel * settings.state_item_bytes
-                gradients[rank] += numel * settings.main_item_bytes(dtype) if copied else 0
+                main[rank] += numel * main_item
+                states[rank] += numel * state_item
+                gradients[rank] += numel * main_item if copied else 0
             elif settings.delayed:  # Megatron copies all gradients
-                on_host[0][rank] += numel * settings.main_item_bytes(dtype)
+                on_host[0][rank] += numel * main_item
     every = _of_every_rank(parallel, held)
     for where, optimizer, kind in ((device, every.on_device, "gradient_shards"), (host, every.on_host, "gradients")):
         gradients, main, states = max(zip(*optimizer), key=sum)

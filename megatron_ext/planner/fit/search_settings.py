@@ -239,7 +239,7 @@ class Search:
             if hoped >= best:
                 continue
             effort -= cost
-            made = _whole_plan(one, choice)
+            made = _whole_plan(one, choice, compare=small)
             if made is not None and (choice is None or made.us <= choice.us * (1 + ALIKE)):
                 choice = made
             if choice is not None:
@@ -263,10 +263,10 @@ def _is_small(one: Candidate) -> bool:
     return layers <= SMALL_LAYERS and number_of_steps(one.workload) <= SMALL_STEPS
 
 
-def _whole_plan(one: Candidate, quick: Choice | None) -> Choice | None:
+def _whole_plan(one: Candidate, quick: Choice | None, *, compare: bool) -> Choice | None:
     """The setting by the whole planner; None where it finds nothing."""
     try:
-        schedule = plan(one.workload, one.table)
+        schedule = plan(one.workload, one.table, compare=compare)
         predicted = schedule.predicted
         assert predicted is not None
         rounds = FewRounds(one.workload)

@@ -9,6 +9,7 @@ those that fit as they were are given back, the dearest first. The order that co
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import product
 from math import ceil, inf
 from typing import Literal, NamedTuple
@@ -26,7 +27,7 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.nodes import ranks_of_copy
 from megatron_ext.workload.route import piece_buffer_bytes
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS
-from megatron_ext.workload.workload import Workload
+from megatron_ext.workload.workload import Limits, Workload
 
 Relief = Literal["sharded", "host", "alone", "shards"]
 """Gradients added up in shards on the device, or in host memory; of these, gradients that are allocated when the one
@@ -91,7 +92,7 @@ class Offloader:
         limit = workload.limits.device_bytes
         assert limit is not None
         self.limit = limit
-        self.fixed = [_fixed_bytes(workload, rank) for rank in range(workload.parallel.pp)]
+        self.fixed = _fixed_bytes(replace(workload, limits=Limits()))  # a search tries many limits and rules
         self.optimizer, parallel = least_of_optimizer(workload), workload.parallel
         self.sharing = {ranks: ranks_of_copy(parallel, 0, ranks) for ranks in (parallel.dp, parallel.expert_dp)}
         self.by_shards = timing is None or timing.offers_cpu_shard
@@ -360,12 +361,13 @@ def _peak_of_backward(weighed: list[tuple[OffloadCosts, bool]], on_its_way: int)
     return peak
 
 
-def _fixed_bytes(workload: Workload, rank: int) -> int:
-    """Main parameters and optimizer states on the device; no grouping has less."""
-    groups = [
-        make_group(workload, rank, chunk.model_chunk_id, [p])
-        for chunk in workload.chunks_of_rank(rank)
-        for p in chunk.parameters
-    ]
-    by_parameter, _ = resting_bytes(groups, workload)
-    return by_parameter.get("main_parameters", 0) + by_parameter.get("optimizer_states", 0)
+@lru_cache(maxsize=4)
+def _fixed_bytes(workload: Workload) -> tuple[int, ...]:
+    """Main parameters and optimizer states on the device of each pipeline rank; no grouping has less."""
+    found = []
+    for rank in range(workload.parallel.pp):
+        pairs = [(chunk, p) for chunk in workload.chunks_of_rank(rank) for p in chunk.parameters]
+        groups = [make_group(workload, rank, chunk.model_chunk_id, [p]) for chunk, p in pairs]
+        by_parameter, _ = resting_bytes(groups, workload)
+        found.append(by_parameter.get("main_parameters", 0) + by_parameter.get("optimizer_states", 0))
+    return tuple(found)
