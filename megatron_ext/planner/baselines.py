@@ -18,7 +18,6 @@ gathers-only              our own search with all-gathers alone
 
 from functools import cache, partial
 from math import inf
-from typing import Any
 
 import msgspec
 
@@ -27,7 +26,7 @@ from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import cut_by_layer, make_blocks
-from megatron_ext.planner.effort import judged_us
+from megatron_ext.planner.effort import LastFound, judged_us
 from megatron_ext.planner.link_split import part_of
 from megatron_ext.planner.passes.place_gathers import Choices, place_gathers
 from megatron_ext.planner.pipelined_groups import pipelined_cut
@@ -168,15 +167,14 @@ def gathers_only(workload: Workload, timing: Timing) -> Schedule:
     Raises:
         InputError: it finds nothing that fits.
     """
-    given = workload, timing.table, timing.extrapolate
-    if _LAST_GATHERS.get("given") != given:
-        found = search(workload, timing, ("gpu",), lower_bound(workload, timing))[0]
-        _LAST_GATHERS.update(given=given, schedule=_named(found, "gathers-only"))
-    return _LAST_GATHERS["schedule"]
+
+    def find() -> Schedule:
+        return _named(search(workload, timing, ("gpu",), lower_bound(workload, timing))[0], "gathers-only")
+
+    return _LAST_GATHERS.of(workload, timing, find)
 
 
-_LAST_GATHERS: dict[str, Any] = {}
-"""The last result of :func:`gathers_only`, and of what: a verdict asks for it where the plan has just done so."""
+_LAST_GATHERS = LastFound()
 
 
 def best_of_gathers(

@@ -1,6 +1,6 @@
 """How much is simulated, and by which figure plans are judged."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
@@ -22,6 +22,21 @@ ESTIMATED_ROUNDS = 2
 
 POLISHED_STEPS = 2048
 """With more steps than this one decision is too small a part of the whole to be worth a simulation."""
+
+
+class LastFound:
+    """The last schedule that was searched for, and for what: a verdict asks for what the plan has just found."""
+
+    def __init__(self):
+        self._given: tuple | None = None
+        self._schedule: Schedule | None = None
+
+    def of(self, workload: Workload, timing: Timing, find: Callable[[], Schedule]) -> Schedule:
+        """What ``find`` finds for this workload on these costs. Raises InputError as it does."""
+        given = workload, timing.table, timing.extrapolate
+        if self._schedule is None or self._given != given:
+            self._schedule, self._given = find(), given
+        return self._schedule
 
 
 def number_of_steps(workload: Workload) -> int:

@@ -19,14 +19,13 @@ from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.reroute import with_host_shards
 from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.planner.within_memory import plan_within_memory
+from megatron_ext.planner.within_memory import gathers_within_memory, plan_within_memory
 from megatron_ext.schedule.match import check_device_bytes, match
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.user_defined_schedule import MeasuredOn, PlanOptions, Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run, with_prediction
 from megatron_ext.simulator.timing import require
-from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
 
 ROUNDS = 2
@@ -163,9 +162,10 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
 
 def _searched(problem: Problem, only_gathers: bool = False) -> Schedule:
     workload, timing, routes, bound_us = problem.workload, problem.timing, problem.routes, problem.bound_us
+    if problem.offloads and only_gathers:
+        return gathers_within_memory(workload, timing, bound_us)
     if problem.offloads:
-        routes = tuple[Route, ...](route for route in routes if route == "gpu" or not only_gathers)
-        return plan_within_memory(workload, timing, routes, bound_us, only_gathers=only_gathers)
+        return plan_within_memory(workload, timing, routes, bound_us)
     found, found_us = search(workload, timing, routes, bound_us)
     if found_us > bound_us * (1 + 1e-9) and is_tiny(workload):
         from megatron_ext.planner.exact import BETWEEN, SMALL, solve  # ortools takes a while to import

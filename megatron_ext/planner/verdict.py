@@ -15,7 +15,7 @@ from megatron_ext.planner.finish import finished
 from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
 from megatron_ext.planner.limit import limit_of, limit_text
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule, synchronous_schedule
-from megatron_ext.planner.within_memory import plan_within_memory
+from megatron_ext.planner.within_memory import gathers_within_memory
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, keeps_device_bytes
 from megatron_ext.schedule.schedule_text import bytes_by_route
@@ -112,8 +112,7 @@ def compare_with(
     known = workload.zero_stage, option, by_option_us if workload.zero_stage < 3 else {}
     if workload.limits.device_bytes is not None and workload.zero_stage == 3:
         try:
-            gathers = plan_within_memory(workload, timing, ("gpu",), 0.0, only_gathers=True)
-            best = _stepped_alike("gathers-only", gathers, workload, timing)
+            best = _stepped_alike("gathers-only", gathers_within_memory(workload, timing), workload, timing)
         except InputError:  # nothing by all-gathers alone keeps the limits
             return None
         return Comparison(naive, naive_us if keeps_device_bytes(naive, workload) else None, best, *known)

@@ -5,11 +5,12 @@ is estimated by placement passes; the best few are searched.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from math import inf
 
 from megatron_ext.bounds.feasibility import largest_layers
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.effort import POLISHED_STEPS, RELIEF_WEIGHT, number_of_steps, relieved_share
+from megatron_ext.planner.effort import POLISHED_STEPS, RELIEF_WEIGHT, LastFound, number_of_steps, relieved_share
 from megatron_ext.planner.passes.offload_groups import Offloader, Relief, Rule
 from megatron_ext.planner.search import Search, Settings, search
 from megatron_ext.planner.states_on_drive import with_states_on_drive
@@ -72,6 +73,16 @@ def plan_within_memory(
     from megatron_ext.planner.least_memory import least_plan  # ortools takes a while to import
 
     return least_plan(workload, timing, routes, reliefs)
+
+
+_LAST_GATHERS = LastFound()
+
+
+def gathers_within_memory(workload: Workload, timing: Timing, bound_us: float = 0.0) -> Schedule:
+    """The same by all-gathers alone; the last is kept. Raises InputError where the table has no route ``gpu``."""
+    routes: tuple[Route, ...] = ("gpu",) if timing.offers("gpu") else ()
+    find = partial(plan_within_memory, workload, timing, routes, bound_us, only_gathers=True)
+    return _LAST_GATHERS.of(workload, timing, find)
 
 
 def _searched(workload, timing, routes, rule: Rule, bound_us: float) -> tuple[float, Schedule]:

@@ -2,10 +2,10 @@
 
 import pytest
 from msgspec.structs import replace
-from planning_cases import make_table, make_workload
+from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.planner import baselines, plan, verdict
+from megatron_ext.planner import baselines, plan, verdict, within_memory
 from megatron_ext.planner.gain_interval import dominant_cost, gain_interval, tables_to_draw
 from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule
@@ -221,6 +221,15 @@ def test_a_verdict_does_not_search_anew_what_the_plan_has_searched(monkeypatch):
     assert verdict(work, table, best).figures["gathers_only"] == "gathers-only" and not searched
     other = replace(table, group_overhead=cost.GroupOverhead(call_us=0.25))
     assert verdict(work, other, best).figures["gathers_only"] == "gathers-only" and len(searched) == 1
+
+
+def test_nor_does_a_verdict_on_a_plan_within_device_memory(monkeypatch):
+    work = make_workload(zero_stage=3, pp=1, vp=1, order="no_pipeline", layers=3, device_bytes=1 << 22)
+    table = make_table(work, **WHOLE)
+    planned, searched = plan(work, table), []
+    monkeypatch.setattr(within_memory, "search", lambda *given: searched.append(given) or search(*given))
+    figures = verdict(work, table, planned).figures
+    assert figures["gathers_only_us"] == planned.predicted.baselines_us["gathers-only"] and not searched
 
 
 def test_without_measured_all_gathers_there_is_no_answer():
