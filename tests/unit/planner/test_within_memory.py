@@ -112,6 +112,9 @@ def test_zero_stage_2_keeps_parameters_whole_and_gradients_in_shards():
     assert {"sharded"} <= {group.gradients for group in planned.groups}
     assert planned.predicted.memory[0].device_total_bytes <= need
     assert planned.predicted.baselines_us.keys() == {"gathers-only"}
+    alone = plan(limited(work, need, zero_stage=2, on_host=False), table, compare=False)
+    assert not alone.predicted.baselines_us
+    assert alone.predicted.iteration_time_us >= planned.predicted.iteration_time_us * (1 - 1e-9)
 
 
 def test_shards_that_rest_in_host_memory_count_as_pinned():
