@@ -1,7 +1,7 @@
 """Makes a schedule of decisions; used by every planner and baseline."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatron_ext.schedule.user_defined_schedule import (
     SCHEDULE_VERSION,
@@ -18,7 +18,7 @@ from megatron_ext.schedule.user_defined_schedule import (
     StepActions,
     Unshard,
 )
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import Copy, Route, kind_of
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload, fingerprint
 
@@ -64,7 +64,7 @@ def assemble(
     unshards reads from.
     """
     ranks = []
-    publish: dict[int, list[Literal["cpu", "nvme"]]] = {}
+    publish: dict[int, list[Copy]] = {}
     for pp_rank, steps in enumerate(steps_of_ranks(workload.parallel)):
         unshards: dict[int, list[Unshard]] = {}
         stages: dict[int, list[StageIn]] = {}
@@ -72,11 +72,10 @@ def assemble(
         for item in placed[pp_rank]:
             need_by = -1 if item.need_by == item.issue else item.need_by
             unshards.setdefault(item.issue, []).append(Unshard(item.group, item.route, need_by, item.at))
-            if item.route in ("cpu", "nvme"):
-                to = publish.setdefault(item.group, [])
-                if item.route not in to:
-                    to.append(item.route)
-            if item.route == "nvme":
+            kind = kind_of(item.route)
+            if kind.copy is not None and kind.copy not in (to := publish.setdefault(item.group, [])):
+                to.append(kind.copy)
+            if kind.staged:
                 stages.setdefault(item.stage, []).append(StageIn(item.group, item.slot))
         for item in freed[pp_rank] if freed else ():
             reshards.setdefault(item.step, []).append(Reshard(item.group, item.at))
@@ -97,7 +96,7 @@ def schedule_of(
     ranks: Sequence[Rank],
     planner: str,
     options: PlanOptions | None = None,
-    publish: Mapping[int, Sequence[Literal["cpu", "nvme"]]] = {},
+    publish: Mapping[int, Sequence[Copy]] = {},
 ) -> Schedule:
     """The schedule of these steps; ``publish``: by group, where it is published to."""
     return Schedule(

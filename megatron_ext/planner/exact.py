@@ -29,7 +29,7 @@ from megatron_ext.planner.search import Grouping, Search, Settings
 from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload, optimizer_bytes
 
@@ -250,7 +250,7 @@ class _Model:
             group = groups[gap.group]
             own = self.timing.among(group.ranks)
             for route in self.choices.routes:
-                if route == "nvme":
+                if kind_of(route).staged:
                     continue
                 us = self._units(own.unshard_us(route, group.bytes, group.algorithm))
                 chosen = by[route] = model.new_bool_var(f"{route}{name}")
@@ -258,7 +258,7 @@ class _Model:
                     model.new_optional_fixed_size_interval_var(start, us, chosen, f"l{route}{name}")
                 )
                 model.add(self.begin[gap.rank][gap.use] + lead >= start + us).only_enforce_if(chosen)
-                if route == "cpu":
+                if kind_of(route).copy is not None:
                     model.add(start >= self._published(gap, published, lanes, chosen)).only_enforce_if(chosen)
             model.add(sum(by.values()) == (1 if kept is None else 1 - kept))
             self.issue[gap], self.keep[gap], self.by[gap], self.starts[gap] = issue, kept, by, start

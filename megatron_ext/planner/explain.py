@@ -23,7 +23,7 @@ from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run
-from megatron_ext.workload.route import ROUTES, Route
+from megatron_ext.workload.route import ROUTES, Route, kind_of
 
 CUT, OFFLOAD, PLACE = "cut", "offload", "place"
 Places = dict[str | None, str]
@@ -150,7 +150,7 @@ class _Explained:
         said = [f"{counts[route]} by {route} ({us:.0f} us)" for route, us in alone.items() if counts[route]]
         lines = [f"gathers an iteration: {', '.join(said) or 'none'}: {self._us}"]
         for route, us in alone.items():
-            if counts.keys() != {route} and route != "nvme":
+            if counts.keys() != {route} and not kind_of(route).staged:
                 lines.append(f"all by {route} ({us:.0f} us): {self._tried(self._by(self.schedule, route))}")
         return "; ".join([*lines, f"compute waits {self.result.group_exposed_us.get(self.index, 0.0):.0f} us for it"])
 

@@ -20,7 +20,7 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Workload
 
 CHANGES = 160
@@ -182,8 +182,8 @@ class Annealing:
         return kind(rank, decisions)
 
     def _routes(self, group: int) -> list[Route]:
-        wrong = "gpu" if group in self.choices.from_host else "cpu_shard"
-        return [route for route in self.choices.routes if route != wrong]
+        choices = self.choices
+        return [route for route in choices.routes if not kind_of(route).gathers or choices.may_take(route, group)]
 
     def _some_of_group(self, rank: RankGaps) -> list[int]:
         """A gap, or some that follow each other of the same group."""

@@ -9,10 +9,10 @@ from megatron_ext.bounds.memory_headroom import with_headroom, with_most_headroo
 from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
-from megatron_ext.schedule.group_facts import FROM_HOST, can_rest_on_host
+from megatron_ext.schedule.group_facts import can_rest_on_host
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.nodes import check_spread
-from megatron_ext.workload.route import ROUTES, Route
+from megatron_ext.workload.route import ROUTE_KINDS, ROUTES, Route, kind_of
 from megatron_ext.workload.workload import Workload
 
 
@@ -56,11 +56,15 @@ def problem_of(workload: Workload, table: CostTable, *, offloads: bool, extrapol
 def usable_routes(workload: Workload, timing: Timing) -> tuple[Route, ...]:
     """Routes that the table offers, the limits allow, and the nodes can serve."""
     limits = workload.limits
-    shut = set() if limits.nvme_slots else {"nvme"}
-    if limits.pinned_host_bytes == 0 or not _spreads_evenly(workload):
-        shut |= {"cpu", "nvme"}
-    shut.add("cpu_shard")  # planned in place of all-gathers, where shards rest in host memory
-    return tuple(route for route in ROUTES if timing.offers(route) and route not in shut)
+    copies = limits.pinned_host_bytes != 0 and _spreads_evenly(workload)
+    return tuple(
+        kind.name
+        for kind in ROUTE_KINDS.values()
+        if timing.offers(kind.name)
+        and (copies or kind.gathers)
+        and (limits.nvme_slots or not kind.staged)
+        and not kind.shard_from_host  # planned in place of all-gathers, where shards rest in host memory
+    )
 
 
 def _with_headroom(workload: Workload, timing: Timing) -> tuple[Workload, tuple[Route, ...]]:
@@ -76,7 +80,7 @@ def _with_headroom(workload: Workload, timing: Timing) -> tuple[Workload, tuple[
     try:
         return with_headroom(workload), routes
     except InputError:
-        from_host = tuple[Route, ...](route for route in routes if route in FROM_HOST)
+        from_host = tuple[Route, ...](route for route in routes if not kind_of(route).needs_device_shard)
         if workload.zero_stage < 3 or not can_rest_on_host(workload) or not (from_host or timing.offers_cpu_shard):
             raise
         return with_headroom(workload, "host"), from_host

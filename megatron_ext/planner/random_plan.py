@@ -14,7 +14,7 @@ from megatron_ext.planner.stock import stream
 from megatron_ext.schedule.group_facts import make_group
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Workload, group_bytes
 
@@ -92,17 +92,18 @@ def random_groups(chunk: Chunk, draw: random.Random) -> list[list]:
 def _affordable_routes(workload: Workload, groups, routes, draw: random.Random) -> list[str]:
     """A random route for every group, within the pinned host memory of every node."""
     slots = workload.limits.nvme_slots
-    usable = [route for route in routes if route != "nvme" or slots]
+    usable = [route for route in routes if slots or not kind_of(route).staged]
     size = workload.limits.nvme_slot_bytes
     for group in groups:
-        if usable == ["nvme"] and size is not None and group.bytes > size:
+        if all(kind_of(route).staged for route in usable) and size is not None and group.bytes > size:
             raise InputError(
                 f"cannot fit: a group of {group.bytes} bytes has no other route",
                 field="limits.nvme_slot_bytes",
                 value=size,
             )
     routed = [
-        draw.choice([r for r in usable if r != "nvme" or size is None or group.bytes <= size]) for group in groups
+        draw.choice([r for r in usable if size is None or group.bytes <= size or not kind_of(r).staged])
+        for group in groups
     ]
     limit = workload.limits.pinned_host_bytes
     if "gpu" not in usable and limit is not None and max(pinned_need(workload, groups, routed), default=0) > limit:
@@ -200,7 +201,7 @@ def with_slots(unshards: list[Placed], slots: int, draw: random.Random, routes) 
     taken: dict[int, int] = {}  # group -> step of its latest unshard by nvme
     result = []
     for item in unshards:
-        if item.route == "nvme":
+        if kind_of(item.route).staged:
             before = taken.get(item.group, -2)
             usable = [slot for slot, step in free_after.items() if max(step, before) < item.issue]
             if not usable:

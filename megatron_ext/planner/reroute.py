@@ -1,27 +1,27 @@
 """A schedule with other routes at the same places, and with shards in host memory where that costs no time."""
 
 from collections.abc import Callable
-from typing import Literal
 
 from msgspec.structs import replace
 
 from megatron_ext.schedule.footprint import pinned_host_bytes
-from megatron_ext.schedule.group_facts import FROM_HOST, members_of, steps_on_host_shards
+from megatron_ext.schedule.group_facts import members_of, steps_on_host_shards
 from megatron_ext.schedule.user_defined_schedule import PublishGroup, Schedule, Unshard
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import Copy, Route, kind_of
 from megatron_ext.workload.workload import Workload
 
 
 def rerouted(schedule: Schedule, route_of: Callable[[Unshard], Route]) -> Schedule:
     """``schedule`` with every unshard by ``route_of`` it, and groups published where they are then read from."""
     ranks = []
-    publish: dict[int, list[Literal["cpu", "nvme"]]] = {}
+    publish: dict[int, list[Copy]] = {}
 
     def change(actions: tuple[Unshard, ...]) -> tuple[Unshard, ...]:
         changed = tuple(replace(action, route=route_of(action)) for action in actions)
         for action in changed:
-            if action.route in ("cpu", "nvme") and action.route not in publish.setdefault(action.group, []):
-                publish[action.group].append(action.route)
+            copy = kind_of(action.route).copy
+            if copy is not None and copy not in publish.setdefault(action.group, []):
+                publish[action.group].append(copy)
         return changed
 
     for rank in schedule.ranks:
@@ -46,7 +46,8 @@ def with_host_shards(schedule: Schedule, workload: Workload) -> Schedule:
     if schedule.zero_stage < 3:
         return schedule
     entries = [entry for rank in schedule.ranks for entry in (rank.start, *rank.steps)]
-    by_device = {action.group for entry in entries for action in entry.unshard if action.route not in FROM_HOST}
+    unshards = [action for entry in entries for action in entry.unshard]
+    by_device = {action.group for action in unshards if kind_of(action.route).needs_device_shard}
     limit, parallel = schedule.limits.pinned_host_bytes, schedule.parallel
     pinned, groups = pinned_host_bytes(schedule), list(schedule.groups)
     for index, group in enumerate(groups):

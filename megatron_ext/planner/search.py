@@ -34,7 +34,7 @@ from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Pla
 from megatron_ext.planner.place_choices import horizons, hosted_groups, route_sets, staged_groups
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Workload
 
 SIMULATED = 8
@@ -95,7 +95,7 @@ class Search:
         self.own_cuts, self.cuts = own_cuts, list(cuttings(workload, timing, routes))
         self.cuts += [cut for cut in own_cuts if cut not in self.cuts]
         self.divides: list[Divide | None] = [None]
-        links = tuple[Route, ...](route for route in routes if route != "cpu_shard")
+        links = tuple[Route, ...](route for route in routes if not kind_of(route).shard_from_host)
         if len(links) > 1:
             self.divides.append(splitter(timing, links))
         limits = workload.limits
@@ -141,8 +141,10 @@ class Search:
         blocks = self._blocks[key]
         if blocks is None:
             return None
-        hosted = hosted_groups(workload, blocks, settings.hosts) if "cpu" in allowed else frozenset()
-        staged = staged_groups(workload, blocks, hosted) if "nvme" in allowed else frozenset()
+        kinds = [kind_of(route) for route in allowed]
+        copied = any(kind.copy == "cpu" for kind in kinds)
+        hosted = hosted_groups(workload, blocks, settings.hosts) if copied else frozenset()
+        staged = staged_groups(workload, blocks, hosted) if any(kind.staged for kind in kinds) else frozenset()
         return grouping_of(workload, blocks, Choices(self.horizons[settings.horizon], allowed, hosted, staged))
 
     def _place(self, given: Grouping, workload: Workload) -> Plan:
@@ -287,12 +289,13 @@ class Search:
 
 def grouping_of(workload: Workload, blocks: Blocks, choices: Choices) -> Grouping | None:
     """Blocks and choices, where the groups' shards allow them; None where a block or a group has no room or route."""
-    every, allowed = range(len(blocks.groups)), choices.routes
+    every = range(len(blocks.groups))
     from_host = frozenset(g for g in every if blocks.groups[g].shard_rests == "host")
-    gathered = {g for g in every if ("cpu_shard" if g in from_host else "gpu") in allowed}
-    if not fits(workload, blocks) or len(gathered | choices.hosted) < len(blocks.groups):
+    choices = choices._replace(from_host=from_host)
+    routes = [route for route in choices.routes if not kind_of(route).staged]
+    if not fits(workload, blocks) or not all(any(choices.may_take(route, g) for route in routes) for g in every):
         return None
-    return Grouping(blocks, choices._replace(from_host=from_host))
+    return Grouping(blocks, choices)
 
 
 def search(

@@ -19,6 +19,7 @@ from megatron_ext.cost.estimates import STEP
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.problem import usable_routes
 from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import kind_of
 from megatron_ext.workload.workload import Chunk, Parameter, Workload
 
 LETTERS = {"embedding": "E", "transformer": "t", "moe": "t", "output": "L"}
@@ -131,7 +132,7 @@ class StageCosts:
         return max(compute, us * (2.0 * share + (1.0 - share) / self.workload.parallel.num_microbatches))
 
     def _gather_us(self, layer: ModelLayer) -> float:
-        us, routes = 0.0, [route for route in self.routes if route != "nvme" or len(self.routes) == 1]
+        us, routes = 0.0, [route for route in self.routes if len(self.routes) == 1 or not kind_of(route).staged]
         for expert in (False, True):
             own = self.timing.among(self.workload.parallel.ranks_of(expert))
             if size := sum(p.bytes for p in layer.parameters if p.expert is expert):

@@ -21,7 +21,7 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import ROUTES, Route
 from megatron_ext.workload.workload import Workload, group_bytes
 
 ORDERS: tuple[tuple[Relief, ...], ...] = (
@@ -165,7 +165,7 @@ def reliefs_of(
     hosted = workload.limits.pinned_host_bytes != 0 and can_rest_on_host(workload)
     if workload.zero_stage == 3 and hosted and ("cpu" in routes or by_shards):
         reliefs.add("shards")
-        routes = tuple(sorted({*routes, *by_shards}, key=("gpu", "cpu", "cpu_shard", "nvme").index))
+        routes = tuple(sorted({*routes, *by_shards}, key=ROUTES.index))
     return routes, frozenset(reliefs)
 
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.user_defined_schedule import Reshard, Schedule, StageIn, StepActions, Unshard
+from megatron_ext.workload.route import kind_of
 
 
 class InvalidSchedule(InputError):
@@ -159,9 +160,9 @@ class RankCheck:
             self.refuse(f"group {group} is unsharded already", field)
         need_by = self._check_places(action, field)
         self._check_route(action, field)
-        if action.route == "nvme":
+        if kind_of(action.route).staged:
             if group not in self.slot_of:
-                self.refuse(f"group {group} goes by nvme but was not staged in", field)
+                self.refuse(f"group {group} goes by {action.route} but was not staged in", field)
             del self.in_slot[self.slot_of.pop(group)]
         self.gathers[group] += 1
         self.ready_at[group] = need_by
@@ -199,15 +200,15 @@ class RankCheck:
 
     def _check_route(self, action: Unshard, field: str) -> None:
         """Check that the copy exists from which a group is unsharded."""
-        number, group, route = action.group, self.groups[action.group], action.route
-        if route == "cpu_shard" and (group.shard_rests != "host" or group.ranks == 1):
+        number, group, route, kind = action.group, self.groups[action.group], action.route, kind_of(action.route)
+        if kind.shard_from_host and (group.shard_rests != "host" or group.ranks == 1):
             said = f"group {number} needs a shard that rests in host memory, and several data-parallel ranks"
-        elif route == "gpu" and group.shard_rests == "host":
+        elif kind.needs_device_shard and group.shard_rests == "host":
             said = (
-                f"group {number} goes by gpu but its shard rests in host memory: {group.bytes} bytes have no copy on "
-                "the device to come from"
+                f"group {number} goes by {route} but its shard rests in host memory: {group.bytes} bytes have no copy "
+                "on the device to come from"
             )
-        elif route in ("cpu", "nvme") and route not in self.destinations.get(number, ()):
+        elif kind.copy is not None and kind.copy not in self.destinations.get(number, ()):
             said = (
                 f"group {number} goes by {route} but is never published there: {group.bytes} bytes have no copy to "
                 "come from"

@@ -6,12 +6,8 @@ from collections.abc import Iterable, Sequence
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.optimizer_settings import HALF, OptimizerSettings
-from megatron_ext.workload.route import Route
 from megatron_ext.workload.state_layout import LINE_BYTES, region_bytes, tensor_bytes
 from megatron_ext.workload.workload import Parameter, Workload, group_bytes, group_ranks
-
-FROM_HOST: tuple[Route, ...] = ("cpu", "cpu_shard", "nvme")
-"""Routes that bring a group without its shard on the device."""
 
 
 def make_group(

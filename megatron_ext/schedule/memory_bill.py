@@ -44,7 +44,7 @@ from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels, shard_parts
 from megatron_ext.workload.nodes import nodes_spanned, pinned_bytes_of_nodes, ranks_of_copy
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.route import piece_buffer_bytes
+from megatron_ext.workload.route import kind_of
 from megatron_ext.workload.state_layout import region_bytes
 from megatron_ext.workload.workload import Workload
 
@@ -180,8 +180,8 @@ def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
     for entry in (rank.start, *rank.steps):
         for action in entry.unshard:
             group = schedule.groups[action.group]
-            if action.route == "cpu_shard":
-                size = piece_buffer_bytes(group.bytes)
+            if kind_of(action.route).shard_from_host:
+                size = kind_of(action.route).buffer_bytes(group.bytes)
             elif action.route == "gpu" and group.algorithm is not None:
                 size = group.bytes + group.bytes // group.ranks * nodes_spanned(parallel, pp_rank, group.ranks)
             else:

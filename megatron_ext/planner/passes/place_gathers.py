@@ -30,7 +30,7 @@ from megatron_ext.planner.knapsack import best_fill, least_cover
 from megatron_ext.planner.rank_uses import GroupTimes, RankUses
 from megatron_ext.simulator.activity_kinds import CPU, GPU
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route, shard_pieces
+from megatron_ext.workload.route import Route, RouteKind, kind_of, shard_pieces
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
@@ -70,11 +70,15 @@ class Choices(NamedTuple):
 
     def may_take(self, route: Route, group: int) -> bool:
         """Whether a group can go by a route at all."""
-        if route == "cpu":
-            return group in self.hosted
-        if route == "nvme":
-            return group in self.staged
-        return route == ("cpu_shard" if group in self.from_host else "gpu")
+        kind = kind_of(route)
+        if kind.gathers:
+            return kind.shard_from_host == (group in self.from_host)
+        return group in (self.staged if kind.staged else self.hosted)
+
+
+def _queue(kind: RouteKind) -> str:
+    """What a gather queues for: the link, or where it crosses several a queue of its own."""
+    return kind.name if kind.staged or kind.shard_from_host else kind.link
 
 
 class RankPlacement:
@@ -88,7 +92,7 @@ class RankPlacement:
         self.free = inf if limit is None else limit
         self.whole: dict[int, int] = {}  # group -> the use up to which it must stay
         self.arrives: dict[int, float] = {}  # group -> estimated time at which it is whole
-        self.possible: dict[int, list[Route]] = {}  # group -> routes by which it may go
+        self.possible: dict[int, list[RouteKind]] = {}  # group -> routes by which it may go
         self.ahead: set[int] = set()
         self.uses_to_come = {group: list(uses) for group, uses in given.uses.items()}
         self.front = 0  # every use before this one has its block whole or in flight
@@ -241,20 +245,21 @@ class RankPlacement:
         self.whole[group] = self.stays.get((group, use), use)
         self.free -= self.sizes[group]
         route, arrival, delay = self._route(group, issue)
+        kind = kind_of(route)
         if delay:
-            other = "cpu" if route == "gpu" else "gpu"
-            self.link_free[other] += delay
-        if route == "cpu_shard":
+            other = "cpu" if kind.link == "gpu" else "gpu"
+            self.link_free[other] = self.link_free.get(other, 0.0) + delay
+        if kind.shard_from_host:
             copied = max(self.now, self.link_free.get("cpu", 0.0)) + self.times.shard_copy(group)
             self.link_free |= {"cpu": copied, "gpu": arrival}
         slot = -1
-        if route == "nvme":
+        if kind.staged:
             slots = self.staged.setdefault(issue, [])
             slot = len(slots)
             slots.append(group)
             # Its last leg takes the PCIe link.
             self.link_free["cpu"] = max(self.link_free.get("cpu", 0.0), arrival)
-        self.link_free[route] = arrival
+        self.link_free[_queue(kind)] = arrival
         self.arrives[group] = arrival
         self.placed.append(Placed(group, route, issue, self.block_uses[use].step, at, slot, issue))
 
@@ -263,17 +268,18 @@ class RankPlacement:
         by how much the other link's queue is delayed."""
         best, least, choices = None, inf, self.choices
         forced = choices.forced.get((self.pp_rank, len(self.placed))) if choices.forced else None
-        routes = self.possible.get(group)
-        if routes is None:
-            routes = self.possible[group] = [route for route in choices.routes if choices.may_take(route, group)]
-        for route in routes:
-            if route == "nvme" and not self._has_slot(group, issue):
+        kinds = self.possible.get(group)
+        if kinds is None:
+            kinds = [kind_of(route) for route in choices.routes if choices.may_take(route, group)]
+            self.possible[group] = kinds
+        for kind in kinds:
+            if kind.staged and not self._has_slot(group, issue):
                 continue
-            ready = max(self.now, self._published_at(group)) if route == "cpu" else self.now
-            begin = max(ready, self.link_free[route])
-            if route == "gpu" and self.blocks.groups[group].algorithm is None:
+            route, ready = kind.name, max(self.now, self._published_at(group)) if kind.copy == "cpu" else self.now
+            begin = max(ready, self.link_free.get(_queue(kind), 0.0))
+            if kind.needs_device_shard and self.blocks.groups[group].algorithm is None:
                 begin = max(begin, self.reduced)
-            if route == "cpu_shard":
+            if kind.shard_from_host:
                 us, delay = self._by_shard(group) - begin, 0.0
             else:
                 us, delay = self._beside(route, self.sizes[group], begin, self.times.unshard(group, route))
@@ -306,7 +312,7 @@ class RankPlacement:
     def _beside(self, route: str, size: int, begin: float, us: float) -> tuple[float, float]:
         """What a gather takes that would take ``us`` alone, if the other link is still busy when it
         begins, and what the other loses meanwhile."""
-        mine, other = (GPU, CPU) if route == "gpu" else (CPU, GPU)
+        mine, other = (GPU, CPU) if kind_of(route).link == "gpu" else (CPU, GPU)
         overlap = self.link_free.get("cpu" if mine == GPU else "gpu", 0.0) - begin
         if overlap <= 0 or not (self.timing.disturbed[mine] or self.timing.disturbed[other]):
             return us, 0.0

@@ -16,6 +16,7 @@ from megatron_ext.schedule.memory_bill import memory_bill, on_nodes, resting_byt
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import kind_of
 from megatron_ext.workload.workload import Workload
 
 NAME = "rest states"
@@ -174,4 +175,4 @@ def device_bytes(group: Group, workload: Workload) -> int:
 def _by_cpu_shard(schedule: Schedule) -> set[int]:
     """Groups whose shards have to rest in host memory."""
     entries = [entry for rank in schedule.ranks for entry in (rank.start, *rank.steps)]
-    return {action.group for entry in entries for action in entry.unshard if action.route == "cpu_shard"}
+    return {action.group for entry in entries for action in entry.unshard if kind_of(action.route).shard_from_host}
