@@ -29,7 +29,7 @@ def forced_reduce_us(workload: Workload, timing: Timing, pp_rank: int) -> float:
     item_bytes = workload.optimizer.gradient_item_bytes
     room = limit - _always_there(workload, pp_rank)
     forced = sum(p.numel for p in parameters) * item_bytes - max(room, 0)
-    least = [(p, us) for chunk in chunks for p, us in least_cost_of_groups(workload, chunk, timing, Timing.reduce_us)]
+    least = [(p, us) for chunk in chunks for p, us in least_cost_of_groups(workload, chunk, timing)]
     if forced <= 0 or not least:
         return 0.0
     per_byte = min(us / (p.bytes // ITEM_BYTES[p.dtype] * item_bytes) for p, us in least)

@@ -18,7 +18,6 @@ device leaves less room for whole parameters and gradients, so what 2 and 3 say 
    groups were not there before, ``t(n)`` also delays the paths of 1 and hence everything behind them.
 5. Disturbed compute: the compute of a rank is slowed while its gathers run, except while the rank waits for its first
    input.
-6. Host processors, where ranks share them (:mod:`megatron_ext.bounds.host_processors`).
 """
 
 from itertools import accumulate
@@ -26,7 +25,6 @@ from itertools import accumulate
 from megatron_ext.bounds.critical_path import Durations, compute_durations, earliest, tails
 from megatron_ext.bounds.device_memory import with_device_memory
 from megatron_ext.bounds.forced_reduces import forced_reduce_us
-from megatron_ext.bounds.host_processors import processor_bound
 from megatron_ext.bounds.least_loads import Need, least_loads
 from megatron_ext.bounds.link_rates import LinkRates
 from megatron_ext.bounds.reduce_tail import LastBackward, last_backwards, least_tail_us, rest_us
@@ -57,7 +55,7 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
     begins, ends = earliest(workload, timing, least, [*map(_ends_by_links, rates, needs)])
     last = last_backwards(workload, timing)
     tail_us = [least_tail_us(workload, timing, rank) for rank in range(pp)]
-    bound = max(processor_bound(workload, timing), max(of_rank[-1] + us for of_rank, us in zip(ends, tail_us)))
+    bound = max(of_rank[-1] + us for of_rank, us in zip(ends, tail_us))
     for rank, backwards in enumerate(last):
         for backward in backwards:
             bound = max(bound, begins[rank][backward.step] + backward.from_start_us)

@@ -92,18 +92,13 @@ def rest_us(done_us: float, step: int, last: list[LastBackward]) -> float:
 def least_reduce_us(workload: Workload, chunk: Chunk, timing: Timing) -> list[float]:
     """By layer: no grouping of a chunk's parameters is reduced in less time, alone; 0 without such a curve."""
     found = [0.0] * chunk.num_layers
-    for parameter, us in least_cost_of_groups(workload, chunk, timing, Timing.reduce_us):
+    for parameter, us in least_cost_of_groups(workload, chunk, timing):
         found[parameter.layer] += us
     return found
 
 
-def least_cost_of_groups(workload: Workload, chunk: Chunk, timing: Timing, cost):
-    """For each parameter, its bytes times the least cost a byte of any group that can hold it.
-
-    Args:
-        cost: durations among a group's ranks and bytes of the group -> its cost; raises InputError for sizes that were
-            not measured.
-    """
+def least_cost_of_groups(workload: Workload, chunk: Chunk, timing: Timing):
+    """For each parameter, its bytes times the least that reducing a byte takes in any group that can hold it."""
     if timing.table.reduce is None or not chunk.bytes:
         return
     largest, least = largest_group(workload, (chunk,)), {}
@@ -113,7 +108,7 @@ def least_cost_of_groups(workload: Workload, chunk: Chunk, timing: Timing, cost)
         sizes = best_rate_sizes(measured, largest) | {parameter.bytes for parameter in chunk.parameters}
         for size in sorted(sizes, reverse=True):
             with contextlib.suppress(InputError):  # larger groups than measured cannot be planned
-                per_byte = min(per_byte, cost(own, size) / size)
+                per_byte = min(per_byte, own.reduce_us(size) / size)
             least[expert, size] = per_byte
     for parameter in chunk.parameters:
         if 0 < least[parameter.expert, parameter.bytes] < inf:

@@ -42,7 +42,7 @@ LINKS = (
     "set_up.pin_us_per_gib",
     "set_up.beside_allocator_bytes",
 )
-COMPUTE = ("compute", "optimizer", "host_add", "host_step", "device_step", "host_cpu", "host_memory", "launches")
+COMPUTE = ("compute", "optimizer", "host_add", "host_step", "device_step", "host_memory", "launches")
 PARTS = LINKS + COMPUTE
 
 _STRUCTS = {

@@ -8,7 +8,6 @@ from megatron_ext.cost.combine_tables import PARTS, get, has
 from megatron_ext.cost.cost_table import CostTable, Curve
 from megatron_ext.cost.curve import covers, curves_of, lookup
 from megatron_ext.cost.environment import PARTS as ENVIRONMENT
-from megatron_ext.cost.host_cpu import HostCpu
 
 
 def compare(first: CostTable, second: CostTable) -> dict:
@@ -35,8 +34,6 @@ def compare(first: CostTable, second: CostTable) -> dict:
             result["only"]["first" if has(one) else "second"].append(part)
         elif isinstance(one, Curve) and has(one):
             result["curves"][part] = _curve(one, other)
-        elif isinstance(one, HostCpu):
-            result["figures"][f"{part}.processors_per_node"] = other.processors_per_node / one.processors_per_node - 1
         elif isinstance(one, float | int) and not isinstance(one, bool) and one:
             result["figures"][part] = other / one - 1
     rows = [

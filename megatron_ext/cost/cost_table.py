@@ -9,13 +9,12 @@ from typing import Literal
 
 import msgspec
 
-from megatron_ext.cost.host_cpu import HostCpu, check_host_cpu
 from megatron_ext.formats import json_files
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.facts import Facts
+from megatron_ext.formats.versions import COMMANDS, check_version
 from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
-from megatron_ext.formats.versions import check_version
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.route import ROUTES
 
@@ -229,12 +228,18 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     launches: Launches | None = None
     topology: Topology = Topology()
     set_up: SetUp = SetUp()
-    host_cpu: HostCpu | None = None
 
 
 def load(path) -> CostTable:
     """Read and check a cost table. Raises InputError naming file, field and value."""
-    return check(json_files.load(path, CostTable, versioned="cost_table"), file=path)
+    try:
+        table = json_files.load(path, CostTable, versioned="cost_table")
+    except InputError as error:
+        if "`host_cpu`" not in error.message:
+            raise
+        message = "an earlier release wrote it, whose compute is that of one rank alone; make the file anew"
+        raise InputError(f"{message}: {COMMANDS['cost_table']}", file=path, field="host_cpu") from None
+    return check(table, file=path)
 
 
 def save(path, table: CostTable) -> None:
@@ -293,7 +298,6 @@ def check(table: CostTable, *, file=None) -> CostTable:
         host_step=curve(table.host_step, "host_step"),
         device_step=curve(table.device_step, "device_step"),
         all_reduce=curve(table.all_reduce, "all_reduce"),
-        host_cpu=check_host_cpu(table.host_cpu, checker),
     )
 
 

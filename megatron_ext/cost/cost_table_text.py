@@ -97,7 +97,7 @@ def summary(table: CostTable) -> dict:
         "curves": curves,
         "contention": len(table.contention),
         "compute": len(table.compute),
-        **{name: msgspec.to_builtins(getattr(table, name)) for name in ("host_cpu", "host_memory", "launches")},
+        **{name: msgspec.to_builtins(getattr(table, name)) for name in ("host_memory", "launches")},
         "synthetic": metadata.synthetic,
         "created_at": metadata.created_at,
         "hardware": metadata.hardware,
@@ -150,8 +150,4 @@ def text(table: CostTable) -> str:
         for row in table.compute:
             place = row.layer_kind or f"pipeline rank {row.pp_rank}, chunk {row.model_chunk_id}"
             lines.append(f"  {place:32} forward {row.forward_us:10.1f} us, backward {row.backward_us:10.1f} us")
-    if table.host_cpu is not None:
-        sharing = table.host_cpu.nodes_sharing
-        who = f"{sharing} nodes on one machine compute" if sharing > 1 else "a node computes"
-        lines.append(f"{who} {table.host_cpu.processors_per_node:.2f} ranks' worth at once")
     return "\n".join(lines)

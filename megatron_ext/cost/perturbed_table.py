@@ -36,7 +36,6 @@ from megatron_ext.cost.cost_table import (
     Routes,
 )
 from megatron_ext.cost.curve import curves_of, residuals
-from megatron_ext.cost.host_cpu import HostCpu
 from megatron_ext.cost.true_curve import P95, noise_of_misses, noise_of_samples, posterior, posterior_of_likes
 from megatron_ext.workload.route import ROUTES
 
@@ -158,7 +157,6 @@ class PerturbedTables:
             compute=self._compute(number),
             contention=self._contention(number),
             group_overhead=replace(table.group_overhead, call_us=self._call_us(number)),
-            host_cpu=self._host_cpu(number),
             host_memory=self._host_memory(number),
         )
         return self._with_launches(made, number)
@@ -304,18 +302,6 @@ class PerturbedTables:
         spread = sqrt(SYSTEMATIC**2 + (log(memory.bytes_per_s / slow) / P95) ** 2)
         return HostMemory(bytes_per_s=memory.bytes_per_s * exp(number("host_memory") * spread))
 
-    def _host_cpu(self, number: Callable[[str], float]) -> HostCpu | None:
-        section = self._table.host_cpu
-        if section is None:
-            return None
-        spread = sqrt(SYSTEMATIC**2 + self._noise**2)
-        processor_us = {}
-        for name, points in section.processor_us.items():
-            factor = exp(number("host_cpu.processor_us") * spread)
-            processor_us[name] = tuple(replace(point, us=point.us * factor) for point in points)
-        processors = section.processors_per_node * exp(number("host_cpu.processors_per_node") * SYSTEMATIC)
-        return replace(section, processors_per_node=processors, processor_us=processor_us)
-
 
 def _is_estimated(table: CostTable) -> bool:
     return table.metadata.source is not None and table.metadata.source.program == ESTIMATE
@@ -390,8 +376,6 @@ def _missing_pairs(table: CostTable, kinds: Sequence[str]) -> list[tuple[str, st
     if table.topology.nic_shares_pcie:
         present |= {("gpu", "cpu"), ("cpu", "gpu")}
     present |= {("gpu", "reduce"), ("reduce", "gpu")}
-    if table.host_cpu is not None:
-        present |= {("compute", busy) for busy in TRANSFERS}  # the section says what they take of the processors
     on_host = ON_HOST if table.host_memory is None else ()
     return [
         (measured, busy)

@@ -57,9 +57,9 @@ from megatron_ext.doctor.place import DoctorOptions, Place, find_place
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.formats.versions import SCHEMA_VERSION
+from megatron_ext.measure.board import StoreBoard
 from megatron_ext.measure.cluster_launch import meet
 from megatron_ext.measure.fabric import Fabric, shared_bytes
-from megatron_ext.measure.hostcpu.board import StoreBoard
 from megatron_ext.measure.options import Options
 from megatron_ext.runtime import machine, shared_block
 from megatron_ext.runtime.device import has_cuda

@@ -12,7 +12,8 @@ MOST_OVER = 1.2
 def announcement(options: Options) -> str:
     """Two lines for people, and a third where something was kept."""
     curves = ", ".join(f"{name} ({len(sizes_of(name, options))})" for name in curves_asked(options))
-    others = ["host memory"] * ("host_memory" in options.links) + ["compute"] * ("compute" in options.links)
+    computes = "compute" in options.links and options.modules is not None
+    others = ["host memory"] * ("host_memory" in options.links) + ["compute"] * computes
     others += ["contention"] * ("contention" in options.links)
     most, kept = MOST_OVER * options.seconds, options.keep_path
     goes_on = f"\ngoes on from {kept} where that was measured for the same" if kept and os.path.exists(kept) else ""

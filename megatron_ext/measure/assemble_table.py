@@ -9,10 +9,9 @@ from typing import get_args
 import msgspec
 
 from megatron_ext.cost import cost_table
-from megatron_ext.cost.host_cpu import HostCpu, ProcessorTime
 from megatron_ext.formats.facts import RANKS_PER_DEVICE, Facts, shared_device
 from megatron_ext.measure import scaled_sizes
-from megatron_ext.measure.hostcpu.shared_processors import ROUNDS
+from megatron_ext.measure.compute_rounds import ROUNDS
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.runtime.machine import environment
 from megatron_ext.workload.drive_reads import DriveReads
@@ -24,26 +23,10 @@ WAVERS = 0.10
 apart than this. The median of all is known about twice as well as that of a quarter, so another
 measurement then rarely differs by more."""
 
-BACKGROUND_LOAD = 0.1
-"""Processors that other programs may use before the notes of the table say so."""
-
 OVERLONG = 1.2
 """How many times the time that was asked for, before the notes say so."""
 
 MEDIANS = "medians_us"
-
-CURVE_NAMES = {
-    "gpu": "routes.gpu",
-    "cpu": "routes.cpu",
-    "nvme": "routes.nvme",
-    "publish": "publish.cpu",
-    "publish_nvme": "publish.nvme",
-    "internode": "publish.internode",
-    "reduce": "reduce",
-    "p2p": "p2p",
-    "host_step": "host_step",
-}
-"""By name of an operation, the curve of the cost table that it becomes."""
 
 
 def assemble(options: Options, raw: dict) -> cost_table.CostTable:
@@ -100,7 +83,6 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
         host_add=curve("host_add", f"one float32 gradient shard added to another in host memory, {at_once}"),
         host_memory=cost_table.HostMemory(**raw["host_memory"]) if raw.get("host_memory") else None,
         launches=_launches(options, curves),
-        host_cpu=_host_cpu(options, curves, compute),
     )
     return cost_table.check(table)
 
@@ -134,34 +116,6 @@ def _facts(options: Options) -> Facts:
     }
 
 
-def _host_cpu(options: Options, curves: dict, compute: dict) -> HostCpu | None:
-    """How ranks share processors. Processor time was measured on all ranks at once, which share caches and memory; the
-    table holds it as if the rank were alone, like compute."""
-    if compute.get("processors_per_node") is None:
-        return None
-    alone = 1.0 / compute.get("slowdown", 1.0)
-    processor_us = {}
-    for name, curve in CURVE_NAMES.items():
-        times = [
-            ProcessorTime(size_bytes=_size_of(name, row["size_bytes"], options), us=row["processor_us"] * alone)
-            for row in curves.get(name, ())
-            if "processor_us" in row
-        ]
-        if times:
-            processor_us[curve] = tuple(times)
-    return HostCpu(
-        processors_per_node=compute["processors_per_node"],
-        nodes_sharing=compute.get("nodes_sharing") or 1,
-        processor_us=processor_us,
-        compute_rounds=tuple((round(ended_s, 2), round(us, 1)) for ended_s, us in compute.get("compute_rounds", ())),
-    )
-
-
-def _size_of(name: str, size_bytes: int, options: Options) -> int:
-    """Bytes that a curve is read by: between nodes those that enter each node, which is what a plan asks for."""
-    return crossing_bytes(size_bytes, options.nodes) if name == "internode" else size_bytes
-
-
 def _points(rows: list[dict]) -> tuple[cost_table.Point, ...]:
     return tuple(
         cost_table.Point(**{name: value for name, value in row.items() if name in cost_table.Point.__struct_fields__})
@@ -185,7 +139,7 @@ def _internode(curves: dict, options: Options, at_once: str) -> cost_table.Curve
     """By the bytes that enter each node, which is what a plan asks for."""
     if "internode" not in curves:
         return None
-    rows = [row | {"size_bytes": _size_of("internode", row["size_bytes"], options)} for row in curves["internode"]]
+    rows = [row | {"size_bytes": crossing_bytes(row["size_bytes"], options.nodes)} for row in curves["internode"]]
     return cost_table.Curve(
         points=_points(rows),
         source=(
@@ -228,14 +182,8 @@ def _launches(options: Options, curves: dict) -> cost_table.Launches | None:
 
 
 def notes(raw: dict) -> list[str]:
-    """Where medians waver, for sizes of 1 MiB and more, what there was no time for, and
-    who else used the processors: the table says so itself."""
+    """Where medians waver, for sizes of 1 MiB and more, and what there was no time for: the table says so itself."""
     lines = []
-    background = raw.get("background_processors", 0.0)
-    if background > BACKGROUND_LOAD:
-        lines.append(
-            f"other programs used {background:.1f} processors meanwhile: times are longer than on an idle machine"
-        )
     if raw.get(RANKS_PER_DEVICE, 1) > 1:
         lines.append(shared_device(raw[RANKS_PER_DEVICE]))
     seconds = raw.get("seconds")
@@ -280,5 +228,5 @@ def notes(raw: dict) -> list[str]:
         lines.append(f"compute: a micro-batch takes so long that there was time for {rounds}; --seconds gives it more")
     drift = raw.get("compute", {}).get("drift", 0.0)
     if drift > WAVERS:
-        lines.append(f"compute: rounds of one rank alone differ by {drift:.0%}")
+        lines.append(f"compute: rounds differ by {drift:.0%}")
     return lines + list((raw.get("nvme") or {}).get("notes", []))

@@ -59,8 +59,8 @@ def run(options: Options, progress) -> dict | None:
 
     from megatron_ext.cpubench import gloo
     from megatron_ext.measure import rank_program
+    from megatron_ext.measure.board import StoreBoard
     from megatron_ext.measure.fabric import Fabric, shared_bytes
-    from megatron_ext.measure.hostcpu.board import StoreBoard
     from megatron_ext.runtime import shared_block
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -86,6 +86,4 @@ def run(options: Options, progress) -> dict | None:
     fabric = Fabric(options, rank, block, board)
     result = rank_program.run(fabric, progress if rank == 0 else lambda done, total, what: None)
     fabric.board.barrier()
-    if result is not None:
-        result["background_processors"] = 0.0  # other nodes' programs cannot be told from ours
     return result

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.measure.hostcpu.board import Board, SharedBoard
+from megatron_ext.measure.board import Board, SharedBoard
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.runtime import block_pages, host_memory, own_device
 from megatron_ext.runtime.device import device_of

@@ -19,7 +19,7 @@ KEEP_SECONDS = 5.0
 """How often it is written at the most."""
 
 Visits = dict[tuple[str, int], list]
-"""By curve and size, a list over visits of (microseconds that count in each round, issued, processor time)."""
+"""By curve and size, a list over visits of (microseconds that count in each round, issued)."""
 
 
 class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,7 +30,7 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     options: Facts
     environment: dict[str, Facts]
     seconds: float
-    curves: tuple[tuple[str, int, list], ...]
+    curves: tuple[tuple[str, int, list[tuple[list[list[float]], list[float]]]], ...]
 
 
 def path_of(out: str) -> str:

@@ -23,16 +23,15 @@ One layer that is run again and again is found in the caches; in training it is 
 layers of a rank are larger than these. Runners with as many layers as a rank has find them as
 training does; where memory holds but one, ``evict_bytes`` stand for the others.
 
-[Note: Alone and together]
-A table stores what a layer takes alone, with the run's number of threads. On machines where
-the node's ranks share its processors the same is measured on all ranks at once, and
-``topology.processors_per_node`` says how many ranks' worth of compute the node does at once:
-fewer than it has processors where ranks also share caches and memory.
+[Note: All ranks at once]
+A table stores what a layer takes while every rank computes, with the run's number of threads: ranks share memory,
+power and, without a GPU, processors.
 
 [Note: Processor time]
 Where one thread computes on a processor, its processor time is taken, not the clock's: a rank
 that another program pushes off its processor would otherwise seem to compute more slowly, by
-chance. What is stored then holds for an otherwise idle machine, and the table says when it was not.
+chance. Ranks of one node share its processors evenly, so what is stored is that time, multiplied by the
+ranks that share one processor. It holds for an otherwise idle machine.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ import msgspec
 from megatron_ext.cpubench import allocator, launcher
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.fabric import shared_bytes
-from megatron_ext.measure.hostcpu.background_load import BackgroundLoad
 from megatron_ext.measure.options import Options
 from megatron_ext.runtime import shared_block
 
@@ -39,13 +38,10 @@ def run(options: Options, progress: Callable[[int, int, str], None] = lambda don
     """
     options.check()
     ranks = _Ranks(options)
-    background = BackgroundLoad()
     try:
-        result = ranks.collect(progress)
+        return ranks.collect(progress)
     finally:
         ranks.close()
-    result["background_processors"] = background.processors()
-    return result
 
 
 class _Ranks:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from statistics import median
 from time import monotonic
 
@@ -30,10 +29,10 @@ import torch.distributed as dist
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.measure import contention, host_memory_rate, kept_measurement, nvme_route, scaled_sizes, size_grid
 from megatron_ext.measure.completion import sets_of_ranks, until_last
+from megatron_ext.measure.compute_rounds import ComputeRounds
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep
-from megatron_ext.measure.hostcpu import shared_processors
-from megatron_ext.measure.hostcpu.softirq_time import SoftirqTime
+from megatron_ext.measure.layer_times import load_runners
 from megatron_ext.measure.operations import OPERATIONS, Operation, SymmetricGather
 from megatron_ext.measure.options import COPIES, MIB, STEPS, Options
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
@@ -41,11 +40,7 @@ from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 
 PASSES, MAX_PASSES, QUARTERS = 5, 20, 4
 CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE, MEMORY_SHARE = 0.25, 0.25, 0.1, 0.02
-"""Shares of the time; the curves have the rest. Of an iteration, compute is most, and processors that are
-shared change their speed for seconds."""
-
-QUIET_SHARE = 0.05
-"""Of the time, beside it, in which the processors are watched while no rank does anything."""
+"""Shares of the time; the curves have the rest. Of an iteration, compute is most."""
 
 SMALL_BYTES = 4096
 """Below this there is only the least size."""
@@ -61,9 +56,6 @@ it."""
 
 ISSUED = {*COPIES, "nvme", "publish_nvme"}
 """Operations that return before they are complete; on a device the optimizer does, too."""
-
-TRANSPORTS = {*ISSUED, "p2p", "host_step"}
-"""Operations beside compute whose processor time is missing to it, on machines without a device."""
 
 CURVES = (*COPIES, "p2p", "optimizer", "host_add", *STEPS, "nvme", "publish_nvme")
 
@@ -120,7 +112,8 @@ class Measurement:
         self.overlong: dict[tuple[str, int], float] = {}
         self.spent: defaultdict[str, float] = defaultdict(float)
         options = fabric.options
-        runners = shared_processors.runners_of(fabric) if "compute" in options.links else {}
+        modules = options.modules if "compute" in options.links else None
+        runners = load_runners(modules, list(options.module_args)) if modules is not None else {}
         kinds = dict(OPERATIONS)
         if options.optimizer_on_host:
             kinds |= {kind.name: kind for kind in (HostOptimizer, HostStep, DeviceStep)}
@@ -154,13 +147,12 @@ class Measurement:
         self.short: set[tuple[str, int]] = set()
         self.done = 0
         self._count()
-        self.softirq = SoftirqTime(fabric, options.seconds * QUIET_SHARE)
         # Measured alone it has all of the time.
         share = COMPUTE_SHARE if names or self.pairs else 1.0
-        compute_seconds = options.seconds * share if "compute" in options.links else 0.0
+        compute_seconds = options.seconds * share if runners else 0.0
         self.compute_rounds = None
-        if compute_seconds:
-            self.compute_rounds = shared_processors.ComputeRounds(fabric, runners, compute_seconds, PASSES, self._say)
+        if runners:
+            self.compute_rounds = ComputeRounds(fabric, runners, compute_seconds, PASSES, self._say)
         # From here: what making a large model takes must not be taken from the curves.
         sweep_seconds = options.seconds * SWEEP_SHARE if self.drive else 0.0
         curves = options.seconds * (1 - MEMORY_SHARE) - self.contention_seconds - compute_seconds - sweep_seconds
@@ -211,12 +203,11 @@ class Measurement:
         if self.compute_rounds is not None:
             compute = self.compute_rounds.result()
         set_up = set_up_of(fabric) | beside_allocator(fabric)
-        us_per_byte = self.softirq.us_per_byte(shared_processors.kernel_of(fabric))
         if fabric.rank != 0:
             return None
         known = {(row["measured"], row["busy"]) for row in rows}
         return {
-            "curves": self._curves(us_per_byte),
+            "curves": self._curves(),
             "largest": dict(sorted(self.grid, key=lambda visit: visit[1])),
             "contention": rows,
             "unmeasured_pairs": [pair for pair in self.pairs if pair not in known],
@@ -273,8 +264,7 @@ class Measurement:
             )
             often = SHORT_VISITS if number and (name, size) in self.short else 1
             seconds, most = max(left, 0.0) * self._weight((name, size)) / still, MAX_ROUNDS // often
-            visit = partial(sample, self.fabric, self.operations[name], size, seconds, max_rounds=most)
-            found = self.softirq.watch(name, size, visit)
+            found = sample(self.fabric, self.operations[name], size, seconds, max_rounds=most)
             own.setdefault((name, size), Samples()).add(found)
             taken = monotonic() - begun
             self.needs[name] = size, scaled_sizes.need_of(found, taken, self.operations[name].computes)
@@ -316,9 +306,9 @@ class Measurement:
         most = min(max(left, 0.0), scaled_sizes.LONGEST_SHARE * self.fabric.options.seconds)
         return bool(self.fabric.agree(int(need > most)))
 
-    def _curves(self, softirq: dict[str, float]) -> dict[str, list[dict]]:
+    def _curves(self) -> dict[str, list[dict]]:
         """Rows of every curve, with those sizes for which there was no time."""
-        curves = curves_of(self.merged, self.refined, softirq, self.fabric.torch_device.type == "cuda")
+        curves = curves_of(self.merged, self.refined, self.fabric.torch_device.type == "cuda")
         for name, rows in curves.items():
             curves[name] = scaled_sizes.add_scaled(rows, [size for own, size in self.grid if own == name])
         return curves
@@ -410,17 +400,15 @@ def _text(size: int) -> str:
 
 def merge_visits(fabric: Fabric, own: dict, merged: dict) -> None:
     """Add a pass: ``merged[name, size]`` is a list over passes of (us that count, see completion.py, in each round,
-    issued of all ranks, processor time of all ranks)."""
+    issued of all ranks)."""
     everyone: list = [None] * fabric.world_size
-    dist.all_gather_object(
-        everyone, {key: (value.us, value.issued_us, value.processor_us) for key, value in own.items()}
-    )
+    dist.all_gather_object(everyone, {key: (value.us, value.issued_us) for key, value in own.items()})
     sets = {name: sets_of_ranks(name, fabric.options) for name, _ in own}
     for key in own:
         rounds = until_last(sets[key[0]], [theirs[key][0] for theirs in everyone])
         ranks = [rank for together in sets[key[0]] for rank in together]
-        issued, used = ([value for rank in ranks for value in everyone[rank][key][which]] for which in (1, 2))
-        merged.setdefault(key, []).append((rounds, issued, used))
+        issued = [value for rank in ranks for value in everyone[rank][key][1]]
+        merged.setdefault(key, []).append((rounds, issued))
 
 
 def _medians(merged: dict) -> dict[tuple[str, int], float]:
@@ -438,12 +426,11 @@ def _refined(fabric: Fabric, visits: list, medians: dict) -> list:
     return sorted({*visits, *added}, key=lambda visit: (CURVES.index(visit[0]), visit[1]))
 
 
-def curves_of(merged: dict, refined: set, softirq: dict[str, float], on_device: bool = False) -> dict[str, list[dict]]:
-    """Medians and 95th percentiles, by name then size; what a table is made of. ``softirq``: by name,
-    softirq time of a byte, in microseconds."""
+def curves_of(merged: dict, refined: set, on_device: bool = False) -> dict[str, list[dict]]:
+    """Medians and 95th percentiles, by name then size; what a table is made of."""
     curves: dict[str, list[dict]] = {}
     for (name, size), passes in sorted(merged.items()):
-        rounds = [us_of_ranks for times, _, _ in passes for us_of_ranks in times]
+        rounds = [us_of_ranks for times, _ in passes for us_of_ranks in times]
         us = sorted(value for us_of_ranks in rounds for value in us_of_ranks)
         point = {
             "size_bytes": size,
@@ -456,10 +443,7 @@ def curves_of(merged: dict, refined: set, softirq: dict[str, float], on_device: 
         if (name, size) in refined:
             point["refined"] = True
         if name in ISSUED or (name == "optimizer" and on_device):
-            point["issued_us"] = median(value for _, issued, _ in passes for value in issued)
-        used = median(value for _, _, used in passes for value in used)
-        if name in TRANSPORTS and used > 0:
-            point["processor_us"] = used + size * softirq.get(name, 0.0)
+            point["issued_us"] = median(value for _, issued in passes for value in issued)
         curves.setdefault(name, []).append(point)
     return curves
 

@@ -2,13 +2,12 @@
 
 [Note: Compute among the ranks]
 What a thread computes alone is timed by processor time on machines without a device, for the
-reason given in layer_times.py, and then multiplied by the ranks that share one processor: all of
-them do it at once.
+reason given in layer_times.py, and then multiplied by the ranks that share one processor.
 """
 
 from __future__ import annotations
 
-from time import perf_counter, process_time, thread_time
+from time import perf_counter, thread_time
 
 import torch
 
@@ -21,45 +20,38 @@ IN_A_ROW, SHORT_BYTES = 8, 4 << 20
 
 
 class Samples:
-    """Times of one operation at one size on this rank, in microseconds; ``transfers``: how many were made, those
-    that warmed up included."""
+    """Times of one operation at one size on this rank, in microseconds."""
 
-    __slots__ = ("us", "issued_us", "processor_us", "transfers")
+    __slots__ = ("us", "issued_us")
 
     def __init__(self) -> None:
         self.us: list[float] = []
         self.issued_us: list[float] = []
-        self.processor_us: list[float] = []
-        self.transfers = 0
 
     def add(self, later: Samples) -> None:
         """Append the samples of a later visit."""
         self.us += later.us
         self.issued_us += later.issued_us
-        self.processor_us += later.processor_us
-        self.transfers += later.transfers
 
 
 def timed(
     fabric: Fabric, operation: Operation, size_bytes: int, round_index: int, timer: DeviceTimer | None
-) -> tuple[float, float, float]:
-    """(until complete, until issued, processor time of all threads) in microseconds. On CUDA the
-    first is the device's alone, see device_time.py, and the last is 0: transports take no processor from compute
-    there. What the host itself does (a drive, another node) is timed by its clock there, too."""
+) -> tuple[float, float]:
+    """(until complete, until issued) in microseconds. On CUDA the first is the device's alone, see device_time.py. What
+    the host itself does (a drive, another node) is timed by its clock there, too."""
     if timer is not None and not operation.by_host:
-        return (*_on_device(timer, operation, size_bytes, round_index), 0.0)
+        return _on_device(timer, operation, size_bytes, round_index)
     if operation.computes and torch.get_num_threads() == 1:
         start = thread_time()
         operation.issue(size_bytes, round_index).wait()
-        us = (thread_time() - start) * 1e6
-        return us * fabric.ranks_per_processor, us * fabric.ranks_per_processor, us
-    used, start = process_time(), perf_counter()
+        us = (thread_time() - start) * 1e6 * fabric.ranks_per_processor
+        return us, us
+    start = perf_counter()
     handle = operation.issue(size_bytes, round_index)
     issued = perf_counter()
     handle.wait()
     fabric.device.settle()
-    us = (perf_counter() - start) * 1e6
-    return us, (issued - start) * 1e6, 0.0 if timer is not None else (process_time() - used) * 1e6
+    return (perf_counter() - start) * 1e6, (issued - start) * 1e6
 
 
 def in_a_row(size_bytes: int) -> int:
@@ -103,7 +95,7 @@ def sample(
     begin = perf_counter()
     for warm in range(warmups):
         fabric.barrier()
-        us, _, _ = timed(fabric, operation, size_bytes, round_index, timer)
+        us, _ = timed(fabric, operation, size_bytes, round_index, timer)
         round_index += 1
         if warm + 1 < warmups and fabric.agree(int(us > seconds * 1e6 / 4)):
             break  # so long that what the first round sets up does not show
@@ -113,10 +105,8 @@ def sample(
     rounds = fabric.agree(max(min_rounds if left > 0 else 1, min(max_rounds, fit)))
     for _ in range(rounds):
         fabric.barrier()
-        us, issued, used = timed(fabric, operation, size_bytes, round_index, timer)
+        us, issued = timed(fabric, operation, size_bytes, round_index, timer)
         round_index += 1
         samples.us.append(us / messages)
         samples.issued_us.append(issued / messages)
-        samples.processor_us.append(used / messages)
-    samples.transfers = round_index * messages * row
     return samples

@@ -69,8 +69,6 @@ def add_scaled(points: list[dict], sizes: list[int]) -> list[dict]:
         us = last["p50_us"] + slope * (size - last["size_bytes"])
         most = max(last["p95_us"] * times, us) * (1 + OFF_PER_DOUBLING * log2(times))
         row = last | {"size_bytes": size, "p50_us": us, "p95_us": most, "samples": 1, "medians_us": [us], "passes": 0}
-        if "processor_us" in last:
-            row["processor_us"] = last["processor_us"] * us / last["p50_us"]
         scaled.append(row | {"scaled_from": last["size_bytes"]})
     return points + scaled
 

@@ -29,7 +29,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from operator import mul
 
@@ -37,7 +37,6 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event, Lane
 from megatron_ext.simulator.activity_kinds import COMPUTE, HOST_STEP, NVME, P2P, PUBLISH
 from megatron_ext.simulator.early_units import DelayedStep, EarlySteps
-from megatron_ext.simulator.engine_protocols import HostCpuModel
 from megatron_ext.simulator.host_memory_link import host_memory_link
 from megatron_ext.simulator.links import delay_step, issue_gather, issue_reduce, serve, transport_ended
 from megatron_ext.simulator.lower import ISSUE, REDUCE_GROUP, REDUCE_VISIT, RUN, SETTLE, WAIT, Gather, RankProgram
@@ -45,8 +44,8 @@ from megatron_ext.simulator.rank_state import Activity, RankState
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
-_ACTIVITY, _ARRIVE, _THREAD, _CALL = range(4)
-"""Events: an activity ends, a message arrives, a thread goes on after a call, a function is due."""
+_ACTIVITY, _ARRIVE, _THREAD = range(3)
+"""Events: an activity ends, a message arrives, a thread goes on after a call."""
 
 
 class Engine:
@@ -57,7 +56,6 @@ class Engine:
         workload, timing: what is trained, and on what.
         publish: per pipeline rank, ``(group, size_bytes, us)`` in the order of publishing.
         trace: keep every interval as an event of the trace.
-        host_cpu: where ranks share the processors of their node; None on machines with GPUs.
         early: groups that the host's optimizer steps beside the backward, or None.
         delayed: by pipeline rank, its step beside the next iteration; empty where none is delayed.
         states_us: by pipeline rank, how long optimizer states on the drive are read and written beside the step.
@@ -72,7 +70,6 @@ class Engine:
         publish: list[list[tuple[int, int, float]]],
         *,
         trace: bool = False,
-        host_cpu: HostCpuModel | None = None,
         states_us: Sequence[float] = (),
         early: EarlySteps | None = None,
         delayed: Sequence[DelayedStep] = (),
@@ -81,7 +78,6 @@ class Engine:
         self.workload, self.timing, self.publish = workload, timing, publish
         self.states_us, self.early, self.delayed = states_us, early, delayed
         self.optimizer_us = optimizer_us
-        self.host_cpu: HostCpuModel | None = host_cpu
         self.host_memory = host_memory_link(workload, timing.table)
         parallel = workload.parallel
         self.pp, self.stages, self.microbatches = parallel.pp, parallel.pp * parallel.vp, parallel.num_microbatches
@@ -100,8 +96,6 @@ class Engine:
 
     def run(self) -> float:
         """Simulate one iteration and return its length in microseconds."""
-        if self.host_cpu is not None:
-            self.host_cpu.start(self)
         for rank in self.ranks:
             rank.queues[PUBLISH].extend(self.publish[rank.pp_rank])
             serve(self, rank, PUBLISH)
@@ -110,7 +104,7 @@ class Engine:
             self._run_thread(rank)
             self._set_rates(rank)
         heap = self.heap
-        # ends: every activity, message and call is pushed when it begins, and an activity again where a rate changes;
+        # ends: every activity and message is pushed when it begins, and an activity again where a rate changes;
         # rates change only where one begins or ends, and the program of a rank begins finitely many.
         while heap:
             time, _, event, subject, version = heappop(heap)
@@ -123,9 +117,6 @@ class Engine:
             elif event == _ARRIVE:
                 self.now = time
                 self._message_arrived(*subject)
-            elif event == _CALL:
-                self.now = time
-                subject(time)
             else:
                 self.now = time
                 self._run_thread(subject)
@@ -147,10 +138,6 @@ class Engine:
     def _push(self, time: float, event: int, subject, version: int = 0) -> None:
         self.order += 1
         heappush(self.heap, (time, self.order, event, subject, version))
-
-    def call_at(self, time: float, function: Callable[[float], None]) -> None:
-        """Call ``function(time)`` at ``time``."""
-        self._push(time, _CALL, function)
 
     # -- the training thread ------------------------------------------------------------------
 
@@ -215,8 +202,6 @@ class Engine:
     def _compute(self, rank: RankState, us: float) -> None:
         rank.compute_us += us
         rank.active[COMPUTE] = Activity(rank, COMPUTE, 0, us, self.now, None)
-        if self.host_cpu is not None:
-            self.host_cpu.compute_begins(rank.pp_rank, self.now)
 
     def _activity_ended(self, activity: Activity) -> None:
         rank, kind = activity.rank, activity.kind
@@ -224,14 +209,10 @@ class Engine:
         lasted = self.now - activity.started
         rank.busy[kind] += lasted
         if kind == COMPUTE:
-            if self.host_cpu is not None:
-                self.host_cpu.compute_ends(rank.pp_rank, self.now)
             if self.events is not None:  # names are made for a trace alone: most simulations keep none
                 self.record(rank, "compute", rank.step_name, activity.started, lasted)
             self._run_thread(rank)
             return
-        if activity.share and self.host_cpu is not None:
-            self.host_cpu.ask(rank.pp_rank, self.now, -activity.share * activity.rate)
         transport_ended(self, rank, kind, activity, lasted)
 
     def gather_ended(self, rank: RankState, gather: Gather) -> None:
@@ -263,11 +244,10 @@ class Engine:
         self.waiting_for_optimizer -= 1
         if self.waiting_for_optimizer:
             return
-        begin = self.now + (self.host_cpu.backlog_us(self.now) if self.host_cpu is not None else 0.0)
         for other in self.ranks:
-            other.norm_at = begin
+            other.norm_at = self.now
             if not self.delayed and other.active[HOST_STEP] is None or other.stepped:
-                self.step_optimizer(other, begin)
+                self.step_optimizer(other, self.now)
 
     def step_optimizer(self, rank: RankState, begin: float) -> None:
         """The norm is known, and no step beside the backward runs any more: all that is left is stepped."""
@@ -315,18 +295,13 @@ class Engine:
         us, size = self.timing.p2p_us, self.workload.p2p_bytes
         if self.timing.disturbed[P2P]:
             # A message is short: its slowdown is that of the moment at which it leaves.
-            busy = [float(activity is not None) for activity in sender.active]
-            if self.host_cpu is not None:
-                # It waits for a processor at both ends, and was measured while every rank computed.
-                busy[COMPUTE] = self.host_cpu.computing_share(receiver.pp_rank)
+            busy = [activity is not None for activity in sender.active]
             us *= 1.0 + sum(map(mul, self.timing.excess(P2P, size), busy))
         edge = (sender.pp_rank, receiver.pp_rank)
         start = max(self.now, self.edge_free.get(edge, 0.0))
         self.edge_free[edge] = start + us
         sender.busy[P2P] += us
         self.record(sender, "p2p", f"to {receiver.pp_rank}", start, us)
-        if self.host_cpu is not None:
-            self.host_cpu.send(self, sender.pp_rank, receiver.pp_rank, size, start + us)
         self._push_message(start + us, sender, receiver, slot)
 
     def _push_message(self, arrival: float, sender: RankState, receiver: RankState, slot: int) -> None:
@@ -354,13 +329,6 @@ class Engine:
 
     # -- rates ------------------------------------------------------------------------------
 
-    def refresh_compute(self, ranks: list[RankState]) -> None:
-        """Set the rate of compute anew on ``ranks``: the processors left to it have changed."""
-        for rank in ranks:
-            compute = rank.active[COMPUTE]
-            if compute is not None:
-                self._set_rate(rank, compute)
-
     def _set_rates(self, rank: RankState) -> None:
         """Set the rates of everything that runs on ``rank`` to what runs beside it."""
         running = [activity for activity in rank.active if activity is not None]
@@ -385,12 +353,8 @@ class Engine:
                 if excess and other != kind and (active[other] is not None or (other == P2P and rank.messages)):
                     slower += excess
             rate /= slower
-        if kind == COMPUTE and self.host_cpu is not None:
-            rate *= self.host_cpu.compute_speed(rank.pp_rank)
         if rate == activity.rate:
             return
-        if activity.share and self.host_cpu is not None:
-            self.host_cpu.ask(rank.pp_rank, self.now, activity.share * (rate - activity.rate))
         now = self.now
         if activity.rate:
             activity.remaining -= activity.rate * (now - activity.updated)

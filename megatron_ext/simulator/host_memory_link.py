@@ -46,7 +46,6 @@ class HostMemoryLink:
 
 
 def host_memory_link(workload: Workload, table: CostTable) -> HostMemoryLink | None:
-    """None where the table does not say what host memory carries, and where ranks compute on shared processors: what
-    these do at once says it there."""
-    memory = table.host_memory if table.host_cpu is None else None
+    """None where the table does not say what host memory carries."""
+    memory = table.host_memory
     return HostMemoryLink(workload, memory.bytes_per_s / 1e6) if memory is not None else None

@@ -63,11 +63,8 @@ def serve(engine: EngineView, rank: RankState, kind: int) -> None:
     if kind == HOST_STEP and not engine.delayed and not _has_room(engine, rank, head[0]):
         serve(engine, rank, kind)
         return
-    share = 0.0
-    if engine.host_cpu is not None:
-        share = engine.host_cpu.share_of(kind, size, us, head[0] if kind == PUBLISH and len(head) == 3 else None)
     memory = engine.host_memory.rate(kind, head, size, us) if engine.host_memory is not None else 0.0
-    rank.active[kind] = Activity(rank, kind, size, us, engine.now, head, share, memory)
+    rank.active[kind] = Activity(rank, kind, size, us, engine.now, head, memory)
 
 
 def _leg(gather: Gather, kind: int) -> tuple[int, float]:

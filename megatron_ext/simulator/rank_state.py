@@ -14,38 +14,15 @@ class Activity:
     """Work in progress on one link (or the compute) of one rank, at a rate that overlaps change.
 
     ``remaining`` is what is left in microseconds of the activity running alone; ``rate`` is how much of that passes in
-    a microsecond. ``share``: processors that a transport asks for at rate 1, where ranks share processors. ``memory``:
-    bytes that it moves in host memory in a microsecond alone.
+    a microsecond. ``memory``: bytes that it moves in host memory in a microsecond alone.
     """
 
-    __slots__ = (
-        "rank",
-        "kind",
-        "size",
-        "remaining",
-        "rate",
-        "updated",
-        "version",
-        "started",
-        "item",
-        "share",
-        "memory",
-    )
+    __slots__ = ("rank", "kind", "size", "remaining", "rate", "updated", "version", "started", "item", "memory")
 
-    def __init__(
-        self,
-        rank: RankState,
-        kind: int,
-        size: int,
-        work: float,
-        now: float,
-        item: Any,
-        share: float = 0.0,
-        memory: float = 0.0,
-    ):
+    def __init__(self, rank: RankState, kind: int, size: int, work: float, now: float, item: Any, memory: float = 0.0):
         self.rank, self.kind, self.size, self.remaining, self.item = rank, kind, size, work, item
         self.rate, self.updated, self.started, self.version = 0.0, now, now, 0
-        self.share, self.memory = share, memory
+        self.memory = memory
 
 
 class RankState:

@@ -14,7 +14,6 @@ from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
 from megatron_ext.simulator.activity_kinds import COMPUTE
 from megatron_ext.simulator.early_units import delayed_steps, early_steps
 from megatron_ext.simulator.engine import Engine
-from megatron_ext.simulator.host_processors import HostProcessors
 from megatron_ext.simulator.lower import lower
 from megatron_ext.simulator.step_places import optimizer_us
 from megatron_ext.simulator.thread_path import LAUNCHES, least_thread_us, thread_us
@@ -113,21 +112,16 @@ def run(
     """
     programs = lower(schedule, workload, timing)
     publish: list[list[tuple[int, int, float]]] = [[] for _ in programs]
-    times, processor_us = timing.host_cpu, {}
     for entry in schedule.publish:
         group = schedule.groups[entry.group]
         own, as_dense = timing.among(group.ranks), workload.parallel.as_dense(group.bytes, group.ranks)
         us = own.publish_us(group.pp_rank, entry.to, group.bytes)
         publish[group.pp_rank].append((entry.group, as_dense, us))
-        if times is not None:
-            parts = own.publish_parts(group.pp_rank, entry.to, group.bytes)
-            processor_us[entry.group] = times.of_publish(parts)
-    host_cpu = HostProcessors(times, processor_us) if times is not None else None
     states_us = _states_us(schedule, workload, timing)
     early, delayed = early_steps(schedule, workload, timing), delayed_steps(workload, timing, states_us)
     how = {"states_us": [] if delayed else states_us, "early": early, "delayed": delayed}
     how["optimizer_us"] = optimizer_us(schedule, workload, timing)
-    engine = Engine(programs, workload, timing, publish, trace=trace, host_cpu=host_cpu, **how)
+    engine = Engine(programs, workload, timing, publish, trace=trace, **how)
     if engine.host_memory is not None:
         passes = {entry.group: publish_passes(schedule.groups[entry.group], workload) for entry in schedule.publish}
         engine.host_memory.publish_passes = passes

@@ -11,8 +11,6 @@ from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.expert_curves import table_of_experts
 from megatron_ext.cost.gradient_sizes import by_parameter_bytes
 from megatron_ext.formats.errors import InputError
-from megatron_ext.simulator.activity_kinds import COMPUTE
-from megatron_ext.simulator.processor_times import ProcessorTimes
 from megatron_ext.workload.nodes import algorithm_of_nodes, crossing_bytes, nodes_spanned
 from megatron_ext.workload.route import Algorithm, kind_of, shard_pieces
 from megatron_ext.workload.workload import Chunk, Workload, expert_ranks
@@ -86,8 +84,6 @@ class Timing:
         )
         self._unshard: dict[tuple[str, int, str | None], float] = {}
         self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
-        self.host_cpu = ProcessorTimes(workload, table) if table.host_cpu is not None else None
-        """Processor time of transports, where ranks compute on shared processors; None on machines with GPUs."""
         other_experts = dense is not None or expert_ranks(workload) not in (None, parallel.dp)
         self._shared = _SHARED_PCIE * table.topology.nic_shares_pcie + _SHARED_LINKS * other_experts
         self._pairs = self._disturbing_pairs()
@@ -103,12 +99,7 @@ class Timing:
     def _disturbing_pairs(self) -> list[list[bool]]:
         """By kind and kind beside it: whether the second slows the first."""
         rows = {(row.measured, row.busy) for row in self.table.contention if row.slowdown > 1.0} | {*self._shared}
-        pairs = [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
-        if self.host_cpu is not None:
-            # Rows of compute beside a transport count the same processor time again.
-            for kind, takes in enumerate(self.host_cpu.takes):
-                pairs[COMPUTE][kind] = pairs[COMPUTE][kind] and not takes
-        return pairs
+        return [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
 
     @property
     def left_out(self) -> tuple[str, ...]:

@@ -3,12 +3,10 @@
 import random
 from math import prod
 
-import msgspec
 from msgspec.structs import replace
 
 from megatron_ext.bounds.feasibility import check_fits
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.cost.host_cpu import HostCpu, ProcessorTime
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload import workload
 from megatron_ext.workload.parallel import Parallel
@@ -244,26 +242,6 @@ def least_room(work: workload.Workload) -> int:
         except InputError:
             low = middle
     return high
-
-
-def with_host_cpu(table, processors: float, takes=None, nodes_sharing: int = 1):
-    """The table of a machine whose ranks share ``processors``.
-
-    ``takes`` maps a curve (``routes.gpu``, ``p2p``, ...) to the processor time of a transport: microseconds, or a share
-    of the time that it takes by a function of the point.
-    """
-    processor_us = {}
-    for name, us in (takes or {}).items():
-        curve = table
-        for part in name.split("."):
-            curve = getattr(curve, part)
-        if curve:
-            processor_us[name] = tuple(
-                ProcessorTime(size_bytes=point.size_bytes, us=us(point) if callable(us) else us)
-                for point in curve.points
-            )
-    section = HostCpu(processors_per_node=processors, nodes_sharing=nodes_sharing, processor_us=processor_us)
-    return cost.check(msgspec.structs.replace(table, host_cpu=section))
 
 
 def table_of(work, *, gpu=100.0, cpu=None, publish=10.0, nvme=None, forward=100.0, backward=200.0, **more):

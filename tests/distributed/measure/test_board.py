@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from megatron_ext.measure.hostcpu.board import POLLS, SharedBoard
+from megatron_ext.measure.board import POLLS, SharedBoard
 
 RANKS, ROUNDS = 4, 200
 
@@ -58,7 +58,7 @@ def test_nobody_leaves_before_everyone_has_come(polls):
 
 
 def test_who_sleeps_is_woken(monkeypatch):
-    monkeypatch.setattr("megatron_ext.measure.hostcpu.board.LOOK_AGAIN_S", 1.0)
+    monkeypatch.setattr("megatron_ext.measure.board.LOOK_AGAIN_S", 1.0)
     start = time.monotonic()
 
     def rounds(board, rank):

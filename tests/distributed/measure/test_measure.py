@@ -17,7 +17,7 @@ from megatron_ext.cost import cost_table
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure import Options, local_launch, measure
-from megatron_ext.measure.hostcpu.shared_processors import ROUNDS
+from megatron_ext.measure.compute_rounds import MIN_REPEATS, ROUNDS
 from megatron_ext.measure.rank_program import PASSES
 from megatron_ext.measure.sampling import MAX_ROUNDS
 
@@ -68,18 +68,12 @@ def test_sizes_are_buckets_and_points_are_sane(run):
         assert point.samples >= 4  # every rank's
 
 
-def test_layers_and_processors(run):
+def test_layers(run):
     narrow, wide = run.compute
     assert (narrow.layer_kind, wide.layer_kind) == ("narrow", "wide")
     # Not the speed of either, but 64 times the arithmetic must show.
     assert wide.forward_us + wide.backward_us > narrow.forward_us + narrow.backward_us
-    assert 0 < run.host_cpu.processors_per_node <= 4
-
-
-def test_a_table_says_when_compute_was_measured_and_how_fast_it_was(run):
-    times, us = zip(*run.host_cpu.compute_rounds)
-    assert list(times) == sorted(times) and time.time() - 3600 < times[0] <= times[-1] <= time.time()
-    assert len(us) >= ROUNDS and min(us) > 0
+    assert narrow.samples >= 4 * ROUNDS * MIN_REPEATS  # every rank's
 
 
 def test_contention_is_measured_both_ways_or_said_not_to_be(run):
@@ -187,7 +181,6 @@ def test_under_a_launcher(tmp_path, world_size, ranks_per_node):
     table = cost_table.load(out)
     assert table.metadata.world_sizes["ranks_per_node"] == ranks_per_node
     assert Costs(table).routes == ("gpu", "cpu")  # cpu_shard is not among the links
-    assert table.host_cpu is None  # how ranks share processors is found while they compute
     if contention:  # beside more links, or for less time, it may be left out
         assert {(row.measured, row.busy) for row in table.contention} >= {("gpu", "publish"), ("publish", "gpu")}
     flat = [point.size_bytes for point in table.routes.gpu.points]

@@ -5,7 +5,7 @@ from itertools import permutations, product
 
 import pytest
 from msgspec.structs import replace
-from planning_cases import flat, line, make_table, make_workload, uneven_case, with_host_cpu
+from planning_cases import flat, line, make_table, make_workload, uneven_case
 from variations import some
 
 from megatron_ext.bounds.least_loads import layer_bytes
@@ -43,7 +43,6 @@ TABLES = {
         backward=90.0,
         contention=(("gpu", "cpu", 1.4), ("cpu", "gpu", 1.3), ("compute", "gpu", 1.2), ("compute", "cpu", 1.1)),
     ),
-    "processors": dict(gpu=(5.0, 900.0)),
 }
 
 
@@ -52,8 +51,6 @@ TABLES = {
 def test_nothing_is_faster(name, costs):
     work = make_workload(**WORKLOADS[name])
     table = make_table(work, **TABLES[costs])
-    if costs == "processors":
-        table = with_host_cpu(table, 2.0)
     bound = lower_bound(work, Timing(work, table))
     policies = ["all-gpu", *(f"random:{seed}" for seed in some(range(6), 2))]
     if costs in some(("contention", "links", "compute"), 1):
@@ -75,36 +72,24 @@ def test_bound_is_tight_where_one_thing_is_the_limit():
     )
 
 
-def with_gradients(table, *, reduce, slower, processors=None, share=0.0):
-    """The table with reducing, what compute makes of it, and transports that take processors."""
-
-    table = replace(
-        table,
-        reduce=line(*reduce),
-        contention=(*table.contention, cost.Contention(measured="reduce", busy="compute", slowdown=slower)),
-    )
-    if processors is None:
-        return cost.check(table)
-    curves = ("reduce", "routes.gpu", "routes.cpu", "publish.cpu", "publish.internode")
-    takes = {name: lambda point: share * point.p50_us for name in curves} if share else {}
-    return with_host_cpu(table, processors, takes)
-
-
-PROCESSORS = ((None, 0.0), (1.0, 0.1), (1.5, 0.4), (2.0, 0.9), (4.0, 0.3))
+def with_gradients(table, *, reduce, slower):
+    """The table with reducing, and what compute makes of it."""
+    rows = (*table.contention, cost.Contention(measured="reduce", busy="compute", slowdown=slower))
+    return cost.check(replace(table, reduce=line(*reduce), contention=rows))
 
 
 @pytest.mark.parametrize("seed", some(range(4), 2))
 def test_nothing_is_faster_where_gradients_are_reduced_beside_compute(seed):
     work, table = uneven_case(seed)
-    for reduce, (processors, share) in product(((2.0, 400.0), (30.0, 4000.0)), PROCESSORS):
-        full = with_gradients(table, reduce=reduce, slower=1.0 + seed / 3, processors=processors, share=share)
+    for reduce in ((2.0, 400.0), (30.0, 4000.0)):
+        full = with_gradients(table, reduce=reduce, slower=1.0 + seed / 3)
         bound = lower_bound(work, Timing(work, full))
         for policy in ("all-gpu", "random:1", *(["all-cpu"] if full.routes.cpu else [])):
             try:
                 planned = plan(work, full, policy=policy)
             except ValueError:  # a whole chunk does not fit the device's room
                 continue
-            assert planned.predicted.iteration_time_us >= bound * (1 - 1e-9), (policy, reduce, processors)
+            assert planned.predicted.iteration_time_us >= bound * (1 - 1e-9), (policy, reduce)
 
 
 def test_bound_knows_that_compute_slows_reducing():
@@ -170,29 +155,9 @@ def test_bound_knows_that_one_rank_reduces_after_the_groups_of_another_have_come
     assert plan(work, table).predicted.iteration_time_us == pytest.approx(bound, rel=1e-3)
 
 
-def test_bound_knows_that_ranks_share_processors():
-    """Two ranks compute on one processor."""
-    work = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=10, order="no_pipeline")
-    table = with_host_cpu(make_table(work, gpu=(0.001, 1e9), cpu=None, forward=1000.0, backward=2000.0), 1.0)
-    bound = lower_bound(work, Timing(work, table))
-    assert bound == pytest.approx(2 * 3000.0, rel=1e-3)
-    assert plan(work, table).predicted.iteration_time_us == pytest.approx(bound, rel=0.06)
-
-
-def test_bound_counts_all_processor_time_that_gathers_take():
-    """Two ranks on one processor, of which an all-gather takes half of each: all of it, while it lasts.
-    Compute has at least half and owes what it had of the rest."""
-    work = make_workload(pp=1, vp=1, dp=2, microbatches=1, layers=10, order="no_pipeline")
-    table = make_table(work, gpu=(0.001, work.chunks[0].bytes / 1000.0), cpu=None, forward=1000.0, backward=2000.0)
-    full = with_gradients(table, reduce=(0.001, work.chunks[0].bytes / 200.0), slower=1.0, processors=1.0, share=0.5)
-    bound = lower_bound(work, Timing(work, full))
-    assert bound == pytest.approx(2 * 3000.0 + 1000.0 + 200.0, rel=1e-3)
-    assert plan(work, full).predicted.iteration_time_us == pytest.approx(bound, rel=0.02)
-
-
 @pytest.mark.parametrize("seed", some(range(3), 2))
-def test_nothing_is_faster_where_parameters_are_gathered_again_and_take_processors(seed):
-    """Little device memory, and so few processors that transports have a backlog."""
+def test_nothing_is_faster_where_parameters_are_gathered_again(seed):
+    """Little device memory."""
     draw = random.Random(seed)
     shape = dict(
         pp=draw.choice((1, 2)),
@@ -216,13 +181,7 @@ def test_nothing_is_faster_where_parameters_are_gathered_again_and_take_processo
             backward=draw.uniform(5, 300),
         )
         reduce = (draw.uniform(1, 50), draw.uniform(50, 5000))
-        full = with_gradients(
-            table,
-            reduce=reduce,
-            slower=draw.uniform(1, 2),
-            processors=draw.choice((0.9, 2.0, 3.0)),
-            share=draw.uniform(0, 0.9),
-        )
+        full = with_gradients(table, reduce=reduce, slower=draw.uniform(1, 2))
         bound = lower_bound(work, Timing(work, full))
         for policy in ("all-gpu", "urgency", "random:1", "random:2", *(["hybrid"] if not judged else [])):
             try:
@@ -232,19 +191,6 @@ def test_nothing_is_faster_where_parameters_are_gathered_again_and_take_processo
             judged += 1
             assert planned.predicted.iteration_time_us >= bound * (1 - 1e-9), policy
     assert judged > 3
-
-
-def test_bound_counts_what_messages_take_of_processors():
-    """Two stages on one processor; each of 2 x 4 messages takes 30 us of it at both ends."""
-    work = make_workload(pp=2, vp=1, dp=1, microbatches=4, order="1f1b", p2p_bytes=4096)
-    table = with_host_cpu(
-        make_table(work, gpu=(0.001, 1e9), cpu=None, p2p=(50.0, 1e9), forward=100.0, backward=200.0), 1.0
-    )
-    taking = with_host_cpu(table, 1.0, {"p2p": 30.0})
-    plain, counted = (lower_bound(work, Timing(work, given)) for given in (table, taking))
-    compute = 2 * 4 * 300.0
-    assert counted == pytest.approx(compute + 2 * 8 * 30.0, rel=1e-3) and plain < counted
-    assert plan(work, taking).predicted.iteration_time_us >= counted
 
 
 @pytest.mark.parametrize("seed", some(range(6), 3))
@@ -271,13 +217,7 @@ def test_nothing_is_faster_where_host_copies_are_published_between_nodes(seed):
             table,
             contention=tuple(cost.Contention(measured=a, busy=b, slowdown=draw.uniform(1, 2.5)) for a, b in disturbed),
         )
-        full = with_gradients(
-            table,
-            reduce=between,
-            slower=draw.uniform(1, 2),
-            processors=draw.choice((None, 0.9, 2.0)),
-            share=draw.uniform(0, 0.9),
-        )
+        full = with_gradients(table, reduce=between, slower=draw.uniform(1, 2))
         bound = lower_bound(work, Timing(work, full))
         for policy in ("all-gpu", "all-cpu", "hybrid", "random:1", "random:2"):
             assert plan(work, full, policy=policy).predicted.iteration_time_us >= bound * (1 - 1e-9), policy

@@ -5,7 +5,6 @@ from two_tables import CLUSTER, ONE_GPU, table
 
 from megatron_ext.cost.compare_tables import compare, text
 from megatron_ext.cost.cost_table import Contention, GroupOverhead, Topology
-from megatron_ext.cost.host_cpu import HostCpu
 
 
 def test_compare_says_what_changed_and_by_how_much():
@@ -22,18 +21,15 @@ def test_compare_says_what_changed_and_by_how_much():
 
 
 def test_compare_says_all_sizes_of_a_pair_and_single_figures():
-    def made(slowdowns, call_us, processors):
+    def made(slowdowns, call_us):
         rows = tuple(
             Contention(measured="gpu", busy="cpu", slowdown=slowdown, size_bytes=size) for size, slowdown in slowdowns
         )
         return table(
-            contention=rows,
-            group_overhead=GroupOverhead(call_us=call_us),
-            topology=Topology(nic_shares_pcie=True),
-            host_cpu=HostCpu(processors_per_node=processors),
+            contention=rows, group_overhead=GroupOverhead(call_us=call_us), topology=Topology(nic_shares_pcie=True)
         )
 
-    changes = compare(made(((1024, 1.0), (4096, 2.0)), 10.0, 2.0), made(((1024, 1.5), (4096, 2.0)), 100.0, 1.0))
+    changes = compare(made(((1024, 1.0), (4096, 2.0)), 10.0), made(((1024, 1.5), (4096, 2.0)), 100.0))
     assert changes["contention"] == {"gpu beside cpu, 1024 bytes": 0.5, "gpu beside cpu, 4096 bytes": 0}
-    assert changes["figures"] == {"group_overhead.call_us": 9.0, "host_cpu.processors_per_node": -0.5}
+    assert changes["figures"] == {"group_overhead.call_us": 9.0}
     assert "group_overhead.call_us" in text(changes) and "+900.0%" in text(changes)

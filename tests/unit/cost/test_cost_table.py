@@ -3,8 +3,7 @@
 import pytest
 from two_tables import table
 
-from megatron_ext.cost.cost_table import Compute, Contention, Curve, Point, Routes
-from megatron_ext.cost.host_cpu import HostCpu, ProcessorTime
+from megatron_ext.cost.cost_table import Compute, Contention, Curve, Point, Routes, load
 from megatron_ext.formats.errors import InputError
 
 
@@ -50,9 +49,8 @@ def test_figures_that_would_be_passed_over_are_refused(fields, message):
         table(**fields)
 
 
-def test_processor_time_of_a_transport_is_checked():
-    times = {"routes.gpu": (ProcessorTime(size_bytes=1, us=-1.0),)}
-    with pytest.raises(InputError, match=r"host_cpu.processor_us.routes.gpu\[0\].us = -1.0"):
-        table(host_cpu=HostCpu(processors_per_node=2, processor_us=times))
-    with pytest.raises(InputError, match="host_cpu.processors_per_node = 0.0"):
-        table(host_cpu=HostCpu(processors_per_node=0.0))
+def test_a_table_that_tells_processors_apart_is_refused_with_the_command_that_makes_another(tmp_path):
+    path = tmp_path / "T.json"
+    path.write_text('{"schema_version": 2, "kind": "cost_table", "host_cpu": {"processors_per_node": 1.5}}')
+    with pytest.raises(InputError, match=r"T.json: host_cpu: an earlier release .* megatron-ext measure --out FILE"):
+        load(path)

@@ -4,7 +4,7 @@ from statistics import mean, median, stdev
 
 import pytest
 from msgspec.structs import replace
-from planning_cases import make_table, make_workload, with_host_cpu
+from planning_cases import make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost.perturbed_table import MISSING_CONTENTION, PerturbedTables, latin_hypercube
@@ -133,19 +133,10 @@ def test_spread_of_samples_counts():
     assert spread(1.01, 1) < spread(1.5, 16) < spread(1.5, 1)
 
 
-def test_shared_processors_are_uncertain_too():
-    table = with_host_cpu(make_table(WORK), 2.0, {"routes.gpu": 5.0})
-    tables = PerturbedTables(table, KINDS)
-    drawn = tables.draw(16)
-    assert len({each.host_cpu.processors_per_node for each in drawn}) == 16
-    assert len({each.host_cpu.processor_us["routes.gpu"][0].us for each in drawn}) == 16
-    assert not any("compute beside gpu" in text for text in tables.missing)
-
-
 def test_every_part_of_a_table_that_holds_times_moves():
     """A part that is added to the table and forgotten here would be taken as known exactly."""
     some = make_table(WORK, cpu=None).routes.gpu
-    table = with_host_cpu(make_table(WORK, contention=(("gpu", "cpu", 1.2),)), 2.0, {"routes.gpu": 5.0})
+    table = make_table(WORK, contention=(("gpu", "cpu", 1.2),))
     curves = ("reduce", "optimizer", "host_add", "host_step", "device_step")
     times = dict.fromkeys(curves, some) | {"group_overhead": cost.GroupOverhead(call_us=1.0)}
     times |= {"host_memory": cost.HostMemory(bytes_per_s=1e11), "launches": cost.Launches(reduce_us=1.0, tensor_us=1.0)}

@@ -28,7 +28,7 @@ def visits(monkeypatch):
     def sample(fabric, operation, size, seconds, max_rounds):
         seen.append((operation.name, size, max_rounds))
         found = Samples()
-        found.us = found.issued_us = found.processor_us = [TIMES_US.get((operation.name, size), 9000.0)] * max_rounds
+        found.us = found.issued_us = [TIMES_US.get((operation.name, size), 9000.0)] * max_rounds
         return found
 
     monkeypatch.setattr(rank_program, "sample", sample)
@@ -99,9 +99,9 @@ def test_compute_asked_for_alone_has_all_of_the_time(visits, monkeypatch, links,
         def result(self):
             return {}
 
-    monkeypatch.setattr(rank_program.shared_processors, "ComputeRounds", ComputeRounds)
-    monkeypatch.setattr(rank_program.shared_processors, "runners_of", lambda fabric: {})
-    options = Options(data_parallel_size=1, sizes=(8192,), seconds=10, links=links)
+    monkeypatch.setattr(rank_program, "ComputeRounds", ComputeRounds)
+    monkeypatch.setattr(rank_program, "load_runners", lambda path, args: {"transformer": None})
+    options = Options(data_parallel_size=1, sizes=(8192,), seconds=10, links=links, modules="layers:layer_runners")
     rank_program.run(fabric_of(options), lambda *_: None)
     assert given == [pytest.approx(10 * share)] and taken == list(range(rank_program.PASSES))
 
@@ -170,7 +170,5 @@ def test_what_a_curve_is_made_of(monkeypatch, name, expected):
 
     monkeypatch.setattr(rank_program.dist, "all_gather_object", gathered)
     fabric, merged = SimpleNamespace(world_size=4, options=Options(data_parallel_size=4, ranks_per_node=2)), {}
-    rank_program.merge_visits(
-        fabric, {(name, 512): SimpleNamespace(us=[1.0, 10.0], issued_us=[1.0], processor_us=[1.0])}, merged
-    )
+    rank_program.merge_visits(fabric, {(name, 512): SimpleNamespace(us=[1.0, 10.0], issued_us=[1.0])}, merged)
     assert merged[name, 512][0][0] == expected

@@ -46,7 +46,7 @@ def machine(monkeypatch):
         rounds = max(1, min(max_rounds, int((seconds - built) * 1e6 / us)))
         state.now += built + rounds * us / 1e6
         found = Samples()
-        found.us = found.issued_us = found.processor_us = [us] * rounds
+        found.us = found.issued_us = [us] * rounds
         return found
 
     def operation(name):
@@ -66,19 +66,7 @@ def machine(monkeypatch):
     ):
         monkeypatch.setattr(rank_program, kind, operation(name))
     monkeypatch.setattr(rank_program.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(0, own))
-    monkeypatch.setattr(rank_program, "SoftirqTime", NoSoftirq)
     return state
-
-
-class NoSoftirq:
-    def __init__(self, *_):
-        pass
-
-    def watch(self, name, size, visit):
-        return visit()
-
-    def us_per_byte(self, kernel):
-        return {}
 
 
 def run(options):
@@ -133,7 +121,7 @@ def test_a_kill_keeps_what_was_measured_and_the_next_call_goes_on(machine, tmp_p
 @pytest.mark.parametrize("changed", ({"threads": 2}, {"max_bytes": 8 * MIB}))
 def test_what_was_kept_of_another_measurement_is_not_taken(tmp_path, changed):
     given = {"device": "cpu", "keep_path": str(tmp_path / "kept")}
-    visits = {("cpu", 4096): [[[[1.0]], [1.0], [1.0]]]}
+    visits = {("cpu", 4096): [([[1.0]], [1.0])]}
     kept_measurement.write(Options(**given), visits, 3.0)
     assert kept_measurement.read(Options(**given, seconds=7.0)) == (visits, 3.0)
     assert kept_measurement.read(Options(**given | changed)) == ({}, 0.0)

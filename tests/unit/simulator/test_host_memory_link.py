@@ -6,13 +6,11 @@ from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.cost.host_cpu import HostCpu
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.limit import limit_of
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.host_memory_link import host_memory_link
 from megatron_ext.simulator.step_places import AROUND_ADD
 from megatron_ext.workload.bucket_rules import layer_buckets
 
@@ -73,10 +71,3 @@ def test_how_long_host_memory_is_full_is_what_a_plan_calls_its_limit():
     full, enough = hosted(asked / 2).busy_us, hosted(2 * asked).busy_us
     assert "host_memory" not in enough and full["host_memory"] > 0.8 * full["publish"]
     assert limit_of(full, hosted(asked / 2).iteration_time_us) == "host_memory"
-
-
-def test_ranks_that_compute_on_shared_processors_have_no_such_link():
-    """What their processors do at once is in ``host_cpu``."""
-    table = replace(make_table(WORK), host_memory=cost.HostMemory(bytes_per_s=1.0))
-    assert host_memory_link(WORK, table) is not None
-    assert host_memory_link(WORK, replace(table, host_cpu=HostCpu(processors_per_node=2.0))) is None

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 
 import torch.distributed as dist
 
-from megatron_ext.measure.hostcpu.futex import Futex
+from megatron_ext.measure.futex import Futex
 
 LINE = 8
 """int64 words between two flags: one cache line each."""

@@ -1,0 +1,105 @@
+"""Compute of the layers that are handed over, on all ranks at once, in rounds spread over a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from time import perf_counter
+
+import msgspec
+import torch.distributed as dist
+
+from megatron_ext.cost.cost_table import Compute
+from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.layer_times import Runner, clock, measure_compute, micro_batch_us
+
+MIN_REPEATS, MAX_REPEATS = 2, 40
+"""Micro-batches of a round, after one that warms up."""
+ROUNDS, MAX_ROUNDS = 4, 192
+"""More where layers are short or there is much time, because a machine's speed changes from second to second."""
+LEAST_ROUNDS = 2
+"""Where a micro-batch takes seconds, so that there is no time for more."""
+
+
+def counts_within(seconds: float, round_us: float, parts: int) -> tuple[int, int, int]:
+    """Rounds, micro-batches of a round, and micro-batches that warm it up, which take about ``seconds``.
+
+    Where a micro-batch is so long that there is no time for one in every round, there are few rounds and no warm-up.
+
+    Args:
+        round_us: one micro-batch on all ranks, by the clock.
+        parts: in how many parts the rounds are taken; each part has at least one, unless micro-batches are long.
+    """
+    micro_batches, least = seconds * 1e6 / round_us, max(ROUNDS, parts)
+    if micro_batches < least:
+        return max(LEAST_ROUNDS, int(micro_batches)), 1, 0
+    rounds = max(least, min(MAX_ROUNDS, int(micro_batches / (MIN_REPEATS + 1))))
+    return rounds, max(MIN_REPEATS, min(MAX_REPEATS, int(micro_batches / rounds) - 1)), 1
+
+
+class ComputeRounds:
+    """Rounds in several parts, with other measurements in between, because a machine changes its speed for seconds.
+    Every method is collective.
+
+    Args:
+        seconds: for all rounds together.
+        parts: in how many parts they are taken.
+        report: ``report(what)``.
+    """
+
+    def __init__(
+        self, fabric: Fabric, runners: Mapping[str, Runner], seconds: float, parts: int, report: Callable[[str], None]
+    ):
+        self._fabric, self._runners, self._report = fabric, runners, report
+        report("compute, once")
+        begin = perf_counter()
+        self._round(1, 1)
+        once_us = max((perf_counter() - begin) * 1e6 / 2, 1.0)
+        self._count, *self._repeats = map(fabric.agree, counts_within(seconds, once_us, parts))
+        self._shares = [self._count * (part + 1) // parts - self._count * part // parts for part in range(parts)]
+        self._rounds: list[list[Compute]] = []
+
+    def _round(self, repeats: int, warmup: int) -> list[Compute]:
+        self._fabric.barrier()
+        return measure_compute(self._runners, repeats, evict_bytes=self._fabric.options.evict_bytes, warmup=warmup)
+
+    def take(self, part: int) -> None:
+        """Measure the rounds of one part."""
+        for _ in range(self._shares[part]):
+            self._report(f"compute, all ranks at once ({len(self._rounds) + 1}/{self._count})")
+            self._rounds.append(self._round(*self._repeats))
+
+    def result(self) -> dict:
+        """``{"rows", "model", "drift", "rounds"}`` on rank 0, empty on the others: rows of all ranks and rounds, what
+        they were measured of, and how far rounds differ."""
+        fabric = self._fabric
+        everyone: list = [None] * fabric.world_size
+        dist.all_gather_object(everyone, self._rounds)
+        if fabric.rank != 0:
+            return {}
+        own = [micro_batch_us(rows, self._runners) for rows in self._rounds]
+        # Where a rank's processor time was taken, what it waits for a processor is not in it: all have an even share.
+        share = 1.0 if clock() is perf_counter else fabric.ranks_per_processor
+        kinds = zip(*(rows for rounds in everyone for rows in rounds))
+        return {
+            "rows": [msgspec.to_builtins(middle(rows, share)) for rows in kinds],
+            "model": self._model(),
+            "drift": max(own) / min(own) - 1,
+            "rounds": len(own),
+        }
+
+    def _model(self) -> dict:
+        """What compute was measured of; a factory's runners may say their ``dtype``."""
+        options = self._fabric.options
+        shape = {name: getattr(options, name) for name in ("hidden_size", "seq_length", "micro_batch_size")}
+        found = (getattr(runner, "dtype", None) for runner in self._runners.values())
+        dtypes = sorted({dtype for dtype in found if dtype is not None})
+        return shape | ({"dtype": dtypes[0]} if len(dtypes) == 1 else {})
+
+
+def middle(rows: Sequence[Compute], share: float = 1.0) -> Compute:
+    """One layer kind measured several times: the median of each figure, ``share`` times as long, samples of all."""
+    names = ["forward_us", "backward_us", "forward_p95_us", "backward_p95_us"]
+    names += ["forward_launch_us", "backward_launch_us"] * (rows[0].forward_launch_us is not None)
+    medians = {name: share * median(getattr(row, name) for row in rows) for name in names}
+    return msgspec.structs.replace(rows[0], **medians, samples=sum(row.samples for row in rows))

@@ -1,0 +1,65 @@
+"""Rounds of compute on all ranks at once."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ext.cost.cost_table import Compute
+from megatron_ext.measure import compute_rounds
+from megatron_ext.measure.compute_rounds import (
+    LEAST_ROUNDS,
+    MAX_REPEATS,
+    MAX_ROUNDS,
+    ComputeRounds,
+    counts_within,
+    middle,
+)
+
+
+@pytest.mark.parametrize("micro_batch_s", [0.001, 0.02, 0.1, 0.2, 0.4, 0.7, 1.5, 4.0, 9.0])
+@pytest.mark.parametrize("seconds", [7.5, 15.0, 30.0])
+def test_rounds_take_the_time_there_is_however_long_they_are(micro_batch_s, seconds):
+    rounds, repeats, warmup = counts_within(seconds, micro_batch_s * 1e6, parts=5)
+    takes = micro_batch_s * rounds * (warmup + repeats)
+    assert takes <= max(3 * seconds, micro_batch_s * LEAST_ROUNDS)
+    assert repeats >= 1 and (rounds >= 5 if micro_batch_s * 5 <= seconds else rounds >= LEAST_ROUNDS)
+    assert warmup or repeats == 1
+
+
+def test_rounds_are_rather_many_than_long():
+    """A measurement that is stopped now and then must not have a stop in most of its rounds."""
+    rounds, repeats, warmup = counts_within(94, 0.6e6, parts=5)
+    assert rounds >= 40 and warmup + repeats <= 4
+    assert counts_within(94, 100.0, parts=5) == (MAX_ROUNDS, MAX_REPEATS, 1)
+
+
+def row(us: float) -> Compute:
+    return Compute(
+        layer_kind="a", samples=3, forward_us=us, forward_p95_us=us, backward_us=2 * us, backward_p95_us=2 * us
+    )
+
+
+def test_a_row_is_the_median_of_all_rounds_and_counts_their_samples():
+    found = middle([row(1.0), row(9.0), row(2.0)], share=2.0)
+    assert (found.forward_us, found.backward_p95_us, found.samples) == (4.0, 8.0, 9)
+
+
+@pytest.mark.parametrize(("by_processor_time", "expected"), [(True, 40.0), (False, 20.0)])
+def test_ranks_share_their_processors_evenly(monkeypatch, by_processor_time, expected):
+    """Two ranks on one processor: half of each second is the other's, which a clock would have seen."""
+    monkeypatch.setattr(compute_rounds, "measure_compute", lambda *args, **more: [row(20.0)])
+    if by_processor_time:
+        monkeypatch.setattr(compute_rounds, "clock", lambda: None)
+    else:
+        monkeypatch.setattr(compute_rounds, "clock", lambda: compute_rounds.perf_counter)
+    monkeypatch.setattr(
+        compute_rounds.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(slice(2), [own, own])
+    )
+    options = SimpleNamespace(evict_bytes=0, hidden_size=8, seq_length=4, micro_batch_size=1)
+    fabric = SimpleNamespace(world_size=2, rank=0, ranks_per_processor=2.0, options=options)
+    fabric.barrier, fabric.agree = (lambda: None), (lambda value: value)
+    rounds = ComputeRounds(fabric, {"a": SimpleNamespace()}, 1.0, 5, lambda what: None)
+    for part in range(5):
+        rounds.take(part)
+    (found,) = rounds.result()["rows"]
+    assert found["forward_us"] == expected and found["samples"] == 2 * 3 * rounds.result()["rounds"]
