@@ -41,7 +41,7 @@ class Run:
             "PYTHONUNBUFFERED": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        launcher = [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--nproc-per-node", str(world)]
+        launcher = [sys.executable, "-m", "megatron_ext.launch.launcher", "--nproc-per-node", str(world)]
         self.process = subprocess.Popen(
             [*launcher, *command, "--log-interval", "1"],
             stdout=subprocess.PIPE,

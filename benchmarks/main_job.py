@@ -28,8 +28,8 @@ from rich.table import Table
 
 from megatron_ext import planner
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.cpubench.launcher import launch
 from megatron_ext.formats import json_files
+from megatron_ext.launch.launcher import launch
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.report.measured_trace import MeasuredTrace
 from megatron_ext.report.spread import summarize

@@ -68,7 +68,7 @@ class Layout:
 
     def launch(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> None:
         """Run a script and its options once a rank; raises what ``run`` does."""
-        launcher = ["megatron_ext.cpubench.launcher", "--nproc-per-node", str(WORLD)]
+        launcher = ["megatron_ext.launch.launcher", "--nproc-per-node", str(WORLD)]
         if self.nodes is None:
             return self.run(name, [*launcher, "--fork", *command], environment)
         enter = ["benchmarks/enter_node.py", sys.executable]

@@ -1,7 +1,7 @@
 """Training jobs that are to be disturbed: started in 2 s each, looked at from outside, and nothing of them may stay.
 
 One process imports the example once. A job is a fork of it that launches its ranks as forks, as
-``megatron_ext.cpubench.launcher --fork`` does. All of it runs in a network and a mount namespace of its own, with its
+``megatron_ext.launch.launcher --fork`` does. All of it runs in a network and a mount namespace of its own, with its
 own /dev/shm, so that every port and every file there is a job's. Needs root.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from emulated_nodes import Nodes
 
-from megatron_ext.cpubench import launcher
 from megatron_ext.formats.errors import InputError
+from megatron_ext.launch import launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "examples" / "pretrain_gpt_hybrid.py")

@@ -78,12 +78,12 @@ model+=(${extra[@]+"${extra[@]}"})
 read -r -a plan_options <<< "${PLAN_OPTIONS:-}"
 read -r -a within <<< "${WITHIN:-}"
 
-sharing=$(python -m megatron_ext.cpubench.device_sharing "$world") || exit 2
+sharing=$(python -m megatron_ext.launch.device_sharing "$world") || exit 2
 [ -z "$sharing" ] || say "$sharing"
 
 links=()
 if [ -n "${SLOW_LINKS:-}" ]; then
-    devices=$(python -c 'from megatron_ext.cpubench import device_sharing; print(device_sharing.visible_devices())')
+    devices=$(python -c 'from megatron_ext.launch import device_sharing; print(device_sharing.visible_devices())')
     [ "$devices" = 0 ] || refuse "SLOW_LINKS = '$SLOW_LINKS': links are slowed only where ranks have no GPU; CUDA_VISIBLE_DEVICES= hides them"
     links=(scripts/slow_links.sh $SLOW_LINKS)
     "${links[@]}" true || refuse "SLOW_LINKS = '$SLOW_LINKS': this machine cannot slow its links, see above"
@@ -149,7 +149,7 @@ train() { # train KIND OPTIONS...: one training run, in place of the subshell in
     local kind=$1 limited=()
     shift
     [ "$kind" != scheduled ] || limited=(${within[@]+"${within[@]}"})
-    exec "${with_script[@]}" ${links[@]+"${links[@]}"} ${limited[@]+"${limited[@]}"} python -m megatron_ext.cpubench.launcher --fork --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
+    exec "${with_script[@]}" ${links[@]+"${links[@]}"} ${limited[@]+"${limited[@]}"} python -m megatron_ext.launch.launcher --fork --nproc-per-node "$world" examples/pretrain_gpt_hybrid.py "${model[@]}" \
         --data-path $corpus --data-cache-path "$run/cache/$kind" --train-iters "$ITERS" \
         ${NVME:+--user-defined-schedule-nvme-path "$NVME"} --metrics-path "$run/$kind.metrics.json" "$@"
 }

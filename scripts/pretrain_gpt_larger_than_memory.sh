@@ -90,7 +90,7 @@ say "the plan has trained within the limit${peak:+, holding up to $((peak / mib)
 
 mapfile -t model < "$run/model_options.txt"
 limited() { # limited NAME ITERATIONS SCRIPT [ARGUMENTS]: train within the limit; whether that ended well
-    $WITHIN python -m megatron_ext.cpubench.launcher --fork --nproc-per-node $DP "${@:3}" "${model[@]}" --data-path runs/corpus/stdlib \
+    $WITHIN python -m megatron_ext.launch.launcher --fork --nproc-per-node $DP "${@:3}" "${model[@]}" --data-path runs/corpus/stdlib \
         --data-cache-path "$run/cache/limited" --train-iters "$2" --metrics-path "$run/$1.json" > "$run/limited.log" 2>&1 &
     wait $!
 }

@@ -31,17 +31,12 @@ def cost_predict(table_path: str, route: str, size_bytes: int, busy, extrapolate
 
 @cost_group.command("show")
 @click.argument("table_path", metavar="TABLE")
-@click.option("--plot", "plot_path", type=click.Path(), help="Write a plot of every curve and its residuals (PNG).")
 @json_option
-def cost_show(table_path: str, plot_path, as_json: bool) -> None:
+def cost_show(table_path: str, as_json: bool) -> None:
     """Check a table: every curve, how rough it is, what it holds for."""
     from megatron_ext.cost import cost_table, cost_table_text
 
     table = cost_table.load(table_path)
-    if plot_path:
-        from megatron_ext.cost import cost_plot
-
-        cost_plot.save(table, plot_path)
     emit(as_json, cost_table_text.summary(table), cost_table_text.text(table))
 
 

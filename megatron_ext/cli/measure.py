@@ -117,13 +117,6 @@ def _of_script(options, checkout: str | None, entry: str | None):
     ),
 )
 @click.option(
-    "--evict-bytes",
-    type=int,
-    default=0,
-    show_default=True,
-    help="Bytes touched between two visits of a layer, as other layers would; for modules that hold only one.",
-)
-@click.option(
     "--optimizer-on-host", is_flag=True, help="The optimizer steps in host memory: --optimizer-cpu-offload in training."
 )
 @click.option(

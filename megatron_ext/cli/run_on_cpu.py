@@ -24,7 +24,7 @@ def run_on_cpu(nproc: int | None, checkout: str | None, script: str, script_argu
     The checkout may be patched or not. gloo takes NCCL's place and PyTorch's own functions that of fused kernels;
     training is real, its speed says nothing about a GPU. Give --transformer-impl local.
     """
-    from megatron_ext.cpubench import launcher
+    from megatron_ext.launch import launcher
     from megatron_ext.megatron import cpu_options
     from megatron_ext.megatron import script_arguments as arguments
 

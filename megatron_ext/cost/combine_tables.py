@@ -20,7 +20,7 @@ from megatron_ext.cost.cost_table import (
     Topology,
     check,
 )
-from megatron_ext.cost.curve import curves_of
+from megatron_ext.cost.curve import has_points
 from megatron_ext.formats.errors import InputError
 
 LINKS = (
@@ -161,7 +161,7 @@ def get(table: CostTable, part: str):
 
 def has(value) -> bool:
     if isinstance(value, Curve):
-        return bool(curves_of(value))
+        return has_points(value)
     return value is not None and value is not False and value != ()
 
 

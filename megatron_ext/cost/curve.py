@@ -98,6 +98,11 @@ def curves_of(curve: Curve | Sequence[Point]) -> dict[str | None, tuple[Point, .
     return ({None: curve.points} if curve.points else {}) | named
 
 
+def has_points(curve: Curve | Sequence[Point] | None) -> bool:
+    """Whether a size can be looked up in it."""
+    return curve is not None and bool(curves_of(curve))
+
+
 def covers(points: Sequence[Point], size_bytes: int) -> bool:
     return points[0].size_bytes <= size_bytes <= points[-1].size_bytes
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from megatron_ext.cost.cost_table import Compute, CostTable, Curve
-from megatron_ext.cost.curve import Estimate, lookup
+from megatron_ext.cost.curve import Estimate, has_points, lookup
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.route import ROUTES
 
@@ -39,7 +39,7 @@ class Costs:
 
     def offers(self, route: str) -> bool:
         """Whether the table has points for ``route``; a route without any is not offered."""
-        return _has_points(getattr(self.table.routes, route))
+        return has_points(getattr(self.table.routes, route))
 
     @property
     def routes(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class Costs:
         return self._estimate(f"publish.{dest}", size_bytes).us
 
     def offers_publish(self, dest: str) -> bool:
-        return _has_points(getattr(self.table.publish, dest))
+        return has_points(getattr(self.table.publish, dest))
 
     def p2p_us(self, size_bytes: int) -> float:
         """One activation message between two pipeline ranks."""
@@ -118,11 +118,11 @@ class Costs:
 
     def reduce_us(self, size_bytes: int) -> float | None:
         """Gradient reduce-scatter of a group; None where the table lacks it."""
-        return self._estimate("reduce", size_bytes).us if _has_points(self.table.reduce) else None
+        return self._estimate("reduce", size_bytes).us if has_points(self.table.reduce) else None
 
     def optimizer_us(self, size_bytes: int) -> float | None:
         """One optimizer step, by bytes of the whole parameters of one rank; None where the table lacks it."""
-        return self._estimate("optimizer", size_bytes).us if _has_points(self.table.optimizer) else None
+        return self._estimate("optimizer", size_bytes).us if has_points(self.table.optimizer) else None
 
     def estimate(self, what: str, size_bytes: int) -> Estimate:
         """Any curve by its field (``routes.gpu``, ``publish.cpu``, ``p2p``, ``reduce``, ...), with its interval."""
@@ -225,7 +225,3 @@ def _field(table: CostTable, what: str) -> Curve | None:
     for name in what.split("."):
         curve = getattr(curve, name, None)
     return curve
-
-
-def _has_points(curve: Curve | None) -> bool:
-    return curve is not None and (bool(curve.points) or any(curve.algorithms.values()))

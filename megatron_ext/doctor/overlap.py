@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import Place
+from megatron_ext.measure.compute_operations import MatrixProduct
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.operations import Gather, HostCopy, MatrixProduct, Operation, Publish
+from megatron_ext.measure.operation import Operation
+from megatron_ext.measure.operations import Gather, HostCopy, Publish
 
 PAIRS = (("gpu", "compute"), ("cpu", "compute"), ("gpu", "cpu"), ("publish", "cpu"))
 LABELS = {"gpu": "all-gather", "cpu": "host-to-device copy", "publish": "device-to-host copy", "compute": "compute"}

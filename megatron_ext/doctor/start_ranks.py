@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from megatron_ext.cpubench import launcher
 from megatron_ext.doctor import finding, stacks
 from megatron_ext.doctor.finding import Finding, Report
 from megatron_ext.doctor.place import DoctorOptions
 from megatron_ext.formats.errors import InputError, one_line
+from megatron_ext.launch import launcher
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 

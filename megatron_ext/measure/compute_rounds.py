@@ -61,7 +61,7 @@ class ComputeRounds:
 
     def _round(self, repeats: int, warmup: int) -> list[Compute]:
         self._fabric.barrier()
-        return measure_compute(self._runners, repeats, evict_bytes=self._fabric.options.evict_bytes, warmup=warmup)
+        return measure_compute(self._runners, repeats, warmup=warmup)
 
     def take(self, part: int) -> None:
         """Measure the rounds of one part."""

@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.measure.completion import sets_of_ranks, until_last
+from megatron_ext.measure.compute_operations import MatrixProduct
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.host_step import HostStep
 from megatron_ext.measure.nvme_route import NvmeStage
-from megatron_ext.measure.operations import OPERATIONS, Internode, MatrixProduct, Operation, PublishAcross
+from megatron_ext.measure.operation import Operation
+from megatron_ext.measure.operations import OPERATIONS, Internode, PublishAcross
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import sample
 

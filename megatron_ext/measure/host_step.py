@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.operations import DONE, Operation
+from megatron_ext.measure.operation import DONE, Operation
 
 PARAMETER_BYTES = 2
 """Of an element of whole parameters: the host optimizer takes 16-bit parameters alone."""

@@ -21,7 +21,7 @@ for the next layer, and ``backward()`` as often, for the last layer whose backwa
 [Note: As cold as in training]
 One layer that is run again and again is found in the caches; in training it is not, where all
 layers of a rank are larger than these. Runners with as many layers as a rank has find them as
-training does; where memory holds but one, ``evict_bytes`` stand for the others.
+training does.
 
 [Note: All ranks at once]
 A table stores what a layer takes while every rank computes, with the run's number of threads: ranks share memory,
@@ -113,19 +113,10 @@ def on_cuda() -> bool:
     return has_cuda() and torch.cuda.is_initialized()
 
 
-def measure_compute(
-    runners: Mapping[str, Runner], repeats: int, *, evict_bytes: int = 0, warmup: int = 2
-) -> list[Compute]:
+def measure_compute(runners: Mapping[str, Runner], repeats: int, *, warmup: int = 2) -> list[Compute]:
     """Median forward and backward of each kind, over ``repeats`` micro-batches through all of them:
-    forwards in the order given, then backwards in reverse.
-
-    Args:
-        evict_bytes: bytes read before every call, outside the timing, as much as the rest
-            of the model touches between two visits: a layer that is run again and again would
-            be found in the caches, in training it is not.
-    """
+    forwards in the order given, then backwards in reverse."""
     now, timer = clock(), DeviceTimer() if on_cuda() else None
-    evict = torch.ones(max(evict_bytes // 4, 1))
 
     visits = {kind: visits_of(runner) for kind, runner in runners.items()}
 
@@ -137,8 +128,6 @@ def measure_compute(
             us, launch_us = timer.time(call, call)
             launches[kind, way].append(launch_us)
             return us
-        if evict_bytes:
-            evict.sum()  # read, not written: lines still to be written back would be charged to the layer
         start = now()
         call()
         return (now() - start) * 1e6

@@ -18,8 +18,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from megatron_ext.cpubench import allocator, launcher
+from megatron_ext.cpubench import allocator
 from megatron_ext.formats.errors import InputError
+from megatron_ext.launch import launcher
 from megatron_ext.measure.fabric import shared_bytes
 from megatron_ext.measure.options import Options
 from megatron_ext.runtime import shared_block

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_ext.measure.drive_file import open_filled
 from megatron_ext.measure.fabric import Fabric, arena_bytes
-from megatron_ext.measure.operations import Handle, Operation
+from megatron_ext.measure.operation import Handle, Operation
 from megatron_ext.measure.options import KIB, MIB
 from megatron_ext.measure.sampling import sample
 from megatron_ext.runtime.drive import BLOCK, MEMORY_FILESYSTEMS, aligned, filesystem

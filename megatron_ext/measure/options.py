@@ -44,7 +44,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         modules, module_args: ``package.module:function`` that gives layer runners (see
             :mod:`megatron_ext.measure.layer_times`), and the arguments it is called with.
         parameter_bytes: of an element of whole parameters, as in the run; None is 2 on CUDA and 4 elsewhere.
-        evict_bytes: bytes touched between two visits of a layer, as layers would that the runners lack.
         optimizer_on_host: the optimizer steps in host memory, as with ``--optimizer-cpu-offload``.
         nvme_path: a directory on the drive; without it the ``nvme`` route is not measured.
         sequence_parts: parts that a sequence is divided into by context parallelism; the runners' layers have all.
@@ -69,7 +68,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     modules: str | None = None
     module_args: tuple[str, ...] = ()
     parameter_bytes: Literal[2, 4] | None = None
-    evict_bytes: int = 0
     optimizer_on_host: bool = False
     nvme_path: str | None = None
     ranks_per_node: int | None = None
@@ -154,9 +152,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             if getattr(self, name) < 1:
                 raise InputError("must be at least 1", file=_flag(name), value=getattr(self, name))
         self._check_largest()
-        for name in ("evict_bytes", "max_rank_bytes"):
-            if (getattr(self, name) or 0) < 0:
-                raise InputError("must not be negative", file=_flag(name), value=getattr(self, name))
+        if (self.max_rank_bytes or 0) < 0:
+            raise InputError("must not be negative", file=_flag("max_rank_bytes"), value=self.max_rank_bytes)
         if self.node_size > 64:
             ranks = f"makes {self.node_size} ranks on this node, more than 64 ranks on one node"
             raise InputError(ranks, file=_flag("data_parallel_size"), value=self.data_parallel_size)
@@ -188,7 +185,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             ("max_bytes", self.max_bytes),
             ("sizes", max(self.sizes, default=0)),
             ("also_sizes", max(self.also_sizes, default=0)),
-            ("evict_bytes", self.evict_bytes),
             ("hidden_size", 4 * self.hidden_size**2),
             ("seq_length", activation),
         ):

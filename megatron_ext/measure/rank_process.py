@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from megatron_ext.cpubench.launcher import end_with_parent
+from megatron_ext.launch.launcher import end_with_parent
 
 
 def main() -> None:

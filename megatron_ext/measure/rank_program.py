@@ -17,10 +17,8 @@ threads of the process groups that it makes, are there in training too.
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Callable
-from statistics import median
 from time import monotonic
 
 import torch
@@ -28,17 +26,18 @@ import torch.distributed as dist
 
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.measure import contention, host_memory_rate, kept_measurement, nvme_route, scaled_sizes, size_grid
-from megatron_ext.measure.completion import sets_of_ranks, until_last
 from megatron_ext.measure.compute_rounds import ComputeRounds
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.layer_times import load_runners
-from megatron_ext.measure.operations import OPERATIONS, Operation, SymmetricGather
+from megatron_ext.measure.operation import Operation
+from megatron_ext.measure.operations import OPERATIONS, SymmetricGather
 from megatron_ext.measure.options import COPIES, MIB, STEPS, Options
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
+from megatron_ext.measure.visits import curves_of, first_medians, merge_visits, shuffled
 
-PASSES, MAX_PASSES, QUARTERS = 5, 20, 4
+PASSES, MAX_PASSES = 5, 20
 CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE, MEMORY_SHARE = 0.25, 0.25, 0.1, 0.02
 """Shares of the time; the curves have the rest. Of an iteration, compute is most."""
 
@@ -53,9 +52,6 @@ SHORT_US, SHORT_VISITS = 3000.0, 4
 from the other sizes of the same measurement, host copies of 0.5 to 25 MB were up to 17 % off with visits of 20 rounds
 and up to 12 % with four of 5, in three measurements of two models each; all-gathers of a millisecond were worse by
 it."""
-
-ISSUED = {*COPIES, "nvme", "publish_nvme"}
-"""Operations that return before they are complete; on a device the optimizer does, too."""
 
 CURVES = (*COPIES, "p2p", "optimizer", "host_add", *STEPS, "nvme", "publish_nvme")
 
@@ -234,7 +230,7 @@ class Measurement:
 
     def _refine(self) -> None:
         """After the first pass: sizes between neighbours that disagree, and which copies are short."""
-        medians = _medians(self.merged)
+        medians = first_medians(self.merged)
         finer = self.grid if self.fabric.options.sizes else _refined(self.fabric, self.grid, medians)
         self.refined = {*finer} - {*self.grid}
         self.short = {visit for visit, us in medians.items() if visit[0] == "cpu" and us < SHORT_US}
@@ -315,7 +311,7 @@ class Measurement:
 
     def _expected_us(self, name: str, size: int) -> float:
         """What a transfer of ``size`` takes alone by the nearest smaller size that was measured; 0 where none was."""
-        known = [(own, us) for (curve, own), us in _medians(self.merged).items() if curve == name]
+        known = [(own, us) for (curve, own), us in first_medians(self.merged).items() if curve == name]
         own, us = max((pair for pair in known if pair[0] <= size), default=(size, 0.0))
         return us * size / own
 
@@ -370,12 +366,6 @@ def curves_asked(options: Options) -> list[str]:
     return [name for name in names if name not in drive and not _missing(name, options)]
 
 
-def shuffled(visits: list, number: int) -> list:
-    """Pass ``number`` in an order of its own, the same on all ranks: what a gather costs depends on what
-    went before it, and no size may always come behind the same."""
-    return random.Random(number).sample(visits, len(visits))
-
-
 def _weight(size: int) -> float:
     """Share of the time that a size gets: a round of a large one takes longer."""
     return 1.0 + min(size / (4 * MIB), 8.0)
@@ -398,24 +388,6 @@ def _text(size: int) -> str:
     return f"{size} B"
 
 
-def merge_visits(fabric: Fabric, own: dict, merged: dict) -> None:
-    """Add a pass: ``merged[name, size]`` is a list over passes of (us that count, see completion.py, in each round,
-    issued of all ranks)."""
-    everyone: list = [None] * fabric.world_size
-    dist.all_gather_object(everyone, {key: (value.us, value.issued_us) for key, value in own.items()})
-    sets = {name: sets_of_ranks(name, fabric.options) for name, _ in own}
-    for key in own:
-        rounds = until_last(sets[key[0]], [theirs[key][0] for theirs in everyone])
-        ranks = [rank for together in sets[key[0]] for rank in together]
-        issued = [value for rank in ranks for value in everyone[rank][key][1]]
-        merged.setdefault(key, []).append((rounds, issued))
-
-
-def _medians(merged: dict) -> dict[tuple[str, int], float]:
-    """Of the first pass, by name and size; the same on all ranks."""
-    return {visit: median(us for us_of_ranks in passes[0][0] for us in us_of_ranks) for visit, passes in merged.items()}
-
-
 def _refined(fabric: Fabric, visits: list, medians: dict) -> list:
     """A pass behind the first: also sizes between neighbours that disagree, gathers and copies only."""
     added = []
@@ -424,32 +396,3 @@ def _refined(fabric: Fabric, visits: list, medians: dict) -> list:
         added += [(name, fabric.options.rounded(size)) for size in size_grid.refinement(curve)]
     # All ranks hold the same samples and the list is sorted: they agree without asking.
     return sorted({*visits, *added}, key=lambda visit: (CURVES.index(visit[0]), visit[1]))
-
-
-def curves_of(merged: dict, refined: set, on_device: bool = False) -> dict[str, list[dict]]:
-    """Medians and 95th percentiles, by name then size; what a table is made of."""
-    curves: dict[str, list[dict]] = {}
-    for (name, size), passes in sorted(merged.items()):
-        rounds = [us_of_ranks for times, _ in passes for us_of_ranks in times]
-        us = sorted(value for us_of_ranks in rounds for value in us_of_ranks)
-        point = {
-            "size_bytes": size,
-            "p50_us": median(us),
-            "p95_us": us[min(int(len(us) * 0.95), len(us) - 1)],
-            "samples": len(us),
-            "medians_us": _medians_of_quarters(rounds),
-            "passes": len(passes),
-        }
-        if (name, size) in refined:
-            point["refined"] = True
-        if name in ISSUED or (name == "optimizer" and on_device):
-            point["issued_us"] = median(value for _, issued in passes for value in issued)
-        curves.setdefault(name, []).append(point)
-    return curves
-
-
-def _medians_of_quarters(rounds: list[tuple[float, ...]]) -> list[float]:
-    """Medians over all ranks of the rounds of each quarter, in the order of time."""
-    parts = min(QUARTERS, len(rounds))
-    cuts = [len(rounds) * part // parts for part in range(parts + 1)]
-    return [median(us for us_of_ranks in rounds[start:end] for us in us_of_ranks) for start, end in zip(cuts, cuts[1:])]

@@ -5,7 +5,7 @@ import torch
 
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.host_step import HostStep
-from megatron_ext.measure.operations import DONE
+from megatron_ext.measure.operation import DONE
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
 from megatron_ext.runtime.host_step.room import Link, Piece, SharedRooms

@@ -13,7 +13,7 @@ import torch
 
 from megatron_ext.measure.device_time import DeviceTimer
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.operations import Operation
+from megatron_ext.measure.operation import Operation
 
 MAX_ROUNDS = 20
 IN_A_ROW, SHORT_BYTES = 8, 4 << 20

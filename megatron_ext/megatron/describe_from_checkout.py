@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_ext.cpubench.launcher import end_with_parent
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
+from megatron_ext.launch.launcher import end_with_parent
 from megatron_ext.megatron import cpu_options, script_arguments
 from megatron_ext.megatron.gpt_arguments import limits_of
 from megatron_ext.megatron.layer_options import options_of_layers

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from megatron_ext.cpubench import device_sharing
 from megatron_ext.formats.errors import InputError
+from megatron_ext.launch import device_sharing
 
 
 def take(local_rank: int) -> torch.device:

@@ -19,7 +19,7 @@ import time
 import traceback
 from types import FrameType
 
-from megatron_ext.cpubench.launcher import PEER_LOST_CODE
+from megatron_ext.launch.launcher import PEER_LOST_CODE
 from megatron_ext.runtime import worker
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.executor import Executor

@@ -1,18 +1,17 @@
 """Durations that the engine needs of a cost table, each looked up once and kept; all in microseconds."""
 
 import contextlib
-from typing import Literal, NamedTuple, get_args
-
-from msgspec.structs import replace
+from typing import Literal, NamedTuple
 
 from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, KINDS, CostTable, Curve, Launches
-from megatron_ext.cost.curve import curves_of
+from megatron_ext.cost.curve import curves_of, has_points
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.expert_curves import table_of_experts
 from megatron_ext.cost.gradient_sizes import by_parameter_bytes
+from megatron_ext.cost.table_choices import by_algorithm, host_steps
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.nodes import algorithm_of_nodes, crossing_bytes, nodes_spanned
-from megatron_ext.workload.route import Algorithm, kind_of, shard_pieces
+from megatron_ext.workload.route import kind_of, shard_pieces
 from megatron_ext.workload.workload import Chunk, Workload, expert_ranks
 
 PADDING_SHARE = 64
@@ -45,8 +44,8 @@ class Timing:
         table = by_parameter_bytes(table, workload)
         self.workload, self.table, self.extrapolate = workload, table, extrapolate
         self.ranks = workload.parallel.ranks_of(dense is not None)
-        flat, others = _by_algorithm(table)
-        flat, *ways = _host_steps(flat)
+        flat, others = by_algorithm(table)
+        flat, *ways = host_steps(flat)
         self.costs = Costs(flat, extrapolate=extrapolate)
         self._beyond = Costs(flat, extrapolate=True)
         self._host_steps = dict(zip((JOINED, CAST_ON_DEVICE), (Costs(way, extrapolate=True) for way in ways)))
@@ -63,12 +62,7 @@ class Timing:
         self.layers = [
             [self._layer_times(chunk) for chunk in workload.chunks_of_rank(rank)] for rank in range(parallel.pp)
         ]
-        launches = [
-            [self.costs.launches_us(rank, chunk.model_chunk_id, chunk.layer_kinds) for chunk in parallel_chunks]
-            for rank, parallel_chunks in enumerate(map(workload.chunks_of_rank, range(parallel.pp)))
-        ]
-        known = [[each for each in of_rank if each is not None] for of_rank in launches]
-        self.launches = known if [*map(len, known)] == [*map(len, launches)] else None
+        self.launches = self._launches()
         """(forward, backward) of each chunk by pipeline rank: what the training thread takes to launch it; None where
         the table does not say."""
         self.launch_path_us: float | None = None  # kept by thread_path.py
@@ -80,13 +74,15 @@ class Timing:
         )
         needed = ["reduce"] * (parallel.dp > 1) + ["optimizer"] + ["host_step"] * workload.optimizer.on_host
         self._left_out = (
-            [name for name in needed if not _has(getattr(table, name))] if dense is None else dense._left_out
+            [name for name in needed if not has_points(getattr(table, name))] if dense is None else dense._left_out
         )
         self._unshard: dict[tuple[str, int, str | None], float] = {}
         self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
         other_experts = dense is not None or expert_ranks(workload) not in (None, parallel.dp)
         self._shared = _SHARED_PCIE * table.topology.nic_shares_pcie + _SHARED_LINKS * other_experts
-        self._pairs = self._disturbing_pairs()
+        rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0} | {*self._shared}
+        self._pairs = [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
+        """By kind and kind beside it: whether the second slows the first."""
         self.disturbed = tuple(any(pairs) for pairs in self._pairs)
         """By kind: whether anything slows it at all, so that undisturbed kinds cost no look-ups."""
         self.disturbs = tuple(any(pairs[kind] for pairs in self._pairs) for kind in range(len(KINDS)))
@@ -95,11 +91,6 @@ class Timing:
         if other_experts and dense is None:
             of_experts = table_of_experts(table, parallel)
             self.experts = Timing(workload, of_experts, extrapolate=extrapolate, dense=self)
-
-    def _disturbing_pairs(self) -> list[list[bool]]:
-        """By kind and kind beside it: whether the second slows the first."""
-        rows = {(row.measured, row.busy) for row in self.table.contention if row.slowdown > 1.0} | {*self._shared}
-        return [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -114,9 +105,16 @@ class Timing:
         """Durations of groups whose shards ``ranks`` ranks share: the data-parallel or expert-data-parallel ranks."""
         return self if ranks == self.ranks else self.experts
 
-    def disturbs_kind(self, measured: int, busy: int) -> bool:
-        """Whether ``busy`` slows ``measured`` by a row of ``contention``."""
-        return self._pairs[measured][busy]
+    def _launches(self) -> list[list[tuple[float, float]]] | None:
+        found: list[list[tuple[float, float]]] = []
+        for rank in range(self.workload.parallel.pp):
+            found.append([])
+            for chunk in self.workload.chunks_of_rank(rank):
+                us = self.costs.launches_us(rank, chunk.model_chunk_id, chunk.layer_kinds)
+                if us is None:
+                    return None
+                found[-1].append(us)
+        return found
 
     def _layer_times(self, chunk: Chunk) -> LayerTimes:
         rows = self.costs.layer_us(chunk.pp_rank, chunk.model_chunk_id, chunk.layer_kinds, chunk.num_layers)
@@ -174,7 +172,7 @@ class Timing:
             return beyond.estimate(what, size_bytes)
 
     def offers_curve(self, what: str) -> bool:
-        return _has(self.curve(what))
+        return has_points(self.curve(what))
 
     def curve(self, what: str):
         """``routes.gpu``, ``reduce``, ... of the table; None where it has none."""
@@ -247,10 +245,6 @@ class Timing:
         Between nodes each byte crosses the network once per node: a node sends for what it
         lacks. Where the table has no ``publish.internode`` curve that is left out, and said so.
         """
-        return sum(self._publish_us(name, part) for name, part in self.publish_parts(pp_rank, destinations, size_bytes))
-
-    def publish_parts(self, pp_rank: int, destinations, size_bytes: int) -> list[tuple[str, int]]:
-        """(curve of ``publish``, bytes), one after the other."""
         parts = []
         for destination in destinations:
             if self.costs.offers_publish(destination):
@@ -262,10 +256,7 @@ class Timing:
             parts.append(("internode", crossing_bytes(size_bytes, nodes)))
         elif nodes > 1 and parts:
             self.leave_out("publish.internode")
-        return parts
-
-    def _publish_us(self, destination: str, size_bytes: int) -> float:
-        return self._estimate(f"publish.{destination}", size_bytes).us
+        return sum(self._estimate(f"publish.{name}", part).us for name, part in parts)
 
     def reduce_us(self, size_bytes: int) -> float:
         """Microseconds of reducing one group's gradients; 0 where the table lacks it. A group smaller than the smallest
@@ -281,7 +272,7 @@ class Timing:
         copy from there (:meth:`shard_to_host_us`). What no curve tells is left out and named in ``left_out``.
         """
         shard, copy_us = size_bytes // self.ranks, self.shard_to_host_us(size_bytes)
-        if _has(self.table.host_add):
+        if has_points(self.table.host_add):
             return copy_us, self._beyond.estimate("host_add", shard).us
         self.leave_out("host_add")
         return copy_us, 0.0
@@ -320,19 +311,19 @@ class Timing:
     @property
     def offers_host_step(self) -> bool:
         """Whether the table says what the host's step of one group takes, and what copying its states before."""
-        return all(map(_has, (self.table.host_step, self.table.host_add, self.table.optimizer)))
+        return all(map(has_points, (self.table.host_step, self.table.host_add, self.table.optimizer)))
 
     def knows_host_step(self) -> bool:
         """:attr:`offers_host_step`, of a schedule that needs it: what is missing is then left out."""
         for name in ("host_step", "host_add"):
-            if not _has(getattr(self.table, name)):
+            if not has_points(getattr(self.table, name)):
                 self.leave_out(name)
         return self.offers_host_step
 
     @property
     def offers_device_step(self) -> bool:
         """Whether the table says what a group's step takes on the host and on the device, and the step of all."""
-        return all(map(_has, (self.table.host_step, self.table.device_step, self.table.optimizer)))
+        return all(map(has_points, (self.table.host_step, self.table.device_step, self.table.optimizer)))
 
     def host_step_us(self, size_bytes: int, cast: Literal["host", "device"] = "host") -> float:
         """The host's step of a group of ``size_bytes`` as the run makes it, alone; in proportion to the bytes beyond
@@ -400,7 +391,7 @@ class Timing:
 
     def least_excess(self, measured: int, busy: int) -> float:
         """The least excess of ``measured`` beside ``busy`` in any row; 0 where the pair was not measured."""
-        if not self.disturbs_kind(measured, busy):
+        if not self._pairs[measured][busy]:
             return 0.0
         names = (KINDS[measured], KINDS[busy])
         rows = [row.slowdown for row in self.table.contention if (row.measured, row.busy) == names]
@@ -418,38 +409,6 @@ class Timing:
 _SHARED_PCIE = (("gpu", "cpu"), ("cpu", "gpu"))
 _SHARED_LINKS = (("gpu", "reduce"), ("reduce", "gpu"))
 """Of dense groups and of experts: on communicators of their own, hence beside each other, over the same links."""
-
-
-def _by_algorithm(table: CostTable) -> tuple[CostTable, dict[str, CostTable]]:
-    """The table without the all-gathers that a schedule can ask for, and by algorithm one with these alone."""
-    gpu = table.routes.gpu
-    if gpu is None:
-        return table, {}
-
-    def with_gathers(curve) -> CostTable:
-        return replace(table, routes=replace(table.routes, gpu=curve))
-
-    others = {
-        name: with_gathers(replace(gpu, points=points, algorithms={}))
-        for name, points in gpu.algorithms.items()
-        if name in get_args(Algorithm) and points
-    }
-    rest = {name: points for name, points in gpu.algorithms.items() if name not in others}
-    return (with_gathers(replace(gpu, algorithms=rest)) if others else table), others
-
-
-def _host_steps(table: CostTable) -> list[CostTable]:
-    """The table with the host's step as Megatron makes it, as the run does, and with parameters cast on the device;
-    where that was not measured, as Megatron does."""
-    step = table.host_step
-    if step is None:
-        return [table] * 3
-    ways = (step.points, *(step.algorithms.get(way) or step.points for way in (JOINED, CAST_ON_DEVICE)))
-    return [replace(table, host_step=replace(step, points=points, algorithms={})) for points in ways]
-
-
-def _has(curve) -> bool:
-    return curve is not None and (bool(curve.points) or any(curve.algorithms.values()))
 
 
 def require(timing: Timing, route: str) -> None:

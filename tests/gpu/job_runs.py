@@ -16,8 +16,8 @@ from job_process import JobProcess
 from msgspec.structs import replace
 from timed_rows import TIMINGS
 
-from megatron_ext.cpubench.launcher import LOOPBACK
 from megatron_ext.formats import json_files
+from megatron_ext.launch.launcher import LOOPBACK
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
 from megatron_ext.runtime import host_memory
 
@@ -227,7 +227,7 @@ def _command(job: Job, place: Place, folder: Path, begin_by: float) -> tuple[lis
     asked = dict(cases=job.cases, dry_run=place.dry_run, drive=str(place.drive))
     asked |= dict(plans=str(place.work), engine=place.engine, begin_by=begin_by, hang=place.hang)
     json_files.save(folder / "job.json", asked, indent=1)
-    launcher = [sys.executable, "-m", "megatron_ext.cpubench.launcher", *(["--fork"] if place.dry_run else [])]
+    launcher = [sys.executable, "-m", "megatron_ext.launch.launcher", *(["--fork"] if place.dry_run else [])]
     return [*launcher, "--nproc-per-node", str(ranks), str(HERE / job.script), str(folder)], ranks
 
 

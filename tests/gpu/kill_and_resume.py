@@ -23,7 +23,7 @@ def drive_ranks(folder: Path, drive: Path, words: list[str]) -> str:
 
     def ranks(kind: str) -> int:
         fork = ["--fork"] if "--dry-run" in words else []
-        command = [sys.executable, "-m", "megatron_ext.cpubench.launcher", *fork, "--nproc-per-node", "2", __file__]
+        command = [sys.executable, "-m", "megatron_ext.launch.launcher", *fork, "--nproc-per-node", "2", __file__]
         return subprocess.run([*command, str(folder), str(drive), *words, kind]).returncode
 
     if ranks("--killed") == 0:

@@ -40,7 +40,7 @@ def run_warm(module: str, command: list[str], *, timeout: float = 120) -> subpro
 
 def ranks_command(script: str, options: list[str], nproc: int = 4) -> list[str]:
     """The command that runs ``script`` on ``nproc`` ranks of this machine."""
-    launcher = [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--fork", "--nproc-per-node", str(nproc)]
+    launcher = [sys.executable, "-m", "megatron_ext.launch.launcher", "--fork", "--nproc-per-node", str(nproc)]
     return [*launcher, script, *map(str, options)]
 
 

@@ -23,7 +23,7 @@ from places import ROOT
 
 from megatron_ext.cpubench import allocator
 from megatron_ext.cpubench.forked_rank import ForkedRank, run_and_leave
-from megatron_ext.cpubench.launcher import end_with_parent
+from megatron_ext.launch.launcher import end_with_parent
 
 
 def serve(control: socket.socket, module: str) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from megatron_ext.cpubench import device_sharing
+from megatron_ext.launch import device_sharing
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 
 LEAST_NCCL, LEAST_CUDA = (2, 28), (12, 5)

@@ -32,7 +32,7 @@ def launch(tmp_path, how: str) -> subprocess.CompletedProcess:
     script.write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("import os; PROCESS = os.getpid()")
     return run(
-        [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--fork", "--nproc-per-node", "2", str(script), how]
+        [sys.executable, "-m", "megatron_ext.launch.launcher", "--fork", "--nproc-per-node", "2", str(script), how]
     )
 
 
@@ -64,7 +64,7 @@ def test_a_rank_that_fails_is_named(tmp_path, how, said):
 def test_a_script_that_cannot_be_imported_fails_as_without_forking(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import nothing_of_this_name")
-    launcher = [sys.executable, "-m", "megatron_ext.cpubench.launcher"]
+    launcher = [sys.executable, "-m", "megatron_ext.launch.launcher"]
     forked, anew = (run([*launcher, *options, "--nproc-per-node", "1", str(script)]) for options in (["--fork"], []))
     assert forked.returncode == anew.returncode == 1
     assert forked.stderr.splitlines()[:-1] == anew.stderr.splitlines()[:-1], "but for the process number"
@@ -73,7 +73,7 @@ def test_a_script_that_cannot_be_imported_fails_as_without_forking(tmp_path):
 def test_a_killed_launcher_takes_forked_ranks_along(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, time\nif __name__ == '__main__':\n    print(os.getpid(), flush=True); time.sleep(99)")
-    command = [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--fork", "--nproc-per-node", "1", str(script)]
+    command = [sys.executable, "-m", "megatron_ext.launch.launcher", "--fork", "--nproc-per-node", "1", str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         rank = int(launcher.stdout.readline())
         launcher.kill()

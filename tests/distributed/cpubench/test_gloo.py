@@ -15,16 +15,7 @@ from megatron_ext.cpubench import gloo
 def race(how: str, seconds: int):
     program = HELPERS / "gloo_race.py"
     return run(
-        [
-            sys.executable,
-            "-m",
-            "megatron_ext.cpubench.launcher",
-            "--nproc-per-node",
-            "2",
-            str(program),
-            how,
-            str(seconds),
-        ]
+        [sys.executable, "-m", "megatron_ext.launch.launcher", "--nproc-per-node", "2", str(program), how, str(seconds)]
     )
 
 

@@ -13,7 +13,7 @@ from places import HELPERS
 from training import environment
 from variations import ALL
 
-from megatron_ext.cpubench.launcher import PEER_LOST_CODE
+from megatron_ext.launch.launcher import PEER_LOST_CODE
 
 EVERY = 1 if ALL else 8
 THREADS = {

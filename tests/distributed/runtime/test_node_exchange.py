@@ -15,7 +15,7 @@ def test_every_shard_enters_a_node_once_and_stays_while_the_next_is_on_its_way()
     """Three nodes of two ranks, real processes: each receives the bytes of its counterparts and no others."""
     program = HELPERS / "node_exchange_rank.py"
     result = run(
-        [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--fork", "--nproc-per-node", "6", str(program)]
+        [sys.executable, "-m", "megatron_ext.launch.launcher", "--fork", "--nproc-per-node", "6", str(program)]
     )
     assert result.returncode == 0, result.stderr
 

@@ -12,7 +12,7 @@ from plans import describe, made_up_table, make_schedule
 from training import PP2_VP2_DP2, ROOT, SMALL, environment, ranks_command, stays_in_shared_memory, work_left
 
 from megatron_ext.cost.cost_table import Publish, Routes
-from megatron_ext.cpubench.launcher import cause_of
+from megatron_ext.launch.launcher import cause_of
 from megatron_ext.planner import plan
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.workload.workload import Limits

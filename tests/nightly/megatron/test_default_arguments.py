@@ -89,7 +89,7 @@ class Trainer:
     def train(
         self, *more: str, check: str = "reference.json", scheduled: bool = True, **environment: str
     ) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "megatron_ext.cpubench.launcher", "--nproc-per-node", str(PROCESSES), "--fork"]
+        command = [sys.executable, "-m", "megatron_ext.launch.launcher", "--nproc-per-node", str(PROCESSES), "--fork"]
         command += [str(HELPERS / "train_checkout.py"), f"{self.tree}/pretrain_gpt.py", *self.options, *more]
         if scheduled:
             command += ["--user-defined-schedule", str(self.folder / "schedule.json")]

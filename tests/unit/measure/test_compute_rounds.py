@@ -55,7 +55,7 @@ def test_ranks_share_their_processors_evenly(monkeypatch, by_processor_time, exp
     monkeypatch.setattr(
         compute_rounds.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(slice(2), [own, own])
     )
-    options = SimpleNamespace(evict_bytes=0, hidden_size=8, seq_length=4, micro_batch_size=1)
+    options = SimpleNamespace(hidden_size=8, seq_length=4, micro_batch_size=1)
     fabric = SimpleNamespace(world_size=2, rank=0, ranks_per_processor=2.0, options=options)
     fabric.barrier, fabric.agree = (lambda: None), (lambda value: value)
     rounds = ComputeRounds(fabric, {"a": SimpleNamespace()}, 1.0, 5, lambda what: None)

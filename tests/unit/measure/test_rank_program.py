@@ -9,8 +9,9 @@ import torch
 
 from megatron_ext.measure import rank_program
 from megatron_ext.measure.options import Options
-from megatron_ext.measure.rank_program import PASSES, parts_due, shuffled, sizes_of
+from megatron_ext.measure.rank_program import PASSES, parts_due, sizes_of
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples
+from megatron_ext.measure.visits import merge_visits, shuffled
 
 TIMES_US = {("cpu", 8192): 100.0, ("cpu", 65536): 5000.0, ("gpu", 8192): 100.0}
 
@@ -170,5 +171,5 @@ def test_what_a_curve_is_made_of(monkeypatch, name, expected):
 
     monkeypatch.setattr(rank_program.dist, "all_gather_object", gathered)
     fabric, merged = SimpleNamespace(world_size=4, options=Options(data_parallel_size=4, ranks_per_node=2)), {}
-    rank_program.merge_visits(fabric, {(name, 512): SimpleNamespace(us=[1.0, 10.0], issued_us=[1.0])}, merged)
+    merge_visits(fabric, {(name, 512): SimpleNamespace(us=[1.0, 10.0], issued_us=[1.0])}, merged)
     assert merged[name, 512][0][0] == expected

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.cpubench.launcher import PEER_LOST_CODE
 from megatron_ext.formats.errors import InputError
+from megatron_ext.launch.launcher import PEER_LOST_CODE
 from megatron_ext.megatron import hooks, one_line_end
 from megatron_ext.runtime.drive import DriveError
 

@@ -24,6 +24,7 @@ FLOORS = {
     "schedule": 3,
     "workload": 2,
     "checkout": 2,
+    "launch": 2,
     "formats": 1,
     "cpubench": 1,
 }

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.cpubench import device_sharing
 from megatron_ext.formats.errors import InputError
+from megatron_ext.launch import device_sharing
 from megatron_ext.runtime import own_device
 
 VARIABLES = (device_sharing.MARK, "NCCL_HOSTID", "NCCL_MNNVL_ENABLE", *device_sharing.ONE_NODE)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.cpubench.launcher import PEER_LOST_CODE
+from megatron_ext.launch.launcher import PEER_LOST_CODE
 from megatron_ext.runtime import watch, worker
 from megatron_ext.runtime.host_pool import PeerLost
 

@@ -1,6 +1,6 @@
 """Start the processes of a run on this machine and let none of them outlive it.
 
-    python -m megatron_ext.cpubench.launcher --nproc-per-node 4 [-m | --fork] SCRIPT_OR_MODULE [ARGUMENTS]
+    python -m megatron_ext.launch.launcher --nproc-per-node 4 [-m | --fork] SCRIPT_OR_MODULE [ARGUMENTS]
 
 sets the environment that torchrun sets. It differs from torchrun in what the main job needs:
 a rank's own exit code is passed on (2 means bad input), a killed launcher takes its ranks with
@@ -23,8 +23,9 @@ import sys
 import threading
 import time
 
-from megatron_ext.cpubench import allocator, device_sharing
+from megatron_ext.cpubench import allocator
 from megatron_ext.cpubench.forked_rank import ForkedRank, import_script, restart_with
+from megatron_ext.launch import device_sharing
 
 GRACE_SECONDS = 10
 """How long ranks may take to end after they were asked to."""
@@ -246,7 +247,7 @@ def _end(ranks: list[Rank]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="megatron_ext.cpubench.launcher", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="megatron_ext.launch.launcher", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nproc-per-node", type=int, required=True)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")

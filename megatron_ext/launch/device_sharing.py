@@ -1,6 +1,6 @@
 """Ranks that share a device, because their node has fewer GPUs than ranks: who takes which, and what NCCL is told.
 
-    python -m megatron_ext.cpubench.device_sharing RANKS
+    python -m megatron_ext.launch.device_sharing RANKS
 
 prints the line to be said where so many ranks on this node share devices, and nothing elsewhere.
 

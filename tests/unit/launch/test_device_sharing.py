@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from megatron_ext.cpubench import device_sharing
-from megatron_ext.cpubench.device_sharing import device_index, ranks_of_fullest, settings, sharing_here
+from megatron_ext.launch import device_sharing
+from megatron_ext.launch.device_sharing import device_index, ranks_of_fullest, settings, sharing_here
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from megatron_ext.cpubench import allocator, device_sharing
-from megatron_ext.cpubench.launcher import launch
+from megatron_ext.cpubench import allocator
+from megatron_ext.launch import device_sharing
+from megatron_ext.launch.launcher import launch
 
 SAY = "import os, sys; open(sys.argv[1], 'w').write(os.environ['MALLOC_ARENA_MAX'])"
 
@@ -60,7 +61,7 @@ def test_a_module_is_launched_as_python_does(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "megatron_ext.cpubench.launcher",
+        "megatron_ext.launch.launcher",
         "--nproc-per-node",
         "2",
         "-m",
