@@ -132,7 +132,7 @@ class Costs:
         key = (what, size_bytes)
         found = self._estimates.get(key)
         if found is None:
-            curve = _field(self.table, what) or Curve()
+            curve = curve_named(self.table, what) or Curve()
             found = lookup(curve, size_bytes, extrapolate=self.extrapolate, what=what, file=self.file)
             self._estimates[key] = found
         return found
@@ -220,7 +220,8 @@ class Costs:
         return [self._by_kind[kind] for kind in layer_kinds]
 
 
-def _field(table: CostTable, what: str) -> Curve | None:
+def curve_named(table: CostTable, what: str) -> Curve | None:
+    """``routes.gpu``, ``reduce``, ...; None where the table has none."""
     curve: Any = table
     for name in what.split("."):
         curve = getattr(curve, name, None)

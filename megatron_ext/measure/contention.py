@@ -221,7 +221,7 @@ def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:
     rank leads them, and whether it waits for nobody."""
     dp, pp_rank, dp_rank = fabric.options.data_parallel_size, fabric.pp_rank, fabric.dp_rank
     if isinstance(operation, Internode):  # the counterparts wait for each other
-        first = operation.exchange.dp_ranks[0]
+        first = min(operation.exchange.dp_ranks)
         return 1 + pp_rank * dp + first, dp_rank == first, False
     if isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish", "nvme", "host_step"):
         return 0, True, True  # never posted

@@ -17,7 +17,7 @@ from megatron_ext.cost import cost_table
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure import Options, local_launch, measure
-from megatron_ext.measure.compute_rounds import MIN_REPEATS, ROUNDS
+from megatron_ext.measure.compute_rounds import LEAST_ROUNDS
 from megatron_ext.measure.rank_program import PASSES
 from megatron_ext.measure.sampling import MAX_ROUNDS
 
@@ -73,7 +73,7 @@ def test_layers(run):
     assert (narrow.layer_kind, wide.layer_kind) == ("narrow", "wide")
     # Not the speed of either, but 64 times the arithmetic must show.
     assert wide.forward_us + wide.backward_us > narrow.forward_us + narrow.backward_us
-    assert narrow.samples >= 4 * ROUNDS * MIN_REPEATS  # every rank's
+    assert narrow.samples >= 4 * LEAST_ROUNDS  # every rank's
 
 
 def test_contention_is_measured_both_ways_or_said_not_to_be(run):
