@@ -30,8 +30,9 @@ FLOORS = {
 }
 WITHOUT_TORCH = {"workload", "formats", "cost", "schedule", "simulator", "bounds", "planner"}
 MAX_FUNCTION_LINES = 60
-MAX_LINES = 31_289
-"""Of code in the product. A feature that needs more raises it, with what it adds in the same change."""
+MAX_LINES = 31_356
+"""Of code in the product, launcher and boards included. A feature that needs more raises it, with what it adds in the
+same change."""
 
 BENCH_FILES = {"cpu_compat.py"}
 """Files of the CPU test bench in rooms of the product."""
