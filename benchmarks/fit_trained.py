@@ -97,7 +97,8 @@ class Limited(Run):
         self.group.mkdir()
         if most_bytes is not None:
             (self.group / "memory.limit_in_bytes").write_text(str(most_bytes))
-        command = training_command(words, iterations, self.metrics, "--data-cache-path", str(folder / name), *more)
+        how = ["--data-cache-path", str(folder / name), "--clip-grad", "1000"]  # clipping takes early steps back
+        command = training_command(words, iterations, self.metrics, *how, *more)
         super().__init__(name, command, 1, folder / f"{name}.log")
         (self.group / "cgroup.procs").write_text(str(self.process.pid))  # before it has started a rank
 
