@@ -4,7 +4,7 @@ import argparse
 import sys
 from types import ModuleType, SimpleNamespace
 
-from megatron_ext.megatron import hooks, one_line_end
+from megatron_ext.megatron import hooks, lifecycle, one_line_end
 
 
 def test_a_script_without_a_hook_begins_at_the_parser(monkeypatch):
@@ -25,10 +25,11 @@ def test_a_script_without_a_hook_begins_at_the_parser(monkeypatch):
 def test_a_run_that_stays_for_readers_ends_where_the_next_training_has_no_schedule(monkeypatch):
     closed = []
     kept = SimpleNamespace(finish=lambda read_later: True, close=lambda: closed.append(True))
-    monkeypatch.setattr(hooks, "_run", kept)
+    monkeypatch.setattr(lifecycle, "Run", lambda *what: kept)
     monkeypatch.setattr(hooks, "ended", False)
     monkeypatch.setattr(hooks.atexit, "register", lambda function: None)
+    hooks.configure("schedule.json")
     hooks.finish()
-    assert hooks._run is kept and closed == []
+    assert hooks.active() is kept and closed == []
     assert hooks.configure(None) is None
-    assert hooks._run is None and closed == [True]
+    assert hooks.active() is None and closed == [True]
