@@ -39,7 +39,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from msgspec.structs import replace
 from torch_calls import Nothing, Noticing, TorchCalls, second_ns
 
-from megatron_ext.megatron import describe_model, gpt_model
+from megatron_ext.megatron import describe_model, gpt_model, ignored_options
 from megatron_ext.megatron.boundaries import Boundaries, Layer
 from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.planner.random_plan import random_schedule
@@ -155,7 +155,7 @@ def scheduled(workload, schedule, rounds: int) -> dict:
 
 def stock(options, rounds: int) -> dict:
     """Megatron's own pre-hook on every module of a model of the same size."""
-    args = describe_model.parse([*options, "--untie-embeddings-and-output-weights"])
+    args = ignored_options.parse([*options, "--untie-embeddings-and-output-weights"])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -191,7 +191,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/hot_path.json")
     args = parser.parse_args()
     size = ["--num-layers", str(args.layers), "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"]
-    workload = describe_model.describe_options(describe_model.parse([*PARALLEL, *size]))
+    workload = describe_model.describe_options(ignored_options.parse([*PARALLEL, *size]))
     third = replace(workload, zero_stage=3)
     largest_chunk = max(chunk.bytes for chunk in workload.chunks)
     schedules = {

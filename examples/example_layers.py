@@ -12,7 +12,7 @@ import batches
 import corpus
 from megatron.core import parallel_state
 
-from megatron_ext.megatron import describe_model
+from megatron_ext.megatron import ignored_options
 from megatron_ext.megatron import layer_runners as product
 
 SAMPLES = 1000
@@ -25,7 +25,7 @@ def layer_runners(options: list[str]) -> dict:
     Raises:
         InputError: an option is wrong, or the data set is missing or too short.
     """
-    args = describe_model.parse(options)
+    args = ignored_options.parse(options)
     reads = len(getattr(args, "data_path", ())) == 1 and getattr(args, "num_workers", None) == "0"
     return product.layer_runners(options, _read_batches if reads else None)
 

@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
-from megatron_ext.megatron import cpu_options, ignored_options, script_arguments
+from megatron_ext.megatron import ignored_options, script_arguments
 from megatron_ext.megatron.script_arguments import ScriptArguments
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 
@@ -62,7 +62,7 @@ def refuse_script(script: ScriptArguments, verb: str):
     """
     script_arguments.refuse_none(script)
     if verb in ("measure", "prepare"):  # they run the layers; describing and planning need their shapes alone
-        cpu_options.refuse_absent_engine(script.transformer_impl)
+        script_arguments.refuse_absent_engine(script.transformer_impl)
         _refuse_parts_of_sequences(script, verb)
     known = {"data_parallel_size": said(script)["data_parallel_size"], "gpus_per_node": script.ours.gpus_per_node}
     return ignored_options.refuse_at_once(script.megatron, verb=verb, **known)

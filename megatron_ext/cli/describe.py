@@ -69,21 +69,21 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
 
 
 def _of_known_options(megatron_options) -> Workload:
-    from megatron_ext.megatron import cpu_compat, engine_modules, script_arguments
+    from megatron_ext.megatron import cpu_compat, engine_modules, ignored_options, script_arguments
 
     try:
         if script_arguments.read(megatron_options).transformer_impl == "transformer_engine":
             engine_modules.install()
         cpu_compat.install(even_with_a_device=True)  # a model without data goes onto none
-        from megatron_ext.megatron import describe_model as description
+        from megatron_ext.megatron import describe_model
 
-        described = description.describe_options(description.parse(megatron_options))
+        described = describe_model.describe_options(ignored_options.parse(megatron_options))
     except ModuleNotFoundError as error:
         raise InputError(
             f"there is no package {error.name} here: give a checkout by --checkout, or run in an environment with "
             "megatron-core"
         ) from None
-    taken = description.sizes_taken(megatron_options)
+    taken = ignored_options.sizes_taken(megatron_options)
     if taken:
         said = ", ".join(f"{option} {size}" for option, size in taken.items())
         click.echo(f"describe: not given, taken to be: {said}", err=True)

@@ -25,7 +25,6 @@ def run_on_cpu(nproc: int | None, checkout: str | None, script: str, script_argu
     training is real, its speed says nothing about a GPU. Give --transformer-impl local.
     """
     from megatron_ext.launch import launcher
-    from megatron_ext.megatron import cpu_options
     from megatron_ext.megatron import script_arguments as arguments
 
     path = Path(script).resolve()
@@ -33,7 +32,7 @@ def run_on_cpu(nproc: int | None, checkout: str | None, script: str, script_argu
         raise InputError("no such file", field="SCRIPT", value=script)
     given = arguments.read(script_arguments, verb="run-on-cpu")
     arguments.refuse_none(given)
-    cpu_options.refuse_absent_engine(given.transformer_impl)
+    arguments.refuse_absent_engine(given.transformer_impl)
     check = given.ours.user_defined_schedule_check
     if check is not None and given.schedule is None:
         raise InputError("needs --user-defined-schedule", field="--user-defined-schedule-check", value=check)
@@ -62,10 +61,11 @@ def _import_once(command: list[str]) -> bool:
     forked_rank.restart_with({**allocator.environment(), "OMP_NUM_THREADS": "1"})
     # The Megatron that compatibility is for; a process that has just been replaced finds it on its path.
     sys.path[:0] = [os.path.dirname(command[0]), os.environ["PYTHONPATH"].partition(os.pathsep)[0]]
-    from megatron_ext.megatron import cpu_compat, cpu_options
+    from megatron_ext.cpubench import parser_options
+    from megatron_ext.megatron import cpu_compat
 
     if cpu_compat.install():
-        cpu_options.without_a_gpu()
+        parser_options.without_a_gpu()
     return forked_rank.import_script(command[0])
 
 

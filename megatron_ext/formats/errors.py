@@ -30,6 +30,16 @@ class InputError(ValueError):
         super().__init__(one_line(": ".join(parts)))
 
 
+def flag(name: str) -> str:
+    """An option's name on the command line; ``name`` as Python has it."""
+    return "--" + name.replace("_", "-")
+
+
+def option_error(name: str, why: str, value: object = ...) -> InputError:
+    """What is wrong with the option ``name``, and the value that it was given."""
+    return InputError(why, field=flag(name), value=value)
+
+
 def _with_gib(found: re.Match) -> str:
     """``bytes``, and from 1 GiB on what people read."""
     size = int(found[1])

@@ -22,12 +22,11 @@ reduced parts are added up, and fp32 copies of 16-bit ones of groups that Megatr
 """
 
 HOST_KINDS = (
-    *("shards", "gradients", "main_parameters", "optimizer_states", "previous_states", "next_parameters"),
+    *("shards", "gradients", "main_parameters", "optimizer_states", "previous_states"),
     *("host_copies", "staging_slots"),
 )
 """Kinds of bytes in host memory. ``host_copies``: this rank's part of the node's copies of whole groups.
-``previous_states``: of main parameters and optimizer states that are stepped beside the backward.
-``next_parameters``: of a delayed update that is not applied."""
+``previous_states``: of main parameters and optimizer states that are stepped beside the backward."""
 
 
 class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

@@ -16,7 +16,6 @@ itself up to 32 data-parallel ranks; with 64, shards have any number of elements
 Source: Transformer Engine, ``common/multi_tensor/l2norm.cu``; ATen, ``native/cuda/Reduce.cuh``.
 """
 
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -24,6 +23,7 @@ from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.late_model import LateModel
+from megatron_ext.megatron.releases import accepted
 from megatron_ext.runtime import host_memory
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.gradients import Gradient
@@ -212,14 +212,12 @@ def _lay_out_buffer(
     assert set(index_map) == set(buffer.params)
     device = next(iter(index_map)).device
     buffer.numel, buffer.numel_unpadded = start, sum(unpadded for _, _, unpadded in ranges)
-    buffer.grad_numel = start  # 0.17.1 counts gradients apart from parameters, which 4-bit ones need
+    buffer.grad_numel = start  # counted apart from parameters, which 4-bit ones need
     buffer.bucket_indices = [(begin, end) for begin, end, _ in ranges]
     buffer.param_index_map = index_map
     storages = _move_parameters(buffer, members, ranges, device, late)
     wholes, shards = make_gradients(buffer, ranges, [kept.get(index) for index in members], device)
-    # From 0.18 on a bucket also lists parameters with gradients of their own in fp32; refused at start.
-    accepted = inspect.signature(buffer._new_bucket).parameters
-    none_extra = {name: [] for name in ("bucket_params_with_extra_main_grads",) if name in accepted}
+    none_extra = accepted(buffer._new_bucket, bucket_params_with_extra_main_grads=[])  # refused at start
     resting, buffer.grad_data = buffer.grad_data, buffer.grad_data.new_zeros(1).expand(start)
     for bucket_id, (index, (begin, end, unpadded)) in enumerate(zip(members, ranges)):
         bucket = buffer._new_bucket(

@@ -118,7 +118,9 @@ class BuildingRun:
         self._error: str | None = None
         self._host_bytes = 0  # that this node needs
         self._late: late_model.LateModel | None = None
-        self._optimizers: list = []
+        self._chained: list = []  # Megatron's distributed optimizers
+        self._optimizers: list = []  # those of them that step something
+        self._workload: Workload | None = None  # of the whole model, as all ranks hold it
         self._optimizers_pending: set[int] = set()
         self._steps: OptimizerSteps | None = None
         self._reference: ReferenceGradients | None = None
@@ -242,11 +244,14 @@ class BuildingRun:
         late = self.late
         return self._bucket_groups[index].buckets[0].param_data if late is None else late.rest_of(index)
 
-    def _mismatch(self, args, nvme_path) -> str | None:
-        """Why this run is not the one that the schedule is for, or None; collective.
+    def _check(self, args) -> None:
+        """Refuse a run that is not the one that the schedule is for; collective.
 
         Args:
             args: Megatron's, which say this run's parallel sizes; its chunks are what all ranks really hold.
+
+        Raises:
+            InputError: on this rank.
         """
         assert self.schedule is not None
         if not self._ddps:
@@ -259,38 +264,30 @@ class BuildingRun:
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         everybody = gather_objects([describe_chunk(ddp, pp_rank, index) for index, ddp in enumerate(self._ddps)])
         if self._error is not None:
-            return self._error
+            raise InputError(self._error)
         held = {(chunk.model_chunk_id, chunk.pp_rank): chunk for chunks in everybody for chunk in chunks}
-        workload = msgspec.structs.replace(
+        self._workload = workload = msgspec.structs.replace(
             workload_of_run(args), chunks=tuple(held[key] for key in sorted(held)), zero_stage=self.schedule.zero_stage
         )
-        try:
-            _check_copies(self.schedule, nvme_path, file=self.path)
-            refusals.refuse_async_save(self.schedule, args)
-            if any(group.gradients for group in self.schedule.groups):
-                on_host = any(group.gradients == "host" for group in self.schedule.groups)
-                refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
-            refusals.refuse_never_whole(args, self.schedule)
-            match.match(self.schedule, workload, file=self.path)
-            self._check_numbers(args, workload)
-            refusals.refuse_host_shards_of_aware_optimizer(self.schedule, args, file=self.path)
-            device = device_of(next(self._ddps[0].parameters()))
-            refusals.refuse_without_stream_flags(
-                self.schedule, device.why_no_flags, self.delay is not None, file=self.path
-            )
-            loaded = any(getattr(getattr(one, "optimizer", None), "state", None) for one in self._optimizers)
-            taken = host_bytes_taken(self.schedule, workload, loaded, saved=getattr(args, "save", None) is not None)
-            self._host_bytes = taken[dist.get_rank() // self.schedule.parallel.node_size]
-            host_memory.require(
-                self._host_bytes, "host copies, staging slots, shards, optimizer states and checkpoints"
-            )
-            for number, schedule in self.schedules.items():
-                of_number = workload.with_microbatches(number)
-                memory_bill.check_run(schedule, of_number, file=self.path)
-                check_recompute(schedule, of_number, self._ddps[0].config, file=self.path)
-        except InputError as error:
-            return str(error)
-        return None
+        _check_copies(self.schedule, self.nvme_path, file=self.path)
+        refusals.refuse_async_save(self.schedule, args)
+        if any(group.gradients for group in self.schedule.groups):
+            on_host = any(group.gradients == "host" for group in self.schedule.groups)
+            refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
+        refusals.refuse_never_whole(args, self.schedule)
+        match.match(self.schedule, workload, file=self.path)
+        self._check_numbers(args, workload)
+        refusals.refuse_host_shards_of_aware_optimizer(self.schedule, args, file=self.path)
+        device = device_of(next(self._ddps[0].parameters()))
+        refusals.refuse_without_stream_flags(self.schedule, device.why_no_flags, self.delay is not None, file=self.path)
+        loaded = any(getattr(getattr(one, "optimizer", None), "state", None) for one in self._optimizers)
+        taken = host_bytes_taken(self.schedule, workload, loaded, saved=getattr(args, "save", None) is not None)
+        self._host_bytes = taken[dist.get_rank() // self.schedule.parallel.node_size]
+        host_memory.require(self._host_bytes, "host copies, staging slots, shards, optimizer states and checkpoints")
+        for number, schedule in self.schedules.items():
+            of_number = workload.with_microbatches(number)
+            memory_bill.check_run(schedule, of_number, file=self.path)
+            check_recompute(schedule, of_number, self._ddps[0].config, file=self.path)
 
     def _check_numbers(self, args, workload: Workload) -> None:
         """Every number of micro-batches that is to come has a schedule, and all are for this model. Raises

@@ -3,7 +3,7 @@
 [Note: A shard that is padding alone]
 A group is a bucket of its own, and a bucket is padded to a multiple of lcm(DP, 128) elements: of a group of one bias
 of 64 elements, the second of two ranks holds padding alone. Megatron's ``dp_reshardable`` format, the default of
-``--ckpt-format torch_dist`` since 0.15, asserts that every rank has a parameter in every bucket ("empty bucket
+``--ckpt-format torch_dist``, asserts that every rank has a parameter in every bucket ("empty bucket
 encountered"), although what it writes of a bucket ends where the parameters end. Its own buckets are never that small.
 
 Here such a shard gets an entry without tensors, as Megatron has them for padding between two parameters. Behind the
@@ -20,6 +20,7 @@ the process; it is refused with the bytes that are missing.
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_ext.megatron.releases import has
 from megatron_ext.runtime import host_memory
 
 NAMES = (
@@ -34,9 +35,11 @@ GATHERED = ("param", "exp_avg", "exp_avg_sq")
 
 def allow_empty_shards() -> None:
     """Let distributed optimizers write and load states where a rank's shard of a bucket holds no parameter."""
-    take, write, load = (getattr(DistributedOptimizer, name, None) for name in NAMES)
-    if take is None or write is None or load is None or hasattr(take, "of_megatron"):
-        return  # before 0.15 there is no such format
+    if not has(DistributedOptimizer, *NAMES):
+        return
+    take, write, load = (getattr(DistributedOptimizer, name) for name in NAMES)
+    if hasattr(take, "of_megatron"):
+        return
 
     def with_padding(optimizer):
         return fill_empty_shards(optimizer, take(optimizer))

@@ -6,15 +6,13 @@ from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.agreement import gather_objects
+from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.run_summary import say
-from megatron_ext.runtime.device import device_of
-from megatron_ext.runtime.group import Clock
+from megatron_ext.megatron.shards import offloaded_shards
 from megatron_ext.runtime.host_pool import HostPool, Sharers
-from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.nvme_pool import NvmePool
@@ -22,7 +20,6 @@ from megatron_ext.runtime.publisher import Publisher, Target, by_thread
 from megatron_ext.runtime.routes.host_copy import CopyRoute
 from megatron_ext.runtime.routes.makers import READERS, Sources
 from megatron_ext.schedule.footprint import slot_bytes
-from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.route import Copy, kind_of
 
@@ -60,45 +57,37 @@ class Copies:
         InputError: streams of this device cannot store flags.
     """
 
-    def __init__(
-        self, schedule: Schedule, groups, offloaded, process_groups, issuer: Issuer, clock: Clock, recorder, nvme_path
-    ):
+    def __init__(self, own: OwnRank):
         self.routes: dict[str, CopyRoute] = {}
         self.publisher, self.pool, self.closing = None, None, []
         self.own_bytes = 0  # this rank's part of the node's host copies
-        if not schedule.publish:
+        if not own.schedule.publish:
             return
-        sharers = _make_sharers(schedule, groups, process_groups)
-        nodes_of = {group.index: nodes for own, nodes in sharers for group in own.groups}
-        targets = [
-            Target(groups[entry.group], "cpu" in entry.to, "nvme" in entry.to, offloaded.get(entry.group), nodes)
-            for entry in schedule.publish
-            if (nodes := nodes_of.get(entry.group)) is not None
-        ]
-        if not targets:
+        sharers = _make_sharers(own)
+        targets = _targets(own, {group.index: nodes for one, nodes in sharers for group in one.groups})
+        sharers, device = [one for one, _ in sharers], own.device
+        if not targets or device is None:
             return
-        sharers = [own for own, _ in sharers]
-        device = device_of(targets[0].group.whole)
         # Where one fails its ranks still make the other, for which ranks may wait that know of no failure: the drive is
         # shared out by messages, too. Pinning may fail on one rank alone.
         errors: list[InputError] = []
         pool = _tried(errors, _make_pool, targets, sharers, device)
-        nvme = _tried(errors, _make_nvme_pool, schedule, targets, sharers, device, nvme_path)
+        nvme = _tried(errors, _make_nvme_pool, own, targets, sharers)
         if pool is None or errors:
             raise errors[0]
         self.pool = pool
         self.closing.append(pool.close)
-        issuer.checks.append(lambda: pool.check_peers(clock.version))
+        own.issuer.checks.append(lambda: pool.check_peers(own.clock.version))
         self.own_bytes = pool.own_bytes
         if device.kind == "cuda" and dist.get_rank() == 0 and pool.bytes > SAID_BYTES:
             say(f"page-locking {pool.bytes / 1e9:.0f} GB on every rank; `plan` says how long it takes")
         pool.pin()
-        sources = Sources(pool, nvme, device, issuer, clock, recorder)
+        sources = Sources(pool, nvme, device, own.issuer, own.clock, own.links)
         there: dict[Copy | None, bool] = {"cpu": bool(pool.copies), "nvme": nvme is not None}
         self.routes = {name: make(sources) for name, make in READERS.items() if there.get(kind_of(name).copy)}
         self.closing += [] if nvme is None else [nvme.close]
         self.closing += [route.close for route in self.routes.values()]
-        self.publisher = Publisher(targets, pool, nvme, device, issuer, clock, recorder)
+        self.publisher = Publisher(targets, pool, nvme, device, own.issuer, own.clock, own.links)
 
     def drop_staged(self) -> None:
         """Empty the staging slots."""
@@ -106,20 +95,31 @@ class Copies:
             route.drop()
 
 
-def _make_sharers(schedule: Schedule, groups, process_groups) -> list[tuple[Sharers, NodeExchange]]:
+def _make_sharers(own: OwnRank) -> list[tuple[Sharers, NodeExchange]]:
     """Of this rank's published groups, in the order of publishing, each with the exchange with those of other nodes.
     Collective over all ranks of the run."""
-    published, found = [entry.group for entry in schedule.publish], []
-    for ranks in sorted({schedule.groups[index].ranks for index in published}, reverse=True):
-        nodes = make_node_groups(schedule.parallel, ranks=ranks)
-        own = [groups[index] for index in published if index in groups and schedule.groups[index].ranks == ranks]
-        if own:
-            among = process_groups[ranks] if nodes is None else nodes.local
+    planned, published, found = own.schedule.groups, [entry.group for entry in own.schedule.publish], []
+    for ranks in sorted({planned[index].ranks for index in published}, reverse=True):
+        nodes = make_node_groups(own.schedule.parallel, ranks=ranks)
+        groups = [own.groups[index] for index in published if index in own.groups and planned[index].ranks == ranks]
+        if groups:
+            among = own.process_groups[ranks] if nodes is None else nodes.local
             exchange = partial(gather_objects, process_group=among)
-            found.append(
-                (Sharers(own, dist.get_rank(among), dist.get_world_size(among), exchange), NodeExchange(nodes))
-            )
+            sharers = Sharers(groups, dist.get_rank(among), dist.get_world_size(among), exchange)
+            found.append((sharers, NodeExchange(nodes)))
     return found
+
+
+def _targets(own: OwnRank, nodes_of: dict[int, NodeExchange]) -> list[Target]:
+    """What this rank publishes of each of its groups, and from where."""
+    offloaded = offloaded_shards(own.optimizers, own.buckets)
+    # Where states rest elsewhere there is no such copy in host memory: the group is published from its shard.
+    source = {i: copy for i, copy in offloaded.items() if own.schedule.groups[i].states_rest is None}
+    return [
+        Target(own.groups[entry.group], "cpu" in entry.to, "nvme" in entry.to, source.get(entry.group), nodes)
+        for entry in own.schedule.publish
+        if (nodes := nodes_of.get(entry.group)) is not None
+    ]
 
 
 def _tried(errors: list[InputError], make: Callable[..., T], *arguments) -> T | None:
@@ -137,14 +137,13 @@ def _make_pool(targets: list[Target], sharers: list[Sharers], device) -> HostPoo
     return HostPool(sharers, hosted, by_thread(targets), device, _Progress(dist.get_rank()), on_drive)
 
 
-def _make_nvme_pool(schedule: Schedule, targets: list[Target], sharers: list[Sharers], device, path) -> NvmePool | None:
+def _make_nvme_pool(own: OwnRank, targets: list[Target], sharers: list[Sharers]) -> NvmePool | None:
     """None where no group has a copy on the drive."""
     staged = {target.group.index for target in targets if target.nvme}
-    sharing = [own._replace(groups=[group for group in own.groups if group.index in staged]) for own in sharers]
-    sharing = [own for own in sharing if own.groups]
+    sharing = [one._replace(groups=[group for group in one.groups if group.index in staged]) for one in sharers]
+    sharing = [one for one in sharing if one.groups]
     if not sharing:
         return None
-    settings = schedule.metadata.options.nvme or DriveReads()
-    size = slot_bytes(schedule, parallel_state.get_pipeline_model_parallel_rank())
-    slots = dict(slots=schedule.limits.nvme_slots, slot_bytes=size)
-    return NvmePool(path, sharing, **slots, settings=settings, device=device)
+    settings = own.schedule.metadata.options.nvme or DriveReads()
+    slots = dict(slots=own.schedule.limits.nvme_slots, slot_bytes=slot_bytes(own.schedule, own.pp_rank))
+    return NvmePool(own.nvme_path, sharing, **slots, settings=settings, device=own.device)

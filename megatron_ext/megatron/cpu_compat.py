@@ -406,11 +406,12 @@ def main() -> None:
     del sys.argv[0]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     # Not this module, which is __main__, but the one that everybody else imports.
-    from megatron_ext.megatron import cpu_compat, cpu_options, one_line_end
+    from megatron_ext.cpubench import parser_options
+    from megatron_ext.megatron import cpu_compat, one_line_end
 
     one_line_end.install()
     if cpu_compat.install():
-        cpu_options.without_a_gpu()
+        parser_options.without_a_gpu()
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

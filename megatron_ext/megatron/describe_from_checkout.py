@@ -26,30 +26,24 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from megatron_ext.cpubench import parser_options
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.launch.launcher import end_with_parent
-from megatron_ext.megatron import cpu_options, script_arguments
+from megatron_ext.megatron import script_arguments
 from megatron_ext.megatron.gpt_arguments import limits_of
 from megatron_ext.megatron.layer_options import options_of_layers
-from megatron_ext.workload.optimizer_settings import OptimizerSettings
-from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import SCHEMA_VERSION, Chunk, Experts, Workload, check
+from megatron_ext.workload.workload import Workload, check
 
 SCRIPT = "pretrain_gpt.py"
 
 
 class Described(msgspec.Struct, forbid_unknown_fields=True):
-    """What the process of one pipeline rank found; ``error`` alone where Megatron refused."""
+    """What the process of one pipeline rank found: a workload with its own chunks alone, or why Megatron refused."""
 
     error: str | None = None
-    parallel: Parallel | None = None
-    p2p_bytes: int = 0
-    chunks: tuple[Chunk, ...] = ()
-    optimizer: OptimizerSettings = OptimizerSettings()
+    workload: Workload | None = None
     layer_options: tuple[str, ...] = ()
-    experts: Experts | None = None
-    ramp: tuple[int, ...] = ()
 
 
 class CheckoutModel(NamedTuple):
@@ -83,23 +77,15 @@ def describe_command_line(tree, options, entry=None) -> "CheckoutModel":
     script = script_arguments.read(options)
     ours, pp = script.ours, script.sizes.pipeline_model_parallel_size
     found = _run(tree, path, pp, script.world_size(), script.megatron)
-    chunks = sorted(
-        (chunk for rank in found for chunk in rank.chunks), key=lambda chunk: (chunk.model_chunk_id, chunk.pp_rank)
-    )
-    first = found[0].parallel
-    assert first is not None  # every rank writes its sizes
-    parallel = msgspec.structs.replace(first, gpus_per_node=ours.gpus_per_node)
-    workload = Workload(
-        schema_version=SCHEMA_VERSION,
-        kind="workload",
-        parallel=parallel,
+    first = found[0].workload
+    assert first is not None  # as is that of every rank that did not refuse
+    chunks = [chunk for rank in found if rank.workload is not None for chunk in rank.workload.chunks]
+    workload = msgspec.structs.replace(
+        first,
+        parallel=msgspec.structs.replace(first.parallel, gpus_per_node=ours.gpus_per_node),
         zero_stage=ours.zero_stage,
-        chunks=tuple(chunks),
-        p2p_bytes=found[0].p2p_bytes,
+        chunks=tuple(sorted(chunks, key=lambda chunk: (chunk.model_chunk_id, chunk.pp_rank))),
         limits=limits_of(ours),
-        optimizer=found[0].optimizer,
-        experts=found[0].experts,
-        ramp=found[0].ramp,
     )
     return CheckoutModel(check(workload), found[0].layer_options, script.sizes.context_parallel_size or 1)
 
@@ -171,27 +157,19 @@ class _Built(BaseException):
     """Every chunk of this rank is built; not an error that Megatron may catch."""
 
 
-class _OnMeta:
+@contextlib.contextmanager
+def _on_meta():
     """While a model is built, every tensor is made on the ``meta`` device, whatever device is asked for."""
+    import torch
+    from torch.overrides import TorchFunctionMode
 
-    def __init__(self):
-        import torch
-        from torch.overrides import TorchFunctionMode
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            return function(*args, **(kwargs | {"device": "meta"} if "device" in kwargs else kwargs))
 
-        class Mode(TorchFunctionMode):
-            def __torch_function__(self, function, types, args=(), kwargs=None):
-                kwargs = kwargs or {}
-                return function(*args, **(kwargs | {"device": "meta"} if "device" in kwargs else kwargs))
-
-        self._stack = contextlib.ExitStack()
-        self._modes = torch.device("meta"), Mode()
-
-    def __enter__(self):
-        for mode in self._modes:
-            self._stack.enter_context(mode)
-
-    def __exit__(self, *error):
-        self._stack.close()
+    with torch.device("meta"), Mode():
+        yield
 
 
 def _run_script(tree: Path, script: Path, rank: int, world_size: int, options: list[str]) -> Described:
@@ -230,7 +208,7 @@ def _parse_for_no_gpu() -> None:
     def refuse(self, message):
         raise InputError(message)
 
-    cpu_options.add_to_parsers(cpu_options.KERNELS, refuse_combinations)
+    parser_options.add_to_parsers(parser_options.KERNELS, refuse_combinations)
     argparse.ArgumentParser.error = refuse
 
 
@@ -251,7 +229,7 @@ def _stop_at_model(chunks: list) -> None:
         @functools.wraps(build)
         def build_on_meta(*args, **kwargs):
             refuse_unsupported(_megatron_args())
-            with _OnMeta():
+            with _on_meta():
                 return build(*args, **kwargs)
 
         return build_on_meta
@@ -310,33 +288,30 @@ def _described(chunks: list) -> Described:
 
     from megatron_ext.megatron.boundaries import bare
     from megatron_ext.megatron.describe_model import describe_chunk
-    from megatron_ext.megatron.optimizer_of_args import optimizer_settings
     from megatron_ext.megatron.refusals import refuse_frozen, refuse_model
     from megatron_ext.megatron.saved_activations import with_activations
-    from megatron_ext.megatron.workload_of_run import experts_of, numbers_of_run, parallel_of_megatron
+    from megatron_ext.megatron.workload_of_run import experts_of, numbers_of_run, workload_of_run
     from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
 
     args = _megatron_args()
     for chunk in chunks:
         refuse_model(bare(chunk))
         refuse_frozen(bare(chunk))
-    parallel = parallel_of_megatron(args)
+    workload = workload_of_run(args)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     layer_options = options_of_layers(args)  # of whole sequences
     args.seq_length //= getattr(args, "context_parallel_size", 1)  # of one rank
     batch = MicroBatch(args.seq_length, args.micro_batch_size, sequence_parallel=args.sequence_parallel)
-    message = p2p_bytes(parallel, batch, args.hidden_size, args.params_dtype.itemsize)
-    return Described(
-        parallel=parallel,
-        p2p_bytes=message,
+    workload = msgspec.structs.replace(
+        workload,
+        p2p_bytes=p2p_bytes(workload.parallel, batch, args.hidden_size, args.params_dtype.itemsize),
         chunks=tuple(
             with_activations(describe_chunk(chunk, pp_rank, index), chunk, args) for index, chunk in enumerate(chunks)
         ),
-        optimizer=optimizer_settings(args),
-        layer_options=layer_options,
         experts=experts_of(args),
         ramp=numbers_of_run(args)[:-1],
     )
+    return Described(workload=workload, layer_options=layer_options)
 
 
 def _reason(error: BaseException) -> str:

@@ -9,8 +9,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.boundaries import layers_of
 from megatron_ext.megatron.gpt_arguments import batch_of, dtype_of, limits_of, parallel_of
-from megatron_ext.megatron.ignored_options import parse as parse
-from megatron_ext.megatron.ignored_options import sizes_taken as sizes_taken
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.megatron.saved_activations import with_activations
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
@@ -63,6 +61,12 @@ def describe_options(args) -> Workload:
     chunks = []
     for pp_rank in range(parallel.pp):
         chunks += _chunks_of_rank(args, parallel, pp_rank)
+    return workload_of_chunks(args, chunks)
+
+
+def workload_of_chunks(args, chunks: list[Chunk]) -> Workload:
+    """The workload of described chunks, for checked options."""
+    parallel = parallel_of(args)
     return make_workload(
         parallel=parallel,
         zero_stage=args.zero_stage,

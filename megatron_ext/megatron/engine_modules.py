@@ -11,7 +11,7 @@ attributes of parameters.
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -307,14 +307,7 @@ def nothing(*arguments, **options):
 
 def install() -> None:
     """Let ``import transformer_engine`` find these modules; before Megatron is imported, which looks for it once."""
-    for name in PACKAGES:
-        full = f"transformer_engine{name}"
-        module = ModuleType(full)
-        module.__spec__, module.__path__ = ModuleSpec(full, None, is_package=True), []
-        sys.modules[full] = module
-        parent, _, own = full.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], own, module)
+    make_packages(f"transformer_engine{name}" for name in PACKAGES)
     vars(sys.modules["transformer_engine"])["__version__"] = VERSION
     fill(".common.recipe", DelayedScaling=DelayedScaling)
     fill(".pytorch.fp8", FP8GlobalStateManager=FP8GlobalStateManager, fp8_autocast=nothing, fp8_model_init=nothing)
@@ -323,6 +316,16 @@ def install() -> None:
     fill(".pytorch.ops", __getattr__=_operation)
     for kind in (Linear, LayerNormLinear, LayerNorm, RMSNorm, DotProductAttention, GroupedLinear):
         fill(".pytorch", **{kind.__name__: kind})
+
+
+def make_packages(names: Iterable[str]) -> None:
+    """Let ``import`` find empty packages of these full names, the outer ones first."""
+    for name in names:
+        module = sys.modules[name] = ModuleType(name)
+        module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, module)
 
 
 def fill(package: str, **names: object) -> None:

@@ -45,6 +45,9 @@ class EqualityCheck:
         path: FILE.
         schedule_sha256: of this run's schedule file.
 
+    Attributes:
+        iterations: how many the run is to train; None: that is not known.
+
     Raises:
         InputError: FILE is of another schedule or cannot be read; or it is not there and cannot be written.
     """
@@ -77,19 +80,10 @@ class EqualityCheck:
             return [f"equality check: this run is the reference and writes {self.path}", LAYOUT_NOTE]
         return [f"equality check: this run is compared with {self.path} when training ends"]
 
-    def watch(self, optimizer, iterations: int | None = None) -> None:
-        """Note the gradient norm of every ``optimizer.step()``, of which there are to be ``iterations``; None: that is
-        not known."""
-        self.iterations = iterations
-        step = optimizer.step
-
-        def noted(*args, **kwargs):
-            result = step(*args, **kwargs)
-            norm = result[1]
-            self.grad_norms.append("" if norm is None else float(norm).hex())
-            return result
-
-        optimizer.step = noted
+    def note(self, result: tuple) -> None:
+        """Note the gradient norm of an optimizer step that gave ``result``."""
+        norm = result[1]
+        self.grad_norms.append("" if norm is None else float(norm).hex())
 
     def finish(self, digests: list[str], measured: Measured | None) -> list[str]:
         """On the first rank: write the reference, or compare with it; lines that say so.

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any, NoReturn
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, option_error
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.workload import parallel as parallel_sizes
 from megatron_ext.workload.batch_ramp import numbers_of_microbatches
@@ -147,7 +147,7 @@ def check(args, *, world_size: int | None = None) -> None:
 
 
 def _refuse(args, name: str, message: str) -> NoReturn:
-    raise InputError(message, field="--" + name.replace("_", "-"), value=getattr(args, name))
+    raise option_error(name, message, getattr(args, name))
 
 
 LARGEST = {

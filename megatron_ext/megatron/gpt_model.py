@@ -1,6 +1,5 @@
 """Build a GPT on megatron.core from Megatron's options: for ``describe``, ``measure`` and the example."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.megatron.gpt_arguments import UNEVEN
+from megatron_ext.megatron.releases import accepts
 from megatron_ext.runtime.device import has_cuda
 
 SAME_NAMES = (
@@ -37,8 +37,8 @@ def transformer_config(args, **overrides) -> TransformerConfig:
         # Interleaving over two pipeline ranks works only with overlapped p2p.
         overlap_p2p_comm=vp is not None,
         batch_p2p_comm=vp is None,
-        # gloo keeps no hold on a tensor whose data is swapped while it is being sent; up to
-        # Megatron 0.17.1 the freed activation would be sent in its place.
+        # gloo keeps no hold on a tensor whose data is swapped while it is being sent: the freed activation would be
+        # sent in its place.
         deallocate_pipeline_outputs=on_gpu,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -61,7 +61,6 @@ def layer_spec(args, config: TransformerConfig):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         return get_gpt_layer_with_transformer_engine_spec()
-    # Up to 0.11 there is one local layer, with a LayerNorm.
     chosen = {} if args.normalization == "LayerNorm" else {"normalization": args.normalization}
     return get_gpt_layer_local_spec(**chosen)
 
@@ -72,8 +71,7 @@ def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
     chunks = []
     for chunk in range(vp or 1):
         stage: dict[str, Any] = dict(vp_stage=chunk) if vp else {}
-        if vp and "vp_stage" not in inspect.signature(GPTModel).parameters:
-            # Up to 0.12 the chunk that is being built is a global of Megatron's.
+        if vp and not accepts(GPTModel, "vp_stage"):
             parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
             stage = {}
         pre = parallel_state.is_pipeline_first_stage(ignore_virtual=vp is None, **stage)

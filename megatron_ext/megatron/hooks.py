@@ -137,7 +137,8 @@ def on_pretrain() -> None:
 
 def _start(early: bool) -> None:
     global started
-    from megatron_ext.megatron import cpu_compat, cpu_options, device_environment, one_line_end
+    from megatron_ext.cpubench import parser_options
+    from megatron_ext.megatron import cpu_compat, device_environment, one_line_end
 
     started = True
     one_line_end.install()
@@ -147,7 +148,7 @@ def _start(early: bool) -> None:
     if not cpu_compat.is_installed():  # by run-on-cpu, which imports Megatron
         text = device_environment.said_of_early_import(variables, list(sys.modules))
         if early and cpu_compat.install():
-            cpu_options.without_a_gpu()
+            parser_options.without_a_gpu()
             text = "torch sees no CUDA device, so this trains on the CPU, as `megatron-ext run-on-cpu` does"
     if text is not None and os.environ.get("RANK", "0") == "0":
         print(f"megatron-ext: {text}", file=sys.stderr, flush=True)

@@ -56,7 +56,7 @@ class _Divided:
         result = self.kernel(operation, overflow, device, *arguments) if device[0] else None
         if operation is clip_grads.l2_norm_impl:
             return _norm(host[0], None if result is None else result[0], overflow.device), None
-        factor = float(arguments[0])  # on the device from 0.19 on, where it is 1 if nothing is to be clipped
+        factor = float(arguments[0])  # on the device in some releases, where it is 1 if nothing is to be clipped
         for source, scaled in zip(*host, strict=True):
             if factor != 1.0 or source is not scaled:
                 torch.mul(source, factor, out=scaled)

@@ -117,28 +117,27 @@ def delay_line(delay: int) -> str:
     )
 
 
-def optimizers_on_host(optimizers: list, delay: int) -> list:
-    """Megatron's host optimizers of this rank. Raises InputError where some parameter is stepped elsewhere."""
-    own = [one.optimizer for one in optimizers if not getattr(one, "is_stub_optimizer", False)]
-    for one in own:
-        copies = getattr(one, "gpu_params_map_cpu_copy", {})
-        if any(parameter not in copies for group in one.param_groups for parameter in group["params"]):
-            raise InputError(
-                "needs an optimizer that steps on the host: --optimizer-cpu-offload with --optimizer-offload-fraction "
-                "1.0",
-                field=DELAY_OPTION,
-                value=delay,
-            )
-    return own
+def require_steps_on_host(optimizers: list, delay: int) -> None:
+    """Raises InputError where one of Megatron's ``optimizers`` of this rank steps a parameter elsewhere."""
+    for one in optimizers:
+        stepped = [parameter for group in one.optimizer.param_groups for parameter in group["params"]]
+        copies_of(one.optimizer, stepped, "needs", DELAY_OPTION, delay)
 
 
-def copies_of(hybrid, shards: list[torch.Tensor], what: str, field: str) -> dict[torch.Tensor, torch.Tensor]:
+def copies_of(
+    hybrid, shards: list[torch.Tensor], what: str, field: str, value: object = ...
+) -> dict[torch.Tensor, torch.Tensor]:
     """The host's parameters by shard. Raises InputError: ``what`` needs them, and some shard has none."""
     copies = getattr(hybrid, "gpu_params_map_cpu_copy", {})
     if any(shard not in copies for shard in shards):
         why = "an optimizer that steps on the host: --optimizer-cpu-offload with --optimizer-offload-fraction 1.0"
-        raise InputError(f"{what} {why}", field=field)
+        raise InputError(f"{what} {why}", field=field, value=value)
     return {shard: copies[shard] for shard in shards}
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """Learning rate, weight decay and all else of each parameter group."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def gradient_of(shard: torch.Tensor) -> torch.Tensor | None:

@@ -7,13 +7,12 @@ name. Whatever is in neither list may be misspelt, and is refused too. With a ch
 """
 
 import argparse
-import contextlib
 import difflib
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron import gpt_arguments
+from megatron_ext.formats.errors import InputError, option_error
+from megatron_ext.megatron import gpt_arguments, releases
 from megatron_ext.megatron.refusals import LAYER_WISE_OPTIMIZERS, NEUTRAL, REASONS
 
 FLAGS = """
@@ -156,7 +155,7 @@ def refuse_at_once(options, *, verb: str, **known) -> argparse.Namespace | None:
         return None
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         if name not in given:
-            raise InputError("is needed: a schedule takes the place of its gathers", field="--" + _dashes(name))
+            raise option_error(name, "is needed: a schedule takes the place of its gathers")
     uneven = any(given.get(name) for name in gpt_arguments.UNEVEN)
     if sizes_taken(options) or uneven or any(name.replace("-", "_") in given for name in (*REFUSED, *BATCH)):
         return None
@@ -219,17 +218,10 @@ def check_other_options(args, verb: str = "describe") -> None:
         given.pop(name.replace("-", "_"), None)
     tokenizers = [name for name in TOKENIZER if name.replace("-", "_") in given]
     if tokenizers and args.vocab_size is None:
-        raise InputError(
-            "is not read here; give --vocab-size, the tokenizer's own size",
-            field=f"--{tokenizers[0]}",
-            value=given[tokenizers[0].replace("-", "_")],
-        )
+        name = tokenizers[0].replace("-", "_")
+        raise option_error(name, "is not read here; give --vocab-size, the tokenizer's own size", given[name])
     if given.get("tokenizer_type") == "NullTokenizer":
-        with contextlib.suppress(ImportError):  # without Megatron: as of its last releases
-            from megatron.core import package_info
-
-            # Up to 0.17 it has an end of document beside its vocabulary.
-            args.vocab_size += int(package_info.MAJOR) == 0 and int(package_info.MINOR) < 18
+        args.vocab_size += releases.null_tokenizer_adds()
 
 
 _CHECKOUT = {
@@ -240,7 +232,7 @@ _CHECKOUT = {
 
 
 def _refuse(given: dict, name: str, why: str) -> NoReturn:
-    raise InputError(why, field="--" + _dashes(name), value=" ".join(given[name]) or ...)
+    raise option_error(name, why, " ".join(given[name]) or ...)
 
 
 def _refuse_neutral(given: dict) -> None:

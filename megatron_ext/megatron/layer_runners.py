@@ -5,8 +5,6 @@ with Megatron's options behind ``--``. A step's batch is stacked from rows in me
 samples; a training script whose own thread reads them passes ``read_batches`` (see examples/example_layers.py).
 """
 
-import inspect
-
 import torch
 
 from megatron_ext.megatron import cpu_compat
@@ -17,9 +15,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_ext.megatron import describe_model, gpt_model
+from megatron_ext.megatron import gpt_model, ignored_options
 from megatron_ext.megatron.boundaries import layers_of
 from megatron_ext.megatron.gpt_arguments import UNEVEN
+from megatron_ext.megatron.releases import accepted
 from megatron_ext.runtime.device import has_cuda
 
 COLD_BYTES = 1 << 30
@@ -86,7 +85,7 @@ class StepRunner:
         return output, lambda output: (output, {})
 
     def forward(self) -> None:
-        result = _call(
+        arguments = accepted(
             schedules.forward_step,
             forward_step_func=self._forward_step,
             data_iterator=self._batches,
@@ -98,10 +97,11 @@ class StepRunner:
             cp_group_size=1,
             is_last_stage=False,
         )
+        result = schedules.forward_step(**arguments)
         self._output = result[0] if isinstance(result, tuple) else result
 
     def backward(self) -> None:
-        _call(
+        arguments = accepted(
             schedules.backward_step,
             input_tensor=self._boundary,
             output_tensor=self._output,
@@ -109,6 +109,7 @@ class StepRunner:
             model_type=ModelType.encoder_or_decoder,
             config=self.model.config,
         )
+        schedules.backward_step(**arguments)
         self._boundary.grad = self._output = None
 
 
@@ -129,13 +130,6 @@ def _recomputes(args) -> tuple[bool, bool]:
     return every, every
 
 
-def _call(function, **arguments):
-    """``function`` with those of ``arguments`` that it takes in this release."""
-    return function(
-        **{name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
-    )
-
-
 def layer_runners(options: list[str], read_batches=None) -> dict:
     """Runners by layer kind (``embedding``, ``transformer``, ``output``) for Megatron's options, and
     ``step``: what a step takes beside its layers.
@@ -148,7 +142,7 @@ def layer_runners(options: list[str], read_batches=None) -> dict:
     Raises:
         InputError: an option is wrong.
     """
-    args = describe_model.parse(options)
+    args = ignored_options.parse(options)
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tensor_model_parallel_size)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)

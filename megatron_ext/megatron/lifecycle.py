@@ -13,19 +13,22 @@ An error while BUILDING is kept until ``on_train_setup``: a single rank that gav
 waiting for it in a collective.
 """
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.formats import trace as trace_file
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
-from megatron_ext.megatron import run_summary, stock_trace
+from megatron_ext.megatron import run_summary
 from megatron_ext.megatron.agreement import agree, gather_objects
 from megatron_ext.megatron.building_run import STOCK_GATHER as STOCK_GATHER
 from megatron_ext.megatron.building_run import BuildingRun, State
 from megatron_ext.megatron.equality_check import iterations_ahead, parameter_digest
 from megatron_ext.megatron.gather_on_read import GatherOnRead
 from megatron_ext.megatron.optimizer_steps import OptimizerSteps
+from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.prepare import prepare, schedule_for
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
@@ -51,76 +54,79 @@ class Run(BuildingRun):
         Raises:
             InputError: on every rank, with the same text.
         """
+        after = [self._step_ended]
         if self.schedule is None:
             agree(self._error, ("trace", str(self.trace_path)), file=self.trace_path)
         else:
             assert self.state is State.BUILDING, f"training begins once; the run is {self.state.value}"
-            nvme_path = getattr(args, "user_defined_schedule_nvme_path", None)
             if self.late is not None:
                 self.late.close()
-            self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-            self._agree(self._mismatch(args, nvme_path))
+            self.nvme_path = getattr(args, "user_defined_schedule_nvme_path", None) or self.nvme_path
+            self._chained = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+            self._optimizers = [one for one in self._chained if not getattr(one, "is_stub_optimizer", False)]
+            self._together(self._check, args)
             if dist.get_rank() == 0:
                 self._announce(args)
             if self.check is not None:
-                self.check.watch(optimizer, iterations_ahead(args))
-            begun = getattr(args, "iteration", 0)
-            if self.stock_gather:
-                self._agree(self._try_to_delay_reference(optimizer, begun))
-                if any(group.gradients for group in self.schedule.groups):
-                    self._reference = ReferenceGradients(self.schedule, self._bucket_groups, self._optimizers)
-                self._move_to(State.REFERENCE)
-            else:
-                self.watch = Watch(dist.get_rank(), _step_seconds(args))
-                self._agree(self._try_to_prepare(nvme_path, begun))
-                self._begin()
-                assert self.executor is not None
-                self._steps = OptimizerSteps(optimizer, self._step_skipped)
+                self.check.iterations = iterations_ahead(args)
+                after.append(self.check.note)
+            self._together(self._prepare, args, optimizer)
+            self._begin()
             self._watch_reads(optimizer)
-        if self.trace_path is not None and self.recorder is not None:
-            stock_trace.record_optimizer(optimizer, self.recorder)
-        self._end_iterations_by(optimizer)
+        traced = self.recorder if self.trace_path is not None else None
+        self._steps = OptimizerSteps(optimizer, *after, recorder=traced)
 
-    def _end_iterations_by(self, optimizer) -> None:
-        """Megatron's rerun machinery may run the steps of an iteration several times: it ends with the optimizer."""
-        step = optimizer.step
-
-        def ending(*args, **kwargs):
-            result = step(*args, **kwargs)
-            self._unfinished = False
-            return result
-
-        optimizer.step = ending
+    def _together(self, step: Callable, *arguments) -> None:
+        """Take a step that may fail on this rank alone: all ranks go on, or all refuse; collective."""
+        try:
+            step(*arguments)
+        except InputError as error:
+            self._agree(str(error))
+        except (OSError, RuntimeError) as error:  # of one rank alone: memory that cannot be pinned, for example
+            self._agree(f"rank {dist.get_rank()} cannot prepare for {self.path}: {error}".splitlines()[0])
+        else:
+            self._agree(None)
 
     def _agree(self, error: str | None) -> None:
         kind = f"{'reference' if self.stock_gather else 'scheduled'} {self.delay}"
         agree(error, ("schedule sha256 and kind of run", f"{self.sha256[:12]} {kind}"), file=self.path)
 
-    def _try_to_delay_reference(self, optimizer, begun: int) -> str | None:
-        if self.delay is not None:
-            try:
-                self._reference_delay = ReferenceDelay(optimizer, self._ddps, begun, self.delay)
-            except InputError as error:
-                return str(error)
-        return None
-
-    def _try_to_prepare(self, nvme_path, begun: int) -> str | None:
-        """Make the executor; an error of this rank alone is returned, for all ranks to refuse."""
-        assert self.schedule is not None
-        try:
+    def _prepare(self, args, optimizer) -> None:
+        """Make what gathers and steps in this run."""
+        assert self.schedule is not None and self._workload is not None
+        begun = getattr(args, "iteration", 0)
+        if not self.stock_gather:
+            self.watch = Watch(dist.get_rank(), _step_seconds(args))
             self.executor = prepare(
-                *(self.schedules, self._ddps, self._bucket_groups, self._optimizers, self.recorder),
-                nvme_path=nvme_path,
-                delay=None if self.delay is None else (begun, self.delay),
-                late=self.late,
+                OwnRank(
+                    schedules=self.schedules,
+                    workload=self._workload,
+                    ddps=self._ddps,
+                    bucket_groups=self._bucket_groups,
+                    optimizers=self._optimizers,
+                    recorder=self.recorder,
+                    nvme_path=self.nvme_path,
+                    delay=None if self.delay is None else (begun, self.delay),
+                    late=self.late,
+                )
             )
-        except InputError as error:
-            return str(error)
-        except (OSError, RuntimeError) as error:  # of one rank alone: memory that cannot be pinned, for example
-            return f"rank {dist.get_rank()} cannot prepare for {self.path}: {error}".splitlines()[0]
-        return None
+            return
+        if self.delay is not None:
+            self._reference_delay = ReferenceDelay(optimizer, self._optimizers, self._ddps, begun, self.delay)
+        if any(group.gradients for group in self.schedule.groups):
+            self._reference = ReferenceGradients(self.schedule, self._bucket_groups, self._optimizers)
+
+    def _step_ended(self, result: tuple) -> None:
+        """Megatron's rerun machinery may run the steps of an iteration several times: it ends with the optimizer."""
+        self._unfinished = False
+        if self.executor is not None and not result[0]:
+            self._step_skipped()
 
     def _begin(self) -> None:
+        """What was prepared on all ranks is put to work."""
+        if self.stock_gather:
+            self._move_to(State.REFERENCE)
+            return
         assert self.schedule is not None and self.executor is not None and self.watch is not None
         for bucket_group in self._bucket_groups.values():
             bucket_group.executor = self.executor
@@ -196,7 +202,7 @@ class Run(BuildingRun):
         self._unfinished = False
         if update_successful:
             self._optimizers_pending.add(id(optimizer))
-            if len(self._optimizers_pending) < len(self._optimizers):
+            if len(self._optimizers_pending) < len(self._chained):
                 return
             self._optimizers_pending.clear()
         if self.executor is None:

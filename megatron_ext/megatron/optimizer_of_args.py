@@ -1,6 +1,6 @@
 """The optimizer's part of a workload, from options as they were parsed here or by Megatron."""
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import option_error
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
 
@@ -25,31 +25,26 @@ def optimizer_settings(args) -> OptimizerSettings:
     moments = 2 if name == "adam" else int(momentum > 0)
     states = [_dtype(getattr(args, f"exp_avg{part}_dtype", None)) for part in ("", "_sq")][:moments]
     if half is None and getattr(args, "optimizer_cpu_offload", False):
-        raise InputError(
-            "Megatron's host optimizer takes no float32 parameters; train with --bf16 or --fp16",
-            field="--optimizer-cpu-offload",
-        )
+        why = "Megatron's host optimizer takes no float32 parameters; train with --bf16 or --fp16"
+        raise option_error("optimizer_cpu_offload", why)
     on_host = bool(getattr(args, "optimizer_cpu_offload", False))
     fraction = getattr(args, "optimizer_offload_fraction", 1.0)
     if on_host and str(fraction) not in ("1", "1.0"):
-        raise InputError(
+        why = (
             "no bill counts states that are on the host in part; give 1.0, or leave --optimizer-cpu-offload out (a "
-            "schedule may keep states of chosen groups on the device: states_rest)",
-            field="--optimizer-offload-fraction",
-            value=fraction,
+            "schedule may keep states of chosen groups on the device: states_rest)"
         )
-    if not on_host and getattr(args, "delayed_parameter_update", None) is not None:
-        raise InputError(
-            "needs an optimizer that steps on the host: --optimizer-cpu-offload",
-            field="--delayed-parameter-update",
-            value=args.delayed_parameter_update,
-        )
+        raise option_error("optimizer_offload_fraction", why, fraction)
+    delay = getattr(args, "delayed_parameter_update", None)
+    if not on_host and delay is not None:
+        why = "needs an optimizer that steps on the host: --optimizer-cpu-offload"
+        raise option_error("delayed_parameter_update", why, delay)
     return OptimizerSettings(
         gradient_dtype="float32" if half is None or in_fp32 else half,
         main_parameter_dtype=_dtype(getattr(args, "main_params_dtype", None)),
         moment_dtypes=tuple(states),
         on_host=on_host,
-        delayed=getattr(args, "delayed_parameter_update", None) is not None,
+        delayed=delay is not None,
     )
 
 

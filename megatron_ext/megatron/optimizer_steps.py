@@ -1,4 +1,4 @@
-"""Optimizer steps of a run beside the updates that its hook has told of.
+"""Steps of a run's optimizer, seen from outside of whatever has been put around it.
 
 ``hooks.on_params_updated`` is a line inside the optimizer. Where that line does not run although parameters change (a
 step replayed as a CUDA graph does not, see torch's ``torch.cuda.graph``), the whole copies and host copies stay those
@@ -8,15 +8,21 @@ of the step before and training goes on with old parameters. So the results of `
 from collections.abc import Callable
 
 from megatron_ext.runtime.group import ScheduleError
+from megatron_ext.runtime.recorder import Recorder
 
 
 class OptimizerSteps:
-    """Counts the successful steps of ``optimizer``, Megatron's optimizer of the run; ``skipped`` is called after every
-    other."""
+    """Counts the successful steps of ``optimizer``, Megatron's optimizer of the run.
 
-    def __init__(self, optimizer, skipped: Callable[[], None]):
-        self.optimizer, self.taken, self.told, self._skipped = optimizer, 0, 0, skipped
-        self._counting = None
+    Args:
+        after: called with the result of every step, ``(update_successful, grad_norm, num_zeros_in_grad)``.
+        recorder: where steps are recorded, or None.
+    """
+
+    def __init__(self, optimizer, *after: Callable[[tuple], None], recorder: Recorder | None = None):
+        self.optimizer, self.taken, self.told, self._after = optimizer, 0, 0, after
+        self._recorder, self._counting = recorder, None
+        self.watch()
 
     def watch(self) -> None:
         """Count from outside of whatever has been put around ``optimizer.step`` since the last call."""
@@ -25,13 +31,15 @@ class OptimizerSteps:
         step = self.optimizer.step
 
         def counting(*args, **kwargs):
+            start = 0 if self._recorder is None else self._recorder.now()
             result = step(*args, **kwargs)
             # A function that was wrapped since then no longer counts; its wrapper does.
             if counting is self._counting:
-                if result[0]:  # (update_successful, grad_norm, num_zeros_in_grad)
-                    self.taken += 1
-                else:
-                    self._skipped()
+                if self._recorder is not None:
+                    self._recorder.add("optimizer", "step", start, self._recorder.now())
+                self.taken += bool(result[0])
+                for told in self._after:
+                    told(result)
             return result
 
         self.optimizer.step = self._counting = counting

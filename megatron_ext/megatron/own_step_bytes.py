@@ -4,33 +4,25 @@ It copies every gradient to host memory in fp32, and every new parameter back, w
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 
 import torch
 
-from megatron_ext.formats.moved_bytes import Row
+from megatron_ext.megatron.host_optimizers import gradient_of
+from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.shards import places_of_groups, steps_on_the_host
-from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.schedule.user_defined_schedule import Group as Planned
-from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
-def count_own_steps(
-    schedule: Schedule, optimizers: list, buckets: list, recorder: Recorder, units: Collection[torch.optim.Optimizer]
-) -> None:
-    """Count the steps of Megatron's ``optimizers`` on the host, those of ``units`` left out.
-
-    Args:
-        buckets: (bucket, group) of every group of this rank.
-    """
-    for optimizer in optimizers:
+def count_own_steps(own: OwnRank, recorder: Recorder, units: Collection[torch.optim.Optimizer]) -> None:
+    """Count the steps of Megatron's optimizers on the host, those of ``units`` left out."""
+    for optimizer in own.optimizers:
         if not steps_on_the_host(optimizer):
             continue
         hybrid, kept = optimizer.optimizer, {}
-        for group, _, _, shard in places_of_groups([optimizer], buckets):
-            kept[hybrid.gpu_params_map_cpu_copy.get(shard)] = shard, schedule.groups[group.index]
+        for _, group, _, _, shard in places_of_groups([optimizer], own.buckets):
+            kept[hybrid.gpu_params_map_cpu_copy.get(shard)] = shard, own.schedule.groups[group.index]
         for one in hybrid.cpu_optimizers:
             if one not in units:
                 one.register_step_post_hook(partial(_count, recorder, kept))
@@ -45,31 +37,8 @@ def _count(recorder: Recorder, kept: dict, one: torch.optim.Optimizer, *_) -> No
         recorder.moved("step", "host_memory", parameter.nbytes + 2 * sum(held.values()) + cast)
         if group.shard_rests != "host":
             recorder.moved("shard", "to_device", shard.nbytes)
-        recorder.moved(*gradient_row(shard, parameter.nbytes, group))
-
-
-def gradient_row(shard: torch.Tensor, size_bytes: int, group: Planned) -> Row:
-    """Megatron's copy of a gradient, ``size_bytes`` in fp32, to memory that it keeps."""
-    if group.gradients == "host":
-        gradient = getattr(shard, "decoupled_grad", shard.grad)
-        return "step", "host_memory", size_bytes + (0 if gradient is None else gradient.nbytes)
-    return "gradient", "to_host", size_bytes
-
-
-def count_delayed(
-    schedule: Schedule, optimizers: list, buckets: list, recorder: Recorder, delayed: DelayedUpdate
-) -> None:
-    """Count what applying a delayed update moves, and copying the gradients of all parameters for the next."""
-    for optimizer in optimizers:
-        places = [(shard, schedule.groups[group.index]) for group, *_, shard in places_of_groups([optimizer], buckets)]
-        for shard, group in places:
-            passes = 2 if group.shard_rests == "host" else 1
-            delayed.rows.append(("shard", "host_memory" if passes == 2 else "to_device", passes * shard.nbytes))
-        copy = optimizer.optimizer._set_sub_optimizer_grads
-        vars(optimizer.optimizer)["_set_sub_optimizer_grads"] = partial(_copy_counted, copy, places, recorder)
-
-
-def _copy_counted(copy: Callable[[], None], places: list[tuple[torch.Tensor, Planned]], recorder: Recorder) -> None:
-    copy()
-    for shard, group in places:
-        recorder.moved(*gradient_row(shard, shard.numel() * torch.float32.itemsize, group))
+        if group.gradients == "host":
+            gradient = gradient_of(shard)
+            recorder.moved("step", "host_memory", parameter.nbytes + (0 if gradient is None else gradient.nbytes))
+        else:
+            recorder.moved("gradient", "to_host", parameter.nbytes)

@@ -1,7 +1,8 @@
 """Megatron's module pre-hooks, which wait for gathers, are taken off a scheduled chunk."""
 
-import inspect
 from collections.abc import Callable
+
+from megatron_ext.megatron.releases import accepted
 
 
 def replace_pre_hooks(ddp, unshard_all: Callable[[], None]) -> None:
@@ -10,9 +11,8 @@ def replace_pre_hooks(ddp, unshard_all: Callable[[], None]) -> None:
     Callers that switch the hooks off (evaluation, checkpoints) need all parameters whole: ``unshard_all`` is called.
     """
     if ddp.use_forward_hook:
-        # 0.10 has no param_sync and always synchronises, which our bucket groups ignore so far.
-        accepted = inspect.signature(ddp.disable_forward_pre_hook).parameters
-        ddp.disable_forward_pre_hook(**({"param_sync": False} if "param_sync" in accepted else {}))
+        # Without param_sync it always synchronises, which our bucket groups ignore so far.
+        ddp.disable_forward_pre_hook(**accepted(ddp.disable_forward_pre_hook, param_sync=False))
 
     def enable() -> None:
         """The program is always on."""

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from megatron_ext.megatron.host_optimizers import optimizers_on_host
+from megatron_ext.megatron.host_optimizers import require_steps_on_host, settings_of
 
 
 class ReferenceDelay:
@@ -16,6 +16,7 @@ class ReferenceDelay:
 
     Args:
         optimizer: Megatron's optimizer of the run.
+        parts: its DistributedOptimizer objects that step something.
         ddps: its model chunks.
         begun: training iterations that have ended before this run.
         delay: updates of so many first iterations are not delayed.
@@ -24,9 +25,10 @@ class ReferenceDelay:
         InputError: an optimizer does not step on the host.
     """
 
-    def __init__(self, optimizer, ddps: list, begun: int, delay: int):
+    def __init__(self, optimizer, parts: list, ddps: list, begun: int, delay: int):
         self._iteration, self._delay, self._pending = begun, delay, {}
-        for inner in optimizers_on_host(getattr(optimizer, "chained_optimizers", [optimizer]), delay):
+        require_steps_on_host(parts, delay)
+        for inner in (part.optimizer for part in parts):
             vars(inner)["step"] = partial(self._step, inner, inner.step)
         vars(optimizer)["step"] = partial(self._step_or_skip, optimizer.step)
         for ddp in ddps:  # Megatron calls it before it evaluates, saves and hashes
@@ -57,14 +59,14 @@ class ReferenceDelay:
             return
         self._apply_one(inner)
         gradients = [(parameter, name, gradient.clone()) for parameter, name, gradient in _gradients(inner)]
-        self._pending[inner] = step, gradients, _settings(inner)
+        self._pending[inner] = step, gradients, settings_of(inner)
 
     @torch.no_grad()
     def _apply_one(self, inner) -> None:
         if inner not in self._pending:
             return
         step, gradients, settings = self._pending.pop(inner)
-        now, settings_now = _gradients(inner), _settings(inner)
+        now, settings_now = _gradients(inner), settings_of(inner)
         _put(inner, gradients, settings)
         step()
         for parameter, name, _ in gradients:  # between two iterations there are none
@@ -81,11 +83,6 @@ def _gradients(inner) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
             if (gradient := getattr(parameter, name)) is not None:
                 found.append((parameter, name, gradient))
     return found
-
-
-def _settings(inner) -> list[dict]:
-    """Learning rate, weight decay and all else of each parameter group."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups]
 
 
 def _put(inner, gradients: list, settings: list[dict]) -> None:

@@ -29,8 +29,7 @@ class ReferenceGradients:
         self._kept = {}
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # a reduced part, and its copy in host memory
         held = []
-        real = (optimizer for optimizer in optimizers if not getattr(optimizer, "is_stub_optimizer", False))
-        steps_on_host = any(steps_on_the_host(optimizer) for optimizer in real)
+        steps_on_host = any(map(steps_on_the_host, optimizers))
         for index, bucket_group in bucket_groups.items():
             if schedule.groups[index].gradients is None:
                 continue

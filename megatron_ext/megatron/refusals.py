@@ -4,41 +4,16 @@ from pathlib import Path
 
 from megatron_ext.cost import environment
 from megatron_ext.cost.cost_table import Metadata
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, flag, option_error
+from megatron_ext.megatron.releases import ramps_up
 from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
-
-NEUTRAL = {
-    "use_megatron_fsdp": False,
-    "use_custom_fsdp": False,  # as 0.12 calls it
-    "use_torch_fsdp2": False,
-    "nccl_ub": False,
-    "fp8_param_gather": False,
-    "fp4_param_gather": False,
-    "reuse_grad_buf_for_mxfp8_param_ag": False,
-    "use_layer_wise_distributed_optimizer": False,
-    "num_distributed_optimizer_instances": 1,
-    "overlap_moe_expert_parallel_comm": False,
-    "use_tp_pp_dp_mapping": False,
-    "hybrid_context_parallel": False,
-    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
-    "cuda_graph_impl": "none",
-    "enable_cuda_graph": False,  # as releases before 0.15 call it
-    "external_cuda_graph": False,
-    "optimizer_cuda_graph": False,
-    "cpu_offloading": False,
-    "cpu_offloading_weights": False,
-    "fine_grained_activation_offloading": False,
-    "perform_rl_step": False,
-    "qk_clip": False,
-}
-"""Options that change who owns a parameter's storage, who gathers it, or the order of steps, with the value at which
-they do not. Releases name some of them differently; absent ones are skipped."""
 
 _OWN_SHARDS = "shards and gathers parameters by rules of its own"
 _SCALED = "gathers values whose scales Transformer Engine keeps beside them; groups and host copies have none"
 _GRAPH = "a replayed graph does not run the forward of its layers, by which a schedule waits for parameters"
 _ACTIVATIONS = "its copies of activations share the link of host copies, and no bill or simulation counts them"
+_WHOLE_LAYERS = "whole layers, not shards, belong to one rank"
 
 REASONS = {
     "use_megatron_fsdp": _OWN_SHARDS,
@@ -48,7 +23,7 @@ REASONS = {
     "fp8_param_gather": _SCALED,
     "fp4_param_gather": _SCALED,
     "reuse_grad_buf_for_mxfp8_param_ag": "gathers parameters into the memory of gradients",
-    "use_layer_wise_distributed_optimizer": "whole layers, not shards, belong to one rank",
+    "use_layer_wise_distributed_optimizer": _WHOLE_LAYERS,
     "num_distributed_optimizer_instances": "shards lie over a part of the replicas; routes and bills count all of them",
     "overlap_moe_expert_parallel_comm": "runs layers of two micro-batches in turns, which no order of steps has",
     "use_tp_pp_dp_mapping": "numbers the ranks of a node in another way",
@@ -63,11 +38,33 @@ REASONS = {
     "fine_grained_activation_offloading": _ACTIVATIONS,
     "perform_rl_step": "reads and offloads parameters between training steps",
     "qk_clip": "writes whole parameters behind the optimizer's back",
-    "optimizer": "whole layers, not shards, belong to one rank",
+}
+"""Options that change who owns a parameter's storage, who gathers it, or the order of steps, and why each cannot be
+combined with a schedule. Releases name some of them differently; absent ones are skipped."""
+
+NEUTRAL = dict.fromkeys(REASONS, False) | {
+    "num_distributed_optimizer_instances": 1,
+    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
+    "cuda_graph_impl": "none",
+}
+"""The values at which they do not."""
+
+REASONS |= {
+    "optimizer": _WHOLE_LAYERS,
     "tensor_parallel_num_weight_shards": "shards weights over tensor-parallel ranks, and gathers them itself",
     "cuda_graph_scope": _GRAPH,
 }
-"""Why each cannot be combined with a schedule."""
+
+OF_DDP = (
+    "use_megatron_fsdp",
+    "nccl_ub",
+    "fp8_param_gather",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "num_distributed_optimizer_instances",
+)
+"""Those that DistributedDataParallel is told, also where no command line says so."""
+
+NOT_COMBINED = "cannot be combined with --user-defined-schedule:"
 
 LAYER_WISE_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
 
@@ -96,13 +93,11 @@ def refuse_unsupported(args) -> None:
     # By the second, Megatron asks for whole parameters before it evaluates, saves and hashes. Every release has it.
     for name, absent in (("use_distributed_optimizer", False), ("overlap_param_gather", True)):
         if not getattr(args, name, absent):
-            raise InputError("--user-defined-schedule needs it", field="--" + name.replace("_", "-"), value=False)
+            raise option_error(name, "--user-defined-schedule needs it", False)
 
 
 def replaced_options(args) -> list[str]:
     """Lines about options whose part the schedule takes, and one that this Megatron does not follow."""
-    from megatron_ext.megatron.workload_of_run import ramps_up  # imports Megatron, which reading options does not need
-
     lines = []
     if getattr(args, "overlap_param_gather_with_optimizer_step", False):
         option = "--overlap-param-gather-with-optimizer-step"
@@ -146,12 +141,8 @@ def refuse_never_whole(args, schedule: Schedule) -> None:
         return
     for option, value in (("ckpt_format", "torch"), ("non_persistent_ckpt_type", "local")):
         if getattr(args, option, None) == value:
-            raise InputError(
-                f"needs all parameters whole, {short} bytes more than limits.device_bytes has room for; torch_dist "
-                "does not",
-                field=f"--{option.replace('_', '-')}",
-                value=value,
-            )
+            why = f"needs all parameters whole, {short} bytes more than limits.device_bytes has room for; torch_dist"
+            raise option_error(option, f"{why} does not", value)
 
 
 NEUTRAL_FOR_GRADIENTS = {
@@ -176,7 +167,7 @@ def refuse_with_gradients(args, config, on_host: bool) -> None:
     """
 
     def refuse(name: str, why: str, value=True):
-        raise InputError(f"{why}; keep `gradients` whole", field="--" + name.replace("_", "-"), value=value)
+        raise option_error(name, f"{why}; keep `gradients` whole", value)
 
     for name, neutral in NEUTRAL_FOR_GRADIENTS.items():
         value = getattr(args, name, getattr(config, name, neutral))
@@ -240,7 +231,7 @@ def refuse_async_save(schedule: Schedule, args) -> None:
     if schedule.state_slots is not None:
         why = "would write states that the next step has changed; leave it out, or keep optimizer states in memory"
     if why is not None and getattr(args, "async_save", False):
-        raise InputError(why, field="--async-save", value=True)
+        raise option_error("async_save", why, True)
 
 
 def refuse_combinations(args) -> None:
@@ -251,8 +242,7 @@ def refuse_combinations(args) -> None:
     """
 
     def refuse(name: str):
-        why = f"cannot be combined with --user-defined-schedule: {REASONS[name]}"
-        raise InputError(why, field="--" + name.replace("_", "-"), value=getattr(args, name, None))
+        raise option_error(name, f"{NOT_COMBINED} {REASONS[name]}", getattr(args, name, None))
 
     for name, neutral in NEUTRAL.items():
         # None, or an empty list, is how Megatron spells "not given".
@@ -365,20 +355,11 @@ def refuse_ddp_config(config) -> None:
     Raises:
         InputError: naming the option and its value.
     """
-    refused = {
-        "use_megatron_fsdp": False,
-        "nccl_ub": False,
-        "fp8_param_gather": False,
-        "reuse_grad_buf_for_mxfp8_param_ag": False,
-        "num_distributed_optimizer_instances": 1,
-    }
-    for name, allowed in refused.items():
-        value = getattr(config, name, allowed)
-        if value != allowed:
-            why = f"cannot be combined with --user-defined-schedule: {REASONS[name]}"
-            raise InputError(why, field="--" + name.replace("_", "-"), value=value)
+    for name in OF_DDP:
+        value = getattr(config, name, NEUTRAL[name])
+        if value != NEUTRAL[name]:
+            raise option_error(name, f"{NOT_COMBINED} {REASONS[name]}", value)
     # By the second, Megatron asks for whole parameters before it evaluates, saves and hashes.
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         if not getattr(config, name):
-            option = "--" + name.replace("_", "-")
-            raise InputError(f"--user-defined-schedule needs {option}", field=option, value=False)
+            raise option_error(name, f"--user-defined-schedule needs {flag(name)}", False)

@@ -1,22 +1,21 @@
 """Storages that a rank of a run holds throughout the iteration, by kind, for the census."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
 
 from megatron_ext.megatron.buckets import buffers_of
 from megatron_ext.megatron.copies import Copies
+from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.scheduled_host_step import HostStep
 from megatron_ext.runtime.census import storage_bytes
 from megatron_ext.runtime.gradients import Reducer
-from megatron_ext.runtime.group import FreedGroup, Group
-from megatron_ext.runtime.host_step.room import OwnRooms, SharedRooms
+from megatron_ext.runtime.group import FreedGroup
 
 
 def resting_storages(
-    groups: dict[int, Group],
-    ddps: list,
-    optimizers: list,
+    own: OwnRank,
     copies: Copies,
     host_step: HostStep | None,
     routes: list,
@@ -26,63 +25,40 @@ def resting_storages(
     """Bytes by kind on the device, and by kind in host memory.
 
     Args:
-        optimizers: Megatron's DistributedOptimizer objects.
         copies: the node's host copies.
         host_step: of the optimizer, or None where Megatron makes it alone.
         routes: whose gathers go through buffers.
         reducer: of the gradients that come and go, or None.
         buffers: on the device, through which parameters pass.
     """
-    freed = [group for group in groups.values() if isinstance(group, FreedGroup)]
-    device = {
-        "shards": storage_bytes(group.shard for group in freed if not group.on_host),
-        "gradients": storage_bytes(buffer.grad_data for ddp in ddps for buffer in buffers_of(ddp)),
-    }
-    device["buffers"] = sum(route.buffer_bytes for route in routes) + storage_bytes(buffers)
-    host = {
-        "host_copies": copies.own_bytes,
-        "staging_slots": 0,
-        "shards": storage_bytes(group.shard for group in freed if group.on_host),
-    }
+    held: dict[str, Counter[str]] = {"device": Counter(), "host": Counter()}
+    device, host = held.values()
+    freed = [group for group in own.groups.values() if isinstance(group, FreedGroup)]
+    for where, counter in held.items():
+        counter["shards"] += storage_bytes(group.shard for group in freed if group.on_host is (where == "host"))
+    gradients = [buffer.grad_data for ddp in own.ddps for buffer in buffers_of(ddp)]
+    device["gradients"] += storage_bytes(gradients)
+    device["buffers"] += sum(route.buffer_bytes for route in routes) + storage_bytes(buffers)
+    host["host_copies"] += copies.own_bytes
     if host_step is not None:
-        _add_host_step(device, host, host_step)
+        device["buffers"] += host_step.link.device_bytes
+        host += host_step.held_bytes()
     if reducer is not None:
-        shards = {index: gradient.shard for index, gradient in reducer.gradients.items()}
-        _add(host, "gradients", [shards[index] for index in reducer.on_host])
         host["staging_slots"] += reducer.staging_bytes
-        # Those on the device lie in the storage of Megatron's buffer.
-        kept = [shard for index, shard in shards.items() if index not in reducer.on_host]
-        device["gradient_shards"] = sum(shard.numel() * shard.element_size() for shard in kept)
-        device["gradients"] -= device["gradient_shards"]
-    own = {group.shard.untyped_storage()._cdata for group in groups.values()}
-    own |= {buffer.grad_data.untyped_storage()._cdata for ddp in ddps for buffer in buffers_of(ddp)}
-    own |= {group.whole.untyped_storage()._cdata for group in groups.values()}
-    for optimizer in optimizers:
-        if getattr(optimizer, "is_stub_optimizer", False):
-            continue
+        for index, gradient in reducer.gradients.items():
+            if index in reducer.on_host:
+                host["gradients"] += storage_bytes([gradient.shard])
+            else:  # it lies in the storage of Megatron's buffer
+                device["gradient_shards"] += gradient.shard.nbytes
+                device["gradients"] -= gradient.shard.nbytes
+    counted = [*gradients, *(t for group in own.groups.values() for t in (group.shard, group.whole))]
+    known = {tensor.untyped_storage()._cdata for tensor in counted}
+    for optimizer in own.optimizers:
         for where, kind, tensors in _of_optimizer(optimizer):
-            held = device if where == "device" else host
-            new = [t for t in tensors if t.untyped_storage()._cdata not in own]
-            _add(held, kind, new)
-            own |= {t.untyped_storage()._cdata for t in new}  # the host optimizer lists its parameters as states, too
-    return device, host
-
-
-def _add_host_step(device: dict[str, int], host: dict[str, int], step: HostStep) -> None:
-    device["buffers"] += step.link.device_bytes
-    host["staging_slots"] += sum(states.slots_bytes for states in step.states)
-    if isinstance(step.rooms, SharedRooms):
-        host["staging_slots"] += step.rooms.bytes
-    elif isinstance(step.rooms, OwnRooms):
-        _add(host, "gradients", step.rooms.memory)
-    if step.early is not None:
-        _add(host, "previous_states", [step.early.memory])
-    if step.delayed is not None:
-        _add(host, "next_parameters", [staging for staging, _ in step.delayed.staged])
-
-
-def _add(held: dict[str, int], kind: str, tensors: list[torch.Tensor]) -> None:
-    held[kind] = held.get(kind, 0) + storage_bytes(tensors)
+            new = [t for t in tensors if t.untyped_storage()._cdata not in known]
+            held[where][kind] += storage_bytes(new)
+            known |= {t.untyped_storage()._cdata for t in new}  # the host optimizer lists its parameters as states, too
+    return dict(device), dict(host)
 
 
 def _of_optimizer(optimizer) -> Iterator[tuple[str, str, list[torch.Tensor]]]:

@@ -10,17 +10,17 @@ and parameters the runtime moves (runtime/host_step). All else is its own: which
   ``step``, it goes through the optimizers whose early step does not stand; the others have done all that it would do.
   Gradients that Megatron changes after their reduce, other than by one factor for all, cannot be validated: the
   embedding that two pipeline ranks share, and norms that tensor-parallel ranks add up. Their groups wait.
-* Where updates are delayed, ``step`` copies gradients to the host as ever and hands the rest to DelayedUpdate, which
-  steps with the learning rate and all else of the iteration that the gradients are of.
+* Where updates are delayed, ``step`` hands its units to DelayedUpdate, which steps with the learning rate and all else
+  of the iteration that the gradients are of.
 * Checkpoints take states from a method of DistributedOptimizer. For states on the drive it maps the drive's file into
   memory, so that saving needs no memory for all states. What is loaded is loaded before: see late_memory.py.
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import Any
 
 import torch
 
@@ -29,15 +29,15 @@ from megatron_ext.megatron.host_optimizers import (
     copies_of,
     divide,
     gradient_of,
-    optimizers_on_host,
     own_optimizers,
     refuse_late_load,
+    require_steps_on_host,
+    settings_of,
     without,
 )
 from megatron_ext.megatron.late_memory import take_over
-from megatron_ext.megatron.own_step_bytes import count_delayed
+from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.shards import places_of_groups
-from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
@@ -46,193 +46,162 @@ from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
 from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
 from megatron_ext.runtime.host_step.room import Link, OwnRooms, Piece, SharedRooms
 from megatron_ext.runtime.host_step.unit import HostUnit
-from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.page_locked import large_tensor
 from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.publisher import Publisher
-from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.state_layout import ITEM_BYTES, LINE_BYTES, region_bytes, tensor_bytes
 
+Members = dict[int, list[torch.Tensor]]
+"""By group, the host's parameters of its shard."""
+
 
 class HostStep:
-    """The host's step on one rank.
+    """The host's step on one rank, which has groups.
 
     Args:
-        optimizers: Megatron's DistributedOptimizer objects of this rank, with states or before their first step.
-        bucket_groups, groups: of this rank, by index in the schedule; not empty.
+        own: whose optimizers have states, or are before their first step.
         publisher: of the host copies, or None.
-        nvme_path: directory on the drive, where states rest there.
-        delay: as :class:`DelayedUpdate` takes ``begun`` and ``after``; None: no update is delayed.
 
     Attributes:
         early, delayed: those that there are.
+        parts: the same, as the executor takes them.
 
     Raises:
         InputError: an optimizer does not step on the host, a slot is too small, or the drive is full.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        optimizers: list,
-        bucket_groups: dict,
-        groups: dict[int, Group],
-        publisher: Publisher | None,
-        issuer: Issuer,
-        recorder,
-        nvme_path,
-        delay: tuple[int, int] | None,
-    ):
-        self._schedule, self._bucket_groups, self._issuer = schedule, bucket_groups, issuer
-        self._groups, self._nvme_path, self._recorder = groups, nvme_path, recorder
-        self.device = device_of(next(iter(groups.values())).whole)
+    def __init__(self, own: OwnRank, publisher: Publisher | None):
+        assert own.device is not None
+        self._own, self._schedule, self.device = own, own.schedule, own.device
         self.early: EarlySteps | None = None
         self.delayed: DelayedUpdate | None = None
-        self._staging: dict[torch.Tensor, torch.Tensor] = {}  # of a delayed update, by the host's parameter
-        real = [optimizer for optimizer in optimizers if not getattr(optimizer, "is_stub_optimizer", False)]
-        if delay is not None:
-            staged = self._make_staging(optimizers_on_host(real, delay[1]))
-        self._chosen = {
-            index: group
-            for index, group in groups.items()
-            if schedule.groups[index].states_rest != "device" and self._has_units(index, delay is not None)
-        }
-        narrow = any(getattr(own.buckets[0], "grad_data").dtype is not torch.float32 for own in bucket_groups.values())  # noqa: B009
-        self.link = self._make_link(narrow)
-        self.rooms = self._make_rooms()
+        if own.delay is not None:
+            require_steps_on_host(own.optimizers, own.delay[1])
+        chosen = [index for index in own.groups if self._has_units(index)]
+        self._buckets = [(bucket, group) for bucket, group in own.buckets if group.index in chosen]
+        self.link = self._make_link(chosen)
+        self.rooms = self._make_rooms(chosen)
         self._after_norm = AfterNorm(self.link)
         self.states: list[DriveStates] = []
-        self._parts: dict[torch.Tensor, torch.Tensor] = {}  # where each parameter's gradient lies when it is reduced
-        units: dict = {}
-        for optimizer in real:
-            units[optimizer] = self._units_of(optimizer)
-        common: dict[str, Any] = dict(device=self.device, issuer=issuer, recorder=recorder)
-        if delay is not None:
-            self.delayed = DelayedUpdate(staged, *delay, publisher, **common)
-            if recorder is not None:
-                count_delayed(schedule, real, self._buckets(), recorder, self.delayed)
-        elif schedule.rollback_bytes is not None:
-            self._make_early(units, publisher, common)
-        for optimizer, own in units.items():
-            if own:
-                self._replace_step(optimizer.optimizer, own)
-        self.units = [unit for own in units.values() for unit in own]
+        self._pieces: dict[torch.Tensor, Piece] = {}  # by the host's parameter
+        self._reduced: dict[torch.Tensor, torch.Tensor] = {}  # where each one's gradient lies when it is reduced
+        units = {optimizer: self._units_of(optimizer) for optimizer in own.optimizers}
+        if own.delay is not None:
+            self.delayed = DelayedUpdate(self.link, *own.delay, publisher, own.issuer, own.links)
+        elif self._schedule.rollback_bytes is not None:
+            self._make_early(units, publisher, self._schedule.rollback_bytes)
+        for optimizer, of_optimizer in units.items():
+            if of_optimizer:
+                self._replace_step(optimizer.optimizer, of_optimizer)
+        self.units = [unit for of_optimizer in units.values() for unit in of_optimizer]
         for unit in self.units:
-            unit.recorder = recorder
+            unit.recorder = own.links
+        self.parts: list[Part] = [part for part in (self.early, self.delayed) if part is not None]
 
-    @property
-    def parts(self) -> list[Part]:
-        return [part for part in (self.early, self.delayed) if part is not None]
-
-    def _has_units(self, index: int, delayed: bool) -> bool:
+    def _has_units(self, index: int) -> bool:
         """Whether parameters of the group ``index`` are taken out of the host optimizer's own."""
-        if self._schedule.groups[index].states_rest == "nvme" or self._schedule.step_slots is not None or delayed:
-            return True
-        return self._may_be_early(index)
+        rest = self._schedule.groups[index].states_rest
+        always = rest == "nvme" or self._schedule.step_slots is not None or self._own.delay is not None
+        return rest != "device" and (always or self._may_be_early(index))
 
     def _may_be_early(self, index: int) -> bool:
-        late = any(map(_added_up_later, self._bucket_groups[index].params))
+        late = any(map(_added_up_later, self._own.bucket_groups[index].params))
         return self._schedule.rollback_bytes is not None and not late
+
+    @property
+    def _later(self) -> bool:
+        """Whether shards get new values an iteration later."""
+        return self._own.delay is not None
 
     # Memory.
 
-    def _make_staging(self, hybrids: list) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        staged = []
-        for hybrid in hybrids:
-            for shard, copy in hybrid.gpu_params_map_cpu_copy.items():
-                own = self._staging[copy] = self.device.host_tensor(shard.numel(), shard.dtype).view(shard.shape)
-                staged.append((own.copy_(shard.detach()), shard))
-        return staged
+    def _make_link(self, chosen: list[int]) -> Link:
+        slots, buckets = self._schedule.step_slots, self._own.bucket_groups
+        inward = slots.slot_bytes if slots is not None and slots.cast == "device" else 0
+        outward = 0
+        if any(one.buckets[0].grad_data.dtype is not torch.float32 for one in buckets.values()):
+            rest = [index for index in chosen if self._later or self._schedule.groups[index].states_rest == "nvme"]
+            outward = max([inward, *map(self._largest_gradient, rest)])
+        place = next(iter(self._own.groups.values())).whole.device
+        return Link(self.device, place, inward, outward, self._own.links)
 
-    def _make_link(self, narrow: bool) -> Link:
-        slots, on_device = self._schedule.step_slots, 0
-        if slots is not None and slots.cast == "device":
-            on_device = slots.slot_bytes
-        on_drive = [index for index in self._chosen if self._schedule.groups[index].states_rest == "nvme"]
-        largest = 0
-        if on_drive and narrow and not self._staging:
-            numels = [p.numel() for index in on_drive for p in self._bucket_groups[index].params]
-            largest = tensor_bytes(min(max(numels), max(self._groups[index].shard.numel() for index in on_drive)))
-        place = next(iter(self._groups.values())).whole.device
-        return Link(self.device, place, on_device, max(on_device, largest) if narrow else 0, self._recorder)
+    def _largest_gradient(self, index: int) -> int:
+        """Bytes in fp32 of this rank's part of one parameter of the group, at most."""
+        parameters, shard = self._own.bucket_groups[index].params, self._own.groups[index].shard
+        return tensor_bytes(min(max(parameter.numel() for parameter in parameters), shard.numel()))
 
-    def _make_rooms(self) -> OwnRooms | SharedRooms | None:
+    def _make_rooms(self, chosen: list[int]) -> OwnRooms | SharedRooms | None:
         slots = self._schedule.step_slots
-        if self._staging:
-            return None
         if slots is None:
             return OwnRooms(self.link)
-        if all(self._schedule.groups[index].states_rest is not None for index in self._chosen):
+        if all(self._schedule.groups[index].states_rest is not None for index in chosen):
             return None
         return SharedRooms(self.link, slots.slots, slots.slot_bytes, slots.cast == "device")
 
     # Units.
 
-    def _buckets(self) -> list[tuple[object, Group]]:
-        return [(self._bucket_groups[index].buckets[0], group) for index, group in self._chosen.items()]
-
     def _units_of(self, optimizer) -> list[HostUnit]:
         """The units of Megatron's ``optimizer``, in the order in which they are stepped."""
-        hybrid, schedule = optimizer.optimizer, self._schedule
-        places = list(places_of_groups([optimizer], self._buckets()))
+        places = list(places_of_groups([optimizer], self._buckets))
         if not places:
             return []
-        copies = copies_of(hybrid, [shard for *_, shard in places], "the schedule's steps of the host need", "groups[]")
-        pieces: dict[torch.Tensor, Piece] = {}
-        members: dict[bool, dict[int, list[torch.Tensor]]] = {False: {}, True: {}}  # of the drive, by group
-        for group, start, end, shard in places:
-            parameter, own = copies[shard], schedule.groups[group.index]
-            pieces[parameter] = self._piece(parameter, shard, own)
-            members[own.states_rest == "nvme"].setdefault(group.index, []).append(parameter)
-            self._parts[parameter] = self._reduced_part(group)[start:end]
-        made = self._on_drive(optimizer, members[True], pieces) if members[True] else []
-        return made + (self._in_memory(hybrid, members[False], pieces) if members[False] else [])
+        shards = [shard for *_, shard in places]
+        copies = copies_of(optimizer.optimizer, shards, "the schedule's steps of the host need", "groups[]")
+        in_memory: Members = {}
+        on_drive: Members = {}
+        for _, group, start, end, shard in places:
+            parameter, planned = copies[shard], self._schedule.groups[group.index]
+            members = on_drive if planned.states_rest == "nvme" else in_memory
+            members.setdefault(group.index, []).append(parameter)
+            self._reduced[parameter] = self._reduced_part(group)[start:end]
+            kept = planned.gradients == "host", planned.shard_rests == "host"
+            self._pieces[parameter] = Piece(parameter, partial(gradient_of, shard), shard, *kept)
+        units = self._on_drive(optimizer, on_drive) if on_drive else []
+        return units + (self._in_memory(optimizer.optimizer, in_memory) if in_memory else [])
 
-    def _piece(self, parameter: torch.Tensor, shard: torch.Tensor, group) -> Piece:
-        if self._staging:
-            return Piece(parameter, lambda: None, self._staging[parameter], shard_on_host=True)
-        kept = group.gradients == "host", group.shard_rests == "host"
-        return Piece(parameter, partial(gradient_of, shard), shard, *kept)
-
-    def _in_memory(self, hybrid, members: dict[int, list], pieces: dict) -> list[HostUnit]:
-        slots = self._schedule.step_slots
-        size, most = lambda parameter: tensor_bytes(parameter.numel()), inf if slots is None else slots.slot_bytes
-        divided, groups = self._divide(hybrid, members, size, most)
-        alignment = LINE_BYTES if slots is not None else ITEM_BYTES
-        units = []
-        for group, optimizer in zip(groups, own_optimizers(hybrid, divided), strict=True):
-            own = [pieces[parameter] for one in optimizer.param_groups for parameter in one["params"]]
-            units.append(HostUnit(group, optimizer, own, self.rooms, alignment))
-            for piece in own if self.rooms is not None else ():
-                hybrid.cpu_copy_map_grad.pop(piece.parameter, None)
-                piece.parameter.grad = None
-            locked = slots is not None and slots.cast == "device"
-            if locked or isinstance(optimizer, FlatAdamW):
-                lay_out(optimizer, self.device.host_tensor if locked else large_tensor)
-            if isinstance(self.rooms, OwnRooms):
-                self.rooms.take(units[-1])  # its memory is allocated now
-        return units
-
-    def _divide(self, hybrid, members: dict[int, list], size, most: float) -> tuple[list[list[dict]], list[int]]:
-        """Parameter groups of each unit, and its group in the schedule. Where they may be stepped beside the backward,
-        each unit lies in one group, the last one first, as a backward reduces them."""
-        together = (
-            [[index] for index in reversed(members)] if self._schedule.rollback_bytes is not None else [[*members]]
-        )
+    def _make_units(self, hybrid, members: Members, size, most: float, make: Callable[..., HostUnit]) -> list:
+        """Give ``members`` optimizers of their own, each of at most ``most`` bytes by ``size``, and what ``make(group,
+        optimizer, pieces)`` gives for each. Where units may be stepped beside the backward, each lies in one group, the
+        last one first, as a backward reduces them."""
+        apart = self._schedule.rollback_bytes is not None
+        together = [[index] for index in reversed(members)] if apart else [[*members]]
         divided = [
-            (unit, indices[0])
+            (indices[0], unit)
             for indices in together
             for unit in divide(hybrid, {p for index in indices for p in members[index]}, size, most)
         ]
-        return [unit for unit, _ in divided], [group for _, group in divided]
+        units = []
+        for (group, _), one in zip(divided, own_optimizers(hybrid, [unit for _, unit in divided]), strict=True):
+            pieces = [self._pieces[parameter] for part in one.param_groups for parameter in part["params"]]
+            units.append(make(group, one, pieces))
+            if isinstance(self.rooms, OwnRooms) and units[-1].rooms is self.rooms:
+                self.rooms.make(units[-1])
+            for piece in pieces:  # gradients pass through rooms
+                hybrid.cpu_copy_map_grad.pop(piece.parameter, None)
+                piece.parameter.grad = None
+        return units
 
-    def _on_drive(self, optimizer, members: dict[int, list], pieces: dict) -> list[HostUnit]:
-        hybrid, slots, schedule = optimizer.optimizer, self._schedule.state_slots, self._schedule
+    def _in_memory(self, hybrid, members: Members) -> list[HostUnit]:
+        slots = self._schedule.step_slots
+
+        def make(group: int, optimizer: torch.optim.Optimizer, pieces: list[Piece]) -> HostUnit:
+            assert self.rooms is not None
+            locked = slots is not None and slots.cast == "device"
+            if locked or isinstance(optimizer, FlatAdamW):
+                lay_out(optimizer, self.device.host_tensor if locked else large_tensor)
+            alignment = ITEM_BYTES if slots is None else LINE_BYTES
+            return HostUnit(group, optimizer, pieces, self.rooms, alignment, self._later)
+
+        most = inf if slots is None else slots.slot_bytes
+        return self._make_units(hybrid, members, lambda parameter: tensor_bytes(parameter.numel()), most, make)
+
+    def _on_drive(self, optimizer, members: Members) -> list[HostUnit]:
+        hybrid, slots = optimizer.optimizer, self._schedule.state_slots
         assert slots is not None  # validated
         moments = 2 if issubclass(hybrid.cpu_optimizer_cls, torch.optim.AdamW | torch.optim.Adam) else 1
         size = lambda parameter: region_bytes(parameter.numel(), moments)
-        largest = max(size(parameter) for own in members.values() for parameter in own)
+        largest = max(size(parameter) for of_group in members.values() for parameter in of_group)
         if largest > slots.slot_bytes:
             raise InputError(
                 f"a slot is smaller than the states of one parameter, which take {largest} bytes",
@@ -240,53 +209,44 @@ class HostStep:
                 value=slots.slot_bytes,
             )
         states = DriveStates(
-            self._nvme_path,
+            self._own.nvme_path,
             moments=moments,
             slots=slots.slots,
-            settings=schedule.metadata.options.nvme or DriveReads(),
+            settings=self._schedule.metadata.options.nvme or DriveReads(),
             link=self.link,
-            issuer=self._issuer,
-            early=schedule.rollback_bytes is not None,
-            room=not self._staging,
-            recorder=self._recorder,
+            issuer=self._own.issuer,
+            early=self._schedule.rollback_bytes is not None,
+            rooms=self.rooms if self._later and isinstance(self.rooms, OwnRooms) else None,
+            recorder=self._own.links,
         )
-        divided, groups = self._divide(hybrid, members, size, slots.slot_bytes)
-        for group, one in zip(groups, own_optimizers(hybrid, divided), strict=True):
-            own = [pieces[parameter] for part in one.param_groups for parameter in part["params"]]
-            states.units.append(DriveUnit(group, one, own, states))
-            for piece in own if not self._staging else ():
-                hybrid.cpu_copy_map_grad.pop(piece.parameter, None)
-                piece.parameter.grad = None
-        states.open(take_over(hybrid, {parameter for own in members.values() for parameter in own}))
+        states.units += self._make_units(hybrid, members, size, slots.slot_bytes, partial(DriveUnit, states))
+        states.open(take_over(hybrid, {parameter for of_group in members.values() for parameter in of_group}))
         self.states.append(states)
         _save_from_drive(optimizer, states)
         return [*states.units]
 
     # When they are stepped.
 
-    def _make_early(self, units: dict, publisher: Publisher | None, common: dict[str, Any]) -> None:
-        assert self._schedule.rollback_bytes is not None
-        found, settings = [], []
-        for optimizer, own in units.items():
-            early = [unit for unit in own if self._may_be_early(unit.group)]
-            if own:
-                settings.append(_Settings(optimizer))
-            for unit in early:
-                gradients = [self._parts[piece.parameter] for piece in unit.pieces]
-                found.append(EarlyUnit(unit, gradients, settings[-1].inverse_scale))
+    def _make_early(self, units: dict, publisher: Publisher | None, rollback_bytes: int) -> None:
+        found: list[EarlyUnit] = []
+        self._settings = {one.optimizer: _Settings(one) for one, of_optimizer in units.items() if of_optimizer}
+        for optimizer, of_optimizer in units.items():
+            for unit in of_optimizer:
+                if self._may_be_early(unit.group):
+                    reduced = [self._reduced[piece.parameter] for piece in unit.pieces]
+                    found.append(EarlyUnit(unit, reduced, self._settings[optimizer.optimizer].inverse_scale))
 
         def take() -> None:
-            for one in settings:
+            for one in self._settings.values():
                 one.take()
 
-        self.early = EarlySteps(found, self._schedule.rollback_bytes, take, publisher, self.link, **common)
-        self._settings = {one.hybrid: one for one in settings}
+        self.early = EarlySteps(found, rollback_bytes, take, publisher, self.link, self._own.issuer, self._own.links)
         for index in {unit.unit.group for unit in found}:
-            self._bucket_groups[index].reduced = partial(self.early.reduced, index, None)
+            self._own.bucket_groups[index].reduced = partial(self.early.reduced, index, None)
 
     def _reduced_part(self, group: Group) -> torch.Tensor:
         """This rank's part of a group's gradient, where it lies when it is reduced."""
-        bucket_group = self._bucket_groups[group.index]
+        bucket_group = self._own.bucket_groups[group.index]
         if bucket_group.gradient is not None:
             return bucket_group.gradient.shard
         gradient = bucket_group.buckets[0].grad_data
@@ -294,12 +254,11 @@ class HostStep:
 
     def _replace_step(self, hybrid, units: list[HostUnit]) -> None:
         refuse_late_load(hybrid)
-        if self.delayed is not None:
-            vars(hybrid)["step"] = partial(_delayed_step, hybrid, hybrid.step, self.delayed)
-            return
         by_optimizer = {unit.optimizer: unit for unit in units}
         copy_others = partial(self._bring_gradients, hybrid, hybrid._set_sub_optimizer_grads, by_optimizer)
         vars(hybrid)["_set_sub_optimizer_grads"] = copy_others
+        if self.delayed is not None:
+            vars(hybrid)["step"] = partial(_delayed_step, hybrid, hybrid.step, units, self.delayed)
         if self.early is not None:
             step = partial(_validated_step, hybrid, hybrid.step, units, self._settings[hybrid], self.early)
             vars(hybrid)["step"] = step
@@ -309,9 +268,19 @@ class HostStep:
         with without(hybrid, units) as own:
             copy_gradients()
         stepped = [units[one] for one in own]
+        left = set(stepped)
         for states in self.states:
-            states.expect([unit for unit in stepped if unit in states.units])
+            states.expect(unit for unit in states.units if unit in left)
         self._after_norm.expect(stepped)
+
+    def held_bytes(self) -> Counter[str]:
+        """Host memory by kind, but for what the optimizers list themselves."""
+        held = Counter({"staging_slots": sum(states.slots_bytes for states in self.states)})
+        if self.rooms is not None:
+            held[self.rooms.kind] += self.rooms.bytes
+        if self.early is not None:
+            held["previous_states"] += self.early.memory.nbytes
+        return held
 
     def close(self) -> None:
         """Behind the end of the parts."""
@@ -338,50 +307,31 @@ class _Settings:
 
     def take(self) -> None:
         self.hybrid._sync_hdo_param_groups_to_sub_optimizers()
-        self.taken = self.now()
+        self.taken = settings_of(self.hybrid)
         self._scale = None if self._scaler is None else float(self._scaler.inv_scale)
 
     def inverse_scale(self) -> float | None:
         """By which gradients are unscaled; None where they are not scaled."""
         return self._scale
 
-    def now(self) -> list[dict]:
-        return [
-            {name: value for name, value in group.items() if name != "params"} for group in self.hybrid.param_groups
-        ]
-
 
 def _validated_step(hybrid, step, units: list[HostUnit], settings: _Settings, early: EarlySteps, closure=None) -> None:
     """In place of the host optimizer's ``step``: what has not been stepped early, or does not stand."""
-    done = {unit.optimizer for unit in early.finish(units, changed=settings.taken != settings.now())}
+    done = {unit.optimizer for unit in early.finish(units, changed=settings.taken != settings_of(hybrid))}
     with without(hybrid, done):
         step(closure)
     hybrid._sync_sub_optimizers_state_to_hdo()
     early.ready = True
 
 
-def _delayed_step(hybrid, step, delayed: DelayedUpdate, closure=None) -> None:
-    """In place of the host optimizer's ``step``, whose units write staging tensors."""
+def _delayed_step(hybrid, step, units: list[HostUnit], delayed: DelayedUpdate, closure=None) -> None:
+    """In place of the host optimizer's ``step``."""
     if not delayed.delays:
         step(closure)
-        delayed.write_shards()
         return
     delayed.apply()
     hybrid._sync_hdo_param_groups_to_sub_optimizers()
-    compute = torch.cuda.current_stream()
-    hybrid._d2h_stream.wait_stream(compute)
-    with torch.cuda.stream(hybrid._d2h_stream):
-        hybrid._set_sub_optimizer_grads()
-    compute.wait_stream(hybrid._d2h_stream)  # the next iteration overwrites gradients on the device
-    hybrid._cpu_optimizer_map_data_event.clear()
-    delayed.take(partial(_step_all, hybrid))
-
-
-def _step_all(hybrid) -> None:
-    """On the thread of the delayed update."""
-    for one in hybrid.cpu_optimizers:
-        one.step()
-    hybrid._sync_sub_optimizers_state_to_hdo()
+    delayed.take(units, hybrid._sync_sub_optimizers_state_to_hdo)
 
 
 def _save_from_drive(optimizer, states: DriveStates) -> None:

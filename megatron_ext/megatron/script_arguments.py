@@ -4,12 +4,13 @@ Needs neither torch nor Megatron. What Megatron itself makes of the options, ``d
 """
 
 import argparse
+import importlib.util
 import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, flag, option_error
 from megatron_ext.megatron.gpt_arguments import OneLineParser, add_plan_arguments
 
 MODEL_SIZES = ("hidden_size", "seq_length", "micro_batch_size")
@@ -94,7 +95,7 @@ def read(options: Iterable[str], *, verb: str = "describe", of_megatron: bool = 
     transformer_impl = vars(sizes).pop("transformer_impl")
     for name, value in [*vars(sizes).items(), ("data_parallel_size", ours.data_parallel_size)]:
         if value is not None and value < 1:
-            raise InputError("must be at least 1", field=flag(name), value=value)
+            raise option_error(name, "must be at least 1", value)
     return ScriptArguments(ours, megatron, sizes, ours.user_defined_schedule, transformer_impl)
 
 
@@ -116,11 +117,18 @@ def refuse_contradictions(given: Mapping[str, object], said: Mapping[str, object
     """
     for name, value in given.items():
         if value is not None and said.get(name) not in (None, value):
-            raise InputError(
-                f"the script's arguments say {flag(name)} {said[name]}; give it once", field=flag(name), value=value
-            )
+            raise option_error(name, f"the script's arguments say {flag(name)} {said[name]}; give it once", value)
 
 
-def flag(name: str) -> str:
-    """An option's name on the command line."""
-    return "--" + name.replace("_", "-")
+def refuse_absent_engine(transformer_impl: str | None) -> None:
+    """Refuse Transformer Engine, Megatron's default, where there is none.
+
+    Args:
+        transformer_impl: the option's value, or None where it is not given.
+
+    Raises:
+        InputError: naming the option that does without.
+    """
+    if transformer_impl != "local" and importlib.util.find_spec("transformer_engine") is None:
+        why = "Transformer Engine, Megatron's default, is not installed here; without a GPU, train with"
+        raise option_error("transformer_impl", f"{why} --transformer-impl local", transformer_impl)

@@ -8,8 +8,8 @@ that a bucket can be freed at any time. Tensor objects stay the same: other part
 optimizer know them by identity.
 """
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -96,7 +96,7 @@ def hold_shards(
     Returns:
         What writes shards in host memory where the optimizer steps on the device; None where there is none.
     """
-    for _, group, start, end, shard in _pieces(optimizers, groups):
+    for _, group, start, end, shard in places_of_groups(optimizers, groups):
         shard.data = group.shard[start:end]
     writer = _writer(optimizers, groups, recorder)
     for bucket, group in groups:
@@ -108,8 +108,7 @@ def hold_shards(
 
 def _writer(optimizers, groups: list[tuple[object, FreedGroup]], recorder: Recorder | None) -> HostShards | None:
     on_host = [(bucket, group) for bucket, group in groups if group.on_host]
-    real = [optimizer for optimizer in optimizers if not getattr(optimizer, "is_stub_optimizer", False)]
-    if not on_host or any(steps_on_the_host(optimizer) for optimizer in real):
+    if not on_host or any(map(steps_on_the_host, optimizers)):
         return None
     whole = on_host[0][1].whole
     longest = max(
@@ -149,8 +148,6 @@ def hold_gradients(optimizers, held: list[HeldGradient], recorder: Recorder | No
         held: all gradients that come and go.
     """
     for optimizer in optimizers:
-        if getattr(optimizer, "is_stub_optimizer", False):
-            continue
         steps_on_host, standing = steps_on_the_host(optimizer), {}
         for gradient in held:
             own = [parameter for parameter in gradient.parameters if parameter in optimizer.model_param_gbuf_map]
@@ -201,7 +198,7 @@ def offloaded_shards(optimizers, groups: list[tuple[object, Group]]) -> dict[int
         shard, or None while a piece is not offloaded. Groups that are never are left out.
     """
     pieces: dict[int, list] = {}
-    for optimizer, group, start, _, shard in _pieces(optimizers, groups):
+    for optimizer, group, start, _, shard in places_of_groups(optimizers, groups):
         copies = getattr(optimizer.optimizer, "gpu_params_map_cpu_copy", None)
         pieces.setdefault(group.index, []).append((start, shard, optimizer.optimizer if copies is not None else None))
 
@@ -216,24 +213,15 @@ def offloaded_shards(optimizers, groups: list[tuple[object, Group]]) -> dict[int
     return {index: source(own) for index, own in pieces.items() if all(optimizer is not None for *_, optimizer in own)}
 
 
-def pieces_of_groups(optimizers, groups: list[tuple[object, Group]]) -> list[tuple[Group, torch.Tensor]]:
-    """The group of every part of a parameter that this rank updates, and the tensor by which the optimizer knows it."""
-    return [(group, shard) for group, _, _, shard in places_of_groups(optimizers, groups)]
+def places_of_groups(optimizers, groups) -> Iterator[tuple[Any, Group, int, int, torch.Tensor]]:
+    """``(optimizer, group, start, end, view)``: every part of a parameter of ``groups`` that this rank updates, its
+    place in the group's shard, and the tensor by which the optimizer knows it.
 
-
-def places_of_groups(optimizers, groups: list[tuple[object, Group]]) -> list[tuple[Group, int, int, torch.Tensor]]:
-    """The same with the part's place in the group's shard, ``(group, start, end, tensor)``. Parts of groups that are
-    not among ``groups`` are left out."""
-    return [(group, start, end, shard) for _, group, start, end, shard in _pieces(optimizers, groups)]
-
-
-def _pieces(optimizers, groups):
-    """``(optimizer, group, start, end, view)``: every part of a parameter that this rank updates,
-    its place in the group's shard, and the tensor by which the optimizer knows it."""
+    Args:
+        optimizers, groups: as for :func:`hold_shards`, with any kind of group. Parts of other groups are left out.
+    """
     groups_of_buckets = {id(bucket): group for bucket, group in groups}
     for optimizer in optimizers:
-        if getattr(optimizer, "is_stub_optimizer", False):
-            continue
         for models, shards in (
             (optimizer.model_float16_groups, optimizer.shard_float16_groups),
             (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),

@@ -6,10 +6,10 @@ Source: mamba v2.2, ``mamba_ssm/ops/triton/layernorm_gated.py``: ``RMSNorm`` reg
 
 import importlib.util
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 import torch
+
+from megatron_ext.megatron.engine_modules import make_packages
 
 KERNELS = ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined")
 
@@ -32,12 +32,7 @@ def install() -> None:
     """Let ``import mamba_ssm`` find the stand-in where the package is not installed; before Megatron is imported."""
     if importlib.util.find_spec("mamba_ssm") is not None:
         return
-    for name in ("", ".ops", ".ops.triton", ".ops.triton.layernorm_gated", ".ops.triton.ssd_combined"):
-        full = f"mamba_ssm{name}"
-        module = sys.modules[full] = ModuleType(full)
-        module.__spec__, module.__path__ = ModuleSpec(full, None, is_package=True), []
-        parent, _, own = full.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], own, module)
+    inner = ("", ".ops", ".ops.triton", ".ops.triton.layernorm_gated", ".ops.triton.ssd_combined")
+    make_packages(f"mamba_ssm{name}" for name in inner)
     vars(sys.modules["mamba_ssm.ops.triton.layernorm_gated"])["RMSNorm"] = RMSNorm
     vars(sys.modules["mamba_ssm.ops.triton.ssd_combined"]).update(dict.fromkeys(KERNELS, no_kernel))

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
-from megatron_ext.megatron.host_optimizers import choose, is_chosen, sort_some
+from megatron_ext.megatron.host_optimizers import choose, gradient_of, is_chosen, sort_some
 
 ON_DEVICE = "on the device"
 
@@ -64,7 +64,7 @@ def _make_optimizer(hybrid, groups: list[dict]) -> torch.optim.Optimizer:
 def wait_for_casts(hybrid, *_) -> None:
     """Before a step on the device: see the note above."""
     parameter = next(iter(hybrid.on_device))
-    gradient = getattr(parameter, "decoupled_grad", parameter.grad)
+    gradient = gradient_of(parameter)
     if gradient is not None and gradient.dtype is not torch.float32:
         torch.cuda.current_stream().wait_stream(hybrid._d2h_stream)
 

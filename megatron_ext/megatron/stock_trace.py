@@ -68,16 +68,3 @@ def record_gathers(ddp, recorder: Recorder) -> None:
     for bucket_group in [*ddp.bucket_groups, *getattr(ddp, "expert_parallel_bucket_groups", ())]:
         bucket_group.__class__ = _RecordedBucketGroup
         bucket_group.recorder = recorder
-
-
-def record_optimizer(optimizer, recorder: Recorder) -> None:
-    """Record ``optimizer.step()``."""
-    plain = optimizer.step
-
-    def step(*args, **kwargs):
-        start = recorder.now()
-        result = plain(*args, **kwargs)
-        recorder.add("optimizer", "step", start, recorder.now())
-        return result
-
-    optimizer.step = step

@@ -19,12 +19,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.megatron import gpt_arguments, gpt_model, hooks
-from megatron_ext.megatron.describe_model import describe_chunk
+from megatron_ext.megatron.describe_model import describe_chunk, workload_of_chunks
 from megatron_ext.megatron.equality_check import parameter_digest
 from megatron_ext.megatron.lifecycle import STOCK_GATHER
-from megatron_ext.megatron.optimizer_of_args import offload_options, optimizer_settings
+from megatron_ext.megatron.optimizer_of_args import offload_options
 from megatron_ext.runtime.device import has_cuda
-from megatron_ext.workload.workload import Limits, Workload, make_workload
+from megatron_ext.workload.workload import Workload
 
 ITERATIONS = 3
 
@@ -90,14 +90,8 @@ def workload_of(args, nvme_slots: int) -> Workload:
     config = gpt_model.transformer_config(args)
     _seed()
     chunk = gpt_model.build_chunks(args, config)[0].to(config.params_dtype)
-    return make_workload(
-        parallel=gpt_arguments.parallel_of(args),
-        zero_stage=args.zero_stage,
-        chunks=(describe_chunk(chunk, 0, 0),),
-        p2p_bytes=0,
-        limits=Limits(nvme_slots=nvme_slots),
-        optimizer=optimizer_settings(args),
-    )
+    args.limit_nvme_slots = nvme_slots
+    return workload_of_chunks(args, [describe_chunk(chunk, 0, 0)])
 
 
 def train(args, schedule: str, *, stock: bool) -> Trained:

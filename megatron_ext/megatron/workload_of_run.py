@@ -2,11 +2,10 @@
 
 from types import SimpleNamespace
 
-from megatron.core import num_microbatches_calculator
-
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.gpt_arguments import parallel_of
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
+from megatron_ext.megatron.releases import has_microbatch_groups, ramps_up
 from megatron_ext.workload.batch_ramp import numbers_of_microbatches
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 from megatron_ext.workload.parallel import Parallel
@@ -45,11 +44,6 @@ def numbers_of_run(args, consumed_samples: int = 0) -> tuple[int, ...]:
     return numbers_of_microbatches(args, consumed_samples)
 
 
-def ramps_up() -> bool:
-    """Whether this Megatron follows --rampup-batch-size; releases from 0.18 on only warn of it."""
-    return hasattr(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator")
-
-
 def parallel_of_megatron(args) -> Parallel:
     """Parallel sizes from Megatron's own validated arguments. Context-parallel ranks hold the same parameters, and
     Megatron shards over them as over replicas: they count as such.
@@ -59,10 +53,8 @@ def parallel_of_megatron(args) -> Parallel:
     """
     pp, vp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     num_microbatches = numbers_of_run(args)[-1]
-    # core_v0.9.0 has no such option: its groups have PP micro-batches, and with no more than these in an
-    # iteration it runs all forwards before the first backward.
     group = getattr(args, "microbatch_group_size_per_vp_stage", None) if vp else None
-    if vp and not hasattr(args, "microbatch_group_size_per_vp_stage") and num_microbatches == pp:
+    if vp and not has_microbatch_groups(args) and num_microbatches == pp:
         raise InputError(
             "this Megatron then runs all forwards before the first backward, which no schedule of ours knows",
             field="num_microbatches",

@@ -33,8 +33,13 @@ def rerouted(schedule: Schedule, route_of: Callable[[Unshard], Route]) -> Schedu
 
 
 def by_cpu_shard(schedule: Schedule) -> Schedule:
-    """The schedule with every all-gather preceded by a copy of the own shard from host memory."""
-    made = rerouted(schedule, lambda action: "cpu_shard" if action.route == "gpu" else action.route)
+    """The schedule with every all-gather preceded by a copy of the own shard from host memory, but of groups that one
+    rank holds whole."""
+
+    def by_shard(action: Unshard) -> Route:
+        return "cpu_shard" if action.route == "gpu" and schedule.groups[action.group].ranks > 1 else action.route
+
+    made = rerouted(schedule, by_shard)
     return replace(made, groups=tuple(replace(group, algorithm=None) for group in schedule.groups))
 
 

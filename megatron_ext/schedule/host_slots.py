@@ -63,10 +63,13 @@ def host_add_bytes(groups: Iterable[Group], workload: Workload) -> int:
 
 
 def narrow_gradient_bytes(groups: Iterable[Group], workload: Workload) -> int:
-    """Of the buffer on the device in which 16-bit gradients become fp32 where the states rest on the drive."""
-    if workload.optimizer.delayed or workload.optimizer.gradient_dtype == "float32":
+    """Of the buffer on the device in which 16-bit gradients become fp32 where the states rest on the drive, and where
+    updates are delayed."""
+    settings = workload.optimizer
+    if settings.gradient_dtype == "float32":
         return 0
-    return max((largest_gradient(group, workload) for group in groups if group.states_rest == "nvme"), default=0)
+    chosen = (group for group in groups if settings.delayed or group.states_rest == "nvme")
+    return max((largest_gradient(group, workload) for group in chosen), default=0)
 
 
 def rounding_bytes(groups: Iterable[Group], workload: Workload) -> int:

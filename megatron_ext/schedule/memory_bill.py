@@ -10,8 +10,8 @@
   through several backward steps.
 * Buffers that hierarchical and symmetric all-gathers and pieces of ``cpu_shard`` go through, as large as the largest
   group needs.
-* The optimizer's copies of 16-bit parameters, its states and the parameters of a delayed update, for the elements of
-  the rank's shards without padding. Of the data-parallel ranks the one that holds most is billed.
+* The optimizer's copies of 16-bit parameters and its states, for the elements of the rank's shards without padding. Of
+  the data-parallel ranks the one that holds most is billed.
 * Slots of states on the drive, with room for gradients. All other gradients pass to the host's optimizer through
   ``step_slots``; where the schedule has none, Megatron copies them to memory that it keeps. Of groups that it steps on
   the device it keeps fp32 copies of gradients there where gradients have 16 bits.
@@ -41,7 +41,7 @@ from megatron_ext.schedule.host_slots import (
     step_slots_bytes,
 )
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
-from megatron_ext.workload.bucket_layout import ITEM_BYTES, shard_numels, shard_parts
+from megatron_ext.workload.bucket_layout import shard_numels, shard_parts
 from megatron_ext.workload.nodes import nodes_spanned, pinned_bytes_of_nodes, ranks_of_copy
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import kind_of
@@ -100,11 +100,11 @@ def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict
 
 class _Held(NamedTuple):
     """Of the optimizer, by rank: gradients that it copies, main parameters and states, on the device and in host
-    memory; and what follows a delayed update."""
+    memory; and states on the drive."""
 
     on_device: tuple[list[int], ...]
     on_host: tuple[list[int], ...]
-    following: list[int]
+    on_drive: list[int]
 
     @classmethod
     def of_ranks(cls, ranks: int) -> "_Held":
@@ -124,7 +124,7 @@ def _of_every_rank(parallel: Parallel, held: dict[int, _Held]) -> _Held:
 
     kinds = list(held.values())
     on_device, on_host = (tuple(map(summed, *(kind[where] for kind in kinds))) for where in (0, 1))
-    return _Held(on_device, on_host, summed(*(kind.following for kind in kinds)))
+    return _Held(on_device, on_host, summed(*(kind.on_drive for kind in kinds)))
 
 
 def resting_bytes(
@@ -137,7 +137,7 @@ def resting_bytes(
     held = {ranks: _Held.of_ranks(ranks) for ranks in (parallel.dp, parallel.expert_dp)}
     for group in groups:
         dtype, numels = dtype_and_numels(group, workload)
-        dp, (on_device, on_host, following) = group.ranks, held[group.ranks]
+        dp, (on_device, on_host, _) = group.ranks, held[group.ranks]
         if workload.zero_stage == 3:
             (host if group.shard_rests == "host" else device)["shards"] += group.bytes // dp
         whole = gradient_bytes(group, workload)
@@ -153,22 +153,19 @@ def resting_bytes(
         # device it copies those of another dtype.
         copied = settings.on_host and settings.gradient_dtype != settings.main_parameter_dtype
         copied = not step_slots if here else copied
-        item, main_item, state_item = ITEM_BYTES[dtype], settings.main_item_bytes(dtype), settings.state_item_bytes
+        main_item, state_item = settings.main_item_bytes(dtype), settings.state_item_bytes
         for rank, numel in enumerate(_shard_numels(numels, dp)):
-            following[rank] += numel * item
             if group.states_rest != "nvme":
                 main[rank] += numel * main_item
                 states[rank] += numel * state_item
                 gradients[rank] += numel * main_item if copied else 0
-            elif settings.delayed:  # Megatron copies all gradients
+            elif settings.delayed:  # all gradients of an iteration are in memory
                 on_host[0][rank] += numel * main_item
     every = _of_every_rank(parallel, held)
     for where, optimizer, kind in ((device, every.on_device, "gradient_shards"), (host, every.on_host, "gradients")):
         gradients, main, states = max(zip(*optimizer), key=sum)
         where |= {"main_parameters": main, "optimizer_states": states}
         where[kind] += gradients
-    if settings.delayed:
-        host["next_parameters"] = max(every.following)
     return device, host
 
 
@@ -260,7 +257,7 @@ def host_bytes_taken(schedule: Schedule, workload: Workload, loaded: bool = Fals
     staging slots, shards that rest there, and optimizer states. Gradients and main parameters are there before, and so
     are states that were ``loaded`` from a checkpoint. A checkpoint that is ``saved`` takes copies of what never fits
     whole."""
-    taken = {"host_copies", "staging_slots", "shards", "optimizer_states", "previous_states", "next_parameters"}
+    taken = {"host_copies", "staging_slots", "shards", "optimizer_states", "previous_states"}
     taken -= {"optimizer_states"} if loaded else set()
     of_ranks = [sum(kinds.get(kind, 0) for kind in taken) for kinds in host_bytes(schedule, workload)]
     copies = copies_of_whole(schedule) if saved else [0] * len(of_ranks)
@@ -284,8 +281,8 @@ def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
     for group in groups:
         if group.states_rest == "nvme":
             for rank, parts in enumerate(_shard_parts(dtype_and_numels(group, workload)[1], group.ranks)):
-                held[group.ranks].following[rank] += sum(region_bytes(numel, moments) for numel in parts)
-    return max(_of_every_rank(parallel, held).following)
+                held[group.ranks].on_drive[rank] += sum(region_bytes(numel, moments) for numel in parts)
+    return max(_of_every_rank(parallel, held).on_drive)
 
 
 def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:

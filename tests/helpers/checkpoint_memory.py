@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 from parity_worker import Rows, pretrain_gpt_hybrid
 
-from megatron_ext.megatron import describe_model
+from megatron_ext.megatron import describe_model, ignored_options
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
@@ -55,7 +55,7 @@ class Growth:
 
 def write_schedule(path: Path, rest: str):
     """A schedule for the model, each layer a group; it and, by group, the bytes of its states."""
-    work = describe_model.describe_options(describe_model.parse([*MODEL, "--data-parallel-size", "1"]))
+    work = describe_model.describe_options(ignored_options.parse([*MODEL, "--data-parallel-size", "1"]))
     schedule = stock_schedule(work, layer_buckets)
     numels = {parameter.name: parameter.numel for chunk in work.chunks for parameter in chunk.parameters}
     sizes = [sum(region_bytes(numels[name], 2) for name in group.parameters) for group in schedule.groups]

@@ -10,7 +10,7 @@ cpu_compat.install()
 import expert_model
 from cases import ALL_LAYOUTS, EXPERT_LAYOUTS, EXPERTS, MODELS, SHAPES, SIZES, model_options
 
-from megatron_ext.megatron import describe_model, gpt_arguments
+from megatron_ext.megatron import describe_model, gpt_arguments, ignored_options
 from megatron_ext.workload import workload
 
 if __name__ == "__main__":
@@ -18,10 +18,10 @@ if __name__ == "__main__":
         if layout in EXPERT_LAYOUTS:
             continue
         for name, options in MODELS.items():
-            args = describe_model.parse([*parallel, *model_options(options)])
+            args = ignored_options.parse([*parallel, *model_options(options)])
             workload.save(Path(sys.argv[1]) / f"{layout}.{name}.json", describe_model.describe_options(args))
     for name, options in SHAPES.items():
-        args = describe_model.parse(f"{SIZES} {options}".split())
+        args = ignored_options.parse(f"{SIZES} {options}".split())
         workload.save(Path(sys.argv[1]) / f"shapes.{name}.json", describe_model.describe_options(args))
     expert_model.install()
     for layout, parallel in EXPERT_LAYOUTS.items():

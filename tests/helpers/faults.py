@@ -254,22 +254,13 @@ def _no_wait(on: int) -> Iterator[tuple[Any, str, Wrapper]]:
 
 
 def _no_rollback(on: int) -> Iterator[tuple[Any, str, Wrapper]]:
-    from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
+    from megatron_ext.runtime.host_step.early import EarlySteps
 
-    def stand(skipped):
-        def call(self):
-            self.end()
-            self.wait()
-            for unit in self._stepped:
-                unit.unit.keep()
-            self.taken_back += len(self._stepped)
-            self._stepped.clear()
-
-        return call
-
-    yield EarlyUnit, "gradients_unchanged", lambda unchanged: lambda self: True
-    yield EarlySteps, "finish", lambda finish: lambda self, units, changed: finish(self, units, False)
-    yield EarlySteps, "skipped", stand
+    yield (
+        EarlySteps,
+        "decide",
+        lambda decide: lambda self, stepped, standing, skipped: decide(self, stepped, list(stepped), skipped),
+    )
 
 
 def _undelayed(on: int) -> Iterator[tuple[Any, str, Wrapper]]:
@@ -281,12 +272,16 @@ def _undelayed(on: int) -> Iterator[tuple[Any, str, Wrapper]]:
 def _lose_update(number: int) -> Iterator[tuple[Any, str, Wrapper]]:
     from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 
-    def lose(self, *arguments) -> None:
-        if self._steps and self._handed_over + 1 == number:
-            self._steps = [lambda: None]
-
     def lost(updated):
-        return lambda self, *arguments, **how: (lose(self), updated(self, *arguments, **how))[1]
+        def call(self, *arguments, **how) -> None:
+            self.injected_taken = getattr(self, "injected_taken", 0) + bool(self._taken)
+            if self._taken and self.injected_taken == number:
+                for unit in (unit for units, _ in self._taken for unit in units):
+                    unit.give_up()
+                self._taken = []
+            updated(self, *arguments, **how)
+
+        return call
 
     yield DelayedUpdate, "updated", lost
 
@@ -374,21 +369,18 @@ def _skip_reduce(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
 
 def _skip_step(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
     from megatron_ext.megatron import lifecycle
-    from megatron_ext.megatron.shards import pieces_of_groups
+    from megatron_ext.megatron.shards import places_of_groups
 
-    def forget(parameter) -> None:
+    def forget(parameter, *_) -> None:
         parameter.grad = None
 
     def leaving_out(prepare):
-        def call(schedules, ddps, bucket_groups, optimizers, *arguments, **how):
-            executor = prepare(schedules, ddps, bucket_groups, optimizers, *arguments, **how)
-            buckets = [(bucket_groups[number].buckets[0], group) for number, group in executor.groups.items()]
-            for optimizer in optimizers:
-                for group, shard in pieces_of_groups([optimizer], buckets):
-                    if group.index == index:
-                        own = optimizer.optimizer.param_to_fp32_param[shard]
-                        hook = functools.partial(lambda own, *_: forget(own), own)
-                        optimizer.optimizer.gpu_optimizer.register_step_pre_hook(hook)
+        def call(own):
+            executor = prepare(own)
+            for optimizer, group, _, _, shard in places_of_groups(own.optimizers, own.buckets):
+                if group.index == index:
+                    hook = functools.partial(forget, optimizer.optimizer.param_to_fp32_param[shard])
+                    optimizer.optimizer.gpu_optimizer.register_step_pre_hook(hook)
             return executor
 
         return call

@@ -145,7 +145,7 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
     states, after_norm = DriveStates(folder, moments=2, slots=2, **how), AfterNorm(link)
     for parameter, step, half in zip(parameters, steps, narrow):
         piece = Piece(parameter, lambda: torch.ones(2000), half)
-        states.units.append(DriveUnit(0, step, [piece], states))
+        states.units.append(DriveUnit(states, 0, step, [piece]))
     states.open()
     executor.on_close(link.close, states.close)
     executor.params_updated()

@@ -4,9 +4,10 @@
 (``engine_stand_in``) has to be on the path. Imported, it imports what ranks would each import for themselves.
 """
 
-from megatron_ext.megatron import cpu_compat, cpu_options
+from megatron_ext.cpubench import parser_options
+from megatron_ext.megatron import cpu_compat
 
-cpu_options.KERNELS.clear()
+parser_options.KERNELS.clear()
 cpu_compat.install()
 
 import megatron.core.models.gpt

@@ -3,10 +3,10 @@
 [Note: Delayed parameter update]
 w[t+1] = w[t] - f(gradient at w[t-1]): the step on the gradient of one iteration is made while the next iteration
 computes, and its parameters are used from the iteration after that on. The training thread reduces, checks and clips
-gradients as ever and queues their copies to the host. A thread makes the step and leaves the new parameters in staging
-tensors. At the end of the next iteration the training thread waits for that step and copies the staging tensors to the
-shards, before it hands over the next gradients. An iteration whose step is skipped hands nothing over; the update that
-is pending is applied all the same.
+gradients as ever and queues their copies to rooms (room.py), one for each unit. A thread makes the step and leaves the
+new parameters where the gradients were. At the end of the next iteration the training thread waits for that step and
+lets the parameters leave for the shards, before the next gradients arrive. An iteration whose step is skipped hands
+nothing over; the update that is pending is applied all the same.
 
 Whatever needs parameters between two iterations (evaluation, a checkpoint, a hash, the end of training) has the pending
 update applied first. The iteration that follows then computes with all updates so far, and its own is delayed again.
@@ -20,9 +20,9 @@ from time import perf_counter_ns
 
 import torch
 
-from megatron_ext.formats.moved_bytes import Row
-from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.group import ScheduleError
+from megatron_ext.runtime.host_step.room import Link
+from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.publisher import Publisher
@@ -33,39 +33,22 @@ class DelayedUpdate(Part):
     """Makes the steps of one rank beside the next iteration, see the note above.
 
     Args:
-        staged: ``(staging, shard)`` of every parameter: a step writes the staging tensor, in host memory and of the
-            shard's shape and dtype; the shard gets its values when the update is applied.
+        link: of the rooms of all units.
         begun: training iterations that have ended before this run.
         after: updates of so many first iterations are not delayed.
         publisher: what it publishes of the update before is read before a step changes it; None: nothing is published.
-        device: see :mod:`megatron_ext.runtime.device`.
-        rank: injected delays differ by it.
         recorder: where steps are recorded, or None.
-
-    Attributes:
-        rows: what :meth:`write_shards` moves.
     """
 
-    def __init__(
-        self,
-        staged: list[tuple[torch.Tensor, torch.Tensor]],
-        begun: int,
-        after: int,
-        publisher: Publisher | None,
-        device,
-        issuer: Issuer,
-        recorder=None,
-    ):
-        self.staged, self.applied = staged, 0
-        self.rows: list[Row] = []
+    def __init__(self, link: Link, begun: int, after: int, publisher: Publisher | None, issuer: Issuer, recorder=None):
+        self.applied = 0
         self._iteration, self._after = begun, after
-        self._publisher, self._device, self._issuer, self._recorder = publisher, device, issuer, recorder
-        self._worker, self._copied = Worker("delayed-update"), device.event()
-        (self._arrived,) = private_flags(1, device)
-        self._steps: list[Callable[[], None]] = []
+        self._publisher, self._link, self._issuer, self._recorder = publisher, link, issuer, recorder
+        self._worker, self._computed = Worker("delayed-update"), link.device.event()
+        self._taken: list[tuple[list[HostUnit], Callable[[], None]]] = []
+        self._pending: list[HostUnit] = []  # of the job
         self._job: Transfer | None = None
-        self._handed_over, self._counted = 0, False
-        self._on_host = device.kind == "cuda" and any(shard.device.type == "cpu" for _, shard in staged)
+        self._counted = False
 
     def begin(self) -> None:
         self._iteration += not self._counted  # Megatron's rerun machinery may run an iteration again
@@ -84,20 +67,27 @@ class DelayedUpdate(Part):
         """Whether an update is handed over and not applied."""
         return self._job is not None
 
-    def take(self, step: Callable[[], None]) -> None:
-        """Make ``step``, which needs host memory alone, when the shards are published. The copies of its gradients to
-        host memory are queued on the compute stream."""
-        self._steps.append(step)
+    def take(self, units: list[HostUnit], stepped: Callable[[], None] = lambda: None) -> None:
+        """Step ``units``, which have a room each, when the shards are published: on what their gradients are when the
+        compute stream has done what it has been given. ``stepped`` is called behind the steps, on the thread."""
+        self._link.device.compute.record(self._computed)
+        if any(piece.gradient_on_host for unit in units for piece in unit.pieces):
+            # The processor copies these to where parameters of the update before may still leave from.
+            self._link.device.synchronize(self._link.left)
+        for unit in units:
+            unit.arrive([self._computed], [piece.gradient() for piece in unit.pieces])
+            unit.begin()  # the next iteration changes gradients in host memory
+        self._link.wait_for_arrivals()  # and those on the device
+        self._taken.append((units, stepped))
 
     def updated(self, iterations: int, by_optimizer: bool) -> None:
         """Let the thread make the steps that were taken, if any."""
         self._counted = False
-        if self._steps:
+        if self._taken:
             assert self._job is None
-            steps, self._steps = self._steps, []
-            self._handed_over += 1
-            self._device.compute.store(self._arrived, self._handed_over)  # staging tensors are no longer read, either
-            self._job = self._worker.submit(partial(self._step, steps, self._handed_over))
+            taken, self._taken = self._taken, []
+            self._pending = [unit for units, _ in taken for unit in units]
+            self._job = self._worker.submit(partial(self._step, taken))
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -106,34 +96,33 @@ class DelayedUpdate(Part):
             return
         begin = perf_counter_ns()
         self._issuer.join(self._job)
-        self._job = None
+        self._job, link = None, self._link
         waited = perf_counter_ns()
-        self.write_shards()
+        link.leaving.wait(link.device.compute.record(self._computed))  # what is queued may still read shards
+        if link.device.kind == "cuda" and any(piece.shard_on_host for unit in self._pending for piece in unit.pieces):
+            link.device.synchronize(self._computed)
+        for unit in self._pending:
+            unit.leave()
+        link.wait_for_leaves()
+        self._pending = []
         self.applied += 1
         if self._recorder is not None:
             self._recorder.add("issue", "wait for the delayed update", begin, waited)
             self._recorder.add("issue", "apply the delayed update", waited, perf_counter_ns())
 
-    @torch.no_grad()
-    def write_shards(self) -> None:
-        """Give the shards the values of the staging tensors."""
-        if self._on_host:  # what is queued may still read shards in host memory
-            self._device.synchronize(self._device.compute.record(self._copied))
-        for staging, shard in self.staged:
-            shard.copy_(staging, non_blocking=True)
-        if self._recorder is not None:
-            for row in self.rows:
-                self._recorder.moved(*row)
-
-    def _step(self, steps: list[Callable[[], None]], number: int, transfer: Transfer) -> None:
+    def _step(self, taken: list[tuple[list[HostUnit], Callable[[], None]]], transfer: Transfer) -> None:
         """On the thread."""
-        poll(partial(self._arrived.reached, number))
+        for units, _ in taken:
+            for unit in units:
+                unit.wait_for_gradients()
         if self._publisher is not None:
             self._publisher.wait_on_thread()
         begin = perf_counter_ns()
         with torch.no_grad():
-            for step in steps:
-                step()
+            for units, stepped in taken:
+                for unit in units:
+                    unit.optimizer.step()
+                stepped()
         if self._recorder is not None:
             self._recorder.add("host_step", "delayed", begin, perf_counter_ns())
 

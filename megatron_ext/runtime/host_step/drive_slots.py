@@ -22,7 +22,7 @@ class DriveSlots:
 
     Attributes:
         pieces: 1D uint8 tensors by slot.
-        free: slots in the order in which they were left.
+        free: slots that nobody uses any more but their last write, in the order in which they were left.
         bytes: in all.
     """
 
@@ -59,14 +59,6 @@ class DriveSlots:
         recorded = self._recorded("states write")
         self._file.start(self._piece(slot, size_bytes), place, what, transfer, recorded, write=True)
         return transfer
-
-    def take(self) -> int:
-        """The slot that was left first, to be read into."""
-        return self.free.popleft()
-
-    def leave(self, slot: int) -> None:
-        """Nobody uses the slot any more but its last write."""
-        self.free.append(slot)
 
     def wait_for_write(self, slot: int) -> None:
         """For the last write out of the slot."""

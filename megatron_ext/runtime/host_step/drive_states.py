@@ -26,7 +26,7 @@ import torch
 from megatron_ext.runtime import drive
 from megatron_ext.runtime.drive_tensors import view
 from megatron_ext.runtime.host_step.drive_slots import DriveSlots
-from megatron_ext.runtime.host_step.room import Link, Room
+from megatron_ext.runtime.host_step.room import Link, OwnRooms, Room
 from megatron_ext.runtime.host_step.state_regions import Regions
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
@@ -36,11 +36,25 @@ from megatron_ext.workload.drive_reads import DriveReads
 
 
 class DriveUnit(HostUnit):
-    """A unit of :class:`DriveStates`."""
+    """A unit of :class:`DriveStates`.
 
-    def __init__(self, group: int, optimizer, pieces: list[Piece], states: "DriveStates"):
-        super().__init__(group, optimizer, pieces, states if states.room else None, state_layout.LINE_BYTES)
+    Attributes:
+        slot, read: the slot that it has been given and the read into it, or None.
+        written: the last write of its piece, or None.
+        before: its step counts as they were before an early step that is not validated; None: there is no such step.
+    """
+
+    def __init__(self, states: "DriveStates", group: int, optimizer: torch.optim.Optimizer, pieces: list[Piece]):
+        if states.rooms is None:
+            super().__init__(group, optimizer, pieces, states, state_layout.LINE_BYTES)
+        else:
+            super().__init__(group, optimizer, pieces, states.rooms, later=True)
         self.regions = Regions(optimizer, states.moments, 0)
+        self.slot: int | None = None
+        self.read: Transfer | None = None
+        self.written: Transfer | None = None
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.fetched = False  # its tensors point at the slot
         self._states = states
 
     def _before_step(self) -> None:
@@ -60,19 +74,27 @@ class DriveUnit(HostUnit):
         self._states.read_ahead()
 
     def write_shards(self) -> None:
-        self._states.restore(self)
+        """In an iteration that is skipped."""
+        self._states.bring(self)
+        super().write_shards()
+        self._states.restored(self)
 
     def rollback_bytes(self) -> int:
         return 0
 
     def step_early(self, memory: torch.Tensor) -> None:
-        self._states.step_early(self)
+        self.before = [(count, count.clone()) for count in self.regions.counts()]
+        self._states.begun[self] = None
+        self.optimizer.step()
 
     def keep(self) -> None:
-        self._states.keep(self)
+        self.before = None
+        self._states.count(self)
 
     def take_back(self) -> None:
-        self._states.take_back(self)
+        for count, before in self.before or ():
+            count.copy_(before)
+        self.before = None
 
 
 class DriveStates:
@@ -85,8 +107,11 @@ class DriveStates:
         settings: how to read and write.
         link: of the rooms.
         early: units have two places, so that they may be stepped early.
-        room: gradients and parameters pass through rooms; else units have none.
+        rooms: one for each unit, where updates are delayed; None: there is one beside each slot.
         recorder: where reads and writes are recorded, or None.
+
+    Attributes:
+        begun: units that were stepped early in this iteration, in this order.
     """
 
     def __init__(
@@ -99,20 +124,17 @@ class DriveStates:
         link: Link,
         issuer: Issuer,
         early: bool = False,
-        room: bool = True,
+        rooms: OwnRooms | None = None,
         recorder=None,
     ):
         assert slots >= 2
-        self.room, self._recorder = room, recorder
+        self.rooms, self._recorder = rooms, recorder
         self.moments, self._directory, self._number, self._settings = moments, directory, slots, settings
         self._link, self._issuer, self._two_places = link, issuer, early
         self.units: list[DriveUnit] = []
         self._rooms: list[Room] = []
-        self._held: dict[DriveUnit, tuple[int, Transfer]] = {}  # by unit, its slot and the read
-        self._fetched: set[DriveUnit] = set()
         self._coming: dict[DriveUnit, None] = {}  # units that are read ahead, in this order
-        self._begun: dict[DriveUnit, None] = {}  # units that were stepped early in this iteration
-        self._early: dict[DriveUnit, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # not validated; counts before
+        self.begun: dict[DriveUnit, None] = {}
         self._counted: set[DriveUnit] = set()  # units whose step of this iteration counts
 
     def open(self, initial: dict[torch.Tensor, torch.Tensor] | None = None) -> None:
@@ -125,66 +147,59 @@ class DriveStates:
             InputError: the drive cannot hold the states.
         """
         start, size = 0, max(unit.regions.bytes for unit in self.units)
-        total = sum(unit.regions.bytes for unit in self.units)
+        self.bytes = total = sum(unit.regions.bytes for unit in self.units)
         for unit in self.units:
             unit.regions.place, unit.regions.other = start, start + total if self._two_places else start
             start += unit.regions.bytes
-        self.bytes = total
         self.file = drive.open_own(self._directory, 2 * total if self._two_places else total, self._settings)
         self._slots = DriveSlots(self.file, self._number, size, self._recorder)
         self.slots_bytes = self._slots.bytes
-        if self.room:
+        if self.rooms is None:
             room_bytes = state_layout.gradient_slot_bytes(size, self.moments)
             memory = self._link.device.host_tensor(self._number * room_bytes, torch.uint8)
             self._rooms = [Room(self._link, own) for own in memory.split(room_bytes)]
             self.slots_bytes += len(memory)
         self._places = {one.parameter: (unit, one) for unit in self.units for one in unit.regions.regions}
         self._order = list(self.units)  # of the last iteration
-        self._writes: dict[DriveUnit, Transfer] = {}
         for unit in self.units:
-            slot = self._slots.take()
+            slot = self._slots.free.popleft()
             self._slots.wait_for_write(slot)
             with torch.no_grad():
                 unit.regions.adopt(self._slots.pieces[slot], initial)
             self._write(unit, slot)
             unit.regions.let_go()
-            self._slots.leave(slot)
-            self._swap(unit)
+            self._slots.free.append(slot)
+            unit.regions.swap()
         self._begin_iteration()
 
     # Slots and rooms, on the issuing thread.
 
-    def has_room(self, unit: HostUnit) -> bool:
-        return unit in self._held or bool(self._slots.free)
+    def has_room(self, unit: DriveUnit) -> bool:
+        return unit.slot is not None or bool(self._slots.free)
 
-    def take(self, unit: HostUnit) -> Room:
+    def take(self, unit: DriveUnit) -> Room:
         """The room of the slot of ``unit``, into which it is read or being read from now on."""
-        return self._rooms[self._hold(self._own(unit))]
+        return self._rooms[self._hold(unit)]
 
-    def free(self, unit: HostUnit) -> None:
-        own = self._own(unit)
-        if own not in self._fetched:  # it was not stepped, and is being read already
+    def free(self, unit: DriveUnit) -> None:
+        assert unit.slot is not None
+        if not unit.fetched:  # it was not stepped, and is being read already
             if self._slots.free:
                 return
-            self._wait(self._held[own][1])
-        self._fetched.discard(own)
-        self._slots.leave(self._held.pop(own)[0])
-
-    def _own(self, unit: HostUnit) -> DriveUnit:
-        assert isinstance(unit, DriveUnit)
-        return unit
+            self._wait(unit.read)
+        self._slots.free.append(unit.slot)
+        unit.slot, unit.read, unit.fetched = None, None, False
 
     def _hold(self, unit: DriveUnit) -> int:
         self._coming.pop(unit, None)
-        if unit not in self._held:
-            slot, regions = self._slots.take(), unit.regions
-            what = f"states {self.units.index(unit)}"
-            read = self._slots.read(slot, regions.place, regions.bytes, what, self._writes.get(unit))
-            self._held[unit] = slot, read
-        return self._held[unit][0]
+        if unit.slot is None:
+            unit.slot, regions = self._slots.free.popleft(), unit.regions
+            unit.read = self._slots.read(unit.slot, regions.place, regions.bytes, self._name(unit), unit.written)
+        return unit.slot
 
-    def _expect(self, units: Iterable[DriveUnit]) -> None:
-        self._coming = dict.fromkeys(unit for unit in units if unit not in self._held)
+    def expect(self, units: Iterable[DriveUnit]) -> None:
+        """``units`` are stepped next, in this order."""
+        self._coming = dict.fromkeys(unit for unit in units if unit.slot is None)
         self.read_ahead()
 
     def read_ahead(self) -> None:
@@ -192,34 +207,32 @@ class DriveStates:
         while self._coming and len(self._slots.free) > 1:
             self._hold(next(iter(self._coming)))
 
-    def expect(self, units: list[HostUnit]) -> None:
-        """``units`` are stepped next, in this order."""
-        self._expect(map(self._own, units))
-
     # Around a step, on the thread that steps.
 
     def fetch(self, unit: DriveUnit) -> None:
         """Point a unit at its slot, once it has been read."""
-        if unit in self._fetched:
+        if unit.fetched:
             return
-        if not self.room:
+        if self.rooms is not None:
             self._hold(unit)
-        slot, read = self._held[unit]
-        self._wait(read)
-        self._fetched.add(unit)
-        unit.regions.point_at(self._slots.pieces[slot])
+        assert unit.slot is not None
+        self._wait(unit.read)
+        unit.fetched = True
+        unit.regions.point_at(self._slots.pieces[unit.slot])
 
     def put_back(self, unit: DriveUnit) -> None:
         """The step of ``unit`` has ended: begin to write it."""
-        slot, _ = self._held[unit]
+        assert unit.slot is not None
         if not all(region.names for region in unit.regions.regions):
             with torch.no_grad():
-                unit.regions.adopt(self._slots.pieces[slot])  # the optimizer has made its moments in this step
-        self._write(unit, slot)
+                unit.regions.adopt(self._slots.pieces[unit.slot])  # the optimizer has made its moments in this step
+        self._write(unit, unit.slot)
 
     def _write(self, unit: DriveUnit, slot: int) -> None:
-        what, regions = f"states {self.units.index(unit)}", unit.regions
-        self._writes[unit] = self._slots.write(slot, regions.other, regions.bytes, what)
+        unit.written = self._slots.write(slot, unit.regions.other, unit.regions.bytes, self._name(unit))
+
+    def _name(self, unit: DriveUnit) -> str:
+        return f"states {self.units.index(unit)}"
 
     def _wait(self, transfer: Transfer | None) -> None:
         if transfer is not None:
@@ -227,59 +240,40 @@ class DriveStates:
 
     def stepped(self, unit: DriveUnit) -> None:
         """Everything behind the step is done."""
-        if not self.room:
+        if self.rooms is not None:
             self.free(unit)
-        if unit not in self._early:
-            self._count(unit)
+        if unit.before is None:
+            self.count(unit)
 
-    # Steps that may not count.
+    # Iterations.
 
-    def step_early(self, unit: DriveUnit) -> None:
-        """Step a unit, on the thread. :meth:`keep` or :meth:`take_back` follows, before the iteration's other units are
-        stepped."""
-        self._early[unit] = [(count, count.clone()) for count in unit.regions.counts()]
-        self._begun[unit] = None
-        unit.optimizer.step()
-
-    def keep(self, unit: DriveUnit) -> None:
-        """The early step counts."""
-        del self._early[unit]
-        self._count(unit)
-
-    def take_back(self, unit: DriveUnit) -> None:
-        """The early step does not count: the unit is stepped again, or the iteration is skipped."""
-        for count, before in self._early.pop(unit):
-            count.copy_(before)
-
-    def restore(self, unit: DriveUnit) -> None:
-        """Give the shards the values of the unit's parameters, in an iteration that is skipped."""
+    def bring(self, unit: DriveUnit) -> None:
+        """Point a unit at its slot outside of a step."""
         self._hold(unit)
         self.fetch(unit)
-        HostUnit.write_shards(unit)
+
+    def restored(self, unit: DriveUnit) -> None:
+        """The shards have the values of the unit's parameters, in an iteration that is skipped."""
         unit.regions.let_go()
         self.free(unit)
-        if not self._early:
+        if all(one.before is None for one in self.units):
             self._begin_iteration()
         self.read_ahead()
 
-    def _count(self, unit: DriveUnit) -> None:
+    def count(self, unit: DriveUnit) -> None:
         """The step of ``unit`` counts."""
-        self._swap(unit)
+        unit.regions.swap()
         self._counted.add(unit)
         if len(self._counted) == len(self.units):
             self._begin_iteration()
         self.read_ahead()
 
-    def _swap(self, unit: DriveUnit) -> None:
-        regions = unit.regions
-        regions.place, regions.other = regions.other, regions.place
-
     def _begin_iteration(self) -> None:
         """All units are as the next iteration finds them."""
         self._counted.clear()
-        self._order = [*dict.fromkeys((*self._begun, *self._order))]
-        self._begun.clear()
-        self._expect(unit for unit in self._order if unit not in self._early)
+        self._order = [*dict.fromkeys((*self.begun, *self._order))]
+        self.begun.clear()
+        self.expect(unit for unit in self._order if unit.before is None)
 
     # For checkpoints.
 
@@ -292,8 +286,8 @@ class DriveStates:
         """``parameter`` (as "param") and its moments by name, in memory that the system may take back. They hold until
         the next step; changing them changes nothing on the drive. Raises DriveError."""
         unit, region = self._places[parameter]
-        assert unit not in self._early
-        self._wait(self._writes.get(unit))
+        assert unit.before is None
+        self._wait(unit.written)
         size = state_layout.region_bytes(parameter.numel(), self.moments)
         memory = self.file.map(unit.regions.place + region.offset, size, "states of a checkpoint")
         return {

@@ -78,6 +78,7 @@ class EarlySteps(Part):
         rollback_bytes: memory for copies of states.
         settings: called before the first step of an iteration could begin.
         publisher: what it publishes of the last step is read before a step changes it; None: nothing is published.
+        link: of the rooms of all units.
         recorder: where steps are recorded, or None.
     """
 
@@ -88,7 +89,6 @@ class EarlySteps(Part):
         settings: Callable[[], None],
         publisher: Publisher | None,
         link: Link,
-        device,
         issuer: Issuer,
         recorder=None,
     ):
@@ -100,9 +100,9 @@ class EarlySteps(Part):
         """Whether the shards are those that the host's optimizer has made in its last step."""
         self.taken = self.taken_back = 0  # steps made early, and those of them that did not stand
         self._settings, self._publisher, self._recorder = settings, publisher, recorder
-        self._link, self._device, self._issuer = link, device, issuer
+        self._link, self._device, self._issuer = link, link.device, issuer
         self._worker = Worker("early-steps")
-        self._reduced = {unit: device.event() for unit in units}
+        self._reduced = {unit: link.device.event() for unit in units}
         self._copying = threading.Lock()  # held while gradients in host memory are copied
         self._open, self._used = False, 0
         self._jobs: list[tuple[EarlyUnit, Transfer]] = []
@@ -164,28 +164,30 @@ class EarlySteps(Part):
         """
         self.wait()
         stepped = [unit for unit in self._stepped if unit.unit in units]
-        self._device.synchronize(self._link.left)  # it may still read the host's parameters
         standing = [unit for unit in stepped if not changed and unit.gradients_unchanged()]
-        for unit in stepped:
-            if unit in standing:
-                unit.unit.keep()
-            else:
-                unit.unit.take_back()
-            self._stepped.remove(unit)
-        self.taken_back += len(stepped) - len(standing)
-        return [unit.unit for unit in standing]
+        return [unit.unit for unit in self.decide(stepped, standing, False)]
 
     def skipped(self) -> None:
         """The optimizer does not step: every unit and its shards are as they were before."""
         self.end()
         self.wait()
-        if self._stepped:
+        self.decide(list(self._stepped), [], True)
+
+    def decide(self, stepped: list[EarlyUnit], standing: list[EarlyUnit], skipped: bool) -> list[EarlyUnit]:
+        """The steps of ``standing``, which are returned, count; the others of ``stepped`` have their states back, and
+        in an iteration that is ``skipped`` the shards their parameters."""
+        if stepped:
             self._device.synchronize(self._link.left)  # it may still read the host's parameters
-        for unit in self._stepped:
+        for unit in stepped:
+            self._stepped.remove(unit)
+            if unit in standing:
+                unit.unit.keep()
+                continue
             unit.unit.take_back()
-            unit.unit.write_shards()
-        self.taken_back += len(self._stepped)
-        self._stepped.clear()
+            if skipped:
+                unit.unit.write_shards()
+        self.taken_back += len(stepped) - len(standing)
+        return standing
 
     def changed(self) -> None:
         self.ready = False

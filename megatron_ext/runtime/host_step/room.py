@@ -54,11 +54,13 @@ class Unit(Protocol):
         starts: by piece, byte at which its gradient begins in a room.
         bytes: of all gradients, in fp32.
         stay: its parameters never move.
+        later: its shards are written when it leaves its room, those in host memory, too.
     """
 
     pieces: list[Piece]
     starts: list[int]
     bytes: int
+    later: bool
 
     @property
     def stay(self) -> bool: ...
@@ -171,9 +173,13 @@ class Room:
         """Queue the copies of the parameters to the device."""
         link, stream = self._link, self._link.leaving
         for piece, start in zip(unit.pieces, unit.starts, strict=True):
-            if piece.shard_on_host:
-                continue
             shape = piece.parameter.shape
+            if piece.shard_on_host:
+                if unit.later:
+                    piece.shard.copy_(self._place(self._leaving, start, shape, piece.shard.dtype))
+                    if link.recorder is not None:
+                        link.recorder.moved("shard", "host_memory", 2 * piece.shard.nbytes)
+                continue
             if self.cast_on_device:
                 staged = link.staging(True, shape)
                 stream.copy(staged, piece.parameter)
@@ -239,25 +245,34 @@ class Room:
         rows = [
             (self._place(self._leaving, start, piece.parameter.shape, piece.shard.dtype), piece.parameter)
             for piece, start in zip(unit.pieces, unit.starts, strict=True)
-            if not piece.shard_on_host and not self.cast_on_device
+            if (unit.later or not piece.shard_on_host) and not self.cast_on_device
         ]
         return [joined(rows[begin:end]) for begin, end in runs(rows)] if rows else []
 
 
 class OwnRooms:
-    """A room for each unit, in memory that it has for its gradients anyway."""
+    """A room for each unit, in memory that it has for its gradients anyway.
+
+    Attributes:
+        kind, bytes: how the memory is counted, and how much it is.
+    """
+
+    kind = "gradients"
 
     def __init__(self, link: Link):
-        self._link, self._rooms = link, {}
-        self.memory: list[torch.Tensor] = []
+        self._link, self._rooms, self.bytes = link, {}, 0
+
+    def make(self, unit: Unit) -> None:
+        """Take the memory of the room of ``unit``."""
+        self._rooms[unit] = Room(self._link, self._link.device.host_tensor(unit.bytes, torch.uint8))
+        self.bytes += unit.bytes
 
     def has_room(self, unit: Unit) -> bool:
         return True
 
     def take(self, unit: Unit) -> Room:
         if unit not in self._rooms:
-            self.memory.append(self._link.device.host_tensor(unit.bytes, torch.uint8))
-            self._rooms[unit] = Room(self._link, self.memory[-1])
+            self.make(unit)
         return self._rooms[unit]
 
     def free(self, unit: Unit) -> None:
@@ -269,7 +284,12 @@ class SharedRooms:
 
     Args:
         count, room_bytes: how many, at least 2, and bytes of each, which hold the gradients of any unit.
+
+    Attributes:
+        kind, bytes: as of :class:`OwnRooms`.
     """
+
+    kind = "staging_slots"
 
     def __init__(self, link: Link, count: int, room_bytes: int, cast_on_device: bool):
         wide = link.device.host_tensor(count * room_bytes, torch.uint8).split(room_bytes)

@@ -65,6 +65,10 @@ class Regions:
             for index, tensor in enumerate(self._tensors(region)):
                 tensor.data = region.view(slot, index)
 
+    def swap(self) -> None:
+        """What was written last counts."""
+        self.place, self.other = self.other, self.place
+
     def counts(self) -> list[torch.Tensor]:
         """The states that stay in memory: how often each parameter was stepped."""
         states = [(region, self.optimizer.state[region.parameter].items()) for region in self.regions]

@@ -17,11 +17,11 @@ ALIGNMENT = 64
 class Rooms(Protocol):
     """Where units get a room from; on the issuing thread."""
 
-    def has_room(self, unit: "HostUnit") -> bool: ...
+    def has_room(self, unit: Any) -> bool: ...
 
-    def take(self, unit: "HostUnit") -> Room: ...
+    def take(self, unit: Any) -> Room: ...
 
-    def free(self, unit: "HostUnit") -> None: ...
+    def free(self, unit: Any) -> None: ...
 
 
 class HostUnit:
@@ -29,8 +29,9 @@ class HostUnit:
 
     Args:
         group: index in the schedule of the group in which they lie, or of one of several.
-        rooms: None where the parameters have their gradients when they are stepped, and all shards are on the host.
+        rooms: where gradients arrive and parameters leave.
         alignment: bytes at which each gradient begins in a room.
+        later: the shards are written when the unit leaves its room, and not before; those in host memory, too.
 
     Attributes:
         stepped: called behind each step of the optimizer, on the thread that has made it.
@@ -42,9 +43,16 @@ class HostUnit:
     begun_ns = 0
 
     def __init__(
-        self, group: int, optimizer: torch.optim.Optimizer, pieces: list[Piece], rooms: Rooms | None, alignment: int = 4
+        self,
+        group: int,
+        optimizer: torch.optim.Optimizer,
+        pieces: list[Piece],
+        rooms: Rooms,
+        alignment: int = 4,
+        later: bool = False,
     ):
-        self.group, self.optimizer, self.pieces, self._rooms = group, optimizer, pieces, rooms
+        self.group, self.optimizer, self.pieces, self.rooms, self.later = group, optimizer, pieces, rooms, later
+        self._flat = optimizer if isinstance(optimizer, FlatAdamW) else None
         self.starts, self.bytes = [], 0
         for parameter, _, shard, *_ in pieces:
             assert parameter.dtype is torch.float32 and shard.dtype.itemsize * HALF_PER_WIDE == parameter.element_size()
@@ -63,13 +71,12 @@ class HostUnit:
     @property
     def stay(self) -> bool:
         """Whether its parameters and states never move."""
-        return isinstance(self.optimizer, FlatAdamW) and bool(self.optimizer.whole)
+        return self._flat is not None and bool(self._flat.whole)
 
     # On the issuing thread.
 
     def has_room(self) -> bool:
-        assert self._rooms is not None
-        return self._rooms.has_room(self)
+        return self.rooms.has_room(self)
 
     def arrive(self, behind: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None = None) -> None:
         """Let the gradients arrive, which are ready behind the events ``behind``.
@@ -78,8 +85,7 @@ class HostUnit:
             gradients: copied in any case, and stepped on in place of those of the pieces. None: those of the pieces,
                 in place where they are fp32 in host memory.
         """
-        assert self._rooms is not None
-        self.room, self._in_place = self._rooms.take(self), gradients is None
+        self.room, self._in_place = self.rooms.take(self), gradients is None
         self._gradients = [piece.gradient() for piece in self.pieces] if gradients is None else gradients
         self.room.arrive(self, self._gradients, behind)
 
@@ -91,10 +97,10 @@ class HostUnit:
 
     def give_up(self) -> None:
         """Give the room up: the unit was stepped, or will not be."""
-        assert self._rooms is not None and self.room is not None
+        assert self.room is not None
         self.room.clear()
         self.room, self._gradients, self._begun = None, (), False
-        self._rooms.free(self)
+        self.rooms.free(self)
 
     def write_shards(self) -> None:
         """Give the shards, on the device or on the host, the values of the parameters."""
@@ -113,12 +119,12 @@ class HostUnit:
         """Give the parameters their gradients, behind :meth:`wait_for_gradients`; the step follows."""
         assert self.room is not None
         in_room = self.room.begin(self, self._gradients, self._in_place)
-        if isinstance(self.optimizer, FlatAdamW):
-            self.optimizer.gradients_at = self.room if in_room else None
+        if self._flat is not None:
+            self._flat.gradients_at = self.room if in_room else None
         self._begun = True
 
     def _before_step(self) -> None:
-        if self._rooms is not None and not self._begun:
+        if not self._begun:
             self.wait_for_gradients()
             self.begin()
         self.begun_ns = perf_counter_ns()
@@ -128,18 +134,18 @@ class HostUnit:
         if self.recorder is not None:
             self.recorder.moved("step", "host_memory", self._step_bytes())
         for piece in self.pieces:
-            if piece.shard_on_host:
+            if piece.shard_on_host and not self.later:
                 piece.shard.copy_(piece.parameter)
-        if self._rooms is not None:
-            assert self.room is not None
-            self.room.end(self)
+        assert self.room is not None
+        self.room.end(self)
         self._begun = False
         self._let_go()
         self.stepped(self)
 
     def _step_bytes(self) -> int:
         """Gradients are read, states read and written, 16-bit parameters written where the host makes them."""
-        cast, total = self.room is None or not self.room.cast_on_device, 0
+        assert self.room is not None
+        cast, total = not self.room.cast_on_device, 0
         for piece in self.pieces:
             if piece.parameter.grad is not None:
                 states = [piece.parameter, *self.optimizer.state[piece.parameter].values()]
@@ -158,8 +164,8 @@ class HostUnit:
         return sum(_aligned(tensor) for tensor in self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:
-        if isinstance(self.optimizer, FlatAdamW) and self.optimizer.whole:
-            return self.optimizer.whole
+        if self._flat is not None and self._flat.whole:
+            return self._flat.whole
         found = []
         for piece in self.pieces:
             # Megatron's host optimizer lists the parameter itself among its states.
@@ -170,7 +176,7 @@ class HostUnit:
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is all step counts, which no bill has."""
-        return isinstance(self.optimizer, FlatAdamW) and any(tensor is own for own in self.optimizer.whole[-1:])
+        return self._flat is not None and any(tensor is own for own in self._flat.whole[-1:])
 
     def step_early(self, memory: torch.Tensor) -> None:
         """Copy the states into ``memory`` (1D uint8), and step; on the thread."""

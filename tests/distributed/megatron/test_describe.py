@@ -258,7 +258,8 @@ SELECTIVE_AND_FULL = """
 import sys
 from megatron_ext.megatron import cpu_compat
 cpu_compat.install()
-from megatron_ext.megatron.describe_model import describe_options, parse
+from megatron_ext.megatron.describe_model import describe_options
+from megatron_ext.megatron.ignored_options import parse
 by = "--recompute-granularity"
 full = [by, "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 ways = {"none": [], "full": full, "selective": [by, "selective"]}

@@ -187,7 +187,7 @@ def delayed_case(workloads, folder, on_drive: tuple[int, ...] = ()) -> dict:
 def test_delayed_updates_are_ordered(service, workloads, tmp_path):
     answer = service.run(**delayed_case(workloads, tmp_path, on_drive=(0, 2, 4)))
     assert findings(answer) == [] == differences(answer)
-    site = ordering("delayed.py", "poll")
+    site = ordering("room.py", "poll", 0)
     assert is_seen(service, site, lambda: delayed_case(workloads, tmp_path)), "gradients that have not arrived"
 
 

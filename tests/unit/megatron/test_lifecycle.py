@@ -58,7 +58,7 @@ def test_an_error_is_shown_before_its_rank_ends_the_run_and_may_wait_for_others(
 def test_an_iteration_ends_with_the_optimizer_however_often_its_steps_run(tmp_path, monkeypatch):
     """Megatron's rerun machinery runs them up to three times."""
     monkeypatch.setattr(lifecycle, "agree", lambda error, fact, file: None)
-    monkeypatch.setattr(lifecycle.stock_trace, "record_steps", lambda recorder: None)
+    monkeypatch.setattr(building_run.stock_trace, "record_steps", lambda recorder: None)
     optimizer = SimpleNamespace(step=lambda: (True, 1.0, 0))
     run = Run(None, tmp_path / "trace.json")
     run.on_train_setup(SimpleNamespace(), [], optimizer, None)
@@ -73,7 +73,7 @@ def test_an_iteration_ends_with_the_optimizer_however_often_its_steps_run(tmp_pa
 def test_a_trace_that_cannot_be_written_costs_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(lifecycle, "gather_objects", lambda value: [value])
     monkeypatch.setattr(lifecycle.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(lifecycle.stock_trace, "record_steps", lambda recorder: None)
+    monkeypatch.setattr(building_run.stock_trace, "record_steps", lambda recorder: None)
     run = Run(None, tmp_path / "trace.json")
     (tmp_path / "trace.json").mkdir()  # while it trains
     run.finish()

@@ -16,8 +16,7 @@ from megatron_ext.cost import cost_table
 from megatron_ext.cost.cost_table import Metadata
 from megatron_ext.cost.environment import size_differences
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.cpu_options import refuse_absent_engine
-from megatron_ext.megatron.script_arguments import read, refuse_contradictions
+from megatron_ext.megatron.script_arguments import read, refuse_absent_engine, refuse_contradictions
 from megatron_ext.schedule import user_defined_schedule
 
 ARGUMENTS = (

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from functools import partial
 
 import drive_faults
 import pytest
@@ -14,8 +15,8 @@ from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
-from megatron_ext.runtime.host_step.room import Link
-from megatron_ext.runtime.host_step.unit import Piece
+from megatron_ext.runtime.host_step.room import Link, OwnRooms
+from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.state_layout import gradient_slot_bytes, region_bytes
@@ -55,16 +56,23 @@ def store(links):
     """``store(optimizers, directory, ...)``: states of parameters whose gradients are there when they are stepped."""
 
     def make(optimizers, directory, slots=3, **settings) -> DriveStates:
-        how = dict(settings=DriveReads(**settings), link=links(), issuer=Issuer(), room=False)
+        how = dict(settings=DriveReads(**settings), link=(link := links()), issuer=Issuer(), rooms=OwnRooms(link))
         states = DriveStates(directory, moments=2, slots=slots, **how)
         for optimizer in optimizers:
             own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            pieces = [Piece(parameter, lambda: None, torch.zeros(parameter.shape).half()) for parameter in own]
-            states.units.append(DriveUnit(0, optimizer, pieces, states))
+            pieces = [Piece(p, lambda p=p: p.grad, torch.zeros(p.shape).half()) for p in own]
+            optimizer.register_step_pre_hook(partial(bring, states.units, len(states.units)))
+            states.units.append(DriveUnit(states, 0, optimizer, pieces))
+            states.units[-1].stepped = HostUnit.give_up
         states.open()
         return states
 
     return make
+
+
+def bring(units: list[DriveUnit], number: int, *_) -> None:
+    """Before the unit's own hook: its gradients arrive."""
+    units[number].arrive([])
 
 
 def step(params: list[torch.Tensor], optimizers, iteration: int) -> None:
@@ -239,7 +247,7 @@ def test_initial_values_and_gradients_come_when_they_are_needed(links, tmp_path,
     states = DriveStates(tmp_path, moments=2, slots=slots, settings=settings, link=link, issuer=issuer)
     for unit, optimizer in zip(UNITS, own):
         pieces = [Piece(ours[i], lambda i=i: gradients[i], shards[i], i in on_host, i in on_host) for i in unit]
-        states.units.append(DriveUnit(0, optimizer, pieces, states))
+        states.units.append(DriveUnit(states, 0, optimizer, pieces))
     states.open(dict(zip(ours, given)))
     after_norm = AfterNorm(link)
     assert_equal(everything(states, ours), [{"param": parameter} for parameter in theirs])
@@ -263,12 +271,12 @@ def test_initial_values_and_gradients_come_when_they_are_needed(links, tmp_path,
 
 def test_there_is_a_room_beside_each_slot_where_gradients_need_one(links, tmp_path):
     for room in (False, True):
-        ours = parameters(0)
-        how = dict(settings=DriveReads(), link=links(), issuer=Issuer(), room=room)
+        ours, link = parameters(0), links()
+        how = dict(settings=DriveReads(), link=link, issuer=Issuer(), rooms=None if room else OwnRooms(link))
         states = DriveStates(tmp_path, moments=2, slots=3, **how)
         (optimizer,) = optimizers_of(ours, [[0, 1, 2, 3, 4, 5]])
         pieces = [Piece(parameter, lambda: None, parameter.bfloat16()) for parameter in ours]
-        states.units.append(DriveUnit(0, optimizer, pieces, states))
+        states.units.append(DriveUnit(states, 0, optimizer, pieces))
         states.open()
         piece = states.units[0].regions.bytes
         assert states.slots_bytes == 3 * (piece + (gradient_slot_bytes(piece, 2) if room else 0))

@@ -74,12 +74,12 @@ class OnDrive(Training):
         self.units = self.drive.units
         for group, unit, optimizer in zip(GROUPS, UNITS, self.optimizers):
             pieces = [Piece(self.parameters[i], lambda i=i: self.gradients[i], self.shards[i]) for i in unit]
-            self.units.append(DriveUnit(group, optimizer, pieces, self.drive))
+            self.units.append(DriveUnit(self.drive, group, optimizer, pieces))
         self.drive.open()
         early = [
             EarlyUnit(one, [self.gradients[i] for i in unit], lambda: None) for one, unit in zip(self.units, UNITS)
         ]
-        how = dict(device=device, issuer=issuer)
+        how = dict(issuer=issuer)
         self.early = EarlySteps(early, 0, lambda: None, None, self.link, **how)
         self.iteration(1.0, [])  # makes the moments
         self.early.ready = True

@@ -42,7 +42,7 @@ class Training:
             early.append(EarlyUnit(self.units[-1], [gradient], lambda inverse=inverse: inverse))
         if published is not None:
             published = SimpleNamespace(wait_on_thread=published, copied=None)
-        how = dict(device=device, issuer=self.issuer, recorder=recorder)
+        how = dict(issuer=self.issuer, recorder=recorder)
         self.early = EarlySteps(early, rollback_bytes, lambda: None, published, self.link, **how)
         self.early.ready = True
 

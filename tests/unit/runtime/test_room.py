@@ -126,7 +126,7 @@ def test_a_room_for_each_unit_gives_the_same_steps_too(training):
         ours.step(iteration)
         theirs.step(iteration)
         assert_same(ours, theirs)
-    assert sum(map(len, ours.rooms.memory)) == sum(unit.bytes for unit in ours.units)
+    assert ours.rooms.bytes == sum(unit.bytes for unit in ours.units)
 
 
 @pytest.mark.parametrize("rooms", [2, 3, 7])
@@ -207,7 +207,7 @@ class Beside(Training):
             EarlyUnit(unit, [self.gradients[i] for i in own], lambda: None) for unit, own in zip(self.units, UNITS)
         ]
         publisher = SimpleNamespace(wait_on_thread=published, copied=None)
-        how = dict(device=HostDevice(), issuer=self.issuer)
+        how = dict(issuer=self.issuer)
         self.early = EarlySteps(early, 1 << 20, lambda: None, publisher, self.link, **how)
         self.early.ready = True
 

@@ -241,3 +241,13 @@ def test_gradients_that_are_added_in_host_memory_come_through_slots_of_the_large
         held = memory_bill(hosted(*indices), work)[0].memory.host_bytes
         assert held.get("staging_slots", 0) == GRADIENT_SLOTS * max((sizes[i] for i in indices), default=0)
         assert host_add_bytes(hosted(*indices).groups, work) == held.get("staging_slots", 0)
+
+
+def test_a_group_that_one_rank_holds_whole_is_not_copied_in_shards():
+    """Its shard is the whole: validation would refuse it."""
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", zero_stage=3)
+    gathered = plan(work, make_table(work), policy="all-gpu")
+    alone = replace(gathered, groups=(replace(gathered.groups[0], ranks=1), *gathered.groups[1:]))
+    entries = [entry for rank in by_cpu_shard(alone).ranks for entry in (rank.start, *rank.steps)]
+    routes = {(action.group > 0, action.route) for entry in entries for action in entry.unshard}
+    assert routes == {(False, "gpu"), (True, "cpu_shard")}

@@ -4,11 +4,8 @@
 """
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable
-
-from megatron_ext.formats.errors import InputError
 
 KERNELS: list[str] = list(
     """
@@ -37,21 +34,3 @@ def add_to_parsers(extra: list[str], check: Callable[[argparse.Namespace], None]
 def without_a_gpu() -> None:
     """Let Megatron's parser take what a run on the CPU needs."""
     add_to_parsers([*KERNELS, "--distributed-backend=gloo"])
-
-
-def refuse_absent_engine(transformer_impl: str | None) -> None:
-    """Refuse Transformer Engine, Megatron's default, where there is none.
-
-    Args:
-        transformer_impl: the option's value, or None where it is not given.
-
-    Raises:
-        InputError: naming the option that does without.
-    """
-    if transformer_impl != "local" and importlib.util.find_spec("transformer_engine") is None:
-        raise InputError(
-            "Transformer Engine, Megatron's default, is not installed here; without a GPU, train with "
-            "--transformer-impl local",
-            field="--transformer-impl",
-            value=transformer_impl,
-        )

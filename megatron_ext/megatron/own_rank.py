@@ -1,0 +1,108 @@
+"""This rank of a scheduled run: what its parts are made of and share."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.megatron.buckets import buffers_of
+from megatron_ext.megatron.late_model import LateModel
+from megatron_ext.runtime.device import device_of
+from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
+from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload.workload import Workload
+
+
+@dataclass(kw_only=True, eq=False)
+class OwnRank:
+    """What is known of a run on one rank when its model is laid out and its schedule fits.
+
+    Attributes:
+        schedules: by number of micro-batches, the last one last; they have their groups in common.
+        workload: of the whole model, as all ranks hold it.
+        ddps: model chunks, laid out by :func:`buckets.lay_out`.
+        bucket_groups: Megatron's, by group index.
+        optimizers: Megatron's DistributedOptimizer objects that step something.
+        recorder: of issues and waits, or None.
+        nvme_path: directory for copies and optimizer states on the drive, where the schedule has any.
+        delay: what :class:`DelayedUpdate` takes as ``begun`` and ``after``; None: no update is delayed.
+        late: the model where it was built late, or None.
+    """
+
+    schedules: dict[int, Schedule]
+    workload: Workload
+    ddps: list
+    bucket_groups: dict
+    optimizers: list
+    recorder: Recorder | None = None
+    nvme_path: object = None
+    delay: tuple[int, int] | None = None
+    late: LateModel | None = None
+    clock: Clock = field(default_factory=Clock)
+    issuer: Issuer = field(default_factory=Issuer)
+
+    @property
+    def schedule(self) -> Schedule:
+        """That of most iterations."""
+        return next(reversed(self.schedules.values()))
+
+    @cached_property
+    def pp_rank(self) -> int:
+        return parallel_state.get_pipeline_model_parallel_rank()
+
+    @cached_property
+    def links(self) -> Recorder | None:
+        """Where links are recorded, which are in every iteration; None: nowhere."""
+        return self.recorder if self.recorder and self.recorder.iterations is None else None
+
+    @cached_property
+    def process_groups(self) -> dict[int, dist.ProcessGroup]:
+        """Megatron's process groups that shards are in, by their number of ranks: the data-parallel one, and that of
+        experts."""
+        buffers = [buffer for ddp in self.ddps for buffer in buffers_of(ddp)]
+        found = {buffer.data_parallel_world_size: buffer.data_parallel_group for buffer in buffers}
+        dense: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return found | {dist.get_world_size(dense): dense}
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The data-parallel one."""
+        return self.process_groups[self.schedule.parallel.dp]
+
+    @cached_property
+    def residency(self) -> Residency:
+        """Counts whole parameters."""
+        return Residency() if self.late is None else self.late.residency
+
+    @cached_property
+    def groups(self) -> dict[int, Group]:
+        """This rank's groups by index, over the storage of their buckets."""
+        if self.late is not None:
+            return dict(sorted(self.late.groups.items()))
+        return {index: self._make_group(index) for index in sorted(self.bucket_groups)}
+
+    def _make_group(self, index: int) -> Group:
+        (bucket,), entry = self.bucket_groups[index].buckets, self.schedule.groups[index]
+        chunk, rank = f"chunk {entry.model_chunk_id}", dist.get_rank(self.process_groups[entry.ranks])
+        if self.schedule.zero_stage == 3:
+            on_host = entry.shard_rests == "host"
+            group = FreedGroup(index, chunk, bucket.param_data, rank, entry.ranks, self.residency, on_host)
+        else:
+            group = Group(index, chunk, bucket.param_data, rank, entry.ranks)
+            self.residency.add(group.bytes)
+        assert group.bytes == entry.bytes
+        return group
+
+    @cached_property
+    def buckets(self) -> list:
+        """(bucket, group) of every group."""
+        return [(self.bucket_groups[index].buckets[0], group) for index, group in self.groups.items()]
+
+    @property
+    def device(self):
+        """The device of the groups, see :mod:`megatron_ext.runtime.device`; None where this rank has none."""
+        return next((device_of(group.whole) for group in self.groups.values()), None)

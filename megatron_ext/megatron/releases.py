@@ -1,0 +1,66 @@
+"""What differs between releases of Megatron, since when, and who asks: no other file does.
+
+[Note: Releases]
+Patches are for core_v0.9.0 to main. What a release has is asked of what it brings (a function's arguments, a name in a
+module) and not of its number, where that can be: forks carry numbers of their own.
+
+| since | what | asked by | in |
+|---|---|---|---|
+| 0.10 | groups of micro-batches have a size of their own | has_microbatch_groups | workload_of_run.py |
+| 0.11 | disable_forward_pre_hook takes param_sync | accepted | pre_hooks.py |
+| 0.12 | the local layer takes a normalization, which is left out where it is the default | - | gpt_model.py |
+| 0.13 | a chunk is told its vp_stage; before, a global says it | accepts | gpt_model.py |
+| 0.13 | arguments of forward_step and backward_step, in several releases | accepted | layer_runners.py |
+| 0.15 | optimizer states of torch_dist are dp_reshardable | has | checkpoint_states.py |
+| 0.17 | an activation is not freed while gloo is sending it | - | gpt_model.py |
+| 0.17 | gradients are counted apart from parameters | - | buckets.py |
+| 0.18 | a bucket lists parameters with fp32 gradients of their own | accepted | buckets.py |
+| 0.18 | --rampup-batch-size is ignored | ramps_up | workload_of_run.py, refusals.py |
+| 0.18 | NullTokenizer has no end of document beside its vocabulary | null_tokenizer_adds | ignored_options.py |
+| 0.19 | the factor by which gradients are clipped is on the device | - | host_gradients.py |
+
+Without a name in the third column the code serves all releases. Options that some releases do not have are read with
+their neutral value. What the CPU test bench needs of each release is said in cpu_compat.py.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def accepts(function: Callable, name: str) -> bool:
+    """Whether ``function`` takes an argument ``name``."""
+    return name in inspect.signature(function).parameters
+
+
+def accepted(function: Callable, **arguments: Any) -> dict[str, Any]:
+    """Those of ``arguments`` that ``function`` takes."""
+    return {name: value for name, value in arguments.items() if accepts(function, name)}
+
+
+def has(owner: object, *names: str) -> bool:
+    """Whether a module or a class brings all of ``names``."""
+    return all(hasattr(owner, name) for name in names)
+
+
+def has_microbatch_groups(args) -> bool:
+    """Before, groups have PP micro-batches; with no more than these in an iteration all forwards run before the first
+    backward."""
+    return has(args, "microbatch_group_size_per_vp_stage")
+
+
+def ramps_up() -> bool:
+    """Whether this Megatron follows --rampup-batch-size; later ones only warn of it."""
+    from megatron.core import num_microbatches_calculator
+
+    return has(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator")
+
+
+def null_tokenizer_adds() -> int:
+    """Tokens that NullTokenizer has beside its vocabulary; without Megatron as of its last releases."""
+    with contextlib.suppress(ImportError):
+        from megatron.core import package_info
+
+        return int((int(package_info.MAJOR), int(package_info.MINOR)) < (0, 18))
+    return 0

@@ -1,0 +1,66 @@
+"""Differences between releases of Megatron are listed and asked for in one file."""
+
+import re
+
+import pytest
+from places import ROOT
+
+from megatron_ext.megatron import releases
+
+ROOM = ROOT / "megatron_ext" / "megatron"
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in releases.__doc__.splitlines()
+    if re.match(r"\| 0\.", line)
+]
+FILES = [path for path in sorted(ROOM.glob("*.py")) if path.name not in ("releases.py", "cpu_compat.py")]
+QUESTIONS = r"\bhasattr\(|inspect\.signature|package_info|core\.__version__|\b(up to|since|from|before) 0\.\d+"
+PROBES = re.compile(QUESTIONS, re.IGNORECASE)
+NOT_OF_A_RELEASE = {
+    "boundaries.py": 2,  # of torch; of the function that is wrapped
+    "checkpoint_states.py": 2,  # whether we have replaced it
+    "describe_from_checkout.py": 1,  # whichever writers a checkout opens
+    "host_gradients.py": 1,  # whether we have replaced it
+    "host_optimizers.py": 1,  # of torch
+    "late_memory.py": 2,  # whether we have replaced it
+    "late_model.py": 1,  # whether we have replaced it
+    "reference_delay.py": 1,  # which gradient Megatron steps on
+    "saved_activations.py": 2,  # whichever settings and states there are
+    "shards.py": 1,  # which optimizer it is
+    "states_on_device.py": 1,  # whether we have replaced it
+    "workload_of_run.py": 2,  # whose options they are
+}
+"""Questions in other files that no release is told by, and how many."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_other_file_asks_what_a_release_brings(path):
+    found = [line.strip() for line in path.read_text().splitlines() if PROBES.search(line)]
+    assert len(found) == NOT_OF_A_RELEASE.get(path.name, 0), found
+
+
+def test_every_difference_is_asked_for_where_the_list_says():
+    assert len(ROWS) > 9 and [row[0] for row in ROWS] == sorted((row[0] for row in ROWS), key=float_of)
+    asked = {name.strip() for _, _, names, _ in ROWS for name in names.split(",")} - {"-"}
+    assert asked == {name for name in vars(releases) if name in asked or _is_question(name)}
+    for _, what, name, files in ROWS:
+        for file in files.split(", "):
+            text = (ROOM / file).read_text()
+            assert name == "-" or re.search(rf"\b{name}\(", text), (what, file)
+
+
+def float_of(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
+
+
+def _is_question(name: str) -> bool:
+    value = vars(releases)[name]
+    return getattr(value, "__module__", "") == releases.__name__
+
+
+def test_what_a_function_does_not_take_is_left_out():
+    def function(known, more=0): ...
+
+    assert releases.accepted(function, known=1, unknown=2) == {"known": 1}
+    assert releases.accepts(function, "more") and not releases.accepts(function, "unknown")
+    assert releases.has(releases, "has", "accepts") and not releases.has(releases, "has", "nothing")
