@@ -88,15 +88,13 @@ class HostStep:
         self._reduced: dict[torch.Tensor, torch.Tensor] = {}  # where each one's gradient lies when it is reduced
         units = {optimizer: self._units_of(optimizer) for optimizer in own.optimizers}
         if own.delay is not None:
-            self.delayed = DelayedUpdate(self.link, *own.delay, publisher, own.issuer, own.links)
+            self.delayed = DelayedUpdate(self.link, *own.delay, publisher, own.issuer)
         elif self._schedule.rollback_bytes is not None:
             self._make_early(units, publisher, self._schedule.rollback_bytes)
         for optimizer, of_optimizer in units.items():
             if of_optimizer:
                 self._replace_step(optimizer.optimizer, of_optimizer)
         self.units = [unit for of_optimizer in units.values() for unit in of_optimizer]
-        for unit in self.units:
-            unit.recorder = own.links
         self.parts: list[Part] = [part for part in (self.early, self.delayed) if part is not None]
 
     def _has_units(self, index: int) -> bool:
@@ -217,7 +215,6 @@ class HostStep:
             issuer=self._own.issuer,
             early=self._schedule.rollback_bytes is not None,
             rooms=self.rooms if self._later and isinstance(self.rooms, OwnRooms) else None,
-            recorder=self._own.links,
         )
         states.units += self._make_units(hybrid, members, size, slots.slot_bytes, partial(DriveUnit, states))
         states.open(take_over(hybrid, {parameter for of_group in members.values() for parameter in of_group}))
@@ -240,7 +237,7 @@ class HostStep:
             for one in self._settings.values():
                 one.take()
 
-        self.early = EarlySteps(found, rollback_bytes, take, publisher, self.link, self._own.issuer, self._own.links)
+        self.early = EarlySteps(found, rollback_bytes, take, publisher, self.link, self._own.issuer)
         for index in {unit.unit.group for unit in found}:
             self._own.bucket_groups[index].reduced = partial(self.early.reduced, index, None)
 

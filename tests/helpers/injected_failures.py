@@ -140,8 +140,11 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2000)) for _ in range(3)]
     steps = [torch.optim.Adam([parameter]) for parameter in parameters]
     reads = DriveReads(block_bytes=4096, queue_depth=3)
-    link, narrow = Link(device, device.device), [parameter.detach().half() for parameter in parameters]
-    how = dict(settings=reads, link=link, issuer=issuer, recorder=recorder)
+    link, narrow = (
+        Link(device, device.device, recorder=recorder),
+        [parameter.detach().half() for parameter in parameters],
+    )
+    how = dict(settings=reads, link=link, issuer=issuer)
     states, after_norm = DriveStates(folder, moments=2, slots=2, **how), AfterNorm(link)
     for parameter, step, half in zip(parameters, steps, narrow):
         piece = Piece(parameter, lambda: torch.ones(2000), half)

@@ -37,13 +37,12 @@ class DelayedUpdate(Part):
         begun: training iterations that have ended before this run.
         after: updates of so many first iterations are not delayed.
         publisher: what it publishes of the update before is read before a step changes it; None: nothing is published.
-        recorder: where steps are recorded, or None.
     """
 
-    def __init__(self, link: Link, begun: int, after: int, publisher: Publisher | None, issuer: Issuer, recorder=None):
+    def __init__(self, link: Link, begun: int, after: int, publisher: Publisher | None, issuer: Issuer):
         self.applied = 0
         self._iteration, self._after = begun, after
-        self._publisher, self._link, self._issuer, self._recorder = publisher, link, issuer, recorder
+        self._publisher, self._link, self._issuer = publisher, link, issuer
         self._worker, self._computed = Worker("delayed-update"), link.device.event()
         self._taken: list[tuple[list[HostUnit], Callable[[], None]]] = []
         self._pending: list[HostUnit] = []  # of the job
@@ -106,9 +105,9 @@ class DelayedUpdate(Part):
         link.wait_for_leaves()
         self._pending = []
         self.applied += 1
-        if self._recorder is not None:
-            self._recorder.add("issue", "wait for the delayed update", begin, waited)
-            self._recorder.add("issue", "apply the delayed update", waited, perf_counter_ns())
+        if link.recorder is not None:
+            link.recorder.add("issue", "wait for the delayed update", begin, waited)
+            link.recorder.add("issue", "apply the delayed update", waited, perf_counter_ns())
 
     def _step(self, taken: list[tuple[list[HostUnit], Callable[[], None]]], transfer: Transfer) -> None:
         """On the thread."""
@@ -123,8 +122,8 @@ class DelayedUpdate(Part):
                 for unit in units:
                     unit.optimizer.step()
                 stepped()
-        if self._recorder is not None:
-            self._recorder.add("host_step", "delayed", begin, perf_counter_ns())
+        if self._link.recorder is not None:
+            self._link.recorder.add("host_step", "delayed", begin, perf_counter_ns())
 
     def changed(self) -> None:
         if self.pending:

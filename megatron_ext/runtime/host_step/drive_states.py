@@ -108,7 +108,6 @@ class DriveStates:
         link: of the rooms.
         early: units have two places, so that they may be stepped early.
         rooms: one for each unit, where updates are delayed; None: there is one beside each slot.
-        recorder: where reads and writes are recorded, or None.
 
     Attributes:
         begun: units that were stepped early in this iteration, in this order.
@@ -125,10 +124,9 @@ class DriveStates:
         issuer: Issuer,
         early: bool = False,
         rooms: OwnRooms | None = None,
-        recorder=None,
     ):
         assert slots >= 2
-        self.rooms, self._recorder = rooms, recorder
+        self.rooms = rooms
         self.moments, self._directory, self._number, self._settings = moments, directory, slots, settings
         self._link, self._issuer, self._two_places = link, issuer, early
         self.units: list[DriveUnit] = []
@@ -152,7 +150,7 @@ class DriveStates:
             unit.regions.place, unit.regions.other = start, start + total if self._two_places else start
             start += unit.regions.bytes
         self.file = drive.open_own(self._directory, 2 * total if self._two_places else total, self._settings)
-        self._slots = DriveSlots(self.file, self._number, size, self._recorder)
+        self._slots = DriveSlots(self.file, self._number, size, self._link.recorder)
         self.slots_bytes = self._slots.bytes
         if self.rooms is None:
             room_bytes = state_layout.gradient_slot_bytes(size, self.moments)

@@ -79,7 +79,6 @@ class EarlySteps(Part):
         settings: called before the first step of an iteration could begin.
         publisher: what it publishes of the last step is read before a step changes it; None: nothing is published.
         link: of the rooms of all units.
-        recorder: where steps are recorded, or None.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class EarlySteps(Part):
         publisher: Publisher | None,
         link: Link,
         issuer: Issuer,
-        recorder=None,
     ):
         self._units: dict[int, list[EarlyUnit]] = {}
         for unit in units:
@@ -99,7 +97,7 @@ class EarlySteps(Part):
         self.ready = False
         """Whether the shards are those that the host's optimizer has made in its last step."""
         self.taken = self.taken_back = 0  # steps made early, and those of them that did not stand
-        self._settings, self._publisher, self._recorder = settings, publisher, recorder
+        self._settings, self._publisher = settings, publisher
         self._link, self._device, self._issuer = link, link.device, issuer
         self._worker = Worker("early-steps")
         self._reduced = {unit: link.device.event() for unit in units}
@@ -217,8 +215,8 @@ class EarlySteps(Part):
         self._stepped.append(unit)
         host.step_early(memory)
         self.taken += 1
-        if self._recorder is not None:
-            self._recorder.add("host_step", str(host.group), begin, perf_counter_ns())
+        if self._link.recorder is not None:
+            self._link.recorder.add("host_step", str(host.group), begin, perf_counter_ns())
 
     def close(self) -> None:
         """Take back what no step of the optimizer has followed, and end the thread."""

@@ -126,6 +126,7 @@ class Room:
 
     def __init__(self, link: Link, wide: torch.Tensor, half: torch.Tensor | None = None, cast_on_device: bool = False):
         self._link, self._wide, self._half, self.cast_on_device = link, wide, half, cast_on_device
+        self.recorder = link.recorder
         (self._arrived,) = private_flags(1, link.device)
         self._arrivals = 0
         self._last_left = link.device.event()

@@ -8,7 +8,6 @@ import torch
 
 from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW
 from megatron_ext.runtime.host_step.room import HALF_PER_WIDE, Piece, Room
-from megatron_ext.runtime.recorder import Recorder
 
 ALIGNMENT = 64
 """Bytes at which each copy of a state begins."""
@@ -35,11 +34,9 @@ class HostUnit:
 
     Attributes:
         stepped: called behind each step of the optimizer, on the thread that has made it.
-        recorder: where bytes are counted, or None.
         begun_ns: when the last step began.
     """
 
-    recorder: Recorder | None = None
     begun_ns = 0
 
     def __init__(
@@ -131,27 +128,26 @@ class HostUnit:
 
     @torch.no_grad()
     def _after_step(self) -> None:
-        if self.recorder is not None:
-            self.recorder.moved("step", "host_memory", self._step_bytes())
+        assert self.room is not None
+        if self.room.recorder is not None:
+            self.room.recorder.moved("step", "host_memory", self._step_bytes(self.room.cast_on_device))
         for piece in self.pieces:
             if piece.shard_on_host and not self.later:
                 piece.shard.copy_(piece.parameter)
-        assert self.room is not None
         self.room.end(self)
         self._begun = False
         self._let_go()
         self.stepped(self)
 
-    def _step_bytes(self) -> int:
+    def _step_bytes(self, cast_on_device: bool) -> int:
         """Gradients are read, states read and written, 16-bit parameters written where the host makes them."""
-        assert self.room is not None
-        cast, total = not self.room.cast_on_device, 0
+        total = 0
         for piece in self.pieces:
             if piece.parameter.grad is not None:
                 states = [piece.parameter, *self.optimizer.state[piece.parameter].values()]
                 held = {id(t): t.nbytes for t in states if isinstance(t, torch.Tensor) and t.dim()}
                 total += piece.parameter.grad.nbytes + 2 * sum(held.values())
-                total += piece.shard.nbytes if cast or piece.shard_on_host else 0
+                total += 0 if cast_on_device and not piece.shard_on_host else piece.shard.nbytes
         return total
 
     def _let_go(self) -> None:
@@ -180,11 +176,11 @@ class HostUnit:
 
     def step_early(self, memory: torch.Tensor) -> None:
         """Copy the states into ``memory`` (1D uint8), and step; on the thread."""
-        start = 0
+        start, recorder = 0, None if self.room is None else self.room.recorder
         for tensor in self._tensors():
             copy = memory[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-            if self.recorder is not None and tensor.dim() and not self._counts(tensor):
-                self.recorder.moved("states", "host_memory", 2 * tensor.nbytes)
+            if recorder is not None and tensor.dim() and not self._counts(tensor):
+                recorder.moved("states", "host_memory", 2 * tensor.nbytes)
             self._saved.append((tensor, copy.copy_(tensor)))
             start += _aligned(tensor)
         self.optimizer.step()

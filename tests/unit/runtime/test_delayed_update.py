@@ -43,8 +43,7 @@ class Training:
             for parameter, gradient, shard, on_host in zip(parameters, self.gradients, self.shards, (False, True))
         ]
         self.unit = HostUnit(0, Copies(parameters), pieces, OwnRooms(self.link), later=True)
-        how = dict(issuer=self.issuer, recorder=recorder)
-        self.update = DelayedUpdate(self.link, begun, after, publisher, **how)
+        self.update = DelayedUpdate(self.link, begun, after, publisher, self.issuer)
 
     def take(self, number: int) -> None:
         for gradient in self.gradients:

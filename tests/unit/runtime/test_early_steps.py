@@ -29,7 +29,7 @@ class Training:
         self.gradients = [torch.randn(shape, generator=generator) for shape in SHAPES]
         self.shards = [parameter.bfloat16() for parameter in self.parameters]
         self.units, self.issuer, device = [], Issuer(), HostDevice()
-        self.link = Link(device, device.device)
+        self.link = Link(device, device.device, recorder=recorder)
         rooms, early = OwnRooms(self.link), []
         for index, (parameter, gradient, shard) in enumerate(zip(self.parameters, self.gradients, self.shards)):
             optimizer = torch.optim.AdamW([parameter], lr=1e-2, fused=True)
@@ -42,8 +42,7 @@ class Training:
             early.append(EarlyUnit(self.units[-1], [gradient], lambda inverse=inverse: inverse))
         if published is not None:
             published = SimpleNamespace(wait_on_thread=published, copied=None)
-        how = dict(issuer=self.issuer, recorder=recorder)
-        self.early = EarlySteps(early, rollback_bytes, lambda: None, published, self.link, **how)
+        self.early = EarlySteps(early, rollback_bytes, lambda: None, published, self.link, self.issuer)
         self.early.ready = True
 
     def everything(self) -> list[torch.Tensor]:
@@ -104,7 +103,7 @@ def test_steps_on_gradients_that_stay_stand(training):
         shard.copy_(parameter)
     assert same(ours.everything(), theirs.everything())
     assert (ours.early.taken, ours.early.taken_back) == (2, 0)
-    assert [row[:2] for row in recorder.rows] == [("host_step", "0"), ("host_step", "1")]
+    assert [row[:2] for row in recorder.rows if row[0] == "host_step"] == [("host_step", "0"), ("host_step", "1")]
 
 
 def test_the_smallest_clipping_of_one_gradient_takes_its_step_back_alone(training):
