@@ -160,11 +160,12 @@ class Late(HostDevice):
 def test_a_step_begins_when_its_gradients_have_arrived(delayed):
     """Not when it is handed over."""
     one, ready = delayed(device=Late()), threading.Event()
+    one.gradients[0].fill_(1)
     one.link.arriving.run(ready.wait)
     one.update.take([one.unit])
     one.update.updated(1, by_optimizer=True)
     threading.Event().wait(0.05)
-    assert not one.update._job.ended
+    assert not one.unit.pieces[0].parameter.any()
     ready.set()
     one.update.apply()
-    assert one.update.applied == 1
+    assert one.unit.pieces[0].parameter.tolist() == [1, 1, 1]

@@ -153,7 +153,7 @@ def test_delayed_updates_are_planned_and_compared_with_states_on_the_drive():
     chunks = work.chunks_of_rank(0)
     gradients = 4 * sum(p.numel for chunk in chunks for p in chunk.parameters) // work.parallel.dp
     assert found.delayed_us == evaluate(delayed, table, at_once).iteration_time_us < found.at_once_us
-    assert 0.9 * gradients < found.host_bytes < 1.1 * gradients  # which the slots have no room for
+    assert 0.7 * gradients < found.host_bytes < gradients  # but for the rooms of the slots of a step at once
 
 
 def test_where_only_the_optimizer_leaves_no_room_for_whole_gradients_the_plan_says_so():
