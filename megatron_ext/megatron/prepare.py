@@ -31,7 +31,7 @@ from megatron_ext.runtime.program import Program, compile_program
 from megatron_ext.runtime.routes import Route
 from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.footprint import device_peaks
-from megatron_ext.schedule.group_uses import uses_of_groups
+from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
