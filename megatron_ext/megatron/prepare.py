@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,6 @@ from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.in_turn import InTurn
 from megatron_ext.runtime.memory_pool import MemoryPool, rehearse
 from megatron_ext.runtime.program import Program, compile_program
-from megatron_ext.runtime.routes import Route
 from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.schedule.group_facts import uses_of_groups
@@ -206,7 +206,7 @@ def _compiler(
     own: OwnRank, routes: CollectiveRoutes, copies: Copies, boundaries: Boundaries, reducer: Reducer | None, turn: bool
 ) -> Callable[[int], Program]:
     """Makes the program for a number of micro-batches; ``turn``: it lets the issuer issue what threads have ended."""
-    by_name: dict[str, Route] = {**routes.by_name, **copies.routes}
+    by_name: dict[str, Any] = routes.by_name | copies.routes
 
     def compiled(num_microbatches: int) -> Program:
         schedule = schedule_for(own.schedules, num_microbatches)
