@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent / "helpers"), str(Path(__file__).parents[1] / "examples")]
+ROOT_DIR = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT_DIR / "tests" / "helpers"), str(ROOT_DIR / "examples")]
+sys.path.append(str(ROOT_DIR / "benchmarks"))  # behind the helpers: strict_device.py is the name of a file of each
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before anything looks for a device: the same tests on every machine
 

@@ -125,7 +125,7 @@ def load_measured(directory) -> RunDir | TracedRun:
     """
     path = Path(directory)
     trace = path / READ["scheduled_trace"]
-    if (path / READ["scheduled_metrics"]).exists() or not trace.exists():
+    if os.path.exists(path / READ["scheduled_metrics"]) or not os.path.exists(trace):  # a name may be too long
         return load(directory)
     table, workload, schedule = _load_planned(path)
     return TracedRun(path, table, workload, schedule, MeasuredTrace(trace, workload.parallel))

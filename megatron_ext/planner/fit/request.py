@@ -152,6 +152,8 @@ def _parsed(request: Request, sheet: HardwareSheet | None, passed_over: list[str
     """The script's options; where their sizes divide neither batch nor layers and are searched, with others. The names
     of those follow, and the refusal of what is given."""
     for name in NEEDED:
+        if name == "--global-batch-size" and "all" in request.fixed:
+            continue  # nothing that is searched could change it
         if not any(word.partition("=")[0] == name for word in request.words):
             raise InputError("is needed, behind --: fit keeps the model and the global batch", field=name)
     others = {"micro-batch-size": ["1"]}

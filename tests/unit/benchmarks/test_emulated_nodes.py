@@ -1,10 +1,5 @@
 """Links between emulated nodes (benchmarks/emulated_nodes.py)."""
 
-import sys
-
-from places import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 from emulated_nodes import bucket_bytes
 
 

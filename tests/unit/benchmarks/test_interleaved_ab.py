@@ -1,12 +1,8 @@
 """Which iterations of interleaved runs are compared (benchmarks/interleaved_ab.py)."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from interleaved_ab import over_slices, ratios_to, whole_iterations
 
 RUN = SimpleNamespace(slices=[0, 0, 0, 0, 3, 3, 3, 6, 6])

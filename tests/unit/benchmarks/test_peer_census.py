@@ -1,13 +1,8 @@
 """The census of peers.py: storages that Python can reach, each once, without activations and what rests on the host."""
 
-import sys
-from pathlib import Path
-
+import peer_census
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-import peer_census
 
 
 class TransformerLayer(nn.Linear):

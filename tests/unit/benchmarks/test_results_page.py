@@ -3,7 +3,6 @@ texts name."""
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from megatron_ext.formats import json_files
 
 ROOT = Path(__file__).parents[3]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import pictures
 import results_page
 

@@ -4,10 +4,6 @@ import random
 import sys
 
 import pytest
-from places import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 import robustness_fuzzing
 import robustness_kills
 from robustness_inputs import NAMES, Kind, kinds, mutated

@@ -1,11 +1,10 @@
 """Links as slow as asked for, and figures that say so."""
 
-import sys
 import time
 
 import pytest
+import slow_links
 import torch
-from places import ROOT
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import drive, host_stream, machine
@@ -13,9 +12,6 @@ from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.host_stream import HostEvent
 from megatron_ext.runtime.recorder import Recorder, log_of
 from megatron_ext.workload.drive_reads import DriveReads
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import slow_links
 
 BYTES = 1 << 20
 

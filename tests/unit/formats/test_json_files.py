@@ -141,7 +141,7 @@ def test_a_file_that_is_written_again_keeps_its_mode(tmp_path):
         (
             Schedule,
             '{"ranks": [{"steps": [{"unshard": [[0, "warp"]]}]}]}',
-            "ranks[0].steps[0].unshard[0][1] = 'warp': expected 'cpu', 'cpu_shard', 'gpu' or 'nvme'",
+            "ranks[0].steps[0].unshard[0]: expected a route among gpu, cpu, cpu_shard, nvme, not 'warp'",
         ),
     ],
 )

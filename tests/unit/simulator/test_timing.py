@@ -9,7 +9,7 @@ from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
-from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
+from megatron_ext.planner.reroute import by_cpu_shard, rerouted, with_host_shards
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
@@ -61,7 +61,8 @@ def test_it_needs_a_shard_in_host_memory_and_several_ranks():
     single = plan(alone, make_table(alone), policy="all-gpu")
     single = replace(single, groups=tuple(replace(group, shard_rests="host") for group in single.groups))
     with pytest.raises(InputError, match="several data-parallel ranks"):
-        validate(by_cpu_shard(single))
+        validate(rerouted(single, lambda action: "cpu_shard"))
+    assert {action.route for action in by_cpu_shard(single).ranks[0].steps[0].unshard} == {"gpu"}  # one rank holds it
 
 
 @pytest.mark.parametrize("fast", ("cpu", "gpu"))
