@@ -15,4 +15,5 @@ def shared_device(ranks: object) -> str:
     """What is said of figures that so many ranks on a device have measured."""
     return (
         f"measured on a shared device ({ranks} ranks on one): figures are not those of a rank with a device of its own"
+        ", and compute includes that of the others"
     )

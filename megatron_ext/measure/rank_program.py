@@ -198,7 +198,9 @@ class Measurement:
         self.done += len(self.pairs)
         if self.compute_rounds is not None:
             compute = self.compute_rounds.result()
-        set_up = set_up_of(fabric) | beside_allocator(fabric)
+        symmetric = self.operations.get(SymmetricGather.name)
+        registered = symmetric.gather.buffer_bytes if isinstance(symmetric, SymmetricGather) else 0
+        set_up = set_up_of(fabric) | beside_allocator(fabric, registered)
         if fabric.rank != 0:
             return None
         known = {(row["measured"], row["busy"]) for row in rows}
@@ -340,13 +342,13 @@ def set_up_of(fabric: Fabric) -> dict[str, float]:
     return {"pages_us_per_gib": pages} | ({"pin_us_per_gib": pin} if on_cuda else {})
 
 
-def beside_allocator(fabric: Fabric) -> dict[str, int]:
+def beside_allocator(fabric: Fabric, registered: int = 0) -> dict[str, int]:
     """Bytes of a device that a rank holds beside PyTorch's blocks, of the rank that holds most; ranks of one device
-    count alike. Empty without CUDA. Collective."""
+    count alike. Without ``registered``, bytes of our own buffers, which plans count. Empty without CUDA. Collective."""
     if fabric.torch_device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(fabric.torch_device)
-    own = (total - free) // fabric.ranks_per_device - torch.cuda.memory_reserved(fabric.torch_device)
+    own = (total - free) // fabric.ranks_per_device - torch.cuda.memory_reserved(fabric.torch_device) - registered
     everyone: list = [None] * fabric.world_size
     dist.all_gather_object(everyone, own)
     return {"beside_allocator_bytes": max(everyone)} if max(everyone) > 0 else {}

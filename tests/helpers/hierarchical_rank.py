@@ -51,7 +51,9 @@ def main() -> None:
     gather.close()
     in_pieces.close()
     assert len(dist.distributed_c10d._world.pg_map) == 1  # what they gathered by is gone with them
+    late = HierarchicalGather(make_node_groups(parallel), device_of(torch.empty(0)))
     dist.destroy_process_group()
+    late.close()  # of a run that the script ends behind its process groups
 
 
 if __name__ == "__main__":

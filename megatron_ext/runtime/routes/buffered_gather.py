@@ -68,7 +68,7 @@ class BufferedGather(StreamRoute):
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def close(self) -> None:
-        """NCCL's communicators take device memory for as long as they live."""
+        """NCCL's communicators take device memory for as long as they live. A script may have ended them all."""
         super().close()
-        for group in self._process_groups:
+        for group in self._process_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)

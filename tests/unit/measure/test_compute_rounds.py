@@ -1,8 +1,10 @@
 """Rounds of compute on all ranks at once."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_ext.cost.cost_table import Compute
 from megatron_ext.measure import compute_rounds
@@ -57,9 +59,25 @@ def test_ranks_share_their_processors_evenly(monkeypatch, by_processor_time, exp
     )
     options = SimpleNamespace(hidden_size=8, seq_length=4, micro_batch_size=1)
     fabric = SimpleNamespace(world_size=2, rank=0, ranks_per_processor=2.0, options=options)
+    fabric.torch_device = torch.device("cpu")
     fabric.barrier, fabric.agree = (lambda: None), (lambda value: value)
     rounds = ComputeRounds(fabric, {"a": SimpleNamespace()}, 1.0, 5, lambda what: None)
     for part in range(5):
         rounds.take(part)
     (found,) = rounds.result()["rows"]
     assert found["forward_us"] == expected and found["samples"] == 2 * 3 * rounds.result()["rounds"]
+
+
+def test_what_the_first_use_of_a_gpu_loads_is_no_length_of_a_round(monkeypatch):
+    calls = []
+
+    def measured(*args, **more):
+        time.sleep(0.0 if calls else 0.2)
+        calls.append(more)
+        return [row(20.0)]
+
+    monkeypatch.setattr(compute_rounds, "measure_compute", measured)
+    fabric = SimpleNamespace(torch_device=torch.device("cuda"), barrier=lambda: None, agree=lambda value: value)
+    rounds = ComputeRounds(fabric, {"a": SimpleNamespace()}, 1.0, 1, lambda what: None)
+    rounds.take(0)
+    assert len(calls) > 10  # of 0.2 s each there would be few

@@ -82,6 +82,7 @@ def test_a_device_holds_more_than_pytorchs_blocks(monkeypatch):
     assert rank_program.beside_allocator(fabric) == {"beside_allocator_bytes": 3 * 10**9}
     monkeypatch.setattr(rank_program.torch.cuda, "memory_reserved", lambda device: 10**9)
     assert rank_program.beside_allocator(fabric) == {"beside_allocator_bytes": 4 * 10**9}
+    assert rank_program.beside_allocator(fabric, 5 * 10**8) == {"beside_allocator_bytes": 35 * 10**8}
     fabric.torch_device.type = "cpu"
     assert rank_program.beside_allocator(fabric) == {}
 
