@@ -50,6 +50,20 @@ class _Mode(TorchDispatchMode):
         return self.strict.operation(func, args, kwargs or {})
 
 
+@contextlib.contextmanager
+def _imported(modules: dict[str, ModuleType]):
+    """These modules are imported. Not ``mock.patch.dict``, which also forgets what is imported meanwhile: torch's
+    compiler cannot be imported a second time."""
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    yield
+    for name, module in before.items():
+        if module is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = module
+
+
 class StrictDevice:
     """Context in which ``device_of`` gives CUDA devices that are this stand-in.
 
@@ -205,9 +219,7 @@ class StrictDevice:
         stand_in, bindings = driver(engine, self._stream_flags), ModuleType("cuda.bindings")
         bindings.driver, package = stand_in, ModuleType("cuda")
         package.bindings = bindings
-        yield mock.patch.dict(
-            sys.modules, {"cuda": package, "cuda.bindings": bindings, "cuda.bindings.driver": stand_in}
-        )
+        yield _imported({"cuda": package, "cuda.bindings": bindings, "cuda.bindings.driver": stand_in})
         for owner, name, wrap in (
             (torch, "frombuffer", self._frombuffer),
             (torch, "get_rng_state", lambda original: lambda: self.memory.to_host(original())),

@@ -1,6 +1,5 @@
 """Rounds of compute on all ranks at once."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -69,14 +68,15 @@ def test_ranks_share_their_processors_evenly(monkeypatch, by_processor_time, exp
 
 
 def test_what_the_first_use_of_a_gpu_loads_is_no_length_of_a_round(monkeypatch):
-    calls = []
+    calls, now = [], [0.0]
 
     def measured(*args, **more):
-        time.sleep(0.0 if calls else 0.2)
+        now[0] += 0.001 if calls else 0.2
         calls.append(more)
         return [row(20.0)]
 
     monkeypatch.setattr(compute_rounds, "measure_compute", measured)
+    monkeypatch.setattr(compute_rounds, "perf_counter", lambda: now[0])
     fabric = SimpleNamespace(torch_device=torch.device("cuda"), barrier=lambda: None, agree=lambda value: value)
     rounds = ComputeRounds(fabric, {"a": SimpleNamespace()}, 1.0, 1, lambda what: None)
     rounds.take(0)
