@@ -77,7 +77,8 @@ def test_what_the_first_use_of_a_gpu_loads_is_no_length_of_a_round(monkeypatch):
 
     monkeypatch.setattr(compute_rounds, "measure_compute", measured)
     monkeypatch.setattr(compute_rounds, "perf_counter", lambda: now[0])
-    fabric = SimpleNamespace(torch_device=torch.device("cuda"), barrier=lambda: None, agree=lambda value: value)
+    device = SimpleNamespace(type="cuda")  # torch.device would be the processor where CPU compatibility is installed
+    fabric = SimpleNamespace(torch_device=device, barrier=lambda: None, agree=lambda value: value)
     rounds = ComputeRounds(fabric, {"a": SimpleNamespace()}, 1.0, 1, lambda what: None)
     rounds.take(0)
     assert len(calls) > 10  # of 0.2 s each there would be few
