@@ -15,17 +15,22 @@ from megatron_ext.workload import route
 from megatron_ext.workload.parallel import Parallel
 
 
-def main() -> None:
-    gloo.run_collectives_in_order()
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    parallel = Parallel(
+def nodes_of_two(ranks: int) -> Parallel:
+    """Data parallel alone, two ranks a node."""
+    return Parallel(
         pipeline_model_parallel_size=1,
-        data_parallel_size=size,
+        data_parallel_size=ranks,
         num_microbatches=1,
         order="no_pipeline",
         gpus_per_node=2,
     )
+
+
+def main() -> None:
+    gloo.run_collectives_in_order()
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parallel = nodes_of_two(size)
     gather = HierarchicalGather(make_node_groups(parallel), device_of(torch.empty(0)))
     in_pieces = ShardGather(make_data_group(parallel, "gloo"), device_of(torch.empty(0)))
     route.PIECE_BYTES = 2048

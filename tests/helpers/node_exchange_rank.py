@@ -5,10 +5,10 @@ from collections import deque
 
 import torch
 import torch.distributed as dist
+from hierarchical_rank import nodes_of_two
 
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups
-from megatron_ext.workload.parallel import Parallel
 
 NUMBERS = 9
 
@@ -23,13 +23,7 @@ def shard_of(dp_rank: int, number: int) -> torch.Tensor:
 def main() -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    parallel = Parallel(
-        pipeline_model_parallel_size=1,
-        data_parallel_size=size,
-        num_microbatches=1,
-        order="no_pipeline",
-        gpus_per_node=2,
-    )
+    parallel = nodes_of_two(size)
     exchange = NodeExchange(make_node_groups(parallel))
     counterparts, begun = [rank % 2 + 2 * node for node in range(3)], deque()
 
