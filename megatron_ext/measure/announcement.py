@@ -2,11 +2,8 @@
 
 import os
 
-from megatron_ext.measure.options import Options
+from megatron_ext.measure.options import MOST_OVER, Options
 from megatron_ext.measure.rank_program import curves_asked, sizes_of
-
-MOST_OVER = 1.2
-"""How many times the time that was asked for a measurement may take, once its ranks have started."""
 
 
 def announcement(options: Options) -> str:
@@ -21,5 +18,6 @@ def announcement(options: Options) -> str:
         f"measures with {options.world_size} ranks: curves (sizes) {curves or 'none'}; "
         f"{', '.join(others) or 'nothing else'}\n"
         f"takes about {options.seconds:.0f} s and at most {most:.0f} s once the ranks have started; "
-        f"sizes that do not fit in it are scaled from smaller ones, and the table says which{goes_on}"
+        "sizes that do not fit in it are scaled from smaller ones, what comes last is left out, and the table says "
+        f"which{goes_on}"
     )

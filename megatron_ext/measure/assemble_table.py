@@ -12,7 +12,7 @@ from megatron_ext.cost import cost_table
 from megatron_ext.formats.facts import RANKS_PER_DEVICE, Facts, shared_device
 from megatron_ext.measure import scaled_sizes
 from megatron_ext.measure.compute_rounds import ROUNDS
-from megatron_ext.measure.options import MIB, Options
+from megatron_ext.measure.options import MIB, MOST_OVER, Options
 from megatron_ext.runtime.machine import environment
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.nodes import crossing_bytes
@@ -22,9 +22,6 @@ WAVERS = 0.10
 """A point is noted in the table where the medians of its quarters (in the order of time) lie further
 apart than this. The median of all is known about twice as well as that of a quarter, so another
 measurement then rarely differs by more."""
-
-OVERLONG = 1.2
-"""How many times the time that was asked for, before the notes say so."""
 
 MEDIANS = "medians_us"
 
@@ -187,12 +184,14 @@ def notes(raw: dict) -> list[str]:
     if raw.get(RANKS_PER_DEVICE, 1) > 1:
         lines.append(shared_device(raw[RANKS_PER_DEVICE]))
     seconds = raw.get("seconds")
-    if seconds is not None and seconds["taken"] > OVERLONG * seconds["asked"]:
+    if seconds is not None and seconds["taken"] > MOST_OVER * seconds["asked"]:
         longest = sorted(seconds["of"].items(), key=lambda one: -one[1])[:3]
         lines.append(
             f"took {seconds['taken']:.0f} s, not the {seconds['asked']:.0f} s asked for: all is measured once at "
             f"least; most by {', '.join(f'{name} ({taken:.0f} s)' for name, taken in longest)}"
         )
+    if raw.get("given_up"):
+        lines.append(f"given up in: {raw['given_up']}, which had not ended; what comes behind it is not measured")
     if raw.get("symmetric_refused"):
         lines.append(f"all-gathers by copy engines not measured: {raw['symmetric_refused']}")
     unmeasured = [f"{measured} beside {busy}" for measured, busy in raw.get("unmeasured_pairs", [])]

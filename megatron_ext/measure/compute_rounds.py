@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from statistics import median
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import msgspec
 import torch.distributed as dist
@@ -45,7 +46,12 @@ class ComputeRounds:
         seconds: for all rounds together.
         parts: in how many parts they are taken.
         report: ``report(what)``.
+
+    Attributes:
+        end: behind it (``monotonic``) no round begins but the first few.
     """
+
+    end = inf
 
     def __init__(
         self, fabric: Fabric, runners: Mapping[str, Runner], seconds: float, parts: int, report: Callable[[str], None]
@@ -68,6 +74,8 @@ class ComputeRounds:
     def take(self, part: int) -> None:
         """Measure the rounds of one part."""
         for _ in range(self._shares[part]):
+            if len(self._rounds) >= ROUNDS and self._fabric.agree(int(monotonic() > self.end)):
+                break
             self._report(f"compute, all ranks at once ({len(self._rounds) + 1}/{self._count})")
             self._rounds.append(self._round(*self._repeats))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from statistics import mean, median
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import numpy
 import torch.distributed as dist
@@ -22,8 +22,12 @@ from megatron_ext.measure.options import MIB
 ROUNDS, LEAST_SECONDS, MOST_SECONDS = 5, 0.5, 2.0
 """Rounds in which it is measured, and how long all of them take."""
 
-NODE_BYTES, LEAST_BYTES, PIECE_BYTES = 512 * MIB, 16 * MIB, MIB
-"""Of the arrays of a node that are added to, of one thread's, and of what is added at once."""
+NODE_BYTES, LEAST_BYTES, PIECE_BYTES = 512 * MIB, 16 * MIB, 4 * MIB
+"""Of the arrays of a node that are added to, of one thread's, and of what is added at once: short pieces would have the
+threads wait for the interpreter, and the one that issues copies wait the longest."""
+
+MOST_OVER = 3.0
+"""How many times the time of all rounds may pass, with what making the arrays takes, before no further round begins."""
 
 ADD_BYTES, ROW = 3, 4
 """Moved for each byte of a sum; copies in each direction before the rank looks whether they are done."""
@@ -47,11 +51,9 @@ def processors_of_rank(fabric: Fabric) -> int:
 class Adder(threading.Thread):
     """Adds one array to another until it is told to stop; ``moved`` bytes so far."""
 
-    def __init__(self, size_bytes: int):
+    def __init__(self, arrays: list[numpy.ndarray]):
         super().__init__(daemon=True)
-        self.sum, self._part = (numpy.zeros(size_bytes // 4, numpy.float32) for _ in range(2))
-        self.sum += 1.0  # zeroes have no pages of their own before they are written
-        self._part += 1.0
+        self.sum, self._part = arrays
         self.moved, self.stopped = 0, threading.Event()
 
     def run(self) -> None:
@@ -71,9 +73,15 @@ def measure(fabric: Fabric, seconds: float) -> dict[str, float]:
 
     Collective.
     """
+    begin, lasts = monotonic(), seconds_of(seconds)
     copies = [kind(fabric) for kind in (HostCopy, CopyBack)] if fabric.torch_device.type == "cuda" else []
-    lasts = min(max(seconds, LEAST_SECONDS), MOST_SECONDS) / ROUNDS
-    own = [rate(fabric, copies, lasts) for _ in range(ROUNDS)]
+    count = processors_of_rank(fabric)
+    size = max(NODE_BYTES // (count * fabric.options.node_size), LEAST_BYTES)
+    # Zeroes would have no pages of their own before they are written. Made once: that takes longer than a round.
+    arrays = [[numpy.ones(size // 4, numpy.float32) for _ in range(2)] for _ in range(count)]
+    own = [rate(fabric, copies, arrays, lasts / ROUNDS)]
+    while len(own) < ROUNDS and not fabric.agree(int(monotonic() > begin + MOST_OVER * lasts)):
+        own.append(rate(fabric, copies, arrays, lasts / ROUNDS))
     for operation in copies:
         operation.close()
     everyone: list = [None] * fabric.world_size
@@ -82,11 +90,14 @@ def measure(fabric: Fabric, seconds: float) -> dict[str, float]:
     return {"bytes_per_s": median(rounds), "slow_bytes_per_s": min(*rounds, *ranks)}
 
 
-def rate(fabric: Fabric, copies: list[HostCopy], seconds: float) -> float:
-    """Bytes a second in one round."""
-    count = processors_of_rank(fabric)
-    size = max(NODE_BYTES // (count * fabric.options.node_size), LEAST_BYTES)
-    adders = [Adder(size) for _ in range(count)]
+def seconds_of(seconds: float) -> float:
+    """How long all rounds take where there are ``seconds`` for them."""
+    return min(max(seconds, LEAST_SECONDS), MOST_SECONDS)
+
+
+def rate(fabric: Fabric, copies: list[HostCopy], arrays: list[list[numpy.ndarray]], seconds: float) -> float:
+    """Bytes a second in one round, in which a thread adds each of ``arrays``."""
+    adders = [Adder(own) for own in arrays]
     fabric.barrier()
     for adder in adders:
         adder.start()

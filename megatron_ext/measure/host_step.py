@@ -11,6 +11,9 @@ from megatron_ext.measure.operation import DONE, Operation
 PARAMETER_BYTES = 2
 """Of an element of whole parameters: the host optimizer takes 16-bit parameters alone."""
 
+STATE_BYTES = 16
+"""Of an element in host memory: parameter, gradient and two moments, float32."""
+
 
 class HostStep(Operation):
     """This rank's shard of a group of ``size_bytes`` of 16-bit parameters: its float32 gradients to the host, torch's
@@ -18,7 +21,7 @@ class HostStep(Operation):
     into memory that is not page-locked."""
 
     name = "host_step"
-    computes = True
+    computes = settles = True
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
@@ -59,6 +62,9 @@ class HostStep(Operation):
         self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True)
         self._size = size_bytes
 
+    def made_bytes(self, size_bytes: int) -> int:
+        return STATE_BYTES * sum(self.sizes(size_bytes))
+
     def memory(self, numel: int) -> torch.Tensor:
         """Of float32, where the states are."""
         return self.fabric.device.host_tensor(numel, torch.float32)
@@ -69,6 +75,10 @@ class DeviceStep(HostStep):
     side (``fused=True``); Transformer Engine's and apex's have one kernel as well."""
 
     name = "device_step"
+    settles = False
+
+    def made_bytes(self, size_bytes: int) -> int:
+        return 0
 
     def issue(self, size_bytes: int, round_index: int):
         if size_bytes != self._size:

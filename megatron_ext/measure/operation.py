@@ -42,13 +42,14 @@ class Operation(ABC):
 
     ``messages``: what is issued counts so many times. ``computes``: it is done by the calling
     thread alone, so that processor time can stand for it, see sampling.py. ``by_host``: the host's processors do most
-    of it on a CUDA device, too.
+    of it on a CUDA device, too. ``settles``: the host waits for the device in the middle of it.
     """
 
     name = ""
     messages = 1
     computes = False
     by_host = False
+    settles = False
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         self.fabric, self.busy = fabric, busy
@@ -57,6 +58,10 @@ class Operation(ABC):
     @abstractmethod
     def issue(self, size_bytes: int, round_index: int) -> Handle:
         """Begin; returns what is waited for."""
+
+    def made_bytes(self, size_bytes: int) -> int:
+        """Of host memory that it makes before it can be issued at this size and not at another: that takes time."""
+        return 0
 
     def close(self) -> None:
         """End threads: most have none."""

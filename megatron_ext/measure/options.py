@@ -26,6 +26,10 @@ MOST_THREADS, MOST_SECONDS = 4096, 86_400
 """Of one rank, and of one measurement."""
 
 
+MOST_OVER = 1.2
+"""How many times the time that was asked for a measurement may take, once its ranks have started."""
+
+
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of one measurement.
 

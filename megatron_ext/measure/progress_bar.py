@@ -1,43 +1,69 @@
-"""A progress bar on standard error (rich: knows terminals, stays quiet in a pipe)."""
+"""Progress on standard error: a line that changes on a terminal, elsewhere a new line every few seconds."""
 
 from __future__ import annotations
 
+import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+WORD_SECONDS, DRAWN_SECONDS = 10.0, 0.5
+"""How often a line is printed, also while one piece of work lasts, and how often it changes on a terminal."""
 
-WORD_SECONDS = 10.0
-"""How often a line is printed where nothing can be drawn."""
+LONG_SECONDS = 2.0
+"""From when on a line says how long its piece of work has lasted."""
+
+CLEAR = "\r\x1b[K"
+"""Back to the begin of the terminal's line, without what is on it."""
+
+
+class Words:
+    """What is being done, of work that takes about ``seconds``. ``done`` is 0 until it has begun: until then it
+    starts."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.started, self.begun = seconds, monotonic(), None
+        self.since, self.what, self.done, self.total = self.started, "", 0, 0
+
+    def update(self, done: int, total: int, what: str) -> None:
+        """The work is at this now."""
+        now = monotonic()
+        if self.begun is None and done > 0:
+            self.begun = now
+        if what != self.what:
+            self.since, self.what = now, what
+        self.done, self.total = done, total
+
+    def line(self) -> str:
+        """For people."""
+        now = monotonic()
+        lasts = f" for {now - self.since:.0f} s" if self.what and now - self.since >= LONG_SECONDS else ""
+        if self.begun is None:
+            return f"starting: {now - self.started:.0f} s" + (f", {self.what}{lasts}" if self.what else "")
+        left = self.begun + self.seconds - now
+        return f"{self.done} of {self.total}: {self.what}{lasts}, {abs(left):.0f} s {'left' if left >= 0 else 'over'}"
 
 
 @contextmanager
-def bar(shown: bool = True, seconds: float | None = None) -> Iterator[Callable[[int, int, str], None]]:
-    """Yields ``progress(done, total, what)``; with ``shown`` false nothing is drawn. Of work that takes about
-    ``seconds`` it shows how many are left; where standard error is no terminal, as a line every few seconds."""
-    columns = (
-        TextColumn("{task.description:32}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-    )
-    console = Console(stderr=True)
-    begun: list[float] = []
-    said = [monotonic()]
-    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-        task = progress.add_task("starting the ranks", total=None, left="")
+def bar(shown: bool, seconds: float) -> Iterator[Callable[[int, int, str], None]]:
+    """Yields ``progress(done, total, what)`` for work that takes about ``seconds``; with ``shown`` false nothing is
+    said."""
+    words, ended, drawn = Words(seconds), threading.Event(), sys.stderr.isatty()
 
-        def update(done: int, total: int, what: str) -> None:
-            begun[:] = begun or [monotonic()] * (done > 0)
-            spent = monotonic() - begun[0] if begun else 0.0
-            left = "" if seconds is None else f"{max(seconds - spent, 0.0):.0f} s left"
-            progress.update(task, completed=done, total=total, description=what, left=left)
-            if shown and left and not console.is_terminal and monotonic() > said[0] + WORD_SECONDS:
-                said[0] = monotonic()
-                print(f"{done} of {total}: {what}, {left}", file=sys.stderr, flush=True)
+    def say() -> None:
+        while not ended.wait(DRAWN_SECONDS if drawn else WORD_SECONDS):
+            line = CLEAR + words.line()[: shutil.get_terminal_size().columns - 1] if drawn else words.line() + "\n"
+            print(line, end="", file=sys.stderr, flush=True)
 
-        yield update
+    thread = threading.Thread(target=say, daemon=True)
+    if shown:
+        thread.start()
+    try:
+        yield words.update
+    finally:
+        ended.set()
+        if shown:
+            thread.join()
+            print(CLEAR if drawn else "", end="", file=sys.stderr, flush=True)

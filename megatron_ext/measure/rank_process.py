@@ -23,7 +23,9 @@ def main() -> None:
     from megatron_ext.formats.errors import InputError
 
     try:
-        result = _measure(setup, lambda done, total, what: say(done=done, total=total, what=what))
+        result = _measure(
+            setup, lambda done, total, what: say(done=done, total=total, what=what), lambda raw: say(so_far=raw)
+        )
     except InputError as error:
         say(input_error=str(error))
         sys.exit(2)
@@ -33,7 +35,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _measure(setup: dict, report):
+def _measure(setup: dict, report, so_far):
     import warnings
 
     # Megatron calls these functions by the names that newer torch warns about.
@@ -64,7 +66,7 @@ def _measure(setup: dict, report):
         "cpu:gloo,cuda:nccl" if options.uses_cuda() else "gloo", store=store, rank=rank, world_size=world_size
     )
     fabric = Fabric(options, rank, setup["block"])
-    result = rank_program.run(fabric, report)
+    result = rank_program.run(fabric, report, so_far)
     fabric.barrier()  # nobody ends while another still talks to it
     return result
 

@@ -17,6 +17,7 @@ threads of the process groups that it makes, are there in training too.
 
 from __future__ import annotations
 
+import faulthandler
 from collections import defaultdict
 from collections.abc import Callable
 from time import monotonic
@@ -32,7 +33,7 @@ from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.layer_times import load_runners
 from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.operations import OPERATIONS, SymmetricGather
-from megatron_ext.measure.options import COPIES, MIB, STEPS, Options
+from megatron_ext.measure.options import COPIES, MIB, MOST_OVER, STEPS, Options
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 from megatron_ext.measure.visits import curves_of, first_medians, merge_visits, shuffled
@@ -52,6 +53,9 @@ SHORT_US, SHORT_VISITS = 3000.0, 4
 from the other sizes of the same measurement, host copies of 0.5 to 25 MB were up to 17 % off with visits of 20 rounds
 and up to 12 % with four of 5, in three measurements of two models each; all-gathers of a millisecond were worse by
 it."""
+
+LARGE_BYTES = 1 << 30
+"""From when on making memory is said."""
 
 CURVES = (*COPIES, "p2p", "optimizer", "host_add", *STEPS, "nvme", "publish_nvme")
 
@@ -82,11 +86,21 @@ def sizes_of(name: str, options: Options) -> list[int]:
     return sorted({options.rounded(size) for size in sizes})
 
 
-def run(fabric: Fabric, report: Report) -> dict | None:
-    """Measure everything that the options ask for; the result on rank 0, None on the other ranks."""
+def run(fabric: Fabric, report: Report, so_far: Callable[[dict], None] = lambda raw: None) -> dict | None:
+    """Measure everything that the options ask for; the result on rank 0, None on the other ranks.
+
+    Where it takes ``MOST_OVER`` times as long as asked for, standard error says in which lines all threads are.
+
+    Args:
+        report: its ``done`` is 0 until measuring begins.
+        so_far: given what there is when the curves and compute are done, and later; on rank 0 only.
+    """
     measurement = Measurement(fabric, report)
+    faulthandler.dump_traceback_later(MOST_OVER * fabric.options.seconds, file=2)
     measurement.take_passes()
-    return measurement.finish()
+    result = measurement.finish(so_far)
+    faulthandler.cancel_dump_traceback_later()
+    return result
 
 
 class Measurement:
@@ -157,6 +171,10 @@ class Measurement:
         self.ready, self.compute_taken = monotonic(), 0
         self.curves_end = self.ready + self.curves_seconds
         self.seconds_before, self.end = seconds_before, self.ready + options.seconds
+        if self.compute_rounds is not None:
+            self.compute_rounds.end = self.end
+        self.done += 1
+        self._say("ready")
 
     def take_passes(self) -> None:
         """Visit every curve at every size ``PASSES`` times, and again while there is time."""
@@ -172,18 +190,39 @@ class Measurement:
             if self.compute_rounds is not None:
                 self._take_compute()
 
-    def finish(self) -> dict | None:
+    def finish(self, so_far: Callable[[dict], None]) -> dict | None:
         """Measure the rest of compute, and contention; the result on rank 0, None on the other ranks."""
-        fabric, compute = self.fabric, {}
+        fabric, found = self.fabric, {"compute": {}, "host_memory": None, "contention": []}
         if self.compute_rounds is not None:
             for part in range(self.compute_taken, PASSES):
                 if not fabric.agree(int(monotonic() > self.end)):
                     self.compute_rounds.take(part)
+            found["compute"] = self.compute_rounds.result()
+        registered = self._free()
+        stages = {"host_memory": self._host_memory} if "host_memory" in fabric.options.links else {}
+        for name, measured in (stages | {"contention": self._contention}).items():
+            result = self._result(found, registered)
+            if result is not None:
+                so_far(result)
+            found[name] = measured()
+        return self._result(found, registered)
 
-        host_memory = None
-        if "host_memory" in fabric.options.links:
-            self._say("host_memory")
-            host_memory = host_memory_rate.measure(fabric, fabric.options.seconds * MEMORY_SHARE)
+    def _free(self) -> int:
+        """Free what curves are measured with; returns bytes of a device that are registered for gathers."""
+        self._say("freeing the memory of all curves")
+        symmetric = self.operations.get(SymmetricGather.name)
+        for operation in self.operations.values():
+            operation.close()
+        self.operations.clear()
+        self.fabric.device.close()
+        return symmetric.gather.buffer_bytes if isinstance(symmetric, SymmetricGather) else 0
+
+    def _host_memory(self) -> dict[str, float]:
+        self._say("host_memory")
+        return host_memory_rate.measure(self.fabric, self.fabric.options.seconds * MEMORY_SHARE)
+
+    def _contention(self) -> list[dict]:
+        self._say("contention, each link alone")
 
         def beside(pair: tuple[str, str]) -> None:
             self.report(self.done + self.pairs.index(pair), self.total, f"{pair[0]} beside {pair[1]}")
@@ -191,28 +230,24 @@ class Measurement:
         begun = monotonic()
         # As long as the curves have left for it.
         seconds = min(self.contention_seconds, self.end - begun)
-        rows = contention.run(fabric, self.pairs, seconds, beside, self._expected_us)
+        rows = contention.run(self.fabric, self.pairs, seconds, beside, self._expected_us)
         self.spent["contention"] = monotonic() - begun
-        for operation in self.operations.values():
-            operation.close()
         self.done += len(self.pairs)
-        if self.compute_rounds is not None:
-            compute = self.compute_rounds.result()
-        symmetric = self.operations.get(SymmetricGather.name)
-        registered = symmetric.gather.buffer_bytes if isinstance(symmetric, SymmetricGather) else 0
+        return rows
+
+    def _result(self, found: dict, registered: int) -> dict | None:
+        """All of it with what was ``found`` behind the curves; on rank 0. Collective."""
+        fabric = self.fabric
         set_up = set_up_of(fabric) | beside_allocator(fabric, registered)
         if fabric.rank != 0:
             return None
-        known = {(row["measured"], row["busy"]) for row in rows}
-        return {
+        known = {(row["measured"], row["busy"]) for row in found["contention"]}
+        return found | {
             "curves": self._curves(),
             "largest": dict(sorted(self.grid, key=lambda visit: visit[1])),
-            "contention": rows,
             "unmeasured_pairs": [pair for pair in self.pairs if pair not in known],
             "unsafe_pairs": contention.unsafe_pairs(fabric.torch_device.type) if self.pairs else [],
-            "compute": compute,
             "set_up": set_up,
-            "host_memory": host_memory,
             "symmetric_refused": self.refused if fabric.torch_device.type == "cuda" else "",
             "nvme": self.drive,
             RANKS_PER_DEVICE: fabric.ranks_per_device,
@@ -224,7 +259,7 @@ class Measurement:
             self.report(self.done, self.total, what)
 
     def _count(self) -> None:
-        self.total = sum(map(len, self.visits)) + len(self.pairs)
+        self.total = 1 + sum(map(len, self.visits)) + len(self.pairs)
 
     def _weight(self, visit: tuple[str, int]) -> float:
         """Share of the time of a visit, relative to others."""
@@ -244,7 +279,8 @@ class Measurement:
         """One pass, merged every few seconds."""
         own: dict[tuple[str, int], Samples] = {}
         for position, (name, size) in enumerate(self.visits[number]):
-            self._say(f"{name} {_text(size)}")
+            need = scaled_sizes.needed(self.needs, name, size)
+            self._say(f"{name} {_text(size)}{what_takes_long(self.operations[name].made_bytes(size), need)}")
             begun = monotonic()
             left = self.curves_end - begun
             enough = 0 if left < 0 else 1 if left < self.overlong.get((name, size), 0.0) else 2
@@ -352,6 +388,12 @@ def beside_allocator(fabric: Fabric, registered: int = 0) -> dict[str, int]:
     everyone: list = [None] * fabric.world_size
     dist.all_gather_object(everyone, own)
     return {"beside_allocator_bytes": max(everyone)} if max(everyone) > 0 else {}
+
+
+def what_takes_long(made_bytes: int, seconds: float) -> str:
+    """Of a visit that makes so much host memory and needs so long, where that is worth a word."""
+    making = f", making {made_bytes / 1e9:.1f} GB of host memory" if made_bytes > LARGE_BYTES else ""
+    return making + (f", about {seconds:.0f} s" if seconds > 1 else "")
 
 
 def parts_due(used: float) -> int:

@@ -46,3 +46,13 @@ def freeing_outputs(args: list[str]):
 
 def nothing(args: list[str]) -> dict:
     return {}
+
+
+def hanging_contention(args: list[str]):
+    """Layers of a rank whose contention never ends, as where a driver does not return."""
+    from time import sleep
+
+    from megatron_ext.measure import contention
+
+    contention.run = lambda *args: sleep(3600)
+    return layer_runners(args)

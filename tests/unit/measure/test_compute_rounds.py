@@ -67,6 +67,24 @@ def test_ranks_share_their_processors_evenly(monkeypatch, by_processor_time, exp
     assert found["forward_us"] == expected and found["samples"] == 2 * 3 * rounds.result()["rounds"]
 
 
+def test_no_round_begins_when_the_time_is_up(monkeypatch):
+    """Rounds that take longer than the first ones did."""
+    now = [0.0]
+
+    def measured(*args, **more):
+        now[0] += 1.0
+        return [row(20.0)]
+
+    monkeypatch.setattr(compute_rounds, "measure_compute", measured)
+    monkeypatch.setattr(compute_rounds, "monotonic", lambda: now[0])
+    device = torch.device("cpu")
+    fabric = SimpleNamespace(torch_device=device, barrier=lambda: None, agree=lambda value: value)
+    rounds = ComputeRounds(fabric, {"a": SimpleNamespace()}, 1.0, 1, lambda what: None)
+    rounds.end = now[0] + 5.5
+    rounds.take(0)
+    assert now[0] == rounds.end + 0.5
+
+
 def test_what_the_first_use_of_a_gpu_loads_is_no_length_of_a_round(monkeypatch):
     calls, now = [], [0.0]
 

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from megatron_ext.measure import device_time
+from megatron_ext.measure import device_time, sampling
 from megatron_ext.measure.device_time import CYCLES_PER_SECOND, LEAST_SPIN_SECONDS, MOST_SPIN_SECONDS, DeviceTimer
+from megatron_ext.measure.operation import DONE, Operation
+from megatron_ext.measure.sampling import SHORT_BYTES, timed
 
 
 class Device:
@@ -40,7 +42,8 @@ def device(monkeypatch):
     device = Device()
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: device.launch(0.0, cycles / CYCLES_PER_SECOND))
     monkeypatch.setattr(torch.cuda, "Event", device.event)
-    monkeypatch.setattr(device_time, "perf_counter", lambda: device.host)
+    for module in (device_time, sampling):
+        monkeypatch.setattr(module, "perf_counter", lambda: device.host)
     return device
 
 
@@ -55,6 +58,25 @@ def test_launches_that_take_longer_than_their_work_are_not_measured(device):
     later, issued = timer.time("layer", layer)
     assert first > 600  # the host's 800 us: the first call of a key is to warm up
     assert later == pytest.approx(120, rel=1e-6) and issued == pytest.approx(800)
+
+
+def test_no_spin_grows_by_the_wait_for_itself(device):
+    """The host's step waits for the device in its midst: by the wait for the spin the next would be twice as long."""
+
+    class Step(Operation):
+        settles = True
+
+        def issue(self, size_bytes, round_index):
+            device.launch(host=20e-6, device=100e-6)
+            device.host = device.stream  # as it settles
+            device.host += 1e-3  # steps
+            return DONE
+
+    timer, begin = DeviceTimer(), device.host
+    for round_index in range(10):
+        us, _ = timed(None, Step(None), SHORT_BYTES + 1, round_index, timer)
+    assert us == pytest.approx(1100, rel=0.05)
+    assert device.host - begin < 10 * 1.5e-3
 
 
 def test_what_was_issued_is_told_apart_from_what_waits(device):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ def fabric_of(ranks=1, device="cpu"):
         world_size=ranks,
         torch_device=torch.device(device),
         barrier=lambda: None,
+        agree=lambda value: value,
         device=SimpleNamespace(settle=lambda: None),
     )
 
@@ -33,12 +35,11 @@ def test_what_threads_and_copies_move_counts_together(monkeypatch):
     """Time stands still but for a second a round: threads add until the copies of one row are done."""
     issued, clock = [], iter(range(100))
     monkeypatch.setattr(host_memory_rate, "perf_counter", lambda: next(clock) / 2)
-    monkeypatch.setattr(host_memory_rate, "processors_of_rank", lambda fabric: 1)
 
     class Adder:
         moved = 6000
 
-        def __init__(self, size_bytes):
+        def __init__(self, arrays):
             self.stopped = SimpleNamespace(set=lambda: issued.append("stop"))
 
         def start(self):
@@ -53,7 +54,7 @@ def test_what_threads_and_copies_move_counts_together(monkeypatch):
             return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(host_memory_rate, "Adder", Adder)
-    rate = host_memory_rate.rate(fabric_of(), [Copy(), Copy()], 1.0)
+    rate = host_memory_rate.rate(fabric_of(), [Copy(), Copy()], [[]], 1.0)
     copied = sum(size for size in issued if isinstance(size, int))
     assert copied == 2 * host_memory_rate.ROW * 64 * MIB and issued[0] == "start" and issued[-1] == "stop"
     assert rate == pytest.approx((copied + 6000) / 1.5)
@@ -65,14 +66,31 @@ def test_the_table_has_the_mean_rank_and_the_slowest_round(monkeypatch):
     monkeypatch.setattr(
         host_memory_rate.dist, "all_gather_object", lambda every, own: every.__setitem__(slice(2), [own, [6e9] * 5])
     )
+    monkeypatch.setattr(host_memory_rate, "NODE_BYTES", MIB)
+    monkeypatch.setattr(host_memory_rate, "LEAST_BYTES", MIB)
     found = host_memory_rate.measure(fabric_of(2), 10.0)
     assert found == {"bytes_per_s": (12e9 + 6e9) / 2, "slow_bytes_per_s": (2e9 + 6e9) / 2}
     table = assemble(Options(device="cpu"), {"curves": {}, "host_memory": found})
     assert table.host_memory is not None and table.host_memory.slow_bytes_per_s == 4e9
 
 
+def test_no_round_begins_where_those_before_took_too_long(monkeypatch):
+    """The memory of all rounds is made once."""
+    clock, given = iter([0.0, 1.0, 7.0]), []
+    monkeypatch.setattr(host_memory_rate, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(host_memory_rate, "processors_of_rank", lambda fabric: 1)
+    monkeypatch.setattr(host_memory_rate, "LEAST_BYTES", MIB)
+    monkeypatch.setattr(host_memory_rate, "NODE_BYTES", MIB)
+    monkeypatch.setattr(host_memory_rate, "rate", lambda fabric, copies, arrays, seconds: given.append(arrays) or 5e9)
+    monkeypatch.setattr(
+        host_memory_rate.dist, "all_gather_object", lambda every, own: every.__setitem__(slice(1), [own])
+    )
+    assert host_memory_rate.measure(fabric_of(), 10.0)["bytes_per_s"] == 5e9
+    assert len(given) == 2 and given[0] is given[1]
+
+
 def test_a_thread_adds_all_of_its_memory_in_turn(monkeypatch):
-    adder = host_memory_rate.Adder(4 * MIB)
+    adder = host_memory_rate.Adder([numpy.ones(MIB, numpy.float32) for _ in range(2)])
     adder.stopped = SimpleNamespace(is_set=lambda: adder.moved >= 2 * 3 * 4 * MIB)
     adder.run()
     assert adder.moved == 2 * 3 * 4 * MIB and set(adder.sum) == {3.0}

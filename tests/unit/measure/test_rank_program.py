@@ -12,13 +12,20 @@ from megatron_ext.measure.options import Options
 from megatron_ext.measure.rank_program import PASSES, parts_due, sizes_of
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples
 from megatron_ext.measure.visits import merge_visits, shuffled
+from megatron_ext.runtime.device import HostDevice
 
 TIMES_US = {("cpu", 8192): 100.0, ("cpu", 65536): 5000.0, ("gpu", 8192): 100.0}
 
 
 def operation_of(name, fabric):
     done = SimpleNamespace(wait=lambda: None)
-    return SimpleNamespace(name=name, computes=False, close=lambda: None, issue=lambda size, round_index: done)
+    return SimpleNamespace(
+        name=name,
+        computes=False,
+        close=lambda: None,
+        issue=lambda size, round_index: done,
+        made_bytes=lambda size: 3 * size,
+    )
 
 
 @pytest.fixture
@@ -44,7 +51,7 @@ def visits(monkeypatch):
 def fabric_of(options):
     return SimpleNamespace(
         ranks_per_device=1,
-        device=SimpleNamespace(settle=lambda: None),
+        device=HostDevice(),
         options=options,
         rank=0,
         world_size=1,
@@ -106,6 +113,34 @@ def test_compute_asked_for_alone_has_all_of_the_time(visits, monkeypatch, links,
     options = Options(data_parallel_size=1, sizes=(8192,), seconds=10, links=links, modules="layers:layer_runners")
     rank_program.run(fabric_of(options), lambda *_: None)
     assert given == [pytest.approx(10 * share)] and taken == list(range(rank_program.PASSES))
+
+
+def test_what_there_is_is_handed_on_before_what_may_not_end(visits, monkeypatch):
+    """Curves are there when host memory is measured, and this when contention is; their memory is freed before."""
+    events = []
+    monkeypatch.setattr(HostDevice, "close", lambda self: events.append("freed"))
+    monkeypatch.setattr(rank_program.host_memory_rate, "measure", lambda *_: events.append("host memory") or {"a": 1})
+    monkeypatch.setattr(rank_program.contention, "run", lambda *_: events.append("contention") or [])
+    options = Options(data_parallel_size=1, sizes=(8192,), links=("cpu", "gpu", "host_memory", "contention"))
+    raw = rank_program.run(fabric_of(options), lambda *_: None, events.append)
+    names = [event if isinstance(event, str) else "so far" for event in events]
+    assert names == ["freed", "so far", "host memory", "so far", "contention"]
+    first, second = (event for event in events if isinstance(event, dict))
+    assert first["curves"] == raw["curves"] and first["host_memory"] is None and second["host_memory"] == {"a": 1}
+    assert set(first["unmeasured_pairs"]) == {("gpu", "cpu"), ("cpu", "gpu")}
+
+
+def test_measuring_begins_behind_all_that_is_started(visits):
+    said = []
+    options = Options(data_parallel_size=1, sizes=(8192,), links=("cpu", "gpu"))
+    rank_program.run(fabric_of(options), lambda done, total, what: said.append((done, what)))
+    begins = said.index((1, "ready"))
+    assert {done for done, _ in said[:begins]} == {0} and all(done for done, _ in said[begins:])
+
+
+def test_memory_that_takes_long_to_make_is_said():
+    assert rank_program.what_takes_long(1 << 20, 0.2) == ""
+    assert rank_program.what_takes_long(26 * 10**9, 6.9) == ", making 26.0 GB of host memory, about 7 s"
 
 
 def test_short_host_copies_are_visited_more_often_for_as_many_rounds(visits):

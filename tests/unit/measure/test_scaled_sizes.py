@@ -11,6 +11,7 @@ from megatron_ext.measure.announcement import announcement
 from megatron_ext.measure.assemble_table import assemble
 from megatron_ext.measure.options import MIB, STEPS, Options
 from megatron_ext.measure.sampling import Samples
+from megatron_ext.runtime.device import HostDevice
 
 LINKS = ("cpu", "publish", "optimizer", "host_add", *STEPS)
 LARGE = Options(
@@ -50,7 +51,7 @@ def machine(monkeypatch):
         return found
 
     def operation(name):
-        made = SimpleNamespace(name=name, computes=name != "cpu", close=lambda: None)
+        made = SimpleNamespace(name=name, computes=name != "cpu", close=lambda: None, made_bytes=lambda size: 0)
         made.issue = lambda size, index: SimpleNamespace(wait=lambda: None)
         return type(name, (), {"name": name, "__new__": lambda cls, fabric: made})
 
@@ -78,7 +79,7 @@ def run(options):
         agree=lambda value: value,
         barrier=lambda: None,
         torch_device=torch.device("cpu"),
-        device=SimpleNamespace(settle=lambda: None, why_no_flags=""),
+        device=HostDevice(),
         set_up_seconds=None,
         set_up_bytes=0,
     )

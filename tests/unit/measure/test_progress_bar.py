@@ -1,0 +1,63 @@
+"""What people read while something is measured, where nothing can be drawn."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from megatron_ext.measure import progress_bar
+from megatron_ext.measure.progress_bar import Words, bar
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress_bar, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_start_is_said_and_what_is_left_is_counted_from_its_end(clock):
+    words = Words(40.0)
+    clock[0] += 11
+    assert words.line() == "starting: 11 s"
+    words.update(0, 706, "compute, once")
+    clock[0] += 10
+    assert words.line() == "starting: 21 s, compute, once for 10 s"
+    words.update(1, 706, "gpu 4 KiB")
+    assert words.line() == "1 of 706: gpu 4 KiB, 40 s left"
+    clock[0] += 12
+    words.update(2, 706, "gpu 4 KiB")
+    assert words.line() == "2 of 706: gpu 4 KiB for 12 s, 28 s left"
+    clock[0] += 30
+    assert words.line() == "2 of 706: gpu 4 KiB for 42 s, 2 s over"
+
+
+def test_lines_come_also_where_nothing_new_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(progress_bar, "WORD_SECONDS", 0.02)
+    with bar(True, 40.0) as progress:
+        progress(3, 9, "optimizer 2 GiB")
+        time.sleep(0.2)
+    said = capsys.readouterr().err
+    assert said.count("3 of 9: optimizer 2 GiB, 40 s left") >= 2
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_others_than_the_first_rank_say_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(progress_bar, "WORD_SECONDS", 0.01)
+    with bar(False, 40.0) as progress:
+        progress(3, 9, "optimizer 2 GiB")
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_one_line_that_changes(monkeypatch, capsys):
+    monkeypatch.setattr(progress_bar, "DRAWN_SECONDS", 0.02)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress_bar.shutil, "get_terminal_size", lambda: os.terminal_size((20, 24)))
+    with bar(True, 40.0) as progress:
+        progress(3, 9, "optimizer 2 GiB")
+        time.sleep(0.15)
+    lines = capsys.readouterr().err.split(progress_bar.CLEAR)
+    assert len(lines) > 3 and lines[-2] == "3 of 9: optimizer 2" and lines[-1] == "" and "\n" not in "".join(lines)
