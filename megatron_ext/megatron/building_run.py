@@ -164,6 +164,9 @@ class BuildingRun:
         if self._late is not None:
             self._late.close()
         host_optimizers.forget_chosen()
+        if self.schedule is not None:  # what was replaced of Megatron's outlives the run, and must not keep its memory
+            late_memory.leave_buffers_out(lambda: False, lambda: False)
+            late_model.install(lambda: None)
 
     def unshard_all(self) -> None:
         """Bring all parameters whole onto the device; collective."""
