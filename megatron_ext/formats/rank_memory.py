@@ -15,7 +15,8 @@ DEVICE_KINDS = (
 """Kinds of bytes on the device.
 
 ``whole_parameters``: groups that are whole or on their way. ``shards``: shards with storage of their own.
-``gradients``: Megatron's gradient buffers, and whole gradients that come and go. ``gradient_shards``: where their
+``gradients``: Megatron's gradient buffers, whole gradients that come and go, and those that an optimizer on the device
+gets from host memory. ``gradient_shards``: where their
 reduced parts are added up, and fp32 copies of 16-bit ones of groups that Megatron's host optimizer steps on the device.
 ``main_parameters``: fp32 copies of 16-bit parameters. ``optimizer_states``: moments.
 ``activations``: what autograd has saved for backwards. ``buffers``: of gathers, reduces and staging.
@@ -36,7 +37,7 @@ class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         device_bytes: by kind, at the moment at which their sum is largest; kinds without bytes are left out.
         host_bytes: by kind.
         nvme_bytes: this rank's part of the node's copies on the drive.
-        at_step: the step in which the device holds most.
+        at_step: the step in which the device holds most; or ``optimizer``.
     """
 
     device_bytes: dict[str, int]

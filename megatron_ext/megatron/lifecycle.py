@@ -32,6 +32,7 @@ from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.prepare import prepare, schedule_for
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
+from megatron_ext.megatron.shards import steps_on_the_host
 from megatron_ext.megatron.step_calls import IDLE, StepCalls
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.group import ScheduleError
@@ -200,6 +201,8 @@ class Run(BuildingRun):
     def on_params_updated(self, optimizer, update_successful: bool) -> None:
         """One of the run's optimizers has written new shards; publish after the last one."""
         self._unfinished = False
+        if self.executor is not None and not steps_on_the_host(optimizer):
+            optimizer.zero_grad()  # those on the device, which Megatron keeps until the next iteration begins
         if update_successful:
             self._optimizers_pending.add(id(optimizer))
             if len(self._optimizers_pending) < len(self._chained):

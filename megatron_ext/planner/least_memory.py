@@ -47,9 +47,9 @@ Aim = Literal["time", "device", "host"]
 
 
 class Way(NamedTuple):
-    """One way to keep a group: bytes on the device throughout and around its layers, whole, buffered, and of the buffer
-    in which the optimizer there rounds parameters; bytes in host memory, and pinned ones of these, and of the slots
-    there by which its gradient comes; microseconds of links."""
+    """One way to keep a group: bytes on the device throughout and around its layers, whole, buffered, of the buffer in
+    which the optimizer there rounds parameters, and of the gradient that it gets there; bytes in host memory, and
+    pinned ones of these, and of the slots there by which its gradient comes; microseconds of links."""
 
     kept: Residency
     route: Route
@@ -57,6 +57,7 @@ class Way(NamedTuple):
     around: int
     buffer: int
     rounding: int
+    brought: int
     host: int
     pinned: int
     slots: int
@@ -159,20 +160,9 @@ class _Model:
             copies = size // self.offloader.sharing[dp] if route == "cpu" and not kept.shard_on_host else 0
             slots = GRADIENT_SLOTS * (one.gradient // dp) if kept.gradients == "host" else 0
             rounding = self.offloader.rounding(one.group) if kept.shard_on_host else 0
-            ways.append(
-                Way(
-                    kept,
-                    route,
-                    throughout,
-                    around,
-                    buffer,
-                    rounding,
-                    host - slots + copies,
-                    pinned + copies,
-                    slots,
-                    cost,
-                )
-            )
+            brought = one.gradient // dp if kept.gradients == "host" and not self.workload.optimizer.on_host else 0
+            bytes_there = throughout, around, buffer, rounding, brought
+            ways.append(Way(kept, route, *bytes_there, host - slots + copies, pinned + copies, slots, cost))
         return ways
 
     def plan(self) -> Schedule | None:
@@ -237,12 +227,13 @@ class _Model:
         return [sum(count[node] * held for count, held in zip(counts, sums)) for node in range(len(counts[0]))]
 
     def _device(self, model: cp_model.CpModel, chosen) -> Iterator:
-        """What a rank holds on its device while each of its layers computes."""
+        """What a rank holds on its device while each of its layers computes, and while its optimizer steps."""
         zero_3 = self.workload.zero_stage == 3
         for rank, indices, weighed in self.ranks:
             buffers = sum(self._most(model, chosen, indices, name) for name in ("buffer", "rounding"))
             resting = self.offloader.fixed[rank] + self._sum(chosen, indices, "throughout") + buffers
             everything = sum(one.group.bytes for one in weighed)
+            yield resting + (0 if zero_3 else everything) + self._sum(chosen, indices, "brought")
             for moment, saved in self._moments(rank).items():
                 here = [(i, one) for i, one in zip(indices, weighed) if one.group.model_chunk_id == moment.chunk]
                 here = [(i, one.group.bytes) for i, one in here if one.span[0] <= moment.layer <= one.span[1]]

@@ -117,11 +117,6 @@ def synchronous_plan(rounds: FewRounds, timings: Sequence[Timing]) -> Plan:
     return Plan(SYNCHRONOUS, schedules, rounds.times(timings, schedules))
 
 
-def by_all_gathers(plan: Plan) -> bool:
-    """Whether a plan uses the route ``gpu`` alone."""
-    return not any(schedule.publish for schedule in plan.schedules)
-
-
 def _rules(zero_stage: int) -> list[tuple[str, Make]]:
     if zero_stage < 3:
         names, placements = ("all-gpu", "urgency", "share-25", "share-50"), [("hybrid-inf", _placed(inf, divide=True))]

@@ -62,6 +62,13 @@ def host_add_bytes(groups: Iterable[Group], workload: Workload) -> int:
     return GRADIENT_SLOTS * max(shards, default=0)
 
 
+def step_gradient_bytes(groups: Iterable[Group], workload: Workload) -> int:
+    """Of gradients that rest in host memory and that an optimizer on the device gets there for its step: all at a time,
+    since their norm comes before the first update."""
+    stepped = () if workload.optimizer.on_host else groups
+    return sum(gradient_bytes(g, workload) // g.ranks for g in stepped if g.gradients == "host")
+
+
 def narrow_gradient_bytes(groups: Iterable[Group], workload: Workload) -> int:
     """Of the buffer on the device in which 16-bit gradients become fp32 where the states rest on the drive, and where
     updates are delayed."""

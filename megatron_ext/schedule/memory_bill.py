@@ -8,6 +8,7 @@
   from just before the backward of the group's last layer until the rank issues its next reduce, which waits for this
   one; where a gradient is allocated ``alone``, until then. With ``reduce_every`` above 1 the whole gradient stays
   through several backward steps.
+* While an optimizer on the device steps, all gradients that rest in host memory: it gets them there.
 * Buffers that hierarchical and symmetric all-gathers and pieces of ``cpu_shard`` go through, as large as the largest
   group needs.
 * The optimizer's copies of 16-bit parameters and its states, for the elements of the rank's shards without padding. Of
@@ -29,7 +30,7 @@ from typing import NamedTuple
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
-from megatron_ext.schedule.bill_by_step import moments
+from megatron_ext.schedule.bill_by_step import Moment, moments
 from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.schedule.group_facts import members_of
 from megatron_ext.schedule.host_slots import (
@@ -38,6 +39,7 @@ from megatron_ext.schedule.host_slots import (
     narrow_gradient_bytes,
     rounding_bytes,
     state_slots_bytes,
+    step_gradient_bytes,
     step_slots_bytes,
 )
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
@@ -50,7 +52,8 @@ from megatron_ext.workload.workload import Workload
 
 
 class Bill(NamedTuple):
-    """What a pipeline rank holds: by kind at its peak, and on the device in all at every step."""
+    """What a pipeline rank holds: by kind at its peak, perhaps while its optimizer steps, and on the device in all at
+    every step of the pipeline."""
 
     memory: RankMemory
     step_device_bytes: tuple[int, ...]
@@ -72,7 +75,9 @@ def _bill(schedule: Schedule, workload: Workload, pp_rank: int) -> Bill:
     device["buffers"] += buffer_bytes(schedule, workload, pp_rank)
     resting = sum(device.values())
     by_step = list(moments(schedule, workload, pp_rank))
-    peak = max(by_step, key=lambda moment: moment.total)
+    own = [group for group in schedule.groups if group.pp_rank == pp_rank]
+    whole = 0 if schedule.zero_stage == 3 else sum(group.bytes for group in own)
+    peak = max(*by_step, Moment("optimizer", whole, 0, step_gradient_bytes(own, workload)), key=lambda m: m.total)
     device |= {"whole_parameters": peak.whole, "activations": peak.activations}
     device["gradients"] += peak.gradients
     return Bill(

@@ -18,8 +18,11 @@ from megatron_ext.runtime.device import HostDevice
 
 def phases_of(example) -> list[tuple[object, str, str]]:
     """Functions of the example (the module pretrain_gpt_hybrid), and what their time is called."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # the example has prepared for it
+
     found = [(example, "build_model_and_optimizer", "build"), (example, "evaluate", "evaluate")]
     found += [(example, "parameter_hash", "hash"), (example.checkpoint, "save", "save")]
+    found += [(DistributedOptimizer, "step_with_ready_grads", "step")]
     return found + [(example.hooks, name, name) for name in ("on_train_setup", "finish")]
 
 
@@ -73,6 +76,15 @@ class DeviceBytes(TorchDispatchMode):
             self._host.add(storage._cdata)
         return tensor
 
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, new, which is the device's from now on."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._host:
+            self._host.discard(storage._cdata)
+            self._sizes[storage._cdata] = 0
+            self._resized(storage._cdata, storage.nbytes())
+        return tensor
+
     def __enter__(self):
         resize, to, host_tensor = torch.UntypedStorage.resize_, torch.Tensor.to, HostDevice.host_tensor
         empty = torch.empty
@@ -84,6 +96,8 @@ class DeviceBytes(TorchDispatchMode):
             return result
 
         def moved(tensor, *args, **kwargs):
+            if args and isinstance(args[0], torch.device) and tensor.untyped_storage()._cdata in self._host:
+                return self.to_device(tensor.clone())  # as a copy to a GPU
             result = to(tensor, *args, **kwargs)
             return self.to_host(result) if args[:1] == ("cpu",) and result is not tensor else result
 

@@ -18,7 +18,7 @@ from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, quick_plans, relieved_plans, synchronous_plan
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule
 from megatron_ext.schedule.bill_by_step import activations
-from megatron_ext.schedule.memory_bill import gradient_bytes, memory_bill, resting_bytes
+from megatron_ext.schedule.memory_bill import gradient_bytes, memory_bill, resting_bytes, step_gradient_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.activation_bytes import kept_by_chunk
@@ -98,7 +98,8 @@ def floor_bytes(setting: Setting) -> int:
 def least_bytes(workload: Workload, keeps_gradients: bool = False) -> int:
     """Device bytes of the rank that holds most, with everything elsewhere that may be: no plan holds less.
 
-    While a layer computes its parameters are whole, and in its backward its gradient.
+    While a layer computes its parameters are whole, and in its backward its gradient. An optimizer on the device gets
+    all gradients there for its step.
     """
     zero_stage, most = workload.zero_stage, 0
     comes_and_goes = zero_stage > 1 and not keeps_gradients
@@ -114,7 +115,8 @@ def least_bytes(workload: Workload, keeps_gradients: bool = False) -> int:
             for chunk, backward, by_layer in activations(workload, rank)
             for saved, size in zip(by_layer, own[chunk])
         )
-        most = max(most, sum(resting_bytes(groups, workload)[0].values()) + whole + int(max(moments, default=0)))
+        comes = int(max([*moments, step_gradient_bytes(groups, workload)]))
+        most = max(most, sum(resting_bytes(groups, workload)[0].values()) + whole + comes)
     return most
 
 

@@ -283,25 +283,24 @@ class Offloader:
         return sum(self.held(rank, weighed, kept).values()) <= self.limit
 
     def held(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> dict[str, int]:
-        """By kind, at least what the rank holds at its peak: all kinds are taken to be largest at once."""
-        zero_3 = self.workload.zero_stage == 3
+        """By kind, at least what the rank holds at its peak: in a step of the pipeline, where all kinds are taken to be
+        largest at once, or while its optimizer steps."""
+        zero_3, on_host = self.workload.zero_stage == 3, self.workload.optimizer.on_host
         both = list(zip(weighed, kept))
-        whole = self.rule.whole_bytes
+        whole = sum(one.group.bytes for one in weighed) if self.rule.whole_bytes is None else self.rule.whole_bytes
         pieces = max((piece_buffer_bytes(one.group.bytes) for one, way in both if way.shard_on_host), default=0)
-        legs = max(
-            (2 * one.group.bytes for one, way in both if one.group.algorithm and not way.shard_on_host), default=0
-        )
+        legs = [2 * one.group.bytes for one, way in both if one.group.algorithm and not way.shard_on_host]
         rounding = max((self.rounding(one.group) for one, way in both if way.shard_on_host), default=0)
-        coming = [(one, way.alone) for one, way in both if way.gradients is not None]
+        coming = self._coming_and_going([(one, way.alone) for one, way in both if way.gradients is not None])
+        brought = sum(one.gradient // one.group.ranks for one, way in both if way.gradients == "host" and not on_host)
         return {
-            "whole_parameters": sum(one.group.bytes for one in weighed) if whole is None else whole,
+            "whole_parameters": 0 if zero_3 else whole,
             "shards": sum(one.group.bytes // one.group.ranks for one, way in both if zero_3 and not way.shard_on_host),
-            "gradients": sum(one.gradient for one, way in both if way.gradients is None)
-            + self._coming_and_going(coming),
+            "gradients": sum(one.gradient for one, way in both if way.gradients is None),
             "gradient_shards": sum(one.gradient // one.group.ranks for one, way in both if way.gradients == "sharded"),
             "optimizer": self.fixed[rank],
-            "activations": self.activations[rank],
-            "buffers": pieces + legs + rounding,
+            "buffers": pieces + max(legs, default=0) + rounding,
+            "coming_and_going": max(self.activations[rank] + coming + (whole if zero_3 else 0), brought),
         }
 
     def _coming_and_going(self, weighed: list[tuple[OffloadCosts, bool]]) -> int:

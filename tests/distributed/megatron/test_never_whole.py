@@ -15,7 +15,7 @@ from variations import some
 
 from megatron_ext.workload.workload import Limits
 
-PLACES = some(["host", "nvme", "device"], 1)
+PLACES = [*some(["host", "nvme", "device"], 1), "optimizer"]
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +35,34 @@ def test_no_part_of_a_run_holds_more_than_its_training_steps(found, where):
         assert rank[where]["census"] <= planned - activations
         for peaks in (rank[where]["peaks"], rank[where]["loading"]):
             assert peaks["train"] <= 1.1 * planned
-            parts = {name: peak for name, peak in peaks.items() if name != "train"}
+            assert peaks["step"] <= 1.05 * planned  # torch's AdamW makes some for each parameter
+            parts = {name: peak for name, peak in peaks.items() if name not in ("train", "step")}
             assert {"build", "on_train_setup", "hash", "finish"} <= set(parts)
             assert max(parts.values()) <= planned, (parts, planned)
         assert {"evaluate", "save"} <= set(rank[where]["peaks"])
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", PLACES[:-1])
 def test_without_a_limit_it_holds_more_before_the_first_step(found, where):
     """What counts sees it: all parameters are whole there."""
     for rank in found["ranks"]:
         most = max(rank[where]["unlimited"][name] for name in ("build", "on_train_setup"))
         assert most > found["figures"][where]["planned"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_run_that_has_ended_leaves_nothing_on_the_device(found, where):
+    """A second training in the process would hold it besides its own."""
+    assert all(rank[where]["left"] == [0, 0, 0] for rank in found["ranks"])
+
+
+def test_an_optimizer_on_the_device_gets_all_gradients_there_for_its_step_alone(found):
+    """Its step is the peak, and is billed; what comes next no longer holds them."""
+    gradients = found["figures"]["optimizer"]["whole"]  # of two ranks each has half, in fp32
+    for rank in found["ranks"]:
+        peaks = rank["optimizer"]["peaks"]
+        assert peaks["step"] > max(peak for name, peak in peaks.items() if name not in ("train", "step"))
+        assert peaks["step"] - peaks["evaluate"] > 0.9 * gradients
 
 
 def test_it_is_larger_than_the_device(found):
@@ -62,7 +78,7 @@ def test_training_is_that_of_megatron_to_the_last_bit(found, where):
         stock, scheduled, loaded = (rank[where][name] for name in ("stock", "scheduled", "loaded"))
         for name in ("loss", "grad_norm"):
             assert stock[name] == scheduled[name] + loaded[name]
-        assert stock["eval_loss"] == scheduled["eval_loss"] and stock["eval_loss"]
+        assert stock["eval_loss"] == scheduled["eval_loss"] + loaded["eval_loss"] and scheduled["eval_loss"]
         assert stock["parameter_sha256"] == loaded["parameter_sha256"] != scheduled["parameter_sha256"]
 
 

@@ -57,7 +57,7 @@ def test_less_memory_takes_longer_and_nothing_beats_the_bound(layout):
 def test_no_more_is_relieved_than_is_missing(layout, zero_stage):
     work, table, stock = case(layout)
     times = []
-    for percent in (99, 90, {2: 80, 3: 70}[zero_stage]):
+    for percent in (99, 90, {2: 84, 3: 70}[zero_stage]):  # less has no room for the shards of gradients at the step
         limit = stock * percent // 100
         planned = plan(limited(work, limit, zero_stage, on_host=False), table)
         freed = stock - max(memory.device_total_bytes for memory in planned.predicted.memory)

@@ -75,6 +75,27 @@ def test_whole_parameters_at_zero_stage_3_are_the_footprint_where_nothing_is_sav
     assert len(bills[0].step_device_bytes) == len(planned.ranks[0].steps)
 
 
+@pytest.mark.parametrize("zero_stage", (2, 3))
+@pytest.mark.parametrize("on_host", (False, True))
+def test_an_optimizer_on_the_device_gets_all_gradients_there(zero_stage, on_host):
+    """By hand: its step holds what rests, every gradient shard, and at zero stage 2 whole parameters. No limit below
+    that is kept, however little the steps of the pipeline hold."""
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", layers=6, zero_stage=zero_stage)
+    work = replace(work, optimizer=OptimizerSettings(on_host=on_host))
+    schedule = stock_schedule(work, layer_buckets)
+    groups = tuple(replace(group, gradients="host", alone=True) for group in schedule.groups)
+    (bill,) = memory_bill(replace(schedule, groups=groups), work)
+    held, gradients = bill.memory.device_bytes, sum(gradient_bytes(group, work) // 2 for group in groups)
+    assert (bill.memory.at_step == "optimizer") is not on_host
+    if not on_host:
+        whole = sum(group.bytes for group in groups) if zero_stage == 2 else 0
+        assert (held["gradients"], held.get("whole_parameters", 0)) == (gradients, whole)
+        assert max(bill.step_device_bytes) < bill.memory.device_total_bytes
+        limits = replace(work.limits, device_bytes=max(bill.step_device_bytes))
+        with pytest.raises(InputError, match=r"holds up to \d+ bytes at step optimizer"):
+            match(replace(schedule, groups=groups, limits=limits), replace(work, limits=limits))
+
+
 def test_states_on_the_host_leave_the_device():
     work = make_workload(pp=1, vp=1, order="no_pipeline")
     here, there = (
