@@ -117,21 +117,24 @@ def run(
     seconds: float,
     report: Callable,
     expected_us: Callable[[str, int], float] = lambda name, size: 0.0,
+    so_far: Callable[[list[dict]], None] = lambda rows: None,
 ) -> list[dict]:
     """Rows ``{measured, busy, size_bytes, p50_us, slowdown}`` for ``wanted``.
 
     Args:
         expected_us: about how long a transfer of a link and a size takes alone, as far as it is known.
+        so_far: on every rank, given the rows of those busy links that are done.
     """
     if not wanted or fabric.agree(int(seconds <= 0)):
         return []
     largest, least = SIZES[fabric.torch_device.type]
     known = {name: expected_us(name, size_of(fabric, name, largest)) for pair in wanted for name in pair}
-    return _measured(fabric, wanted, seconds, report, fabric.agree(fitting(known, wanted, seconds, largest, least)))
+    largest = fabric.agree(fitting(known, wanted, seconds, largest, least))
+    return _measured(fabric, wanted, seconds, report, largest, so_far)
 
 
 def _measured(
-    fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: Callable, largest: int
+    fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: Callable, largest: int, so_far: Callable
 ) -> list[dict]:
     """The rows, at ``largest`` bytes where there is time for that."""
     operations, (_, least) = kinds(fabric), SIZES[fabric.torch_device.type]
@@ -167,6 +170,7 @@ def _measured(
         before, visits = first, visits - len(measured)
     else:
         before = each_alone(most)
+    sizes = {name: size_of(fabric, name, most) for name in measured}
     for busy_name in dict.fromkeys(pair[1] for pair in wanted):
         busy = Busy(fabric, operations[busy_name](fabric, busy=True), size_of(fabric, busy_name, most))
         for pair in wanted:
@@ -182,21 +186,20 @@ def _measured(
                 busy.stop()
                 visits -= 1
         busy.operation.close()
+        so_far(_rows(sizes, fabric, before, beside))
     after = each_alone(most)
     alone = {name: before[name] + after[name] for name in measured}
     for operation in measured.values():
         operation.close()
-    everyone: list = [None] * fabric.world_size
+    return _rows(sizes, fabric, alone, beside)
+
+
+def _rows(sizes: dict[str, int], fabric: Fabric, alone: dict, beside: dict) -> list[dict]:
+    """The table's rows of the pairs that were measured, of what this rank measured alone and beside. Collective."""
+    rows, everyone = [], list[tuple[dict, dict]]([({}, {})] * fabric.world_size)
     dist.all_gather_object(everyone, (alone, beside))
-    sizes = {name: size_of(fabric, name, most) for name in measured}
-    return _rows(sizes, fabric.options, everyone, list(beside))
-
-
-def _rows(sizes: dict[str, int], options: Options, everyone: list, pairs: list[tuple[str, str]]) -> list[dict]:
-    """The table's rows of the pairs that were measured; ``everyone``: what every rank measured alone and beside."""
-    rows = []
-    for measured, busy in pairs:
-        us, slowdown = slowed((measured, busy), options, everyone)
+    for measured, busy in beside:
+        us, slowdown = slowed((measured, busy), fabric.options, everyone)
         row = {"measured": measured, "busy": busy, "size_bytes": sizes[measured], "p50_us": us, "slowdown": slowdown}
         rows.append(row)
     return rows

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 
 import torch
@@ -192,19 +192,24 @@ class Measurement:
 
     def finish(self, so_far: Callable[[dict], None]) -> dict | None:
         """Measure the rest of compute, and contention; the result on rank 0, None on the other ranks."""
-        fabric, found = self.fabric, {"compute": {}, "host_memory": None, "contention": []}
+        fabric, found = self.fabric, {"compute": {}, "host_memory": None}
         if self.compute_rounds is not None:
             for part in range(self.compute_taken, PASSES):
                 if not fabric.agree(int(monotonic() > self.end)):
                     self.compute_rounds.take(part)
             found["compute"] = self.compute_rounds.result()
         registered = self._free()
-        stages = {"host_memory": self._host_memory} if "host_memory" in fabric.options.links else {}
-        for name, measured in (stages | {"contention": self._contention}).items():
-            result = self._result(found, registered)
+
+        def hand_on(rows: Sequence[dict] = ()) -> None:
+            result = self._result(found | {"contention": list(rows)}, registered)
             if result is not None:
                 so_far(result)
-            found[name] = measured()
+
+        hand_on()
+        if "host_memory" in fabric.options.links:
+            found["host_memory"] = self._host_memory()
+            hand_on()
+        found["contention"] = self._contention(hand_on)
         return self._result(found, registered)
 
     def _free(self) -> int:
@@ -221,7 +226,7 @@ class Measurement:
         self._say("host_memory")
         return host_memory_rate.measure(self.fabric, self.fabric.options.seconds * MEMORY_SHARE)
 
-    def _contention(self) -> list[dict]:
+    def _contention(self, so_far: Callable[[Sequence[dict]], None]) -> list[dict]:
         self._say("contention, each link alone")
 
         def beside(pair: tuple[str, str]) -> None:
@@ -230,7 +235,7 @@ class Measurement:
         begun = monotonic()
         # As long as the curves have left for it.
         seconds = min(self.contention_seconds, self.end - begun)
-        rows = contention.run(self.fabric, self.pairs, seconds, beside, self._expected_us)
+        rows = contention.run(self.fabric, self.pairs, seconds, beside, self._expected_us, so_far)
         self.spent["contention"] = monotonic() - begun
         self.done += len(self.pairs)
         return rows
