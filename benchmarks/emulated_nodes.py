@@ -4,12 +4,16 @@ A node is a network namespace with one interface, ``net0``; its other end hangs 
 namespace of its own, so that no interface or address outside these namespaces is touched. The
 kernel's token bucket (``tc tbf``, see tc-tbf(8)) shapes both directions of every link: bytes take
 time on it, and no processor. Ranks of one node reach each other over its loopback, unshaped.
+
+``emulated_nodes.py COMMAND...`` runs a rank's command inside its node, and ``emulated_nodes.py SCRIPT.py ...`` a script
+in this process, which so finds imported what a launcher has imported before it forked this rank.
 """
 
 import ctypes
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -75,7 +79,7 @@ class Nodes:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
 
     def environment(self, ranks_per_node: int) -> dict[str, str]:
-        """Variables for ``enter_node.py`` and the ranks that it becomes."""
+        """Variables for this file as a program, and the ranks that it becomes."""
         return {
             "EMULATED_NODES": ",".join(self.names),
             "EMULATED_PER_NODE": str(ranks_per_node),
@@ -146,23 +150,8 @@ def _shape(namespace: str, interface: str, gbit_s: float) -> None:
     _run("ip", "-n", namespace, "link", "set", "dev", interface, "gso_max_size", str(segment))
     limit = max(int(gbit_s * 1e9 / 8 / 20), 4_000_000)
     rate = f"{int(gbit_s * 1e6)}kbit"
-    _run(
-        "tc",
-        "-n",
-        namespace,
-        "qdisc",
-        "add",
-        "dev",
-        interface,
-        "root",
-        "tbf",
-        "rate",
-        rate,
-        "burst",
-        str(bucket),
-        "limit",
-        str(limit),
-    )
+    tbf = f"root tbf rate {rate} burst {bucket} limit {limit}"
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, *tbf.split())
 
 
 def _run(*command: str) -> str:
@@ -171,3 +160,34 @@ def _run(*command: str) -> str:
         message = (done.stderr.strip().splitlines() or ["failed"])[0]
         raise InputError(message, field="command", value=" ".join(command))
     return done.stdout
+
+
+def main() -> None:
+    """Become a rank's command inside its node, which follows from RANK, as on a cluster: signals and exit codes pass
+    unchanged.
+
+    The launcher starts this once a rank, with the variables of ``Nodes.environment``. Where there are as many
+    processors as nodes each node has its own; else all share all of them, which the measurement sees and the cost
+    table says.
+    """
+    rank, per_node = int(os.environ["RANK"]), int(os.environ["EMULATED_PER_NODE"])
+    nodes, node = os.environ["EMULATED_NODES"].split(","), rank // per_node
+    enter(nodes[node])
+    every = sorted(os.sched_getaffinity(0))
+    own = every[node :: len(nodes)] if len(every) >= len(nodes) else every
+    os.sched_setaffinity(0, own)
+    os.environ |= {
+        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "MASTER_ADDR": os.environ["EMULATED_MASTER"],
+    }
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 makes the store, inside its node
+    if sys.argv[1].endswith(".py"):
+        sys.argv = sys.argv[1:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        os.execvp(sys.argv[1], sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

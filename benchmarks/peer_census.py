@@ -109,12 +109,19 @@ def _tensors(objects: Iterable) -> Iterator[torch.Tensor]:
     return (thing for thing in objects if issubclass(type(thing), torch.Tensor))
 
 
+def _local(tensor: DTensor) -> torch.Tensor | None:
+    try:
+        return tensor.to_local()
+    except AttributeError:  # Megatron-FSDP's, of which this rank has nothing
+        return None
+
+
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Bytes by storage, without those of activations."""
     found: dict[int, int] = {}
     for tensor in tensors:
         for one in (tensor, tensor.grad if tensor.is_leaf else None):
-            one = one.to_local() if isinstance(one, DTensor) else one
+            one = _local(one) if isinstance(one, DTensor) else one
             if one is not None and one.grad_fn is None and one.device.type == "cpu" and one.layout == torch.strided:
                 storage = one.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()

@@ -21,8 +21,6 @@ import deepspeed_zero3
 
 
 class DeepSpeed(Peer):
-    ways = ("zero3", "offload")
-
     def __init__(self, args, way, config, chunks):
         super().__init__(args, way, config, chunks)
         (model,) = chunks
@@ -64,4 +62,4 @@ class DeepSpeed(Peer):
 
 
 if __name__ == "__main__":
-    main(DeepSpeed)
+    main({"zero3": DeepSpeed, "offload": DeepSpeed})

@@ -1,11 +1,14 @@
 """Data-parallel ranks of one model: its cost table, plans within limits of device memory, and training. Part of
 peers.py.
 
-Every training run, ours or a peer's, is one launch of all ranks with a log of its own.
+Every training run, ours or a peer's, is one launch of all ranks with a log of its own. DeepSpeed lies in a folder of
+its own, runs/peers-packages, with .venv's torch: nothing is put into .venv, and no dependency is resolved, so no other
+torch can come along.
 """
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +28,8 @@ from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload.workload import Limits, Workload
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ROOT / "runs" / "peers-packages"
+REQUIREMENTS = Path(__file__).with_name("peer_requirements.txt")
 WORLD, PER_NODE = 4, 2
 WAYS = ((1, False), (2, False), (2, True), (3, True))
 """Zero stage, and whether the optimizer is on the host: the first that fits is planned."""
@@ -71,7 +76,7 @@ class Layout:
         launcher = ["megatron_ext.launch.launcher", "--nproc-per-node", str(WORLD)]
         if self.nodes is None:
             return self.run(name, [*launcher, "--fork", *command], environment)
-        enter = ["benchmarks/enter_node.py", sys.executable]
+        enter = ["benchmarks/emulated_nodes.py", sys.executable]
         return self.run(name, [*launcher, *enter, *command], self.nodes.environment(PER_NODE) | (environment or {}))
 
     def run(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> None:
@@ -182,3 +187,31 @@ def reason(log: str, code: int) -> str:
     lines = [line.split("]:", 1)[-1].strip() for line in log.splitlines()]
     errors = [line for line in lines if "Error" in line.split(":")[0] and ":" in line]
     return (errors or [line for line in lines if line] or [f"exit code {code}"])[-1][:200]
+
+
+def install_deepspeed() -> Path:
+    """The folder for PYTHONPATH, filled if it is not what peer_requirements.txt asks for.
+
+    Raises:
+        RuntimeError: pip failed; the end of what it said is in the message.
+    """
+    stamp = PACKAGES / ".requirements"
+    if not stamp.exists() or stamp.read_text() != REQUIREMENTS.read_text():
+        shutil.rmtree(PACKAGES, ignore_errors=True)
+        options = "--quiet --no-deps --no-build-isolation --disable-pip-version-check".split()
+        command = [sys.executable, "-m", "pip", "install", *options, "--target", str(PACKAGES), "-r", str(REQUIREMENTS)]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DS_BUILD_OPS": "0"}, cwd=ROOT)
+        if done.returncode:
+            lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
+            said = next((line for line in lines if "ERROR" in line), lines[-1])
+            raise RuntimeError(f"DeepSpeed cannot be installed: {said}")
+        stamp.write_text(REQUIREMENTS.read_text())
+    return PACKAGES
+
+
+def deepspeed_environment() -> dict[str, str]:
+    """Variables with which a rank finds the packages, and builds what DeepSpeed builds under runs/."""
+    return {
+        "PYTHONPATH": f"{ROOT / '.megatron'}{os.pathsep}{install_deepspeed()}",
+        "TORCH_EXTENSIONS_DIR": str(ROOT / "runs" / "peers-extensions"),
+    }

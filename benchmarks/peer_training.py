@@ -1,7 +1,7 @@
 """The training that every peer does: the main job's GPT, initial values, samples and optimizer.
 
 A peer is a script of its own, started once a rank, which takes the options of
-examples/pretrain_gpt_hybrid.py, ``--way`` of its own, and writes the same kind of metrics file:
+examples/pretrain_gpt_hybrid.py behind a way of its own, and writes the same kind of metrics file:
 per iteration the loss, the gradient norm and the time; and what a rank held in an iteration more, see peer_census.py.
 """
 
@@ -29,9 +29,7 @@ FIGURES = ("loss", "grad_norm", "iteration_us")
 
 
 class Peer(ABC):
-    """What a peer must offer. ``ways``: values of ``--way``."""
-
-    ways: tuple[str, ...] = ()
+    """What a peer must offer."""
 
     def __init__(self, args, way: str, config, chunks):
         self.args, self.way, self.config, self.chunks = args, way, config, chunks
@@ -105,10 +103,9 @@ def merge(everybody: list[dict]) -> dict:
     return merged
 
 
-def main(make_peer) -> None:
-    """Run one rank of a peer and leave; ``make_peer`` is its class."""
+def main(ways: dict[str, type[Peer]]) -> None:
+    """Run one rank of a peer and leave; ``ways``: the class by the first argument."""
     way = sys.argv.pop(1)
-    assert way in make_peer.ways, f"{way!r} is none of {make_peer.ways}"
     args = job.parse_args()
     gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
     corpus.check(args.data_path, args.seq_length, args.vocab_size)
@@ -118,7 +115,7 @@ def main(make_peer) -> None:
     initialize_by_name(chunks, args.seed)
     for chunk in chunks:
         chunk.train()
-    peer = make_peer(args, way, config, chunks)
+    peer = ways[way](args, way, config, chunks)
     metrics = train(peer, args, job.build_datasets(args)[0])
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, metrics)

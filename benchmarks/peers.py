@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import machine
-import peer_packages
 from emulated_nodes import Nodes
 from measuring import CORPUS, add_model_options
-from peer_layouts import PER_NODE, ROOT, WORLD, Layout
+from peer_layouts import PER_NODE, REQUIREMENTS, ROOT, WORLD, Layout, deepspeed_environment
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -54,14 +53,14 @@ SYSTEMS = {
     "ours-50": System("ours, within 50 %", "ours", 50),
     "ours-25": System("ours, within 25 %", "ours", 25),
     "ours-least": System("ours, the least", "ours", 0),
-    "fsdp2-reshard": System("FSDP2, one reduce an iteration", "FSDP2", None, ("peer_fsdp2.py", "reshard")),
-    "fsdp2-every": System("FSDP2", "FSDP2", None, ("peer_fsdp2.py", "every")),
-    "fsdp2-offload": System("FSDP2, CPUOffloadPolicy", "FSDP2, offload", None, ("peer_fsdp2.py", "offload")),
+    "fsdp2-reshard": System("FSDP2, one reduce an iteration", "FSDP2", None, ("peer_fsdp.py", "reshard")),
+    "fsdp2-every": System("FSDP2", "FSDP2", None, ("peer_fsdp.py", "every")),
+    "fsdp2-offload": System("FSDP2, CPUOffloadPolicy", "FSDP2, offload", None, ("peer_fsdp.py", "offload")),
     "deepspeed": System("DeepSpeed ZeRO-3", "DeepSpeed", None, ("peer_deepspeed.py", "zero3")),
     "deepspeed-offload": System(
         "DeepSpeed ZeRO-3, offload", "DeepSpeed, offload", None, ("peer_deepspeed.py", "offload")
     ),
-    "megatron-fsdp": System("Megatron-FSDP", "Megatron-FSDP", None, ("peer_megatron_fsdp.py", "optim_grads_params")),
+    "megatron-fsdp": System("Megatron-FSDP", "Megatron-FSDP", None, ("peer_fsdp.py", "optim_grads_params")),
 }
 
 
@@ -69,7 +68,7 @@ def train(layout: Layout, name: str, microbatches: int, plans: dict) -> dict:
     system, run = SYSTEMS[name], f"{name}-{microbatches}"
     if system.command:
         script, way = system.command
-        environment = peer_packages.environment() if name.startswith("deepspeed") else None
+        environment = deepspeed_environment() if name.startswith("deepspeed") else None
         return layout.train(run, [f"benchmarks/{script}", way], microbatches, environment=environment)
     more: tuple[str, ...] = ()
     if system.ours:
@@ -197,7 +196,7 @@ def main() -> int:
         rows, failed, load = run(args, Layout(args, folder, nodes), bar)
     about = {
         "load_most": load,
-        "peer_packages": peer_packages.REQUIREMENTS.read_text().splitlines()[1:],
+        "peer_packages": REQUIREMENTS.read_text().splitlines()[1:],
         "megatron_core": megatron_core,
     }
     options = {key: value for key, value in vars(args).items() if key not in ("out", "keep")}

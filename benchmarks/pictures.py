@@ -292,21 +292,8 @@ def simulated_clusters(result: dict):
     return figure
 
 
-KINDS = (
-    *(
-        main_job,
-        hot_path,
-        planner_suite,
-        fit_truth,
-        fit_trained,
-        verdict_truth,
-        parity,
-        robustness,
-        strict_device,
-        gpu_offload,
-    ),
-    *(peers, delayed_update, simulated_clusters),
-)
+KINDS = (main_job, hot_path, planner_suite, fit_truth, fit_trained, verdict_truth, parity, robustness, strict_device)
+KINDS += (gpu_offload, peers, delayed_update, simulated_clusters)
 PICTURES = {function.__name__: function for function in KINDS}
 
 

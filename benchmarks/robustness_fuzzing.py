@@ -33,6 +33,9 @@ from megatron_ext.formats.errors import InputError
 LONGEST_SECONDS = 30.0
 """Of processor time, so that other programs make no input seem slow."""
 
+ROOMS = ("cost", "schedule", "workload", "simulator", "planner", "bounds", "report")
+"""Whose lines guide atheris."""
+
 MOST_BYTES = 4 << 30
 """Address space that one input may take beyond what the program has when it begins."""
 
@@ -134,15 +137,7 @@ def by_atheris(tried: Tried, examples: int, seconds: float) -> None:
 
     with atheris.instrument_imports(include=["megatron_ext"], enable_loader_override=False):
         for module in pkgutil.walk_packages(megatron_ext.__path__, "megatron_ext."):
-            if module.name.split(".")[1] in (
-                "cost",
-                "schedule",
-                "workload",
-                "simulator",
-                "planner",
-                "bounds",
-                "report",
-            ):
+            if module.name.split(".")[1] in ROOMS:
                 importlib.import_module(module.name)
     corpus = tempfile.mkdtemp(dir=tried.folder)
     for number, data in enumerate(tried.kind.seeds):

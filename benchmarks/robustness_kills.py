@@ -11,8 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from emulated_nodes import Nodes
-from robustness_cases import ITERATIONS, SAVE_EVERY, SETUPS, Case, differences, drawn, nodes_of, result, resumed, start
-from robustness_jobs import Job
+from robustness_jobs import (
+    ITERATIONS,
+    SAVE_EVERY,
+    SETUPS,
+    Case,
+    Job,
+    differences,
+    drawn,
+    nodes_of,
+    result,
+    resumed,
+    start,
+)
 
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSEGV", "SIGSTOP")
 GBIT = 5.0

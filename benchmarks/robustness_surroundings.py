@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from emulated_nodes import INTERFACE
-from robustness_cases import Case, differences, drawn, nodes_of, result, resumed, start
-from robustness_jobs import Job
+from robustness_jobs import Case, Job, differences, drawn, nodes_of, result, resumed, start
 from robustness_kills import nodes_or_none
 
 STEP_TIMEOUT = 5

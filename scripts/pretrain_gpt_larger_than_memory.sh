@@ -118,5 +118,5 @@ say "stock Megatron, optimizer on the host as in the plan: $ended"
 for index in "${!model[@]}"; do [ "${model[$index]}" != --optimizer-cpu-offload ] || unset "model[$index]"; done
 under_limit examples/pretrain_gpt_hybrid.py && outcome=$ended || outcome=$trains
 say "stock Megatron, optimizer on the device: $outcome"
-under_limit benchmarks/peer_fsdp2.py offload && outcome=$ended || outcome=$trains
+under_limit benchmarks/peer_fsdp.py offload && outcome=$ended || outcome=$trains
 say "FSDP2 with CPU offload: $outcome"

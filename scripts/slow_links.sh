@@ -4,7 +4,7 @@
 # A rehearsal of a machine with slow links on one without GPUs. The command gets a network of its own, which reaches
 # nothing outside: a loopback whose rate the kernel bounds (tc-tbf(8)), for what all ranks send each other together.
 # That needs root or user namespaces, and iproute2. HOST_LINK and DRIVE are rates of each rank, see
-# benchmarks/slow_links.py.
+# scripts/slow_links.py.
 set -euo pipefail
 if [ "$1" = --inside ]; then
     ip link set lo up

@@ -9,7 +9,7 @@ import pytest
 
 ROOT_DIR = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT_DIR / "tests" / "helpers"), str(ROOT_DIR / "examples")]
-sys.path.append(str(ROOT_DIR / "benchmarks"))  # behind the helpers: strict_device.py is the name of a file of each
+sys.path += [str(ROOT_DIR / "benchmarks"), str(ROOT_DIR / "scripts")]  # last: strict_device.py is in helpers too
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before anything looks for a device: the same tests on every machine
 

@@ -1,5 +1,5 @@
 """Python imports this as it starts, where its directory is on the path: the product gets the faults (``faults.py``) and
-the slow links (``benchmarks/slow_links.py``) that the environment asks for, as its modules are imported."""
+the slow links (``scripts/slow_links.py``) that the environment asks for, as its modules are imported."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 HELPERS = Path(__file__).parents[1]
-FAULTS, SLOW_LINKS = HELPERS / "faults.py", HELPERS.parents[1] / "benchmarks" / "slow_links.py"
+FAULTS, SLOW_LINKS = HELPERS / "faults.py", HELPERS.parents[1] / "scripts" / "slow_links.py"
 
 
 def load(path: Path):

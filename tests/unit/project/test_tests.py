@@ -14,7 +14,7 @@ UNIT_FILES = sorted((TESTS / "unit").rglob("test_*.py"))
 TIERS = {"unit", "distributed", "end_to_end", "nightly"}
 USING_THE_PACKAGE = ("benchmarks", "examples", "scripts")
 """A benchmark that reaches for a private member breaks, unseen, when that is renamed."""
-BESIDE_THE_PACKAGE = ("benchmarks", "examples")
+BESIDE_THE_PACKAGE = ("benchmarks", "examples", "scripts")
 """Directories of the project whose files have unit tests too."""
 
 
