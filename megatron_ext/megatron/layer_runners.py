@@ -7,7 +7,7 @@ samples; a training script whose own thread reads them passes ``read_batches`` (
 
 import torch
 
-from megatron_ext.megatron import cpu_compat
+from megatron_ext.cpubench import cpu_compat
 
 cpu_compat.install()
 

@@ -7,7 +7,7 @@ import threading
 FRAMES = 8
 """Of each stack, the innermost so many are said."""
 
-LEFT_OUT = ("/tests/helpers/", "/site-packages/torch/", "/threading.py", "/cpu_compat.py")
+LEFT_OUT = ("/tests/helpers/", "/site-packages/torch/", "/threading.py", "/megatron_ext/cpubench/")
 """Files whose frames say nothing of the code under test."""
 
 

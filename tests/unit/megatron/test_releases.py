@@ -13,7 +13,7 @@ ROWS = [
     for line in releases.__doc__.splitlines()
     if re.match(r"\| 0\.", line)
 ]
-FILES = [path for path in sorted(ROOM.glob("*.py")) if path.name not in ("releases.py", "cpu_compat.py")]
+FILES = [path for path in sorted(ROOM.glob("*.py")) if path.name != "releases.py"]
 QUESTIONS = r"\bhasattr\(|inspect\.signature|package_info|core\.__version__|\b(up to|since|from|before) 0\.\d+"
 PROBES = re.compile(QUESTIONS, re.IGNORECASE)
 NOT_OF_A_RELEASE = {

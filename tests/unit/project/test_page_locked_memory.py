@@ -13,8 +13,8 @@ LOCKS = {"host_tensor", "pin", "page_locked", "pin_memory", "cudaHostRegister"}
 MADE_OF = {"device.py", "page_locked.py"}
 """Where memory is locked for all others."""
 
-STANDS_IN = {"cpu_compat.py", "copies.py"}
-"""In which no memory is locked: it stands in for torch, or asks host_pool.py."""
+STANDS_IN = {"copies.py"}
+"""In which no memory is locked: it asks host_pool.py."""
 
 
 def locking(text: str) -> bool:

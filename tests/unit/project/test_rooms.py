@@ -22,20 +22,17 @@ FLOORS = {
     "simulator": 4,
     "cost": 3,
     "schedule": 3,
+    "launch": 3,
     "workload": 2,
     "checkout": 2,
-    "launch": 2,
+    "cpubench": 2,
     "formats": 1,
-    "cpubench": 1,
 }
 WITHOUT_TORCH = {"workload", "formats", "cost", "schedule", "simulator", "bounds", "planner"}
 MAX_FUNCTION_LINES = 60
 MAX_LINES = 31_281
 """Of code in the product, launcher and boards included. A feature that needs more raises it, with what it adds in the
 same change."""
-
-BENCH_FILES = {"cpu_compat.py"}
-"""Files of the CPU test bench in rooms of the product."""
 
 SHARED_NAMES = {"__init__.py", "__main__.py"}
 
@@ -77,7 +74,7 @@ def test_a_file_imports_rooms_below_its_own_only(path):
             assert FLOORS[parts[1]] < FLOORS[own], f"{own} (floor {FLOORS[own]}) imports {name}"
         if own in WITHOUT_TORCH:
             assert parts[0] not in ("torch", "megatron"), name
-        if own != "megatron":
+        if own not in ("megatron", "cpubench"):
             assert parts[0] != "megatron", name
 
 
@@ -134,8 +131,8 @@ def code_lines(path: Path) -> int:
 
 
 def test_the_product_stays_small():
-    """Lines of code as :func:`code_lines` counts them, without the rooms and files of the CPU test bench."""
-    product = [path for path in FILES if path.name not in BENCH_FILES and PACKAGE / "cpubench" not in path.parents]
+    """Lines of code as :func:`code_lines` counts them, without the CPU test bench."""
+    product = [path for path in FILES if PACKAGE / "cpubench" not in path.parents]
     assert sum(map(code_lines, product)) <= MAX_LINES
 
 
