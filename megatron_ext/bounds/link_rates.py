@@ -64,13 +64,14 @@ class LinkRates:
         self.excess |= {("publish", a): self._least_excess((PUBLISH,), _kinds(a)) for a in self.routes}
         self.excess |= {(a, "publish"): self._least_excess(_kinds(a), (PUBLISH,)) for a in self.routes}
         self.slows_compute = {
-            route: min(timing.least_excess(COMPUTE, kind) for kind in _kinds(route)) for route in self.routes
+            route: min(timing.disturbance.least_excess(COMPUTE, kind) for kind in _kinds(route))
+            for route in self.routes
         }
         self.best_rates = {route: max(size / us for size, us in self.curves[route]) for route in self.routes}
         self.best_rate = self._together(self.best_rates) if self.routes else 0.0
 
     def _least_excess(self, measured: tuple[int, ...], busy: tuple[int, ...]) -> float:
-        return min(self.timing.least_excess(a, b) for a in measured for b in busy)
+        return min(self.timing.disturbance.least_excess(a, b) for a in measured for b in busy)
 
     def _sets(self):
         """Sets of links that can be busy at once: ``cpu`` and ``nvme`` end on the same PCIe link."""

@@ -1,6 +1,6 @@
 """Where each hook belongs, described by the syntax tree and by nothing else.
 
-A place is a gap between two statements of one body. It is found in the text *without*
+A place is a gap (``gaps.py``). It is found in the text *without*
 our lines, so the same code places a hook (``place_hooks.py``, ``scripts/make_patches.py``) and
 judges where a hook line stands (``verify.py``). A finder proves that its place is the only one of
 its form, that control reaches it, that the names the hook uses are bound there, and that it comes
@@ -10,17 +10,15 @@ before or after the calls whose order matters.
 import ast
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from megatron_ext.checkout.gaps import Gap, check_above, check_below, check_names, check_reached, gap_after, gap_before
 from megatron_ext.checkout.hook_table import Hook, hooks_of
 from megatron_ext.checkout.syntax import (
     FunctionNode,
     PlaceError,
     assigned_name,
     assigned_value,
-    bodies,
     calls,
-    end_line,
     function_named,
     is_not_none,
     method_named,
@@ -31,25 +29,6 @@ from megatron_ext.checkout.syntax import (
     statement_where,
     tests_attribute,
 )
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Where one hook line may stand, in line numbers of the text without our lines.
-
-    Attributes:
-        hook: the hook.
-        line: the line to insert, indented, without a line end.
-        first: smallest number of the line it may follow (the statement before ends there).
-        last: largest number of the line it may follow (the statement after begins on the next).
-        chosen: the line our own patches insert it after.
-    """
-
-    hook: Hook
-    line: str
-    first: int
-    last: int
-    chosen: int
 
 
 def find_gaps(file: str, text: str) -> list[Gap]:
@@ -74,103 +53,6 @@ def find_gaps(file: str, text: str) -> list[Gap]:
     return gaps
 
 
-# --- gaps ---------------------------------------------------------------------------------
-
-
-def _first_line(statement: ast.stmt) -> int:
-    decorators = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(d.lineno for d in decorators)])
-
-
-def _gap_before(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:
-    """The gap in front of ``body[index]``; our patches go above its comment, if it has one."""
-    statement = body[index]
-    last = _first_line(statement) - 1
-    chosen = last
-    while chosen > 0 and lines[chosen - 1].strip().startswith("#"):
-        chosen -= 1
-    first = end_line(body[index - 1]) if index else last
-    while not index and first > 0 and (not lines[first - 1].strip() or lines[first - 1].strip().startswith("#")):
-        first -= 1
-    return _gap(hook, statement, (first, last, max(first, chosen)), lines, **names)
-
-
-def _gap_after(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:
-    """The gap behind ``body[index]``; our patches go directly below it."""
-    statement = body[index]
-    first = last = end_line(statement)
-    # What follows may be blank lines and comments only, up to the next line of code.
-    while last < len(lines) and (not lines[last].strip() or lines[last].strip().startswith("#")):
-        last += 1
-    return _gap(hook, statement, (first, last, first), lines, **names)
-
-
-def _gap(hook: Hook, beside: ast.stmt, bounds: tuple[int, int, int], lines: list[str], **names) -> Gap:
-    text = lines[_first_line(beside) - 1]
-    indentation = text[: len(text) - len(text.lstrip())]
-    if len(indentation) != beside.col_offset:
-        raise PlaceError(f"line {beside.lineno} holds several statements")
-    return Gap(hook, indentation + hook.line(**names), *bounds)
-
-
-# --- proofs -------------------------------------------------------------------------------
-
-
-def _check_reached(function: FunctionNode, gap: Gap) -> None:
-    """Control comes to the gap whenever the function ends without an exception."""
-    for node in own_nodes(function):
-        if isinstance(node, ast.Return) and node.lineno <= gap.first:
-            raise PlaceError(f"{function.name} may return at line {node.lineno}, before the hook is reached")
-    for body in bodies(function):
-        for index, statement in enumerate(body):
-            leaves = isinstance(statement, (ast.Raise, ast.Continue, ast.Break)) and index + 1 < len(body)
-            if leaves and statement.lineno <= gap.first < end_line(body[-1]):
-                raise PlaceError(f"the hook is never reached, because of line {statement.lineno}")
-
-
-def _check_above(gap: Gap, lines: list[int], what: str) -> None:
-    """The hook comes before all of ``lines``."""
-    if lines and min(lines) <= gap.last:
-        raise PlaceError(f"{what} at line {min(lines)}, before the hook")
-
-
-def _check_below(gap: Gap, lines: list[int], what: str) -> None:
-    """The hook comes after all of ``lines``."""
-    if lines and max(lines) > gap.first:
-        raise PlaceError(f"{what} at line {max(lines)}, after the hook")
-
-
-def _check_names(functions: list[FunctionNode], gap_line: int, needed: set[str], rebound: set[str]) -> None:
-    """Names mean at the hook what the hook takes them to mean.
-
-    ``needed`` must be bound in ``functions`` (outermost first) above the hook. ``rebound`` are
-    the names the hook line binds itself: a use of one above the hook would turn from a
-    global into an unbound local, and ``hooks`` or ``gather_schedule`` must not be used at all.
-    """
-    outer, inner = functions[0], functions[-1]
-    bound = set()
-    for function in functions:
-        bound |= parameters(function)
-        for node in ast.walk(function):
-            if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Store):
-                continue
-            if node.lineno <= gap_line or function is not inner:
-                bound.add(node.id)
-    for name in sorted(needed - bound):
-        raise PlaceError(f"no variable {name} in {span(inner)}")
-    for node in ast.walk(outer):
-        name = node.id if isinstance(node, ast.Name) else getattr(node, "arg", None)
-        if not isinstance(node, (ast.Name, ast.arg)):
-            continue
-        if isinstance(node, ast.Name) and name in rebound and node.lineno <= gap_line:
-            raise PlaceError(f"{name} is used at line {node.lineno} of {outer.name}, before the hook")
-        if name in ("hooks", "gather_schedule"):
-            raise PlaceError(f"{outer.name} has a variable {name} of its own, line {node.lineno}")
-
-
-# --- one finder a hook --------------------------------------------------------------------
-
-
 def _pretrain_start(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     def imports(statement: ast.stmt) -> bool:
         """Whether it imports torch or a module of Megatron when the script starts."""
@@ -187,7 +69,7 @@ def _pretrain_start(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     found = [index for index, statement in enumerate(tree.body) if imports(statement)]
     if not found:
         raise PlaceError("the script imports neither torch nor megatron")
-    return _gap_before(hook, tree.body, found[0], lines)
+    return gap_before(hook, tree.body, found[0], lines)
 
 
 def _arguments_add(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
@@ -200,10 +82,10 @@ def _arguments_add(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
         return "extra_args_provider" in tested and assigned_name(s.body[-1]) == "parser"
 
     body, index = statement_where(function, applies_provider, "`parser = extra_args_provider(parser)` in an `if`")
-    gap = _gap_after(hook, body, index, lines)
-    _check_reached(function, gap)
-    _check_above(gap, calls(function, "parse_args", "parse_known_args"), "the options are parsed")
-    _check_names([function], gap.chosen, {"parser"}, set())
+    gap = gap_after(hook, body, index, lines)
+    check_reached(function, gap)
+    check_above(gap, calls(function, "parse_args", "parse_known_args"), "the options are parsed")
+    check_names([function], gap.chosen, {"parser"}, set())
     return gap
 
 
@@ -216,11 +98,11 @@ def _training_setup(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     body, index = statement_where(
         function, sets_param_sync, "`if args.overlap_param_gather and args.align_param_gather`"
     )
-    gap = _gap_before(hook, body, index, lines)
-    _check_reached(function, gap)
+    gap = gap_before(hook, body, index, lines)
+    check_reached(function, gap)
     loops = [node.lineno for node in own_nodes(function) if isinstance(node, ast.While)]
-    _check_above(gap, loops, "the loop of train begins")
-    _check_names([function], gap.chosen, {"args", "model", "optimizer", "config"}, set())
+    check_above(gap, loops, "the loop of train begins")
+    check_names([function], gap.chosen, {"args", "model", "optimizer", "config"}, set())
     return gap
 
 
@@ -237,10 +119,10 @@ def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
     # A training that a limit or a signal has ended leaves the process in front of the return.
     leaving = [i for i in range(loops[-1] + 1, len(body)) if exits(body[i])]
-    gap = _gap_before(hook, body, leaving[0] if leaving else len(body) - 1, lines)
-    _check_reached(function, gap)
-    _check_above(gap, calls(function, "exit", "_exit"), "train leaves the process")
-    _check_names([function], gap.chosen, set(), set())
+    gap = gap_before(hook, body, leaving[0] if leaving else len(body) - 1, lines)
+    check_reached(function, gap)
+    check_above(gap, calls(function, "exit", "_exit"), "train leaves the process")
+    check_names([function], gap.chosen, set(), set())
     return gap
 
 
@@ -261,9 +143,9 @@ def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
             f"{span(function)} does not end with `{attribute} = ...` (line {body[index].lineno}) "
             f"but with the statement at line {function.body[-1].lineno}"
         )
-    gap = _gap_after(hook, body, index, lines)
-    _check_reached(function, gap)
-    _check_names([function], gap.chosen, {"self"}, set())
+    gap = gap_after(hook, body, index, lines)
+    check_reached(function, gap)
+    check_names([function], gap.chosen, {"self"}, set())
     return gap
 
 
@@ -297,10 +179,10 @@ def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) ->
 
     wanted = "`update_successful = super().step_with_ready_grads()`"
     body, index = _unconditional(function, parents_step, wanted)
-    gap = _gap_after(hook, body, index, lines)
-    _check_reached(function, gap)
-    _check_above(gap, calls(function, "start_param_sync"), "the parameters are gathered")
-    _check_names([function], gap.chosen, {"self", "update_successful"}, set())
+    gap = gap_after(hook, body, index, lines)
+    check_reached(function, gap)
+    check_above(gap, calls(function, "start_param_sync"), "the parameters are gathered")
+    check_names([function], gap.chosen, {"self", "update_successful"}, set())
     return gap
 
 
@@ -316,11 +198,11 @@ def _interleaved_begin(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
     wanted = "`if config.param_sync_func is not None`"
     body, index = _unconditional(function, synchronises_two_chunks, wanted)
-    gap = _gap_before(hook, body, index, lines)
-    _check_reached(function, gap)
-    _check_above(gap, calls(function, "forward_step_helper", "backward_step_helper"), "a step runs")
+    gap = gap_before(hook, body, index, lines)
+    check_reached(function, gap)
+    check_above(gap, calls(function, "forward_step_helper", "backward_step_helper"), "a step runs")
     needed = {"config", "model", "num_microbatches", "forward_only"}
-    _check_names([function], gap.chosen, needed, {"gather_schedule"})
+    check_names([function], gap.chosen, needed, {"gather_schedule"})
     return gap
 
 
@@ -342,18 +224,18 @@ def _helper_gap(hook, tree, lines, part: str, test, what: str, needed: set) -> G
     helper = function_named(outer.body, part, f"{step}_helper", where=span(outer))
     body, index = _unconditional(helper, test, what)
     microbatch = _microbatch_name(helper)
-    gap = _gap_before(hook, body, index, lines, microbatch=microbatch)
-    _check_reached(helper, gap)
+    gap = gap_before(hook, body, index, lines, microbatch=microbatch)
+    check_reached(helper, gap)
     _check_step_order(outer, helper, gap, step, before=side == "preprocess")
     # Only the helper's own names count: the outer function's model_chunk_id is a loop variable.
-    _check_names([helper], gap.chosen, needed | {microbatch}, set())
+    check_names([helper], gap.chosen, needed | {microbatch}, set())
     return gap
 
 
 def _check_step_order(outer: FunctionNode, helper: FunctionNode, gap: Gap, step: str, *, before: bool) -> None:
     """The hook comes before, or after, the call of ``step``, in its helper or in the one that calls it."""
     if lines := calls(helper, step):
-        check = _check_above if before else _check_below
+        check = check_above if before else check_below
         return check(gap, lines, f"{step} is called")
     whole = function_named(outer.body, f"{step}_helper", where=span(outer))
     steps, parts = calls(whole, step), calls(whole, helper.name)
@@ -387,10 +269,10 @@ def _end(function: FunctionNode, hook: Hook, lines: list[str], begin: Gap) -> Ga
     found = [i for i, s in enumerate(function.body) if tests_attribute(s, "config", "finalize_model_grads_func")]
     if not found:
         raise PlaceError(f"no `if config.finalize_model_grads_func` in the body of {span(function)}")
-    gap = _gap_before(hook, function.body, found[-1], lines)
-    _check_below(gap, [begin.last + 1], "the iteration begins")
+    gap = gap_before(hook, function.body, found[-1], lines)
+    check_below(gap, [begin.last + 1], "the iteration begins")
     # An early return between begin and end would leave the iteration open.
-    _check_reached(function, gap)
+    check_reached(function, gap)
     return gap
 
 
@@ -404,11 +286,11 @@ def _plain_begin(name: str):
         # As early as config is known: later releases pick their backward function early, too.
         found = [i for i, s in enumerate(function.body) if assigned_name(s) == "config"]
         index = only(found, "`config = ...`", span(function), [function.body[i].lineno for i in found])
-        gap = _gap_after(hook, function.body, index, lines)
-        _check_reached(function, gap)
+        gap = gap_after(hook, function.body, index, lines)
+        check_reached(function, gap)
         needed = {"config", "model", "num_microbatches", "forward_only"}
         rebound = {"forward_step", "backward_step"}
-        _check_names([function], gap.last, needed, rebound)
+        check_names([function], gap.last, needed, rebound)
         for step in sorted(rebound):
             if not any(isinstance(node, ast.Name) and node.id == step for node in ast.walk(function)):
                 raise PlaceError(f"{span(function)} does not call {step}")

@@ -11,8 +11,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.checkout.gaps import Gap
 from megatron_ext.checkout.hook_table import FILES, FORMER_LINES, LINES, hooks_of
-from megatron_ext.checkout.places import Gap, find_gaps
+from megatron_ext.checkout.places import find_gaps
 from megatron_ext.checkout.syntax import PlaceError
 
 

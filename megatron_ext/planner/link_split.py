@@ -23,8 +23,8 @@ def finish_us(timing: Timing, route: str, size: int, beside: int) -> float:
         return 0.0
     us = timing.fastest_us(route, size)
     kind = _KIND.get(route)
-    if beside and kind is not None and timing.disturbed[kind]:
-        us *= 1.0 + timing.excess(kind, size)[CPU if kind == GPU else GPU]
+    if beside and kind is not None and timing.disturbance.disturbed[kind]:
+        us *= 1.0 + timing.disturbance.excess(kind, size)[CPU if kind == GPU else GPU]
     return us
 
 

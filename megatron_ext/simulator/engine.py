@@ -89,7 +89,8 @@ class Engine:
         self.now = 0.0
         self.events: list[Event] | None = [] if trace else None
         self.group_exposed: dict[int, float] = {}
-        self.messages_disturb = timing.disturbs[P2P]
+        self.disturbance = timing.disturbance
+        self.messages_disturb = self.disturbance.disturbs[P2P]
         self.waiting_for_optimizer = len(self.ranks)
 
     # -- running ----------------------------------------------------------------------------
@@ -293,10 +294,10 @@ class Engine:
 
     def _send(self, sender: RankState, receiver: RankState, slot: int) -> None:
         us, size = self.timing.p2p_us, self.workload.p2p_bytes
-        if self.timing.disturbed[P2P]:
+        if self.disturbance.disturbed[P2P]:
             # A message is short: its slowdown is that of the moment at which it leaves.
             busy = [activity is not None for activity in sender.active]
-            us *= 1.0 + sum(map(mul, self.timing.excess(P2P, size), busy))
+            us *= 1.0 + sum(map(mul, self.disturbance.excess(P2P, size), busy))
         edge = (sender.pp_rank, receiver.pp_rank)
         start = max(self.now, self.edge_free.get(edge, 0.0))
         self.edge_free[edge] = start + us
@@ -346,10 +347,10 @@ class Engine:
         """``speed``: by what else moves bytes in host memory."""
         kind = activity.kind
         rate = speed
-        if self.timing.disturbed[kind]:
+        if self.disturbance.disturbed[kind]:
             slower = 1.0
             active = rank.active
-            for other, excess in enumerate(self.timing.excess(kind, activity.size)):
+            for other, excess in enumerate(self.disturbance.excess(kind, activity.size)):
                 if excess and other != kind and (active[other] is not None or (other == P2P and rank.messages)):
                     slower += excess
             rate /= slower

@@ -3,13 +3,14 @@
 import contextlib
 from typing import Literal, NamedTuple
 
-from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, KINDS, CostTable, Curve, Launches
+from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, CostTable, Curve, Launches
 from megatron_ext.cost.curve import curves_of, has_points
 from megatron_ext.cost.estimates import Costs, curve_named
 from megatron_ext.cost.expert_curves import table_of_experts
 from megatron_ext.cost.gradient_sizes import by_parameter_bytes
 from megatron_ext.cost.table_choices import by_algorithm, host_steps
 from megatron_ext.formats.errors import InputError
+from megatron_ext.simulator.disturbance import Disturbance
 from megatron_ext.workload.nodes import algorithm_of_nodes, crossing_bytes, nodes_spanned
 from megatron_ext.workload.route import kind_of, shard_pieces
 from megatron_ext.workload.workload import Chunk, Workload, expert_ranks
@@ -28,7 +29,7 @@ class LayerTimes(NamedTuple):
 class Timing:
     """Durations of one workload's activities on the machines of one cost table.
 
-    Every duration is what the activity takes alone; :meth:`excess` says what overlapping
+    Every duration is what the activity takes alone; ``disturbance`` says what overlapping
     adds. ``left_out`` names what the table cannot say and the prediction therefore lacks.
 
     Attributes:
@@ -77,15 +78,8 @@ class Timing:
             [name for name in needed if not has_points(getattr(table, name))] if dense is None else dense._left_out
         )
         self._unshard: dict[tuple[str, int, str | None], float] = {}
-        self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
         other_experts = dense is not None or expert_ranks(workload) not in (None, parallel.dp)
-        self._shared = _SHARED_PCIE * table.topology.nic_shares_pcie + _SHARED_LINKS * other_experts
-        rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0} | {*self._shared}
-        self._pairs = [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
-        """By kind and kind beside it: whether the second slows the first."""
-        self.disturbed = tuple(any(pairs) for pairs in self._pairs)
-        """By kind: whether anything slows it at all, so that undisturbed kinds cost no look-ups."""
-        self.disturbs = tuple(any(pairs[kind] for pairs in self._pairs) for kind in range(len(KINDS)))
+        self.disturbance = Disturbance(table, self.costs, other_experts=other_experts)
         self.experts = self
         """Durations of groups of experts."""
         if other_experts and dense is None:
@@ -366,43 +360,6 @@ class Timing:
             piece = min(max(slot_bytes, min(sizes)), max(sizes))
             total += size_bytes / piece * self._estimate(what, piece).us
         return total
-
-    def excess(self, kind: int, size_bytes: int) -> tuple[float, ...]:
-        """By busy kind: the share by which an activity of ``kind`` takes longer beside it.
-
-        Shares add up over busy kinds, which is exact for one fairly shared link. A NIC on
-        the PCIe link of the host copies is such a link: two transfers at once take twice as
-        long each, unless the pair was measured.
-        """
-        key = (kind, size_bytes)
-        found = self._excess.get(key)
-        if found is None:
-            found = self._excess[key] = tuple(
-                self._slowdown(KINDS[kind], busy, size_bytes) - 1.0 if there else 0.0
-                for busy, there in zip(KINDS, self._pairs[kind])
-            )
-        return found
-
-    def least_excess(self, measured: int, busy: int) -> float:
-        """The least excess of ``measured`` beside ``busy`` in any row; 0 where the pair was not measured."""
-        if not self._pairs[measured][busy]:
-            return 0.0
-        names = (KINDS[measured], KINDS[busy])
-        rows = [row.slowdown for row in self.table.contention if (row.measured, row.busy) == names]
-        if not rows:
-            return self.excess(measured, 0)[busy]
-        return max(min(rows) - 1.0, 0.0)
-
-    def _slowdown(self, measured: str, busy: str, size_bytes: int) -> float:
-        slowdown = self.costs.slowdown(measured, busy, size_bytes or None)
-        if slowdown == 1.0 and (measured, busy) in self._shared:
-            return 2.0
-        return slowdown
-
-
-_SHARED_PCIE = (("gpu", "cpu"), ("cpu", "gpu"))
-_SHARED_LINKS = (("gpu", "reduce"), ("reduce", "gpu"))
-"""Of dense groups and of experts: on communicators of their own, hence beside each other, over the same links."""
 
 
 def require(timing: Timing, route: str) -> None:

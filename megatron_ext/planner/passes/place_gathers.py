@@ -314,11 +314,11 @@ class RankPlacement:
         begins, and what the other loses meanwhile."""
         mine, other = (GPU, CPU) if kind_of(route).link == "gpu" else (CPU, GPU)
         overlap = self.link_free.get("cpu" if mine == GPU else "gpu", 0.0) - begin
-        if overlap <= 0 or not (self.timing.disturbed[mine] or self.timing.disturbed[other]):
+        if overlap <= 0 or not (self.timing.disturbance.disturbed[mine] or self.timing.disturbance.disturbed[other]):
             return us, 0.0
-        slower = 1.0 + self.timing.excess(mine, size)[other]
+        slower = 1.0 + self.timing.disturbance.excess(mine, size)[other]
         shared = min(overlap, us * slower)
-        others = self.timing.excess(other, size)[mine]
+        others = self.timing.disturbance.excess(other, size)[mine]
         return us + shared * (1.0 - 1.0 / slower), shared * others / (1.0 + others)
 
 

@@ -1,0 +1,114 @@
+"""A gap between two statements of one body, where a hook line may stand; and proofs about what stands around it."""
+
+import ast
+from dataclasses import dataclass
+
+from megatron_ext.checkout.hook_table import Hook
+from megatron_ext.checkout.syntax import FunctionNode, PlaceError, bodies, end_line, own_nodes, parameters, span
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Where one hook line may stand, in line numbers of the text without our lines.
+
+    Attributes:
+        hook: the hook.
+        line: the line to insert, indented, without a line end.
+        first: smallest number of the line it may follow (the statement before ends there).
+        last: largest number of the line it may follow (the statement after begins on the next).
+        chosen: the line our own patches insert it after.
+    """
+
+    hook: Hook
+    line: str
+    first: int
+    last: int
+    chosen: int
+
+
+def _first_line(statement: ast.stmt) -> int:
+    decorators = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(d.lineno for d in decorators)])
+
+
+def gap_before(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:
+    """The gap in front of ``body[index]``; our patches go above its comment, if it has one."""
+    statement = body[index]
+    last = _first_line(statement) - 1
+    chosen = last
+    while chosen > 0 and lines[chosen - 1].strip().startswith("#"):
+        chosen -= 1
+    first = end_line(body[index - 1]) if index else last
+    while not index and first > 0 and (not lines[first - 1].strip() or lines[first - 1].strip().startswith("#")):
+        first -= 1
+    return _gap(hook, statement, (first, last, max(first, chosen)), lines, **names)
+
+
+def gap_after(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:
+    """The gap behind ``body[index]``; our patches go directly below it."""
+    statement = body[index]
+    first = last = end_line(statement)
+    # What follows may be blank lines and comments only, up to the next line of code.
+    while last < len(lines) and (not lines[last].strip() or lines[last].strip().startswith("#")):
+        last += 1
+    return _gap(hook, statement, (first, last, first), lines, **names)
+
+
+def _gap(hook: Hook, beside: ast.stmt, bounds: tuple[int, int, int], lines: list[str], **names) -> Gap:
+    text = lines[_first_line(beside) - 1]
+    indentation = text[: len(text) - len(text.lstrip())]
+    if len(indentation) != beside.col_offset:
+        raise PlaceError(f"line {beside.lineno} holds several statements")
+    return Gap(hook, indentation + hook.line(**names), *bounds)
+
+
+def check_reached(function: FunctionNode, gap: Gap) -> None:
+    """Control comes to the gap whenever the function ends without an exception."""
+    for node in own_nodes(function):
+        if isinstance(node, ast.Return) and node.lineno <= gap.first:
+            raise PlaceError(f"{function.name} may return at line {node.lineno}, before the hook is reached")
+    for body in bodies(function):
+        for index, statement in enumerate(body):
+            leaves = isinstance(statement, (ast.Raise, ast.Continue, ast.Break)) and index + 1 < len(body)
+            if leaves and statement.lineno <= gap.first < end_line(body[-1]):
+                raise PlaceError(f"the hook is never reached, because of line {statement.lineno}")
+
+
+def check_above(gap: Gap, lines: list[int], what: str) -> None:
+    """The hook comes before all of ``lines``."""
+    if lines and min(lines) <= gap.last:
+        raise PlaceError(f"{what} at line {min(lines)}, before the hook")
+
+
+def check_below(gap: Gap, lines: list[int], what: str) -> None:
+    """The hook comes after all of ``lines``."""
+    if lines and max(lines) > gap.first:
+        raise PlaceError(f"{what} at line {max(lines)}, after the hook")
+
+
+def check_names(functions: list[FunctionNode], gap_line: int, needed: set[str], rebound: set[str]) -> None:
+    """Names mean at the hook what the hook takes them to mean.
+
+    ``needed`` must be bound in ``functions`` (outermost first) above the hook. ``rebound`` are
+    the names the hook line binds itself: a use of one above the hook would turn from a
+    global into an unbound local, and ``hooks`` or ``gather_schedule`` must not be used at all.
+    """
+    outer, inner = functions[0], functions[-1]
+    bound = set()
+    for function in functions:
+        bound |= parameters(function)
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Store):
+                continue
+            if node.lineno <= gap_line or function is not inner:
+                bound.add(node.id)
+    for name in sorted(needed - bound):
+        raise PlaceError(f"no variable {name} in {span(inner)}")
+    for node in ast.walk(outer):
+        name = node.id if isinstance(node, ast.Name) else getattr(node, "arg", None)
+        if not isinstance(node, (ast.Name, ast.arg)):
+            continue
+        if isinstance(node, ast.Name) and name in rebound and node.lineno <= gap_line:
+            raise PlaceError(f"{name} is used at line {node.lineno} of {outer.name}, before the hook")
+        if name in ("hooks", "gather_schedule"):
+            raise PlaceError(f"{outer.name} has a variable {name} of its own, line {node.lineno}")

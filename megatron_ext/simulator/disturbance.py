@@ -1,0 +1,62 @@
+"""By how much activities of a rank slow each other, as a cost table says."""
+
+from megatron_ext.cost.cost_table import KINDS, CostTable
+from megatron_ext.cost.estimates import Costs
+
+_PCIE = (("gpu", "cpu"), ("cpu", "gpu"))
+_LINKS_OF_EXPERTS = (("gpu", "reduce"), ("reduce", "gpu"))
+"""Of dense groups and of experts: on communicators of their own, hence beside each other, over the same links."""
+
+
+class Disturbance:
+    """Excess times of one cost table, each looked up once and kept.
+
+    Args:
+        other_experts: groups of experts are gathered and reduced among other ranks than dense ones.
+
+    Attributes:
+        disturbed: by kind, whether anything slows it at all, so that undisturbed kinds cost no look-ups.
+        disturbs: by kind, whether it slows anything.
+    """
+
+    def __init__(self, table: CostTable, costs: Costs, *, other_experts: bool):
+        self._table, self._costs = table, costs
+        self._shared = _PCIE * table.topology.nic_shares_pcie + _LINKS_OF_EXPERTS * other_experts
+        rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0} | {*self._shared}
+        self._pairs = [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
+        """By kind and kind beside it: whether the second slows the first."""
+        self.disturbed = tuple(map(any, self._pairs))
+        self.disturbs = tuple(map(any, zip(*self._pairs)))
+        self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
+
+    def excess(self, kind: int, size_bytes: int) -> tuple[float, ...]:
+        """By busy kind: the share by which an activity of ``kind`` takes longer beside it.
+
+        Shares add up over busy kinds, which is exact for one fairly shared link. A NIC on
+        the PCIe link of the host copies is such a link: two transfers at once take twice as
+        long each, unless the pair was measured.
+        """
+        key = (kind, size_bytes)
+        found = self._excess.get(key)
+        if found is None:
+            found = self._excess[key] = tuple(
+                self._slowdown(KINDS[kind], busy, size_bytes) - 1.0 if there else 0.0
+                for busy, there in zip(KINDS, self._pairs[kind])
+            )
+        return found
+
+    def least_excess(self, measured: int, busy: int) -> float:
+        """The least excess of ``measured`` beside ``busy`` in any row; 0 where the pair was not measured."""
+        if not self._pairs[measured][busy]:
+            return 0.0
+        names = (KINDS[measured], KINDS[busy])
+        rows = [row.slowdown for row in self._table.contention if (row.measured, row.busy) == names]
+        if not rows:
+            return self.excess(measured, 0)[busy]
+        return max(min(rows) - 1.0, 0.0)
+
+    def _slowdown(self, measured: str, busy: str, size_bytes: int) -> float:
+        slowdown = self._costs.slowdown(measured, busy, size_bytes or None)
+        if slowdown == 1.0 and (measured, busy) in self._shared:
+            return 2.0
+        return slowdown
