@@ -7,19 +7,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ext.cost.cost_table import (
-    CostTable,
-    Curve,
-    ExpertCurves,
-    GroupOverhead,
-    Metadata,
-    Publish,
-    Routes,
-    SetUp,
-    Source,
-    Topology,
-    check,
-)
+from megatron_ext.cost.cost_table import CostTable, Curve, ExpertCurves, Metadata, Source, check, part_named, with_parts
 from megatron_ext.cost.curve import has_points
 from megatron_ext.formats.errors import InputError
 
@@ -45,14 +33,6 @@ LINKS = (
 COMPUTE = ("compute", "optimizer", "host_add", "host_step", "device_step", "host_memory", "launches")
 PARTS = LINKS + COMPUTE
 
-_STRUCTS = {
-    "routes": Routes,
-    "publish": Publish,
-    "group_overhead": GroupOverhead,
-    "topology": Topology,
-    "set_up": SetUp,
-}
-
 
 def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = None) -> CostTable:
     """Take every part from one of ``tables`` (by name, in order of preference).
@@ -75,9 +55,9 @@ def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = 
     for whole, members in (("links", LINKS), ("compute", COMPUTE)):
         name = chosen.get(whole)
         if name is not None:
-            if not any(has(get(tables[name], part)) for part in members):
+            if not any(has(part_named(tables[name], part)) for part in members):
                 raise InputError("has none", file=name, field=whole)
-            chosen |= {part: name for part in members if part not in chosen and has(get(tables[name], part))}
+            chosen |= {part: name for part in members if part not in chosen and has(part_named(tables[name], part))}
     chosen.pop("links", None)
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -87,27 +67,20 @@ def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = 
             if part == "experts" and tables[name].experts is None:
                 values[part], origin[part] = _gathers_as_of_experts(tables[name], name), name
                 continue
-            if not has(get(tables[name], part)):
+            if not has(part_named(tables[name], part)):
                 raise InputError("has none", file=name, field=part)
         else:
-            name = next((name for name, table in tables.items() if has(get(table, part))), None)
+            name = next((name for name, table in tables.items() if has(part_named(table, part))), None)
         if name is not None:
-            values[part], origin[part] = get(tables[name], part), name
+            values[part], origin[part] = part_named(tables[name], part), name
             if part not in chosen and isinstance(values[part], Curve):
                 values[part] = _with_algorithms(
-                    values[part], [get(table, part) for other, table in tables.items() if other != name]
+                    values[part], [part_named(table, part) for other, table in tables.items() if other != name]
                 )
     notes = _leave_out_other_network(tables, values, origin) if "contention" not in chosen else []
-    fields: dict[str, Any] = {part: value for part, value in values.items() if "." not in part}
-    for struct, kind in _STRUCTS.items():
-        inner = {part.partition(".")[2]: value for part, value in values.items() if part.startswith(f"{struct}.")}
-        fields[struct] = kind(**inner)
     first = next(iter(tables.values()))
-    return check(
-        CostTable(
-            schema_version=first.schema_version, kind="cost_table", metadata=_metadata(tables, origin, notes), **fields
-        )
-    )
+    empty = CostTable(schema_version=first.schema_version, kind="cost_table", metadata=_metadata(tables, origin, notes))
+    return check(with_parts(empty, values))
 
 
 def _gathers_as_of_experts(table: CostTable, name: str) -> ExpertCurves:
@@ -150,13 +123,6 @@ def _spans_nodes(table: CostTable) -> bool | None:
     if not isinstance(data, int) or not isinstance(pipeline, int) or not isinstance(node, int):
         return None
     return data * pipeline > node
-
-
-def get(table: CostTable, part: str):
-    value: Any = table
-    for name in part.split("."):
-        value = getattr(value, name, None)
-    return value
 
 
 def has(value) -> bool:

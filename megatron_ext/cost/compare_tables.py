@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from megatron_ext.cost.combine_tables import PARTS, get, has
-from megatron_ext.cost.cost_table import CostTable, Curve
+from megatron_ext.cost.combine_tables import PARTS, has
+from megatron_ext.cost.cost_table import CostTable, Curve, part_named
 from megatron_ext.cost.curve import covers, curves_of, lookup
 from megatron_ext.cost.environment import PARTS as ENVIRONMENT
 
@@ -29,7 +29,7 @@ def compare(first: CostTable, second: CostTable) -> dict:
         "environment": [],
     }
     for part in (*PARTS, "experts.gpu", "experts.reduce"):
-        one, other = get(first, part), get(second, part)
+        one, other = part_named(first, part), part_named(second, part)
         if has(one) != has(other):
             result["only"]["first" if has(one) else "second"].append(part)
         elif isinstance(one, Curve) and has(one):

@@ -5,9 +5,11 @@ that routes compare directly. A curve with no points is not offered; a missing f
 never 0, and there is no built-in default table.
 """
 
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.checks import Checker
@@ -230,6 +232,45 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     set_up: SetUp = SetUp()
 
 
+CURVES = (
+    *(f"routes.{route}" for route in ROUTES),
+    *("publish.cpu", "publish.nvme", "publish.internode", "experts.gpu", "experts.reduce", "p2p", "reduce"),
+    *("optimizer", "host_add", "host_step", "device_step", "all_reduce"),
+)
+"""Names of all curves, as :func:`part_named` takes them."""
+
+
+def part_named(table: CostTable, name: str) -> Any:
+    """A part of a table by its name: ``routes.gpu``, ``reduce``, ``set_up.pin_us_per_gib``; None where it is absent."""
+    value: Any = table
+    for field in name.split("."):
+        value = getattr(value, field, None)
+    return value
+
+
+def with_parts(table: CostTable, parts: Mapping[str, Any]) -> CostTable:
+    """``table`` with other ``parts``, by name."""
+    held: dict[str, dict[str, Any]] = {"": {}}
+    for name, value in parts.items():
+        holder, _, field = name.rpartition(".")
+        held.setdefault(holder, {})[field] = value
+    own = held.pop("")
+    return replace(table, **own, **{name: replace(getattr(table, name), **fields) for name, fields in held.items()})
+
+
+def with_curves(table: CostTable, change: Callable[[str, Curve], Curve | None]) -> CostTable:
+    """``table`` with ``change(name, curve)`` in place of every curve that it has."""
+    given = {name: part_named(table, name) for name in CURVES}
+    return with_parts(table, {name: change(name, curve) for name, curve in given.items() if isinstance(curve, Curve)})
+
+
+def with_points(curve: Curve, change: Callable[[str, tuple[Point, ...]], tuple[Point, ...]]) -> Curve:
+    """``curve`` with ``change(field, points)`` in place of its points and of those of each of its algorithms."""
+    own = change("points", curve.points)
+    algorithms = {name: change(f"algorithms.{name}", points) for name, points in curve.algorithms.items()}
+    return replace(curve, points=own, algorithms=algorithms)
+
+
 def load(path) -> CostTable:
     """Read and check a cost table. Raises InputError naming file, field and value."""
     try:
@@ -254,51 +295,25 @@ def check(table: CostTable, *, file=None) -> CostTable:
         InputError: naming the field and its value.
     """
     check_version("cost_table", table.schema_version, file=file)
-    checker = Checker(file)
+    checker, publish = Checker(file), table.publish
+    if publish.points:
+        if publish.cpu is not None:
+            raise InputError("both points and cpu are given; they mean the same", file=file, field="publish")
+        table = with_parts(table, {"publish.points": (), "publish.cpu": Curve(points=publish.points)})
+    if not isinstance(table.p2p, Curve):
+        table = replace(table, p2p=Curve(points=table.p2p))
 
-    def curve(value: Curve | None, field: str) -> Curve | None:
-        if value is None:
-            return None
-        algorithms = {
-            name: _checked(points, f"{field}.algorithms.{name}", checker) for name, points in value.algorithms.items()
-        }
-        return msgspec.structs.replace(
-            value, points=_checked(value.points, f"{field}.points", checker), algorithms=algorithms
-        )
+    def checked(name: str, curve: Curve) -> Curve:
+        return with_points(curve, lambda field, points: _checked(points, f"{name}.{field}", checker))
 
-    routes = Routes(**{name: curve(getattr(table.routes, name), f"routes.{name}") for name in ROUTES})
-    publish = table.publish
-    if publish.points and publish.cpu is not None:
-        raise InputError("both points and cpu are given; they mean the same", file=file, field="publish")
-    publish = Publish(
-        cpu=curve(Curve(points=publish.points) if publish.points else publish.cpu, "publish.cpu"),
-        nvme=curve(publish.nvme, "publish.nvme"),
-        internode=curve(publish.internode, "publish.internode"),
-    )
-    experts = table.experts
-    if experts is not None:
-        checker.at_least(1, experts.ranks, "experts.ranks")
-        experts = ExpertCurves(
-            ranks=experts.ranks, gpu=curve(experts.gpu, "experts.gpu"), reduce=curve(experts.reduce, "experts.reduce")
-        )
-    p2p = curve(table.p2p if isinstance(table.p2p, Curve) else Curve(points=table.p2p), "p2p")
+    table = with_curves(table, checked)
+    if table.experts is not None:
+        checker.at_least(1, table.experts.ranks, "experts.ranks")
     _check_figures(table, checker)
     for index, row in enumerate(table.contention):
         _check_contention(row, f"contention[{index}]", checker)
     _check_compute(table, checker)
-    return msgspec.structs.replace(
-        table,
-        routes=routes,
-        publish=publish,
-        experts=experts,
-        p2p=p2p,
-        reduce=curve(table.reduce, "reduce"),
-        optimizer=curve(table.optimizer, "optimizer"),
-        host_add=curve(table.host_add, "host_add"),
-        host_step=curve(table.host_step, "host_step"),
-        device_step=curve(table.device_step, "device_step"),
-        all_reduce=curve(table.all_reduce, "all_reduce"),
-    )
+    return table
 
 
 def _check_figures(table: CostTable, checker: Checker) -> None:

@@ -6,37 +6,19 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from megatron_ext.cost.cost_table import CostTable, Curve, Point
-from megatron_ext.cost.curve import curves_of, residuals
+from megatron_ext.cost.cost_table import CURVES, CostTable, Curve, Point, part_named
+from megatron_ext.cost.curve import curves_of, has_points, residuals
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.route import ROUTES
 
-OTHERS = (
-    "publish.cpu",
-    "publish.nvme",
-    "publish.internode",
-    "experts.gpu",
-    "experts.reduce",
-    "p2p",
-    "reduce",
-    "optimizer",
-    "host_add",
-    "host_step",
-    "device_step",
-    "all_reduce",
-)
+OTHERS = tuple(name for name in CURVES if not name.startswith("routes."))
 
 
 def all_curves(table: CostTable) -> Iterator[tuple[str, Curve]]:
     """Every curve of a table that has points, with its field name."""
-    for what in (*(f"routes.{route}" for route in ROUTES), *OTHERS):
-        node = table
-        for name in what.split("."):
-            node = getattr(node, name, None)
-        if isinstance(node, Curve) and curves_of(node):
-            yield what, node
+    return ((name, part_named(table, name)) for name in CURVES if has_points(part_named(table, name)))
 
 
 def predicted(

@@ -10,11 +10,13 @@ samples widens it further, the less the more samples there are.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_ext.cost.cost_table import Curve, Point
+from msgspec.structs import replace
+
+from megatron_ext.cost.cost_table import Curve, Point, with_points
 from megatron_ext.formats.errors import InputError
 
 NEIGHBOURS = 4
@@ -101,6 +103,16 @@ def curves_of(curve: Curve | Sequence[Point]) -> dict[str | None, tuple[Point, .
 def has_points(curve: Curve | Sequence[Point] | None) -> bool:
     """Whether a size can be looked up in it."""
     return curve is not None and bool(curves_of(curve))
+
+
+def by_sizes(curve: Curve, size: Callable[[int], int]) -> Curve:
+    """``curve`` with the same times at ``size(size_bytes)`` bytes; of two points that become one, the larger stays."""
+
+    def moved(_: str, points: tuple[Point, ...]) -> tuple[Point, ...]:
+        sizes = {size(point.size_bytes): point for point in points}
+        return tuple(replace(point, size_bytes=size_bytes) for size_bytes, point in sizes.items())
+
+    return with_points(curve, moved)
 
 
 def covers(points: Sequence[Point], size_bytes: int) -> bool:

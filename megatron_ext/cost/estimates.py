@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any
 
-from megatron_ext.cost.cost_table import Compute, CostTable, Curve
+from megatron_ext.cost.cost_table import Compute, CostTable, Curve, part_named
 from megatron_ext.cost.curve import Estimate, has_points, lookup
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.route import ROUTES
@@ -132,7 +131,7 @@ class Costs:
         key = (what, size_bytes)
         found = self._estimates.get(key)
         if found is None:
-            curve = curve_named(self.table, what) or Curve()
+            curve = part_named(self.table, what) or Curve()
             found = lookup(curve, size_bytes, extrapolate=self.extrapolate, what=what, file=self.file)
             self._estimates[key] = found
         return found
@@ -218,11 +217,3 @@ class Costs:
                 field="compute",
             )
         return [self._by_kind[kind] for kind in layer_kinds]
-
-
-def curve_named(table: CostTable, what: str) -> Curve | None:
-    """``routes.gpu``, ``reduce``, ...; None where the table has none."""
-    curve: Any = table
-    for name in what.split("."):
-        curve = getattr(curve, name, None)
-    return curve

@@ -7,10 +7,8 @@ as long as for a dense group with shards as large, so those curves are read at t
 step, and between nodes what each network card carries. A whole group comes from the host or the drive like any other.
 """
 
-from msgspec.structs import replace
-
-from megatron_ext.cost.cost_table import CostTable, Curve, Point
-from megatron_ext.cost.curve import curves_of
+from megatron_ext.cost.cost_table import CostTable, Curve, with_curves, with_parts
+from megatron_ext.cost.curve import by_sizes, curves_of
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.nodes import nodes_spanned
 from megatron_ext.workload.parallel import Parallel
@@ -36,34 +34,12 @@ def table_of_experts(table: CostTable, parallel: Parallel) -> CostTable:
             raise InputError(said, field=f"experts.{name}")
     if own is not None and own.ranks != ranks:
         raise InputError(f"experts are sharded among {ranks} ranks here", field="experts.ranks", value=own.ranks)
-    share = ranks / parallel.dp
     cards = [n // nodes_spanned(parallel, 0, n) for n in (ranks, parallel.dp)]
-    publish = replace(
-        table.publish,
-        cpu=_scaled(table.publish.cpu, share),
-        nvme=_scaled(table.publish.nvme, share),
-        internode=_scaled(table.publish.internode, cards[0] / cards[1]),
-    )
-    return replace(
-        table,
-        routes=replace(table.routes, gpu=own and own.gpu, cpu_shard=None),
-        publish=publish,
-        reduce=own and own.reduce,
-        optimizer=_scaled(table.optimizer, share),
-        host_step=_scaled(table.host_step, share),
-        device_step=_scaled(table.device_step, share),
-    )
+    own_shard = ("publish.cpu", "publish.nvme", "optimizer", "host_step", "device_step")
+    shares = dict.fromkeys(own_shard, ranks / parallel.dp) | {"publish.internode": cards[0] / cards[1]}
 
+    def scaled(name: str, curve: Curve) -> Curve:
+        return by_sizes(curve, lambda size: max(round(size * shares[name]), 1)) if name in shares else curve
 
-def _scaled(curve: Curve | None, factor: float) -> Curve | None:
-    """``curve`` with the same times at ``factor`` times the bytes."""
-
-    def points(of: tuple[Point, ...]) -> tuple[Point, ...]:
-        sizes = {max(round(point.size_bytes * factor), 1): point for point in of}  # of two that become one, the larger
-        return tuple(replace(point, size_bytes=size) for size, point in sizes.items())
-
-    if curve is None:
-        return None
-    return replace(
-        curve, points=points(curve.points), algorithms={name: points(of) for name, of in curve.algorithms.items()}
-    )
+    collectives = {"routes.gpu": own and own.gpu, "routes.cpu_shard": None, "reduce": own and own.reduce}
+    return with_parts(with_curves(table, scaled), collectives)

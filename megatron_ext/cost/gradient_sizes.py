@@ -8,7 +8,8 @@ from collections import Counter
 
 from msgspec.structs import replace
 
-from megatron_ext.cost.cost_table import CostTable, Point
+from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.cost.curve import by_sizes
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.workload import Workload
 
@@ -24,11 +25,4 @@ def by_parameter_bytes(table: CostTable, workload: Workload) -> CostTable:
         return table
     sent, item = workload.optimizer.gradient_item_bytes, held.most_common(1)[0][0]
 
-    def scaled(points: tuple[Point, ...]) -> tuple[Point, ...]:
-        sizes = {point.size_bytes * item // sent: point for point in points}  # of two that become one, the larger
-        return tuple(replace(point, size_bytes=size) for size, point in sizes.items())
-
-    algorithms = {name: scaled(points) for name, points in curve.algorithms.items()}
-    return replace(
-        table, reduce=replace(curve, points=scaled(curve.points), algorithms=algorithms, counts="parameters")
-    )
+    return replace(table, reduce=replace(by_sizes(curve, lambda size: size * item // sent), counts="parameters"))

@@ -6,12 +6,12 @@ import re
 
 import msgspec
 
-from megatron_ext.cost.cost_table import SCHEMA_VERSION, CostTable, Curve, Metadata, Point, Routes, check
+from megatron_ext.cost.cost_table import SCHEMA_VERSION, CostTable, Curve, Metadata, Point, check, with_parts
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "sendrecv", "all_reduce")
-"""What a curve of a collective becomes: routes.gpu, reduce, p2p, and a curve to compare by."""
+COLLECTIVES = {"all_gather": "routes.gpu", "reduce_scatter": "reduce", "sendrecv": "p2p", "all_reduce": "all_reduce"}
+"""By collective, the curve that it becomes; the last is one to compare by."""
 
 MAX_FALL = 0.15
 """A time may fall by so much from one size to the next larger: small messages waver (10.9 % in
@@ -67,14 +67,10 @@ def check_rising(path, rows: list[tuple[int, str, int, float]]) -> None:
 
 def table_of(path, collective: str, curve: Curve, **metadata) -> CostTable:
     """A table that holds one collective's curve, of the file ``path``, where it belongs."""
-    fields = {
-        "all_gather": {"routes": Routes(gpu=curve)},
-        "reduce_scatter": {"reduce": msgspec.structs.replace(curve, counts="gradients")},
-        "sendrecv": {"p2p": curve},
-        "all_reduce": {"all_reduce": curve},
-    }[collective]
-    table = CostTable(schema_version=SCHEMA_VERSION, kind="cost_table", metadata=Metadata(**metadata), **fields)
-    return check(table, file=path)
+    if collective == "reduce_scatter":
+        curve = msgspec.structs.replace(curve, counts="gradients")
+    empty = CostTable(schema_version=SCHEMA_VERSION, kind="cost_table", metadata=Metadata(**metadata))
+    return check(with_parts(empty, {COLLECTIVES[collective]: curve}), file=path)
 
 
 def named(points: tuple[Point, ...], algorithm: str | None, **fields) -> Curve:

@@ -23,21 +23,21 @@ import numpy
 from msgspec.structs import replace
 
 from megatron_ext.cost.cost_table import (
+    CURVES,
     ESTIMATE,
     Compute,
     Contention,
     CostTable,
     Curve,
-    ExpertCurves,
     HostMemory,
     Launches,
     Point,
-    Publish,
-    Routes,
+    part_named,
+    with_curves,
+    with_points,
 )
 from megatron_ext.cost.curve import curves_of, residuals
 from megatron_ext.cost.true_curve import P95, noise_of_misses, noise_of_samples, posterior, posterior_of_likes
-from megatron_ext.workload.route import ROUTES
 
 SYSTEMATIC = 0.05
 """Standard deviation of what all figures of one curve are off by together, beyond what their own noise explains. It was
@@ -69,6 +69,9 @@ MOST_LAUNCH_US = 1500.0
 sheets."""
 MOST_TENSOR_US = 120.0
 """The same for the optimizer's visit of one parameter."""
+
+OF_ROUGHNESS = ("routes", "publish", "reduce", "optimizer", "p2p")
+"""Curves that say how rough a table is."""
 
 CONTENTION, MISSING_CONTENTION, CALL = "contention", "missing contention rows", "group_overhead.call_us"
 LAUNCHES = "launches"
@@ -141,34 +144,20 @@ class PerturbedTables:
 
     def _rebuild(self, number: Callable[[str], float]) -> CostTable:
         """Visit every uncertain figure in one order; ``number(cost)`` says how many standard deviations it is off."""
-        table = self._table
-        routes = Routes(**{name: self._curve(getattr(table.routes, name), f"routes.{name}", number) for name in ROUTES})
         made = replace(
-            table,
-            routes=routes,
-            publish=self._publish(number),
-            experts=self._experts(number),
-            p2p=self._curve(table.p2p if isinstance(table.p2p, Curve) else None, "p2p", number) or (),
-            reduce=self._curve(table.reduce, "reduce", number),
-            optimizer=self._curve(table.optimizer, "optimizer", number),
-            host_add=self._curve(table.host_add, "host_add", number),
-            host_step=self._curve(table.host_step, "host_step", number),
-            device_step=self._curve(table.device_step, "device_step", number),
+            with_curves(self._table, lambda name, curve: self._curve(curve, name, number)),
             compute=self._compute(number),
             contention=self._contention(number),
-            group_overhead=replace(table.group_overhead, call_us=self._call_us(number)),
+            group_overhead=replace(self._table.group_overhead, call_us=self._call_us(number)),
             host_memory=self._host_memory(number),
         )
         return self._with_launches(made, number)
 
-    def _curve(self, curve: Curve | None, name: str, number: Callable[[str], float]) -> Curve | None:
-        if curve is None or not curves_of(curve):
+    def _curve(self, curve: Curve, name: str, number: Callable[[str], float]) -> Curve:
+        if name == "all_reduce":  # no plan looks it up
             return curve
-        algorithms = {}
-        points = self._points(curve.points, name, number)
-        for algorithm, given in curve.algorithms.items():
-            algorithms[algorithm] = self._points(given, f"{name}.algorithms.{algorithm}", number)
-        return replace(curve, points=points, algorithms=algorithms)
+        own = {"points": name}  # the cost of the curve's own points has its name
+        return with_points(curve, lambda field, points: self._points(points, own.get(field, f"{name}.{field}"), number))
 
     def _points(self, points: tuple[Point, ...], name: str, number: Callable[[str], float]) -> tuple[Point, ...]:
         if not points:
@@ -184,20 +173,6 @@ class PerturbedTables:
             )
             for point, factor in zip(points, factors)
         )
-
-    def _publish(self, number: Callable[[str], float]) -> Publish:
-        given = self._table.publish
-        curves = {
-            name: self._curve(getattr(given, name), f"publish.{name}", number) for name in ("cpu", "nvme", "internode")
-        }
-        return Publish(cpu=curves["cpu"], nvme=curves["nvme"], internode=curves["internode"])
-
-    def _experts(self, number: Callable[[str], float]) -> ExpertCurves | None:
-        given = self._table.experts
-        if given is None:
-            return None
-        gpu = self._curve(given.gpu, "experts.gpu", number)
-        return replace(given, gpu=gpu, reduce=self._curve(given.reduce, "experts.reduce", number))
 
     def _compute(self, number: Callable[[str], float]) -> tuple[Compute, ...]:
         if not self._table.compute:
@@ -311,10 +286,8 @@ def roughness(table: CostTable) -> float:
     """By how much the points of this table's curves waver, relative (one standard deviation): the median over curves
     of the root mean square of what their points miss by when they are read from their neighbours."""
     found = []
-    curves = [getattr(table.routes, route) for route in ROUTES]
-    curves += [table.publish.cpu, table.publish.nvme, table.publish.internode, table.reduce, table.optimizer, table.p2p]
-    for curve in curves:
-        for points in curves_of(curve or ()).values():
+    for name in (name for name in CURVES if name.partition(".")[0] in OF_ROUGHNESS):
+        for points in curves_of(part_named(table, name) or ()).values():
             misses = [value for value in residuals(points) if value is not None]
             if misses:
                 found.append(noise_of_misses(misses))

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost.cost_table import Compute, CostTable, Curve, Point
-from megatron_ext.cost.curve import curves_of
+from megatron_ext.cost.curve import has_points
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.measured_sizes import largest_group_bytes
@@ -18,6 +18,9 @@ CURVES = (
     "device_step",
 )
 """Curves that can be multiplied."""
+
+_OF_EXPERTS = {"experts.gpu": "routes.gpu", "experts.reduce": "reduce"}
+"""Whose factors curves of experts have: lanes of a trace have the collectives of both."""
 
 
 class Factors(NamedTuple):
@@ -31,34 +34,21 @@ class Factors(NamedTuple):
 def with_factors(
     table: CostTable, curves: dict[str, float], row: Callable[[Compute], Compute], of_algorithms: tuple[str, ...] = ()
 ) -> CostTable:
-    """``table`` with the points of :data:`CURVES` times ``curves``, and every row of compute as ``row`` says; of curves
-    ``of_algorithms`` only those of their algorithms, where they have any."""
+    """``table`` with the points of curves times their factors in ``curves``, by names of :data:`CURVES`, and every row
+    of compute as ``row`` says; of curves ``of_algorithms`` only those of their algorithms, where they have any."""
 
-    def curve(what: str, given: Curve | None) -> Curve | None:
-        factor = curves.get(what.removeprefix("experts."))
-        if given is None or factor is None:
+    def curve(name: str, given: Curve) -> Curve:
+        factor = curves.get(_OF_EXPERTS.get(name, name))
+        if factor is None:
             return given
-        others = {name: _points(points, factor) for name, points in given.algorithms.items()}
-        own = given.points if what in of_algorithms and others else _points(given.points, factor)
-        return replace(given, points=own, algorithms=others)
 
-    named = [name for name in CURVES if "." not in name and name != "p2p"]
-    experts = table.experts
-    if experts is not None:  # lanes of a trace have the collectives of both
-        gpu, reduce = curve("experts.routes.gpu", experts.gpu), curve("experts.reduce", experts.reduce)
-        experts = replace(experts, gpu=gpu, reduce=reduce)
-    return replace(
-        table,
-        experts=experts,
-        routes=replace(
-            table.routes,
-            **{name: curve(f"routes.{name}", getattr(table.routes, name)) for name in ("gpu", "cpu", "nvme")},
-        ),
-        publish=replace(table.publish, cpu=curve("publish.cpu", table.publish.cpu)),
-        p2p=curve("p2p", table.p2p if isinstance(table.p2p, Curve) else None) or table.p2p,
-        compute=tuple(map(row, table.compute)),
-        **{name: curve(name, getattr(table, name)) for name in named},
-    )
+        def scaled_points(field: str, points: tuple[Point, ...]) -> tuple[Point, ...]:
+            left_out = field == "points" and name in of_algorithms and given.algorithms
+            return points if left_out else _points(points, factor)
+
+        return cost.with_points(given, scaled_points)
+
+    return replace(cost.with_curves(table, curve), compute=tuple(map(row, table.compute)))
 
 
 def _points(points: tuple[Point, ...], factor: float) -> tuple[Point, ...]:
@@ -91,8 +81,7 @@ def factors_between(estimated: CostTable, measured: CostTable, workload: Workloa
     for name in CURVES:
         times = []
         for table, costs in zip((estimated, measured), both):
-            holder, _, part = name.rpartition(".")
-            if curves_of(getattr(getattr(table, holder) if holder else table, part) or ()):
+            if has_points(cost.part_named(table, name)):
                 times.append(costs.estimate(name, size).us)
         if len(times) == 2 and min(times) > 0:
             found[name] = times[1] / times[0]

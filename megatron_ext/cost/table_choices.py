@@ -4,7 +4,7 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, CostTable
+from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, CostTable, with_parts
 from megatron_ext.workload.route import Algorithm
 
 
@@ -15,7 +15,7 @@ def by_algorithm(table: CostTable) -> tuple[CostTable, dict[str, CostTable]]:
         return table, {}
 
     def with_gathers(curve) -> CostTable:
-        return replace(table, routes=replace(table.routes, gpu=curve))
+        return with_parts(table, {"routes.gpu": curve})
 
     others = {
         name: with_gathers(replace(gpu, points=points, algorithms={}))

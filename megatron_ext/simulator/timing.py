@@ -3,9 +3,9 @@
 import contextlib
 from typing import Literal, NamedTuple
 
-from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, CostTable, Curve, Launches
+from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, CostTable, Curve, Launches, part_named
 from megatron_ext.cost.curve import curves_of, has_points
-from megatron_ext.cost.estimates import Costs, curve_named
+from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.expert_curves import table_of_experts
 from megatron_ext.cost.gradient_sizes import by_parameter_bytes
 from megatron_ext.cost.table_choices import by_algorithm, host_steps
@@ -167,7 +167,7 @@ class Timing:
 
     def offers_curve(self, what: str) -> bool:
         """Whether ``routes.gpu``, ``reduce``, ... of the table can be looked up."""
-        return has_points(curve_named(self.table, what))
+        return has_points(part_named(self.table, what))
 
     def issue_us(self, route: str, size_bytes: int) -> float:
         """Microseconds that issuing a gather keeps the training thread: for a host copy, and for the copy of a staged
