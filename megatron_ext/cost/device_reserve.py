@@ -36,6 +36,9 @@ NVLINK_CHANNELS, OTHER_CHANNELS = 32, 4
 ROUNDING_BYTES = 1 << 20
 FRAGMENTS = 16726 / 15006 - 1
 
+BESIDE = f"beside the memory bill a device needs {(CONTEXT_BYTES + LIBRARY_BYTES) / 1e9:.1f} GB for CUDA, and for NCCL"
+"""For whoever plans within the bytes of a card."""
+
 
 class Reserve(NamedTuple):
     """Bytes of one device by kind; see the note above."""

@@ -1,9 +1,8 @@
 """How long a run's host copies take before its first step: their pages are made, and every rank page-locks them."""
 
 from megatron_ext.cost.cost_table import CostTable
-from megatron_ext.schedule.memory_bill import copies_of_whole, memory_bill, on_nodes
+from megatron_ext.schedule.memory_bill import copies_of_whole, host_bytes, on_nodes
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.workload.nodes import pinned_bytes_of_nodes
 from megatron_ext.workload.workload import Workload
 
 GIB = 2**30
@@ -11,9 +10,8 @@ GIB = 2**30
 
 def set_up_line(schedule: Schedule, workload: Workload, table: CostTable) -> str | None:
     """One line of it, of the node with the most; None where the schedule has no host copies, or the table no figure."""
-    bills = memory_bill(schedule, workload)
-    copies = [bill.memory.host_bytes.get("host_copies", 0) for bill in bills]
-    most = max(pinned_bytes_of_nodes(workload.parallel, {}, copies))
+    copies = [kinds.get("host_copies", 0) for kinds in host_bytes(schedule, workload)]
+    most = max(on_nodes(workload, copies))
     pages, pin = table.set_up.pages_us_per_gib, table.set_up.pin_us_per_gib
     if not most or pages is None:
         return None
@@ -28,9 +26,7 @@ def never_whole_line(schedule: Schedule, workload: Workload) -> str | None:
     copies = copies_of_whole(schedule)
     if not any(copies):
         return None
-    held = [
-        sum(bill.memory.host_bytes.values()) + copied for bill, copied in zip(memory_bill(schedule, workload), copies)
-    ]
+    held = [sum(kinds.values()) + copied for kinds, copied in zip(host_bytes(schedule, workload), copies)]
     at_most, taken = (max(on_nodes(workload, of_ranks)) for of_ranks in (held, copies))
     limit = workload.limits.host_bytes
     short = "" if limit is None or at_most <= limit else f", {at_most - limit} bytes more than limits.host_bytes"

@@ -13,7 +13,7 @@ from megatron_ext.workload import workload
 from megatron_ext.workload.workload import Limits
 
 
-@pytest.mark.parametrize("limits", [Limits(), Limits(host_bytes=1 << 40)])
+@pytest.mark.parametrize("limits", [Limits(), Limits(host_bytes=1 << 40), Limits(device_bytes=1 << 40)])
 def test_the_last_lines_say_what_to_do(tmp_path, capsys, limits):
     work = replace(make_workload(pp=1, vp=1, microbatches=2, order="no_pipeline"), limits=limits)
     paths = {name: str(tmp_path / f"{name}.json") for name in ("w", "t", "s")}
@@ -35,3 +35,5 @@ def test_the_last_lines_say_what_to_do(tmp_path, capsys, limits):
     held = figures["host_bytes_per_node"]
     assert (f"host memory: {held / 2**30:.2f} GiB a node" in said) == bool(held)
     assert (LIMIT_UNKNOWN in said) == (limits.host_bytes is not None)
+    beside = "beside the memory bill a device needs 1.3 GB for CUDA, and for NCCL"
+    assert (beside in said) == (limits.device_bytes is not None)
