@@ -174,7 +174,7 @@ TWO_RANKS = ", 2 ranks on the device"
 
 
 SPARE_PLANS = "plans of offload"
-PLANNED = {row.name: SPARE_PLANS if row.spare else PLANS for row in TIMINGS if row.system == "ours"}
+PLANNED = {row.name: SPARE_PLANS if row.spare else PLANS for row in TIMINGS if row.planned}
 """What cannot be timed without plans, and which they are. They last as long as one run of the tier."""
 
 LINKS = "timing: host memory and copies"

@@ -3,12 +3,17 @@
 ``timed_plans.py FOLDER [--dry-run] [--engine] [--spare]`` writes ``FOLDER/NUMBER.host.schedule.json`` or
 ``NUMBER.device.schedule.json``, by where the optimizer steps, for our rows of ``timed_rows.TIMINGS``; or
 ``NUMBER.refused`` with the reason. ``--spare``: for the rows that need not be timed, else for the others. Where an
-optimizer on the device fits as well, the faster plan is taken.
+optimizer on the device fits as well, the faster plan is taken. Rows of ``fit`` also get ``NUMBER.options.json``: the
+settings that it found, as options of the example.
 """
 
 import argparse
+import contextlib
+import io
+import json
 import os
 import re
+import shlex
 import sys
 import traceback
 from concurrent.futures import ProcessPoolExecutor
@@ -79,6 +84,38 @@ def _planned(work: Workload, table: cost.CostTable, limit: int | None):
         return within(int(found[1]))
 
 
+SETTINGS = ("micro-batch-size", "recompute-granularity", "recompute-method", "recompute-num-layers")
+"""That ``fit`` may find, and the example takes, but for where the optimizer steps."""
+
+
+def settings_of(launch: str) -> list[str]:
+    """Of the options that ``fit`` says are to be put into a launch script, those that the example takes."""
+    words = shlex.split(launch)
+    named = [word for name in SETTINGS if f"--{name}" in words for word in words[words.index(f"--{name}") :][:2]]
+    return [*named, *([ON_HOST] if ON_HOST in words else [])]
+
+
+def fit(folder: Path, number: int, limit: int | None, options: list[str]) -> None:
+    """Write what ``fit`` finds within ``limit``, and the schedule that its commands make."""
+    asked = [] if limit is None else ["--limit-device-bytes", limit]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        _run("fit", "--json", "--hardware", HARDWARE, *asked, "--", *options)
+    found = json.loads(said.getvalue())
+    settings = settings_of(found["launch"]["add"])
+    own = folder / f"{number}.fit"
+    own.mkdir()
+    before = os.getcwd()
+    os.chdir(own)  # the commands name files beside them
+    try:
+        for command in found["commands"]:
+            _run(*shlex.split(command)[1:])
+    finally:
+        os.chdir(before)
+    (folder / f"{number}.options.json").write_text(json.dumps(settings))
+    (own / "schedule.json").rename(folder / f"{number}.{'host' if ON_HOST in settings else 'device'}.schedule.json")
+
+
 def plan(folder: Path, number: int, *, dry_run: bool, engine: bool) -> None:
     """Write the schedule of a row."""
     row = TIMINGS[number]
@@ -91,6 +128,9 @@ def plan(folder: Path, number: int, *, dry_run: bool, engine: bool) -> None:
         limit, places = None if dry_run else row.limit_device_bytes, (work.optimizer.on_host,)
     else:
         limit, places = stock_bytes(work) * row.percent // 100, (False, True)
+    if row.system == "fit":
+        fit(folder, number, limit, options)
+        return
     plans, refused = [], None
     for on_host in places:
         own = replace(work, optimizer=replace(work.optimizer, on_host=on_host))
@@ -122,7 +162,7 @@ def plan_all() -> int:
     for name in ("--dry-run", "--engine", "--spare"):
         parser.add_argument(name, action="store_true")
     args = parser.parse_args()
-    numbers = [number for number, row in enumerate(TIMINGS) if row.system == "ours" and row.spare is args.spare]
+    numbers = [number for number, row in enumerate(TIMINGS) if row.planned and row.spare is args.spare]
     processes = max(1, len(os.sched_getaffinity(0)) - LEFT_PROCESSORS)
     with ProcessPoolExecutor(min(processes, len(numbers))) as pool:
         jobs = [pool.submit(_try, args.folder, number, args.dry_run, args.engine) for number in numbers]

@@ -1,7 +1,7 @@
-"""Trainings that the tier times: the same model by stock Megatron, by plans within less memory, by FSDP2
-and by DeepSpeed.
+"""Trainings that the tier times: the same model by stock Megatron, by plans within less memory, by the settings that
+``megatron-ext fit`` finds, by FSDP2 and by DeepSpeed.
 
-The first four are the case whose figures docs/gpu.md has. The others are those of ``benchmarks/gpu_offload.py``.
+The first five are the case whose figures docs/gpu.md has. The others are those of ``benchmarks/gpu_offload.py``.
 """
 
 from typing import Literal, NamedTuple
@@ -32,6 +32,7 @@ class Timed(NamedTuple):
         options: of the example.
         overlapped: Megatron's host optimizer steps in parts, whose copies go beside each other
             (``--overlap-cpu-optimizer-d2h-h2d``).
+        system: ``fit`` is a plan of ours, with the settings that ``megatron-ext fit`` finds for the same model and batch.
         limit_device_bytes: of the plan by which it is trained.
         percent: the same, as a share of what stock Megatron holds with everything on the device.
         spare: run where time is left; its absence fails nothing.
@@ -41,16 +42,27 @@ class Timed(NamedTuple):
     size: str = "1.6B"
     micro_batches: int = 4
     options: str = ""
-    system: Literal["megatron", "ours", "fsdp2", "deepspeed"] = "megatron"
+    system: Literal["megatron", "ours", "fit", "fsdp2", "deepspeed"] = "megatron"
     overlapped: bool = False
     limit_device_bytes: int | None = None
     percent: int | None = None
     spare: bool = False
 
     @property
+    def planned(self) -> bool:
+        """Whether it is trained by a schedule."""
+        return self.system in ("ours", "fit")
+
+    @property
+    def iterations(self) -> int:
+        """The first two and the last are not counted: there are blocks of memory to be found, and no next one. Where one
+        takes long, there is one that counts."""
+        return 3 if self.system in ("fsdp2", "deepspeed") else 6
+
+    @property
     def on_host(self) -> bool:
         """Whether Megatron's host optimizer may be part of it."""
-        return ON_HOST in self.options or self.percent is not None
+        return ON_HOST in self.options or self.percent is not None or self.system == "fit"
 
     @property
     def parameters(self) -> int:
@@ -64,11 +76,11 @@ class Timed(NamedTuple):
         return HOST_BYTES_PER_PARAMETER * self.parameters if self.on_host or self.system != "megatron" else 0
 
     def seconds(self) -> float:
-        """It may take, on one H200: building, and six iterations at 3.3 times the time of stock Megatron, or with FSDP2
+        """It may take, on one H200: building, and its iterations at 3.3 times the time of stock Megatron, or with FSDP2
         at 26 times (docs/gpu.md), which DeepSpeed gets as well."""
         iteration = 0.65 * self.micro_batches / 4 * self.parameters / 1.6e9
         slower = 26.0 if self.system in ("fsdp2", "deepspeed") else 3.3
-        return 8 + 6 * iteration * slower + 5 * self.parameters / 1.6e9
+        return 8 + self.iterations * iteration * slower + 5 * self.parameters / 1.6e9
 
 
 def _name(size: str, micro_batches: int, what: str) -> str:
@@ -80,13 +92,14 @@ def _rows(size: str, micro_batches: int, percents: tuple[int, ...], *, peers: bo
         return Timed(_name(size, micro_batches, what), size, micro_batches, spare=True, **how)
 
     found = [row("stock"), row("stock, optimizer on the host", options=ON_HOST)]
-    if peers:
-        found += [row("stock, optimizer on the host, overlapped", options=ON_HOST, overlapped=True)]
-        found += [row("FSDP2, CPU offload", system="fsdp2")]
-        found += [row("DeepSpeed ZeRO-3, CPU offload", system="deepspeed")]
     for percent in percents:
         what = f"ours within {percent} %" if percent else "ours, the least"
         found.append(row(what, system="ours", percent=percent))
+    if peers:
+        found += [row(f"fit within {percent} %", system="fit", percent=percent) for percent in (50, 15)]
+        found += [row("FSDP2, CPU offload", system="fsdp2")]
+        found += [row("stock, optimizer on the host, overlapped", options=ON_HOST, overlapped=True)]
+        found += [row("DeepSpeed ZeRO-3, CPU offload", system="deepspeed")]
     return found
 
 
@@ -104,6 +117,7 @@ TIMINGS = (
         system="ours",
         limit_device_bytes=30_360_000_000,
     ),
+    Timed("timing: what fit finds within 12.1 GB", system="fit", limit_device_bytes=12_100_000_000),
     *_rows("1.6B", 4, (100, 70, 50, 30, LEAST), peers=True),
     *_rows("1.6B", 16, (50, LEAST)),
     *_rows("1.6B", 1, (50, LEAST)),

@@ -29,9 +29,6 @@ from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.schedule import validate
 
-ITERATIONS = 6
-"""The first two and the last are not counted: there are blocks of memory to be found, and no next one."""
-
 
 class TimeJob(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked for; see ``train_ranks.TrainJob``. ``plans``: directory of the schedules."""
@@ -97,7 +94,9 @@ def host_bytes() -> int:
 def schedule_of(job: TimeJob, number: int) -> tuple[str, list[str]]:
     """The path of a row's schedule, and the options that it needs besides. Raises NoPlan where it is not there."""
     for place, options in (("device", []), ("host", [ON_HOST])):
-        path = Path(job.plans) / f"{number}.{place}.schedule.json"
+        path, found = (Path(job.plans) / f"{number}.{name}.json" for name in (f"{place}.schedule", "options"))
+        if path.exists() and found.exists():  # of fit
+            return str(path), json_files.load(found, list)
         if path.exists():
             return str(path), [] if ON_HOST in TIMINGS[number].options else options
     refused = Path(job.plans) / f"{number}.refused"
@@ -121,16 +120,16 @@ def timed(job: TimeJob, name: str) -> dict:
     row = TIMINGS[number]
     options = model_options(row, dry_run=job.dry_run, engine=job.engine)
     path, predicted, clock = None, None, Clock()
-    if row.system == "ours":
+    if row.planned:
         path, more = schedule_of(job, number)
         predicted, options = validate.load(path).predicted, [*options, *more]
-    args = trained_model.parse([*options, "--train-iters", str(ITERATIONS), "--gpus-per-node", "1"])
+    args = trained_model.parse([*options, "--train-iters", str(row.iterations), "--gpus-per-node", "1"])
     trained_model.free_caches()
     before, begun = host_bytes(), time.monotonic()
     try:
         losses = losses_of(row, args, path, clock)
     except torch.cuda.OutOfMemoryError as error:
-        if row.system == "ours":  # whose plan is within a limit
+        if row.planned:  # whose plan is within a limit
             raise
         raise NoPlan(f"the device has no room: {one_line(str(error), 300)}") from None
     except ImportError as error:
