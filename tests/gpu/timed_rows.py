@@ -32,7 +32,7 @@ class Timed(NamedTuple):
         options: of the example.
         overlapped: Megatron's host optimizer steps in parts, whose copies go beside each other
             (``--overlap-cpu-optimizer-d2h-h2d``).
-        system: ``fit`` is a plan of ours, with the settings that ``megatron-ext fit`` finds for the same model and batch.
+        system: ``fit`` is a plan of ours, with the settings that ``megatron-ext fit`` finds for this model and batch.
         limit_device_bytes: of the plan by which it is trained.
         percent: the same, as a share of what stock Megatron holds with everything on the device.
         spare: run where time is left; its absence fails nothing.
@@ -55,8 +55,7 @@ class Timed(NamedTuple):
 
     @property
     def iterations(self) -> int:
-        """The first two and the last are not counted: there are blocks of memory to be found, and no next one. Where one
-        takes long, there is one that counts."""
+        """The first is not counted, where blocks of memory are found, nor is the last, which has no next one."""
         return 3 if self.system in ("fsdp2", "deepspeed") else 6
 
     @property
