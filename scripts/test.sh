@@ -9,6 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset MEGATRON_PATH
 WITH_TESTS=1 scripts/setup.sh
 workers=$(($(nproc) + 2)) # before OMP_NUM_THREADS is set, which nproc obeys
+# Images set it. Hundreds of processes would compile the package, and every worker all tests, each for itself.
+unset PYTHONDONTWRITEBYTECODE
 # These tests are those of a machine without a GPU, on every machine. Behind the set-up, which looks for one.
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PATH="$PWD/.venv/bin:$PATH"
 

@@ -1,11 +1,11 @@
-"""The commands of docs/adopting.md that need no GPU, run as they stand there, on a checkout."""
+"""The commands of docs/adopting.md that need no GPU, run on a checkout; as they stand there in tests/nightly."""
 
 import re
 from pathlib import Path
 
 import click
 import pytest
-from adopting_page import PAGE
+from adopting_page import PAGE, check_outputs
 from places import ROOT
 
 from megatron_ext.cli.main import cli
@@ -46,12 +46,4 @@ def understand(command: click.Command, words: list[str], parent=None) -> None:
 
 
 def test_the_commands_of_the_page_end_with_an_equal_run(ran):
-    work, outputs = ran
-    assert {path.name for path in (work / "runs/first").iterdir()} >= {"workload.json", "cost_table.json"}
-    assert f"--user-defined-schedule {work}/runs/first/schedule.json" in "\n".join(outputs)
-    reference, scheduled = outputs[-2:]
-    assert "this was the reference" in reference and "median of" in reference
-    for part in ("gathers by runs/first/schedule.json", "brought in one iteration", "predicted: iteration", "trace: "):
-        assert part in scheduled
-    assert "equal to the reference in runs/first/reference.json to the last bit" in scheduled
-    assert "gained in an iteration" in scheduled
+    check_outputs(*ran)

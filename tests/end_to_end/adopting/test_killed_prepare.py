@@ -11,14 +11,14 @@ import sys
 import time
 from pathlib import Path
 
-from adopting_page import cpu_commands
+from adopting_page import SMALLER, cpu_commands
 from places import ROOT
 from variations import ALL
 
 
 def start(work: Path, scratch: Path) -> subprocess.Popen:
     """The page's command, in a directory of its own."""
-    (block,) = (block for block in cpu_commands() if "prepare" in block)
+    (block,) = (block for block in cpu_commands(SMALLER) if "prepare" in block)
     command = block.replace("megatron-ext", f"{sys.executable} -m megatron_ext")
     command = command.replace("runs/first", "runs/killed")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
@@ -85,7 +85,7 @@ def test_killed_prepare_leaves_nothing_and_goes_on(ran, tmp_path):
     if ALL:
         kill_while("describing", 3, work, scratch)  # the command, the script's process, and one rank of it
         assert there() == set()
-    kill_while("measuring", 5, work, scratch)
+    kill_while("measuring", 3, work, scratch)  # the command and two ranks
     assert there() == {"workload.json"}
     if not ALL:
         return

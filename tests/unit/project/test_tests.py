@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import functools
 import subprocess
 from collections import Counter
 
@@ -39,7 +40,10 @@ def private_names(tree: ast.AST) -> set[str]:
     return {name for name in names if name.startswith("_") and not name.startswith("__")} - OF_OTHERS
 
 
-PRIVATE = set().union(*(private_names(ast.parse(path.read_text())) for path in (ROOT / "megatron_ext").rglob("*.py")))
+@functools.cache
+def private_in_package() -> set[str]:
+    paths = (ROOT / "megatron_ext").rglob("*.py")
+    return set().union(*(private_names(ast.parse(path.read_text())) for path in paths))
 
 
 BY_NAME = {"setattr", "delattr", "getattr", "hasattr", "attrgetter", "patch", "patch.object"}
@@ -54,27 +58,27 @@ def called(node: ast.Call) -> str:
 
 def reached(tree: ast.AST):
     """(line, name) of every private name of the package that a test reads, replaces or imports."""
+    private = private_in_package()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
+        if isinstance(node, ast.Attribute) and node.attr in private:
             if not of_self(node):
                 yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_ext"):
-            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in PRIVATE)
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in private)
         elif isinstance(node, ast.Call) and called(node) in BY_NAME:
             names = (part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str))
-            yield from ((node.lineno, name) for name in names if name.rpartition(".")[2] in PRIVATE)
+            yield from ((node.lineno, name) for name in names if name.rpartition(".")[2] in private)
 
 
 USERS = [*FILES, *(path for folder in USING_THE_PACKAGE for path in sorted((ROOT / folder).rglob("*.py")))]
 
 
-@pytest.mark.parametrize("path", USERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_private_members_of_the_package_are_left_alone(path):
-    assert list(reached(ast.parse(path.read_text()))) == []
+def test_private_members_of_the_package_are_left_alone():
+    assert [(path, *found) for path in USERS for found in reached(ast.parse(path.read_text()))] == []
 
 
 def test_a_private_member_is_seen():
-    private = min(PRIVATE)
+    private = min(private_in_package())
     for text in (
         f"run.{private}()",
         f"from megatron_ext.x import {private}",
@@ -85,18 +89,17 @@ def test_a_private_member_is_seen():
         assert [name for _, name in reached(ast.parse(text))] == [private]
 
 
-@pytest.mark.parametrize("path", UNIT_FILES, ids=lambda path: str(path.relative_to(TESTS)))
-def test_unit_tests_are_named_after_the_file_that_they_test(path):
+def test_unit_tests_are_named_after_the_file_that_they_test():
     """``tests/unit/ROOM/test_FILE.py``, perhaps with what it is about behind the name."""
-    room = path.relative_to(TESTS / "unit").parts[0]
-    if room == "project":
-        return
-    folder = ROOT / room if room in BESIDE_THE_PACKAGE else ROOT / "megatron_ext" / room
-    name = path.stem.removeprefix("test_")
-    files = {file.stem for file in folder.rglob("*.py")}
-    assert any(name == stem or name.startswith(f"{stem}_") for stem in files), (
-        f"name it test_FILE.py or test_FILE_ABOUT.py, after a file of {folder.relative_to(ROOT)}"
-    )
+    nameless = []
+    for path in UNIT_FILES:
+        room = path.relative_to(TESTS / "unit").parts[0]
+        folder = ROOT / room if room in BESIDE_THE_PACKAGE else ROOT / "megatron_ext" / room
+        name = path.stem.removeprefix("test_")
+        files = {file.stem for file in folder.rglob("*.py")}
+        if room != "project" and not any(name == stem or name.startswith(f"{stem}_") for stem in files):
+            nameless.append(f"{path}: name it test_FILE.py or test_FILE_ABOUT.py, after a file of {folder}")
+    assert nameless == []
 
 
 def test_tests_lie_in_the_tiers():
