@@ -16,7 +16,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before anything looks for a
 from places import MEGATRON, pinned_core
 from variations import ALL
 
-pytest_plugins = ["checkout_fixtures"]
+pytest_plugins = ["checkout_fixtures", "little_effort"]
 
 TOGETHER = ("tests/end_to_end/adopting/",)
 """Directories whose files share a session fixture that takes minutes."""

@@ -23,17 +23,3 @@ def no_process(request):
     _running.append(request.node.nodeid)
     yield
     _running.pop()
-
-
-THOROUGH = ("test_search.py", "test_local_search.py", "test_exact.py")
-"""Tests of searching itself."""
-
-
-@pytest.fixture(autouse=True)
-def little_effort(request, monkeypatch):
-    """Plans are searched for a tenth of the usual effort: other tests hold of every plan, however good."""
-    effort, local_search = (sys.modules.get(f"megatron_ext.planner.{name}") for name in ("effort", "local_search"))
-    if effort is not None and local_search is not None and request.path.name not in THOROUGH:
-        for stage, full in effort.EFFORT.items():
-            monkeypatch.setitem(effort.EFFORT, stage, full // 10)
-        monkeypatch.setattr(local_search, "MOST_CHANGES", local_search.MOST_CHANGES // 10)

@@ -12,9 +12,17 @@ from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.report import timeline
 from megatron_ext.report.run_dir import GATHERS_ONLY, READ
 from megatron_ext.schedule import user_defined_schedule as schedule
 from megatron_ext.workload import workload
+
+
+@pytest.fixture(autouse=True)
+def no_picture(request, monkeypatch):
+    """Drawing takes longest, and is tested by itself."""
+    if "picture" not in request.node.name:
+        monkeypatch.setattr(timeline, "save", lambda report, path: None)
 
 
 def command(capsys, *arguments) -> tuple[int, str, str]:
@@ -45,7 +53,7 @@ def test_the_object_holds_medians_of_both_runs(tmp_path, capsys):
     assert found["predicted_relative_error"]["scheduled"] == pytest.approx(expected["scheduled"] / 1004.5 - 1)
 
 
-def test_the_table_and_the_page_say_the_same(tmp_path, capsys):
+def test_table_page_and_picture_say_the_same(tmp_path, capsys):
     make_run(tmp_path, iterations=6)
     code, out, _ = command(capsys, tmp_path)
     page = (tmp_path / "report.md").read_text()
