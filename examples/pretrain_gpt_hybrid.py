@@ -41,6 +41,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from model_and_optimizer import build_model_and_optimizer
 from turns import Turns
 
+from megatron_ext.megatron import gpt_model
+
 
 def parse_args():
     parser = gpt_arguments.OneLineParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -96,11 +98,7 @@ def initialize(args) -> None:
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
         dist.init_process_group(backend, timeout=timeout)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
-    )
+    gpt_model.initialize_parallel(args)
     set_seeds(args)
 
 

@@ -12,6 +12,8 @@ from megatron_ext.measure.options import Options
 from megatron_ext.megatron import ignored_options, script_arguments
 from megatron_ext.megatron.script_arguments import ScriptArguments
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
+from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import expert_ranks
 
 LAYER_RUNNERS = "megatron_ext.megatron.layer_runners:layer_runners"
 
@@ -128,8 +130,13 @@ def said(script: ScriptArguments) -> dict[str, object]:
 def with_sizes(options: Options, script: ScriptArguments) -> Options:
     """``options`` with the sizes that the script's arguments say."""
     found = {name: value for name, value in said(script).items() if name in SAID and value is not None}
-    ranks_per_node = ranks_on_this_node() or options.ranks_per_node
-    return msgspec.structs.replace(options, ranks_per_node=ranks_per_node, **found)
+    found["ranks_per_node"] = ranks_on_this_node() or options.ranks_per_node
+    return msgspec.structs.replace(options, **found)
+
+
+def of_experts(parallel: Parallel) -> int | None:
+    """Ranks that share the same experts, where they are others than the data-parallel ranks."""
+    return parallel.expert_dp if parallel.expert_dp != parallel.dp else None
 
 
 def for_workload(options: Options, model) -> Options:
@@ -148,6 +155,8 @@ def for_workload(options: Options, model) -> Options:
         "max_bytes": largest,
         "max_rank_bytes": measured_sizes.largest_rank_bytes(workload),
         "also_sizes": tuple(size for size in measured_sizes.likely_group_bytes(workload) if size >= 512),
+        "whole_part": measured_sizes.whole_part(workload),
+        "expert_data_parallel_size": of_experts(workload.parallel) if expert_ranks(workload) else None,
         "pipeline_model_parallel_size": workload.parallel.pp,
         "data_parallel_size": workload.parallel.dp,
         "optimizer_on_host": workload.optimizer.on_host,

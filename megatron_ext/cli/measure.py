@@ -9,6 +9,7 @@ from megatron_ext.cli.checkout_model import (
     LAYER_RUNNERS,
     checkout_option,
     for_workload,
+    of_experts,
     refuse_early,
     refuse_script,
     use_megatron_of,
@@ -46,7 +47,8 @@ def _of_script(options, checkout: str | None, entry: str | None):
         if checkout:
             raise InputError("needs the script's arguments behind --", field="--checkout", value=checkout)
         return options
-    from megatron_ext.megatron import script_arguments
+    from megatron_ext.megatron import ignored_options, script_arguments
+    from megatron_ext.megatron.gpt_arguments import parallel_of
 
     of_megatron = options.modules is None or options.modules == LAYER_RUNNERS or bool(checkout)
     script = script_arguments.read(options.module_args, verb="measure", of_megatron=of_megatron)
@@ -56,7 +58,11 @@ def _of_script(options, checkout: str | None, entry: str | None):
     if checkout:
         refuse_script(script, "measure")
     if not checkout:
-        return with_sizes(msgspec.structs.replace(options, modules=options.modules or LAYER_RUNNERS), script)
+        options = with_sizes(msgspec.structs.replace(options, modules=options.modules or LAYER_RUNNERS), script)
+        if script.sizes.num_experts is None:
+            return options
+        args = ignored_options.parse(script.megatron, verb="measure", data_parallel_size=options.data_parallel_size)
+        return msgspec.structs.replace(options, expert_data_parallel_size=of_experts(parallel_of(args)))
     from megatron_ext.megatron.describe_from_checkout import describe_command_line
 
     arguments = list(options.module_args)

@@ -141,6 +141,8 @@ class Preparation:
         points = table.routes.gpu.points if table.routes.gpu else ()
         if not points or points[-1].size_bytes < options.rounded(options.max_bytes):
             found.append(f"groups of up to {options.max_bytes} bytes were not measured")
+        if options.expert_data_parallel_size is not None and table.experts is None:
+            found.append("gathers of experts were not measured")
         if options.nvme_path is not None and table.routes.nvme is None:
             found.append("the drive was not measured")
         return f"; {self.table_path} does not hold ({'; '.join(found)})" if found else None

@@ -22,8 +22,10 @@ PARTS = ("hardware", "software", "world_sizes")
 
 def world_sizes(parallel: Parallel) -> dict[str, int]:
     """The sizes of a run that its costs depend on. A table is measured by one rank of every tensor-parallel
-    group (the program knows no other parallelism), so of a node's ranks only those are counted."""
+    group (beside experts the program knows no other parallelism), so of a node's ranks only those are counted."""
+    experts = {"expert_data_parallel_size": parallel.expert_dp} if parallel.expert_dp != parallel.dp else {}
     return {
+        **experts,
         "data_parallel_size": parallel.dp,
         "pipeline_model_parallel_size": parallel.pp,
         "ranks_per_node": max(min(parallel.node_size, parallel.world_size) // parallel.tensor_model_parallel_size, 1),

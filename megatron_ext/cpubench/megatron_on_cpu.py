@@ -7,6 +7,7 @@ The only file beside the room ``megatron`` that imports ``megatron.*``.
 # pyright: reportAttributeAccessIssue=false
 
 import contextlib
+import copy
 import importlib
 import importlib.metadata
 import importlib.util
@@ -48,6 +49,7 @@ def replace() -> None:
         fused_kernels.load = lambda args: None
     _skip_fp8_of_absent_engine()
     _route_without_engine()
+    _norm_parts_of_sequences()
     _start_managers_without_the_script()
     # "CPU RNG state changed within GPU RNG context", once a parameter: here they are one.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
@@ -163,6 +165,26 @@ def _route_without_engine() -> None:
         with contextlib.suppress(ImportError):  # an optional package is absent
             moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
             vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def _norm_parts_of_sequences() -> None:
+    """Megatron refuses torch's norms under ``--sequence-parallel``. They compute on a part of a sequence as on all of
+    it, and their gradients are then added up as those of other norms are."""
+    if not _exists("megatron.core.transformer.torch_norm"):  # up to 0.11
+        return
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    new = WrappedTorchNorm.__new__
+
+    def whole(cls, config, *args, **kwargs):
+        other = copy.copy(config)
+        other.sequence_parallel = False
+        norm = new(cls, other, *args, **kwargs)
+        for parameter in norm.parameters():
+            vars(parameter)["sequence_parallel"] = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = staticmethod(whole)
 
 
 def _start_managers_without_the_script() -> None:

@@ -12,7 +12,7 @@ from megatron_ext.cost import cost_table
 from megatron_ext.formats.facts import RANKS_PER_DEVICE, Facts, shared_device
 from megatron_ext.measure import scaled_sizes
 from megatron_ext.measure.compute_rounds import ROUNDS
-from megatron_ext.measure.options import MIB, MOST_OVER, Options
+from megatron_ext.measure.options import MIB, MOST_OVER, OF_EXPERTS, Options
 from megatron_ext.runtime.machine import environment
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.nodes import crossing_bytes
@@ -35,6 +35,8 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
         "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
         "ranks_per_node": options.node_size,
     }
+    if options.expert_data_parallel_size is not None:
+        world_sizes["expert_data_parallel_size"] = options.expert_data_parallel_size
     backend, sharing = here["software"]["backend"], raw.get(RANKS_PER_DEVICE, 1)
 
     def curve(name: str, source: str) -> cost_table.Curve | None:
@@ -74,6 +76,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
         compute=tuple(_of_part(row, options.sequence_parts) for row in compute.get("rows", [])),
         p2p=curve("p2p", f"half a {backend} message there and back, {at_once}") or (),
         reduce=curve("reduce", f"{backend} reduce-scatter of float32 in place, {at_once}"),
+        experts=_experts(options, curve, f"of experts, {at_once}"),
         optimizer=curve("optimizer", f"AdamW with clipping on the shard{on_host}, {at_once}"),
         host_step=_host_step(curve, f"gradients to the host, Megatron's AdamW there, parameters back, {at_once}"),
         device_step=curve("device_step", f"AdamW on the device, parameters cast, {at_once}"),
@@ -123,6 +126,12 @@ def _points(rows: list[dict]) -> tuple[cost_table.Point, ...]:
 def _with_algorithms(gpu: cost_table.Curve | None, curve) -> cost_table.Curve | None:
     others = {name: other.points for name in get_args(Algorithm) if (other := curve(name, ""))}
     return msgspec.structs.replace(gpu, algorithms=others) if gpu is not None else None
+
+
+def _experts(options: Options, curve, source: str) -> cost_table.ExpertCurves | None:
+    gpu, reduce = (curve(name, f"as routes.gpu and reduce, {source}") for name in OF_EXPERTS)
+    ranks = options.expert_data_parallel_size
+    return None if gpu is reduce is None else cost_table.ExpertCurves(ranks=ranks or 1, gpu=gpu, reduce=reduce)
 
 
 def _host_step(curve, source: str) -> cost_table.Curve | None:

@@ -56,7 +56,7 @@ class Optimizer(Operation):
         self._gradients = [main.grad for main in self._main if main.grad is not None]
         dtype = torch.float32 if 4 * whole == size_bytes else torch.bfloat16
         self._parameters = [torch.ones_like(main, dtype=dtype, requires_grad=False) for main in self._main]
-        self._buffer = torch.ones(whole, device=self.fabric.torch_device)
+        self._buffer = torch.ones(int(whole * self.fabric.options.whole_part), device=self.fabric.torch_device)
         self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True if self.fused else None)
 
 

@@ -89,10 +89,13 @@ class ComputeRounds:
             return {}
         own = [micro_batch_us(rows, self._runners) for rows in self._rounds]
         # Where a rank's processor time was taken, what it waits for a processor is not in it: all have an even share.
-        share = 1.0 if clock() is perf_counter else fabric.ranks_per_processor
+        shares = {
+            kind: 1.0 if clock(runner) is perf_counter else fabric.ranks_per_processor
+            for kind, runner in self._runners.items()
+        }
         kinds = zip(*(rows for rounds in everyone for rows in rounds))
         return {
-            "rows": [msgspec.to_builtins(middle(rows, share)) for rows in kinds],
+            "rows": [msgspec.to_builtins(middle(rows, shares[str(rows[0].layer_kind)])) for rows in kinds],
             "model": self._model(),
             "drift": max(own) / min(own) - 1,
             "rounds": len(own),

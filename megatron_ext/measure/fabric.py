@@ -73,6 +73,10 @@ class Fabric:
             self._own_group([[first * dp + index for index in range(dp)] for first in range(pp)], backend)
             for _ in range(2)
         )
+        sharers = options.expert_data_parallel_size or dp
+        firsts = [stage * dp + index for stage in range(pp) for index in range(dp // sharers)]
+        sets = [[first + number * (dp // sharers) for number in range(sharers)] for first in firsts]
+        self.experts = self._own_group(sets, backend) if sharers < dp else self.data
         self.pipe, self.pipe_busy = (
             (
                 self._own_group([[stage * dp + index for stage in range(pp)] for index in range(dp)], backend)
@@ -166,7 +170,9 @@ class Fabric:
         places = memory.numel() // numel
         return memory.narrow(0, (round_index % places) * numel, numel)
 
-    def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """This data-parallel rank's share, a view of ``whole`` as in Megatron's buckets."""
-        numel = whole.numel() // self.options.data_parallel_size
-        return whole.narrow(0, self.dp_rank * numel, numel)
+    def shard(self, whole: torch.Tensor, ranks: int | None = None) -> torch.Tensor:
+        """This rank's share among the data-parallel ranks, or those ``ranks`` of them that hold the same experts: a
+        view of ``whole`` as in Megatron's buckets."""
+        of_all = self.options.data_parallel_size
+        numel = whole.numel() // (ranks or of_all)
+        return whole.narrow(0, self.dp_rank * (ranks or of_all) // of_all * numel, numel)

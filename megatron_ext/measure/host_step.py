@@ -101,7 +101,8 @@ class HostOptimizer(HostStep):
     def issue(self, size_bytes: int, round_index: int):
         if size_bytes != self._size:
             self.build(size_bytes)
-            self._buffer = torch.ones(size_bytes // PARAMETER_BYTES, device=self.fabric.torch_device)
+            whole = int(size_bytes // PARAMETER_BYTES * self.fabric.options.whole_part)
+            self._buffer = torch.ones(whole, device=self.fabric.torch_device)
         scale = torch.clamp(1.0 / (torch.nn.utils.get_total_norm(self.gradients) + 1e-6), max=1.0)
         for gradient in self.gradients:
             gradient.mul_(scale)

@@ -11,12 +11,11 @@ its values have ``forward()`` and ``backward()`` of one micro-batch through one 
 the run's micro-batch, sequence length and precision. ``backward()`` belongs to the last
 ``forward()`` and does all that training does there for every micro-batch, accumulation into
 the gradient buffers included. Both return nothing and leave no work behind: on CUDA they may
-return before the device is done, what they issued is waited for here. A runner may say the
-``dtype`` of its parameters, which the table then holds for, and ``visits``: how many layers of its
-kind one micro-batch passes through, and ``not_saved``: tensors (parameters, masks) beside which what autograd
-saves in a
-layer is counted. ``forward()`` is then called so often in a row, each call
-for the next layer, and ``backward()`` as often, for the last layer whose backward has not run yet.
+return before the device is done, what they issued is waited for here. A runner may say the ``dtype`` of its parameters,
+which the table then holds for, that it ``waits`` for other ranks, and ``visits``: how many layers of its kind one
+micro-batch passes through, and ``not_saved``: tensors (parameters, masks) beside which what autograd saves in a layer
+is counted. ``forward()`` is then called so often in a row, each call for the next layer, and ``backward()`` as often,
+for the last layer whose backward has not run yet.
 
 [Note: As cold as in training]
 One layer that is run again and again is found in the caches; in training it is not, where all
@@ -31,7 +30,8 @@ power and, without a GPU, processors.
 Where one thread computes on a processor, its processor time is taken, not the clock's: a rank
 that another program pushes off its processor would otherwise seem to compute more slowly, by
 chance. Ranks of one node share its processors evenly, so what is stored is that time, multiplied by the
-ranks that share one processor. It holds for an otherwise idle machine.
+ranks that share one processor. It holds for an otherwise idle machine. A layer that ``waits`` for other ranks is timed
+by the clock, which has all of this in it.
 """
 
 from __future__ import annotations
@@ -104,9 +104,10 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
 
 
-def clock() -> Callable[[], float]:
+def clock(runner: Runner) -> Callable[[], float]:
     """Seconds of what compute is timed by, see [Note: Processor time]."""
-    return thread_time if not on_cuda() and torch.get_num_threads() == 1 else perf_counter
+    alone = not on_cuda() and torch.get_num_threads() == 1 and not getattr(runner, "waits", False)
+    return thread_time if alone else perf_counter
 
 
 def on_cuda() -> bool:
@@ -116,7 +117,7 @@ def on_cuda() -> bool:
 def measure_compute(runners: Mapping[str, Runner], repeats: int, *, warmup: int = 2) -> list[Compute]:
     """Median forward and backward of each kind, over ``repeats`` micro-batches through all of them:
     forwards in the order given, then backwards in reverse."""
-    now, timer = clock(), DeviceTimer() if on_cuda() else None
+    timer = DeviceTimer() if on_cuda() else None
 
     visits = {kind: visits_of(runner) for kind, runner in runners.items()}
 
@@ -128,6 +129,7 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, warmup: int 
             us, launch_us = timer.time(call, call)
             launches[kind, way].append(launch_us)
             return us
+        now = clock(runners[kind])
         start = now()
         call()
         return (now() - start) * 1e6

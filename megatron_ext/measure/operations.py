@@ -32,16 +32,18 @@ class Gather(Operation):
     ``_ParamAndGradBucketGroup.start_param_sync`` does it: in a coalescing manager."""
 
     name = "gpu"
+    of_experts = False
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self.group = fabric.data_busy if busy else fabric.data
+        self.ranks = fabric.options.expert_data_parallel_size if self.of_experts else None
+        self.group = fabric.experts if self.of_experts else fabric.data_busy if busy else fabric.data
         self.memory = fabric.busy_arena() if busy else fabric.arena
 
     def issue(self, size_bytes: int, round_index: int):
         whole = self.fabric.window(self.memory, size_bytes, round_index)
         with coalesced(self.group) as manager:
-            dist.all_gather_into_tensor(whole, self.fabric.shard(whole), group=self.group)
+            dist.all_gather_into_tensor(whole, self.fabric.shard(whole, self.ranks), group=self.group)
         return manager
 
 
@@ -158,8 +160,22 @@ class Reduce(Gather):
         # Takes what dividing takes; divided again and again, figures would become subnormal, which are slow.
         whole.mul_(1.0)
         with coalesced(self.group) as manager:
-            dist.reduce_scatter_tensor(self.fabric.shard(whole), whole, group=self.group)
+            dist.reduce_scatter_tensor(self.fabric.shard(whole, self.ranks), whole, group=self.group)
         return manager
+
+
+class ExpertGather(Gather):
+    """All-gather of a group of experts among the ranks that hold the same ones."""
+
+    name = "experts_gpu"
+    of_experts = True
+
+
+class ExpertReduce(Reduce):
+    """Reduce-scatter of the gradients of a group of experts, among the same ranks."""
+
+    name = "experts_reduce"
+    of_experts = True
 
 
 class Internode(Operation):
@@ -269,6 +285,8 @@ OPERATIONS = {
         Publish,
         Internode,
         Reduce,
+        ExpertGather,
+        ExpertReduce,
         P2P,
         Optimizer,
         HostAdd,

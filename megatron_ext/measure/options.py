@@ -13,7 +13,10 @@ from megatron_ext.workload.parallel import Parallel
 
 KIB, MIB = 1 << 10, 1 << 20
 
-COPIES = ("gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "publish", "internode", "reduce")
+OF_EXPERTS = ("experts_gpu", "experts_reduce")
+"""All-gathers and reduces among the ranks that hold the same experts."""
+
+COPIES = ("gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "publish", "internode", "reduce", *OF_EXPERTS)
 """Operations that move parameters or gradients and return before they are complete."""
 
 STEPS = ("host_step", "host_step_joined", "host_step_cast_on_device", "device_step")
@@ -36,6 +39,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     Attributes:
         data_parallel_size, pipeline_model_parallel_size: ranks of the run; all of them are
             started, so that the node is as busy as in the run.
+        expert_data_parallel_size: ranks that share the shards of the same experts, where these are others than the
+            data-parallel ranks.
+        whole_part: of ``max_rank_bytes``, which counts experts as dense parameters with shards as large: whole
+            parameters that the rank has.
         device: ``auto`` takes CUDA where torch sees it.
         min_bytes, max_bytes: limits of the factor-2 grid (bytes of the whole group).
         sizes: exactly these sizes in place of the grid (the groups of a schedule, for example).
@@ -57,6 +64,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     data_parallel_size: int = 2
     pipeline_model_parallel_size: int = 1
+    expert_data_parallel_size: int | None = None
+    whole_part: float = 1.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     min_bytes: int = 4 * KIB
     max_bytes: int = 256 * MIB
@@ -99,6 +108,11 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def largest(self) -> int:
         """Bytes of the largest group that is measured."""
         return self.rounded(max((*(self.sizes or (self.max_bytes,)), *self.also_sizes)))
+
+    @property
+    def largest_shards(self) -> int:
+        """Bytes of dense parameters whose shards are as large as those of the largest group, which may be experts'."""
+        return self.max_bytes * self.data_parallel_size // (self.expert_data_parallel_size or self.data_parallel_size)
 
     @property
     def world_size(self) -> int:
@@ -156,6 +170,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             if getattr(self, name) < 1:
                 raise InputError("must be at least 1", file=_flag(name), value=getattr(self, name))
         self._check_largest()
+        if self.data_parallel_size % (self.expert_data_parallel_size or 1):
+            why = "ranks that share the same experts are no part of these: one of each tensor-parallel group measures"
+            raise InputError(
+                f"{self.expert_data_parallel_size} {why}",
+                file=_flag("data_parallel_size"),
+                value=self.data_parallel_size,
+            )
         if (self.max_rank_bytes or 0) < 0:
             raise InputError("must not be negative", file=_flag("max_rank_bytes"), value=self.max_rank_bytes)
         if self.node_size > 64:

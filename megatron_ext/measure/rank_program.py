@@ -28,12 +28,12 @@ import torch.distributed as dist
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.measure import contention, host_memory_rate, kept_measurement, nvme_route, scaled_sizes, size_grid
 from megatron_ext.measure.compute_rounds import ComputeRounds
-from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.fabric import Fabric, arena_bytes
 from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.layer_times import load_runners
 from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.operations import OPERATIONS, SymmetricGather
-from megatron_ext.measure.options import COPIES, MIB, MOST_OVER, STEPS, Options
+from megatron_ext.measure.options import COPIES, MIB, MOST_OVER, OF_EXPERTS, STEPS, Options
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 from megatron_ext.measure.visits import curves_of, first_medians, merge_visits, shuffled
@@ -45,7 +45,7 @@ CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE, MEMORY_SHARE = 0.25, 0.25, 0.1, 0.
 SMALL_BYTES = 4096
 """Below this there is only the least size."""
 
-GATHERS = {"gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "nvme"}
+GATHERS = {"gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "nvme", "experts_gpu"}
 """The routes, all of their ways."""
 
 SHORT_US, SHORT_VISITS = 3000.0, 4
@@ -64,14 +64,15 @@ Report = Callable[[int, int, str], None]
 
 
 def sizes_of(name: str, options: Options) -> list[int]:
-    """The grid of one curve. Sparse where the cost is known to be smooth."""
-    low, high = options.min_bytes, options.max_bytes
+    """The grid of one curve. Sparse where the cost is known to be smooth. What a rank does with its own shard is
+    measured up to the shards of experts."""
+    low, high, shards = options.min_bytes, options.max_bytes, options.largest_shards
     if name == "optimizer":
         sizes = size_grid.factor_2(low, max(options.max_rank_bytes or high, low), factor=4)
     elif name == "host_add":
-        sizes = size_grid.factor_2(low, max(high // options.data_parallel_size, low), factor=4)
+        sizes = size_grid.factor_2(low, max(shards // options.data_parallel_size, low), factor=4)
     elif name in STEPS:
-        sizes = size_grid.factor_2(low, high, factor=4)
+        sizes = size_grid.factor_2(low, shards, factor=4)
     elif options.sizes:
         sizes = list(options.sizes)
     elif name == "p2p":
@@ -83,6 +84,8 @@ def sizes_of(name: str, options: Options) -> list[int]:
         sizes = size_grid.beside_powers(sizes)
     if name in GATHERS:
         sizes = [*sizes, *options.also_sizes]
+    if name in ("publish", "internode") and shards > high:
+        sizes = [*sizes, shards]
     return sorted({options.rounded(size) for size in sizes})
 
 
@@ -341,6 +344,8 @@ class Measurement:
 
     def _left_out(self, name: str, size: int, left: float) -> bool:
         """Whether a size is not visited for the first time, see [Note: What a visit needs]."""
+        if name in COPIES and size > arena_bytes(self.fabric.options):
+            return True
         need = scaled_sizes.needed(self.needs, name, size)
         most = min(max(left, 0.0), scaled_sizes.LONGEST_SHARE * self.fabric.options.seconds)
         return bool(self.fabric.agree(int(need > most)))
@@ -427,6 +432,7 @@ def _missing(name: str, options: Options) -> bool:
         "internode": options.nodes < 2,
         "hierarchical": not options.has_hierarchy,
         "cpu_shard": options.data_parallel_size < 2,
+        **dict.fromkeys(OF_EXPERTS, options.expert_data_parallel_size is None),
     }.get(name, False)
 
 

@@ -10,7 +10,8 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.boundaries import layers_of
 from megatron_ext.megatron.gpt_arguments import batch_of, dtype_of, limits_of, parallel_of
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
-from megatron_ext.megatron.saved_activations import with_activations
+from megatron_ext.megatron.saved_activations import balance_experts, with_activations
+from megatron_ext.megatron.workload_of_run import experts_of
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import p2p_bytes
 from megatron_ext.workload.parallel import Parallel
@@ -74,6 +75,7 @@ def workload_of_chunks(args, chunks: list[Chunk]) -> Workload:
         p2p_bytes=p2p_bytes(parallel, batch_of(args), args.hidden_size, ITEM_BYTES[dtype_of(args)]),
         limits=limits_of(args),
         optimizer=optimizer_settings(args),
+        experts=experts_of(args),
         ramp=tuple(args.ramp),
     )
 
@@ -84,13 +86,11 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
     make_fake_world(parallel.global_rank(pp_rank, 0), parallel.world_size)
     try:
         with only_fake_groups():
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=args.tensor_model_parallel_size,
-                pipeline_model_parallel_size=parallel.pp,
-                virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
-            )
+            gpt_model.initialize_parallel(args)
         tensor_parallel.model_parallel_cuda_manual_seed(0)
-        config = gpt_model.transformer_config(args, use_cpu_initialization=True, perform_initialization=False)
+        without = dict(perform_initialization=False, sequence_parallel=False)  # of values, and of torch's norms
+        config = gpt_model.transformer_config(args, use_cpu_initialization=True, **without)
+        balance_experts(config)
         dtype = config.params_dtype
         with torch.device("meta"):
             built = gpt_model.build_chunks(args, config)

@@ -3,7 +3,8 @@
 import argparse
 from typing import Any, NoReturn
 
-from megatron_ext.formats.errors import InputError, option_error
+from megatron_ext.formats.errors import InputError, flag, option_error
+from megatron_ext.megatron import expert_options
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.workload import parallel as parallel_sizes
 from megatron_ext.workload.batch_ramp import numbers_of_microbatches
@@ -17,6 +18,19 @@ UNEVEN = (
 """Options by which pipeline stages have different numbers of layers."""
 
 
+MODEL_SIZES = dict(num_layers=8, hidden_size=256, num_attention_heads=4, num_query_groups=1, seq_length=128)
+MODEL_SIZES |= dict(vocab_size=259, make_vocab_size_divisible_by=128)
+MODEL_SIZES |= dict.fromkeys(("ffn_hidden_size", "kv_channels", "max_position_embeddings", "recompute_num_layers"))
+PARALLEL_SIZES = {
+    "pipeline_model_parallel_size": 1,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "tensor_model_parallel_size": 1,
+    "microbatch_group_size_per_virtual_pipeline_stage": None,
+}
+"""Whole numbers and their defaults."""
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argparse parser whose errors are InputErrors: one line, exit code 2."""
 
@@ -26,48 +40,35 @@ class OneLineParser(argparse.ArgumentParser):
 
 def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add model, parallel and precision options under Megatron's names and return ``parser``."""
-    model = parser.add_argument_group("network size")
-    model.add_argument("--num-layers", type=int, default=8)
-    model.add_argument("--hidden-size", type=int, default=256)
-    model.add_argument("--ffn-hidden-size", type=int, default=None)
-    model.add_argument("--num-attention-heads", type=int, default=4)
-    model.add_argument("--group-query-attention", action="store_true")
-    model.add_argument("--num-query-groups", type=int, default=1)
-    model.add_argument("--kv-channels", type=int, default=None)
+    model, experts, parallel = map(parser.add_argument_group, ("network size", "experts", "distributed"))
+    for group, sizes in ((model, MODEL_SIZES), (parallel, PARALLEL_SIZES)):
+        for name, default in sizes.items():
+            group.add_argument(flag(name), type=int, default=default)
+    for name in ("attention_dropout", "hidden_dropout"):
+        model.add_argument(flag(name), type=float, default=0.0)
+    for name in ("group_query_attention", "add_qkv_bias", "untie_embeddings_and_output_weights", "swiglu"):
+        model.add_argument(flag(name), action="store_true")
     model.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false")
-    model.add_argument("--add-qkv-bias", action="store_true")
-    model.add_argument("--seq-length", type=int, default=128)
-    model.add_argument("--max-position-embeddings", type=int, default=None)
-    model.add_argument("--vocab-size", type=int, default=259)
-    model.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
-    model.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     model.add_argument("--position-embedding-type", choices=("learned_absolute", "rope"), default="learned_absolute")
     model.add_argument(
         "--use-rotary-position-embeddings", dest="position_embedding_type", action="store_const", const="rope"
     )
-    model.add_argument("--swiglu", action="store_true")
     model.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
-    model.add_argument("--attention-dropout", type=float, default=0.0)
-    model.add_argument("--hidden-dropout", type=float, default=0.0)
     model.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
     model.add_argument("--recompute-granularity", choices=("full", "selective"), default=None)
     model.add_argument("--recompute-method", choices=("uniform", "block"), default=None)
-    model.add_argument("--recompute-num-layers", type=int, default=None)
-    parallel = parser.add_argument_group("distributed")
-    parallel.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    parallel.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
-    parallel.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, default=None)
+    for name, how in expert_options.OPTIONS.items():
+        experts.add_argument(flag(name), **how)
+    parallel.add_argument("--sequence-parallel", action="store_true")
     for name in UNEVEN:
         how: dict[str, Any] = {"action": "store_true"} if name.startswith("account") else {"type": int}
-        parallel.add_argument("--" + name.replace("_", "-"), **how)
-    parallel.add_argument("--tensor-model-parallel-size", type=int, default=1)
+        parallel.add_argument(flag(name), **how)
     parallel.add_argument(
         "--data-parallel-size",
         type=int,
         default=None,
         help="Number of replicas; by default what the number of processes leaves.",
     )
-    parallel.add_argument("--microbatch-group-size-per-virtual-pipeline-stage", type=int, default=None)
     _add_gpus_per_node(parallel)
     parallel.add_argument(
         "--distributed-backend",
@@ -135,6 +136,7 @@ def check(args, *, world_size: int | None = None) -> None:
     _check_sizes(args)
     _check_shapes(args)
     _check_stages(args)
+    expert_options.check(args)
     if world_size is not None:
         _check_processes(args, world_size)
     _fill_batch(args)

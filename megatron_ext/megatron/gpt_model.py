@@ -8,16 +8,29 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.megatron import expert_options
 from megatron_ext.megatron.gpt_arguments import UNEVEN
-from megatron_ext.megatron.releases import accepts
+from megatron_ext.megatron.releases import accepted, accepts, has
 from megatron_ext.runtime.device import has_cuda
 
 SAME_NAMES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization"),
     *("add_bias_linear", "add_qkv_bias", "tensor_model_parallel_size", "pipeline_model_parallel_size", "bf16", "fp16"),
     *("attention_dropout", "hidden_dropout", "recompute_granularity", "recompute_method", "recompute_num_layers"),
+    "sequence_parallel",
 )
 """Options that Megatron's TransformerConfig calls as its command line does."""
+GROUPS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+GROUPS += ("expert_model_parallel_size", "expert_tensor_parallel_size")
+"""Options that Megatron's parallel_state calls so."""
+
+
+def initialize_parallel(args) -> None:
+    """Process groups for checked options. Collective."""
+    sizes = {name: getattr(args, name) for name in GROUPS}
+    sizes["virtual_pipeline_model_parallel_size"] = args.num_virtual_stages_per_pipeline_rank
+    initialize = parallel_state.initialize_model_parallel
+    initialize(**accepted(initialize, **sizes))
 
 
 def transformer_config(args, **overrides) -> TransformerConfig:
@@ -51,12 +64,21 @@ def transformer_config(args, **overrides) -> TransformerConfig:
     uneven = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
     values |= {name: layers for name, layers in uneven.items() if layers is not None}
     values |= {name: True for name, asked in zip(UNEVEN[2:], account) if asked}
+    if args.num_experts is not None:
+        values |= {name: getattr(args, name) for name in expert_options.OPTIONS if has(TransformerConfig, name)}
+        values |= {"num_moe_experts": args.num_experts}
     values.update(overrides)
     return TransformerConfig(**values)
 
 
-def layer_spec(args, config: TransformerConfig):
-    """The transformer layer's parts: local PyTorch modules, or Transformer Engine's."""
+def layer_spec(args, config: TransformerConfig, **stage) -> Any:
+    """The transformer layer's parts: local PyTorch modules, or Transformer Engine's; with experts those of all layers
+    of a ``stage``."""
+    if args.num_experts is not None:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec as block_spec
+
+        how = accepted(block_spec, normalization=args.normalization, **stage)
+        return block_spec(config, use_transformer_engine=args.transformer_impl == "transformer_engine", **how)
     if args.transformer_impl == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -79,7 +101,7 @@ def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
         chunks.append(
             GPTModel(
                 config=config,
-                transformer_layer_spec=layer_spec(args, config),
+                transformer_layer_spec=layer_spec(args, config, **stage),
                 vocab_size=args.padded_vocab_size,
                 max_sequence_length=args.max_position_embeddings,
                 pre_process=pre,

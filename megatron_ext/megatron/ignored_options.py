@@ -79,11 +79,10 @@ TOKENIZER = "tokenizer-type tokenizer-model vocab-file merge-file vocab-extra-id
 REFUSED = """
     attention-output-gate context-parallel-size decoder-num-layers
     encoder-num-layers encoder-pipeline-model-parallel-size encoder-tensor-model-parallel-size
-    experimental-attention-variant expert-model-parallel-size expert-tensor-parallel-size first-last-layers-bf16
+    experimental-attention-variant first-last-layers-bf16
     fp32-residual-connection fp4-format heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
-    hierarchical-context-parallel-sizes hybrid-attention-ratio hybrid-layer-pattern kv-lora-rank moe-ffn-hidden-size
-    moe-grouped-gemm moe-layer-freq moe-router-topk moe-shared-expert-intermediate-size mtp-num-layers
-    multi-latent-attention num-experts pipeline-model-parallel-layout pipeline-model-parallel-split-rank q-lora-rank
+    hierarchical-context-parallel-sizes hybrid-attention-ratio hybrid-layer-pattern kv-lora-rank mtp-num-layers
+    multi-latent-attention pipeline-model-parallel-layout pipeline-model-parallel-split-rank q-lora-rank
     qk-layernorm relative-attention-num-buckets spec tensor-parallel-num-weight-shards use-checkpoint-args
     use-legacy-models yaml-cfg
 """.split()
@@ -157,7 +156,12 @@ def refuse_at_once(options, *, verb: str, **known) -> argparse.Namespace | None:
         if name not in given:
             raise option_error(name, "is needed: a schedule takes the place of its gathers")
     uneven = any(given.get(name) for name in gpt_arguments.UNEVEN)
-    if sizes_taken(options) or uneven or any(name.replace("-", "_") in given for name in (*REFUSED, *BATCH)):
+    if (
+        sizes_taken(options)
+        or uneven
+        or args.num_experts
+        or any(name.replace("-", "_") in given for name in (*REFUSED, *BATCH))
+    ):
         return None
     given |= {name: value for name, value in known.items() if value is not None}
     if args.global_batch_size is None:
@@ -170,7 +174,6 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser = gpt_arguments.OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
     gpt_arguments.add_gpt_arguments(parser)
     gpt_arguments.add_plan_arguments(parser)
-    parser.add_argument("--sequence-parallel", action="store_true")  # of messages between stages only
     return add_other_options(parser)
 
 
@@ -207,7 +210,7 @@ def check_other_options(args, verb: str = "describe") -> None:
     given = vars(args)
     _refuse_neutral(given)
     for name in REFUSED:
-        # One rank of a kind is what there is without the option; one layer of a kind, or one expert, is not.
+        # One rank of a kind is what there is without the option; one layer of a kind is not.
         without = (None, ["1"]) if name.endswith(("parallel-size", "weight-shards")) else (None,)
         if given.get(name.replace("-", "_")) not in without:
             _refuse(
@@ -216,6 +219,8 @@ def check_other_options(args, verb: str = "describe") -> None:
                 f"changes parameters or the order of steps; {_CHECKOUT.get(verb, _CHECKOUT['describe'])}",
             )
         given.pop(name.replace("-", "_"), None)
+    if verb == "fit" and args.num_experts:
+        raise option_error("num_experts", f"changes what layers compute; {_CHECKOUT[verb]}", args.num_experts)
     tokenizers = [name for name in TOKENIZER if name.replace("-", "_") in given]
     if tokenizers and args.vocab_size is None:
         name = tokenizers[0].replace("-", "_")

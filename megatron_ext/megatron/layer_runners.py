@@ -3,7 +3,14 @@
 ``megatron-ext measure --modules megatron_ext.megatron.layer_runners:layer_runners -- OPTIONS``
 with Megatron's options behind ``--``. A step's batch is stacked from rows in memory, as where other processes read the
 samples; a training script whose own thread reads them passes ``read_batches`` (see examples/example_layers.py).
+
+[Note: A balanced router]
+Each expert gets as many tokens as another: ``tokens topk / experts`` from every rank. The router computes as ever; then
+what it takes the largest of is raised for the experts whose turn it is. Tokens travel to the experts of other
+expert-parallel ranks and back within the layer, as Megatron's dispatcher sends them, and are part of its time.
 """
+
+from functools import partial
 
 import torch
 
@@ -13,10 +20,11 @@ cpu_compat.install()
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_ext.megatron import gpt_model, ignored_options
-from megatron_ext.megatron.boundaries import layers_of
+from megatron_ext.megatron import expert_options, gpt_model, ignored_options
+from megatron_ext.megatron.boundaries import Layer, layers_of
 from megatron_ext.megatron.gpt_arguments import UNEVEN
 from megatron_ext.megatron.releases import accepted
 from megatron_ext.runtime.device import has_cuda
@@ -34,14 +42,16 @@ class LayerRunner:
 
     Args:
         run: ``run(index)``, one forward of a layer; returns its output.
-        parameters: by layer, what it owns.
+        layers: which it takes in turns.
         boundary: the layers' input, whose gradient they hand back; None for the embedding.
+        waits: for other ranks, whose part of a tensor or of the tokens a layer needs.
     """
 
-    def __init__(self, run, parameters, boundary):
-        self._run, self._boundary = run, boundary
-        self._parameters, self.visits = parameters, len(parameters)
-        every = [parameter for owned in parameters for parameter in owned]
+    def __init__(self, run, layers: list[Layer], boundary, waits: bool):
+        self._run, self._boundary, self.waits = run, boundary, waits
+        self._parameters: list[list] = [[own for _, own in layer.parameters] for layer in layers]
+        self.visits = len(layers)
+        every = [parameter for owned in self._parameters for parameter in owned]
         self.dtype = str(every[0].dtype).removeprefix("torch.") if every else None
         for parameter in every:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
@@ -131,7 +141,7 @@ def _recomputes(args) -> tuple[bool, bool]:
 
 
 def layer_runners(options: list[str], read_batches=None) -> dict:
-    """Runners by layer kind (``embedding``, ``transformer``, ``output``) for Megatron's options, and
+    """Runners by layer kind (``embedding``, ``transformer``, ``moe``, ``output``) for Megatron's options, and
     ``step``: what a step takes beside its layers.
 
     Args:
@@ -142,35 +152,26 @@ def layer_runners(options: list[str], read_batches=None) -> dict:
     Raises:
         InputError: an option is wrong.
     """
-    args = ignored_options.parse(options)
-    if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tensor_model_parallel_size)
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    args = ignored_options.parse(options, data_parallel_size=torch.distributed.get_world_size())
     recomputed, alike = _recomputes(args)
-    layers = max(args.num_layers // args.pipeline_model_parallel_size, 1)
-    vars(args).update(ONE_LAYER)
-    # Freeing outputs is the pipeline's: Megatron's backward step would take them for freed.
-    (empty,) = gpt_model.build_chunks(args, gpt_model.transformer_config(args, deallocate_pipeline_outputs=False))
-    layer_bytes = sum(p.numel() * 4 for p in empty.decoder.layers.parameters())
-    args.num_layers = max(1, min(layers, COLD_BYTES // max(layer_bytes, 1)))
-    config = gpt_model.transformer_config(args)
-    (model,) = gpt_model.build_chunks(args, config)
-    device = torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
-    model = model.to(device=device, dtype=config.params_dtype)
-    model.train()
+    empty, model = _models(args)
+    device = next(model.parameters()).device
     batch, seq = args.micro_batch_size, args.seq_length
     tokens = torch.randint(0, args.vocab_size, (batch, seq), device=device)
     positions = torch.arange(seq, device=device).repeat(batch, 1)
     mask = torch.tril(torch.ones((1, 1, seq, seq), device=device)) < 0.5
-    hidden = torch.randn(seq, batch, args.hidden_size, device=device, dtype=config.params_dtype, requires_grad=True)
+    part = seq // args.tensor_model_parallel_size if args.sequence_parallel else seq
+    hidden = torch.randn(
+        part, batch, args.hidden_size, device=device, dtype=model.config.params_dtype, requires_grad=True
+    )
     rotary = model.rotary_pos_emb(seq) if args.position_embedding_type == "rope" else None
 
     def embedding(index):
         return model.embedding(input_ids=tokens, position_ids=positions)
 
-    def transformer(index):
+    def decoder(layers, index):
         def run(hidden):
-            return model.decoder.layers[index](hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
+            return layers[index].module(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
 
         return tensor_parallel.checkpoint(run, False, hidden) if recomputed else run(hidden)
 
@@ -179,17 +180,59 @@ def layer_runners(options: list[str], read_batches=None) -> dict:
         logits, _ = model.output_layer(model.decoder.final_layernorm(hidden), weight=_output_weight(model))
         return model.compute_language_model_loss(tokens, logits).float().mean()
 
-    runs = {"embedding": (embedding, None), "transformer": (transformer, hidden), "output": (output, hidden)}
-    owned: dict[str, list] = {}
-    for layer in layers_of(model):
-        owned.setdefault(layer.kind, []).append([parameter for _, parameter in layer.parameters])
-    runners = {kind: LayerRunner(run, owned[kind], boundary) for kind, (run, boundary) in runs.items()}
+    ends, runners = {"embedding": (embedding, None), "output": (output, hidden)}, {}
+    for kind, like in _by_kind(model).items():
+        run, boundary = ends.get(kind) or (partial(decoder, like), hidden)
+        waits = args.tensor_model_parallel_size > 1 or (kind == "moe" and args.expert_model_parallel_size > 1)
+        runners[kind] = LayerRunner(run, like, boundary, waits)
     micro_batches = read_batches(args) if read_batches is not None else _stacked_batches(tokens, positions)
-    empty = empty.to(device=device, dtype=config.params_dtype)
     for kind, runner in runners.items():
-        if kind != "transformer" or alike:
+        if kind in ends or alike:
             runner.not_saved = [*model.parameters(), mask, *([] if rotary is None else [rotary])]
     return runners | {"step": StepRunner(empty, micro_batches, mask, hidden.detach().clone().requires_grad_())}
+
+
+def _models(args) -> tuple[GPTModel, GPTModel]:
+    """A model of one layer, and one with as many of each kind as no cache holds. ``args`` become the latter's."""
+    layers, kinds = max(args.num_layers // args.pipeline_model_parallel_size, 1), expert_options.pattern(args)
+    vars(args).update(ONE_LAYER | {"moe_layer_freq": [max(kinds)]})
+    if not parallel_state.is_initialized():
+        gpt_model.initialize_parallel(args)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    # Freeing outputs is the pipeline's: Megatron's backward step would take them for freed.
+    (empty,) = gpt_model.build_chunks(args, gpt_model.transformer_config(args, deallocate_pipeline_outputs=False))
+    layer_bytes = sum(p.numel() * 4 for p in empty.decoder.layers.parameters())
+    args.moe_layer_freq = expert_options.shortened(kinds, max(1, min(layers, COLD_BYTES // max(layer_bytes, 1))))
+    args.num_layers = len(args.moe_layer_freq)
+    config = gpt_model.transformer_config(args)
+    (model,) = gpt_model.build_chunks(args, config)
+    device = torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+    empty, model = (each.to(device=device, dtype=config.params_dtype) for each in (empty, model))
+    _balance(model, args.moe_router_topk)
+    return empty, model
+
+
+def _by_kind(model) -> dict[str, list[Layer]]:
+    found: dict[str, list[Layer]] = {}
+    for layer in layers_of(model):
+        found.setdefault(layer.kind, []).append(layer)
+    return found
+
+
+def _balance(model, topk: int) -> None:
+    """Let routers send every expert as many tokens, see [Note: A balanced router]."""
+    for module in model.modules():
+        if hasattr(module, "gating"):
+            module.gating = partial(_gate_evenly, module.gating, topk)
+
+
+def _gate_evenly(gating, topk: int, *args, **kwargs):
+    """Logits of shape (..., experts), by far the largest for the next ``topk`` experts of every token."""
+    logits = gating(*args, **kwargs)
+    experts = logits.shape[-1]
+    turns = torch.arange(logits.numel() // experts * topk, device=logits.device) % experts
+    raised = torch.zeros_like(logits).view(-1, experts).scatter_(1, turns.view(-1, topk), 100.0)
+    return logits + raised.view_as(logits)
 
 
 def _stacked_batches(tokens, positions):

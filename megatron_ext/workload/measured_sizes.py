@@ -10,7 +10,7 @@ from itertools import groupby
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
-from megatron_ext.workload.workload import Parameter, Workload, group_bytes, load
+from megatron_ext.workload.workload import Parameter, Workload, group_bytes, load, optimizer_bytes
 
 
 def largest_group_bytes(workload: Workload) -> int:
@@ -27,8 +27,14 @@ def _by_kind(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
 
 
 def largest_rank_bytes(workload: Workload) -> int:
-    """Whole parameters of the pipeline rank that holds most."""
-    return max(sum(chunk.bytes for chunk in workload.chunks_of_rank(rank)) for rank in range(workload.parallel.pp))
+    """Whole parameters of the pipeline rank that holds most; of experts, as many dense ones as have shards as large."""
+    return max(optimizer_bytes(workload, rank) for rank in range(workload.parallel.pp))
+
+
+def whole_part(workload: Workload) -> float:
+    """Whole parameters of that rank over :func:`largest_rank_bytes`."""
+    most = max(range(workload.parallel.pp), key=lambda rank: optimizer_bytes(workload, rank))
+    return sum(chunk.bytes for chunk in workload.chunks_of_rank(most)) / max(optimizer_bytes(workload, most), 1)
 
 
 def parameter_bytes(workload: Workload) -> int:

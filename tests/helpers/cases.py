@@ -11,10 +11,11 @@ STRICT = "two_replicas"
 """The layout on which the strict stand-in of a device trains, by two processes."""
 
 EXPERT_LAYOUTS = {
-    "experts": "--data-parallel-size 4 --expert-model-parallel-size 2",
-    "experts-1f1b": "--pipeline-model-parallel-size 2 --data-parallel-size 2 --expert-model-parallel-size 2",
+    "experts": "--num-experts 4 --data-parallel-size 4 --expert-model-parallel-size 2",
+    "experts-1f1b": "--pipeline-model-parallel-size 2 --data-parallel-size 2 --num-experts 4 "
+    "--expert-model-parallel-size 2",
     "experts-tensor": "--tensor-model-parallel-size 4 --sequence-parallel --data-parallel-size 1 "
-    "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
 }
 EXPERT_LAYOUTS = {name: options.split() for name, options in EXPERT_LAYOUTS.items()}
 """Of four processes, on which the models of ``EXPERTS`` train."""
@@ -39,7 +40,10 @@ MODELS = {
 MODELS = {name: options.split() for name, options in MODELS.items()}
 """Options by name."""
 
-_EXPERTS = f"{_UNTIED} --num-attention-heads 4 --num-experts 4 --moe-ffn-hidden-size 32"
+_EXPERTS = (
+    f"{_UNTIED} --num-attention-heads 4 --moe-ffn-hidden-size 32 --disable-bias-linear "
+    "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2"
+)
 EXPERTS = {
     "experts-fp32": _EXPERTS,
     # Every second layer is dense, as is a part of each layer of experts.

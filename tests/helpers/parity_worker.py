@@ -30,7 +30,6 @@ from megatron_ext.cpubench import cpu_compat
 cpu_compat.install()
 
 sys.path.insert(0, str(ROOT / "examples"))
-import expert_model
 import model_and_optimizer
 import pretrain_gpt_hybrid
 import toy_route
@@ -41,8 +40,6 @@ from megatron.core.optimizer import distrib_optimizer
 
 from megatron_ext.megatron import lifecycle
 from megatron_ext.runtime import debug
-
-expert_model.install()
 
 ITERATIONS = 3
 HANGS_AFTER = 80  # seconds; less than the service waits

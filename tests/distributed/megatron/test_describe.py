@@ -71,7 +71,6 @@ def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
     [
         (["--lrr", "3"], "--lrr", "did you mean --lr?"),
         (["--frobnicate"], "--frobnicate", "--checkout DIR"),
-        (["--num-experts", "8"], "--num-experts", "--checkout DIR"),
         (["--pipeline-model-parallel-layout", "Ett|t*2L"], "--pipeline-model-parallel-layout", "--checkout DIR"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp: cannot", "cannot be combined with a schedule"),
         (
@@ -124,7 +123,6 @@ parser = argparse.ArgumentParser(allow_abbrev=False)
 gpt_arguments.add_gpt_arguments(parser)
 parser.add_argument("--lr", type=float, required=True)
 parser.add_argument("--seed", type=int)
-parser.add_argument("--sequence-parallel", action="store_true")
 parser.add_argument("--use-distributed-optimizer", action="store_true")
 parser.add_argument("--overlap-param-gather", action="store_true")
 parser.add_argument("--use-megatron-fsdp", action="store_true")

@@ -18,26 +18,13 @@ parser = argparse.ArgumentParser(allow_abbrev=False)
 gpt_arguments.add_gpt_arguments(parser)
 for name in ("lr", "use-distributed-optimizer", "overlap-param-gather", "no-rope-fusion"):
     parser.add_argument(f"--{name}", action="store_true")
-for name, default in (("num-experts", None), ("moe-router-topk", 2), ("moe-shared-expert-intermediate-size", None),
-                      ("expert-model-parallel-size", 1), ("expert-tensor-parallel-size", None)):
-    parser.add_argument(f"--{name}", type=int, default=default)
 args = training.ARGS = parser.parse_args()
 gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
 args.virtual_pipeline_model_parallel_size = args.microbatch_group_size_per_vp_stage = None
-args.sequence_parallel, args.params_dtype = False, gpt_model.transformer_config(args).params_dtype
-parallel_state.initialize_model_parallel(
-    args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
-    expert_model_parallel_size=args.expert_model_parallel_size,
-    expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-)
+args.params_dtype = gpt_model.transformer_config(args).params_dtype
+gpt_model.initialize_parallel(args)
 tensor_parallel.model_parallel_cuda_manual_seed(1)
-config = gpt_model.transformer_config(
-    args, num_moe_experts=args.num_experts, moe_router_topk=args.moe_router_topk, moe_layer_freq=[0, 1] * 2,
-    moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size, moe_grouped_gemm=True,
-    moe_token_dispatcher_type="alltoall", add_bias_linear=False,
-    expert_model_parallel_size=args.expert_model_parallel_size,
-    expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-)
+config = gpt_model.transformer_config(args)
 spec = get_gpt_decoder_block_spec(config, use_transformer_engine=args.transformer_impl == "transformer_engine")
 first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
 chunk = GPTModel(config, spec, 128, 64, first, last, share_embeddings_and_output_weights=False)
@@ -48,7 +35,8 @@ raise AssertionError("the model is built, and training goes on")
 OPTIONS = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 64 --swiglu
     --micro-batch-size 1 --vocab-size 128 --untie-embeddings-and-output-weights --disable-bias-linear --bf16
     --pipeline-model-parallel-size 2 --num-experts 8 --lr --use-distributed-optimizer --overlap-param-gather
-    --transformer-impl transformer_engine --gpus-per-node 8""".split()
+    --transformer-impl transformer_engine --gpus-per-node 8 --moe-layer-freq ([0,1]*2) --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall""".split()
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +83,7 @@ def test_experts_are_marked_counted_and_planned(describe, tmp_path):
 
 def test_a_tensor_parallel_size_of_their_own(describe, tmp_path):
     sizes = "--data-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1".split()
+    sizes.append("--sequence-parallel")
     result = describe(tmp_path / "w.json", *sizes, "--expert-model-parallel-size", "2")
     assert result.returncode == 0, result.stderr
     work = workload_file.load(tmp_path / "w.json")

@@ -50,9 +50,9 @@ def test_ranks_share_their_processors_evenly(monkeypatch, by_processor_time, exp
     """Two ranks on one processor: half of each second is the other's, which a clock would have seen."""
     monkeypatch.setattr(compute_rounds, "measure_compute", lambda *args, **more: [row(20.0)])
     if by_processor_time:
-        monkeypatch.setattr(compute_rounds, "clock", lambda: None)
+        monkeypatch.setattr(compute_rounds, "clock", lambda runner: None)
     else:
-        monkeypatch.setattr(compute_rounds, "clock", lambda: compute_rounds.perf_counter)
+        monkeypatch.setattr(compute_rounds, "clock", lambda runner: compute_rounds.perf_counter)
     monkeypatch.setattr(
         compute_rounds.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(slice(2), [own, own])
     )

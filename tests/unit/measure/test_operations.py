@@ -42,7 +42,7 @@ def test_gradients_are_divided_before_they_are_summed_and_do_not_fade(tmp_path, 
             options=Options(parameter_bytes=parameter_bytes),
             arena=arena,
             window=lambda memory, size, round_index: memory[: size // 4],
-            shard=lambda whole: whole,
+            shard=lambda whole, ranks: whole,
         )
         reduce = Reduce(fabric)
         with Calls() as calls:
@@ -82,7 +82,7 @@ def test_the_step_of_this_rank_s_shard_of_16_bit_parameters(kind, there, back, w
     """Of two ranks, in tensors as large as a weight: gradients there, one fused step, parameters back through what they
     are cast in. The whole optimizer clips on the device and zeroes gradients."""
     fabric = SimpleNamespace(
-        options=SimpleNamespace(data_parallel_size=2, hidden_size=16),
+        options=SimpleNamespace(data_parallel_size=2, hidden_size=16, whole_part=1.0),
         device=HostDevice(),
         torch_device=torch.device("cpu"),
     )

@@ -53,9 +53,7 @@ def test_a_batch_that_is_decreased_leaves_the_rest_out():
         ignored_options.parse([*sizes[:-1], "5", "--decrease-batch-size-if-needed"])
 
 
-@pytest.mark.parametrize(
-    "name", "mtp-num-layers num-experts pipeline-model-parallel-layout q-lora-rank moe-router-topk".split()
-)
+@pytest.mark.parametrize("name", "mtp-num-layers pipeline-model-parallel-layout q-lora-rank".split())
 def test_one_of_a_kind_is_not_none(name):
     with pytest.raises(InputError, match=f"--{name} = '?1'?: changes parameters or the order of steps"):
         ignored_options.parse([f"--{name}", "1"])

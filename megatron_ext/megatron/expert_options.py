@@ -1,0 +1,67 @@
+"""Options of models with experts, Megatron's own under its names, and in which layers experts are."""
+
+import re
+from typing import Any
+
+from megatron_ext.formats.errors import option_error
+
+
+def layer_freq(text: str) -> int | list[int]:
+    """``--moe-layer-freq`` as Megatron reads it: every how many layers there are experts, or 1 for each layer with them
+    and 0 for others (``([0]*2+[1]*6)``). Raises ValueError."""
+    if not re.fullmatch(r"([][()+*,\s]|(?<!\d)\d{1,4}(?!\d))+", text) or "**" in text:
+        raise ValueError(text)
+    try:
+        return eval(text)
+    except (SyntaxError, TypeError):
+        raise ValueError(text) from None
+
+
+COUNTS = ("num_experts", "expert_tensor_parallel_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+DEFAULTS: dict[str, Any] = dict(expert_model_parallel_size=1, moe_router_topk=2, moe_aux_loss_coeff=0.0)
+DEFAULTS |= dict(moe_token_dispatcher_type="allgather", moe_router_load_balancing_type="aux_loss")
+DEFAULTS |= dict(moe_router_score_function="softmax")
+FLAGS = ("moe_grouped_gemm", "moe_pad_expert_input_to_capacity", "moe_router_pre_softmax", "moe_permute_fusion")
+OPTIONS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(COUNTS, {"type": int}),
+    **{name: {"type": type(default), "default": default} for name, default in DEFAULTS.items()},
+    "moe_layer_freq": {"type": layer_freq, "default": 1},
+    "moe_expert_capacity_factor": {"type": float},
+    "moe_router_dtype": {},
+    **dict.fromkeys(FLAGS, {"action": "store_true"}),
+}
+"""By the name of the value, what argparse is told. TransformerConfig calls all but the first so, from some release."""
+
+
+def check(args) -> None:
+    """Refuse experts that cannot train.
+
+    Raises:
+        InputError: naming the option and its value.
+    """
+    experts, whole = args.num_experts, args.sequence_parallel or args.tensor_model_parallel_size == 1
+    sizes = [name for name, how in OPTIONS.items() if how.get("type") is int]
+    for name, wrong, why in (
+        *((name, (getattr(args, name) or 1) < 1, "must be at least 1") for name in sizes),
+        ("expert_model_parallel_size", not experts and args.expert_model_parallel_size > 1, "needs --num-experts"),
+        ("num_experts", (experts or 0) % args.expert_model_parallel_size, "does not divide into expert-parallel ranks"),
+        ("moe_router_topk", experts and args.moe_router_topk > experts, f"there are {experts} experts"),
+        ("moe_layer_freq", len(pattern(args)) != args.num_layers, f"the model has {args.num_layers} layers"),
+        ("sequence_parallel", experts and not whole, "is needed by experts beside tensor parallelism"),
+    ):
+        if wrong:
+            raise option_error(name, why, getattr(args, name))
+
+
+def pattern(args) -> list[int]:
+    """1 for each layer with experts, 0 for others, of Megatron's options or ours."""
+    freq = args.moe_layer_freq
+    if args.num_experts and not isinstance(freq, int):
+        return list(freq)
+    return [int(bool(args.num_experts) and number % freq == 0) for number in range(args.num_layers)]
+
+
+def shortened(pattern: list[int], layers: int) -> list[int]:
+    """A pattern of about ``layers`` layers, dense ones first, with the shares of ``pattern``: at least one of each."""
+    experts, dense = (round(layers * pattern.count(kind) / len(pattern)) for kind in (1, 0))
+    return [0] * max(dense, int(0 in pattern)) + [1] * max(experts, int(1 in pattern))
