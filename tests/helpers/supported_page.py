@@ -47,7 +47,7 @@ def _models() -> list[str]:
     rows = [
         ["GPT, all releases below", "trained", "zero stages 1, 2, 3; " + ", ".join(sorted(cases.MODELS))],
         ["pipelines", "trained", ", ".join(cases.LAYOUTS)],
-        ["experts (`--num-experts`)", "trained", "[experts](adopting.md#experts)"],
+        ["experts (`--num-experts`)", "trained", "measured and planned, too: [experts](adopting.md#experts)"],
         ["multi-token prediction (`--mtp-num-layers`)", "described", "gradients have to stay whole"],
         ["norms on queries and keys (`--qk-layernorm`)", "described", "by `--checkout`"],
         ["hybrid Mamba (`--entry pretrain_mamba.py`)", "described", "training needs `mamba-ssm`, hence a GPU"],

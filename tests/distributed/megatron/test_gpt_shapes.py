@@ -1,11 +1,13 @@
 """The workload by arithmetic is the one that the modules give."""
 
 import pytest
-from cases import LAYOUTS, MODELS, SHAPES, SIZES, model_options
+from cases import ALL_LAYOUTS, EXPERTS, LAYOUTS, MODELS, SHAPES, SIZES, model_options
 from msgspec.structs import replace
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import gpt_arguments
 from megatron_ext.megatron.ignored_options import parse
+from megatron_ext.megatron.layer_options import require_known_layers
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.workload.gpt_shapes import gpt_workload
 
@@ -46,3 +48,14 @@ def test_activations_of_layers_whose_kernels_save_no_more_than_fused_ones(worklo
         counted, described = by_arithmetic(f"{SIZES} {SHAPES[name]}".split()), workloads["shapes", name]
         for ours, theirs in zip(counted.chunks, described.chunks):
             assert sum(ours.activation_bytes) == pytest.approx(sum(theirs.activation_bytes), rel=0.25), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [("experts", "experts-bf16"), ("experts", "experts-fp32"), ("experts-tensor", "experts-bf16")]
+)
+def test_layers_with_experts_are_known_by_their_bytes(workloads, layout, name):
+    """Shared experts, gates, and parts of experts beside tensor parallelism; other sizes are not measured."""
+    options = (*ALL_LAYOUTS[layout], *model_options(EXPERTS[name]))
+    require_known_layers(options, workloads[layout, name])
+    with pytest.raises(InputError, match="measure cannot build this model's layers of kind 'moe'"):
+        require_known_layers((*options, "--moe-ffn-hidden-size", "48"), workloads[layout, name])

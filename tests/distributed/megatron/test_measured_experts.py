@@ -1,0 +1,60 @@
+"""Layers with experts are measured with the tokens that a balanced router sends, and their collectives among the ranks
+that hold the same experts: a plan for such a model needs nothing else."""
+
+import os
+from pathlib import Path
+
+from cases import ALL_LAYOUTS, EXPERTS, model_options
+from msgspec.structs import replace
+
+from megatron_ext import planner
+from megatron_ext.measure import Options, measure
+from megatron_ext.workload import measured_sizes
+from megatron_ext.workload import workload as workload_file
+from megatron_ext.workload.parallel import Parallel
+
+
+def test_a_model_with_experts_is_described_measured_and_planned(workloads, monkeypatch):
+    """Two of four experts on each rank: those of a rank are its own, and half of the tokens come from the other."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "helpers"), prepend=os.pathsep)
+    work = workloads["experts", "experts-bf16"]
+    parallel = replace(work.parallel, data_parallel_size=2)
+    work = workload_file.check(replace(work, parallel=parallel, zero_stage=3))
+    links = "gpu cpu publish reduce optimizer experts_gpu experts_reduce compute".split()
+    table = measure(
+        Options(
+            data_parallel_size=2,
+            expert_data_parallel_size=1,
+            whole_part=measured_sizes.whole_part(work),
+            min_bytes=512,
+            max_bytes=measured_sizes.largest_group_bytes(work),
+            max_rank_bytes=measured_sizes.largest_rank_bytes(work),
+            seconds=3,
+            links=tuple(links),
+            hidden_size=32,
+            seq_length=16,
+            modules="layers:balanced_experts",
+            module_args=(
+                *ALL_LAYOUTS["experts"][:2],
+                *ALL_LAYOUTS["experts"][4:],
+                *model_options(EXPERTS["experts-bf16"]),
+            ),
+        )
+    )
+    rows = {row.layer_kind: row for row in table.compute}
+    assert set(rows) == {"embedding", "transformer", "moe", "output", "step"}
+    assert rows["moe"].forward_us > rows["transformer"].forward_us and rows["moe"].activation_bytes > 0
+    assert table.experts.ranks == table.metadata.world_sizes["expert_data_parallel_size"] == 1
+    assert table.experts.gpu.points[-1].size_bytes == table.experts.reduce[-1].size_bytes
+    assert table.publish.cpu.points[-1].size_bytes == 2 * table.routes.gpu.points[-1].size_bytes
+    schedule = planner.plan(work, table)
+    assert {group.ranks for group in schedule.groups} == {1, 2}
+
+
+def test_sizes_of_a_rank_whose_experts_have_few_sharers(workloads):
+    """Shards among two ranks are as large as those of twice the dense parameters among four."""
+    work = workloads["experts", "experts-bf16"]
+    assert Parallel.of(dp=4, ep=2, microbatches=1).expert_dp == 2
+    kinds = [sum(p.bytes for c in work.chunks for p in c.parameters if p.expert is of) for of in (False, True)]
+    assert measured_sizes.largest_rank_bytes(work) == kinds[0] + 2 * kinds[1]
+    assert measured_sizes.whole_part(work) == sum(kinds) / (kinds[0] + 2 * kinds[1])
