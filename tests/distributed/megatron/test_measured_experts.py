@@ -45,8 +45,8 @@ def test_a_model_with_experts_is_described_measured_and_planned(workloads, monke
     assert set(rows) == {"embedding", "transformer", "moe", "output", "step"}
     assert rows["moe"].forward_us > rows["transformer"].forward_us and rows["moe"].activation_bytes > 0
     assert table.experts.ranks == table.metadata.world_sizes["expert_data_parallel_size"] == 1
-    assert table.experts.gpu.points[-1].size_bytes == table.experts.reduce[-1].size_bytes
-    assert table.publish.cpu.points[-1].size_bytes == 2 * table.routes.gpu.points[-1].size_bytes
+    assert table.experts.gpu.points[-1].size_bytes == table.experts.reduce.points[-1].size_bytes
+    assert table.publish.cpu.points[-1].size_bytes >= 2 * measured_sizes.largest_group_bytes(work)
     schedule = planner.plan(work, table)
     assert {group.ranks for group in schedule.groups} == {1, 2}
 
