@@ -15,7 +15,8 @@ def little_effort(request, monkeypatch):
     effort, local_search, gain_interval = (sys.modules.get(f"megatron_ext.planner.{name}") for name in parts)
     if gain_interval is not None:
         monkeypatch.setattr(gain_interval, "MOST", gain_interval.FEWEST)
-    if effort is not None and local_search is not None and request.path.name not in THOROUGH:
+    if effort is not None and local_search is not None:
+        part = 3 if request.path.name in THOROUGH else 10
         for stage, full in effort.EFFORT.items():
-            monkeypatch.setitem(effort.EFFORT, stage, full // 10)
-        monkeypatch.setattr(local_search, "MOST_CHANGES", local_search.MOST_CHANGES // 10)
+            monkeypatch.setitem(effort.EFFORT, stage, full // part)
+        monkeypatch.setattr(local_search, "MOST_CHANGES", local_search.MOST_CHANGES // part)

@@ -19,6 +19,7 @@ def race(how: str, seconds: int):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seconds", some((3, 15), 1))
 def test_collectives_in_order_leave_the_heap_alone(seconds):
     """As shipped, the same program is ended by SIGSEGV or SIGABRT after 5 to 30 s."""

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from training import stays_in_shared_memory, verb
 from variations import some
 
+from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.formats.errors import InputError
@@ -37,7 +37,7 @@ def run(tmp_path_factory):
     """One small measurement by the command line, with handed modules."""
     out = tmp_path_factory.mktemp("measure") / "T.json"
     command = verb("measure", "--out", out, "--json --data-parallel-size 2 --pipeline-model-parallel-size 2")
-    command += "--max-bytes 65536 --seconds 8 --hidden-size 64 --modules layers:layer_runners -- 16".split()
+    command += "--max-bytes 65536 --seconds 6 --hidden-size 64 --modules layers:layer_runners -- 16".split()
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["cost_table"] == str(out)
@@ -107,29 +107,21 @@ def test_time_that_is_left_is_used():
     assert table.routes.cpu.points[0].samples > 2 * PASSES * MAX_ROUNDS  # of two ranks
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
     (tmp_path / "file").touch()
     started = time.monotonic()
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ext",
-        "measure",
-        "--out",
-        str(tmp_path / "file" / "T.json"),
-        "--seconds",
-        "600",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "cannot be written" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert cli.main(["measure", "--out", str(tmp_path / "file" / "T.json"), "--seconds", "600"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and len(said.strip().splitlines()) == 1
     assert time.monotonic() - started < 30
 
 
-def test_a_bad_factory_is_the_users_error():
-    with pytest.raises(InputError, match="no mapping of layer kinds"):
-        measure(Options(**QUICK, modules="layers:nothing"))
-    with pytest.raises(InputError, match="cannot be imported"):
-        measure(Options(**QUICK, modules="layers:missing"))
+@pytest.mark.parametrize(
+    ("name", "said"), some([("nothing", "no mapping of layer kinds"), ("missing", "cannot be imported")], 1)
+)
+def test_a_bad_factory_is_the_users_error(name, said):
+    with pytest.raises(InputError, match=said):
+        measure(Options(**QUICK, modules=f"layers:{name}"))
 
 
 @pytest.mark.parametrize(
@@ -202,12 +194,11 @@ def test_nodes_that_a_group_spans():
     assert Options(data_parallel_size=3, pipeline_model_parallel_size=2, ranks_per_node=2).nodes == 0
 
 
-def test_a_launcher_with_another_number_of_ranks_is_refused(tmp_path):
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = subprocess.run(
-        verb("measure", "--out", tmp_path / "T.json"), env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "WORLD_SIZE = 3: 2 ranks are asked for" in done.stderr
+def test_a_launcher_with_another_number_of_ranks_is_refused(tmp_path, capsys, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["measure", "--out", str(tmp_path / "T.json")]) == 2
+    assert "WORLD_SIZE = 3: 2 ranks are asked for" in capsys.readouterr().err
 
 
 def rank_processes(parent: int) -> list[int]:

@@ -1,13 +1,12 @@
 """Helpers beside these tests are imported by name, also by the ranks that the tests start."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from parity_service import ParityService
 from places import HELPERS
-from training import environment
+from training import run_warm
 
 from megatron_ext.workload import workload as workload_file
 
@@ -25,7 +24,7 @@ def workloads(megatron_tree, made_once) -> Workloads:
 
     def describe(folder: Path) -> None:
         program = [sys.executable, str(HELPERS / "describe_cases.py"), str(folder)]
-        result = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=200)
+        result = run_warm("pretrain_gpt_hybrid", program, timeout=200)
         assert result.returncode == 0, result.stderr
 
     folder = made_once("workloads", describe)

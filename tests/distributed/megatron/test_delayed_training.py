@@ -2,7 +2,6 @@
 
 import json
 import random
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ from draw_schedule import draw_schedule, states_on_drive, with_gradients
 from msgspec.structs import replace
 from parity_service import differences
 from places import HELPERS
-from training import environment
+from training import run_warm
 from variations import some
 
 from megatron_ext.schedule import match, validate
@@ -75,7 +74,7 @@ def test_training_is_that_of_the_rule(workloads, services, tmp_path, layout, zer
 def test_training_is_that_of_a_loop_of_plain_pytorch(megatron_tree, tmp_path):
     """In one process: the update of the first iteration is applied at once, the others one iteration later."""
     program = [sys.executable, str(HELPERS / "plain_delay.py"), str(tmp_path), "1"]
-    result = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=100)
+    result = run_warm("parity_worker", program)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["scheduled"] == found["plain"]
@@ -87,13 +86,13 @@ def test_an_iteration_that_overflows_hands_nothing_over(workloads, services, tmp
     answer = services("interleaved").run(
         options=[*FP16, "0", *drive(tmp_path)],
         schedule=tmp_path / "s.json",
-        iterations=7,
+        iterations=5,
         meddle="overflow",
         environment={"MEGATRON_EXT_FAULTS": DELAYS},
     )
     assert differences(answer) == []
     skipped = [norm is None for norm in answer["scheduled"]["grad_norm"][0]]
-    assert skipped == [False, False, True, False, False, True, False]
+    assert skipped == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize("fault", ["undelayed=1", "lose_update=3"])

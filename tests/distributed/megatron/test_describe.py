@@ -1,12 +1,12 @@
 """A user's whole command line: read over, honoured, or refused by name; and read by a checkout's own script."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from plans import command_line, made_up_table
+from training import run_warm
 from variations import some
 
 from megatron_ext import planner
@@ -269,8 +269,9 @@ assert kept["full"] < kept["selective"] < kept["none"], kept
 """
 
 
-def test_recompute_is_counted_as_it_is_set(megatron_tree):
+def test_recompute_is_counted_as_it_is_set(megatron_tree, tmp_path):
     """Three models described by one process: what was counted for one is not the other's."""
     small = MODEL[: MODEL.index("--pipeline-model-parallel-size")]
-    result = subprocess.run([sys.executable, "-c", SELECTIVE_AND_FULL, *small], capture_output=True, text=True)
+    (tmp_path / "ways.py").write_text(SELECTIVE_AND_FULL)
+    result = run_warm("pretrain_gpt_hybrid", [sys.executable, str(tmp_path / "ways.py"), *small])
     assert result.returncode == 0, result.stderr

@@ -116,13 +116,13 @@ def test_overflow_and_clipping_beside_states_on_the_drive(workloads, services, t
     answer = services("interleaved").run(
         options=[*FP16, "--clip-grad", clip, "--user-defined-schedule-nvme-path", str(tmp_path / "drive")],
         schedule=tmp_path / "s.json",
-        iterations=7,
+        iterations=5,
         meddle="overflow",
         environment={"MEGATRON_EXT_FAULTS": DELAYS + fault},
     )
     assert bool(differences(answer)) == bool(fault)
     if not fault:
-        assert [norm is None for norm in answer["scheduled"]["grad_norm"][0]] == [False, False, True] * 2 + [False]
+        assert [norm is None for norm in answer["scheduled"]["grad_norm"][0]] == [False, False, True, False, False]
         taken, taken_back = map(sum, zip(*answer["scheduled"]["early_steps"]))
         assert taken > 0 and taken_back > 0 and (taken_back == taken or clip == "1e9")
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 from places import HELPERS
-from training import SMALL, ranks_command, run, run_warm
+from training import SMALL, ranks_command, run_warm
 
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.step_order import num_warmup, schedule_table, steps_of_ranks
@@ -23,7 +23,7 @@ class Communicator:
     def rank(self): return self.rank_
 
 answers = []
-for pp, vp, microbatches, group in json.load(sys.stdin):
+for pp, vp, microbatches, group in json.load(open(sys.argv[1])):
     table = get_schedule_table(microbatches, vp, group)
     warmup = [
         get_pp_rank_microbatches(
@@ -50,7 +50,8 @@ def test_table_and_warm_up_are_those_of_megatron_core(megatron_tree, tmp_path):
     ]
     given = tmp_path / "shapes.json"
     given.write_text(json.dumps(shapes))
-    answer = run([sys.executable, "-c", ASK_MEGATRON.replace("sys.stdin", f"open({str(given)!r})")])
+    (tmp_path / "ask.py").write_text(ASK_MEGATRON)
+    answer = run_warm("pretrain_gpt_hybrid", [sys.executable, str(tmp_path / "ask.py"), str(given)])
     assert answer.returncode == 0, answer.stderr
     answers = json.loads(answer.stdout.splitlines()[-1])
     for (pp, vp, microbatches, group), (table, warmup) in zip(shapes, answers, strict=True):

@@ -44,7 +44,7 @@ def test_random_edits(archive, toy_entries, monkeypatch):
     outcomes = {"exact": 0, "placed": 0, "refused": 0, "ran": 0}
     ours = {"add_arguments", "on_train_setup", "on_train_end", "on_ddp_built", "on_params_updated", "begin_iteration"}
     ours |= {"begin_steps", "pre_forward", "pre_backward", "post_backward", "end_iteration"}
-    seeds = some(range(EDITS), EDITS // 2)
+    seeds = some(range(EDITS), EDITS // 4)
     for seed in seeds:
         texts = edit_files(random.Random(seed), TEXTS, toy_entries.values())
         for path in FILES:

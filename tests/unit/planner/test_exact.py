@@ -39,7 +39,7 @@ def test_exact_is_no_worse_than_every_order_and_route_of_layer_groups(speeds):
 def test_hybrid_is_near_exact_on_random_small_cases():
     """A sample of both zero stages."""
     gaps = []
-    for seed in range(4):
+    for seed in some(range(4), 2):
         work, table = random_case(seed)
         hybrid, proven = (
             plan(work, table, policy=policy).predicted.iteration_time_us for policy in ("hybrid", "exact")

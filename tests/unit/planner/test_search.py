@@ -52,7 +52,7 @@ def test_unequal_layers_in_room_for_the_largest_alone_are_searched():
     assert planned.predicted.iteration_time_us < 0.95 * min(planned.predicted.baselines_us.values())
 
 
-@pytest.mark.parametrize("seed", some(range(6), 2))
+@pytest.mark.parametrize("seed", some(range(6), 1))
 def test_tied_embeddings_in_little_room(seed):
     """A parameter of the first layer that the last layer uses too stays between them, and nothing else has to."""
     draw = random.Random(seed)

@@ -5,6 +5,7 @@ import random
 
 import pytest
 from run_files import make_run
+from variations import some
 
 from megatron_ext import report
 from megatron_ext.formats.errors import InputError
@@ -42,7 +43,7 @@ def test_an_odd_value_anywhere_is_reported_or_refused(tmp_path, name):
     everywhere = list(places(json.loads(text)))
     choose = random.Random(name)
     refused = 0
-    for _ in range(20):
+    for _ in some(range(20), 10):
         damaged = put(json.loads(text), choose.choice(everywhere), choose.choice((*ODD, ...)))
         (tmp_path / name).write_text(json.dumps(damaged))
         try:
@@ -50,4 +51,4 @@ def test_an_odd_value_anywhere_is_reported_or_refused(tmp_path, name):
         except InputError as error:
             refused += 1
             assert "\n" not in str(error)
-    assert refused > 5  # most of what is put there cannot be meant
+    assert refused > 2  # most of what is put there cannot be meant

@@ -105,8 +105,8 @@ def pixels(path, color: str) -> int:
 
 SIZES = [
     {},
-    {"pp": 10, "vp": 1, "order": "1f1b", "microbatches": 12, "dp": 1},
     {"vp": 1, "order": "1f1b"},
+    {"pp": 10, "vp": 1, "order": "1f1b", "microbatches": 12, "dp": 1},
     {"pp": 4, "microbatches": 16, "dp": 1},
 ]
 
