@@ -7,6 +7,7 @@ Only on the CPU, because CUDA does not survive a fork, and only for scripts whos
 """
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -31,6 +32,15 @@ def restart_with(environment: dict[str, str]) -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **missing})
 
 
+def import_for_forks(module: str) -> None:
+    """Import ``module``, and what training imports later; collections in forks do not look at it."""
+    importlib.import_module(module)
+    if "megatron.core" in sys.modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch._dynamo")  # as torch does when the first optimizer is made: half a second
+    gc.freeze()
+
+
 def import_script(script: str) -> bool:
     """Import ``script`` as a module, for what it imports itself.
 
@@ -42,10 +52,9 @@ def import_script(script: str) -> bool:
         return False
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        importlib.import_module(Path(script).stem)
+        import_for_forks(Path(script).stem)
     except BaseException:  # SystemExit too: the ranks end as they would without this
         return False
-    gc.freeze()  # collections in ranks do not look at what was imported
     return threading.active_count() == 1
 
 

@@ -6,8 +6,6 @@ what is imported.
 """
 
 import array
-import gc
-import importlib
 import json
 import os
 import runpy
@@ -22,14 +20,13 @@ import orderings
 from places import ROOT
 
 from megatron_ext.cpubench import allocator
-from megatron_ext.cpubench.forked_rank import ForkedRank, run_and_leave
+from megatron_ext.cpubench.forked_rank import ForkedRank, import_for_forks, run_and_leave
 from megatron_ext.launch.launcher import end_with_parent
 
 
 def serve(control: socket.socket, module: str) -> None:
     """Import ``module``, then fork a process for every message, until the other side closes ``control``."""
-    importlib.import_module(module)
-    gc.freeze()  # a collection in a fork would look at everything that was imported, which takes it half a second
+    import_for_forks(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks report by themselves and are reaped by the kernel
     while True:
         message, files, _, _ = socket.recv_fds(control, 1 << 20, 4)
