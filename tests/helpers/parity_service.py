@@ -71,7 +71,7 @@ class ParityService:
         ranks = 2 if self.layout == STRICT else 4
         command = ranks_command(str(WORKER), [address, *ALL_LAYOUTS[self.layout]], ranks)
         variables = environment({"PYTHONFAULTHANDLER": "1"} | ({orderings.VARIABLE: "1"} if self.strict else {}))
-        self._ranks = WarmPython(WORKER.stem, command[1:], ROOT, variables, self._output, self._output)
+        self._ranks = WarmPython(command[1:], ROOT, variables, self._output, self._output)
         connection = None
         while connection is None:
             try:

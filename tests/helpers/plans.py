@@ -54,5 +54,5 @@ def command_line(*arguments) -> subprocess.CompletedProcess:
     words = [sys.executable, "-m", "megatron_ext", *map(str, arguments)]
     # By a checkout, or layers in place of Transformer Engine's, Megatron is another than the one imported before.
     if words[3] == "describe" and not {"--checkout", "transformer_engine"} & {*words}:
-        return run_warm("pretrain_gpt_hybrid", words)
+        return run_warm(words)
     return run(words)

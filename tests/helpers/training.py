@@ -25,10 +25,10 @@ def run(command: list[str], *, env: dict[str, str] | None = None, timeout: float
     return subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=timeout)
 
 
-def run_warm(module: str, command: list[str], *, timeout: float = 120) -> subprocess.CompletedProcess:
-    """The same, from a process that has imported ``module``."""
+def run_warm(command: list[str], *, timeout: float = 120) -> subprocess.CompletedProcess:
+    """The same, from a process that has imported torch and Megatron."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
-        process = WarmPython(module, command[1:], ROOT, environment(), out, error)
+        process = WarmPython(command[1:], ROOT, environment(), out, error)
         try:
             code = process.wait(timeout)
         finally:
@@ -56,7 +56,7 @@ def launch_training(
     """Run the example on ``nproc`` processes; ``options`` are its options."""
     command = ranks_command("examples/pretrain_gpt_hybrid.py", options, nproc)
     if env is None:
-        return run_warm("pretrain_gpt_hybrid", command, timeout=timeout)
+        return run_warm(command, timeout=timeout)
     return run(command, env=env, timeout=timeout)
 
 

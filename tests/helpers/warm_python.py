@@ -23,10 +23,13 @@ from megatron_ext.cpubench import allocator
 from megatron_ext.cpubench.forked_rank import ForkedRank, import_for_forks, run_and_leave
 from megatron_ext.launch.launcher import end_with_parent
 
+IMPORTED = "parity_worker"
+"""The module, beside this file, that imports what most programs need."""
 
-def serve(control: socket.socket, module: str) -> None:
-    """Import ``module``, then fork a process for every message, until the other side closes ``control``."""
-    import_for_forks(module)
+
+def serve(control: socket.socket) -> None:
+    """Import :data:`IMPORTED`, then fork a process for every message, until the other side closes ``control``."""
+    import_for_forks(IMPORTED)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks report by themselves and are reaped by the kernel
     while True:
         message, files, _, _ = socket.recv_fds(control, 1 << 20, 4)
@@ -77,19 +80,18 @@ def _run(asked: dict, out: int, error: int) -> None:
 
 
 class WarmPython(ForkedRank):
-    """One process; the first of ``module`` starts a server, which ends with this process.
+    """One process; the first starts a server, which ends with this process.
 
     Args:
-        module: what is imported before; beside this file or in ``examples``.
         arguments: ``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``.
         cwd, environment, stdout, stderr: as of :class:`subprocess.Popen`; files only.
     """
 
-    _servers: ClassVar[dict[tuple[str, bool], socket.socket]] = {}
+    _servers: ClassVar[dict[bool, socket.socket]] = {}
 
-    def __init__(self, module: str, arguments: list[str], cwd: Path, environment: dict[str, str], stdout, stderr):
+    def __init__(self, arguments: list[str], cwd: Path, environment: dict[str, str], stdout, stderr):
         self.returncode: int | None = None
-        control = self._server(module, environment)
+        control = self._server(environment)
         self._result, theirs = os.pipe()
         asked = {"arguments": arguments, "cwd": str(cwd), "environment": environment}
         files = [stdout.fileno(), stderr.fileno(), theirs]
@@ -100,13 +102,13 @@ class WarmPython(ForkedRank):
         os.set_blocking(self._result, False)
 
     @classmethod
-    def _server(cls, module: str, environment: dict[str, str]) -> socket.socket:
-        server = (module, orderings.VARIABLE in environment)  # what a test takes away is prepared at the import
+    def _server(cls, environment: dict[str, str]) -> socket.socket:
+        server = orderings.VARIABLE in environment  # what a test takes away is prepared at the import
         if server not in cls._servers:
             cls._servers[server], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             places = [str(ROOT / "examples"), str(ROOT), environment.get("PYTHONPATH", "")]
             own = {**allocator.environment(), **environment, "PYTHONPATH": os.pathsep.join(places)}
-            command = [sys.executable, __file__, str(theirs.fileno()), module]
+            command = [sys.executable, __file__, str(theirs.fileno())]
             subprocess.Popen(command, env=own, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
             theirs.close()
         return cls._servers[server]
@@ -123,4 +125,4 @@ class WarmPython(ForkedRank):
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -24,7 +24,7 @@ def workloads(megatron_tree, made_once) -> Workloads:
 
     def describe(folder: Path) -> None:
         program = [sys.executable, str(HELPERS / "describe_cases.py"), str(folder)]
-        result = run_warm("pretrain_gpt_hybrid", program, timeout=200)
+        result = run_warm(program, timeout=200)
         assert result.returncode == 0, result.stderr
 
     folder = made_once("workloads", describe)

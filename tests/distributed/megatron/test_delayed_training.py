@@ -74,7 +74,7 @@ def test_training_is_that_of_the_rule(workloads, services, tmp_path, layout, zer
 def test_training_is_that_of_a_loop_of_plain_pytorch(megatron_tree, tmp_path):
     """In one process: the update of the first iteration is applied at once, the others one iteration later."""
     program = [sys.executable, str(HELPERS / "plain_delay.py"), str(tmp_path), "1"]
-    result = run_warm("parity_worker", program)
+    result = run_warm(program)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["scheduled"] == found["plain"]

@@ -51,7 +51,7 @@ def test_table_and_warm_up_are_those_of_megatron_core(megatron_tree, tmp_path):
     given = tmp_path / "shapes.json"
     given.write_text(json.dumps(shapes))
     (tmp_path / "ask.py").write_text(ASK_MEGATRON)
-    answer = run_warm("pretrain_gpt_hybrid", [sys.executable, str(tmp_path / "ask.py"), str(given)])
+    answer = run_warm([sys.executable, str(tmp_path / "ask.py"), str(given)])
     assert answer.returncode == 0, answer.stderr
     answers = json.loads(answer.stdout.splitlines()[-1])
     for (pp, vp, microbatches, group), (table, warmup) in zip(shapes, answers, strict=True):
@@ -80,7 +80,7 @@ def test_steps_are_those_of_a_real_run(shape, corpus_prefix, tmp_path):
         ]
     program = HELPERS / "record_order.py"
     options = [tmp_path, *SMALL, *layout, "--data-path", corpus_prefix, "--train-iters", "1"]
-    result = run_warm("pretrain_gpt_hybrid", ranks_command(str(program), options, pp))
+    result = run_warm(ranks_command(str(program), options, pp))
     assert result.returncode == 0, result.stderr
     for rank, steps in enumerate(steps_of_ranks(sizes(pp, vp, microbatches, group))):
         seen = (tmp_path / f"{rank}.txt").read_text().split()
