@@ -43,7 +43,7 @@ def _ending(judged, out: str) -> tuple[list[str | None], list[str]]:
 
 def _notes(planned, work, table, extrapolate: bool) -> dict[str, str | None]:
     from megatron_ext import planner
-    from megatron_ext.cost.device_reserve import BESIDE
+    from megatron_ext.cost.device_reserve import beside_the_bill
     from megatron_ext.planner.limit import LIMIT_UNKNOWN
 
     return {
@@ -52,7 +52,7 @@ def _notes(planned, work, table, extrapolate: bool) -> dict[str, str | None]:
         "device_note": planner.device_note(planned, work, table, extrapolate=extrapolate),
         "offload_note": planner.offload_note(planned, work, table),
         "limit_note": LIMIT_UNKNOWN if work.limits.host_bytes is not None else None,
-        "reserve_note": None if work.limits.device_bytes is None else BESIDE,
+        "reserve_note": None if work.limits.device_bytes is None else beside_the_bill(work),
     }
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_ext.cost import cost_table, hardware_sheet
-from megatron_ext.cost.device_reserve import device_reserve
+from megatron_ext.cost.device_reserve import device_reserve, temporary_bytes
 from megatron_ext.cost.hardware_sheet import HardwareSheet
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import gpt_arguments
@@ -76,6 +76,7 @@ class Problem(NamedTuple):
         layers = max(sum(c.num_layers for c in workload.chunks_of_rank(rank)) for rank in range(parallel.pp))
         activations = max(activation_peaks(workload), default=0)
         how = {"layers": layers, "activation_bytes": activations, "table": self.costs.table}
+        how |= {"within_layer": temporary_bytes(workload)}
         return self.most_bytes - device_reserve(self.sheet, parallel, **how).total_bytes
 
     @property

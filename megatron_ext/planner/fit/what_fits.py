@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from megatron_ext.cost import hardware_sheet
-from megatron_ext.cost.device_reserve import device_reserve
+from megatron_ext.cost.device_reserve import device_reserve, temporary_bytes
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.fit.estimate_setting import least_bytes
 from megatron_ext.planner.fit.request import Problem
@@ -19,7 +19,7 @@ def explained(problem: Problem, error: NothingFits) -> InputError:
     limited = problem.limits.device_bytes is not None
     more = f"--limit-device-bytes {error.need_bytes}" if limited else f"{error.short_bytes} bytes more on each device"
     words = [more]
-    gpus = _devices(error.least, error.need_bytes)
+    gpus = _devices(problem, error.least, error.need_bytes)
     words += [f"a GPU with more memory ({', '.join(gpus)})"] if gpus and not limited else []
     nodes = _nodes(problem, error.least)
     words += [f"{nodes} times as many nodes"] if nodes else []
@@ -27,12 +27,13 @@ def explained(problem: Problem, error: NothingFits) -> InputError:
     return InputError(f"{error.message}; what would do: {', or '.join(words)}", **where)
 
 
-def _devices(setting: Setting, need: int) -> list[str]:
+def _devices(problem: Problem, setting: Setting, need: int) -> list[str]:
     """Sheets whose device has room for ``need`` bytes, the smallest devices first."""
     sheets = {name: hardware_sheet.load(name) for name in hardware_sheet.names()}
-    found = []
+    found, layer = [], temporary_bytes(setting.workload(problem.limits))
     for name, sheet in sorted(sheets.items(), key=lambda item: (item[1].device.memory_bytes.value, item[0])):
-        reserve = device_reserve(sheet, setting.parallel, layers=setting.shape.layers, activation_bytes=0)
+        how = {"layers": setting.shape.layers, "activation_bytes": 0, "within_layer": layer}
+        reserve = device_reserve(sheet, setting.parallel, **how)
         if need + reserve.total_bytes <= sheet.device.memory_bytes.value:
             found.append(name)
     return found[:3]
