@@ -122,7 +122,7 @@ if [ ! -e "$run/cost_table.json" ]; then
     on_host=$(grep -o '"on_host": *true' "$run/workload.json" || true)
     run ${links[@]+"${links[@]}"} megatron-ext measure --out "$run/cost_table.json" --dp "$DP" --pp "$PP" --hidden-size "$HIDDEN" --seq-length "$SEQ" \
         --micro-batch-size "$MICRO_BATCH_SIZE" --min-bytes 512 --max-bytes "$largest" --max-rank-bytes "$whole" ${likely:+--also-sizes "$likely"} \
-        --seconds "${MEASURE_SECONDS:-60}" --threads "$OMP_NUM_THREADS" ${on_host:+--optimizer-on-host} ${NVME:+--nvme-path "$NVME"} \
+        --seconds "${MEASURE_SECONDS:-60}" ${on_host:+--optimizer-on-host} ${NVME:+--nvme-path "$NVME"} \
         --modules examples/example_layers.py:layer_runners -- "${model[@]}" --data-path $corpus --num-workers 0
 fi
 

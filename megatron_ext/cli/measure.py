@@ -108,7 +108,9 @@ def _of_script(options, checkout: str | None, entry: str | None):
     show_default=True,
     help="Time for measuring; starting the ranks comes on top.",
 )
-@click.option("--threads", type=int, default=1, show_default=True, help="Processor threads of one rank.")
+@click.option(
+    "--threads", type=int, help="Processor threads of one rank; default: on a GPU as many as a run takes, else one."
+)
 @click.option(
     "--hidden-size", type=int, default=512, show_default=True, help="Shape of the products that stand for compute."
 )

@@ -7,8 +7,8 @@
 ``temporary_bytes``: what kernels allocate and free within a layer. The backward of an MLP has two tensors of its inner
 size that were not saved: half of what the layer saves. ``library_bytes``: workspaces of cuBLAS and Transformer Engine.
 In ten runs of a GPT of 1.6 billion parameters on one H200, micro-batches of 2,048 to 16,384 tokens, with and without
-recompute, ``max_memory_allocated`` was 0.07 to 1.05 GB above the bill. With the temporary tensors the bill is within 1 %
-of it, at most 0.16 GB below, which is taken for workspaces (benchmarks/results/gpu.json).
+recompute, ``max_memory_allocated`` was 0.07 to 1.05 GB above the bill. With the temporary tensors the bill is within
+1.2 % of it, at most 0.16 GB below, which is taken for workspaces (benchmarks/results/gpu.json).
 
 ``nccl_bytes``: each communicator has buffers for each channel and neighbour, 10 MiB for all protocols
 (NVIDIA/nccl#1685), of the one neighbour from which a ring receives; 32 channels between NVLink devices (the same) and

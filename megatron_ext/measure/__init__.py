@@ -4,6 +4,8 @@
 loop, and returns the table.
 """
 
+import msgspec
+
 from megatron_ext.measure.options import Options
 
 __all__ = ["Options", "measure"]
@@ -21,8 +23,10 @@ def measure(options: Options, progress=lambda done, total, what: None):
     """
     from megatron_ext.measure import assemble_table, cluster_launch, local_launch
 
-    if cluster_launch.is_launched():
-        options = cluster_launch.with_nodes(options)
+    launched = cluster_launch.is_launched()
+    options = cluster_launch.with_nodes(options) if launched else options
+    options = msgspec.structs.replace(options, threads=options.rank_threads)
+    if launched:
         raw = cluster_launch.run(options, progress)
         return assemble_table.assemble(options, raw) if raw is not None else None
     return assemble_table.assemble(options, local_launch.run(options, progress))

@@ -65,7 +65,7 @@ def run(options: Options, progress) -> dict | None:
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     use_cuda = options.uses_cuda()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.rank_threads)
     gloo.run_collectives_in_order()
     store = meet("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
     rank, per_node = dist.get_rank(), options.ranks_per_node

@@ -5,7 +5,6 @@ In training the host issues work ahead of the device. An event that is recorded 
 the host has issued what follows, so launches would be measured. Therefore a kernel that only spins goes first: it keeps
 the stream busy until everything behind it has been issued. How long the host takes is known from the call before, and
 the spin is a power of two, so that ranks that issue about equally fast begin together.
-Not yet run on a GPU.
 """
 
 import math

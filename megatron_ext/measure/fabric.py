@@ -106,7 +106,7 @@ class Fabric:
         """Ranks of this node that share one processor; 1 where each has its own, or a device."""
         if self.torch_device.type != "cpu":
             return 1.0
-        return max(self.options.node_size * self.options.threads / len(os.sched_getaffinity(0)), 1.0)
+        return max(self.options.node_size * self.options.rank_threads / len(os.sched_getaffinity(0)), 1.0)
 
     # -- memory -----------------------------------------------------------------------------
 

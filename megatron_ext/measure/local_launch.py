@@ -107,8 +107,8 @@ class Ranks:
             descriptors.append(listener.fileno())
         environment = dict(
             allocator.environment(self.options.device) | launcher.LOOPBACK | os.environ,
-            OMP_NUM_THREADS=str(self.options.threads),
-            MKL_NUM_THREADS=str(self.options.threads),
+            OMP_NUM_THREADS=str(self.options.rank_threads),
+            MKL_NUM_THREADS=str(self.options.rank_threads),
         )
         command = [sys.executable, "-m", "megatron_ext.measure.rank_process", json.dumps(setup)]
         try:

@@ -49,7 +49,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         also_sizes: gathers at these sizes too, beside the grid.
         max_rank_bytes: largest ``optimizer`` size: whole parameters of one rank.
         seconds: time for measuring, not counting the start of the processes.
-        threads: processor threads of one rank's compute, as in the run.
+        threads: processor threads of one rank. None: on CUDA as many as a run takes for the host's step and additions,
+            elsewhere what OMP_NUM_THREADS says, or one.
         hidden_size, seq_length, micro_batch_size: shapes of the matrix products that compute
             stands for in contention.
         modules, module_args: ``package.module:function`` that gives layer runners (see
@@ -73,7 +74,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     also_sizes: tuple[int, ...] = ()
     max_rank_bytes: int | None = None
     seconds: float = 90.0
-    threads: int = 1
+    threads: int | None = None
     hidden_size: int = 512
     seq_length: int = 128
     micro_batch_size: int = 1
@@ -99,6 +100,18 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.device == "cuda" and not has_cuda():
             raise InputError("torch sees no CUDA device here", file="--device", value="cuda")
         return self.device != "cpu" and has_cuda()
+
+    @property
+    def rank_threads(self) -> int:
+        """Processor threads of one rank."""
+        if self.threads is not None:
+            return self.threads
+        if self.uses_cuda():
+            from megatron_ext.runtime import host_threads
+
+            return host_threads.of_rank(self.node_size)
+        said = os.environ.get("OMP_NUM_THREADS", "")
+        return int(said) if said.isdecimal() and int(said) else 1
 
     def elements(self, size_bytes: int) -> int:
         """Elements of ``size_bytes`` of whole parameters; gradients, main parameters and moments have as many."""
@@ -167,8 +180,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             "seq_length",
             "micro_batch_size",
         ):
-            if getattr(self, name) < 1:
-                raise InputError("must be at least 1", file=_flag(name), value=getattr(self, name))
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InputError("must be at least 1", file=_flag(name), value=value)
         self._check_largest()
         if self.data_parallel_size % (self.expert_data_parallel_size or 1):
             why = "ranks that share the same experts are no part of these: one of each tensor-parallel group measures"

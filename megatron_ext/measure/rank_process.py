@@ -51,7 +51,7 @@ def _measure(setup: dict, report, so_far):
 
     options = msgspec.convert(setup["options"], Options)
     rank, world_size = setup["rank"], options.world_size
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.rank_threads)
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - public by torch's documentation
         "127.0.0.1",
         setup["port"],

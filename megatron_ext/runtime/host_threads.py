@@ -55,6 +55,12 @@ def bind(node: int | None) -> None:
                 os.sched_setaffinity(int(thread.name), own)
 
 
+def of_rank(ranks: int) -> int:
+    """Threads with which each of ``ranks`` ranks on this process's processors adds gradients and steps."""
+    threads = max(len(os.sched_getaffinity(0)) // ranks, 1)
+    return threads - threads // 8  # for the threads that issue, read and publish
+
+
 def use(ranks: int) -> list[str]:
     """Let torch use this rank's share of the processors that it may run on, where it would use fewer. To be called
     before threads are started.
@@ -66,8 +72,7 @@ def use(ranks: int) -> list[str]:
         What was changed, or what is missing; a line each.
     """
     processors, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
-    lines, threads = [], max(processors // ranks, 1)
-    threads -= threads // 8  # for the threads that issue, read and publish
+    lines, threads = [], of_rank(ranks)
     if processors < ranks:
         lines.append(
             f"{ranks} ranks share {processors} processors: what the host adds and steps takes up to "

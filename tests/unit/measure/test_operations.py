@@ -121,6 +121,9 @@ def test_the_host_s_step_is_measured_where_the_optimizer_steps_there():
     found = {pair for pair in contention.pairs(fabric) if "host_step" in pair}
     others = {"compute", "publish", "reduce"}
     assert found == {(other, "host_step") for other in others} | {("host_step", other) for other in others}
+    fabric.torch_device = SimpleNamespace(type="cuda")  # where copies of one direction held each other up
+    on_gpu = {pair for pair in contention.pairs(fabric) if "host_step" in pair}
+    assert on_gpu == {pair for pair in found if "publish" not in pair}
 
 
 def test_without_a_way_to_issue_collectives_as_one_they_are_issued_one_by_one(monkeypatch):

@@ -1,4 +1,6 @@
-"""Values of ``measure`` beyond any machine are refused in one line."""
+"""Values of ``measure`` beyond any machine are refused in one line; threads are those of a run."""
+
+import os
 
 import pytest
 
@@ -20,3 +22,16 @@ def test_a_value_beyond_any_machine_is_refused(name, value):
     assert Options().check()
     with pytest.raises(InputError, match=r"^--[a-z-]+: .*(memory of \d+ bytes|must be at most|more than 64 ranks)"):
         Options(**{name: value}).check()
+
+
+def test_threads_are_those_of_a_run(monkeypatch):
+    """On a GPU the host's step takes all processors, whatever the environment says: measured with one thread it was
+    four times as long on an H200."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert Options().rank_threads == 1 and Options(threads=3).rank_threads == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert Options(data_parallel_size=2).rank_threads == 2
+    monkeypatch.setattr(Options, "uses_cuda", lambda self: True)
+    assert Options(data_parallel_size=1).rank_threads == 14 and Options(data_parallel_size=4).rank_threads == 4
+    assert Options(data_parallel_size=8, ranks_per_node=4).rank_threads == 4
