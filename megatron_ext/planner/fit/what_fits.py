@@ -32,8 +32,8 @@ def _devices(problem: Problem, setting: Setting, need: int) -> list[str]:
     sheets = {name: hardware_sheet.load(name) for name in hardware_sheet.names()}
     found, layer = [], temporary_bytes(setting.workload(problem.limits))
     for name, sheet in sorted(sheets.items(), key=lambda item: (item[1].device.memory_bytes.value, item[0])):
-        how = {"layers": setting.shape.layers, "activation_bytes": 0, "within_layer": layer}
-        reserve = device_reserve(sheet, setting.parallel, **how)
+        layers = setting.shape.layers
+        reserve = device_reserve(sheet, setting.parallel, layers=layers, activation_bytes=0, within_layer=layer)
         if need + reserve.total_bytes <= sheet.device.memory_bytes.value:
             found.append(name)
     return found[:3]
