@@ -216,7 +216,7 @@ def gpu_offload(result: dict):
     """Iteration time over device bytes, a panel for each size and number of micro-batches, a line for each system."""
     panels = list(dict.fromkeys((row["size"], row["micro_batches"]) for row in result["rows"]))
     high, wide = -(-len(panels) // 3), min(len(panels), 3)
-    figure, axes = figure_of(4.2 * wide, 3.4 * high, high, wide)
+    figure, axes = figure_of(max(4.2 * wide, 6.5), max(3.4 * high, 4), high, wide)
     for axis, (size, count) in zip(axes, panels):
         rows = [row for row in result["rows"] if (row["size"], row["micro_batches"]) == (size, count)]
         time_over_bytes(axis, rows, "device_peak_bytes", "iteration_ms", (1e9, 1), GPU_COLOURS)
@@ -225,8 +225,26 @@ def gpu_offload(result: dict):
         )
         axis.plot([held / 1e9 for held, _ in ours], [ms for _, ms in ours], ":", color=LIGHT, label="ours, predicted")
         axis.set_title(f"{size}, {micro_batches(count)}", fontsize=9)
-        axis.set(xlabel="device, GB", ylabel="iteration, ms")
+        axis.set(xlabel="device, GB", ylabel="iteration, ms", yscale="log")
+        axis.autoscale(axis="y")
     axes[0].legend(fontsize=7)
+    return figure
+
+
+def gpu(result: dict):
+    """What was predicted from the data sheet, to what was measured: iteration time and device bytes of each plan."""
+    rows = {row["case"]: row["figures"] for run in result["runs"] for row in run["results"] if "figures" in row}
+    planned = {case: row for case, row in rows.items() if "predicted_iteration_ms" in row}
+    figure, (axis,) = figure_of(8, 0.5 + 0.4 * len(planned))
+    names = [case.partition(": ")[2] for case in planned]
+    for title, predicted, measured, colour in (
+        ("iteration time", "predicted_iteration_ms", "iteration_ms", OURS),
+        ("device bytes by the bill", "predicted_device_bytes", "device_peak_bytes", OTHER),
+    ):
+        axis.plot([row[predicted] / row[measured] for row in planned.values()], names, "o", color=colour, label=title)
+    axis.axvline(1, color=LIGHT)
+    axis.set(xlabel="predicted from the data sheet, to measured on one H200")
+    axis.legend(fontsize=7)
     return figure
 
 
@@ -293,7 +311,7 @@ def simulated_clusters(result: dict):
 
 
 KINDS = (main_job, hot_path, planner_suite, fit_truth, fit_trained, verdict_truth, parity, robustness, strict_device)
-KINDS += (gpu_offload, peers, delayed_update, simulated_clusters)
+KINDS += (gpu, gpu_offload, peers, delayed_update, simulated_clusters)
 PICTURES = {function.__name__: function for function in KINDS}
 
 

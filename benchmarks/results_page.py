@@ -176,7 +176,21 @@ def gpu_offload(result: dict) -> str:
     )
 
 
+def gpu(result: dict) -> str:
+    """Of all runs together: cases, and how predictions compare with what was measured."""
+    cases = {row["case"]: row for run in result["runs"] for row in run["results"] if row["status"] != "could not try"}
+    equal = [row for row in cases.values() if row["said"].endswith("equal to the last bit")]
+    passed = [row for row in cases.values() if row["status"] == "pass"]
+    timed = [row["figures"] for row in cases.values() if "predicted_iteration_ms" in row.get("figures", {})]
+    ratios = sorted(row["predicted_iteration_ms"] / row["iteration_ms"] for row in timed)
+    return (
+        f"{len(passed)} of {len(cases)} cases pass; {len(equal)} trainings equal to the last bit; iteration time of "
+        f"{len(timed)} plans predicted from the data sheet {ratios[0] - 1:+.0%} to {ratios[-1] - 1:+.0%}"
+    )
+
+
 ROWS = {
+    "gpu": Row("Does a GPU train as stock Megatron does, to the last bit?", "bash scripts/test_gpu.sh", gpu),
     "gpu_offload": Row("What does offload cost on one GPU?", "benchmarks/gpu_offload.py", gpu_offload),
     "main_job": Row("Scheduled to stock on one node", "benchmarks/main_job.py runs/NAME", main_job),
     "parity": Row(
