@@ -356,7 +356,6 @@ def run_case(example, layout: list[str], case: dict) -> dict:
 
 
 def main() -> int:
-    expert_model.install()
     address, *layout = sys.argv[1:]
     example = pretrain_gpt_hybrid
     sys.argv = ["parity", "--data-path", "none", *IDLE, *layout]
