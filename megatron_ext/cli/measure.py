@@ -116,7 +116,7 @@ def _of_script(options, checkout: str | None, entry: str | None):
 )
 @click.option("--seq-length", type=int, default=128, show_default=True)
 @click.option("--micro-batch-size", type=int, default=1, show_default=True)
-@click.option("--links", help="Comma-separated subset of what is measured.")
+@click.option("--links", metavar="NAMES", help="What is measured, with commas: gpu, cpu, publish, compute, ...")
 @click.option(
     "--modules",
     help=(
@@ -175,12 +175,13 @@ def measure(
             options["sizes"] = Options.parse_sizes(sizes)
         if also_sizes:
             options["also_sizes"] = Options.parse_sizes(also_sizes, "--also-sizes")
-        chosen = tuple(links.split(",")) if links else LINKS
-        if os.environ.get("RANK", "0") == "0":
+        chosen, first = tuple(links.split(",")) if links else LINKS, os.environ.get("RANK", "0") == "0"
+        if first:
             json_files.check_writable(out)
         kept = kept_measurement.path_of(out)
         wanted = _of_script(Options(links=chosen, keep_path=kept, **options), checkout, entry).check()
-        first = os.environ.get("RANK", "0") == "0"
+        if links:
+            wanted.check_chosen()
         if first:
             click.echo(announcement(wanted), err=True)
         with bar(first, wanted.seconds) as progress:

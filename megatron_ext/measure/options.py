@@ -25,6 +25,12 @@ STEPS = ("host_step", "host_step_joined", "host_step_cast_on_device", "device_st
 LINKS = (*COPIES, "p2p", "optimizer", "host_add", "host_memory", *STEPS, "nvme", "contention", "compute")
 """What can be measured; ``--links`` picks among them."""
 
+NEEDS = {
+    "compute": ("modules", "the script's arguments behind --, or --modules"),
+    "nvme": ("nvme_path", "--nvme-path DIRECTORY"),
+} | dict.fromkeys(STEPS, ("optimizer_on_host", "--optimizer-on-host"))
+"""What is measured only with another option: its field, and how it is given."""
+
 MOST_THREADS, MOST_SECONDS = 4096, 86_400
 """Of one rank, and of one measurement."""
 
@@ -213,6 +219,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             )
         if self.nvme_path is not None and not os.path.isdir(self.nvme_path):
             raise InputError("is no directory", field=_flag("nvme_path"), value=self.nvme_path)
+        return self
+
+    def check_chosen(self) -> "Options":
+        """Raise InputError where one of the ``links`` that were chosen has nothing to be measured by."""
+        for link in self.links:
+            field, how = NEEDS.get(link, ("links", ""))
+            stood_for = link == "compute" and "contention" in self.links  # by products of matrices
+            if not getattr(self, field) and not stood_for:
+                raise InputError(f"needs {how}", file=_flag("links"), value=link)
         return self
 
     def _check_largest(self) -> None:

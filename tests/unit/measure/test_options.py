@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from megatron_ext.cli import main as cli
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
 
@@ -35,3 +36,18 @@ def test_threads_are_those_of_a_run(monkeypatch):
     monkeypatch.setattr(Options, "uses_cuda", lambda self: True)
     assert Options(data_parallel_size=1).rank_threads == 14 and Options(data_parallel_size=4).rank_threads == 4
     assert Options(data_parallel_size=8, ranks_per_node=4).rank_threads == 4
+
+
+@pytest.mark.parametrize(
+    ("link", "how"),
+    [("compute", "arguments behind --, or --modules"), ("nvme", "--nvme-path"), ("device_step", "--optimizer-on-host")],
+)
+def test_a_link_that_is_chosen_without_what_it_is_measured_by_is_refused(link, how):
+    with pytest.raises(InputError, match=f"^--links = '{link}': needs .*{how}"):
+        Options(links=("gpu", link)).check_chosen()
+    assert Options(links=("gpu", "compute", "contention")).check_chosen()  # products of matrices stand for compute
+
+
+def test_measure_refuses_compute_without_layers(tmp_path, capsys):
+    assert cli.main(["measure", "--out", str(tmp_path / "t.json"), "--links", "compute"]) == 2
+    assert "--links = 'compute': needs the script's arguments" in capsys.readouterr().err
