@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from megatron_ext.formats.checks import MOST_BYTES
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, option_error
 from megatron_ext.workload.nodes import has_hierarchy, nodes_of_replicas
 from megatron_ext.workload.parallel import Parallel
 
@@ -187,7 +187,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             "micro_batch_size",
         ):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise InputError("must be at least 1", file=_flag(name), value=value)
+                raise option_error(name, "must be at least 1", value)
         self._check_largest()
         if self.data_parallel_size % (self.expert_data_parallel_size or 1):
             why = "ranks that share the same experts are no part of these: one of each tensor-parallel group measures"
@@ -197,28 +197,24 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 value=self.data_parallel_size,
             )
         if (self.max_rank_bytes or 0) < 0:
-            raise InputError("must not be negative", file=_flag("max_rank_bytes"), value=self.max_rank_bytes)
+            raise option_error("max_rank_bytes", "must not be negative", self.max_rank_bytes)
         if self.node_size > 64:
             ranks = f"makes {self.node_size} ranks on this node, more than 64 ranks on one node"
-            raise InputError(ranks, file=_flag("data_parallel_size"), value=self.data_parallel_size)
+            raise option_error("data_parallel_size", ranks, self.data_parallel_size)
         if not 512 <= self.min_bytes <= self.max_bytes:
-            raise InputError(
-                f"must be between 512 and --max-bytes {self.max_bytes}", file=_flag("min_bytes"), value=self.min_bytes
-            )
+            raise option_error("min_bytes", f"must be between 512 and --max-bytes {self.max_bytes}", self.min_bytes)
         for name in ("sizes", "also_sizes"):
             if any(size < 512 for size in getattr(self, name)):
-                raise InputError("must be at least 512", file=_flag(name), value=min(getattr(self, name)))
+                raise option_error(name, "must be at least 512", min(getattr(self, name)))
         if not math.isfinite(self.seconds) or self.seconds < 1:
-            raise InputError("must be a number of at least 1", file=_flag("seconds"), value=self.seconds)
+            raise option_error("seconds", "must be a number of at least 1", self.seconds)
         unknown = sorted(set(self.links) - set(LINKS))
         if unknown or not self.links:
-            raise InputError(f"known: {', '.join(LINKS)}", file=_flag("links"), value=",".join(unknown))
+            raise option_error("links", f"known: {', '.join(LINKS)}", ",".join(unknown))
         if self.modules is not None and self.modules.count(":") != 1:
-            raise InputError(
-                "expected package.module:function or file.py:function", file=_flag("modules"), value=self.modules
-            )
+            raise option_error("modules", "expected package.module:function or file.py:function", self.modules)
         if self.nvme_path is not None and not os.path.isdir(self.nvme_path):
-            raise InputError("is no directory", field=_flag("nvme_path"), value=self.nvme_path)
+            raise option_error("nvme_path", "is no directory", self.nvme_path)
         return self
 
     def check_chosen(self) -> "Options":
@@ -227,7 +223,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             field, how = NEEDS.get(link, ("links", ""))
             stood_for = link == "compute" and "contention" in self.links  # by products of matrices
             if not getattr(self, field) and not stood_for:
-                raise InputError(f"needs {how}", file=_flag("links"), value=link)
+                raise option_error("links", f"needs {how}", link)
         return self
 
     def _check_largest(self) -> None:
@@ -243,11 +239,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         ):
             if size > memory:
                 message = f"takes {size} bytes, more than this machine's memory of {memory} bytes"
-                raise InputError(message, file=_flag(name), value=getattr(self, name))
+                raise option_error(name, message, getattr(self, name))
         for name, most in (("threads", MOST_THREADS), ("seconds", MOST_SECONDS), ("max_rank_bytes", MOST_BYTES)):
             if (getattr(self, name) or 0) > most:
-                raise InputError(f"must be at most {most}", file=_flag(name), value=getattr(self, name))
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+                raise option_error(name, f"must be at most {most}", getattr(self, name))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import option_error
 
 LATEST = "latest_checkpointed_iteration.txt"
 SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
@@ -36,12 +36,8 @@ def refuse_other_experts(group: int) -> None:
     for name in SIZES:
         theirs, ours = getattr(saved, name, None), getattr(args, name, None)
         if theirs not in (None, ours):
-            raise InputError(
-                f"{args.load} was saved with {theirs} and cannot spread experts (groups[{group}] and others) anew; "
-                f"load it with {theirs}, {how}",
-                field="--" + name.replace("_", "-"),
-                value=ours,
-            )
+            why = f"{args.load} was saved with {theirs} and cannot spread experts (groups[{group}] and others) anew"
+            raise option_error(name, f"{why}; load it with {theirs}, {how}", ours)
 
 
 def _saved(args) -> tuple[Any, str]:

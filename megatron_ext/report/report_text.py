@@ -23,6 +23,10 @@ MEASURED = {"gather_us": "gather time in training", "exposed_us": "exposed time"
 MUCH_LONGER = 1.25
 """Times a prediction: the verdict's line says it."""
 
+OTHER_LAYOUT = (
+    "Stock Megatron's own bucket layout adds gradients up in another order, so its last bits differ without any fault"
+)
+
 EXPLAINED = {
     "gather time in training": (
         "the training thread's time in issuing gathers, publishing and waiting, per iteration the largest over ranks"
@@ -124,37 +128,26 @@ def compared_with(report: Report) -> str:
 
 def rows(report: Report) -> list[tuple[str, str, str, str]]:
     """``(what, compared with, scheduled, scheduled / compared with)`` of every line of the table."""
-    run = report.run
+    run, equal = report.run, {None: "not checked", True: "bitwise", False: "NO"}[report.equality.bitwise]
+
+    def times(title: str, stock: float, ours: float) -> tuple[str, str, str, str]:
+        return title, _ms(stock), _ms(ours), _ratio(ours, stock)
+
     lines = [
         ("iterations", f"{run.iterations}", f"{run.iterations}", ""),
         ("loss, first", _loss(run.stock.loss[0]), _loss(run.scheduled.loss[0]), ""),
         ("loss, last", _loss(run.stock.loss[-1]), _loss(run.scheduled.loss[-1]), ""),
         ("  largest relative difference", "", _difference(report.loss_difference), ""),
-        (
-            "equal to the reference",
-            "",
-            {None: "not checked", True: "bitwise", False: "NO"}[report.equality.bitwise],
-            "",
-        ),
+        ("equal to the reference", "", equal, ""),
     ]
     for name, title in MEASURED.items():
         stock, ours = getattr(report, name)
-        lines.append(
-            (f"{title}, ms, median", _ms(stock.median_us), _ms(ours.median_us), _ratio(ours.median_us, stock.median_us))
-        )
+        lines.append(times(f"{title}, ms, median", stock.median_us, ours.median_us))
         lines.append(("  p10 - p90", _range(stock), _range(ours), ""))
     stock, ours = report.period_us
     if stock is not None and ours is not None:
-        lines.append(
-            (
-                "  with the pause before it, ms",
-                _ms(stock.median_us),
-                _ms(ours.median_us),
-                _ratio(ours.median_us, stock.median_us),
-            )
-        )
-    stock, ours = report.predicted_iteration_time_us
-    lines.append(("iteration time, ms, predicted", _ms(stock), _ms(ours), _ratio(ours, stock)))
+        lines.append(times("  with the pause before it, ms", stock.median_us, ours.median_us))
+    lines.append(times("iteration time, ms, predicted", *report.predicted_iteration_time_us))
     errors = [f"{100 * report.relative_error(which):+.1f} %" for which in Pair._fields]
     lines.append(("  error of the prediction", errors[0], errors[1], ""))
     if report.states_bytes_per_s is not None:
@@ -280,6 +273,19 @@ def cautions(report: Report) -> list[str]:
     return found
 
 
+def details(report: Report) -> list[tuple[str, str]]:
+    """What the plan does and what became of it: a word that says of what, and a line."""
+    return [
+        ("routes", _routes(report)),
+        *(("links", line) for line in links_lines(report)),
+        *(("hidden", line) for line in hidden_lines(report)),
+        *(("bytes", line) for line in moved.lines(report.moved)),
+        *(("part", line) for line in parts.lines(report.parts, report.missed_us)),
+        *(("plan", line) for line in _plan_lines(report)[0]),
+        ("verdict", verdict_line(report)),
+    ]
+
+
 def as_text(report: Report, width: int | None = None) -> str:
     """The table for people, with the plan's verdict and where the files are."""
     # rich draws tables that line up and fit the terminal.
@@ -289,7 +295,6 @@ def as_text(report: Report, width: int | None = None) -> str:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows(report):
         table.add_row(*row)
-    notes = cautions(report)
     memory = Table(box=box.SIMPLE_HEAD, show_header=False)
     for justify in ("left", "right", "right", "right"):
         memory.add_column(justify=justify, no_wrap=True)
@@ -300,19 +305,8 @@ def as_text(report: Report, width: int | None = None) -> str:
     detail.add_column(overflow="fold")
     detail.add_row("equality", report.equality.text)
     detail.add_row("beside", compared_with(report))
-    for note in notes:
-        detail.add_row("note", note)
-    detail.add_row("routes", _routes(report))
-    for line in links_lines(report):
-        detail.add_row("links", line)
-    for line in hidden_lines(report):
-        detail.add_row("hidden", line)
-    for line in moved.lines(report.moved):
-        detail.add_row("bytes", line)
-    for line in parts.lines(report.parts, report.missed_us):
-        detail.add_row("part", line)
-    detail.add_row("plan", "\n".join(_plan_lines(report)[0]))
-    detail.add_row("verdict", verdict_line(report))
+    for word, line in (*(("note", note) for note in cautions(report)), *details(report)):
+        detail.add_row(word, line)
     files = {**{name: report.run.file(name) for name in WRITTEN}, "all files": report.run.path}
     text = io.StringIO()
     console = Console(file=text, width=width or max(Console().width, 96))
@@ -341,26 +335,9 @@ def as_markdown(report: Report) -> str:
     lines += ["", *(f"- **{word}**: {meaning}." for word, meaning in EXPLAINED.items())]
     lines += ["", *(f"Note: {note}." for note in cautions(report))]
     lines += ["", "## Equality", "", f"{report.equality.text[0].upper()}{report.equality.text[1:]}."]
-    lines += (
-        ["", *(f"- {difference}" for difference in report.equality.differences)] if report.equality.differences else []
-    )
-    lines += [
-        "",
-        "Stock Megatron's own bucket layout adds gradients up in another order, so its last bits differ without any "
-        "fault.",
-    ]
-    lines += [
-        "",
-        "## The plan",
-        "",
-        f"- {_routes(report)}",
-        *(f"- links {line}" for line in links_lines(report)),
-        *(f"- hidden {line}" for line in hidden_lines(report)),
-        *(f"- bytes {line}" for line in moved.lines(report.moved)),
-        *(f"- {line}" for line in parts.lines(report.parts, report.missed_us)),
-        *(f"- {line}" for line in _plan_lines(report)[0]),
-        f"- {verdict_line(report)}",
-    ]
+    lines += ["", *(f"- {difference}" for difference in report.equality.differences)]
+    lines += ["", f"{OTHER_LAYOUT}."] if report.equality.differences else [f"{OTHER_LAYOUT}."]
+    lines += ["", "## The plan", "", *(f"- {word}: {line}" for word, line in details(report))]
     lines += ["", "## One iteration", "", f"![timeline]({WRITTEN['timeline']})", ""]
     lines += [
         f"`{WRITTEN['overlay']}` holds the same iterations, measured and simulated, for Perfetto (ui.perfetto.dev)."

@@ -7,39 +7,24 @@ from megatron_ext.report.timeline_rows import Row
 
 WIDTH_PX, DPI = 1600, 100
 
-COLORS = {
-    "F": "#b5d3ea",
-    "B": "#3f7fb5",
-    "optimizer": "#8c8c8c",
-    "wait": "#e31a1c",
-    "issue": "#1a1a1a",
-    "gpu": "#33a02c",
-    "cpu": "#ff7f00",
-    "nvme": "#6a3d9a",
-    "publish": "#b15928",
-    "reduce": "#e7a6c8",
-    "host_step": "#a98fd0",
-    "host_add": "#d9c38c",
-    "p2p": "#b9b9b9",
+KINDS = {
+    "F": ("#b5d3ea", "forward step"),
+    "B": ("#3f7fb5", "backward step"),
+    "optimizer": ("#8c8c8c", "optimizer step"),
+    "wait": ("#e31a1c", "exposed: waits for a gather"),
+    "issue": ("#1a1a1a", "thread issues gathers"),
+    "gpu": ("#33a02c", "gather, route gpu (all-gather)"),
+    "cpu": ("#ff7f00", "gather, route cpu (copy from host)"),
+    "nvme": ("#6a3d9a", "stage in from nvme"),
+    "publish": ("#b15928", "publish to the host copy"),
+    "reduce": ("#e7a6c8", "gradient reduction"),
+    "host_step": ("#a98fd0", "host's step of a group"),
+    "host_add": ("#d9c38c", "gradients added in host memory"),
+    "p2p": ("#b9b9b9", "message between stages"),
 }
+"""Colour and meaning of every kind of bar."""
 
 BETWEEN_ITERATIONS = "#f0f0e4"
-
-MEANING = {
-    "F": "forward step",
-    "B": "backward step",
-    "optimizer": "optimizer step",
-    "wait": "exposed: waits for a gather",
-    "issue": "thread issues gathers",
-    "gpu": "gather, route gpu (all-gather)",
-    "cpu": "gather, route cpu (copy from host)",
-    "nvme": "stage in from nvme",
-    "publish": "publish to the host copy",
-    "reduce": "gradient reduction",
-    "host_step": "host's step of a group",
-    "host_add": "gradients added in host memory",
-    "p2p": "message between stages",
-}
 
 THREAD_HEIGHT, LINK_HEIGHT, GAP = 1.0, 0.5, 0.35
 """Row heights, and the space between ranks, in the same unit."""
@@ -164,9 +149,9 @@ def _draw_row(axes, row: Row, y: float, tall: float, span_us: tuple[float, float
         spans = [(bar.start_us / 1e3, max(bar.duration_us, SHORTEST_PX * us_per_px) / 1e3) for bar in bars]
         edge = "white" if kind in "FB" else "none"
         part = STRIP if kind == "wait" else 1.0
-        style = dict(facecolors=COLORS[kind], edgecolor=edge)
+        style = dict(facecolors=KINDS[kind][0], edgecolor=edge)
         if not known:
-            style = dict(facecolors="white", edgecolor=COLORS[kind], hatch=HATCH)
+            style = dict(facecolors="white", edgecolor=KINDS[kind][0], hatch=HATCH)
         axes.broken_barh(spans, (y, tall * part), linewidth=0.6, zorder=3, **style)
     for bar in row.bars:
         start, end = max(bar.start_us, from_us), min(bar.start_us + bar.duration_us, until_us)
@@ -236,10 +221,10 @@ def _write_words(figure, report: Report, drawn: list[Panel], inches: float) -> N
     figure.text(0.01, 1 - 0.54 / inches, how, fontsize=9.5, va="center")
     bars = [bar for panel in drawn for row in panel.rows for bar in row.bars]
     used = {bar.kind for bar in bars}
-    handles = [Patch(facecolor=COLORS[kind], label=meaning) for kind, meaning in MEANING.items() if kind in used]
+    handles = [Patch(facecolor=color, label=meaning) for kind, (color, meaning) in KINDS.items() if kind in used]
     if not all(bar.end_known for bar in bars):
         meaning = "gather that ended at some time within"
-        handles.append(Patch(facecolor="white", edgecolor=COLORS["gpu"], hatch=HATCH, label=meaning))
+        handles.append(Patch(facecolor="white", edgecolor=KINDS["gpu"][0], hatch=HATCH, label=meaning))
     if any(panel.step[0] for panel in drawn):
         handles.append(Patch(facecolor=BETWEEN_ITERATIONS, edgecolor="#cccccc", label="between iterations"))
     figure.legend(

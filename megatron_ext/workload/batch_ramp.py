@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, NoReturn
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import option_error
 
 RAMPUP, STEPS = "rampup_batch_size", "step_batch_size_schedule"
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -91,4 +91,4 @@ def _refuse(args, message: str) -> NoReturn:
     if value is None:
         name, value = "global_batch_size", args.global_batch_size
     shown = value if isinstance(value, (str, int)) else " ".join(map(str, value))
-    raise InputError(message, field="--" + name.replace("_", "-"), value=shown)
+    raise option_error(name, message, shown)

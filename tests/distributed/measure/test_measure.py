@@ -127,14 +127,14 @@ def test_a_bad_factory_is_the_users_error(name, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"data_parallel_size": 0}, "--data-parallel-size: 0"),
-        ({"min_bytes": 8, "max_bytes": 4096}, "--min-bytes: 8"),
-        ({"min_bytes": 8192, "max_bytes": 4096}, "--min-bytes: 8192"),
-        ({"seconds": float("nan")}, "--seconds: nan"),
-        ({"sizes": (4096, 8)}, "--sizes: 8"),
-        ({"also_sizes": (8,)}, "--also-sizes: 8"),
-        ({"links": ("gpu", "warp")}, "--links: 'warp'"),
-        ({"modules": "no_colon"}, "--modules: 'no_colon'"),
+        ({"data_parallel_size": 0}, "--data-parallel-size = 0"),
+        ({"min_bytes": 8, "max_bytes": 4096}, "--min-bytes = 8"),
+        ({"min_bytes": 8192, "max_bytes": 4096}, "--min-bytes = 8192"),
+        ({"seconds": float("nan")}, "--seconds = nan"),
+        ({"sizes": (4096, 8)}, "--sizes = 8"),
+        ({"also_sizes": (8,)}, "--also-sizes = 8"),
+        ({"links": ("gpu", "warp")}, "--links = 'warp'"),
+        ({"modules": "no_colon"}, "--modules = 'no_colon'"),
     ],
 )
 def test_bad_options(options, said):

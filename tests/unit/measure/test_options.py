@@ -21,7 +21,7 @@ HUGE = 10**25
 )
 def test_a_value_beyond_any_machine_is_refused(name, value):
     assert Options().check()
-    with pytest.raises(InputError, match=r"^--[a-z-]+: .*(memory of \d+ bytes|must be at most|more than 64 ranks)"):
+    with pytest.raises(InputError, match=r"^--[a-z-]+ = .*(memory of \d+ bytes|must be at most|more than 64 ranks)"):
         Options(**{name: value}).check()
 
 

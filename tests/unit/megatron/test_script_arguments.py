@@ -78,7 +78,7 @@ def test_a_contradiction_names_both():
 
 REFUSED = {
     "contradiction": (["measure", "--out", "OUT", "--hidden-size", "128"], "say --hidden-size 64"),
-    "replicas": (["measure", "--out", "OUT", "--dp", "4", "--seconds", "0"], "--seconds: 0.0"),
+    "replicas": (["measure", "--out", "OUT", "--dp", "4", "--seconds", "0"], "--seconds = 0.0"),
     "a node": (["measure", "--out", "OUT", "--dp", "64"], "more than 64 ranks on one node"),
     "no replicas": (["prepare", "--out", "OUT"], "--data-parallel-size: is needed"),
     "policy": (["prepare", "--out", "OUT", "--data-parallel-size", "2", "--policy", "fastest"], "fastest"),

@@ -120,7 +120,7 @@ def test_the_picture_is_as_wide_as_promised_and_holds_every_kind(tmp_path, sizes
     used = {bar.kind for panel in timeline_panels.panels(built) for row in panel.rows for bar in row.bars}
     assert {"F", "B", "wait", "issue", "gpu", "optimizer"} <= used
     for kind in used:
-        assert pixels(tmp_path / "t.png", timeline.COLORS[kind]) > 100, kind  # its legend alone has more
+        assert pixels(tmp_path / "t.png", timeline.KINDS[kind][0]) > 100, kind  # its legend alone has more
 
 
 def test_a_longer_wait_is_more_red(tmp_path):
@@ -134,7 +134,7 @@ def test_a_longer_wait_is_more_red(tmp_path):
 
         change(tmp_path / "scheduled.trace.json", longer)
         timeline.save(report.build(report.load(tmp_path)), tmp_path / name)
-        return pixels(tmp_path / name, timeline.COLORS["wait"])
+        return pixels(tmp_path / name, timeline.KINDS["wait"][0])
 
     assert red("long.png", 1000.0) > 2 * red("short.png", 10.0)
 
@@ -143,8 +143,8 @@ def test_every_kind_of_bar_has_a_colour_and_a_meaning():
     from megatron_ext.formats.trace import LANES
 
     kinds = {"F", "B"} | set(LANES) - {"compute"}
-    assert kinds == set(timeline.COLORS) == set(timeline.MEANING)
-    assert len(set(timeline.COLORS.values())) == len(kinds)
+    assert kinds == set(timeline.KINDS)
+    assert len({color for color, _ in timeline.KINDS.values()}) == len(kinds)
 
 
 def test_a_place_that_cannot_be_written_is_named(built, tmp_path):
@@ -167,7 +167,7 @@ def test_a_gather_whose_end_is_not_known_is_hatched(tmp_path):
         make_run(tmp_path / folder)
         change(tmp_path / folder / "stock.trace.json", named(name))
         timeline.save(report.build(report.load(tmp_path / folder)), tmp_path / f"{folder}.png")
-        return pixels(tmp_path / f"{folder}.png", timeline.COLORS["gpu"])
+        return pixels(tmp_path / f"{folder}.png", timeline.KINDS["gpu"][0])
 
     assert green("hatched", END_NOT_KNOWN) < 0.7 * green("filled", "unshard")
 
