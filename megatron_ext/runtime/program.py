@@ -228,8 +228,7 @@ class _Compiler:
         return self._recorded("issue", f"stage_in {action.group} {action.slot}", stage)
 
     def unshard(self, action) -> Action:
-        algorithm = self.schedule.groups[action.group].algorithm if action.route == "gpu" else None
-        issue = self.routes[algorithm or action.route].issue
+        issue = self.routes[self.schedule.groups[action.group].algorithm_by(action.route) or action.route].issue
         return self._recorded(
             "issue",
             f"unshard {action.group} {action.route}",

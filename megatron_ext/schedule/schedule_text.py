@@ -36,8 +36,8 @@ def action_text(entry, index: int, groups) -> str:
 
 def _way(action, groups) -> str:
     """The route of an unshard, or its algorithm; ``groups`` may be fewer in a schedule that fails."""
-    algorithm = groups[action.group].algorithm if action.route == "gpu" and 0 <= action.group < len(groups) else None
-    return algorithm or action.route
+    known = 0 <= action.group < len(groups)
+    return (groups[action.group].algorithm_by(action.route) if known else None) or action.route
 
 
 def bytes_by_route(schedule: Schedule) -> str:

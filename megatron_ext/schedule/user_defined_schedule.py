@@ -35,7 +35,7 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.formats.versions import SCHEDULE_VERSION as SCHEDULE_VERSION
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.route import ROUTE_KINDS, Algorithm, Route
+from megatron_ext.workload.route import ROUTE_KINDS, Algorithm, Route, kind_of
 from megatron_ext.workload.workload import Limits
 
 
@@ -129,6 +129,10 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     reduce_every: int = 1
     alone: bool = False
     states_rest: Literal["nvme", "device"] | None = None
+
+    def algorithm_by(self, route: Route) -> Algorithm | None:
+        """How ``route`` gathers it; None: by one all-gather, or by none."""
+        return self.algorithm if kind_of(route).by_algorithm else None
 
 
 class StateSlots(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -147,7 +147,7 @@ class Timing:
 
     def fastest_us(self, route: str, size_bytes: int) -> float:
         """:meth:`gather_us` by the fastest algorithm of any pipeline rank."""
-        if route != "gpu" or not self._others:
+        if not kind_of(route).by_algorithm or not self._others:
             return self.gather_us(route, size_bytes)
         ranks = [self._algorithms.index(name) for name in self._others]
         return min(self.gather_us(route, size_bytes, self.algorithm(rank, size_bytes)) for rank in ranks)
@@ -173,7 +173,7 @@ class Timing:
         """Microseconds that issuing a gather keeps the training thread: for a host copy, and for the copy of a staged
         group out of its slot, as measured by itself; for an all-gather, and where nothing else was measured,
         ``call_us``."""
-        own = self.costs.issued_us("cpu", size_bytes) if route != "gpu" else None
+        own = self.costs.issued_us("cpu", size_bytes) if not kind_of(route).needs_device_shard else None
         return (self.table.group_overhead.call_us or 0.0) if own is None else own
 
     @property
@@ -207,7 +207,7 @@ class Timing:
 
     def unshard_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
         """Microseconds that an unshard occupies its link; of ``nvme`` and ``cpu_shard`` the last leg alone."""
-        key = route, size_bytes, algorithm if route == "gpu" else None
+        key = route, size_bytes, algorithm if kind_of(route).by_algorithm else None
         if key not in self._unshard:
             if kind_of(route).shard_from_host:
                 self._unshard[key] = self._shard_gather_us(size_bytes)

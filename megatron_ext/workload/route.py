@@ -55,6 +55,11 @@ class RouteKind:
         """Whether each rank's shard has to rest on the device."""
         return self.gathers and not self.shard_from_host
 
+    @property
+    def by_algorithm(self) -> bool:
+        """Whether the ``algorithm`` of a group says how it gathers."""
+        return self.needs_device_shard
+
     def network_bytes(self, size_bytes: int, ranks: int) -> int:
         """Received from other ranks for a group of ``size_bytes`` whose shards ``ranks`` ranks share."""
         return size_bytes - size_bytes // ranks if self.gathers else 0
